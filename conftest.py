@@ -80,8 +80,8 @@ def _switches() -> dict[str, Any]:
 def registry_of_its_own() -> Iterator[None]:
     """Forget the strategies that a test brings by modules of its own, so that the tests after it have none of them."""
     from meshwright.strategy.registry import get_registry
-    from meshwright_testing.cells import _registered
+    from meshwright_testing.cells import _registered_modules
 
     yield
     get_registry.cache_clear()
-    _registered.clear()
+    _registered_modules.clear()

@@ -22,10 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.model.activation_options import ActivationCheckpointing, ActivationOptions
-from meshwright.model.budget import ONE_STAGE, BudgetedBlocks, Choices
-from meshwright.model.layout import layout_by_structure
+from meshwright.model.budget import SINGLE_STAGE, ActivationPlan, BudgetedBlocks
+from meshwright.model.layout import infer_layout
 from meshwright.model.recompute import checkpoint_blocks
-from meshwright.step.tokens import token_loss_sum
+from meshwright.step.tokens import sum_token_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.measures import measure_memory
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 def modes(given: argparse.Namespace) -> list[tuple[str, ActivationCheckpointing]]:
     """What to run, by name: the modes, and budgets between their ends."""
     model, ids = made(given)
-    blocks = checkpoint_blocks(model, layout_by_structure(model), ActivationOptions(budget_gb=1e6))
+    blocks = checkpoint_blocks(model, infer_layout(model), ActivationOptions(budget_gb=1e6))
     choices = measured(model, blocks, ids)
     least = choices.peak
     choices.fill(2**62)
@@ -70,7 +70,7 @@ def modes(given: argparse.Namespace) -> list[tuple[str, ActivationCheckpointing]
 def counted(name: str, mode: ActivationCheckpointing, given: argparse.Namespace) -> dict[str, float | str]:
     """Bytes and operations of one step."""
     model, ids = made(given)
-    blocks = checkpoint_blocks(model, layout_by_structure(model), mode)
+    blocks = checkpoint_blocks(model, infer_layout(model), mode)
     budget = peak = 0
     if isinstance(blocks, BudgetedBlocks):
         choices, budget = measured(model, blocks, ids), int(blocks.budget_gb * 1e9)
@@ -97,16 +97,16 @@ def made(given: argparse.Namespace) -> tuple[nn.Module, Tensor]:
     return LlamaForCausalLM(config).train(), torch.randint(0, 256, (1, given.tokens))
 
 
-def measured(model: nn.Module, blocks: object, ids: Tensor) -> Choices:
+def measured(model: nn.Module, blocks: object, ids: Tensor) -> ActivationPlan:
     if not isinstance(blocks, BudgetedBlocks):
         raise TypeError("no budget")
     with torch.no_grad(), blocks.measuring():
         model(input_ids=ids, use_cache=False)
-    return Choices([blocks.profiles], ONE_STAGE)
+    return ActivationPlan([blocks.profiles], SINGLE_STAGE)
 
 
 def loss(model: nn.Module, ids: Tensor) -> Tensor:
-    return token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids)
+    return sum_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
 
 
 def report(rows: Sequence[dict[str, float | str]]) -> None:

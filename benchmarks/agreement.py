@@ -32,10 +32,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from meshwright.checkpoint.saving import Held, cut, held_by, settings_of, shares_of
-from meshwright.checkpoint.values import flat
-from meshwright.tensors.pieces import Sharded
-from meshwright.tensors.state import DTENSORS, ShardedState, sharded_model, sharded_optimizer
+from meshwright.checkpoint.saving import (
+    SaveInventory,
+    build_inventory,
+    build_save_plans,
+    cut_rectangle,
+    encode_optimizer_settings,
+)
+from meshwright.checkpoint.values import flatten_state
+from meshwright.tensors.pieces import ChunkedTensor
+from meshwright.tensors.state import DTENSOR_LAYOUT, ShardedState, get_sharded_model_state, get_sharded_optimizer_state
 
 LIMIT_S = 1.0
 T = TypeVar("T")
@@ -70,10 +76,12 @@ def build(ranks: int) -> Callable[[], ShardedState]:
         moments = {key: torch.zeros_like(parameter.detach()) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return lambda: ShardedState(sharded_model(model, DTENSORS), sharded_optimizer(optimizer, names, DTENSORS))
+    return lambda: ShardedState(
+        get_sharded_model_state(model, DTENSOR_LAYOUT), get_sharded_optimizer_state(optimizer, names, DTENSOR_LAYOUT)
+    )
 
 
-def held_elsewhere(first: Held, rank: int, ranks: int) -> Held:
+def held_elsewhere(first: SaveInventory, rank: int, ranks: int) -> SaveInventory:
     """What another rank has, where the first one has `first`; torch rounds rows up."""
     rectangles = []
     for each, (_, shape, _) in zip(first.rectangles, first.kinds, strict=True):
@@ -90,26 +98,26 @@ def measure(ranks: int) -> dict[str, Any]:
     try:
         state_now = build(ranks)
         state = state_now()
-        tensors = flat(state)
-        held = held_by(tensors, state.optimizer)
+        tensors = flatten_state(state)
+        held = build_inventory(tensors, state.optimizer)
         if held != held_elsewhere(held, 0, ranks):
             raise SystemExit("what the ranks are taken to have is not what fsdp2 gives them")
         sent = [pickle.dumps(held_elsewhere(held, rank, ranks)) for rank in range(ranks)]
         first: dict[str, float] = {}
         found = timed(lambda: [pickle.loads(each) for each in sent], first, "unpickle")
-        shares, index = timed(lambda: shares_of(found), first, "divide, and make the index")
+        shares, index = timed(lambda: build_save_plans(found), first, "divide, and make the index")
         scattered = timed(lambda: sum(len(pickle.dumps(each)) for each in shares), first, "pickle")
         share = shares[0]
         later: dict[str, float] = {}
 
-        def own_share(tensors: dict[str, Sharded]) -> int:
-            return len([cut(tensors[each.name], each) for each in share.rectangles])
+        def own_share(tensors: dict[str, ChunkedTensor]) -> int:
+            return len([cut_rectangle(tensors[each.name], each) for each in share.rectangles])
 
         state = timed(state_now, later, "list the state")
-        tensors = flat(state)
-        same = timed(lambda: held_by(tensors, state.optimizer) == held, later, "compare")
+        tensors = flatten_state(state)
+        same = timed(lambda: build_inventory(tensors, state.optimizer) == held, later, "compare")
         cuts = timed(lambda: own_share(tensors), later, "cut")
-        settings = timed(lambda: settings_of(state.optimizer, share), later, "settings of the optimizer")
+        settings = timed(lambda: encode_optimizer_settings(state.optimizer, share), later, "settings of the optimizer")
     finally:
         dist.destroy_process_group()
     if not same or not cuts or settings is None:

@@ -38,11 +38,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM
 
 from meshwright import Checkpointer, Mesh, MeshSizes, OptimizerConfig, optimizer_factory, resolve
-from meshwright.checkpoint import export_checkpoint, steps_in
+from meshwright.checkpoint import export_checkpoint, list_steps
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.world import World
 from meshwright.strategy.contract import StrategyManager
-from meshwright_run.launch.local import launch
+from meshwright_run.launch.local import launch_ranks
 
 OURS, OURS_ASYNC, TORCH, TORCH_ASYNC = CONTESTANTS = ("ours", "ours, asynchronous", "torch", "torch, asynchronous")
 EXPORT_LIMIT_MB = 64
@@ -122,7 +122,7 @@ def run_rank(store: dist.Store, plan: Plan) -> None:
         synchronous.close()
         asynchronous.close()
         dist.barrier()  # until the first rank has removed older ones
-        ((_, checkpoint),) = steps_in(plan.scratch / "ours")
+        ((_, checkpoint),) = list_steps(plan.scratch / "ours")
         with Peak() as peak:
             start = time.perf_counter()
             export_checkpoint(checkpoint, plan.scratch / "exported", world=world)
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str]) -> int:
     scratch = Path(tempfile.mkdtemp(dir=options.scratch))
     try:
         plan = Plan(scratch, options.ranks, options.rounds, options.hidden, options.layers, options.vocab, options.json)
-        return launch(run_rank, (plan,), nproc=plan.ranks)
+        return launch_ranks(run_rank, (plan,), nproc=plan.ranks)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

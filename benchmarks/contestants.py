@@ -113,7 +113,7 @@ def built(
     manager.parallelize(work.model())
     options = OptimizerConfig(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, no_decay=[], options={"fused": True})
     optimizer = manager.build_optimizer(optimizer_factory(options))
-    scheduler = build_scheduler(ScheduleConfig(name="constant"), optimizer, steps=1)
+    scheduler = build_scheduler(ScheduleConfig(name="constant"), optimizer, num_steps=1)
     batches = work.batches(mesh.data_rank)
     return manager, Loop(scheduler=scheduler, steps=1, batches=batches, max_grad_norm=MAX_GRAD_NORM)
 

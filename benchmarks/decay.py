@@ -19,9 +19,9 @@ from common import origin
 from transformers import AutoModelForCausalLM
 
 from meshwright.model.layout import ModelLayout
-from meshwright.optim.groups import known_without_model, what_is_trained
+from meshwright.optim.groups import describe_params_by_name, describe_trained_params
 from meshwright.strategy.registry import model_layout
-from meshwright_testing.zoo import zoo_config, zoo_reason, zoo_types
+from meshwright_testing.zoo import build_zoo_config, zoo_types, zoo_unsupported_reason
 
 _PLAIN = re.compile(r"Linear|Embedding|Conv1[dD]|.*Experts|.*Router|.*Embeddings?$")
 """Classes of which nobody asks whether their matrices are decayed."""
@@ -30,11 +30,11 @@ _PLAIN = re.compile(r"Linear|Embedding|Conv1[dD]|.*Experts|.*Router|.*Embeddings
 def of_type(model_type: str) -> dict[str, Any]:
     """Counts, and what is spared in more than one dim or decayed outside of plain matrices."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(zoo_config(model_type))
+        model = AutoModelForCausalLM.from_config(build_zoo_config(model_type))
     layout: ModelLayout = model_layout(model)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    known = what_is_trained(model, layout, named, lambda parameter: parameter.shape)
-    by_hand = known_without_model(named)
+    known = describe_trained_params(model, layout, named, lambda parameter: parameter.shape)
+    by_hand = describe_params_by_name(named)
     spared, decayed = [], []
     for name, parameter in named:
         owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    types = {name: of_type(name) for name in zoo_types() if zoo_reason(name) is None}
+    types = {name: of_type(name) for name in zoo_types() if zoo_unsupported_reason(name) is None}
     found = {"command": "python benchmarks/decay.py", **origin(), "types": types}
     text = json.dumps(found, indent=1)
     if options.json is None:

@@ -49,11 +49,11 @@ def main(types: list[str]) -> None:
     from support.doors import DOORS, TIES
 
     from meshwright_testing import pool
-    from meshwright_testing.zoo import zoo_reason, zoo_types
+    from meshwright_testing.zoo import zoo_types, zoo_unsupported_reason
 
     found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"types": [], "others": []}
     for model_type in types or zoo_types():
-        if zoo_reason(model_type) is not None or (not types and model_type in found["types"]):
+        if zoo_unsupported_reason(model_type) is not None or (not types and model_type in found["types"]):
             continue
         cells = [
             [model_type, ties, door, pool(1).run(tried, model_type, ties, door)[0]] for ties in TIES for door in DOORS

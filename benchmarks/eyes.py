@@ -33,11 +33,11 @@ from meshwright.mesh.world import World
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.registry import get_registry
-from meshwright.tensors.ops import moments_of
+from meshwright.tensors.ops import make_event_recorder
 from meshwright.train.loop.step import Stopwatch, train_step
-from meshwright_run.journal import Journal, RankLog
-from meshwright_run.observers import chosen, tracking
-from meshwright_run.report import Curve, Reporter
+from meshwright_run.journal import EventLog, RankLog
+from meshwright_run.observers import attach_trackers, resolve_trackers
+from meshwright_run.report import LossCurvePlotter, MetricsReporter
 from meshwright_run.run_directory import RunDirectory
 
 CALLS = 2000
@@ -67,7 +67,7 @@ class Eyes:
 
     def ours(self, work: Work, world: World) -> Step:
         manager, loop = built("fsdp2", work, world)
-        watch = Stopwatch(moments_of(world.device))
+        watch = Stopwatch(make_event_recorder(world.device))
         directory = Path(world.from_first(lambda: tempfile.mkdtemp()))
         observers = Observers(self.trackers, manager, directory)
 
@@ -100,11 +100,11 @@ class Observers:
         observing, paths = get_registry().observing, RunDirectory(directory)
         self._held.enter_context(observing(RankLog(paths.rank_file(world.rank))))
         if world.rank == 0:
-            self._held.enter_context(tracking(chosen(trackers), run))
+            self._held.enter_context(attach_trackers(resolve_trackers(trackers), run))
             console = Console(file=io.StringIO(), force_terminal=True)
-            reporter = self._held.enter_context(Reporter(paths.metrics, log_every=10, console=console))
-            curve = self._held.enter_context(Curve(paths.metrics, paths.curve))
-            self._held.enter_context(observing(reporter, curve, Journal(paths.events)))
+            reporter = self._held.enter_context(MetricsReporter(paths.metrics, log_every=10, console=console))
+            curve = self._held.enter_context(LossCurvePlotter(paths.metrics, paths.curve))
+            self._held.enter_context(observing(reporter, curve, EventLog(paths.events)))
         get_registry().hook.on_run_start(run=run, mesh=manager.mesh)
 
     def close(self) -> None:
@@ -117,13 +117,13 @@ class Observers:
 def call_cost(trackers: Sequence[str]) -> dict[str, float]:
     """Microseconds of the host that one record costs the first rank, in a loop of nothing else."""
     from meshwright.launch.open_world import open_world
-    from meshwright.train.loop.step import memory_now
+    from meshwright.train.loop.step import read_memory_usage
 
     found: dict[str, float] = {}
     with open_world("cpu") as world:
         manager, _ = built("fsdp2", Work(hidden=64, layers=1, seq=16, batch=1, microbatches=1, dtype="float32"), world)
         times = dict.fromkeys(("data", "forward_backward", "clip", "read", "optimizer"), 0.1)
-        result = StepResult(1, CALLS, 2.0, 1.0, 0.1, 100, 0.5, 0, times=times, memory=memory_now(world.device))
+        result = StepResult(1, CALLS, 2.0, 1.0, 0.1, 100, 0.5, 0, times=times, memory=read_memory_usage(world.device))
         for name, chosen_trackers in (("files", ()), *((each, (each,)) for each in trackers)):
             observers = Observers(chosen_trackers, manager, Path(tempfile.mkdtemp()))
             start = time.perf_counter()
@@ -133,7 +133,7 @@ def call_cost(trackers: Sequence[str]) -> dict[str, float]:
             observers.close()
         start = time.perf_counter()
         for _ in range(CALLS):
-            memory_now(world.device)
+            read_memory_usage(world.device)
         found["memory"] = round((time.perf_counter() - start) / CALLS * 1e6, 1)
     return found
 

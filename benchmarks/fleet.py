@@ -25,18 +25,33 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from PIL import Image
 
-from meshwright.base.validation import validated
-from meshwright_plan.config import PlanConfig, find_device
-from meshwright_plan.fleet.advice import ASSUMED_DETECTION_S, SHARE_OF_LINK, copied, costs
-from meshwright_plan.fleet.fleet import DAY, HOUR, Copies, Fleet, Saves, best_every, daly, goodput, simulate
-from meshwright_plan.planned import job_of, plan
+from meshwright.base.validation import validate_config
+from meshwright_plan.config import PlanConfig, load_device_spec
+from meshwright_plan.fleet.advice import (
+    ASSUMED_DETECTION_S,
+    REPLICA_LINK_FRACTION,
+    choose_replica_schedule,
+    compute_checkpoint_costs,
+)
+from meshwright_plan.fleet.fleet import (
+    DAY,
+    HOUR,
+    CheckpointSchedule,
+    FailureScenario,
+    ReplicaSchedule,
+    compute_goodput,
+    daly_interval,
+    find_best_interval,
+    simulate,
+)
+from meshwright_plan.planned import build_job, plan_job
 from meshwright_run.run_file import RunConfig
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "fleet.json"
 PICTURE = ROOT / "docs" / "fleet.png"
 ASKED = PlanConfig()
-DEVICE = find_device("h100-80gb")
+DEVICE = load_device_spec("h100-80gb")
 RESTARTS = (60.0, 300.0, 900.0)
 FAILURES, RUNS = 1500, 64
 """Of a simulated run, on the average, and how many of them there are."""
@@ -83,39 +98,39 @@ COLOURS = ("#2f8f6b", "#3f6fc4", "#d9822b")
 TEXT, QUIET, LINE, LIMIT = "#1c2330", "#586173", "#d5dae1", "#b3261e"
 
 
-def planned_fleet() -> tuple[Fleet, Copies]:
+def planned_fleet() -> tuple[FailureScenario, ReplicaSchedule]:
     """A run on 1,024 ranks, by its plan."""
-    job = job_of(validated(RunConfig, RUN, where="the run"), PLANNED)
-    found = plan(job, DEVICE, [0])
-    took = costs(job, DEVICE, found, ASKED)
+    job = build_job(validate_config(RunConfig, RUN, where="the run"), PLANNED)
+    found = plan_job(job, DEVICE, [0])
+    took = compute_checkpoint_costs(job, DEVICE, found, ASKED)
     return _fleet(PLANNED, found["step_seconds"], took.saves), took.copies
 
 
-def published_fleet() -> tuple[Fleet, Copies]:
+def published_fleet() -> tuple[FailureScenario, ReplicaSchedule]:
     """Llama 3, by its report."""
     ranks, size, link = LLAMA_3["ranks"], LLAMA_3["rank_bytes"], DEVICE.node.between.rate
     step_s = 6 * LLAMA_3["parameters"] * LLAMA_3["tokens"] / LLAMA_3["flops_of_a_rank"] / ranks
     on_disk = max(size * DEVICE.node.ranks / ASKED.disk_bandwidth, size * ranks / ASKED.disk_bandwidth_total)
     hold = size / ASKED.copy_bandwidth
-    copies = Copies(1, hold, size / (link * SHARE_OF_LINK), size / link)
-    return _fleet(int(ranks), step_s, Saves(1, hold, on_disk, on_disk)), copies
+    copies = ReplicaSchedule(1, hold, size / (link * REPLICA_LINK_FRACTION), size / link)
+    return _fleet(int(ranks), step_s, CheckpointSchedule(1, hold, on_disk, on_disk)), copies
 
 
-def _fleet(ranks: int, step_s: float, saves: Saves) -> Fleet:
+def _fleet(ranks: int, step_s: float, saves: CheckpointSchedule) -> FailureScenario:
     rate, seconds = ASKED.failures_per_rank_hour, (ASSUMED_DETECTION_S, ASKED.restart_s)
-    return Fleet(ranks, DEVICE.node.ranks, step_s, saves, rate, *seconds)
+    return FailureScenario(ranks, DEVICE.node.ranks, step_s, saves, rate, *seconds)
 
 
-def curve(fleet: Fleet, copies: Copies | None) -> dict[str, Any]:
+def curve(fleet: FailureScenario, copies: ReplicaSchedule | None) -> dict[str, Any]:
     """Goodput over the save interval, where it is best, and where the formulas say."""
     if copies is None:
-        every, told = 1, best_every(fleet)
+        every, told = 1, find_best_interval(fleet)
     else:
-        copies, told = copied(fleet, copies)
+        copies, told = choose_replica_schedule(fleet, copies)
         every = copies.every
     wanted = sorted({max(1, round(each / fleet.step_s / every)) * every for each in INTERVALS} | {told})
     fleets = [replace(fleet, copies=copies, saves=replace(fleet.saves, every=each)) for each in wanted]
-    found = simulate(fleets, FAILURES * fleet.mtbf_s, runs=RUNS)
+    found = simulate(fleets, FAILURES * fleet.mtbf_s, num_runs=RUNS)
     best = int(found.goodput.argmax())
     return {
         "ranks": fleet.ranks,
@@ -124,34 +139,34 @@ def curve(fleet: Fleet, copies: Copies | None) -> dict[str, Any]:
         "every": wanted,
         "goodput": [round(float(each), 5) for each in found.goodput],
         "error": round(float(found.error.max()), 6),
-        "closed_form": None if copies is not None else [round(goodput(each), 5) for each in fleets],
+        "closed_form": None if copies is not None else [round(compute_goodput(each), 5) for each in fleets],
         "from_disk": round(float(found.from_disk.sum() / found.failures.sum()), 4),
         "recommended": {"every": told, "goodput": round(float(found.goodput[wanted.index(told)]), 5)},
         "best": {"every": wanted[best], "goodput": round(float(found.goodput[best]), 5)},
     }
 
 
-def llama_3(fleet: Fleet, copies: Copies) -> dict[str, Any]:
+def llama_3(fleet: FailureScenario, copies: ReplicaSchedule) -> dict[str, Any]:
     """Whether their effective time is what the simulation has, and how long a restart may take for it.
 
     Planned interruptions count as failures, too.
     """
     rate = fleet.failures_per_rank_hour * (1 + LLAMA_3["planned"] / LLAMA_3["unexpected"])
     fleet = replace(fleet, failures_per_rank_hour=rate)
-    best = replace(fleet, saves=replace(fleet.saves, every=best_every(fleet)))
+    best = replace(fleet, saves=replace(fleet.saves, every=find_best_interval(fleet)))
     least, most = 0.0, HOUR
     while most - least > 1:
         middle = (least + most) / 2
-        is_enough = goodput(replace(best, restart_s=middle)) > LLAMA_3["effective"]
+        is_enough = compute_goodput(replace(best, restart_s=middle)) > LLAMA_3["effective"]
         least, most = (middle, most) if is_enough else (least, middle)
-    held, rare = copied(fleet, copies)
+    held, rare = choose_replica_schedule(fleet, copies)
     settings = {
         "as assumed": best,
         "as assumed, copied": replace(fleet, copies=held, saves=replace(fleet.saves, every=rare)),
         "saved each hour": replace(fleet, saves=replace(fleet.saves, every=round(HOUR / fleet.step_s))),
         "the longest restart": replace(best, restart_s=round(least)),
     }
-    found = simulate([*settings.values()], LLAMA_3["days"] * DAY, runs=400)
+    found = simulate([*settings.values()], LLAMA_3["days"] * DAY, num_runs=400)
     return {
         **LLAMA_3,
         "mtbf_hours": fleet.mtbf_s / HOUR,
@@ -184,7 +199,7 @@ def measure() -> dict[str, Any]:
                 **asdict(replace(fleet, restart_s=0.0)),
                 "copies": asdict(copies),
                 "mtbf_hours": fleet.mtbf_s / HOUR,
-                "daly_s": daly(fleet.saves.hold_s, fleet.mtbf_s),
+                "daly_s": daly_interval(fleet.saves.hold_s, fleet.mtbf_s),
             }
             for ranks, (fleet, copies) in fleets.items()
         },

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from meshwright_plan.pictures.marks import GROUND, OWNER
+from meshwright_plan.pictures.marks import BASE_COLOURS, OWNER_COLOURS
 
 INCHES = (10.0, 4.7)
 DPI = 200
@@ -44,7 +44,7 @@ def draw(content: dict[str, Any], directory: Path) -> None:
 
 
 def _figure(content: dict[str, Any], is_dark: int) -> Figure:
-    ground = {name: pair[is_dark] for name, pair in GROUND.items()}
+    ground = {name: pair[is_dark] for name, pair in BASE_COLOURS.items()}
     figure = Figure(figsize=INCHES, facecolor=ground["ground"])
     curves = figure.add_axes((0.048, 0.14, 0.392, 0.69))
     memory = figure.add_axes((0.668, 0.14, 0.148, 0.69))
@@ -86,7 +86,7 @@ def _curves(axes: Axes, layouts: dict[str, Any], ground: dict[str, str], is_dark
 
 def _bars(memory: Axes, traffic: Axes, layouts: dict[str, Any], ground: dict[str, str], is_dark: int) -> None:
     names = list(layouts)
-    state, rest = OWNER["optimizer"][is_dark], OWNER["activations"][is_dark]
+    state, rest = OWNER_COLOURS["optimizer"][is_dark], OWNER_COLOURS["activations"][is_dark]
     for row, name in enumerate(names):
         found = layouts[name]["held_bytes"]
         held = sum(found[each] for each in STATE) / 1e6
@@ -94,7 +94,7 @@ def _bars(memory: Axes, traffic: Axes, layouts: dict[str, Any], ground: dict[str
         sent = layouts[name]["sent_bytes"] / 1e6
         memory.barh(row, held, color=state, height=0.62)
         memory.barh(row, peak - held, left=held, color=rest, height=0.62)
-        traffic.barh(row, sent, color=OWNER["gathered"][is_dark], height=0.62)
+        traffic.barh(row, sent, color=OWNER_COLOURS["gathered"][is_dark], height=0.62)
         memory.text(peak, row, f" {peak:.1f}", va="center", fontsize=9, color=ground["text"])
         traffic.text(sent, row, f" {sent:.1f}" if sent else " nothing", va="center", fontsize=9, color=ground["text"])
     memory.set_yticks(range(len(names)), names, color=ground["text"], fontsize=10)

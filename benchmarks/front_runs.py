@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import meshwright as mw
 from meshwright.strategy.contract import StrategyManager
-from meshwright.tracing.collectives import Collective, measure_collectives
+from meshwright.tracing.collectives import Collective, record_collectives
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.measures import measure_memory
@@ -93,7 +93,7 @@ def _trained(layout: dict[str, Any]) -> dict[str, Any]:
             peak = measure_memory(work, manager.model_parts, manager.optimizer).peak
             found["held"] = {**asdict(peak), "total": peak.total}
         elif step == MEASURED["traffic"]:
-            found["sent"] = sum(map(sent, measure_collectives(work)))
+            found["sent"] = sum(map(sent, record_collectives(work)))
         else:
             work()
         schedule.step()

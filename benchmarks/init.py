@@ -20,7 +20,7 @@ import torch
 from common import llama, origin
 from transformers import AutoModelForCausalLM
 
-from meshwright.model.pretrained import new_model_on_meta
+from meshwright.model.pretrained import init_model_on_meta
 
 LARGER = {"8B": 8.03e9, "70B": 70.6e9}
 
@@ -32,7 +32,7 @@ def by_transformers(config: Any) -> None:
 
 def ours(config: Any, init: str, ranks: int) -> None:
     """Build the model, and draw what the first of so many ranks holds of each parameter."""
-    model, values = new_model_on_meta(config, torch.float32, 0, init=init)
+    model, values = init_model_on_meta(config, torch.float32, 0, init=init)
     if values is None:
         raise ValueError("this model is not drawn in parts")
     for name, parameter in model.named_parameters():

@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 import meshwright
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.world import World
-from meshwright_run.launch.local import launch
+from meshwright_run.launch.local import launch_ranks
 
 OURS, PLAIN, READ = CONTESTANTS = ("ours", "plain", "plain, read")
 LIMIT_MB = 64
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str]) -> int:
         save(tiny, 64, 1, 128)
         gc.collect()
         plan = Plan(directory, tiny, options.ranks, options.rounds, megabytes, options.json)
-        return launch(run_rank, (plan,), nproc=plan.ranks)
+        return launch_ranks(run_rank, (plan,), nproc=plan.ranks)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from common import origin
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.step.rows import Rows, token_loss
-from meshwright.step.tokens import target_loss_sum
+from meshwright.step.rows import HiddenRows, compute_token_loss
+from meshwright.step.tokens import sum_target_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.measures import measure_memory
@@ -31,12 +31,12 @@ Contestant = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def whole(hidden: Tensor, weight: Tensor, targets: Tensor, tokens: Tensor) -> Tensor:
-    return target_loss_sum(F.linear(hidden, weight)[None], targets[None]) / tokens
+    return sum_target_loss(F.linear(hidden, weight)[None], targets[None]) / tokens
 
 
 def by_rows(chunk_rows: int) -> Contestant:
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor, tokens: Tensor) -> Tensor:
-        return token_loss(Rows.linear(hidden, weight), targets, tokens, chunk_rows=chunk_rows)
+        return compute_token_loss(HiddenRows.linear(hidden, weight), targets, tokens, chunk_rows=chunk_rows)
 
     return loss
 

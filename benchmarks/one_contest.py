@@ -10,7 +10,7 @@ from typing import Any
 
 import step as steps
 
-from meshwright_run.launch.local import launch
+from meshwright_run.launch.local import launch_ranks
 
 SIZES = ("--hidden", "512", "--layers", "8", "--seq", "256", "--rounds", "36")
 """Where the command line gives no others."""
@@ -42,7 +42,7 @@ def compete(
     written = ["--json", str(json_file)] if json_file else []
     plan = steps.parse([*SIZES, *others, "--strategies", "fsdp2", *written])
     plan = replace(plan, strategies=(contest,), command=" ".join([f"python benchmarks/{script}.py", *arguments]))
-    code = launch(run_rank, (plan, *given), nproc=plan.ranks)
+    code = launch_ranks(run_rank, (plan, *given), nproc=plan.ranks)
     about = tell()
     if json_file is not None and code == 0:
         report = json.loads(json_file.read_text(encoding="utf-8")) | {"benchmark": script, **about}

@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 from common import origin
 
-from meshwright_run.data.packing import best_fit
+from meshwright_run.data.packing import pack_best_fit
 
 Packer = Callable[[np.ndarray, int], int]
 """From lengths and room to the number of rows."""
 
 
 def ours(lengths: np.ndarray, seq_len: int) -> int:
-    return len(best_fit(np.cumsum(lengths), seq_len))
+    return len(pack_best_fit(np.cumsum(lengths), seq_len))
 
 
 def next_fit(lengths: np.ndarray, seq_len: int) -> int:
@@ -129,10 +129,10 @@ def at_scale(count: int, seq_len: int) -> dict[str, Any]:
     """Ours alone, with the memory that it takes beside the documents' ends."""
     ends = np.cumsum(drawn("web", count, seq_len))
     start = time.perf_counter()
-    best_fit(ends, seq_len)
+    pack_best_fit(ends, seq_len)
     seconds = time.perf_counter() - start
     tracemalloc.start()
-    packing = best_fit(ends, seq_len)
+    packing = pack_best_fit(ends, seq_len)
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return {

@@ -94,11 +94,11 @@ def megatron_fsdp(work: Work, world: World) -> Step:
     from megatron_fsdp import fully_shard_model, fully_shard_optimizer
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    from meshwright_megatron_fsdp._compat.cpu_torch import hold_cpu_torch
+    from meshwright_megatron_fsdp._compat.cpu_torch import use_cpu_torch
 
     mesh = init_device_mesh(world.device.type, (world.size, 1), mesh_dim_names=("shard", "tp"))
     if world.device.type == "cpu":
-        hold_cpu_torch(world)
+        use_cpu_torch(world)
     module = fully_shard_model(
         work.model().to(world.device),
         device_mesh=mesh,

@@ -26,7 +26,7 @@ from common import llama, origin
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from meshwright.base.validation import validated
+from meshwright.base.validation import validate_config
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
@@ -35,11 +35,11 @@ from meshwright.optim.build import optimizer_factory
 from meshwright.optim.config import OptimizerConfig
 from meshwright.strategy.stack import resolve
 from meshwright_plan.calibration.calibrate import calibrate
-from meshwright_plan.calibration.measure import Effort
-from meshwright_plan.config import Device
+from meshwright_plan.calibration.measure import MeasurementBudget
+from meshwright_plan.config import DeviceSpec
 from meshwright_plan.planned import trace_rank
-from meshwright_plan.time import play, stage_ranks
-from meshwright_plan.trace import Job
+from meshwright_plan.time import find_pipeline_ranks, simulate_timelines
+from meshwright_plan.trace import TrainingJob
 from meshwright_testing.workers import pool
 
 HERE = Path(__file__).parent
@@ -70,10 +70,10 @@ class Layout:
         sizes = f"{self.blocks} blocks of {self.hidden}, 2 x {self.length} tokens"
         return f"{self.strategy}{axes} on {self.ranks} ranks, {sizes}"
 
-    def job(self, make: Callable[[Layout], nn.Module]) -> Job:
+    def job(self, make: Callable[[Layout], nn.Module]) -> TrainingJob:
         stack, degrees = resolve(self.strategy, MeshSizes(**self.sizes), self.ranks, config={}, wrapper_config=None)
         factory = optimizer_factory(OptimizerConfig(lr=1e-4))
-        return Job(stack, degrees, functools.partial(make, self), factory, 2, self.rows, self.length)
+        return TrainingJob(stack, degrees, functools.partial(make, self), factory, 2, self.rows, self.length)
 
 
 LAYOUTS = (
@@ -117,7 +117,7 @@ def _of_ranks(ranks: int, rounds: int, passes: int) -> dict[str, Any]:
     """Everything of one number of ranks."""
     layouts = [each for each in LAYOUTS if each.ranks == ranks]
     values, seconds = pool(ranks).run(_measured, layouts, rounds, passes, timeout_s=LIMIT_S)[0]
-    device = validated(Device, values, where="what was measured")
+    device = validate_config(DeviceSpec, values, where="what was measured")
     rows = []
     for layout, measured in zip(layouts, seconds, strict=True):
         rows.append({"layout": str(layout), **planned(layout, device), "measured_s": measured})
@@ -125,11 +125,11 @@ def _of_ranks(ranks: int, rounds: int, passes: int) -> dict[str, Any]:
     return {"rounds": rounds, "device": values, "rows": rows}
 
 
-def planned(layout: Layout, device: Device) -> dict[str, Any]:
+def planned(layout: Layout, device: DeviceSpec) -> dict[str, Any]:
     """What the plan says of a step."""
     job = layout.job(_on_meta)
-    traces = [trace_rank(job, rank) for rank in stage_ranks(0, job.degrees)]
-    lines = play(traces, job.degrees, device)
+    traces = [trace_rank(job, rank) for rank in find_pipeline_ranks(0, job.degrees)]
+    lines = simulate_timelines(traces, job.degrees, device)
     slowest = max(lines, key=lambda line: line.seconds)
     streams = {span.stream for line in lines for span in line.spans}
     busy = {stream: round(slowest.busy(stream), 3) for stream in sorted(streams)}
@@ -139,7 +139,7 @@ def planned(layout: Layout, device: Device) -> dict[str, Any]:
 def _measured(layouts: list[Layout], rounds: int, passes: int) -> tuple[dict[str, Any], list[list[float]]]:
     """A rank calibrates, and steps each layout so many times: seconds of the slowest rank."""
     world = open_world("cpu")
-    device = calibrate(world, "cpu", replace(Effort.of(world.device), passes=passes))
+    device = calibrate(world, "cpu", replace(MeasurementBudget.of(world.device), passes=passes))
     steps = [_step(layout, world) for layout in layouts]
     found: list[list[float]] = [[] for _ in layouts]
     order = list(range(len(layouts)))

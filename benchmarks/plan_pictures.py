@@ -12,11 +12,11 @@ from typing import Any
 import yaml
 
 from meshwright.mesh.sizes import Degrees
-from meshwright_plan.config import find_device
+from meshwright_plan.config import load_device_spec
 from meshwright_plan.pictures.pngs import write_pngs
-from meshwright_plan.pictures.shown import Shown, shown
-from meshwright_plan.planned import job_of, plan
-from meshwright_plan.plugin import load_job
+from meshwright_plan.pictures.shown import PlotData, collect_plot_data
+from meshwright_plan.planned import build_job, plan_job
+from meshwright_plan.plugin import load_job_config
 
 DOCS = Path(__file__).parents[1] / "docs"
 LLAMA_8B: dict[str, Any] = {
@@ -47,7 +47,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
-DEVICE = find_device("h100-80gb")
+DEVICE = load_device_spec("h100-80gb")
 LARGE = Degrees(pp=16, dp_shard=128, tp=8)
 
 
@@ -55,10 +55,10 @@ def draw(directory: Path) -> None:
     for name, (world, run) in RUNS.items():
         file = directory / "run.yaml"
         file.write_text(yaml.safe_dump({"strategy": "fsdp2", **run}), encoding="utf-8")
-        job = job_of(load_job(file, []), world)
-        write_pngs(directory, shown(job, DEVICE, plan(job, DEVICE, [0])), [name])
+        job = build_job(load_job_config(file, []), world)
+        write_pngs(directory, collect_plot_data(job, DEVICE, plan_job(job, DEVICE, [0])), [name])
     # A map needs no step.
-    write_pngs(directory, Shown({"ranks": []}, LARGE, DEVICE, (), (), 0, 0), ["mesh"])
+    write_pngs(directory, PlotData({"ranks": []}, LARGE, DEVICE, (), (), 0, 0), ["mesh"])
     for name in (*RUNS, "mesh"):
         (directory / f"{name}.png").replace(DOCS / f"plan_{name}.png")
 

@@ -28,12 +28,12 @@ from published_automodel import fuses
 from published_code import running
 from published_jobs import DEVICES, blocks, is_automodel, is_megatron, job_of, left_out, traced_depths, vocabulary
 
-from meshwright_plan.allocator import reserved
-from meshwright_plan.config import Device, find_device
-from meshwright_plan.planned import plan as plan_of
+from meshwright_plan.allocator import compute_reserved_bytes
+from meshwright_plan.config import DeviceSpec, load_device_spec
+from meshwright_plan.planned import plan_job as plan_of
 from meshwright_plan.planned import trace_rank
-from meshwright_plan.time import play, stage_ranks
-from meshwright_plan.trace import Job, Operation, Trace
+from meshwright_plan.time import find_pipeline_ranks, simulate_timelines
+from meshwright_plan.trace import Operation, StepTrace, TrainingJob
 
 HERE = Path(__file__).parent
 FOUND = HERE / "results" / "plan_published.json"
@@ -88,7 +88,7 @@ def title(row: Mapping[str, Any]) -> str:
 
 def planned(row: Mapping[str, Any], kept: Path | None = None) -> dict[str, Any]:
     """What the plan says of a row, in the units of the row."""
-    device = find_device(next(name for text, name in DEVICES.items() if row["hardware"].startswith(text)))
+    device = load_device_spec(next(name for text, name in DEVICES.items() if row["hardware"].startswith(text)))
     depths = traced_depths(row)
     numbers = [_numbers(row, layers, device, kept) for layers in depths]
     if len(numbers) > 1:
@@ -107,7 +107,7 @@ def planned(row: Mapping[str, Any], kept: Path | None = None) -> dict[str, Any]:
     }
 
 
-def _staged(row: Mapping[str, Any], device: Device) -> list[int]:
+def _staged(row: Mapping[str, Any], device: DeviceSpec) -> list[int]:
     """Bytes at the peak, between steps and reserved, of a pipeline whose stages are too deep to be traced."""
     told = {name: row[name] for name in TRACED if name in row}
     job = job_of(told, blocks(row))
@@ -117,7 +117,7 @@ def _staged(row: Mapping[str, Any], device: Device) -> list[int]:
     return [found[name] for name in ("peak_allocated_bytes", "held_bytes", "peak_reserved_bytes")]
 
 
-def _numbers(row: Mapping[str, Any], layers: int, device: Device, kept: Path | None) -> list[float]:
+def _numbers(row: Mapping[str, Any], layers: int, device: DeviceSpec, kept: Path | None) -> list[float]:
     """Bytes at the peak, between steps and reserved, seconds of the step and of computing, tokens of each rank."""
     told = {name: row[name] for name in TRACED if name in row}
     job, traces = traced(json.dumps(told), layers, kept)
@@ -128,17 +128,17 @@ def _numbers(row: Mapping[str, Any], layers: int, device: Device, kept: Path | N
     chunked = ["tp"] if row.get("async_tp") else []
     # Torchtitan has asynchronous tensor parallelism for compiled blocks alone.
     is_compiled = bool(row.get("compile") or row.get("async_tp")) or fuses(row)
-    lines = play(timed, job.degrees, device, is_compiled=is_compiled, chunked=chunked)
+    lines = simulate_timelines(timed, job.degrees, device, is_compiled=is_compiled, chunked=chunked)
     # Megatron's last rank writes the figures.
     last = traces[-1]
-    taken = max(reserved(each, workspace=device.workspace_bytes) for each in traces)
+    taken = max(compute_reserved_bytes(each, workspace=device.workspace_bytes) for each in traces)
     tokens = job.microbatches * job.rows * job.length * job.degrees.dp / job.degrees.world_size
     seconds = max(each.seconds for each in lines)
     return [last.peak.bytes, last.after.bytes, taken, seconds, lines[-1].busy(), tokens]
 
 
 @functools.lru_cache(maxsize=2)
-def traced(row: str, layers: int, kept: Path | None = None) -> tuple[Job, list[Trace]]:
+def traced(row: str, layers: int, kept: Path | None = None) -> tuple[TrainingJob, list[StepTrace]]:
     """Rows that differ in precision alone follow each other, and have one trace."""
     told = json.loads(row)
     job = job_of(told, layers)
@@ -146,13 +146,13 @@ def traced(row: str, layers: int, kept: Path | None = None) -> tuple[Job, list[T
     if path and path.exists():
         return job, pickle.loads(path.read_bytes())
     with running(told):
-        traces = [trace_rank(job, rank) for rank in stage_ranks(0, job.degrees)]
+        traces = [trace_rank(job, rank) for rank in find_pipeline_ranks(0, job.degrees)]
     if path:
         path.write_bytes(pickle.dumps(traces))
     return job, traces
 
 
-def in_float8(trace: Trace, vocabulary: int, *, gathers: bool) -> Trace:
+def in_float8(trace: StepTrace, vocabulary: int, *, gathers: bool) -> StepTrace:
     """The same with products of blocks in float8: operands are read for their largest value, and cast.
 
     Args:
@@ -179,7 +179,7 @@ def in_float8(trace: Trace, vocabulary: int, *, gathers: bool) -> Trace:
     return replace(trace, operations=tuple(changed()), collectives=tuple(calls))
 
 
-def _gathered_for_products(trace: Trace) -> list[int]:
+def _gathered_for_products(trace: StepTrace) -> list[int]:
     """Numbers of the all-gathers of what is given to products of blocks: of weights by FSDP, but for those of the root,
     which are not as large as others; and of sequences, but for their gradients, which are turned for a product."""
     weights, found = Counter[int](), []

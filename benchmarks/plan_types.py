@@ -26,8 +26,8 @@ from meshwright.optim.build import optimizer_factory
 from meshwright.optim.config import OptimizerConfig
 from meshwright.strategy.stack import resolve
 from meshwright_plan.planned import trace_rank
-from meshwright_plan.trace import Job
-from meshwright_testing.zoo import zoo_config, zoo_reason, zoo_types
+from meshwright_plan.trace import TrainingJob
+from meshwright_testing.zoo import build_zoo_config, zoo_types, zoo_unsupported_reason
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_types.json"
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--only", default=None, help="types whose names contain this")
     asked = parser.parse_args()
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    types = [each for each in zoo_types() if zoo_reason(each) is None]
+    types = [each for each in zoo_types() if zoo_unsupported_reason(each) is None]
     for layout, sizes in LAYOUTS.items():
         for model_type in types:
             cells = known.setdefault(model_type, {})
@@ -60,7 +60,9 @@ def planned(model_type: str, sizes: Mapping[str, int]) -> dict[str, Any]:
     try:
         stack, degrees = resolve("fsdp2", MeshSizes(**sizes), 4)
         adamw = optimizer_factory(OptimizerConfig(lr=1e-3))
-        job = Job(stack, degrees, functools.partial(made, model_type), adamw, microbatches=2, rows=ROWS, length=LENGTH)
+        job = TrainingJob(
+            stack, degrees, functools.partial(made, model_type), adamw, microbatches=2, rows=ROWS, length=LENGTH
+        )
         return {"peak_allocated_bytes": trace_rank(job, 0).peak.bytes}
     except MeshwrightError as error:
         return {"refused": str(error)}
@@ -69,7 +71,7 @@ def planned(model_type: str, sizes: Mapping[str, int]) -> dict[str, Any]:
 def made(model_type: str) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    config = zoo_config(model_type)
+    config = build_zoo_config(model_type)
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
     return model.train()

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright._compat.peft import adapted_on_meta
+from meshwright._compat.peft import add_adapters_on_meta
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.optim.build import optimizer_factory
 from meshwright.optim.config import OptimizerConfig
 from meshwright.strategy.stack import resolve
-from meshwright_plan.trace import Job
+from meshwright_plan.trace import TrainingJob
 
 _LLAMA = {"kind": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
 _QWEN = {"kind": "qwen2", "vocab_size": 152064}
@@ -71,7 +71,7 @@ def _named(row: Mapping[str, Any]) -> str:
     return next((name for name in SHAPES if str(row["model"]).startswith(name)), "")
 
 
-def automodel_job(row: Mapping[str, Any], layers: int) -> Job:
+def automodel_job(row: Mapping[str, Any], layers: int) -> TrainingJob:
     """The job of a row, for a model with so many blocks."""
     name, layout = _named(row), row["layout"]
     sizes = {f"{axis}_size": layout.get(axis, 1) for axis in ("tp", "pp", "cp", "ep")}
@@ -95,7 +95,7 @@ def automodel_job(row: Mapping[str, Any], layers: int) -> Job:
     stack, degrees = resolve("fsdp2", MeshSizes(**sizes), row["gpus"], config=config, wrapper_config=wrapper)
     lora = bool(row.get("lora"))
     optimizer = optimizer_factory(OptimizerConfig(name="Adam", lr=1e-4, options={"foreach": True}))
-    return Job(
+    return TrainingJob(
         stack,
         degrees,
         lambda: _model(shape_of(row), layers, lora),
@@ -120,4 +120,4 @@ def _model(shape: Mapping[str, Any], layers: int, lora: bool) -> nn.Module:
 
     modules = sorted({name.rpartition(".")[2] for name, _ in model.named_modules() if name.endswith("_proj")})
     adapter = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=modules)
-    return adapted_on_meta(model, {"default": copy.deepcopy(adapter)})
+    return add_adapters_on_meta(model, {"default": copy.deepcopy(adapter)})

@@ -32,10 +32,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright._compat.torch import is_attention
-from meshwright.model.forward_order import Layer, put_around
+from meshwright.model.forward_order import WrapOrder, wrap_forward
 from meshwright.parallel.tensor.collectives import Gather
-from meshwright.parallel.tensor.sequence_stream import Stream
-from meshwright.step.rows import Rows
+from meshwright.parallel.tensor.sequence_stream import ResidualStream
+from meshwright.step.rows import HiddenRows
 
 IGNORED = -100
 LAYERS_APART = 2
@@ -113,20 +113,26 @@ def running(row: Mapping[str, Any]) -> Iterator[None]:
     if is_automodel(row) or "args" in row:
         loss = _narrow_loss if is_automodel(row) else _in_place_loss
         with ExitStack() as stack:
-            stack.enter_context(mock.patch("meshwright.manager.row_loss.target_loss_sum", loss))
+            stack.enter_context(mock.patch("meshwright.manager.row_loss.sum_target_loss", loss))
             if "args" in row:
-                stack.enter_context(mock.patch("meshwright.manager.row_loss.token_loss", _loss_of_rows(_InPlace)))
-                stack.enter_context(mock.patch.object(Stream, "run_region", _gathering_again(Stream.run_region)))
+                stack.enter_context(
+                    mock.patch("meshwright.manager.row_loss.compute_token_loss", _loss_of_rows(_InPlace))
+                )
+                stack.enter_context(
+                    mock.patch.object(ResidualStream, "run_region", _gathering_again(ResidualStream.run_region))
+                )
             yield
         return
     code, with_tp = code_of(row), row["layout"]["tp"] > 1
     is_compiled = code.compiles_loss and bool(row.get("compile"))
     with ExitStack() as stack:
-        put = {"meshwright.model.recompute._selective_contexts": _per_op}
+        put = {"meshwright.model.recompute._make_selective_contexts": _per_op}
         if with_tp:
-            put["meshwright.manager.row_loss.token_loss"] = _loss_of_rows(_Fused if is_compiled else _LossParallel)
+            put["meshwright.manager.row_loss.compute_token_loss"] = _loss_of_rows(
+                _Fused if is_compiled else _LossParallel
+            )
         elif is_compiled or not code.wide_loss:
-            put["meshwright.manager.row_loss.target_loss_sum"] = _fused_loss if is_compiled else _narrow_loss
+            put["meshwright.manager.row_loss.sum_target_loss"] = _fused_loss if is_compiled else _narrow_loss
         for name, value in put.items():
             stack.enter_context(mock.patch(name, value))
         yield
@@ -137,10 +143,10 @@ def as_theirs(model: nn.Module, row: Mapping[str, Any]) -> nn.Module:
     if code_of(row).one_kernel_norms:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
-                put_around(module, Layer.STAGE, lambda _, module=module: _one_kernel(module))
+                wrap_forward(module, WrapOrder.STAGE, lambda _, module=module: _one_kernel(module))
     if str(row["activation_checkpointing"]).startswith("selective_layer"):
         for block in list(model.model.layers)[LAYERS_APART - 1 :: LAYERS_APART]:  # type: ignore[union-attr, arg-type]
-            put_around(block, Layer.RECOMPUTED, _recomputed)
+            wrap_forward(block, WrapOrder.RECOMPUTED, _recomputed)
     return model
 
 
@@ -237,7 +243,7 @@ def _in_place_loss(logits_BSL: Tensor, targets_BS: Tensor) -> Tensor:
 
 
 def _loss_of_rows(loss: type[torch.autograd.Function]) -> Callable[..., Tensor]:
-    def taken(rows: Rows, targets_N: Tensor, num_tokens: Tensor, **_: Any) -> Tensor:
+    def taken(rows: HiddenRows, targets_N: Tensor, num_tokens: Tensor, **_: Any) -> Tensor:
         logits_NL = rows.projection.call(rows.hidden_NH, rows.tensors)
         found: Tensor = loss.apply(logits_NL, targets_N) / num_tokens
         return found

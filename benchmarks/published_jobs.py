@@ -14,7 +14,7 @@ from meshwright.mesh.sizes import MeshSizes
 from meshwright.optim.build import optimizer_factory
 from meshwright.optim.config import OptimizerConfig
 from meshwright.strategy.stack import resolve
-from meshwright_plan.trace import Job
+from meshwright_plan.trace import TrainingJob
 
 LLAMA = {"llama3-8b": (4096, 14336, 32, 32, 8, 128256), "llama3-70b": (8192, 28672, 80, 64, 8, 128256)}
 LLAMA |= {"llama3.1-8b": LLAMA["llama3-8b"], "llama3.1-70b": LLAMA["llama3-70b"]}
@@ -93,14 +93,14 @@ def vocabulary(row: Mapping[str, Any]) -> int:
     return -(-int(args.get("vocab-size", named)) // unit) * unit
 
 
-def job_of(row: Mapping[str, Any], layers: int) -> Job:
+def job_of(row: Mapping[str, Any], layers: int) -> TrainingJob:
     """The job of a row, for a model with so many blocks."""
     if is_automodel(row):
         return automodel_job(row, layers)
     return _megatron(row, layers) if is_megatron(row) else _torchtitan(row, layers)
 
 
-def _torchtitan(row: Mapping[str, Any], layers: int) -> Job:
+def _torchtitan(row: Mapping[str, Any], layers: int) -> TrainingJob:
     layout, code = row["layout"], code_of(row)
     sizes = {f"{axis}_size": layout.get(axis, 1) for axis in ("tp", "pp", "cp")} | {"dp_size": layout["dp_shard"]}
     config = {
@@ -125,10 +125,10 @@ def _torchtitan(row: Mapping[str, Any], layers: int) -> Job:
         return as_theirs(model, row)
 
     optimizer = adamw(fused=True) if code.fused_optimizer else adamw(foreach=True)
-    return Job(stack, degrees, make, optimizer, rows=row["local_batch"], length=row["seq"])
+    return TrainingJob(stack, degrees, make, optimizer, rows=row["local_batch"], length=row["seq"])
 
 
-def _megatron(row: Mapping[str, Any], layers: int) -> Job:
+def _megatron(row: Mapping[str, Any], layers: int) -> TrainingJob:
     """Their distributed optimizer shards its state alone, over bfloat16 weights and float32 gradients.
 
     `ddp` has it, too, and runs in pipelines; with tensor parallelism, ZeRO 1 of `megatron_fsdp` does.
@@ -164,7 +164,7 @@ def _megatron(row: Mapping[str, Any], layers: int) -> Job:
     microbatches = batch // rows // degrees.dp
     if layout["pp"] > 1:
         rows, microbatches = rows * microbatches, 1
-    return Job(stack, degrees, make, adamw(fused=True), microbatches=microbatches, rows=rows, length=length)
+    return TrainingJob(stack, degrees, make, adamw(fused=True), microbatches=microbatches, rows=rows, length=length)
 
 
 def adamw(**options: Any) -> Any:

@@ -39,7 +39,7 @@ from rich.table import Table
 
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.world import World
-from meshwright_run.launch.local import launch
+from meshwright_run.launch.local import launch_ranks
 
 RAW_A, OURS, RAW_B = CONTESTANTS = ("raw A", "ours", "raw B")
 
@@ -112,7 +112,7 @@ class Estimate:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return launch(run_rank, (plan := parse(arguments),), nproc=plan.ranks)
+    return launch_ranks(run_rank, (plan := parse(arguments),), nproc=plan.ranks)
 
 
 def run_rank(store: dist.Store, plan: Plan) -> None:

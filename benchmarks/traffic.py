@@ -31,8 +31,8 @@ from rich.table import Table
 from step import TOLERANCE, Plan, about
 
 from meshwright.launch.open_world import open_world
-from meshwright.tracing.collectives import Traffic, measure_collectives
-from meshwright_run.launch.local import launch
+from meshwright.tracing.collectives import CollectiveTrace, record_collectives
+from meshwright_run.launch.local import launch_ranks
 
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("fsdp2", {}),
@@ -46,7 +46,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def main(arguments: Sequence[str]) -> int:
-    return launch(run_rank, (plan := parse(arguments),), nproc=plan.ranks)
+    return launch_ranks(run_rank, (plan := parse(arguments),), nproc=plan.ranks)
 
 
 def run_rank(store: dist.Store, plan: Plan) -> None:
@@ -58,7 +58,7 @@ def run_rank(store: dist.Store, plan: Plan) -> None:
             for name, (strategy, config) in CONTESTANTS.items()
         }
         _check({name: step(0) for name, step in steps.items()}, 0)
-        counted = {name: measure_collectives(functools.partial(step, 1)) for name, step in steps.items()}
+        counted = {name: record_collectives(functools.partial(step, 1)) for name, step in steps.items()}
         seconds = _race(steps, plan, start=2)
         slowest = torch.from_numpy(seconds)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -93,13 +93,13 @@ def _race(steps: dict[str, Step], plan: Plan, start: int) -> np.ndarray:
     return seconds[plan.warmup :]
 
 
-def report(counted: dict[str, Traffic], seconds: np.ndarray, plan: Plan) -> None:
+def report(counted: dict[str, CollectiveTrace], seconds: np.ndarray, plan: Plan) -> None:
     """Print a table, and write JSON where the plan says so."""
     ratios = np.median(seconds / seconds[:, :1], axis=0)
     elements = sum(p.numel() for p in plan.work.model().parameters())
     rows: dict[str, Any] = {}
     for (name, traffic), ratio, median in zip(counted.items(), ratios, np.median(seconds, axis=0), strict=True):
-        large = Traffic(tuple(each for each in traffic if each.bytes > 1024))
+        large = CollectiveTrace(tuple(each for each in traffic if each.bytes > 1024))
         rows[name] = {
             "collectives": {kind: {"calls": len(large.of(kind)), "bytes": large.of(kind).bytes} for kind in KINDS},
             "small_collectives": len(traffic) - len(large),

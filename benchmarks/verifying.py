@@ -22,7 +22,7 @@ from contestants import Step, Work, built
 from one_contest import compete
 
 from meshwright.mesh.world import World
-from meshwright.tensors.ops import moments_of
+from meshwright.tensors.ops import make_event_recorder
 from meshwright.train.loop.step import Stopwatch, train_step
 from meshwright.train.loop.verifying import Verifier
 
@@ -42,7 +42,7 @@ class Verified:
 
     def _step(self, work: Work, world: World, *, watched: bool) -> Step:
         manager, loop = built(self.strategy, work, world)
-        watch = Stopwatch(moments_of(world.device), world.progress)
+        watch = Stopwatch(make_event_recorder(world.device), world.progress)
         verifier = Verifier(manager, self.every) if watched else None
 
         def look(moment: Any) -> None:
@@ -50,7 +50,7 @@ class Verified:
                 verifier.on_gradients(moment)
 
         def step(index: int) -> tuple[float, float]:
-            result = train_step(manager, loop, index, None, watch, look=look)
+            result = train_step(manager, loop, index, None, watch, on_gradients=look)
             if verifier is not None:
                 verifier.after_step(result)
             return result.loss, result.grad_norm

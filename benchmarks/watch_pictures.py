@@ -19,7 +19,7 @@ import yaml
 from playwright.sync_api import Page, sync_playwright
 
 from meshwright_watch import server
-from meshwright_watch.run import watched
+from meshwright_watch.run import open_runs
 
 DOCS = Path(__file__).parents[1] / "docs"
 STEPS = 240
@@ -89,11 +89,11 @@ def _chromium() -> str:
 
 
 def _open(page: Page, runs: list[Path]) -> None:
-    listener = server.listening("127.0.0.1", 0, default=0)
+    listener = server.open_listener("127.0.0.1", 0, default=0)
     threading.Thread(
-        target=server.serve, args=(watched(runs), listener), kwargs={"host": "127.0.0.1", "token": "t"}, daemon=True
+        target=server.serve, args=(open_runs(runs), listener), kwargs={"host": "127.0.0.1", "token": "t"}, daemon=True
     ).start()
-    page.goto(server.address(listener, "t"))
+    page.goto(server.format_url(listener, "t"))
     page.wait_for_selector("#pipeline .plot")
     page.locator("#ranks input").first.fill("1")
     page.locator("#ranks input").first.press("Enter")

@@ -1,6 +1,6 @@
 """What the watchdog costs: a step while signs are given and read beside the same step while none are, alternated.
 
-Both are `train_step` of the loop, whose phases the main thread writes down in either. On: the thread of `Pulse` gives
+Both are `train_step` of the loop, whose phases the main thread writes down in either. On: the thread of `Heartbeat` gives
 signs and reads those of the others, 10 times in `--watchdog` seconds. The default here, 2, is the least that a run file
 may ask for, so that each step has some; from 20 on it does so every 2 s. The method is that of `benchmarks/step.py`,
 whose README says how to read it.
@@ -25,18 +25,18 @@ from contestants import Step, Work, built
 from one_contest import compete
 
 from meshwright.launch.store import connect_store
-from meshwright.mesh.progress import At, Progress, Sign
+from meshwright.mesh.progress import HeartbeatRecord, Progress, TrainingPhase
 from meshwright.mesh.world import World
-from meshwright.tensors.ops import moments_of
+from meshwright.tensors.ops import make_event_recorder
 from meshwright.train.loop.step import Stopwatch, train_step
-from meshwright_run.launch.hang import read_signs
-from meshwright_run.launch.pulse import SIGNS, Pulse, write_sign
+from meshwright_run.launch.hang import read_heartbeats
+from meshwright_run.launch.pulse import MIN_HEARTBEATS, Heartbeat, write_heartbeat
 
 CALLS = 100_000
 TIMEOUT_S = 600.0
 
 
-class GatedPulse(Pulse):
+class GatedPulse(Heartbeat):
     """A pulse that beats while it may, as often as it is told, and hears no alarm: what is busy here may be slow."""
 
     def __init__(self, store: dist.Store, world: World, interval_s: float) -> None:
@@ -51,7 +51,7 @@ class GatedPulse(Pulse):
         )
         self.interval_s, self.gate = interval_s, threading.Event()
 
-    def _beat(self, count: int, elapsed_s: float) -> Sign:
+    def _beat(self, count: int, elapsed_s: float) -> HeartbeatRecord:
         self.gate.wait()
         return super()._beat(count, elapsed_s)
 
@@ -64,7 +64,7 @@ class Watched:
 
     def by_hand(self, work: Work, world: World) -> Step:
         manager, loop = built("fsdp2", work, world)
-        watch = Stopwatch(moments_of(world.device), world.progress)
+        watch = Stopwatch(make_event_recorder(world.device), world.progress)
 
         def step(index: int) -> tuple[float, float]:
             result = train_step(manager, loop, index, None, watch)
@@ -75,7 +75,7 @@ class Watched:
     def ours(self, work: Work, world: World) -> Step:
         plain = self.by_hand(work, world)
         store = dist.PrefixStore("pulse", connect_store())
-        pulse = GatedPulse(store, world, self.watchdog_s / SIGNS)
+        pulse = GatedPulse(store, world, self.watchdog_s / MIN_HEARTBEATS)
         pulse.start()
 
         def step(index: int) -> tuple[float, float]:
@@ -92,12 +92,12 @@ def call_cost() -> dict[str, float]:
     """Microseconds of a CPU for one phase and one microbatch of the main thread, and for one sign of the other, with
     the reading of one and the calls of a store of this machine, in a loop of nothing else."""
     progress, found = Progress(), {}
-    progress.at = At(1, 1, "data")
+    progress.at = TrainingPhase(1, 1, "data")
     store = dist.TCPStore("localhost", 0, 1, is_master=True)
 
     def sign() -> None:
-        write_sign(store, 0, 1, 1.0, progress)
-        read_signs(store, [0], [0])
+        write_heartbeat(store, 0, 1, 1.0, progress)
+        read_heartbeats(store, [0], [0])
         store.check(["alarm"])
 
     for name, calls, call in (

@@ -57,20 +57,20 @@ def gradients_on_a_rank() -> list[dict[str, Any]]:
 
     from meshwright.step.agreement import count_tokens
     from meshwright.testing import Case
-    from meshwright_testing.models import tiny_model
+    from meshwright_testing.models import build_tiny_model
     from meshwright_testing.parity import build_manager
 
     found, rank = [], dist.get_rank()
     for count in COUNTS:
         shares = [_learnt(60, seed=0), _learnt(count, seed=1)]
-        alone = tiny_model()
+        alone = build_tiny_model()
         logits = [alone(input_ids=ids).logits[:, :-1].flatten(0, 1) for ids, _ in shares]
         labels = [each[:, 1:].flatten() for _, each in shares]
         sums = [torch.nn.functional.cross_entropy(*pair, reduction="sum") for pair in zip(logits, labels, strict=True)]
         (sum(sums) / (60 + count)).backward()
 
         ids, mine = shares[rank]
-        plain = DistributedDataParallel(tiny_model())
+        plain = DistributedDataParallel(build_tiny_model())
         loss = torch.nn.functional.cross_entropy(
             plain(input_ids=ids).logits[:, :-1].flatten(0, 1), mine[:, 1:].flatten()
         )
@@ -122,11 +122,11 @@ def mesh() -> Any:
 
     from meshwright.mesh.mesh import Mesh
     from meshwright.mesh.sizes import ROOT_AXES, VIEWS, Degrees
-    from meshwright_plan.world import planned_world
+    from meshwright_plan.world import fake_world
 
     degrees, coordinates, groups = Degrees(**SIZES), [], {}
     for rank in range(degrees.world_size):
-        with planned_world(rank, degrees.world_size) as world:
+        with fake_world(rank, degrees.world_size) as world:
             place = Mesh(degrees, world)
             axes = {axis: place.axis_rank(axis) for axis in ROOT_AXES if axis in SIZES}
             coordinates.append({**axes, "data_rank": place.data_rank})
@@ -227,23 +227,23 @@ SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
 
 
 def pipelines() -> Any:
-    from meshwright_pipeline.schedule.order import bubble_fraction, peak_live, timeline
+    from meshwright_pipeline.schedule.order import bubble_fraction, compute_timeline, count_peak_live_microbatches
     from meshwright_pipeline.schedule.rules import build_schedule
 
     found = {}
     for name, chunks in SCHEDULES.items():
-        schedule = build_schedule(name, ranks=4, stages=4 * chunks, microbatches=8)
+        schedule = build_schedule(name, num_ranks=4, num_stages=4 * chunks, num_microbatches=8)
         found[name] = {
             "stages": schedule.stages,
             "bubble": bubble_fraction(schedule),
-            "live": list(peak_live(schedule)),
+            "live": list(count_peak_live_microbatches(schedule)),
             # A stage of half the blocks takes half the time.
             "times": [
                 [
                     [each.kind.value, each.stage, each.microbatch, start / chunks, end / chunks]
                     for each, start, end in rank
                 ]
-                for rank in timeline(schedule)
+                for rank in compute_timeline(schedule)
             ],
         }
     return found

@@ -14,7 +14,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer, logging
 
 
-def answer(adapter: Path, question: str) -> str:
+def generate_answer(adapter: Path, question: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     model = AutoPeftModelForCausalLM.from_pretrained(str(adapter)).eval()
     asked = tokenizer.apply_chat_template(
@@ -36,4 +36,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
     logging.disable_progress_bar()
-    print(answer(Path(sys.argv[1]) / "model", sys.argv[2]))
+    print(generate_answer(Path(sys.argv[1]) / "model", sys.argv[2]))

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import meshwright as mw
 
 
-def feed(engine, manager):
+def update_engine_weights(engine, manager):
     """Copy each parameter into its place, as `load_weights` of an engine does."""
     places = dict(engine.named_parameters())
     for name, tensor in manager.iter_parameters(bucket_bytes=64 << 20, dtype=torch.bfloat16):
@@ -30,7 +30,9 @@ with mw.open_world() as world:
         manager.read(manager.forward_backward(batch, num_tokens=manager.announce(batch)))
         manager.optimizer_step()
         if step % 5 == 4:
-            feed(engine, manager)
-            told = engine.generate(text[:1, :8], max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 8:].tolist()
+            update_engine_weights(engine, manager)
+            continuation = engine.generate(text[:1, :8], max_new_tokens=8, do_sample=False, pad_token_id=0)[
+                0, 8:
+            ].tolist()
             if world.rank == 0:
-                print(f"step {step}  continues 0 to 7 with {told}")
+                print(f"step {step}  continues 0 to 7 with {continuation}")

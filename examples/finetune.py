@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshwright as mw
-from meshwright.plugin import newest_checkpoint
+from meshwright.plugin import find_newest_checkpoint
 
-PAD, IGNORED = 0, -100
+PAD, IGNORE_INDEX = 0, -100
 
 
-def sums(*, held_out):
+def build_addition_examples(*, is_held_out):
     """Bytes of each sum, and how many of them are the question."""
-    pairs = [(a, b) for a in range(24) for b in range(24) if ((a + b) % 3 == 0) == held_out]
+    pairs = [(a, b) for a in range(24) for b in range(24) if ((a + b) % 3 == 0) == is_held_out]
     return [(f"{a}+{b}=".encode(), f"{a + b}\n".encode()) for a, b in pairs]
 
 
@@ -28,7 +28,7 @@ def collate(examples):
     """A microbatch: the question masked, padding behind the answer."""
     length = max(len(question) + len(answer) for question, answer in examples)
     ids = torch.full((len(examples), length), PAD)
-    labels = torch.full_like(ids, IGNORED)
+    labels = torch.full_like(ids, IGNORE_INDEX)
     for row, (question, answer) in enumerate(examples):
         whole = torch.tensor(list(question + answer))
         ids[row, : len(whole)] = whole
@@ -36,21 +36,21 @@ def collate(examples):
     return {"input_ids": ids, "labels": labels}
 
 
-def loader(examples, mesh, *, shuffle):
+def build_dataloader(examples, mesh, *, shuffle):
     """Each data rank has a share of its own; ranks that share a batch (tp, cp, pp) have the same."""
     sampler = DistributedSampler(examples, num_replicas=mesh.data_size, rank=mesh.data_rank, shuffle=shuffle)
     return DataLoader(examples, batch_size=16 // mesh.data_size, sampler=sampler, collate_fn=collate)
 
 
-def show(result):
+def print_progress(result):
     """A callback: called on each rank after each step; who returns True stops all."""
     if result.rank == 0 and result.evaluations:
         print(f"step {result.step:4d}  loss {result.loss:.4f}  others {result.evaluations['others']:.4f}", flush=True)
 
 
-def main(given):
+def main(args):
     with mw.open_world("cpu") as world:
-        stack, degrees = mw.resolve(given.strategy, mw.MeshSizes(tp_size=given.tp_size), world.size)
+        stack, degrees = mw.resolve(args.strategy, mw.MeshSizes(tp_size=args.tp_size), world.size)
         mesh = mw.Mesh(degrees, world)
         manager = stack.build(mesh)
         torch.manual_seed(0)
@@ -61,27 +61,27 @@ def main(given):
         optimizer = manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig(lr=3e-3)))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
 
-        training, others = sums(held_out=False), sums(held_out=True)
-        with mw.Checkpointer(manager, given.out, keep_last=1, keep_best=1, best_of="others") as checkpointer:
+        training, others = build_addition_examples(is_held_out=False), build_addition_examples(is_held_out=True)
+        with mw.Checkpointer(manager, args.out, keep_last=1, keep_best=1, best_eval_set="others") as checkpointer:
             loop = mw.Loop(
-                batches=loader(training, mesh, shuffle=True),
-                epochs=given.epochs,
+                batches=build_dataloader(training, mesh, shuffle=True),
+                epochs=args.epochs,
                 accumulate=2,  # microbatches of a step: 32 sums on any number of ranks
                 scheduler=scheduler,
-                held_out={"others": loader(others, mesh, shuffle=False)},
+                held_out={"others": build_dataloader(others, mesh, shuffle=False)},
                 eval_every=12,
                 early_stopping=mw.EarlyStopping("others", patience=3),
-                callbacks=[show],
+                callbacks=[print_progress],
                 checkpointer=checkpointer,
                 save_every=12,
                 seed=0,
             )
-            last = newest_checkpoint(Path(given.out), world)
+            last = find_newest_checkpoint(Path(args.out), world)
             if last is not None:
                 loop = loop.going_on(mw.load_checkpoint(manager, last, scheduler=scheduler))
             results = mw.fit(manager, loop)
         if world.rank == 0:
-            print(f"trained {len(results)} steps, of {loop.num_steps}; checkpoints are in {given.out}")
+            print(f"trained {len(results)} steps, of {loop.num_steps}; checkpoints are in {args.out}")
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ import meshwright as mw
 from meshwright.objectives import get_objective
 
 DIGITS, EQUALS, PAD = 10, 10, 11
-PROMPTS, SAMPLES, UPDATES = 16, 8, 2
+NUM_PROMPTS, SAMPLES_PER_PROMPT, UPDATES_PER_ROLLOUT = 16, 8, 2
 """Prompts of each rank at a time, answers to each, and optimizer steps for these."""
 
 
-def tiny_model() -> torch.nn.Module:
+def build_tiny_model() -> torch.nn.Module:
     torch.manual_seed(0)  # on all ranks the same
     config = AutoConfig.for_model(
         "llama",
@@ -44,7 +44,7 @@ def tiny_model() -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
-def answers(manager: mw.StrategyManager, prompts: torch.Tensor, length: int) -> torch.Tensor:
+def generate_answers(manager: mw.StrategyManager, prompts: torch.Tensor, num_digits: int) -> torch.Tensor:
     """Prompts (B, length + 1) with sampled answers behind them; int64, (B, 2 length + 1)."""
     with manager.unshard() as parts, torch.no_grad():
         (model,) = parts
@@ -52,8 +52,8 @@ def answers(manager: mw.StrategyManager, prompts: torch.Tensor, length: int) -> 
         found = model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
-            max_new_tokens=length,
-            min_new_tokens=length,
+            max_new_tokens=num_digits,
+            min_new_tokens=num_digits,
             do_sample=True,
             temperature=1.0,
             top_k=0,
@@ -63,7 +63,7 @@ def answers(manager: mw.StrategyManager, prompts: torch.Tensor, length: int) -> 
     return found
 
 
-def rewards(ids: torch.Tensor, length: int) -> torch.Tensor:
+def compute_rewards(ids: torch.Tensor, length: int) -> torch.Tensor:
     """How much of an answer is a copy of its prompt, (B,)."""
     return (ids[:, :length] == ids[:, length + 1 :]).float().mean(1)
 
@@ -73,24 +73,24 @@ def train(world: mw.World, strategy: str, length: int, rollouts: int) -> bool:
     stack, degrees = mw.resolve(strategy, mw.MeshSizes(), world.size)
     mesh = mw.Mesh(degrees, world)
     manager = stack.build(mesh)
-    manager.parallelize(tiny_model())
+    manager.parallelize(build_tiny_model())
     manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig(lr=1e-3)))
     objective = get_objective({"name": "grpo", "normalize": "tokens", "entropy": 0.01})
 
     torch.manual_seed(1 + mesh.data_rank)  # each rank asks and samples on its own
     means, start = [], time.monotonic()
     for rollout in range(rollouts):
-        digits = torch.randint(DIGITS, (PROMPTS, length)).repeat_interleave(SAMPLES, 0)
+        digits = torch.randint(DIGITS, (NUM_PROMPTS, length)).repeat_interleave(SAMPLES_PER_PROMPT, 0)
         prompts = torch.cat([digits, torch.full((len(digits), 1), EQUALS)], 1).to(world.device)
-        ids = answers(manager, prompts, length)
-        reward = rewards(ids, length)
-        of_group = reward.view(PROMPTS, SAMPLES)
+        ids = generate_answers(manager, prompts, length)
+        reward = compute_rewards(ids, length)
+        of_group = reward.view(NUM_PROMPTS, SAMPLES_PER_PROMPT)
         labels = ids.masked_fill(torch.arange(ids.shape[1], device=ids.device) <= length, -100)
         batch = {"input_ids": ids, "labels": labels}
         batch["advantages"] = (of_group - of_group.mean(1, keepdim=True)).flatten()
         batch["old_log_probs"] = manager.token_stats([batch], ["log_probs"])[0]["log_probs"]
         microbatches = [batch]
-        for _ in range(UPDATES):
+        for _ in range(UPDATES_PER_ROLLOUT):
             count = manager.announce(microbatches, objective=objective)
             manager.forward_backward(microbatches, num_tokens=count, objective=objective)
             manager.clip_grad_norm(1.0)

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def held_out_loss(model: torch.nn.Module, sequences: torch.Tensor) -> float:
+def compute_held_out_loss(model: torch.nn.Module, sequences: torch.Tensor) -> float:
     """Mean loss per predicted token [nats] of int64 sequences (N, S)."""
     total, count = 0.0, 0
     with torch.no_grad():
@@ -39,7 +39,7 @@ def main(run: Path) -> int:
     rows = np.arange(count) * available // count  # spread over the split, as the run did
     sequences = torch.from_numpy(tokens[: available * seq_len].reshape(available, seq_len)[rows].astype(np.int64))
 
-    loss, expected = held_out_loss(model, sequences), summary["held_out_loss"]
+    loss, expected = compute_held_out_loss(model, sequences), summary["held_out_loss"]
     same = abs(loss - expected) <= 1e-5 * expected
     print(f"loaded by plain transformers: {type(model).__name__}, {len(tokenizer)} tokens in the vocabulary")
     print(f"held-out loss {loss:.6f}, the run printed {expected:.6f}: {'the same' if same else 'NOT THE SAME'}")

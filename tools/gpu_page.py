@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 Report = Mapping[str, Any]
-NOTHING = "not yet measured"
+NOT_MEASURED = "not yet measured"
 
 
-def gpu_page(reports: Path, parts: list[Any]) -> str:
+def render_gpu_page(reports: Path, parts: list[Any]) -> str:
     """The page.
 
     Args:
@@ -30,24 +30,24 @@ def gpu_page(reports: Path, parts: list[Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, report in found:
-        machine = _result(report, "about", "machine")
+        machine = _find_result(report, "about", "machine")
         columns = [str(machine.get(key, "")) for key in ("card", "python", "torch", "transformers")]
         lines.append(f"| {name} | {report['date']} | {' | '.join(columns)} |")
     lines += [f"\n*{name}*: {report['note']}" for name, report in found if "note" in report]
     for part in parts:
         lines += ["", f"## {part.name}: {part.claim}", "", f"Where we say so: [{part.page}]({part.page})", ""]
-        told = [line for name, report in found for line in _of_part(name, report["parts"].get(part.name))]
-        lines += told or [f"- {NOTHING}"]
+        told = [line for name, report in found for line in _render_part(name, report["parts"].get(part.name))]
+        lines += told or [f"- {NOT_MEASURED}"]
     return "\n".join(lines) + "\n"
 
 
-def _of_part(report: str, found: Report | None) -> Iterator[str]:
+def _render_part(report: str, found: Report | None) -> Iterator[str]:
     if found is None or found["status"] == "not reached":
         return
     if "told" in found:
         yield f"- {report}: {found['told']}"
     for name, each in found.get("results", {}).items():
-        yield f"- {report}, {name}: {_of_command(each) if each['ending'] == 'done' else 'failed: ' + _last_line(each)}"
+        yield f"- {report}, {name}: {_format_command(each) if each['ending'] == 'done' else 'failed: ' + _last_line(each)}"
 
 
 def _last_line(each: Report) -> str:
@@ -55,7 +55,7 @@ def _last_line(each: Report) -> str:
     return f"{each['ending']}, {lines[-1] if lines else 'no output'}"
 
 
-def _of_command(each: Report) -> str:
+def _format_command(each: Report) -> str:
     told = []
     if each.get("steps"):
         step = each["steps"][-1]
@@ -68,7 +68,9 @@ def _of_command(each: Report) -> str:
         memory = step.get("memory", {})
         told += [f"{key} {memory[key] / 1e9:.2f} GB" for key in ("peak", "reserved") if key in memory]
     result = each.get("result", {})
-    told += [f"{key} {_shown(value)}" for key, value in result.items() if isinstance(value, int | float | str | bool)]
+    told += [
+        f"{key} {_format_value(value)}" for key, value in result.items() if isinstance(value, int | float | str | bool)
+    ]
     told += [f"{key} {count}" for key, count in result.get("counts", {}).items()]
     told += [f"ours / {name} {ratio:.3f}" for name, ratio in result.get("ours_to", {}).items()]
     for name, runs in result.get("contestants", {}).items():
@@ -78,10 +80,10 @@ def _of_command(each: Report) -> str:
     return "; ".join([*told, *each.get("planned", [])]) or f"done in {each['seconds']} s"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
 
 
-def _result(report: Report, part: str, command: str) -> Report:
+def _find_result(report: Report, part: str, command: str) -> Report:
     found: Report = report["parts"].get(part, {}).get("results", {}).get(command, {}).get("result", {})
     return found

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-_STATED = re.compile(r'(?m)^(__version__ = |version = |version: )"([^"]+)"$')
-_PIN = re.compile(r"(meshwright[a-z0-9-]*==)([^\"',;\s]+)")
+_VERSION_LINE = re.compile(r'(?m)^(__version__ = |version = |version: )"([^"]+)"$')
+_PINNED_REQUIREMENT = re.compile(r"(meshwright[a-z0-9-]*==)([^\"',;\s]+)")
 _VERSION = re.compile(r"\d+\.\d+\.\d+((a|b|rc)\d+)?")
 _NOT_SOURCE = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist", "tests")
 
@@ -61,21 +61,21 @@ class Distribution:
         }
 
 
-def distributions(root: Path = ROOT) -> list[Distribution]:
+def find_distributions(root: Path = ROOT) -> list[Distribution]:
     """All of ours, core first; a folder of `plugins/` with a pyproject.toml is one."""
     return [Distribution(root), *(Distribution(path.parent) for path in sorted(root.glob("plugins/*/pyproject.toml")))]
 
 
-def version(root: Path = ROOT) -> str:
+def read_version(root: Path = ROOT) -> str:
     """The version that the source states."""
-    return _STATED.findall((root / "core/meshwright/base/version.py").read_text(encoding="utf-8"))[0][1]
+    return _VERSION_LINE.findall((root / "core/meshwright/base/version.py").read_text(encoding="utf-8"))[0][1]
 
 
-def stated(root: Path = ROOT) -> Iterator[tuple[Path, str, str]]:
+def iter_stated_versions(root: Path = ROOT) -> Iterator[tuple[Path, str, str]]:
     """Every place that repeats the version: file, the words before it, and the version there."""
-    for path in _repeating(root):
+    for path in _find_version_files(root):
         text = path.read_text(encoding="utf-8")
-        for found in (*_STATED.finditer(text), *_PIN.finditer(text)):
+        for found in (*_VERSION_LINE.finditer(text), *_PINNED_REQUIREMENT.finditer(text)):
             yield path, found[1].strip(), found[2]
 
 
@@ -87,21 +87,21 @@ def set_version(new: str, root: Path = ROOT) -> None:
     """
     if not _VERSION.fullmatch(new):
         raise SystemExit(f"{new!r} is not a version of ours: 1.2.3, or 1.2.3a1, 1.2.3b1 or 1.2.3rc1 before it.")
-    for path in _repeating(root):
+    for path in _find_version_files(root):
         text = path.read_text(encoding="utf-8")
-        text = _STATED.sub(lambda found: f'{found[1]}"{new}"', text)
-        path.write_text(_PIN.sub(lambda found: f"{found[1]}{new}", text), encoding="utf-8")
+        text = _VERSION_LINE.sub(lambda found: f'{found[1]}"{new}"', text)
+        path.write_text(_PINNED_REQUIREMENT.sub(lambda found: f"{found[1]}{new}", text), encoding="utf-8")
 
 
-def differences(root: Path = ROOT, tag: str | None = None) -> list[str]:
+def find_version_mismatches(root: Path = ROOT, tag: str | None = None) -> list[str]:
     """What does not agree with the version, in words; with a tag also what a release would lack."""
-    wanted = version(root)
+    wanted = read_version(root)
     found = [
         f"{path.relative_to(root)}: {words} {other}, but {wanted} is the version"
-        for path, words, other in stated(root)
+        for path, words, other in iter_stated_versions(root)
         if other != wanted
     ]
-    for each in distributions(root):
+    for each in find_distributions(root):
         if each.project.get("version") is None:
             found.append(f"{each.directory.relative_to(root)}/pyproject.toml: states no version")
     if tag is not None:
@@ -112,7 +112,7 @@ def differences(root: Path = ROOT, tag: str | None = None) -> list[str]:
     return found
 
 
-def build(output: Path, names: list[str] | None = None, root: Path = ROOT) -> list[Path]:
+def build_distributions(output: Path, names: list[str] | None = None, root: Path = ROOT) -> list[Path]:
     """Make a source distribution of each, and a wheel of what that holds, with the setuptools that is installed.
 
     They are made of copies, into which nothing gets that an earlier build has left, and which hold the one LICENSE.
@@ -128,7 +128,7 @@ def build(output: Path, names: list[str] | None = None, root: Path = ROOT) -> li
     Raises:
         SystemExit: a build fails, or what it has made is not as it must be.
     """
-    wanted = [each for each in distributions(root) if names is None or each.name in names]
+    wanted = [each for each in find_distributions(root) if names is None or each.name in names]
     before = set(output.glob("*"))
     with tempfile.TemporaryDirectory() as directory:
         for each in wanted:
@@ -140,26 +140,26 @@ def build(output: Path, names: list[str] | None = None, root: Path = ROOT) -> li
             shutil.copytree(folder, copy / folder.name, ignore=_NOT_SOURCE)
             _run_build(copy, output)
     made = sorted(set(output.glob("*")) - before)
-    wrong = [text for each in wanted for text in faults(each, made)]
+    wrong = [text for each in wanted for text in find_build_defects(each, made)]
     if wrong:
         raise SystemExit("\n".join(wrong))
     return made
 
 
-def faults(of: Distribution, made: list[Path]) -> list[str]:
+def find_build_defects(distribution: Distribution, built_files: list[Path]) -> list[str]:
     """What is wrong with the wheel and the source distribution of one, in words."""
-    stem = f"{of.name.replace('-', '_')}-{of.project['version']}"
-    files = {path.name: path for path in made}
+    stem = f"{distribution.name.replace('-', '_')}-{distribution.project['version']}"
+    files = {path.name: path for path in built_files}
     wheel, source = files.get(f"{stem}-py3-none-any.whl"), files.get(f"{stem}.tar.gz")
     if wheel is None or source is None:
         return [f"{stem}: no wheel or no source distribution among {', '.join(sorted(files)) or 'no files'}"]
     with zipfile.ZipFile(wheel) as opened:
         inside = {name for name in opened.namelist() if not name.endswith("/")}
     information = f"{stem}.dist-info/"
-    found = [f"{wheel.name}: lacks {name}" for name in sorted(of.files - inside)]
-    others = {name for name in inside - of.files if not name.startswith(information)}
+    found = [f"{wheel.name}: lacks {name}" for name in sorted(distribution.files - inside)]
+    others = {name for name in inside - distribution.files if not name.startswith(information)}
     found += [f"{wheel.name}: has {name}, which is not of the package" for name in sorted(others)]
-    needed = {f"{of.package.name}/py.typed", f"{information}METADATA", f"{information}licenses/LICENSE"}
+    needed = {f"{distribution.package.name}/py.typed", f"{information}METADATA", f"{information}licenses/LICENSE"}
     found += [f"{wheel.name}: lacks {name}" for name in sorted(needed - inside)]
     with tarfile.open(source) as archive:
         names = set(archive.getnames())
@@ -174,9 +174,9 @@ def _run_build(source: Path, output: Path) -> None:
         raise SystemExit(f"{source.name} is not built:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def _repeating(root: Path) -> list[Path]:
+def _find_version_files(root: Path) -> list[Path]:
     """The files that state a version of ours."""
-    projects = [each.directory / "pyproject.toml" for each in distributions(root)]
+    projects = [each.directory / "pyproject.toml" for each in find_distributions(root)]
     return [root / "core/meshwright/base/version.py", root / "CITATION.cff", *projects]
 
 
@@ -198,13 +198,13 @@ def main() -> None:
     if given.command == "set":
         set_version(given.version)
     elif given.command == "build":
-        for path in build(given.output):
+        for path in build_distributions(given.output):
             print(path)
     else:
-        found = differences(tag=given.tag)
+        found = find_version_mismatches(tag=given.tag)
         if found:
             raise SystemExit("\n".join(found))
-        print(f"{version()}: {', '.join(each.name for each in distributions())}")
+        print(f"{read_version()}: {', '.join(each.name for each in find_distributions())}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 FRONT = "index.md"
-BESIDE = {
+CONTESTANTS = {
     "step-cpu": {
         "fsdp2": "fsdp2 by hand",
         "ddp": "DDP by hand",
@@ -45,7 +45,7 @@ BESIDE = {
 """Results of benchmarks/step.py, and what each is beside."""
 
 
-def script(path: str) -> Any:
+def load_script(path: str) -> Any:
     """A script of the repository as a module; what it imports from beside it is found."""
     file = ROOT / path
     name = f"script_{file.stem}"
@@ -59,13 +59,13 @@ def script(path: str) -> Any:
     return sys.modules[name]
 
 
-def results(name: str) -> Any:
+def load_results(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def between(page: str, what: str, text: str) -> str:
+def replace_between_markers(page: str, marker: str, text: str) -> str:
     """A page with a text in the place of what is between two of its marks."""
-    begin, end = f"<!-- {what}: begin -->", f"<!-- {what}: end -->"
+    begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
     whole = (DOCS / page).read_text(encoding="utf-8")
     before, rest = whole.split(begin)
     return f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
@@ -74,33 +74,46 @@ def between(page: str, what: str, text: str) -> str:
 # -- of results
 
 
-def performance() -> str:
+def render_performance() -> str:
     """Steps beside others' hands, into docs/performance.md."""
     lines = ["| ours beside | ours / theirs | noise |", "|---|---:|---:|"]
-    for name, contestants in BESIDE.items():
-        found = results(name)["strategies"]
+    for name, contestants in CONTESTANTS.items():
+        found = load_results(name)["strategies"]
         for key, told in contestants.items():
             ratios = [found[key]["cpu_time"][kind] for kind in ("ours_to_raw", "raw_to_raw")]
-            lines.append(f"| {told} | {' | '.join(map(_ratio, ratios))} |")
-    return between("performance.md", "time", "\n".join(lines))
+            lines.append(f"| {told} | {' | '.join(map(_format_ratio, ratios))} |")
+    return replace_between_markers("performance.md", "time", "\n".join(lines))
 
 
-def gpu() -> str:
+def render_gpu() -> str:
     """What GPUs have shown, claim by claim: docs/gpu.md."""
-    page: str = script("tools/gpu_page.py").gpu_page(RESULTS / "gpu", script("benchmarks/gpu/all.py").parts("cuda"))
+    page: str = load_script("tools/gpu_page.py").gpu_page(
+        RESULTS / "gpu", load_script("benchmarks/gpu/all.py").parts("cuda")
+    )
     return page
 
 
-def _ratio(found: Mapping[str, float]) -> str:
+def _format_ratio(found: Mapping[str, float]) -> str:
     return f"{found['median']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
 
 
-def faults() -> str:
+def render_faults() -> str:
     """What has happened to runs, and what became of them: docs/faults.md."""
-    return "\n".join(["# Faults, and what became of the runs", "", *_chain(), "", *_restarts(), "", *_kills(), ""])
+    return "\n".join(
+        [
+            "# Faults, and what became of the runs",
+            "",
+            *_render_fault_chain(),
+            "",
+            *_render_restarts(),
+            "",
+            *_render_kills(),
+            "",
+        ]
+    )
 
 
-def _written(name: str, found: Mapping[str, Any]) -> list[str]:
+def _render_provenance(name: str, found: Mapping[str, Any]) -> list[str]:
     versions = ", ".join(f"{each} {version}" for each, version in found["versions"].items())
     return [
         f"Generated from `benchmarks/results/{name}.json`, which `{found['command']}` wrote",
@@ -109,13 +122,13 @@ def _written(name: str, found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _chain() -> list[str]:
-    found = results("faults")
+def _render_fault_chain() -> list[str]:
+    found = load_results("faults")
     every, of_stack = found["faults"], Counter(each["stack"] for each in found["faults"])
     lines = [
         f"## A chain of {len(every)} random faults",
         "",
-        *_written("faults", found),
+        *_render_provenance("faults", found),
         "Each stack trains a tiny model with dropout, with `verify_every: 3` and a `watchdog_s` of "
         f"{found['watchdog_s']:g}. Its faults strike",
         "one run, one after another; where its command ends, the same command is given again, as a scheduler would.",
@@ -149,12 +162,12 @@ def _chain() -> list[str]:
     return lines
 
 
-def _restarts() -> list[str]:
-    found = results("restarts")
+def _render_restarts() -> list[str]:
+    found = load_results("restarts")
     return [
         "## From the death of a rank to the next completed step",
         "",
-        *_written("restarts", found),
+        *_render_provenance("restarts", found),
         f"Two ranks on {found['cpu']}, a tiny model, in turns. Seconds.",
         "",
         "| | deaths | median | worst |",
@@ -166,13 +179,13 @@ def _restarts() -> list[str]:
     ]
 
 
-def _kills() -> list[str]:
-    found = results("kill")
+def _render_kills() -> list[str]:
+    found = load_results("kill")
     kills = found["kills"]
     lines = [
         "## Runs that were killed",
         "",
-        *_written("kill", found),
+        *_render_provenance("kill", found),
         f"Each layout trains a tiny model with dropout for {found['steps']} steps and saves as it goes. Its runs",
         "are killed with SIGKILL at random moments, each time started anew by the same command, and at last left to",
         "end. Then metrics and exported weights are compared with those of a run that nobody has killed.",
@@ -206,8 +219,8 @@ def _kills() -> list[str]:
     return lines
 
 
-def coverage() -> str:
-    module = script("benchmarks/coverage.py")
+def render_coverage() -> str:
+    module = load_script("benchmarks/coverage.py")
     found, about = module.load(RESULTS / "zoo")
     with tempfile.TemporaryDirectory() as directory:
         page = Path(directory) / "coverage.md"
@@ -215,107 +228,109 @@ def coverage() -> str:
         return page.read_text(encoding="utf-8")
 
 
-def exports() -> str:
+def render_exports() -> str:
     """What plain transformers loads of each type's exports: docs/exports.md."""
-    return between("exports.md", "types", script("benchmarks/exports.py").table(results("exports")))
+    return replace_between_markers(
+        "exports.md", "types", load_script("benchmarks/exports.py").table(load_results("exports"))
+    )
 
 
-def plans() -> str:
+def render_plans() -> str:
     """The three tables of docs/plan.md."""
     types, published, calibrated = (
-        script(f"benchmarks/plan_{name}.py") for name in ("types", "published", "calibrated")
+        load_script(f"benchmarks/plan_{name}.py") for name in ("types", "published", "calibrated")
     )
     with tempfile.TemporaryDirectory() as directory:
         page = Path(directory) / "plan.md"
         page.write_text((DOCS / "plan.md").read_text(encoding="utf-8"), encoding="utf-8")
         types.PAGE = published.PAGE = page
-        types.write(results("plan_types"))
+        types.write(load_results("plan_types"))
         rows = json.loads((ROOT / "benchmarks" / "published.json").read_text(encoding="utf-8"))
         keys = {published.key(row) for row in rows if published.left_out(row) is None}
         published.write(rows, {name: found for name, found in published.known().items() if name in keys})
         text = page.read_text(encoding="utf-8")
     before, rest = text.split(calibrated.BEGIN)
-    table = calibrated.table(results("plan_calibrated"))
+    table = calibrated.table(load_results("plan_calibrated"))
     return f"{before}{calibrated.BEGIN}\n\n{table}\n\n{calibrated.END}{rest.split(calibrated.END)[1]}"
 
 
-def planted() -> str:
-    module = script("tests/bugs/run.py")
+def render_planted_bugs() -> str:
+    module = load_script("tests/bugs/run.py")
     return str(module.table(module.read_results()))
 
 
-def ignored() -> str:
-    module = script("tests/mutation/sweep.py")
+def render_mutations() -> str:
+    module = load_script("tests/mutation/sweep.py")
     return str(module.table(module.read_results()))
 
 
-def versions() -> str:
-    return str(script("tests/versions.py").page(results("versions")))
+def render_versions() -> str:
+    return str(load_script("tests/versions.py").page(load_results("versions")))
 
 
-def decay() -> str:
-    return str(script("benchmarks/decay.py").page(results("decay")))
+def render_weight_decay() -> str:
+    return str(load_script("benchmarks/decay.py").page(load_results("decay")))
 
 
-def refused_arguments() -> str:
-    return str(script("plugins/trainer/tests/arguments_page.py").page())
+def render_trainer_arguments() -> str:
+    return str(load_script("plugins/trainer/tests/arguments_page.py").page())
 
 
 # -- of the sources
 
 
-def rooms() -> str:
-    house = script("tests/support/house.py")
+def render_architecture() -> str:
+    house = load_script("tests/support/house.py")
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
     return str(house.page(text, house.read(ROOT / "core" / "meshwright")))
 
 
-def names() -> str:
-    return str(script("tools/site/reference.py").index())
+def render_reference_index() -> str:
+    return str(load_script("tools/site/reference.py").index())
 
 
-def front() -> str:
+def render_front_page() -> str:
     """The pages of the site, into docs/index.md."""
     lines: list[str] = []
-    for entry in script("tools/site/site_pages.py").listed():
+    for entry in load_script("tools/site/site_pages.py").listed():
         for title, pages in entry.items():
             if isinstance(pages, list) and title != "Reference":
-                lines += ["", f"**{title}**", "", *_page_lines(pages)]
-    return between(FRONT, "pages", "\n".join(lines).strip())
+                lines += ["", f"**{title}**", "", *_render_page_lines(pages)]
+    return replace_between_markers(FRONT, "pages", "\n".join(lines).strip())
 
 
-def _page_lines(pages: list[Any]) -> Iterator[str]:
+def _render_page_lines(pages: list[Any]) -> Iterator[str]:
     """A line for each page, and one for those of a section together; a section that is a folder, without titles."""
     for entry in pages:
-        for title, page in entry.items() if isinstance(entry, dict) else [(_heading(entry), entry)]:
+        for title, page in entry.items() if isinstance(entry, dict) else [(_read_heading(entry), entry)]:
             if not isinstance(page, list):
                 yield f"- [{title}]({page})"
             elif any(isinstance(each, dict) for each in page):
-                inside = [each if isinstance(each, dict) else {_heading(each): each} for each in page]
+                inside = [each if isinstance(each, dict) else {_read_heading(each): each} for each in page]
                 yield f"- {title}: " + ", ".join(f"[{name}]({to})" for each in inside for name, to in each.items())
             else:
                 yield f"- [{title}]({Path(page[0]).parent.as_posix()})"
 
 
-def _heading(page: str) -> str:
+def _read_heading(page: str) -> str:
     return (DOCS / page).read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
 
 
-PAGES: dict[str, Callable[[], str]] = {
-    "architecture.md": rooms,
-    "coverage.md": coverage,
-    "exports.md": exports,
-    "faults.md": faults,
-    "gpu.md": gpu,
-    "index.md": front,
-    "mutations.md": ignored,
-    "performance.md": performance,
-    "plan.md": plans,
-    "reference/README.md": names,
-    "tests.md": planted,
-    "trainer-arguments.md": refused_arguments,
-    "versions.md": versions,
-    "weight-decay.md": decay,
+PAGE_RENDERERS: dict[str, Callable[[], str]] = {
+    "architecture.md": render_architecture,
+    "coverage.md": render_coverage,
+    "exports.md": render_exports,
+    "faults.md": render_faults,
+    "gpu.md": render_gpu,
+    "index.md": render_front_page,
+    "mutations.md": render_mutations,
+    "performance.md": render_performance,
+    "plan.md": render_plans,
+    "reference/README.md": render_reference_index,
+    "tests.md": render_planted_bugs,
+    "trainer-arguments.md": render_trainer_arguments,
+    "versions.md": render_versions,
+    "weight-decay.md": render_weight_decay,
 }
 """Each page, and what makes it as it should be."""
 
@@ -324,13 +339,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     given = parser.parse_args()
-    stale = [page for page, made in PAGES.items() if _refreshed(DOCS / page, made(), write=not given.check)]
+    stale = [page for page, made in PAGE_RENDERERS.items() if _refresh(DOCS / page, made(), write=not given.check)]
     for page in stale:
         sys.stdout.write(f"docs/{page}: {'not as it should be' if given.check else 'written'}\n")
     sys.exit(bool(stale) and given.check)
 
 
-def _refreshed(page: Path, text: str, *, write: bool) -> bool:
+def _refresh(page: Path, text: str, *, write: bool) -> bool:
     """Whether a page was not as it should be."""
     if page.exists() and page.read_text(encoding="utf-8") == text:
         return False

@@ -73,13 +73,11 @@ def parts(device: str) -> list[Part]:
     def calibrate(file: str) -> list[str]:
         if not on_cpu:
             return [*CLI, "plan", "--calibrate", file]
-        effort = (
-            "Effort(window_s=0.005, windows=2, passes=1, classes=(128,), widest=256, length=64, stream_bytes=1 << 20, "
-        )
+        effort = "Effort(window_seconds=0.005, windows=2, passes=1, classes=(128,), widest=256, length=64, stream_bytes=1 << 20, "
         effort += "messages=(1024,))"
-        code = "from meshwright_plan.calibration.calibrate import calibrate_to; import sys; "
+        code = "from meshwright_plan.calibration.calibrate import calibrate_to_file; import sys; "
         code += f"from meshwright_plan.calibration.measure import Effort; effort = {effort}; "
-        return [PYTHON, "-c", f"{code}sys.exit(calibrate_to(sys.argv[1], ranks=1, effort=effort))", file]
+        return [PYTHON, "-c", f"{code}sys.exit(calibrate_to_file(sys.argv[1], ranks=1, effort=effort))", file]
 
     device_file = "{out}/device.yaml"
     return [

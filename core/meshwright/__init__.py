@@ -6,17 +6,17 @@ lists them.
 
 from __future__ import annotations
 
-from .base.lazy import import_lazily, lazy_names
+from .base.lazy import import_lazily, read_stub_names
 from .base.version import __version__ as __version__
 
 
 def __getattr__(name: str) -> object:
-    if name in lazy_names(__file__):
-        from .files.versions import check_torch
+    if name in read_stub_names(__file__):
+        from .files.versions import check_torch_version
 
-        check_torch()
+        check_torch_version()
     return import_lazily(__file__, __name__, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *lazy_names(__file__)})
+    return sorted({*globals(), *read_stub_names(__file__)})

@@ -46,7 +46,7 @@ from .optim.build import optimizer_factory as optimizer_factory
 from .optim.config import EMAConfig as EMAConfig
 from .optim.config import OptimizerConfig as OptimizerConfig
 from .optim.config import OptimizerGroup as OptimizerGroup
-from .optim.groups import Optimizers as Optimizers
+from .optim.groups import ChainedOptimizer as ChainedOptimizer
 from .step.agreement import count_tokens as count_tokens
 from .step.tokens import Outputs as Outputs
 from .step.tokens import Tokens as Tokens

@@ -1,10 +1,10 @@
 """`python -m meshwright`, as torchrun starts it."""
 
 if __name__ == "__main__":
-    from .base.safe_path import leave_current_directory
+    from .base.safe_path import remove_cwd_from_sys_path
 
     # Before anything else is imported.
-    leave_current_directory()
+    remove_cwd_from_sys_path()
 
     from .cli.main import main
 

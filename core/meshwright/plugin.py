@@ -7,7 +7,7 @@ that a plugin's module can be loaded without torch.
 
 from __future__ import annotations
 
-from .base.lazy import import_lazily, lazy_names
+from .base.lazy import import_lazily, read_stub_names
 
 
 def __getattr__(name: str) -> object:
@@ -15,4 +15,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *lazy_names(__file__)})
+    return sorted({*globals(), *read_stub_names(__file__)})

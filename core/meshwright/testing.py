@@ -5,7 +5,7 @@ The names are those of the plugin meshwright-testing; `testing.pyi` lists them.
 
 from __future__ import annotations
 
-from .base.lazy import import_lazily, lazy_names
+from .base.lazy import import_lazily, read_stub_names
 
 
 def __getattr__(name: str) -> object:
@@ -13,4 +13,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *lazy_names(__file__)})
+    return sorted({*globals(), *read_stub_names(__file__)})

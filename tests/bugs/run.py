@@ -34,8 +34,8 @@ from support.forked import CHANGE, ROOT, collect, prepare, run_tests, run_with_h
 
 HERE = Path(__file__).parent
 RESULTS = ROOT / "benchmarks" / "results" / "bugs.json"
-TABLE = ROOT / "docs" / "tests.md"
-PAGE = """# Planted bugs, and the tests that notice
+PAGE_PATH = ROOT / "docs" / "tests.md"
+PAGE_HEADER = """# Planted bugs, and the tests that notice
 
 `tests/bugs/bugs.yaml` lists mistakes as real code has had them: wrong reductions, gradients, shards and
 schedules, lost data, wrong numbers, security. `python tests/bugs/run.py` plants each alone, in all processes
@@ -45,7 +45,7 @@ the bugs whose text or tests have changed.
 
 
 @dataclass(frozen=True)
-class Bug:
+class PlantedBug:
     """A bug of bugs.yaml, by which `old`, which occurs once in the source of `where`, becomes `new`."""
 
     name: str
@@ -75,10 +75,11 @@ class Definition:
         return packages[-len(name) :] == name and {*packages[: -len(name)]} <= {*self.module.split(".")}
 
 
-def read_bugs() -> list[Bug]:
+def read_bugs() -> list[PlantedBug]:
     entries = yaml.safe_load((HERE / "bugs.yaml").read_text(encoding="utf-8"))
     return [
-        Bug(name, each["why"], each["in"], *each["change"], tuple(each["caught_by"])) for name, each in entries.items()
+        PlantedBug(name, each["why"], each["in"], *each["change"], tuple(each["caught_by"]))
+        for name, each in entries.items()
     ]
 
 
@@ -86,7 +87,7 @@ def read_bugs() -> list[Bug]:
 
 
 @functools.cache
-def definitions() -> list[Definition]:
+def find_definitions() -> list[Definition]:
     """All functions, classes and constants of core and of the plugins."""
     found = []
     for folder in (ROOT / "core", *sorted(ROOT.glob("plugins/*/src"))):
@@ -94,39 +95,39 @@ def definitions() -> list[Definition]:
             text = file.read_text(encoding="utf-8")
             module = ".".join(file.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
             lines = text.splitlines(keepends=True)
-            for name, first, last in _spans(ast.parse(text), ""):
+            for name, first, last in _iter_spans(ast.parse(text), ""):
                 found.append(Definition(module, name, "".join(lines[first - 1 : last])))
     return found
 
 
-def _spans(parent: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:
+def _iter_spans(parent: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:
     """Qualified names with their first and last lines."""
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield prefix + node.name, min(each.lineno for each in (node, *node.decorator_list)), node.end_lineno or 0
-            yield from _spans(node, f"{prefix}{node.name}.")
+            yield from _iter_spans(node, f"{prefix}{node.name}.")
         elif isinstance(node, ast.Assign | ast.AnnAssign) and not prefix:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 if isinstance(target, ast.Name):
                     yield target.id, node.lineno, node.end_lineno or 0
         else:
-            yield from _spans(node, prefix)
+            yield from _iter_spans(node, prefix)
 
 
-def locate(bug: Bug) -> Definition:
+def locate(bug: PlantedBug) -> Definition:
     """Find the definition that a bug changes. LookupError, which says where the text does occur: there is not one."""
-    named = [each for each in definitions() if each.is_named(bug.where)]
+    named = [each for each in find_definitions() if each.is_named(bug.where)]
     fitting = [each for each in named if each.source.count(bug.old) == 1]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
         raise LookupError(f"{bug.where} is ambiguous: {', '.join(each.module for each in fitting)}")
     reason = f"{bug.old!r} does not occur once in {bug.where}" if named else f"there is no {bug.where}"
-    others = sorted({f"{each.module}.{each.name}" for each in definitions() if each.source.count(bug.old) == 1})
+    others = sorted({f"{each.module}.{each.name}" for each in find_definitions() if each.source.count(bug.old) == 1})
     raise LookupError(f"{reason}; it occurs in {', '.join(others[-5:]) or 'no definition'}")
 
 
-def files_of(names: Iterable[str]) -> dict[str, list[Path]]:
+def find_test_files(names: Iterable[str]) -> dict[str, list[Path]]:
     """For each name of a test, the files that define a test function of that name."""
     files = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("*/*/tests/**/test_*.py")]
     texts = {file: file.read_text(encoding="utf-8") for file in sorted(files)}
@@ -137,15 +138,15 @@ def files_of(names: Iterable[str]) -> dict[str, list[Path]]:
 def find_tests(names: Iterable[str]) -> dict[str, list[str]]:
     """For each name of a test, the ids that pytest collects for it; all parameters if it names none."""
     names = list(dict.fromkeys(names))
-    files = sorted({str(file) for found in files_of(names).values() for file in found})
+    files = sorted({str(file) for found in find_test_files(names).values() for file in found})
     ids = collect(files) if files else []
     return {name: [each for each in ids if each.endswith(f"::{name}") or f"::{name}[" in each] for name in names}
 
 
-def check(bugs: Sequence[Bug], *, collect: bool = True) -> dict[str, str]:
+def find_stale_bugs(bugs: Sequence[PlantedBug], *, collect: bool = True) -> dict[str, str]:
     """Return why bugs no longer apply, by name; with `collect` also where parameters of tests do not exist."""
     names = [test for bug in bugs for test in bug.caught_by]
-    known: dict[str, Any] = find_tests(names) if collect else files_of(names)
+    known: dict[str, Any] = find_tests(names) if collect else find_test_files(names)
     found = {}
     for bug in bugs:
         try:
@@ -168,40 +169,42 @@ def read_results() -> dict[str, Any]:
     return dict(json.loads(RESULTS.read_text(encoding="utf-8"))) if RESULTS.exists() else {}
 
 
-def status(bug: Bug, results: dict[str, Any]) -> str:
+def find_status(bug: PlantedBug, results: dict[str, Any]) -> str:
     found = results.get(bug.name, {})
     return str(found["status"]) if found.get("digest") == bug.digest else "not tried"
 
 
 def write_results(results: dict[str, Any]) -> None:
     bugs = read_bugs()
-    kept = {bug.name: results[bug.name] for bug in bugs if status(bug, results) != "not tried"}
+    kept = {bug.name: results[bug.name] for bug in bugs if find_status(bug, results) != "not tried"}
     lines = [f" {json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(kept.items())]
     RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    TABLE.write_text(table(results), encoding="utf-8")
+    PAGE_PATH.write_text(render_table(results), encoding="utf-8")
 
 
-def table(results: dict[str, Any]) -> str:
+def render_table(results: dict[str, Any]) -> str:
     """The page docs/tests.md."""
     bugs = read_bugs()
-    counts = {kind: sum(status(bug, results) == kind for bug in bugs) for kind in ("caught", "missed", "not tried")}
+    counts = {
+        kind: sum(find_status(bug, results) == kind for bug in bugs) for kind in ("caught", "missed", "not tried")
+    }
     counted = (
         f"{counts['caught']} caught, {counts['missed']} missed, {counts['not tried']} changed since they were tried."
     )
     lines = [
-        PAGE,
+        PAGE_HEADER,
         f"{len(bugs)} bugs: {counted}\n\n| bug | what goes wrong | in | tests | result |\n|---|---|---|---|---|",
     ]
     for bug in bugs:
         tests = ", ".join(dict.fromkeys(f"`{test.partition('[')[0]}`" for test in bug.caught_by))
-        lines.append(f"| {bug.name} | {bug.why} | `{bug.where}` | {tests} | {status(bug, results)} |")
+        lines.append(f"| {bug.name} | {bug.why} | `{bug.where}` | {tests} | {find_status(bug, results)} |")
     return "\n".join(lines) + "\n"
 
 
 # -- planting
 
 
-def run_with_bug(ids: Sequence[str], bug: Bug | None) -> dict[str, str]:
+def run_with_bug(ids: Sequence[str], bug: PlantedBug | None) -> dict[str, str]:
     """Outcomes of tests by id, with a bug or without one."""
     change = None
     if bug is not None:
@@ -210,7 +213,7 @@ def run_with_bug(ids: Sequence[str], bug: Bug | None) -> dict[str, str]:
     return {test: outcome for test, (outcome, _) in run_tests(ids, change).items()}
 
 
-def try_bug(bug: Bug, tests: dict[str, list[str]]) -> dict[str, Any]:
+def try_bug(bug: PlantedBug, tests: dict[str, list[str]]) -> dict[str, Any]:
     """Run the tests of a bug without it and with it; each name must have a test that passes and then fails."""
     ids = [each for name in bug.caught_by for each in tests[name]]
     without = run_with_bug(ids, None)
@@ -234,7 +237,7 @@ def main() -> int:
     results = read_results()
     bugs = [bug for bug in read_bugs() if re.search(arguments.only, f"{bug.name} {bug.why} {bug.where}")]
     if arguments.check:
-        stale = check(bugs)
+        stale = find_stale_bugs(bugs)
         for name, reason in stale.items():
             print(f"{name}: {reason}")
         print(f"{len(bugs) - len(stale)} of {len(bugs)} bugs apply")
@@ -247,9 +250,9 @@ def main() -> int:
             found = run_with_bug(arguments.tests, bug)
             print(f"{bug.name}:", *(f"\n  {outcome} {test}" for test, outcome in found.items()), flush=True)
         return 0
-    bugs = [bug for bug in bugs if arguments.again or status(bug, results) == "not tried"]
+    bugs = [bug for bug in bugs if arguments.again or find_status(bug, results) == "not tried"]
     tests = find_tests(test for bug in bugs for test in bug.caught_by)
-    stale = check(bugs, collect=False)
+    stale = find_stale_bugs(bugs, collect=False)
     for bug in bugs:
         if bug.name in stale or not all(tests[name] for name in bug.caught_by):
             print(f"{bug.name}: no longer applies, see --check", flush=True)
@@ -257,7 +260,7 @@ def main() -> int:
         results[bug.name] = try_bug(bug, tests)
         write_results(results)
         print(f"{bug.name}: {results[bug.name]['status']}", flush=True)
-    return int(any(status(bug, results) != "caught" for bug in bugs))
+    return int(any(find_status(bug, results) != "caught" for bug in bugs))
 
 
 if __name__ == "__main__":

@@ -16,37 +16,44 @@ from support.checkpoints import layouts, step_directory
 from support.tiers import mostly_slow
 
 from meshwright import Checkpointer, load_checkpoint
-from meshwright.checkpoint.index import INDEX
-from meshwright.checkpoint.places import LocalFolder
-from meshwright.checkpoint.saving import Agreement, Saving, content_of, held_by, settings_of, shares_of
+from meshwright.checkpoint.index import INDEX_FILE
+from meshwright.checkpoint.places import LocalStorage
+from meshwright.checkpoint.saving import (
+    CheckpointSave,
+    SavePlanner,
+    build_inventory,
+    build_save_plans,
+    collect_content,
+    encode_optimizer_settings,
+)
 from meshwright.strategy.contract import StrategyManager
-from meshwright.tensors.pieces import SMALL_BYTES, Piece, Rectangle, Sharded, divide
+from meshwright.tensors.pieces import MIN_SPLIT_BYTES, ChunkedTensor, LocalChunk, Rectangle, assign_owners
 from meshwright.tensors.state import OptimizerState
 from meshwright.testing import Case
-from meshwright.tracing.collectives import Traffic, measure_collectives
+from meshwright.tracing.collectives import CollectiveTrace, record_collectives
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 
-def _traffic(root: str, sizes: dict[str, int], layers: int) -> tuple[list[Traffic], list[bool]]:
+def _traffic(root: str, sizes: dict[str, int], layers: int) -> tuple[list[CollectiveTrace], list[bool]]:
     """Measure the blocking part of three saves, and the writing of the last."""
     case = Case(steps=3, layers=layers)
     manager = build_manager("fsdp2", {}, sizes, case)
-    group, agreement = dist.new_group(backend="gloo"), Agreement()
-    found: list[Traffic] = []
+    group, agreement = dist.new_group(backend="gloo"), SavePlanner()
+    found: list[CollectiveTrace] = []
     right = []
     for step in (1, 2, 3):
         train_steps(manager, case, range(step - 1, step))
         expected = full_weights(manager)
-        made: list[Saving] = []
+        made: list[CheckpointSave] = []
         directory = step_directory(Path(root), step)
 
-        def begin(made: list[Saving] = made, directory: Path = directory, step: int = step) -> None:
-            content = content_of(manager, group, step=step, scheduler=None, extra=None, agreement=agreement)
-            made.append(Saving(manager, LocalFolder(directory), group, content, None))
+        def begin(made: list[CheckpointSave] = made, directory: Path = directory, step: int = step) -> None:
+            content = collect_content(manager, group, step=step, scheduler=None, extra=None, planner=agreement)
+            made.append(CheckpointSave(manager, LocalStorage(directory), group, content, None))
 
-        found.append(measure_collectives(begin))
-        written = measure_collectives(made[0].write)
+        found.append(record_collectives(begin))
+        written = record_collectives(made[0].write)
         right.append(_holds(manager, directory, expected))
     dist.destroy_process_group(group)
     return [*found, written], right
@@ -74,7 +81,7 @@ def test_the_index_is_gathered_once_and_each_parameter_is_told_of_once(sizes: di
             sent[layers] = written.bytes
     # The end of a save does not grow with the state: names and checksums of files.
     assert sent[2] == pytest.approx(sent[4], abs=64)
-    assert len({(step_directory(tmp_path / "4", step) / INDEX).read_bytes() for step in (1, 2, 3)}) == 1
+    assert len({(step_directory(tmp_path / "4", step) / INDEX_FILE).read_bytes() for step in (1, 2, 3)}) == 1
     paths = sorted(step_directory(tmp_path / "4", 3).glob("optimizer-*.json"))
     contents = [json.loads(path.read_text()) for path in paths]
     # The first rank of each stage.
@@ -113,11 +120,11 @@ def test_no_tensor_is_sent_to_another_rank() -> None:
         values={"w": {"step": torch.tensor(3.0)}},
         groups=[{"lr": torch.tensor(0.5, dtype=torch.float64), "params": ["w"]}],
     )
-    piece = Piece((0, 0), torch.ones(2, 3))
-    held = held_by({"model.w": Sharded(torch.Size((4, 3)), torch.float32, (piece,))}, state)
+    piece = LocalChunk((0, 0), torch.ones(2, 3))
+    held = build_inventory({"model.w": ChunkedTensor(torch.Size((4, 3)), torch.float32, (piece,))}, state)
     assert b"torch" not in pickle.dumps(held)
-    (share, _), _ = shares_of([held, held])
-    settings = settings_of(state, share)
+    (share, _), _ = build_save_plans([held, held])
+    settings = encode_optimizer_settings(state, share)
     assert settings is not None
     assert json.loads(settings) == {
         "groups": [{"lr": {"$tensor": 0.5, "dtype": "float64"}, "params": ["w"]}],
@@ -135,7 +142,7 @@ def test_every_element_is_written_once_by_a_rank_that_has_it(held: list[list[Rec
         ends = [o + s for o, s in zip(part.offsets, part.sizes, strict=True)]
         shapes[part.name] = [max(a, b) for a, b in zip(shapes.get(part.name, ends), ends, strict=True)]
     written = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
-    for rank, parts in enumerate(divide(held)):
+    for rank, parts in enumerate(assign_owners(held)):
         for part in parts:
             written[part.name][tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))] += 1
             assert any(_inside(part, each) for each in held[rank])
@@ -152,8 +159,8 @@ def _inside(part: Rectangle, other: Rectangle) -> bool:
 def test_replicas_write_equal_shares_of_every_large_tensor() -> None:
     tensors = [Rectangle("embedding", (0, 0), (32000, 1024), 4), Rectangle("wide", (0, 0), (3, 4_000_003), 4)]
     small = [Rectangle(f"norm{n}", (0,), (1024,), 4) for n in range(33)]
-    owned = divide([tensors + small] * 4)
+    owned = assign_owners([tensors + small] * 4)
     written = [sum(part.nbytes for part in parts) for parts in owned]
     assert sum(written) == sum(each.nbytes for each in tensors + small)
     assert max(written) < 1.001 * min(written)
-    assert all(each.nbytes < SMALL_BYTES for each in small)
+    assert all(each.nbytes < MIN_SPLIT_BYTES for each in small)

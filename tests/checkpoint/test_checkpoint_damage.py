@@ -18,14 +18,14 @@ from support.checkpoints import error_of, flip, reseal, restored, step_directory
 from support.commands import invoke
 
 from meshwright import CheckpointError, load_checkpoint, save_checkpoint
-from meshwright.base.errors import TornCheckpointError
-from meshwright.checkpoint import export_checkpoint, newest_checkpoint, read_manifest
-from meshwright.checkpoint.index import INDEX, read_index
-from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.base.errors import IncompleteCheckpointError
+from meshwright.checkpoint import export_checkpoint, find_newest_checkpoint, read_manifest
+from meshwright.checkpoint.index import INDEX_FILE, read_index
+from meshwright.checkpoint.manifest import MANIFEST_FILE
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
 from meshwright_run.data.tokenizer import train_tokenizer
-from meshwright_run.verifying import shown
+from meshwright_run.verifying import build_checkpoint_table
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
@@ -61,7 +61,7 @@ def copy(saved: Path, tmp_path: Path) -> Path:
 def _is_refused(manager: StrategyManager, directory: Path) -> list[bool]:
     """Return whether `checkpoint show` and loading refuse it."""
     try:
-        by_show = not shown(directory)[1]
+        by_show = not build_checkpoint_table(directory)[1]
     except CheckpointError:
         by_show = True
     return [by_show, bool(error_of(lambda: load_checkpoint(manager, directory)))]
@@ -114,8 +114,8 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a file is cut off": ("tensors-00001.bin", _cut, "tensors-00001.bin has .* bytes instead of"),
     "a file is gone": ("tensors-00000.bin", Path.unlink, "tensors-00000.bin is missing"),
     "a bit is flipped": ("tensors-00001.bin", flip, "the contents of tensors-00001.bin have changed"),
-    "the manifest is written in another way": (MANIFEST, _respaced, f"{MANIFEST} was altered"),
-    "the manifest is gone": (MANIFEST, Path.unlink, "was never completed"),
+    "the manifest is written in another way": (MANIFEST_FILE, _respaced, f"{MANIFEST_FILE} was altered"),
+    "the manifest is gone": (MANIFEST_FILE, Path.unlink, "was never completed"),
 }
 
 
@@ -126,7 +126,7 @@ def _load_and_find(root: str) -> tuple[str, bool, str, list[str]]:
     after = full_weights(manager)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = newest_checkpoint(root, manager.mesh.world)
+        found = find_newest_checkpoint(root, manager.mesh.world)
     same = all(torch.equal(after[name], before[name]) for name in before)
     return error, same, str(found), [str(each.message) for each in caught]
 
@@ -187,9 +187,9 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 @pytest.mark.parametrize("forged", FORGED)
 def test_an_index_that_points_elsewhere_is_refused(forged: str, copy: Path) -> None:
     change, expected = FORGED[forged]
-    content = json.loads((copy / INDEX).read_text())
+    content = json.loads((copy / INDEX_FILE).read_text())
     change(content)
-    (copy / INDEX).write_text(json.dumps(content))
+    (copy / INDEX_FILE).write_text(json.dumps(content))
     reseal(copy)
     with pytest.raises(CheckpointError, match=expected):
         read_index(copy, read_manifest(copy))
@@ -198,7 +198,7 @@ def test_an_index_that_points_elsewhere_is_refused(forged: str, copy: Path) -> N
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "huggingface/../../outside", ""])
 def test_a_manifest_names_files_of_the_checkpoint_alone(name: str, copy: Path) -> None:
     (copy.parent / "outside").write_bytes(b"")
-    files = json.loads((copy / MANIFEST).read_text())["files"]
+    files = json.loads((copy / MANIFEST_FILE).read_text())["files"]
     reseal(copy, files={**files, name: {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()}})
     with pytest.raises(CheckpointError, match="which is not within it"):
         read_manifest(copy)
@@ -206,13 +206,13 @@ def test_a_manifest_names_files_of_the_checkpoint_alone(name: str, copy: Path) -
 
 @pytest.mark.parametrize("version", [4, 0, 1, "2", None, [2]])
 def test_another_format_is_refused_and_named(version: Any, copy: Path) -> None:
-    content = json.loads((copy / MANIFEST).read_text())
+    content = json.loads((copy / MANIFEST_FILE).read_text())
     # A newer format may have its checksum elsewhere.
     content.pop("sha256")
-    (copy / MANIFEST).write_text(json.dumps({**content, "format": version}, indent=1) + "\n")
+    (copy / MANIFEST_FILE).write_text(json.dumps({**content, "format": version}, indent=1) + "\n")
     with pytest.raises(CheckpointError, match="reads 2 and 3") as caught:
         read_manifest(copy)
-    assert not isinstance(caught.value, TornCheckpointError)
+    assert not isinstance(caught.value, IncompleteCheckpointError)
 
 
 def test_files_that_the_manifest_does_not_name_are_not_exported(copy: Path, tmp_path: Path) -> None:

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from support.checkpoints import step_directory
 
-from meshwright.base.errors import CheckpointError, TornCheckpointError
+from meshwright.base.errors import CheckpointError, IncompleteCheckpointError
 from meshwright.checkpoint import places
-from meshwright.checkpoint.directory import LocalDraft, move_aside, retain, tidy
-from meshwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, steps_in
-from meshwright.checkpoint.places import STEP, Access, LocalFolder
+from meshwright.checkpoint.directory import LocalCheckpointWriter, apply_retention, archive_after, cleanup
+from meshwright.checkpoint.manifest import MANIFEST_FILE, Manifest, list_steps, read_manifest
+from meshwright.checkpoint.places import STEP_PATTERN, LocalStorage, StorageOptions
 
 
 def _write(final: Path, content: str) -> None:
-    draft = LocalDraft(LocalFolder(final))
+    draft = LocalCheckpointWriter(LocalStorage(final))
     draft.begin()
     files = {"data": draft.write("data", lambda: [content.encode()])}
-    named = STEP.fullmatch(final.name)
+    named = STEP_PATTERN.fullmatch(final.name)
     step = int(named[1]) if named else 1
     draft.commit(Manifest(step, "single", {}, 1, {}, extra={"content": content}, files=files))
 
@@ -76,7 +76,7 @@ def test_a_crash_at_any_instant_of_a_save_leaves_the_old_or_the_new_checkpoint(m
         if not final.exists():
             with pytest.raises(CheckpointError, match=r"its former contents are step-00000005\.replaced"):
                 read_manifest(final)
-        tidy(LocalFolder(root))
+        cleanup(LocalStorage(root))
         assert [path.name for path in root.iterdir()] == [final.name]
         found.append(_content(final))
         after += 1
@@ -109,7 +109,7 @@ def _saved(root: Path, *steps: int) -> None:
 
 
 def _steps(root: Path) -> list[int]:
-    return [step for step, _ in steps_in(root)]
+    return [step for step, _ in list_steps(root)]
 
 
 def test_retention_never_removes_what_was_just_saved_nor_what_is_of_later_steps(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_retention_never_removes_what_was_just_saved_nor_what_is_of_later_steps(
     # The run went back to step 3.
     for step in (4, 5, 7):
         _saved(tmp_path, step)
-        retain(tmp_path, newest=step, keep_last=1, keep_every=None)
+        apply_retention(tmp_path, newest_step=step, keep_last=1, keep_every=None)
         assert step in _steps(tmp_path)
     assert _steps(tmp_path) == [12, 9, 7]
 
@@ -125,9 +125,9 @@ def test_retention_never_removes_what_was_just_saved_nor_what_is_of_later_steps(
 def test_retention_counts_whole_checkpoints_alone_and_removes_no_other(tmp_path: Path) -> None:
     _saved(tmp_path, 1, 2, 3, 4, 5)
     (step_directory(tmp_path, 5) / "data").unlink()
-    (step_directory(tmp_path, 2) / MANIFEST).unlink()
+    (step_directory(tmp_path, 2) / MANIFEST_FILE).unlink()
     for keep_last in (2, None):
-        retain(tmp_path, newest=5, keep_last=keep_last, keep_every=None)
+        apply_retention(tmp_path, newest_step=5, keep_last=keep_last, keep_every=None)
         assert _steps(tmp_path) == [5, 4, 3, 2]
 
 
@@ -136,13 +136,15 @@ def test_what_is_set_aside_is_moved_with_copies_and_numbered(tmp_path: Path) -> 
     metrics.write_text("lines")
     for number, after in ((1, 3), (2, 3), (3, -1)):
         _saved(root, 3, 6, 9)
-        assert move_aside(LocalFolder(root), after=after, copies=[metrics, tmp_path / "none"]) is not None
+        assert (
+            archive_after(LocalStorage(root), after_step=after, files_to_copy=[metrics, tmp_path / "none"]) is not None
+        )
         aside = root / f"abandoned-{number}"
         assert _steps(aside) == [step for step in (9, 6, 3) if step > after]
         assert _content(step_directory(aside, 9)) == "of step 9"
         assert (aside / "metrics.jsonl").read_text() == "lines"
         assert _steps(root) == [step for step in (3,) if step <= after]
-    assert move_aside(LocalFolder(root), after=-1) is None
+    assert archive_after(LocalStorage(root), after_step=-1) is None
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_torn_one(
@@ -155,12 +157,12 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_torn_one(
         raise OSError(5, "Input/output error", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(places, "open_regular", fail)
+        patch.setattr(places, "open_regular_file", fail)
         with pytest.raises(CheckpointError, match=r"cannot be read.*Input/output error") as caught:
-            read_manifest(LocalFolder(path, Access(retries=0)))
-        assert not isinstance(caught.value, TornCheckpointError)
+            read_manifest(LocalStorage(path, StorageOptions(retries=0)))
+        assert not isinstance(caught.value, IncompleteCheckpointError)
         assert caught.value.exit_code == 2
     shutil.rmtree(path)
     path.mkdir()
-    with pytest.raises(TornCheckpointError, match="was never completed"):
+    with pytest.raises(IncompleteCheckpointError, match="was never completed"):
         read_manifest(path)

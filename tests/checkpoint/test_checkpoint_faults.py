@@ -14,9 +14,9 @@ from support.checkpoints import error_of, step_directory
 
 from meshwright import Checkpointer, load_checkpoint, save_checkpoint
 from meshwright.checkpoint import read_manifest, saving
-from meshwright.checkpoint.directory import Draft
+from meshwright.checkpoint.directory import CheckpointWriter
 from meshwright.checkpoint.index import write_tensors
-from meshwright.checkpoint.manifest import StoredFile, steps_in
+from meshwright.checkpoint.manifest import StoredFile, list_steps
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
@@ -65,7 +65,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_changed(tmp
 # -- it cannot be written
 
 
-def _full_disk(draft: Draft, name: str, tensors: Any) -> Any:
+def _full_disk(draft: CheckpointWriter, name: str, tensors: Any) -> Any:
     """Fails on the second rank, as on a full disk."""
     if torch.distributed.get_rank() == 1:
         raise OSError(28, "No space left on device")
@@ -154,7 +154,7 @@ def _save_many(root: str, keep_last: int | None, keep_every: int | None) -> list
 )
 def test_retention(keep_last: int | None, keep_every: int | None, kept: list[int], tmp_path: Path) -> None:
     assert pool(2).run(_save_many, str(tmp_path), keep_last, keep_every) == pool(2).run(_losses, 6)
-    assert [step for step, _ in steps_in(tmp_path)] == kept
+    assert [step for step, _ in list_steps(tmp_path)] == kept
     assert len(list(tmp_path.iterdir())) == len(kept)
 
 
@@ -164,7 +164,7 @@ def _asynchronous_contents(root: str) -> tuple[bool, bool]:
     expected = full_weights(manager)
     write, has_moved = saving.write_tensors, threading.Event()
 
-    def write_late(draft: Draft, name: str, tensors: Sequence[torch.Tensor]) -> StoredFile:
+    def write_late(draft: CheckpointWriter, name: str, tensors: Sequence[torch.Tensor]) -> StoredFile:
         has_moved.wait(60)
         return write(draft, name, tensors)
 

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LinearLR, LRScheduler, SequentialLR, StepLR
 
 from meshwright import CheckpointError
-from meshwright.checkpoint.values import load_schedule, note_rates
+from meshwright.checkpoint.values import load_scheduler_state, store_base_rates
 
 
 def _optimizer(*rates: float) -> SGD:
@@ -51,10 +51,10 @@ def test_each_group_goes_on_with_its_own_rate(name: str, order: list[int]) -> No
     first = _optimizer(0.1, 0.03)
     scheduler = SCHEDULES[name](first)
     _rates(scheduler, first, 3)
-    note_rates(scheduler)
+    store_base_rates(scheduler)
     again = _optimizer(*(0.5 for _ in order))
     resumed = SCHEDULES[name](again)
-    load_schedule(resumed, _loaded(again, first, order, scheduler))
+    load_scheduler_state(resumed, _loaded(again, first, order, scheduler))
     assert resumed.get_last_lr() == [first.param_groups[number]["lr"] for number in order]
     expected = [[rates[number] for number in order] for rates in _rates(scheduler, first, 4)]
     assert _rates(resumed, again, 4) == expected
@@ -68,5 +68,5 @@ def test_what_no_group_brings_is_refused_in_another_number() -> None:
     resumed = CyclicLR(again, base_lr=0.01, max_lr=0.2, step_size_up=3)
     again.param_groups[0].update(lr=first.param_groups[0]["lr"], initial_lr=first.param_groups[0]["initial_lr"])
     with pytest.raises(CheckpointError, match="max_lrs differ between 2 parameter groups, and this rank has 1"):
-        load_schedule(resumed, state)
+        load_scheduler_state(resumed, state)
     assert resumed.base_lrs == [0.01]

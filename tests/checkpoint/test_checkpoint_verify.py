@@ -15,10 +15,10 @@ from support.commands import invoke, write_run
 
 from meshwright import Checkpointer, CheckpointError, load_checkpoint, save_checkpoint
 from meshwright.base.errors import ConfigError
-from meshwright.checkpoint import newest_checkpoint, read_manifest
-from meshwright.checkpoint.directory import retain, tidy
-from meshwright.checkpoint.manifest import MANIFEST, SIGNATURE, steps_in
-from meshwright.checkpoint.places import Access, Key, LocalFolder, read_key
+from meshwright.checkpoint import find_newest_checkpoint, read_manifest
+from meshwright.checkpoint.directory import apply_retention, cleanup
+from meshwright.checkpoint.manifest import MANIFEST_FILE, SIGNATURE_KEY, list_steps
+from meshwright.checkpoint.places import LocalStorage, SigningKey, StorageOptions, read_signing_key
 from meshwright.testing import Case
 from meshwright_run.run_directory import RunDirectory
 from meshwright_run.run_file import load_run
@@ -34,9 +34,11 @@ def _save(root: str) -> None:
     manager = build_manager("fsdp2", {}, {}, CASE)
     train_steps(manager, CASE, range(1))
     for step, secret in ((1, OURS), (2, THEIRS), (3, None)):
-        key = None if secret is None else Key(secret)
-        save_checkpoint(manager, LocalFolder(step_directory(Path(root), step), Access(key)), step=step)
-    save_checkpoint(manager, LocalFolder(Path(root) / "later" / "step-00000009", Access(Key(THEIRS))), step=9)
+        key = None if secret is None else SigningKey(secret)
+        save_checkpoint(manager, LocalStorage(step_directory(Path(root), step), StorageOptions(key)), step=step)
+    save_checkpoint(
+        manager, LocalStorage(Path(root) / "later" / "step-00000009", StorageOptions(SigningKey(THEIRS))), step=9
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,7 @@ def test_all_is_read_to_its_last_byte_and_each_file_that_is_wrong_is_named_with_
     assert f"{sum(each.size for each in read_manifest(three).files.values()):,} bytes read, not signed" in output
     flip(two / "tensors-00001.bin")
     (two / "optimizer-00000.json").unlink()
-    (three / MANIFEST).unlink()
+    (three / MANIFEST_FILE).unlink()
     code, output = _verify(root)
     assert code == 1
     wrong = ("optimizer-00000.json is missing", "the contents of tensors-00001.bin have changed", "was never completed")
@@ -98,8 +100,10 @@ def test_a_key_refuses_what_is_signed_with_another_or_not_at_all(root: Path, tmp
             assert (code, told in output) == (2, True), output
     assert not (tmp_path / "o").exists()
     # A signature of another checkpoint with the same key.
-    forged = step_directory(root, 2) / MANIFEST
-    signatures = [json.loads((step_directory(root, step) / MANIFEST).read_text())[SIGNATURE] for step in (1, 2)]
+    forged = step_directory(root, 2) / MANIFEST_FILE
+    signatures = [
+        json.loads((step_directory(root, step) / MANIFEST_FILE).read_text())[SIGNATURE_KEY] for step in (1, 2)
+    ]
     forged.write_text(forged.read_text().replace(signatures[1], signatures[0]))
     assert _verify(step_directory(root, 2))[0] == 0
     assert _verify(step_directory(root, 2), *ours)[0] == 2
@@ -109,18 +113,20 @@ def _load(root: str) -> list[str]:
     manager = build_manager("fsdp2", {}, {}, CASE, seed=4)
     found = []
     for step, secret in ((1, OURS), (1, None), (2, OURS), (3, OURS), (3, None)):
-        place = LocalFolder(step_directory(Path(root), step), Access(None if secret is None else Key(secret)))
+        place = LocalStorage(
+            step_directory(Path(root), step), StorageOptions(None if secret is None else SigningKey(secret))
+        )
         try:
             load_checkpoint(manager, place)
             found.append("loaded")
         except CheckpointError as error:
             found.append(f"{type(error).__name__} {error.exit_code}")
-    ours = LocalFolder(Path(root), Access(Key(OURS)))
-    return [*found, error_of(lambda: newest_checkpoint(ours, manager.mesh.world))]
+    ours = LocalStorage(Path(root), StorageOptions(SigningKey(OURS)))
+    return [*found, error_of(lambda: find_newest_checkpoint(ours, manager.mesh.world))]
 
 
 def test_loading_refuses_what_is_foreign_on_all_ranks(root: Path) -> None:
-    foreign = "ForeignCheckpointError 2"
+    foreign = "CheckpointSignatureError 2"
     for *found, newest in pool(2).run(_load, str(root)):
         assert found == ["loaded", "loaded", foreign, foreign, "loaded"]
         # It is not passed over, as an incomplete one is.
@@ -128,14 +134,14 @@ def test_loading_refuses_what_is_foreign_on_all_ranks(root: Path) -> None:
 
 
 def test_what_is_foreign_is_never_removed_nor_replaced(root: Path) -> None:
-    ours = LocalFolder(root, Access(Key(OURS)))
-    before = {path.name: read_manifest(path) for _, path in steps_in(root)}
+    ours = LocalStorage(root, StorageOptions(SigningKey(OURS)))
+    before = {path.name: read_manifest(path) for _, path in list_steps(root)}
     for kind in ("writing", "deleting", "replaced"):
         shutil.copytree(root / "later" / "step-00000009", root / f"step-00000009.{kind}")
-    retain(ours, newest=9, keep_last=1)
+    apply_retention(ours, newest_step=9, keep_last=1)
     for _ in range(2):
-        tidy(ours)
-    assert {path.name: read_manifest(path) for _, path in steps_in(root)}.items() >= before.items()
+        cleanup(ours)
+    assert {path.name: read_manifest(path) for _, path in list_steps(root)}.items() >= before.items()
     # What was replaced got its name back.
     kept = {path.name for path in root.iterdir()}
     assert kept >= {"step-00000009.replaced", "step-00000009.deleting", "step-00000009"}
@@ -143,13 +149,13 @@ def test_what_is_foreign_is_never_removed_nor_replaced(root: Path) -> None:
         assert "step-00000002 is in the way" in told
     assert read_manifest(step_directory(root, 2)) == before["step-00000002"]
     # Without a key they are like any others.
-    retain(root, newest=9, keep_last=1)
-    assert [step for step, _ in steps_in(root)] == [9]
+    apply_retention(root, newest_step=9, keep_last=1)
+    assert [step for step, _ in list_steps(root)] == [9]
 
 
 def _save_over(root: str) -> str:
     manager = build_manager("fsdp2", {}, {}, CASE)
-    ours = LocalFolder(Path(root), Access(Key(OURS)))
+    ours = LocalStorage(Path(root), StorageOptions(SigningKey(OURS)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         saver = Checkpointer(manager, ours, keep_last=None, on_error="continue")
@@ -162,16 +168,16 @@ def _save_over(root: str) -> str:
 def test_a_key_is_a_file_of_enough_bytes_and_is_shown_and_sent_nowhere(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_bytes(OURS)
-    key: Any = read_key(path, where="checkpoint.key_file")
-    assert key == Key(OURS) != Key(THEIRS)
+    key: Any = read_signing_key(path, where="checkpoint.key_file")
+    assert key == SigningKey(OURS) != SigningKey(THEIRS)
     assert "secret" not in repr(key)
     with pytest.raises(TypeError, match="sent to nobody"):
         pickle.dumps(key)
     path.write_bytes(b"short")
     with pytest.raises(ConfigError, match="holds 5 bytes, which are too few"):
-        read_key(path, where="checkpoint.key_file")
+        read_signing_key(path, where="checkpoint.key_file")
     with pytest.raises(ConfigError, match=r"checkpoint\.key_file=.*No such file"):
-        read_key(tmp_path / "none", where="checkpoint.key_file")
+        read_signing_key(tmp_path / "none", where="checkpoint.key_file")
 
 
 def _with_keys_of(root: str, files: list[str | None]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.checkpoint_runs import Ended, Runs
 
-from meshwright_run.report import Lines
+from meshwright_run.report import LineWriter
 
 FULL, READ_ONLY, BROKEN = 28, 30, 5
 FULL_AT_4 = f"step-00000004.writing write {FULL} 0 -1"
@@ -109,7 +109,7 @@ def test_metrics_wait_for_a_disk_that_takes_none_and_other_files_are_told_once(r
 def test_lines_are_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "lines"
     path.write_text("first\n")
-    lines, write = Lines(path), os.write
+    lines, write = LineWriter(path), os.write
 
     def half(file: int, content: Any) -> int:
         if len(content) < 3:

@@ -16,8 +16,8 @@ from support.checkpoint_runs import Ended, Runs
 from support.commands import invoke
 
 from meshwright.base.errors import ConfigError
-from meshwright.checkpoint.manifest import MANIFEST
-from meshwright.checkpoint.remote import RemoteFolder, place_of
+from meshwright.checkpoint.manifest import MANIFEST_FILE
+from meshwright.checkpoint.remote import RemoteStorage, open_storage
 
 pytest.importorskip("s3fs")
 server_of_moto = pytest.importorskip("moto.server")
@@ -70,16 +70,16 @@ def local(runs: Runs) -> Ended:
 
 
 def _steps(name: str) -> list[str]:
-    return sorted(place_of(f"{BUCKET}/{name}").names())
+    return sorted(open_storage(f"{BUCKET}/{name}").names())
 
 
 def _sizes(name: str) -> dict[str, Any]:
-    return {step: place_of(f"{BUCKET}/{name}/{step}").sizes() for step in _steps(name)}
+    return {step: open_storage(f"{BUCKET}/{name}/{step}").sizes() for step in _steps(name)}
 
 
 def _await_step_2(name: str) -> None:
     deadline = time.monotonic() + 120
-    while place_of(f"{BUCKET}/{name}/step-00000002").sizes() is None and time.monotonic() < deadline:
+    while open_storage(f"{BUCKET}/{name}/step-00000002").sizes() is None and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
@@ -99,7 +99,7 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(runs: Runs, local: End
     directory = runs.end("killed", process).directory
     assert not (directory / "summary.json").exists()
     # An incomplete checkpoint, whether the kill has left one or not.
-    RemoteFolder(f"{url}/step-00000005").put("tensors-00000.bin", [b"half"])
+    RemoteStorage(f"{url}/step-00000005").put("tensors-00000.bin", [b"half"])
     ended = runs("killed", **options)
     assert ended.code == 0, ended.output
     assert ended.numbers == local.numbers
@@ -138,7 +138,7 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(runs: Runs, local: End
 def test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked(runs: Runs, local: Ended) -> None:
     to = f"{BUCKET}/first"
     assert runs("first", to=to).code == 0
-    RemoteFolder(to).put("notes/of.txt", [b"of somebody"])
+    RemoteStorage(to).put("notes/of.txt", [b"of somebody"])
     before, anew = _sizes("first"), ("--set", "resume=never")
     for more, told in (
         (anew, "holds step-00000006 of an earlier run. Name another place, or set overwrite=true"),
@@ -166,7 +166,7 @@ def test_torn_and_foreign_objects_are_found(runs: Runs, local: Ended, tmp_path: 
     assert invoke("checkpoint", "verify", url, "--key-file", str(other))[0] == 2
 
     # A byte of the newest is changed: it is told, and an older one is taken.
-    newest = RemoteFolder(f"{url}/step-00000006")
+    newest = RemoteStorage(f"{url}/step-00000006")
     with newest.open("tensors-00001.bin") as file:
         content = bytearray(file.read())
     content[-1] ^= 1
@@ -217,11 +217,11 @@ def test_without_fsspec_a_url_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "fsspec", None)
     for url, extra in (("s3://bucket/x", "s3"), ("gs://bucket/x", "remote")):
         with pytest.raises(ConfigError, match=rf"needs the package fsspec.* pip install -e '\.\[{extra}\]' in a clone"):
-            place_of(url)
+            open_storage(url)
 
 
 def test_objects_are_read_in_parts_and_a_write_that_fails_leaves_none(server: Server) -> None:
-    folder = RemoteFolder(f"{BUCKET}/parts")
+    folder = RemoteStorage(f"{BUCKET}/parts")
     folder.put("a/b.bin", [bytes(range(100)), bytes(range(100, 200))])
     assert folder.sizes() == {"a/b.bin": 200}
     with folder.open("a/b.bin") as file:
@@ -235,7 +235,7 @@ def test_objects_are_read_in_parts_and_a_write_that_fails_leaves_none(server: Se
         raise OSError(5, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output"):
-        folder.put(MANIFEST, failing())
+        folder.put(MANIFEST_FILE, failing())
     assert folder.sizes() == {"a/b.bin": 200}
-    folder.move(RemoteFolder(f"{BUCKET}/moved"))
-    assert (folder.sizes(), RemoteFolder(f"{BUCKET}/moved").sizes()) == (None, {"a/b.bin": 200})
+    folder.move(RemoteStorage(f"{BUCKET}/moved"))
+    assert (folder.sizes(), RemoteStorage(f"{BUCKET}/moved").sizes()) == (None, {"a/b.bin": 200})

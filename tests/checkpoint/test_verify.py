@@ -20,17 +20,17 @@ from support.tiers import mostly_slow
 from torch import Tensor
 
 from meshwright import Checkpointer, Loop, StepResult, fit
-from meshwright.checkpoint.manifest import steps_in
-from meshwright.checkpoint.values import flat
+from meshwright.checkpoint.manifest import list_steps
+from meshwright.checkpoint.values import flatten_state
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.tensors.ops import fingerprint
 from meshwright.testing import Case
-from meshwright.train.loop.verifying import judged
+from meshwright.train.loop.verifying import find_outlier_ranks
 from meshwright_testing import pool
-from meshwright_testing.case import share
-from meshwright_testing.parity import build_with_optimizer
+from meshwright_testing.case import rank_microbatches
+from meshwright_testing.parity import build_manager_and_optimizer
 
 CASE = Case(microbatches=2, sequences=16)
 STEPS, EVERY = 6, 2
@@ -59,7 +59,7 @@ class _Flips:
 def _trained(stack: str, where: str | None, directory: str, save_every: int = 5) -> tuple[str, int, list[int]]:
     """Train, and flip a bit on the last rank but one; return the error, and the steps done and saved."""
     strategy, config, sizes = STACKS[stack]
-    manager, optimizer = build_with_optimizer(strategy, config, sizes, CASE)
+    manager, optimizer = build_manager_and_optimizer(strategy, config, sizes, CASE)
     mesh, done = manager.mesh, []
     victim = _victim(mesh.world.size)
     flips: Any = _Flips(manager, {"parameter": "model.", "optimizer": "optimizer."}.get(where or "", ""), victim)
@@ -70,13 +70,13 @@ def _trained(stack: str, where: str | None, directory: str, save_every: int = 5)
         nonlocal steps
         steps += 1
         if where == "replica" and steps == FLIPPED_AFTER + 1 and mesh.rank == victim:
-            flip(flat(manager.sharded_state())["model.model.norm.weight"].pieces[0].tensor)
+            flip(flatten_state(manager.sharded_state())["model.model.norm.weight"].pieces[0].tensor)
 
     optimizer.register_step_post_hook(after_step)
     if where == "gradient" and mesh.rank == victim:
         _flip_gradients(manager, done)
     loop = Loop(
-        lambda step: share(CASE, step, mesh.data_rank, mesh.data_size),
+        lambda step: rank_microbatches(CASE, step, mesh.data_rank, mesh.data_size),
         steps=STEPS,
         seed=1,
         verify_every=EVERY,
@@ -84,7 +84,7 @@ def _trained(stack: str, where: str | None, directory: str, save_every: int = 5)
     )
     with get_registry().observing(flips), Checkpointer(manager, directory, keep_last=None) as checkpointer:
         error = error_of(lambda: fit(manager, replace(loop, checkpointer=checkpointer, save_every=save_every)))
-    return error, len(done), sorted(step for step, _ in steps_in(Path(directory)))
+    return error, len(done), sorted(step for step, _ in list_steps(Path(directory)))
 
 
 def _victim(size: int) -> int:
@@ -174,8 +174,8 @@ def test_a_fingerprint_is_of_values_in_their_order_and_of_all_of_them() -> None:
 
 
 def test_the_majority_is_right_and_of_two_neither() -> None:
-    assert judged([{1: 5}, {1: 5}, {1: 5}]) == ([], 0)
-    assert judged([{1: 5}, {1: 6}, {1: 5}]) == ([1], 1)
-    assert judged([{1: 5, 2: 7}, {2: 8}, {1: 5}]) == ([0, 1], 2)
-    assert judged([{1: 5}, {2: 6}, {}]) == ([], 0)
-    assert judged([{1: 5}, {1: 6}, {1: 5}, {1: 7}]) == ([1, 3], 1)
+    assert find_outlier_ranks([{1: 5}, {1: 5}, {1: 5}]) == ([], 0)
+    assert find_outlier_ranks([{1: 5}, {1: 6}, {1: 5}]) == ([1], 1)
+    assert find_outlier_ranks([{1: 5, 2: 7}, {2: 8}, {1: 5}]) == ([0, 1], 2)
+    assert find_outlier_ranks([{1: 5}, {2: 6}, {}]) == ([], 0)
+    assert find_outlier_ranks([{1: 5}, {1: 6}, {1: 5}, {1: 7}]) == ([1, 3], 1)

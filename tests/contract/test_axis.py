@@ -9,14 +9,14 @@ from support.tiers import mostly_slow
 from meshwright import BatchError, ModelError
 from meshwright.testing import Case, Outcome
 from meshwright_testing import conformance, pool
-from meshwright_testing.case import share
-from meshwright_testing.cells import register
-from meshwright_testing.parity import build_manager, difference, train_case
-from meshwright_testing.tasks import preference, with_columns
+from meshwright_testing.case import rank_microbatches
+from meshwright_testing.cells import register_plugin_module
+from meshwright_testing.parity import build_manager, find_max_difference, train_case
+from meshwright_testing.tasks import add_objective_columns, preference_objective
 
 
 def _trained(case: Case, ranks: int) -> Outcome:
-    register("support.rows_axis")
+    register_plugin_module("support.rows_axis")
     return train_case("rows", {}, {"tp_size": ranks}, case)
 
 
@@ -24,25 +24,25 @@ def _trained(case: Case, ranks: int) -> Outcome:
 def test_an_axis_of_a_strategys_own_trains_as_one_process(ranks):
     case = Case(microbatches=3, empty=4, eval_after=True, unshard_after=True)
     reference = pool(1).run(train_case, "single", {}, {}, case)[0]
-    assert difference(pool(ranks).run(_trained, case, ranks), reference).worst <= case.tolerance
+    assert find_max_difference(pool(ranks).run(_trained, case, ranks), reference).worst <= case.tolerance
 
 
 def _told_without_joined() -> tuple[str, float]:
-    register("support.rows_axis")
+    register_plugin_module("support.rows_axis")
     case = Case()
     manager = build_manager("rows_without_joined", {}, {"tp_size": 2}, case)
-    batches = [with_columns(batch, 131) for batch in share(case, 0, 0, 1)]
+    batches = [add_objective_columns(batch, 131) for batch in rank_microbatches(case, 0, 0, 1)]
     count = torch.tensor(8)
     with pytest.raises(ModelError) as error:
-        manager.forward_backward(batches, num_tokens=count, objective=preference)
+        manager.forward_backward(batches, num_tokens=count, objective=preference_objective)
     # What it could do before, it can.
-    return str(error.value), float(manager.forward_backward(share(case, 0, 0, 1), num_tokens=count))
+    return str(error.value), float(manager.forward_backward(rank_microbatches(case, 0, 0, 1), num_tokens=count))
 
 
 def test_without_joined_an_axis_that_divides_batches_takes_no_objective():
     first, second = pool(2).run(_told_without_joined)
     assert first == second
-    assert first[0] == "WithoutJoined divides batches and brings no `joined`: it takes no objective."
+    assert first[0] == "RowsAxisWithoutGather divides batches and brings no `joined`: it takes no objective."
 
 
 @pytest.mark.slow
@@ -57,11 +57,11 @@ def test_conformance_tries_an_objective_on_it(name):
 
 
 def _refused() -> str:
-    register("support.rows_axis")
+    register_plugin_module("support.rows_axis")
     case = Case(sequences=3)
     manager = build_manager("rows", {}, {"tp_size": 2}, case)
     with pytest.raises(BatchError) as error:
-        manager.eval_loss(share(case, 0, 0, 1), num_tokens=torch.tensor(8))
+        manager.eval_loss(rank_microbatches(case, 0, 0, 1), num_tokens=torch.tensor(8))
     return str(error.value)
 
 

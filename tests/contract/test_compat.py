@@ -19,23 +19,23 @@ import meshwright_fsdp2._compat
 from meshwright import StrategyError
 from meshwright._compat import torch as torch_versions
 from meshwright._compat.torch import (
-    GLOO_THREAD,
-    after_backward,
-    arithmetic,
+    GLOO_THREAD_NAME,
+    count_flops,
     draws_random_numbers,
-    group_timeout,
-    groups_with_timeout,
-    is_asking_for_shapes,
-    live_groups,
-    own_parameters,
+    get_group_timeout,
+    get_mutated_arguments,
+    get_own_parameters,
+    get_storage_key,
+    get_version,
+    is_propagating_shapes,
+    list_process_groups,
+    new_group_timeout,
     packed_shard,
-    storage_of,
-    version_of,
-    written_arguments,
+    queue_after_backward,
 )
-from meshwright.files.versions import oldest_torch
-from meshwright.tensors.state import whole_tensor
-from meshwright_plan._compat import handed_on, in_backward
+from meshwright.files.versions import get_min_torch_version
+from meshwright.tensors.state import gather_full_tensor
+from meshwright_plan._compat import is_in_backward, pass_through_collective
 from meshwright_testing import pool
 from meshwright_testing.workers import GROUP_TIMEOUT_S
 
@@ -46,15 +46,20 @@ def _names_of_threads() -> set[str]:
 
 
 def test_threads_of_gloo_are_known_by_their_name() -> None:
-    assert all(GLOO_THREAD in names for names in pool(2).run(_names_of_threads))
+    assert all(GLOO_THREAD_NAME in names for names in pool(2).run(_names_of_threads))
 
 
 def _timeouts() -> tuple[timedelta, timedelta, timedelta, list[bool]]:
     own = dist.new_group(backend="gloo", timeout=timedelta(seconds=7))
-    with groups_with_timeout(timedelta(seconds=11)):
+    with new_group_timeout(timedelta(seconds=11)):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
     inner = mesh.get_group("inner")
-    return group_timeout(), group_timeout(own), group_timeout(inner), [own in live_groups(), inner in live_groups()]
+    return (
+        get_group_timeout(),
+        get_group_timeout(own),
+        get_group_timeout(inner),
+        [own in list_process_groups(), inner in list_process_groups()],
+    )
 
 
 def test_timeouts_of_groups_that_are_made_in_the_context_are_set() -> None:
@@ -68,8 +73,8 @@ def _packed() -> tuple[list[float], list[float], list[int]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     made = distribute_tensor(torch.arange(8.0), mesh, [packed_shard(0, 2)])
     columns = distribute_tensor(torch.arange(24.0).view(3, 8), mesh, [packed_shard(1, 2)])
-    assert torch.equal(whole_tensor(columns), torch.arange(24.0).view(3, 8))
-    return made.to_local().tolist(), whole_tensor(made).tolist(), columns.to_local()[0].int().tolist()
+    assert torch.equal(gather_full_tensor(columns), torch.arange(24.0).view(3, 8))
+    return made.to_local().tolist(), gather_full_tensor(made).tolist(), columns.to_local()[0].int().tolist()
 
 
 def test_a_packed_shard_divides_each_part() -> None:
@@ -81,7 +86,7 @@ def test_a_packed_shard_divides_each_part() -> None:
 
 @pytest.mark.parametrize("module", [torch_versions, meshwright_ddp._compat, meshwright_fsdp2._compat])
 def test_shims_for_old_versions_of_torch_go_when_none_of_them_is_supported(module: ModuleType) -> None:
-    oldest = tuple(map(int, oldest_torch().split(".")))
+    oldest = tuple(map(int, get_min_torch_version().split(".")))
     assert oldest < (2, 13), f"delete what {module.__name__}.SHIMS lists: {', '.join(module.SHIMS)}"
     assert all(callable(getattr(module, name)) for name in module.SHIMS)
 
@@ -90,10 +95,10 @@ def test_what_torch_names_anew_is_called_by_its_new_name() -> None:
     if hasattr(dist, "all_gather_single"):
         assert torch_versions.all_gather_single is dist.all_gather_single
         assert torch_versions.reduce_scatter_single is dist.reduce_scatter_single
-        assert meshwright_ddp._compat.buffer_option(True) == {"forward_sync_buffers": True}
+        assert meshwright_ddp._compat.broadcast_buffers_kwargs(True) == {"forward_sync_buffers": True}
         assert torch_versions.compiles_attention_in_float64()
     else:
-        assert meshwright_ddp._compat.buffer_option(False) == {"broadcast_buffers": False}
+        assert meshwright_ddp._compat.broadcast_buffers_kwargs(False) == {"broadcast_buffers": False}
         assert not torch_versions.compiles_attention_in_float64()
 
 
@@ -105,7 +110,7 @@ def test_the_end_of_a_backward_comes_behind_all_gradients_and_may_raise() -> Non
         raise StrategyError("told")
 
     output = leaf * 2
-    output.register_hook(lambda grad: after_backward(end))
+    output.register_hook(lambda grad: queue_after_backward(end))
     with pytest.raises(StrategyError, match="told"):
         output.sum().backward()
     assert ended == [True]
@@ -127,13 +132,13 @@ def test_operators_that_draw_random_numbers_are_known() -> None:
 def test_arithmetic_is_that_of_products_attention_and_convolutions() -> None:
     aten = torch.ops.aten
     left, right = torch.ones(2, 3), torch.ones(3, 5)
-    assert arithmetic(aten.mm.default, (left, right), {}, left @ right) == 2 * 2 * 3 * 5
-    assert arithmetic(aten.addmm.default, (torch.ones(5), left, right), {}, left @ right) == 2 * 2 * 3 * 5
-    assert arithmetic(aten.bmm.default, (left[None], right[None]), {}, (left @ right)[None]) == 2 * 2 * 3 * 5
+    assert count_flops(aten.mm.default, (left, right), {}, left @ right) == 2 * 2 * 3 * 5
+    assert count_flops(aten.addmm.default, (torch.ones(5), left, right), {}, left @ right) == 2 * 2 * 3 * 5
+    assert count_flops(aten.bmm.default, (left[None], right[None]), {}, (left @ right)[None]) == 2 * 2 * 3 * 5
     image, kernel = torch.ones(1, 2, 8), torch.ones(4, 2, 3)
     made = torch.nn.functional.conv1d(image, kernel)
-    assert arithmetic(aten.convolution.default, (image, kernel), {}, made) == 2 * 4 * 6 * (2 * 3)
-    assert arithmetic(aten.silu.default, (left,), {}, left) == 0
+    assert count_flops(aten.convolution.default, (image, kernel), {}, made) == 2 * 4 * 6 * (2 * 3)
+    assert count_flops(aten.silu.default, (left,), {}, left) == 0
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(5, 5), (3, 7), (7, 3), (1, 6)])
@@ -159,7 +164,7 @@ def test_arithmetic_of_attention_is_that_of_pairs_that_act_on_each_other(queries
         ("flex_attention", (*given, None, None), {}, from_end),
     ):
         pairs = 2 * 4 * int(acting.sum())
-        assert arithmetic(operator, args, kwargs, None) == pairs * 2 * (8 + 6)
+        assert count_flops(operator, args, kwargs, None) == pairs * 2 * (8 + 6)
     backward = (query, *given, query, rows)
     for operator, args, kwargs, acting in (
         (aten._scaled_dot_product_flash_attention_for_cpu_backward, (*backward, 0.0, False), {}, every),
@@ -180,27 +185,27 @@ def test_arithmetic_of_attention_is_that_of_pairs_that_act_on_each_other(queries
     ):
         # Scores again, and the gradients of values, of probabilities, of queries and of keys.
         pairs = 2 * 4 * int(acting.sum())
-        assert arithmetic(operator.default, args, kwargs, None) == pairs * 2 * (8 + 6 + 6 + 8 + 8)
+        assert count_flops(operator.default, args, kwargs, None) == pairs * 2 * (8 + 6 + 6 + 8 + 8)
 
 
 def test_storages_versions_and_arguments_that_are_written_are_known() -> None:
     tensor, aten = torch.zeros(4, 4), torch.ops.aten
-    assert storage_of(tensor)[0] == storage_of(tensor[1:, 2])[0] == storage_of(tensor.detach())[0]
-    assert storage_of(tensor)[0] != storage_of(torch.zeros(4, 4))[0]
-    before = version_of(tensor)
+    assert get_storage_key(tensor)[0] == get_storage_key(tensor[1:, 2])[0] == get_storage_key(tensor.detach())[0]
+    assert get_storage_key(tensor)[0] != get_storage_key(torch.zeros(4, 4))[0]
+    before = get_version(tensor)
     tensor.view(2, 8).add_(1)
-    assert version_of(tensor) == before + 1
+    assert get_version(tensor) == before + 1
     operators = (aten.normal_.default, aten.add.out, aten.add.Tensor)
-    assert [written_arguments(each) for each in operators] == [(0,), ("out",), ()]
+    assert [get_mutated_arguments(each) for each in operators] == [(0,), ("out",), ()]
 
 
 def test_what_is_put_among_a_modules_own_parameters_is_what_its_forward_sees():
     layer = nn.Linear(2, 3)
     before = layer.weight
-    own_parameters(layer)["weight"] = torch.zeros(3, 2)
-    own_parameters(layer)["bias"] = None
+    get_own_parameters(layer)["weight"] = torch.zeros(3, 2)
+    get_own_parameters(layer)["bias"] = None
     assert layer(torch.ones(1, 2)).tolist() == [[0.0, 0.0, 0.0]]
-    own_parameters(layer)["weight"] = before
+    get_own_parameters(layer)["weight"] = before
     assert layer.weight is before
     assert dict(layer.named_parameters()) == {"weight": before}
 
@@ -208,13 +213,13 @@ def test_what_is_put_among_a_modules_own_parameters_is_what_its_forward_sees():
 def test_it_is_known_when_shapes_are_asked_for_and_when_backward_runs() -> None:
     seen: list[bool] = []
     value = torch.ones(3, requires_grad=True)
-    value.register_hook(lambda _: seen.append(in_backward()))
+    value.register_hook(lambda _: seen.append(is_in_backward()))
     value.sum().backward()
     assert seen == [True]
-    assert not in_backward()
-    assert not is_asking_for_shapes()
+    assert not is_in_backward()
+    assert not is_propagating_shapes()
     with FakeTensorMode():
-        assert is_asking_for_shapes()
+        assert is_propagating_shapes()
 
 
 def test_what_stands_for_a_result_is_handed_on() -> None:
@@ -223,6 +228,6 @@ def test_what_stands_for_a_result_is_handed_on() -> None:
         getattr(torch.ops._c10d_functional, name).default for name in ("_wrap_tensor_autograd", "wait_tensor")
     )
     assert wait(tensor) is tensor
-    assert handed_on(wait, [tensor]) is tensor
-    assert type(handed_on(wrap, [tensor])) is type(wrap(tensor))
-    assert handed_on(torch.ops.aten.add.Tensor, [tensor]) is None
+    assert pass_through_collective(wait, [tensor]) is tensor
+    assert type(pass_through_collective(wrap, [tensor])) is type(wrap(tensor))
+    assert pass_through_collective(torch.ops.aten.add.Tensor, [tensor]) is None

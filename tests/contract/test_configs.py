@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from meshwright import ConfigError, MeshSizes, RunConfig, get_strategy, list_strategies
-from meshwright.step.tokens import target_loss_sum
+from meshwright.step.tokens import sum_target_loss
 from meshwright_ddp import DDPConfig, DistributedDataParallelConfig
 from meshwright_fsdp2 import FSDP2Config
 from meshwright_run.data.config import DataConfig
@@ -70,10 +70,10 @@ def _local() -> Callable[..., Any]:
 
 def test_objects_are_kept_in_dicts_and_named_in_json() -> None:
     config_cls = get_strategy("pipeline").config_cls
-    config: Any = config_cls(loss_fn=target_loss_sum, dtype=torch.bfloat16)
-    assert config.to_dict()["loss_fn"] is target_loss_sum
+    config: Any = config_cls(loss_fn=sum_target_loss, dtype=torch.bfloat16)
+    assert config.to_dict()["loss_fn"] is sum_target_loss
     named = json.loads(config.model_dump_json())
-    assert (named["loss_fn"], named["dtype"]) == ("meshwright.step.tokens.target_loss_sum", "bfloat16")
+    assert (named["loss_fn"], named["dtype"]) == ("meshwright.step.tokens.sum_target_loss", "bfloat16")
     assert config_cls(**named) == config
     policy = FSDP2Config(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     assert policy.to_dict()["mp_policy"] is policy.mp_policy

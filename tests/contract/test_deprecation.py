@@ -20,7 +20,7 @@ SOURCES = [*ROOT.glob("core/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]
 def test_the_warning_says_since_when_until_when_and_what_instead() -> None:
     text = "^the function old is deprecated since meshwright 0.1.0 and goes away in 2.0.0. Call new.$"
     with pytest.warns(DeprecationWarning, match=text):
-        warn_deprecated("the function old", since="0.1.0", removed_in="2.0.0", instead="Call new.")
+        warn_deprecated("the function old", since="0.1.0", removed_in="2.0.0", remedy="Call new.")
 
 
 def test_the_warning_names_the_users_line_through_our_modules_and_pydantic() -> None:

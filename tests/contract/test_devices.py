@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright import Mesh, MeshSizes, open_world, optimizer_factory, resolve
 from meshwright.base.types import Batch
-from meshwright.manager.start import forked_random_state
+from meshwright.manager.start import fork_rng
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
@@ -23,8 +23,8 @@ from meshwright.train.loop.fit import fit
 from meshwright.train.loop.options import Loop
 from meshwright_run.run_file import ScheduleConfig
 from meshwright_testing import pool
-from meshwright_testing.case import share
-from meshwright_testing.models import tiny_model
+from meshwright_testing.case import rank_microbatches
+from meshwright_testing.models import build_tiny_model
 from meshwright_testing.parity import build_manager
 
 CASE = Case(steps=2, sequences=4, microbatches=2)
@@ -75,8 +75,8 @@ def _walk(manager: StrategyManager, devices: TwoDevices) -> list[tuple[str, str]
         loop = Loop(
             steps=2 * number + 2,
             start=2 * number,
-            batches=lambda step: share(CASE, step, mesh.data_rank, mesh.data_size),
-            held_out={"held_out": share(CASE, 7, mesh.data_rank, mesh.data_size)},
+            batches=lambda step: rank_microbatches(CASE, step, mesh.data_rank, mesh.data_size),
+            held_out={"held_out": rank_microbatches(CASE, 7, mesh.data_rank, mesh.data_size)},
             scheduler=scheduler,
             max_grad_norm=0.1 if number % 2 else None,
             grad_norm_type=norm_type,
@@ -100,7 +100,7 @@ def _on_accelerator(strategy: str, config: dict[str, Any], sizes: dict[str, int]
             group: Any = mesh.group("pp")
             group._register_backend(ACCELERATOR, dist.ProcessGroup.BackendType.GLOO, group._get_backend(CPU))
         manager = stack.build(mesh)
-        manager.parallelize(tiny_model())
+        manager.parallelize(build_tiny_model())
         assert all(devices.of(p) == ACCELERATOR for part in manager.model_parts for p in part.parameters())
         # A backward from an edge of the graph is no call with tensors that the pretended device sees.
         with devices.making_on(None):
@@ -193,6 +193,6 @@ def test_a_run_on_the_cpu_does_not_touch_an_accelerator_that_is_there(monkeypatc
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", asked)
     before = torch.get_rng_state()
-    with forked_random_state(CPU):
+    with fork_rng(CPU):
         torch.rand(3)
     assert torch.equal(torch.get_rng_state(), before)

@@ -12,7 +12,7 @@ import yaml
 from support.tiers import mostly_slow
 
 from meshwright._compat import transformers as model_types
-from meshwright._compat.transformers import model_types as known_types
+from meshwright._compat.transformers import list_model_types as known_types
 
 RUN: dict[str, Any] = {
     "strategy": "fsdp2",

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from meshwright.base.errors import ConfigError
 from meshwright.files import class_paths as imports
 from meshwright.files.class_paths import (
-    ENVIRONMENT_VARIABLE,
+    ALLOWED_IMPORTS_VARIABLE,
     allow_imports,
     allowed_imports,
     import_class_from_path,
@@ -35,7 +35,7 @@ def side_effect(tmp_path, monkeypatch):
         "PLAN = {'a': 1}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(imports, "_users", set(imports._users))
+    monkeypatch.setattr(imports, "_allowed_modules", set(imports._allowed_modules))
     yield trace
     sys.modules.pop("my_plans", None)
 
@@ -57,7 +57,7 @@ def test_classes_of_allowed_modules_are_imported():
 def test_a_foreign_module_is_refused_before_it_is_imported(side_effect):
     text = refusal("my_plans.Style")
     assert "allow_imports('my_plans')" in text
-    assert f"{ENVIRONMENT_VARIABLE}=my_plans" in text
+    assert f"{ALLOWED_IMPORTS_VARIABLE}=my_plans" in text
     with pytest.raises(ConfigError):
         import_classes_from_paths(["torch.nn.Linear", "my_plans.Style"])
     assert not side_effect.exists()
@@ -74,11 +74,11 @@ def test_the_user_extends_the_list_by_code(side_effect):
 
 
 def test_the_user_extends_the_list_by_the_environment(side_effect, monkeypatch):
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "other, my_plans")
+    monkeypatch.setenv(ALLOWED_IMPORTS_VARIABLE, "other, my_plans")
     assert {"other", "my_plans"} <= set(allowed_imports())
     assert import_class_from_path("my_plans.Style").__name__ == "Style"
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "not a module")
-    assert ENVIRONMENT_VARIABLE in refusal("my_plans.Style")
+    monkeypatch.setenv(ALLOWED_IMPORTS_VARIABLE, "not a module")
+    assert ALLOWED_IMPORTS_VARIABLE in refusal("my_plans.Style")
 
 
 def test_what_an_allowed_module_has_imported_from_elsewhere_is_refused(side_effect):

@@ -24,7 +24,7 @@ from meshwright import ConfigError, StrategyError
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
 from meshwright_testing import pool
-from meshwright_testing.models import case_model
+from meshwright_testing.models import build_case_model
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 BUCKET, ALL_AT_ONCE = 30_000, 1 << 40
@@ -166,7 +166,9 @@ def test_names_order_and_bits_are_those_of_the_unwrapped_model_on_every_rank(nam
     layout = LAYOUTS[name]
     found = pool(layout.ranks).run(_find, name)
     case = layout.case
-    model = case_model(case.model_type, tied=case.tied, seed=0, dtype=getattr(torch, case.dtype), layers=case.layers)
+    model = build_case_model(
+        case.model_type, tied=case.tied, seed=0, dtype=getattr(torch, case.dtype), layers=case.layers
+    )
     order = [each for each, _ in model.named_parameters()]
     apart = {each for each in order if any(fnmatchcase(each, pattern) for pattern in case.in_float32)}
     own = [(each, torch.float32 if each in apart else getattr(torch, case.dtype)) for each in order]
@@ -222,7 +224,7 @@ def test_a_bucket_and_one_parameter_are_all_that_is_held(name: str, bucket_bytes
 
 
 def _by_default(name: str) -> bool:
-    """Whether the contract's own `parameter_pieces` gives the same."""
+    """Whether the contract's own `parameter_chunks` gives the same."""
     manager = _manager(LAYOUTS[name])
     own = _seen(manager.iter_parameters(bucket_bytes=BUCKET))
     manager.parameter_pieces = functools.partial(StrategyManager.parameter_pieces, manager)  # type: ignore[method-assign]

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 import meshwright
-from meshwright.base.lazy import install_line
-from meshwright.strategy.registry import installable
+from meshwright.base.lazy import format_install_command
+from meshwright.strategy.registry import find_installable_extras
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
@@ -73,8 +73,8 @@ def test_a_strategy_has_an_install_line_and_an_entry_point_of_its_name(directory
     plugin = project(directory)
     name = directory.name
     assert list(plugin["entry-points"]["meshwright"]) == [name]
-    assert installable()[name] == extra_of(directory)
-    assert f"'.[{extra_of(directory)}]'" in install_line(installable()[name])
+    assert find_installable_extras()[name] == extra_of(directory)
+    assert f"'.[{extra_of(directory)}]'" in format_install_command(find_installable_extras()[name])
 
 
 def test_there_is_an_extra_for_each_strategy_of_the_project_and_all_holds_those_that_exist():
@@ -85,7 +85,7 @@ def test_there_is_an_extra_for_each_strategy_of_the_project_and_all_holds_those_
         assert named, line
         found = {each for name in named[1].split(",") for each in (STRATEGIES if name == "strategies" else [name])}
         assert {each if isinstance(each, str) else extra_of(each) for each in found} == set(map(extra_of, directories))
-    assert set(installable()) == {directory.name for directory in STRATEGIES}
+    assert set(find_installable_extras()) == {directory.name for directory in STRATEGIES}
 
 
 # -- from a clone
@@ -196,7 +196,7 @@ def told(output: str) -> tuple[list[str], list[str]]:
 
 @pytest.mark.slow
 def test_core_alone_lists_single_and_offers_the_others(core, dependencies):
-    assert told(run_with([core, dependencies], LIST)) == (["single"], sorted(installable()))
+    assert told(run_with([core, dependencies], LIST)) == (["single"], sorted(find_installable_extras()))
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_a_plugin_works_alone_beside_core(directory, core, dependencies, tmp_pat
     assert list(paths[0].glob("*.dist-info/licenses/LICENSE"))
     names, offered = told(run_with(paths, LIST))
     assert names == sorted([name, "single"])
-    assert offered == [other for other in sorted(installable()) if other != name]
+    assert offered == [other for other in sorted(find_installable_extras()) if other != name]
     code = f"""
 import sys, meshwright
 spec = meshwright.get_strategy({name!r})

@@ -16,11 +16,11 @@ from support.tiers import mostly_slow
 from typer.testing import CliRunner
 
 from meshwright.base.errors import StrategyError, UnknownStrategyError
-from meshwright.base.lazy import install_line
+from meshwright.base.lazy import format_install_command
 from meshwright.cli import main as cli
 from meshwright.cli.main import add_commands
 from meshwright.strategy.hooks import hookimpl
-from meshwright.strategy.registry import ENTRY_POINT_GROUP, Registry, installable
+from meshwright.strategy.registry import ENTRY_POINT_GROUP, Registry, find_installable_extras
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stdlib.yaml"
 
@@ -195,8 +195,8 @@ def test_an_unknown_name_offers_the_nearest_one_or_lists_what_is_installed_insta
 
 def test_a_strategy_of_this_project_that_is_missing_answers_with_its_install_line(monkeypatch):
     registry, printed = Registry([]), listing(Registry([]), monkeypatch)
-    for name in installable():
-        line = install_line(installable()[name])
+    for name in find_installable_extras():
+        line = format_install_command(find_installable_extras()[name])
         assert line.startswith("pip install ")
         with pytest.raises(UnknownStrategyError) as caught:
             registry.get(name.upper())

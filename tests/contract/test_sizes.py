@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.base.errors import ConfigError, MeshError
-from meshwright.base.validation import validated
+from meshwright.base.validation import validate_config
 from meshwright.mesh.sizes import CLAIMABLE_AXES, ROOT_AXES, Degrees, MeshSizes
 
 
@@ -54,7 +54,7 @@ def test_error_names_the_numbers_and_the_remedy(sizes, world_size, texts):
 @pytest.mark.parametrize("value", [0, -1, 1.5, "two"])
 def test_a_size_below_one_or_no_whole_number_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=name):
-        validated(MeshSizes, {name: value}, where="sizes")
+        validate_config(MeshSizes, {name: value}, where="sizes")
 
 
 SIZE = st.integers(1, 6)

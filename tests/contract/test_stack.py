@@ -10,12 +10,12 @@ import pytest
 from pydantic import BaseModel
 
 from meshwright.base.errors import ConfigError, MeshError, ReplicateSizeError, StrategyError
-from meshwright.base.lazy import install_line
+from meshwright.base.lazy import format_install_command
 from meshwright.mesh.sizes import Degrees, MeshSizes
 from meshwright.strategy.contract import StrategyConfig, StrategySpec
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry
-from meshwright.strategy.stack import resolve, strategy_of
+from meshwright.strategy.stack import find_strategy_name, resolve
 
 
 class DataConfig(StrategyConfig):
@@ -112,7 +112,7 @@ def test_an_axis_that_nobody_claims_is_an_error_with_who_could_and_what_to_chang
     registry = registry_of(SHARDS, COPIES, spec("dense", "tp"))
     with pytest.raises(MeshError) as caught:
         resolve(strategy, MeshSizes(**sizes), 4, registry=registry)
-    for text in [*texts.split("|"), install_line("fsdp2"), install_line("ddp")]:
+    for text in [*texts.split("|"), format_install_command("fsdp2"), format_install_command("ddp")]:
         assert text in str(caught.value)
 
 
@@ -157,11 +157,11 @@ def test_the_strategy_follows_from_bases_and_subclasses_of_its_config() -> None:
     bare = spec("bare", config_cls=StrategyConfig)
     registry = registry_of(bare, SHARDS, spec("own", config_cls=Own))
     for config, name in ((Reference(), "own"), (OfUser(), "shards"), (StrategyConfig(), "bare")):
-        assert strategy_of(config, registry) == name
+        assert find_strategy_name(config, registry) == name
     further = registry_of(spec("own", config_cls=Own), spec("further", config_cls=Reference))
-    assert strategy_of(Reference(), further) == "further"
+    assert find_strategy_name(Reference(), further) == "further"
     with pytest.raises(ConfigError, match=r"config is a Own, from which no strategy follows\. Name the strategy"):
-        strategy_of(Own(), registry_of(spec("own", config_cls=Own), spec("again", config_cls=Own)))
+        find_strategy_name(Own(), registry_of(spec("own", config_cls=Own), spec("again", config_cls=Own)))
 
 
 def test_options_of_a_wrapper_whose_axis_has_one_rank_act_on_nothing_and_say_so():

@@ -13,7 +13,7 @@ from meshwright import StrategyError
 from meshwright.testing import Case
 from meshwright_run.run_file import OptimizerConfig
 from meshwright_testing import pool
-from meshwright_testing.parity import build_manager, full_weights, reference, train_steps
+from meshwright_testing.parity import build_manager, full_weights, run_reference, train_steps
 
 LAYOUTS = [("ddp", 2, {}), ("fsdp2", 4, {"dp_replicate_size": 2})]
 CASE = Case(tied=True)
@@ -55,7 +55,7 @@ def test_full_state_goes_on_where_it_was_taken_and_taking_it_changes_nothing(
     if strategy == "ddp" and case.model_type == "routed":
         pytest.skip("ddp refuses parameters without gradient unless told")
     for *losses, is_copy in pool(ranks).run(_reloaded, strategy, sizes, case, before):
-        assert losses == [pytest.approx(reference(case).losses, abs=1e-9)] * 2
+        assert losses == [pytest.approx(run_reference(case).losses, abs=1e-9)] * 2
         assert is_copy
 
 

@@ -23,7 +23,7 @@ RAGGED = "labels = ids.clone()", "labels = ids.clone()\n{indent}labels[: number 
 OWN_LOSS = {
     "accelerate": ("loss = model(**batch).loss", "loss = exact(model, batch)"),
     "lightning": ("loss = self.model(**batch).loss", "loss = exact(self.model, batch)"),
-    "trainer": ("    callbacks=[Show()],", "    callbacks=[Show()],\n    compute_loss_func=of_logits,"),
+    "trainer": ("    callbacks=[Show()],", "    callbacks=[Show()],\n    compute_loss_func=from_logits,"),
 }
 EXACT = """
 
@@ -32,7 +32,7 @@ def exact(model, batch):
     return torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten())
 
 
-def of_logits(outputs, labels, num_items_in_batch):
+def from_logits(outputs, labels, num_items_in_batch):
     logits = outputs.logits[:, :-1].flatten(0, 1)
     return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
 

@@ -20,7 +20,7 @@ from typer.main import get_group
 
 import meshwright
 from meshwright import RunConfig, get_registry, load_run
-from meshwright.base.validation import validated
+from meshwright.base.validation import validate_config
 from meshwright.cli.main import add_commands, app
 from meshwright.files.parsing import parse_yaml
 
@@ -76,7 +76,7 @@ def test_run_files_are_valid() -> None:
         values = parse_yaml(block.text)
         assert values.keys() & RunConfig.model_fields.keys(), f"{block} is no run file: say above it what it is"
         rest = {"model": {"model_type": "llama"}, "batch_size": 8, **({} if "epochs" in values else {"steps": 9})}
-        validated(RunConfig, {**rest, **values}, where=str(block))
+        validate_config(RunConfig, {**rest, **values}, where=str(block))
 
 
 # -- the command line

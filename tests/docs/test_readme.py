@@ -19,9 +19,9 @@ from meshwright import get_registry
 from meshwright.testing import Case
 from meshwright_run.data.tokenizer import train_tokenizer
 from meshwright_testing import pool
-from meshwright_testing.case import Outcome, share
-from meshwright_testing.models import tiny_model
-from meshwright_testing.parity import build_manager, difference, reference, train_case
+from meshwright_testing.case import Outcome, rank_microbatches
+from meshwright_testing.models import build_tiny_model
+from meshwright_testing.parity import build_manager, find_max_difference, run_reference, train_case
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -42,7 +42,7 @@ def _minimized_as_in_the_readme() -> tuple[float, float]:
     names: dict[str, Any] = {}
     exec(BLOCKS[1], names)
     manager = build_manager("fsdp2", {}, {"cp_size": 2}, Case())
-    batch = share(Case(), 0, manager.mesh.data_rank, manager.mesh.data_size)[0]
+    batch = rank_microbatches(Case(), 0, manager.mesh.data_rank, manager.mesh.data_size)[0]
     loss, entropy = names["step"](manager, batch, torch.ones(batch["labels"].shape, dtype=torch.float64))
     return float(loss), float(entropy)
 
@@ -63,7 +63,7 @@ def _load_as_in_the_readme(path: str) -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_a_pretrained_model_is_loaded_as_the_readme_does_it(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path)
+    build_tiny_model().save_pretrained(tmp_path)
     for degrees, dtype in pool(2).run(_load_as_in_the_readme, str(tmp_path)):
         assert "tp=2" in degrees.replace(" ", "")
         assert dtype == "torch.bfloat16"
@@ -84,7 +84,7 @@ def test_a_trainer_of_trl_trains_as_the_readme_does_it(tmp_path: Path) -> None:
     texts = ["".join(chr(97 + (row * place) % 26) for place in range(40)) for row in range(24)]
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
     train_tokenizer(texts, 257).save_pretrained(tmp_path / "model")
-    model = tiny_model()
+    model = build_tiny_model()
     model.resize_token_embeddings(257)
     model.save_pretrained(tmp_path / "model")
     losses, others = pool(2).run(_train_as_in_the_readme, str(tmp_path))
@@ -111,7 +111,7 @@ def _parity_of_block(source: str, case: Case) -> Outcome:
     ],
 )
 def test_the_strategy_of_the_readme_reaches_parity(case: Case) -> None:
-    found = difference(pool(4).run(_parity_of_block, BLOCKS[4], case), reference(case))
+    found = find_max_difference(pool(4).run(_parity_of_block, BLOCKS[4], case), run_reference(case))
     assert found.worst <= 1e-9, found
 
 

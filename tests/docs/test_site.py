@@ -18,8 +18,8 @@ import meshwright
 import meshwright.plugin
 import meshwright.testing
 from meshwright.base import errors
-from meshwright.base.errors import MeshwrightError, said
-from meshwright.base.lazy import lazy_names
+from meshwright.base.errors import MeshwrightError, format_error
+from meshwright.base.lazy import read_stub_names
 
 ROOT = Path(__file__).parents[2]
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
@@ -35,7 +35,10 @@ def test_the_reference_has_every_name_that_is_exported() -> None:
     found = {(name.package, name.name) for name in reference.names()}
     stubs = (meshwright, meshwright.plugin, meshwright.testing)
     exported = {
-        (each.__name__, name) for each in stubs for name in lazy_names(str(each.__file__)) if not name.startswith("_")
+        (each.__name__, name)
+        for each in stubs
+        for name in read_stub_names(str(each.__file__))
+        if not name.startswith("_")
     }
     for package in reference.packages()[3:]:
         # Fabric takes seconds to import; its list, and that of a plugin that is not installed, is as its source has it.
@@ -53,14 +56,14 @@ def test_the_reference_has_every_name_that_is_exported() -> None:
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_each_class_of_errors_leads_to_its_section(cls: type[MeshwrightError]) -> None:
-    last = said(cls("no such thing")).splitlines()[-1]
+    last = format_error(cls("no such thing")).splitlines()[-1]
     assert (path := re.fullmatch(r"see (\S+)#(\w+)", last)) is not None
     assert (ROOT / path[1]) == TROUBLESHOOTING
     headings = re.findall(r"^## (\w+)$", TROUBLESHOOTING.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert cls.__name__ in headings
     assert path[2] == cls.__name__.lower()
     # One of a class of one room leads to the class that it derives from.
-    assert said(type("OwnError", (cls,), {})("x")).endswith(f"#{path[2]}")
+    assert format_error(type("OwnError", (cls,), {})("x")).endswith(f"#{path[2]}")
 
 
 def texts_of_sources() -> list[str]:

@@ -52,27 +52,32 @@ from support.kill_sweep import (  # noqa: E402
 from support.replication import ranks_of_agent, spoil  # noqa: E402
 from support.starts import TORCHRUN, clean, free_port  # noqa: E402
 
-from meshwright.checkpoint import read_manifest, steps_in  # noqa: E402
-from meshwright.checkpoint.manifest import verify  # noqa: E402
+from meshwright.checkpoint import list_steps, read_manifest  # noqa: E402
+from meshwright.checkpoint.manifest import verify_files  # noqa: E402
 
 WATCHDOG_S = 10.0
-SLACK_S = 5.0  # Beyond `watchdog_s`, until no rank is left that a fault has broken
-PATIENCE_S = 240.0
-CUT_S, FULL_S = 5.0, 2.0
-STEPS_A_FAULT, STEPS_WHILE_FULL = 12, 150
+EXIT_SLACK_S = 5.0  # Beyond `watchdog_s`, until no rank is left that a fault has broken
+WAIT_TIMEOUT_S = 240.0
+UNPLUGGED_S, DISK_FULL_S = 5.0, 2.0
+STEPS_PER_FAULT, STEPS_PER_FULL_DISK = 12, 150
 OVERLAPPED = LAYOUTS["ddp, distributed optimizer"]["strategy_config"]
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=60"
 """Of torchrun's agents: a node that is silent for 5 s is gone."""
 MARK = "MESHWRIGHT_TEST_CHAIN"
-ROOM_BYTES = 64 << 20  # Of the disk that is filled
-MEMORY = re.compile(r"going on from memory, after step (\d+)")
-DISK = re.compile(r"going on from \S+/step-(\d+), after step")
-HAMMERS = ("rank", "parent", "stop", "full disk", "bit on disk", "bit in memory", "bit in a copy", "pre-emption")
-NODES = ("node", "agent", "cut", "cut for good")  # What only several nodes have; "parent" is the agent of one there
+DISK_BYTES = 64 << 20  # Of the disk that is filled
+RESUMED_FROM_MEMORY = re.compile(r"going on from memory, after step (\d+)")
+RESUMED_FROM_DISK = re.compile(r"going on from \S+/step-(\d+), after step")
+FAULT_KINDS = ("rank", "parent", "stop", "full disk", "bit on disk", "bit in memory", "bit in a copy", "pre-emption")
+NODE_FAULT_KINDS = (
+    "node",
+    "agent",
+    "cut",
+    "cut for good",
+)  # What only several nodes have; "parent" is the agent of one there
 
 
 @dataclass(frozen=True)
-class Stack:
+class FaultedRun:
     """One way to train, and where."""
 
     settings: dict[str, Any]
@@ -82,23 +87,23 @@ class Stack:
 
     @property
     def faults(self) -> list[str]:
-        kinds = [each for each in HAMMERS if each != "bit in a copy" or self.copies]
+        kinds = [each for each in FAULT_KINDS if each != "bit in a copy" or self.copies]
         if self.nodes > 1:
-            kinds = [each for each in kinds if each != "parent"] + list(NODES)
+            kinds = [each for each in kinds if each != "parent"] + list(NODE_FAULT_KINDS)
         return kinds
 
 
-STACKS: dict[str, Stack] = {
-    "fsdp2 x tp": Stack({"strategy": "fsdp2", "tp_size": 2}, ranks=4, copies=True),
-    "megatron_fsdp": Stack({"strategy": "megatron_fsdp"}),
-    "ddp, distributed optimizer": Stack({"strategy": "ddp", "strategy_config": OVERLAPPED}, nodes=2, copies=True),
-    "pipeline over fsdp2": Stack({"strategy": "fsdp2", "pp_size": 2}, nodes=2, ranks=4),
-    "fsdp2": Stack({"strategy": "fsdp2", "batch_size": 6}, nodes=3, ranks=3, copies=True),
+STACKS: dict[str, FaultedRun] = {
+    "fsdp2 x tp": FaultedRun({"strategy": "fsdp2", "tp_size": 2}, ranks=4, copies=True),
+    "megatron_fsdp": FaultedRun({"strategy": "megatron_fsdp"}),
+    "ddp, distributed optimizer": FaultedRun({"strategy": "ddp", "strategy_config": OVERLAPPED}, nodes=2, copies=True),
+    "pipeline over fsdp2": FaultedRun({"strategy": "fsdp2", "pp_size": 2}, nodes=2, ranks=4),
+    "fsdp2": FaultedRun({"strategy": "fsdp2", "batch_size": 6}, nodes=3, ranks=3, copies=True),
 }
 
 
 @dataclass
-class Struck:
+class FaultRecord:
     """A fault, and what came of it."""
 
     stack: str
@@ -112,21 +117,21 @@ class Struck:
     place: str = ""
 
 
-def drawn(stack: Stack, faults: int, dice: random.Random) -> list[str]:
+def draw_fault_kinds(stack: FaultedRun, faults: int, rng: random.Random) -> list[str]:
     """Each kind as often as any other, in random order."""
     kinds: list[str] = []
     while len(kinds) < faults:
         more = list(stack.faults)
-        dice.shuffle(more)
+        rng.shuffle(more)
         kinds += more
     return kinds[:faults]
 
 
-class Broken(AssertionError):
+class RecoveryError(AssertionError):
     """A run did not survive a fault as it should."""
 
 
-def processes(mark: str) -> dict[int, list[bytes]]:
+def find_marked_processes(mark: str) -> dict[int, list[bytes]]:
     """The living processes that have been started with a mark in their environment, and their command lines."""
     found, wanted = {}, f"{MARK}={mark}".encode()
     for path in Path("/proc").iterdir():
@@ -144,20 +149,20 @@ def kill_all(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def until(has_come: Callable[[], Any], limit_s: float = PATIENCE_S, look_s: float = 0.02) -> float:
+def wait_until(condition: Callable[[], Any], timeout_s: float = WAIT_TIMEOUT_S, interval_s: float = 0.02) -> float:
     """Seconds until something has come. Broken: it does not."""
     began = time.monotonic()
-    while not has_come():
-        if time.monotonic() - began > limit_s:
-            raise Broken(f"not within {limit_s:g} s")
-        time.sleep(look_s)
+    while not condition():
+        if time.monotonic() - began > timeout_s:
+            raise RecoveryError(f"not within {timeout_s:g} s")
+        time.sleep(interval_s)
     return time.monotonic() - began
 
 
-class Job:
+class ScheduledJob:
     """What a scheduler does for a run: gives its command on all nodes, and again where it has ended too soon."""
 
-    def __init__(self, run: Run, stack: Stack, nodes: Sequence[netns.Node]) -> None:
+    def __init__(self, run: Run, stack: FaultedRun, nodes: Sequence[netns.Node]) -> None:
         self.run, self.stack, self.nodes = run, stack, nodes
         self.mark = uuid.uuid4().hex
         self.flip = run.file.with_suffix(".flip")
@@ -168,9 +173,9 @@ class Job:
     def _outputs(self) -> list[Path]:
         return sorted(self.run.file.parent.glob(f"{self.run.file.stem}.said.*"))
 
-    def said(self, since: Mapping[Path, int] | None = None) -> str:
+    def said(self, offsets: Mapping[Path, int] | None = None) -> str:
         """What all commands have said, or what they have since they had said so much."""
-        texts = {path: path.read_bytes()[(since or {}).get(path, 0) :] for path in self._outputs}
+        texts = {path: path.read_bytes()[(offsets or {}).get(path, 0) :] for path in self._outputs}
         return b"".join(texts.values()).decode(errors="replace")
 
     def spoken(self) -> dict[Path, int]:
@@ -209,7 +214,11 @@ class Job:
         return [pid for each in self.commands if each.poll() is None for pid in ranks_of_agent(each.pid) if lives(pid)]
 
     def keepers(self) -> list[int]:
-        return [pid for pid, command in processes(self.mark).items() if b"meshwright_replicate.keeper" in command]
+        return [
+            pid
+            for pid, command in find_marked_processes(self.mark).items()
+            if b"meshwright_replicate.keeper" in command
+        ]
 
     def has_ended(self) -> bool:
         return any(each.poll() is not None for each in self.commands)
@@ -222,27 +231,27 @@ class Job:
         for each in self.commands:
             if each.poll() is None:
                 each.terminate()
-        with suppress(Broken):
-            until(lambda: all(each.poll() is not None for each in self.commands), 15)
+        with suppress(RecoveryError):
+            wait_until(lambda: all(each.poll() is not None for each in self.commands), 15)
         for each in self.commands:
             if each.poll() is None:
                 each.kill()
                 each.wait()
-        with suppress(Broken):
-            until(lambda: not processes(self.mark), SLACK_S)
+        with suppress(RecoveryError):
+            wait_until(lambda: not find_marked_processes(self.mark), EXIT_SLACK_S)
         if left := self.kill():
-            raise Broken(f"processes outlive what has started them: {left}")
+            raise RecoveryError(f"processes outlive what has started them: {left}")
 
     def kill(self) -> dict[int, list[bytes]]:
         """Kill all processes of the run; return those that were left."""
-        left = processes(self.mark)
+        left = find_marked_processes(self.mark)
         kill_all(left)
         for each in self.commands:
             each.wait()
         return left
 
 
-def filled(directory: Path) -> Path:
+def fill_disk(directory: Path) -> Path:
     """Fill a disk to its last byte; the file that has it."""
     ballast = directory / "ballast"
     with ballast.open("wb", buffering=0) as file, suppress(OSError):
@@ -254,13 +263,13 @@ def filled(directory: Path) -> Path:
     return ballast
 
 
-class Chain:
+class FaultChain:
     """All faults of a stack."""
 
-    def __init__(self, workplace: Path, name: str, stack: Stack, faults: int, dice: random.Random) -> None:
-        self.name, self.stack, self.dice = name, stack, dice
-        self._kinds = drawn(stack, faults, dice)
-        steps = STEPS_A_FAULT * faults + STEPS_WHILE_FULL * self._kinds.count("full disk") + 12
+    def __init__(self, workplace: Path, name: str, stack: FaultedRun, faults: int, rng: random.Random) -> None:
+        self.name, self.stack, self.dice = name, stack, rng
+        self._kinds = draw_fault_kinds(stack, faults, rng)
+        steps = STEPS_PER_FAULT * faults + STEPS_PER_FULL_DISK * self._kinds.count("full disk") + 12
         short = short_name(name)
         settings = stack.settings | {"nproc": stack.ranks, "steps": steps, "watchdog_s": WATCHDOG_S}
         settings |= {"verify_every": 3, "max_restarts": 1000, "timeout_s": 60}
@@ -279,36 +288,36 @@ class Chain:
                 del more["nproc"], more["max_restarts"]
             made.file.write_text(yaml.safe_dump(more))
 
-    def strikes(self) -> Iterator[Struck]:
+    def strikes(self) -> Iterator[FaultRecord]:
         """Each fault. Broken: the run does not survive one."""
         self._train_whole()
         with self._own_disk(), netns.nodes(self.stack.nodes) if self.stack.nodes > 1 else nullcontext(()) as nodes:
-            job = self.job = Job(self.run, self.stack, nodes)
+            job = self.job = ScheduledJob(self.run, self.stack, nodes)
             try:
                 job.start()
                 for kind in self._kinds:
                     yield self._strike(kind)
                 self._await_end()
             except Exception as error:
-                raise Broken(f"{self.name}: {error}\n{job.said()[-6000:]}") from error
+                raise RecoveryError(f"{self.name}: {error}\n{job.said()[-6000:]}") from error
             finally:
                 job.kill()
             self._compare()
 
     def _train_whole(self) -> None:
-        job = Job(self.whole, replace(self.stack, nodes=1), ())
+        job = ScheduledJob(self.whole, replace(self.stack, nodes=1), ())
         try:
             job.start()
-            until(job.has_ended)
+            wait_until(job.has_ended)
         finally:
             job.kill()
         if not job.is_well():
-            raise Broken(f"{self.name}: the run that nothing happens to: {job.said()[-3000:]}")
+            raise RecoveryError(f"{self.name}: the run that nothing happens to: {job.said()[-3000:]}")
 
     @contextmanager
     def _own_disk(self) -> Iterator[None]:
         self.disk.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOM_BYTES}", "tmpfs", str(self.disk)], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(self.disk)], check=True)
         try:
             yield
         finally:
@@ -316,20 +325,20 @@ class Chain:
 
     # -- one fault
 
-    def _strike(self, kind: str) -> Struck:
+    def _strike(self, kind: str) -> FaultRecord:
         job, run, dice = self.job, self.run, self.dice
         self._await_step(run.steps_done() + dice.randint(2, 4))
         time.sleep(dice.uniform(0.0, 0.3))
         self.place = ""
         ranks, sitting, spoken = job.ranks(), job.sittings, job.spoken()
         if len(ranks) != self.stack.ranks:
-            raise Broken(f"{len(ranks)} ranks, not {self.stack.ranks}")
-        struck = Struck(self.name, kind)
+            raise RecoveryError(f"{len(ranks)} ranks, not {self.stack.ranks}")
+        struck = FaultRecord(self.name, kind)
         struck.step, saved = self._progress(), self._saved()
         began = time.time()
         lives_on = self._hit(kind, ranks)
         if not lives_on:
-            gone = until(lambda: not any(map(lives, ranks)), WATCHDOG_S + SLACK_S)
+            gone = wait_until(lambda: not any(map(lives, ranks)), WATCHDOG_S + EXIT_SLACK_S)
             struck.ended_s = round(gone, 2)
             # Until it was found, or met the others, the run may have done more.
             struck.step = self._progress()
@@ -345,15 +354,15 @@ class Chain:
         if lives_on:
             struck.went_on = "on"
             if not set(ranks) <= set(job.ranks()):
-                raise Broken("ranks were ended by what they can live through")
+                raise RecoveryError("ranks were ended by what they can live through")
             return struck
-        memory, disk = MEMORY.findall(told), DISK.findall(told)
+        memory, disk = RESUMED_FROM_MEMORY.findall(told), RESUMED_FROM_DISK.findall(told)
         struck.place = self.place
         struck.went_on = "memory" if memory else "disk" if disk else "the beginning"
         struck.after = int((memory or disk or [0])[-1])
         whole = max((step for step in saved if not self.place.endswith(f"-{step:08d}")), default=0)
         if struck.after < whole:
-            raise Broken(f"went on after step {struck.after}, though {whole} was on disk")
+            raise RecoveryError(f"went on after step {struck.after}, though {whole} was on disk")
         return struck
 
     def _hit(self, kind: str, ranks: list[int]) -> bool:
@@ -368,14 +377,14 @@ class Chain:
                 each.terminate()
         elif kind == "full disk":
             # Steps go on, and checkpoints that are due cannot be written, nor can metrics.
-            ballast = filled(self.disk)
-            time.sleep(FULL_S)
+            ballast = fill_disk(self.disk)
+            time.sleep(DISK_FULL_S)
             ballast.unlink()
             return True
         elif kind == "bit on disk":
             # Where it is the only one, nothing is left to go on from; the run says so, and awaits a copy of it.
             if len(self._saved()) > 1:
-                newest = steps_in(self.run.checkpoints)[0][1]
+                newest = list_steps(self.run.checkpoints)[0][1]
                 struck = dice.choice(sorted(newest.glob("tensors-*")))
                 flip(struck, 8 * dice.randrange(struck.stat().st_size) + dice.randrange(8))
                 self.place = newest.name
@@ -393,7 +402,7 @@ class Chain:
         elif kind == "cut":
             cut = dice.choice(job.nodes)
             cut.unplug()
-            time.sleep(CUT_S)
+            time.sleep(UNPLUGGED_S)
             cut.plug()
             return True
         elif kind == "cut for good":
@@ -406,29 +415,29 @@ class Chain:
         draft = self.job.flip.with_suffix(".draft")
         draft.write_text(self.place)
         draft.rename(self.job.flip)
-        until(lambda: not self.job.flip.exists(), 30)
+        wait_until(lambda: not self.job.flip.exists(), 30)
 
-    def _check_told(self, kind: str, told: str) -> None:
-        if "Traceback" in told and not self.job.nodes:
-            raise Broken("a traceback where an error should be")
-        if kind == "stop" and "hangs" not in told:
-            raise Broken("who hangs was not named")
-        if kind == "bit in memory" and f"rank {self.place.split()[0]} on " not in told:
-            raise Broken(f"the rank whose bit has flipped ({self.place}) was not named")
+    def _check_told(self, kind: str, output: str) -> None:
+        if "Traceback" in output and not self.job.nodes:
+            raise RecoveryError("a traceback where an error should be")
+        if kind == "stop" and "hangs" not in output:
+            raise RecoveryError("who hangs was not named")
+        if kind == "bit in memory" and f"rank {self.place.split()[0]} on " not in output:
+            raise RecoveryError(f"the rank whose bit has flipped ({self.place}) was not named")
 
     def _await_step(self, step: int, since: float = 0.0) -> None:
         """Wait until a step is done, and begin the run again where its command has ended."""
-        until(lambda: self._restart_ended() or self._when(step, since) > 0)
+        wait_until(lambda: self._restart_ended() or self._when(step, since) > 0)
 
     def _restart_ended(self) -> None:
         job = self.job
         if not job.has_ended():
             return
         if job.is_well():
-            raise Broken("it has ended before its faults have")
+            raise RecoveryError("it has ended before its faults have")
         if job.nodes:
             # All ranks of the others are told, and end; their agents wait for a node that does not come.
-            until(lambda: not job.ranks(), WATCHDOG_S + SLACK_S)
+            wait_until(lambda: not job.ranks(), WATCHDOG_S + EXIT_SLACK_S)
         job.end()
         job.start()
 
@@ -440,8 +449,8 @@ class Chain:
                 self._restart_ended()
             return False
 
-        until(look)
-        until(lambda: not processes(self.job.mark), SLACK_S)
+        wait_until(look)
+        wait_until(lambda: not find_marked_processes(self.job.mark), EXIT_SLACK_S)
 
     def _lines(self) -> list[dict[str, Any]]:
         found = []
@@ -458,32 +467,32 @@ class Chain:
         return next((each["time"] for each in self._lines() if each["step"] >= step and each["time"] > since), 0.0)
 
     def _saved(self) -> list[int]:
-        return [step for step, _ in steps_in(self.run.checkpoints)] if self.run.checkpoints.is_dir() else []
+        return [step for step, _ in list_steps(self.run.checkpoints)] if self.run.checkpoints.is_dir() else []
 
     # -- the end
 
     def _compare(self) -> None:
         struck, whole = self.run.numbers(), self.whole.numbers()
         if differing := [pair for pair in zip(struck, whole, strict=True) if pair[0] != pair[1]]:
-            raise Broken(f"{self.name}: other metrics: {differing[0]}")
+            raise RecoveryError(f"{self.name}: other metrics: {differing[0]}")
         if fingerprint(self.run.directory / "model") != fingerprint(self.whole.directory / "model"):
-            raise Broken(f"{self.name}: other weights")
-        for _, place in steps_in(self.run.checkpoints):
+            raise RecoveryError(f"{self.name}: other weights")
+        for _, place in list_steps(self.run.checkpoints):
             manifest = read_manifest(place)
-            verify(place, manifest, [*manifest.files])
+            verify_files(place, manifest, [*manifest.files])
         # What a run does not go on from, since it was altered, it moves aside, and says so.
         beside = [path for path in self.run.checkpoints.iterdir() if not path.name[-1].isdigit()]
         beside += [path for path in self.run.directory.iterdir() if path.name.startswith("model.")]
         if beside:
-            raise Broken(f"{self.name}: {[path.name for path in beside]} are left")
+            raise RecoveryError(f"{self.name}: {[path.name for path in beside]} are left")
 
 
-def told(struck: Sequence[Struck]) -> dict[str, Any]:
+def summarize_recovery(records: Sequence[FaultRecord]) -> dict[str, Any]:
     """Median and worst of the seconds until the next completed step, by what the run went on from."""
     found: dict[str, Any] = {}
     for where in ("memory", "disk", "the beginning", "on"):
         for anew in (False, True):
-            times = [each.next_s for each in struck if each.went_on == where and each.anew == anew]
+            times = [each.next_s for each in records if each.went_on == where and each.anew == anew]
             if times:
                 name = f"{where}{', by a new command' if anew else ''}"
                 found[name] = {"faults": len(times), "median_s": statistics.median(times), "worst_s": max(times)}
@@ -494,45 +503,45 @@ def main() -> None:
     parser = arguments(__doc__, "--faults", 100, 24, STACKS)
     parser.add_argument("--keep", type=Path, help="directory for the runs, which stay there")
     options = parser.parse_args()
-    if reason := why_not():
+    if reason := find_missing_requirement():
         sys.exit(reason)
     command = f"python tests/faults/chain.py --faults {options.count} --seed {options.seed}"
     report = new_report(command, watchdog_s=WATCHDOG_S, stacks={}, faults=[])
-    every: list[Struck] = []
+    every: list[FaultRecord] = []
     temporary = partial(tempfile.TemporaryDirectory, prefix="meshwright-faults-")
     with nullcontext(options.keep) if options.keep else temporary() as workplace:
         for name, faults in zip(options.chosen, shares(options.count, len(options.chosen)), strict=True):
             result = "metrics and weights of a run that nothing has happened to, bit for bit"
             try:
-                for struck in chain(Path(workplace), name, faults, options.seed):
+                for struck in run_chain(Path(workplace), name, faults, options.seed):
                     every.append(struck)
                     sys.stderr.write(f"{len(every):3} {struck}\n")
-            except Broken as broken:
+            except RecoveryError as broken:
                 result = f"failed: {broken}"
             sys.stderr.write(f"{name}: {result}\n")
             report["stacks"][name] = result
             report["faults"] = [asdict(each) for each in every]
-            report["times"] = told(every)
+            report["times"] = summarize_recovery(every)
             write_report(options.json, report)
     sys.stderr.write(f"{json.dumps(report['times'], indent=1)}\n")
     sys.exit(any(each.startswith("failed") for each in report["stacks"].values()))
 
 
-def chain(workplace: Path, name: str, faults: int, seed: int) -> Iterator[Struck]:
+def run_chain(workplace: Path, name: str, faults: int, seed: int) -> Iterator[FaultRecord]:
     """The faults of one stack; see `Chain.strikes`."""
-    return Chain(workplace, name, STACKS[name], faults, _dice(name, seed)).strikes()
+    return FaultChain(workplace, name, STACKS[name], faults, _build_rng(name, seed)).strikes()
 
 
-def kinds_of(name: str, faults: int, seed: int) -> list[str]:
+def draw_kinds(name: str, faults: int, seed: int) -> list[str]:
     """The kinds of faults that `chain` does with these arguments."""
-    return drawn(STACKS[name], faults, _dice(name, seed))
+    return draw_fault_kinds(STACKS[name], faults, _build_rng(name, seed))
 
 
-def _dice(name: str, seed: int) -> random.Random:
+def _build_rng(name: str, seed: int) -> random.Random:
     return random.Random(f"{seed} {name}")
 
 
-def why_not() -> str:
+def find_missing_requirement() -> str:
     """Why there can be no chain here; empty if there can."""
     with tempfile.TemporaryDirectory() as place:
         mounted = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", place], capture_output=True, check=False)

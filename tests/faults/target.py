@@ -16,7 +16,7 @@ from typing import Any
 from flips import first_gradient, first_held, flip
 from torch import Tensor
 
-from meshwright.base.processes import leave
+from meshwright.base.processes import exit_process
 from meshwright.events.step import StepResult
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
@@ -25,11 +25,11 @@ from meshwright_run import run_rank as run
 from meshwright_run import start as starting
 from meshwright_run.run_file import load_run
 
-FILE = "MESHWRIGHT_TEST_FLIP"
+FLIP_FILE_VARIABLE = "MESHWRIGHT_TEST_FLIP"
 RUN_RANK, FIT = run.run_rank, run.fit
 
 
-class Flips:
+class BitFlipper:
     """Flips bits of what this rank holds."""
 
     def __init__(self, manager: StrategyManager) -> None:
@@ -52,32 +52,32 @@ class Flips:
     def _wanted(self) -> str:
         """Where this rank is to flip a bit now; empty: nowhere."""
         try:
-            rank, place = Path(os.environ[FILE]).read_text().split()
+            rank, place = Path(os.environ[FLIP_FILE_VARIABLE]).read_text().split()
         except (OSError, ValueError):
             return ""
         return place if rank == os.environ["RANK"] else ""
 
     def _flip(self, tensor: Tensor) -> None:
-        Path(os.environ[FILE]).unlink()
+        Path(os.environ[FLIP_FILE_VARIABLE]).unlink()
         flip(tensor)
 
 
-def flipping_fit(manager: StrategyManager, *arguments: Any) -> Any:
-    with get_registry().observing(Flips(manager)):
+def fit_with_flips(manager: StrategyManager, *arguments: Any) -> Any:
+    with get_registry().observing(BitFlipper(manager)):
         return FIT(manager, *arguments)
 
 
-def flipping_rank(*arguments: Any) -> None:
+def run_rank_with_flips(*arguments: Any) -> None:
     """What each rank does."""
-    run.fit = flipping_fit  # type: ignore[attr-defined]
+    run.fit = fit_with_flips  # type: ignore[attr-defined]
     RUN_RANK(*arguments)
 
 
 def main() -> None:
     run_file, file = sys.argv[1:]
-    os.environ[FILE] = file
-    starting.run_rank = flipping_rank  # type: ignore[attr-defined]
-    leave(starting.start(load_run(run_file)))
+    os.environ[FLIP_FILE_VARIABLE] = file
+    starting.run_rank = run_rank_with_flips  # type: ignore[attr-defined]
+    exit_process(starting.start_run(load_run(run_file)))
 
 
 if __name__ == "__main__":

@@ -22,18 +22,18 @@ from torch.distributed.tensor import DTensor
 from meshwright.base.errors import ConfigError
 from meshwright.model import forward_order
 from meshwright.model.activation_options import ActivationOptions
-from meshwright.model.budget import ONE_STAGE, BudgetedBlocks, Choice, Choices, Moment
-from meshwright.model.forward_order import Layer
-from meshwright.model.layout import layout_by_structure
+from meshwright.model.budget import SINGLE_STAGE, ActivationPlan, BackwardStart, BudgetedBlocks, SavedActivations
+from meshwright.model.forward_order import WrapOrder
+from meshwright.model.layout import infer_layout
 from meshwright.model.offload import OffloadedBlocks
-from meshwright.model.operators import Operator, Profile
+from meshwright.model.operators import BlockProfile, Operator
 from meshwright.model.recompute import checkpoint_blocks
-from meshwright.step.tokens import token_loss_sum
-from meshwright.tensors.ops import tensors_in
+from meshwright.step.tokens import sum_token_loss
+from meshwright.tensors.ops import list_tensors
 from meshwright.testing import Case
-from meshwright.tracing.observe import Observer
+from meshwright.tracing.observe import OperationObserver
 from meshwright_testing import pool
-from meshwright_testing.models import case_model, case_vocab
+from meshwright_testing.models import build_case_model, case_vocab_size
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 LARGE = 1e3
@@ -43,22 +43,22 @@ LARGE = 1e3
 # -- the knapsack
 
 
-def _profile(*operators: tuple[int, float], whole: int = 100, inputs: int = 10, others: float = 1.0) -> Profile:
+def _profile(*operators: tuple[int, float], whole: int = 100, inputs: int = 10, others: float = 1.0) -> BlockProfile:
     held = tuple(Operator(index, *each) for index, each in enumerate(operators))
-    return Profile(inputs, whole, others + sum(each.cost for each in held), held)
+    return BlockProfile(inputs, whole, others + sum(each.cost for each in held), held)
 
 
-def _best(profiles: list[Profile], limit: int) -> float:
+def _best(profiles: list[BlockProfile], limit: int) -> float:
     """The least cost within a limit, by trying all choices."""
 
-    def options(profile: Profile) -> Iterable[Choice]:
+    def options(profile: BlockProfile) -> Iterable[SavedActivations]:
         for count in range(len(profile.operators) + 1):
             for kept in itertools.combinations(profile.operators, count):
                 size, cost = sum(each.bytes for each in kept), sum(each.cost for each in kept)
-                yield Choice(False, frozenset(each.key for each in kept), size, profile.cost - cost)
-        yield Choice(True, frozenset(), profile.whole, 0.0)
+                yield SavedActivations(False, frozenset(each.key for each in kept), size, profile.cost - cost)
+        yield SavedActivations(True, frozenset(), profile.whole, 0.0)
 
-    choices, found = Choices([profiles], ONE_STAGE), float("inf")
+    choices, found = ActivationPlan([profiles], SINGLE_STAGE), float("inf")
     for made in itertools.product(*map(options, profiles)):
         choices.made = [list(made)]
         if choices.peak <= limit:
@@ -75,8 +75,8 @@ def test_what_is_held_spares_almost_as_much_as_the_best_choice() -> None:
     for _ in range(20):
         profiles = [_profile(*((number(40), number(50)) for _ in range(3))) for _ in range(3)]
         largest = max(operator.cost for profile in profiles for operator in profile.operators)
-        for limit in range(Choices([profiles], ONE_STAGE).peak, 340, 15):
-            choices = Choices([profiles], ONE_STAGE)
+        for limit in range(ActivationPlan([profiles], SINGLE_STAGE).peak, 340, 15):
+            choices = ActivationPlan([profiles], SINGLE_STAGE)
             choices.fill(limit)
             assert choices.peak <= limit
             assert choices.cost <= _best(profiles, limit) + largest + 1
@@ -84,16 +84,16 @@ def test_what_is_held_spares_almost_as_much_as_the_best_choice() -> None:
 
 def test_microbatches_in_flight_count_and_those_of_all_stages() -> None:
     profile = _profile((50, 9.0))
-    moments = [Moment((3, 1), 0), Moment((2, 2), 1)]
-    choices = Choices([[profile], [profile]], moments)
+    moments = [BackwardStart((3, 1), 0), BackwardStart((2, 2), 1)]
+    choices = ActivationPlan([[profile], [profile]], moments)
     assert choices.peak == 4 * 10 + 100
-    choices.made[0][0] = Choice(True, frozenset(), 100, 0.0)
+    choices.made[0][0] = SavedActivations(True, frozenset(), 100, 0.0)
     assert choices.peak == max(3 * 110 + 10, 2 * 110 + 2 * 10 + 100)
 
 
 def test_what_one_rank_cannot_hold_is_released_and_nobody_takes_it_again() -> None:
     profile = _profile((30, 90.0), (20, 5.0), (25, 4.0))
-    choices = Choices([[profile, profile, profile]], ONE_STAGE)
+    choices = ActivationPlan([[profile, profile, profile]], SINGLE_STAGE)
     choices.fill(3 * 10 + 100 + 30 + 30)
     assert [(each.whole, set(each.keys)) for each in choices.made[0]] == [(False, {0}), (False, {0}), (True, set())]
     choices.release(0, 0, [0, 1, 0])
@@ -112,13 +112,13 @@ def test_what_one_rank_cannot_hold_is_released_and_nobody_takes_it_again() -> No
 
 
 def _measured(model_type: str) -> tuple[nn.Module, BudgetedBlocks, Callable[[], Tensor]]:
-    model = case_model(model_type, tied=None, seed=0, dtype=torch.float64).train()
-    ids = torch.randint(0, case_vocab(model_type), (2, 32), generator=torch.Generator().manual_seed(0))
-    blocks = checkpoint_blocks(model, layout_by_structure(model), ActivationOptions(budget_gb=LARGE))
+    model = build_case_model(model_type, tied=None, seed=0, dtype=torch.float64).train()
+    ids = torch.randint(0, case_vocab_size(model_type), (2, 32), generator=torch.Generator().manual_seed(0))
+    blocks = checkpoint_blocks(model, infer_layout(model), ActivationOptions(budget_gb=LARGE))
     assert isinstance(blocks, BudgetedBlocks)
     with torch.no_grad(), blocks.measuring():
         model(input_ids=ids, use_cache=False)
-    return model, blocks, lambda: token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids)
+    return model, blocks, lambda: sum_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
 
 
 def _held_behind_forward(model: nn.Module, run: Callable[[], Tensor]) -> tuple[int, Tensor]:
@@ -131,14 +131,14 @@ def _held_behind_forward(model: nn.Module, run: Callable[[], Tensor]) -> tuple[i
 @pytest.mark.parametrize("model_type", mostly_slow(["llama", "mixtral", "rwkv"]))
 def test_what_blocks_hold_is_foreseen_to_the_byte_and_changes_no_bit(model_type: str) -> None:
     plain, blocks, run = _measured(model_type)
-    blocks.take([Choice(True, frozenset(), each.whole, 0.0) for each in blocks.profiles])
+    blocks.take([SavedActivations(True, frozenset(), each.whole, 0.0) for each in blocks.profiles])
     _, loss = _held_behind_forward(plain, run)
     outside = set()
-    low, high = Choices([blocks.profiles], ONE_STAGE), Choices([blocks.profiles], ONE_STAGE)
+    low, high = ActivationPlan([blocks.profiles], SINGLE_STAGE), ActivationPlan([blocks.profiles], SINGLE_STAGE)
     high.fill(2**62)
     for share in (0.0, 0.3, 0.6):
         model, blocks, run = _measured(model_type)
-        choices = Choices([blocks.profiles], ONE_STAGE)
+        choices = ActivationPlan([blocks.profiles], SINGLE_STAGE)
         choices.fill(int(low.peak + share * (high.peak - low.peak)))
         blocks.take(choices.made[0])
         held, found = _held_behind_forward(model, run)
@@ -172,7 +172,7 @@ def test_random_numbers_are_drawn_again_by_all_operators_that_draw() -> None:
     def gradient(held: int | None) -> tuple[int, Tensor]:
         torch.manual_seed(0)
         model = nn.ModuleDict({"blocks": nn.ModuleList([_Dropping() for _ in range(3)])})
-        blocks = checkpoint_blocks(model, layout_by_structure(model), ActivationOptions(budget_gb=LARGE))
+        blocks = checkpoint_blocks(model, infer_layout(model), ActivationOptions(budget_gb=LARGE))
         assert isinstance(blocks, BudgetedBlocks)
         x = torch.randn(8, 16, requires_grad=True)
 
@@ -185,7 +185,7 @@ def test_random_numbers_are_drawn_again_by_all_operators_that_draw() -> None:
             run(x)
         operators = blocks.profiles[0].operators
         keys = frozenset(() if held is None else [each.key for each in operators[held : held + 1]])
-        blocks.take([Choice(held == -1, keys, 0, 0.0)] * 3)
+        blocks.take([SavedActivations(held == -1, keys, 0, 0.0)] * 3)
         torch.manual_seed(1)
         run(x).sum().backward()
         assert x.grad is not None
@@ -198,7 +198,7 @@ def test_random_numbers_are_drawn_again_by_all_operators_that_draw() -> None:
 
 def test_a_larger_microbatch_is_told_once() -> None:
     model, blocks, run = _measured("llama")
-    blocks.take([Choice(True, frozenset(), each.whole, 0.0) for each in blocks.profiles])
+    blocks.take([SavedActivations(True, frozenset(), each.whole, 0.0) for each in blocks.profiles])
     run()
     with pytest.warns(UserWarning, match=r"1.50 times as large as those of the first step"):
         model(input_ids=torch.zeros((3, 32), dtype=torch.int64), use_cache=False)
@@ -210,7 +210,7 @@ def test_a_larger_microbatch_is_told_once() -> None:
 # -- real ranks
 
 
-class _Held(Observer):
+class _Held(OperationObserver):
     """Counts what blocks are given and make, forward and recomputation, at times when no block runs: `peak` bytes."""
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class _Held(Observer):
             finally:
                 self._depth -= 1
                 self._is_new = True
-            for tensor in tensors_in(result):
+            for tensor in list_tensors(result):
                 # The next block is given it, or what lies behind the last.
                 self._live.discard(tensor.untyped_storage())
             return result
@@ -242,8 +242,8 @@ class _Held(Observer):
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         if self._depth:
             # Views of parameters are no activations.
-            given = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
-            self._see([each for each in tensors_in(result) if id(each.untyped_storage()) not in given])
+            given = {id(tensor.untyped_storage()) for tensor in list_tensors((args, kwargs))}
+            self._see([each for each in list_tensors(result) if id(each.untyped_storage()) not in given])
         else:
             self._sample()
 
@@ -256,7 +256,7 @@ class _Held(Observer):
             self._is_new = False
 
     def _see(self, value: Any) -> None:
-        self._live.update(tensor.untyped_storage() for tensor in tensors_in(value))
+        self._live.update(tensor.untyped_storage() for tensor in list_tensors(value))
 
 
 def _trained(
@@ -264,21 +264,21 @@ def _trained(
 ) -> tuple[int, list[float], dict[str, Tensor]]:
     """Bytes that blocks held at once in a second step with the same batch, losses, and weights after it."""
     held = _Held()
-    original, seen = forward_order.put_around, set[nn.Module]()
+    original, seen = forward_order.wrap_forward, set[nn.Module]()
 
-    def put(module: nn.Module, layer: Layer, make: Callable[..., Any]) -> None:
-        if layer is Layer.RECOMPUTED and module not in seen:
+    def put(module: nn.Module, layer: WrapOrder, make: Callable[..., Any]) -> None:
+        if layer is WrapOrder.RECOMPUTED and module not in seen:
             seen.add(module)
-            original(module, Layer.TENSOR, functools.partial(held.around, module))
+            original(module, WrapOrder.TENSOR, functools.partial(held.around, module))
         original(module, layer, make)
 
     from meshwright.model import recompute
 
-    recompute.put_around = put  # type: ignore[attr-defined]
+    recompute.wrap_forward = put  # type: ignore[attr-defined]
     try:
         manager = build_manager(strategy, config, sizes, case, wrapper_config=wrapper)
     finally:
-        recompute.put_around = original  # type: ignore[attr-defined]
+        recompute.wrap_forward = original  # type: ignore[attr-defined]
     losses = train_steps(manager, case, range(1))[0]
     with held:
         losses += train_steps(manager, case, range(1))[0]
@@ -339,16 +339,16 @@ def test_ranks_hold_what_the_budget_allows_and_train_bit_for_bit(
 
 def test_what_blocks_hold_goes_to_host_memory_and_back_once() -> None:
     plain, blocks, run = _measured("llama")
-    blocks.take([Choice(True, frozenset(), each.whole, 0.0) for each in blocks.profiles])
+    blocks.take([SavedActivations(True, frozenset(), each.whole, 0.0) for each in blocks.profiles])
     held, loss = _held_behind_forward(plain, run)
     # Beside the hidden states of each block, the first is given two tables of positions.
     hidden = blocks.profiles[-1].inputs
     expected = sum(each.whole + hidden for each in blocks.profiles)
-    model = case_model("llama", tied=None, seed=0, dtype=torch.float64).train()
-    moved = checkpoint_blocks(model, layout_by_structure(model), ActivationOptions(offload="cpu"))
+    model = build_case_model("llama", tied=None, seed=0, dtype=torch.float64).train()
+    moved = checkpoint_blocks(model, infer_layout(model), ActivationOptions(offload="cpu"))
     assert isinstance(moved, OffloadedBlocks)
-    ids = torch.randint(0, case_vocab("llama"), (2, 32), generator=torch.Generator().manual_seed(0))
-    found = token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids)
+    ids = torch.randint(0, case_vocab_size("llama"), (2, 32), generator=torch.Generator().manual_seed(0))
+    found = sum_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
     assert (moved.bytes_out, moved.bytes_back) == (expected, 0)
     found.backward()
     assert (moved.bytes_out, moved.bytes_back) == (expected, expected)

@@ -21,18 +21,18 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright._compat.peft import base_name, is_transposed
+from meshwright._compat.peft import is_transposed, to_base_name
 from meshwright.checkpoint import export_checkpoint
 from meshwright.checkpoint.index import read_index
-from meshwright.checkpoint.manifest import MANIFEST, read_manifest
+from meshwright.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from meshwright.checkpoint.merged_model import merge_adapter
 from meshwright.cli import main as cli
-from meshwright.model.adapter import BASE_FILE, fingerprint_of
-from meshwright.model.merge import Merging
+from meshwright.model.adapter import BASE_FILE, compute_fingerprint
+from meshwright.model.merge import AdapterMerger
 from meshwright.testing import Case
-from meshwright.train.from_pretrained import Wanted, opened
+from meshwright.train.from_pretrained import PretrainedRequest, open_pretrained_model
 from meshwright_testing import pool
-from meshwright_testing.models import case_model
+from meshwright_testing.models import build_case_model
 from meshwright_testing.parity import full_weights, train_steps
 
 LORA = {"type": "lora", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]}
@@ -74,7 +74,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("other", "llama", False, 1),
         ("experts", "mixtral", None, 0),
     ):
-        case_model(model_type, tied=tied, seed=seed, dtype=torch.float32).save_pretrained(root / name)
+        build_case_model(model_type, tied=tied, seed=seed, dtype=torch.float32).save_pretrained(root / name)
     return root
 
 
@@ -158,7 +158,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_any_layout_goes_on_from_it(
     # The adapter, and two moments of AdamW.
     assert size_of(tmp_path / "checkpoint") - random == 3 * trained
     assert manifest.format == 3
-    assert manifest.base == {"path": str(base), "revision": None, "fingerprint": fingerprint_of(base)}
+    assert manifest.base == {"path": str(base), "revision": None, "fingerprint": compute_fingerprint(base)}
     other = "fsdp2" if layout == "pipeline" else "pipeline"
     loaded, _, losses = train(other, base, peft, 1, source=str(tmp_path / "checkpoint"))
     assert loaded.keys() == weights.keys()
@@ -204,7 +204,7 @@ def test_single_tokens_that_are_trained_are_merged(tied: str, bases: Path, tmp_p
             parameter.add_(0.25 if parameter.requires_grad else 0.0)
     weights = {name: value.clone() for name, value in model.named_parameters()}
     model.save_pretrained(tmp_path / "adapter")
-    merging = Merging(model)
+    merging = AdapterMerger(model)
     given = dict(merging.merged((name, weights[name]) for name in merging.names))
     merged = merged_model(tmp_path / "adapter", tmp_path / "merged", base=bases / tied).state_dict()
     plain = model.merge_and_unload()
@@ -256,11 +256,11 @@ def test_a_base_that_has_moved_is_the_same(bases: Path, trained: Path, tmp_path:
     # In other files it is, too; with another value in each tensor it is not.
     model = AutoModelForCausalLM.from_pretrained(bases / "untied")
     model.save_pretrained(tmp_path / "shards", max_shard_size="30KB")
-    assert fingerprint_of(tmp_path / "shards") == fingerprint_of(bases / "untied")
+    assert compute_fingerprint(tmp_path / "shards") == compute_fingerprint(bases / "untied")
     with torch.no_grad():
         model.model.norm.weight.mul_(1.001)
     model.save_pretrained(tmp_path / "changed")
-    assert fingerprint_of(tmp_path / "changed") != fingerprint_of(bases / "untied")
+    assert compute_fingerprint(tmp_path / "changed") != compute_fingerprint(bases / "untied")
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_what_is_trained_beside_adapters_is_not_lost(bases: Path, tmp_path: Path
 
 def _train_norm_too(base: str, root: str) -> None:
     manager = empty_manager("single")
-    model, weights = opened(manager.mesh.world, Wanted(base, peft=LORA))
+    model, weights = open_pretrained_model(manager.mesh.world, PretrainedRequest(base, peft=LORA))
     model.get_parameter(f"{PREFIX}model.norm.weight").requires_grad_(True)
     manager.parallelize(model, weights)
     manager.build_optimizer(lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2))
@@ -284,9 +284,9 @@ def _train_norm_too(base: str, root: str) -> None:
 
 
 def _from_config(root: str) -> tuple[int, dict[str, Tensor]]:
-    config = case_model("llama", tied=False, seed=0, dtype=torch.float32).config
+    config = build_case_model("llama", tied=False, seed=0, dtype=torch.float32).config
     manager = mw.from_config(config, "single", peft=LoraConfig(r=2, target_modules=["q_proj"]), device="cpu")
-    base = {base_name(name): value.clone() for name, value in full_weights(manager).items() if "lora_" not in name}
+    base = {to_base_name(name): value.clone() for name, value in full_weights(manager).items() if "lora_" not in name}
     doors.step(manager)
     mw.save_checkpoint(manager, f"{root}/checkpoint", step=1)
     return sum(p.nbytes for part in manager.model_parts for p in part.parameters()), base
@@ -298,7 +298,7 @@ def test_a_model_whose_base_nobody_knows_is_saved_whole_and_leaves_as_adapter_or
     assert size_of(tmp_path / "checkpoint") >= held
     export_checkpoint(tmp_path / "checkpoint", tmp_path / "adapter")
     assert not (tmp_path / "adapter" / "meshwright_base.json").exists()
-    base = case_model("llama", tied=False, seed=0, dtype=torch.float32)
+    base = build_case_model("llama", tied=False, seed=0, dtype=torch.float32)
     base.load_state_dict(untrained)
     ids = torch.arange(8)[None]
     plain = base.eval()(ids).logits
@@ -307,7 +307,7 @@ def test_a_model_whose_base_nobody_knows_is_saved_whole_and_leaves_as_adapter_or
     torch.testing.assert_close(merged, adapted, rtol=0, atol=1e-5)
     assert not torch.allclose(adapted, plain, atol=1e-3)
     assert read_manifest(tmp_path / "checkpoint").format == 2
-    assert "base" not in json.loads((tmp_path / "checkpoint" / MANIFEST).read_text())
+    assert "base" not in json.loads((tmp_path / "checkpoint" / MANIFEST_FILE).read_text())
 
 
 def test_what_cannot_be_merged_is_told(bases: Path, trained: Path, tmp_path: Path) -> None:

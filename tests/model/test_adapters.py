@@ -26,14 +26,14 @@ from support.tiers import mostly_slow
 
 from meshwright._compat.peft import tie_adapters
 from meshwright.base.errors import ModelError
-from meshwright.model.adapter import with_adapter
+from meshwright.model.adapter import add_adapter
 from meshwright.model.configuration import config_from_directory
 from meshwright.model.pretrained import open_pretrained
-from meshwright.model.weights import fill, materialize
+from meshwright.model.weights import load_weights, materialize
 from meshwright.testing import Case
 from meshwright_testing import pool
-from meshwright_testing.models import adapted_model, case_model
-from meshwright_testing.parity import difference, reference, train_case
+from meshwright_testing.models import attach_adapter, build_case_model
+from meshwright_testing.parity import find_max_difference, run_reference, train_case
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
@@ -56,16 +56,16 @@ def test_adapters_train_as_in_one_process(adapter: str, layout: str, tied: bool)
     ranks, strategy, config, sizes, wrapper = LAYOUTS[layout]
     case = adapter_case(adapter, tied=tied)
     outcomes = pool(ranks).run(train_case, strategy, config, sizes, case, "cpu", wrapper)
-    found = difference(outcomes, reference(case))
+    found = find_max_difference(outcomes, run_reference(case))
     assert found.worst <= EXACT, found
 
 
 def _tied_base() -> Any:
-    return case_model("llama", tied=True, seed=0, dtype=torch.float64)
+    return build_case_model("llama", tied=True, seed=0, dtype=torch.float64)
 
 
 def test_tied_factors_get_the_gradients_of_both_layers_that_peft_gives_them() -> None:
-    model: Any = adapted_model(_tied_base(), ADAPTERS["tied factors"][1], seed=0)
+    model: Any = attach_adapter(_tied_base(), ADAPTERS["tied factors"][1], seed=0)
     ids = torch.arange(16).view(2, 8)
     model(ids, labels=ids).loss.backward()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -78,13 +78,13 @@ def test_tied_factors_get_the_gradients_of_both_layers_that_peft_gives_them() ->
 
 
 def test_tied_factors_that_differ_and_a_bias_that_peft_leaves_out_are_refused() -> None:
-    model: Any = adapted_model(_tied_base(), ADAPTERS["tied factors"][1], seed=0)
+    model: Any = attach_adapter(_tied_base(), ADAPTERS["tied factors"][1], seed=0)
     model.get_output_embeddings().lora_A["default"].weight = torch.nn.Parameter(torch.zeros(4, 36).double())
     with pytest.raises(ModelError, match=r"ensure_weight_tying=True, but its factors of .*lm_head are not those of"):
         tie_adapters(model)
     base = _tied_base()
     base.lm_head.bias = torch.nn.Parameter(torch.zeros(base.lm_head.out_features).double())
-    model = adapted_model(base, ADAPTERS["tied modules"][1], seed=0)
+    model = attach_adapter(base, ADAPTERS["tied modules"][1], seed=0)
     with pytest.raises(ModelError, match=r"a trained copy of lm_head .* peft leaves its bias out"):
         tie_adapters(model)
 
@@ -144,7 +144,7 @@ def test_an_adapter_on_the_meta_device_starts_as_peft_starts_it(
         model, weights = opened(*arguments, adapter, dtype)
         assert all(parameter.is_meta for parameter in model.parameters())
         materialize(model, "cpu")
-        fill(model, weights)
+        load_weights(model, weights)
         wanted = dict(expected.named_parameters())
         found = dict(model.named_parameters())
         assert found.keys() == wanted.keys()
@@ -207,4 +207,4 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     ):
         model, weights = open_pretrained(Path(base), config_from_directory(Path(base), {}))
         with pytest.raises(ModelError, match=told):
-            with_adapter(model, weights, lora_config(R | options), seed=0, adapter_dir=adapter)
+            add_adapter(model, weights, lora_config(R | options), seed=0, adapter_dir=adapter)

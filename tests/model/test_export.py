@@ -23,10 +23,10 @@ from meshwright import CheckpointError, ConfigError, save_checkpoint
 from meshwright.checkpoint import export as module
 from meshwright.checkpoint import export_checkpoint
 from meshwright.cli import main as cli
-from meshwright.model.model_files import kept_files, note_files, without_replaced
+from meshwright.model.model_files import attach_extra_files, drop_replaced_files, get_extra_files
 from meshwright.testing import Case
 from meshwright_testing import pool
-from meshwright_testing.models import case_model
+from meshwright_testing.models import build_case_model
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {
@@ -57,7 +57,7 @@ def _contents(directory: Path) -> dict[str, Tensor]:
 
 def _train_and_export(strategy: str, sizes: dict[str, int], case: Case, root: str) -> dict[str, Tensor]:
     # Files of a few kilobytes, so that every rank has some.
-    module.LEAST_FILE_BYTES = 1000
+    module.MIN_FILE_BYTES = 1000
     manager = build_manager(strategy, {}, sizes, case)
     train_steps(manager, case, range(1))
     save_checkpoint(manager, f"{root}/checkpoint", step=1)
@@ -72,7 +72,7 @@ def test_all_ranks_or_one_process_write_what_save_pretrained_would(layout: str, 
     weights = pool(ranks).run(_train_and_export, strategy, sizes, CASES[case], str(tmp_path))[0]
     done = CliRunner().invoke(cli.app, ["export", str(tmp_path / "checkpoint"), str(tmp_path / "by-one")])
     assert done.exit_code == 0, done.output
-    plain = case_model(CASES[case].model_type, tied=CASES[case].tied, seed=0, dtype=torch.float32)
+    plain = build_case_model(CASES[case].model_type, tied=CASES[case].tied, seed=0, dtype=torch.float32)
     plain.load_state_dict({name: weights.get(name, value) for name, value in plain.state_dict().items()})
     plain.save_pretrained(tmp_path / "plain")
     expected = _contents(tmp_path / "plain")
@@ -126,7 +126,7 @@ def test_an_export_that_is_cut_off_leaves_nothing_under_its_name(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(module.Export, "describe", lambda *_: (tmp_path / "file" / "below").touch())
+        patched.setattr(module.ModelExporter, "describe", lambda *_: (tmp_path / "file" / "below").touch())
         with pytest.raises(FileNotFoundError):
             export_checkpoint(checkpoint, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out.writing"]
@@ -192,7 +192,7 @@ def test_a_run_that_begins_with_a_checkpoint_keeps_head_and_files(tmp_path: Path
 
 
 def _change_ties(tied: bool, strategy: str, sizes: dict[str, int], root: str) -> Tensor:
-    model: Any = case_model("llama", tied=tied, seed=0, dtype=torch.float32)
+    model: Any = build_case_model("llama", tied=tied, seed=0, dtype=torch.float32)
     embedding = model.get_input_embeddings().weight
     model.lm_head.weight = nn.Parameter(embedding.detach() * 2) if tied else embedding
     manager = manager_of(model, strategy, {}, sizes)
@@ -222,9 +222,9 @@ def test_files_of_another_tokenizer_do_not_remain() -> None:
     base |= {"LICENSE": b"Terms.", "chat_template.jinja": b"old", "preprocessor_config.json": b"{}"}
     same = {"tokenizer.json": _json({**vocabulary, "version": "2.0"}), "tokenizer_config.json": b"{}"}
     other = {**same, "tokenizer.json": _json({"model": {"vocab": {"b": 0, "a": 1}}})}
-    assert without_replaced(base, {}) == base
-    assert without_replaced(base, same).keys() == {"spiece.model", "LICENSE", "preprocessor_config.json"}
-    assert without_replaced(base, other).keys() == {"LICENSE", "preprocessor_config.json"}
+    assert drop_replaced_files(base, {}) == base
+    assert drop_replaced_files(base, same).keys() == {"spiece.model", "LICENSE", "preprocessor_config.json"}
+    assert drop_replaced_files(base, other).keys() == {"LICENSE", "preprocessor_config.json"}
 
 
 def _json(value: Any) -> bytes:
@@ -242,10 +242,10 @@ def test_files_that_lie_elsewhere_are_left_out_and_told_unless_all_are_links(tmp
         (base / name).write_text("x")
     (base / "config.json").write_text("{}")
     model = nn.Linear(1, 1)
-    assert note_files(model, base) == (
+    assert attach_extra_files(model, base) == (
         f"{base / 'LICENSE'} is a link to another directory, and is left out of checkpoints and exports.",
     )
-    assert kept_files(model) == {"NOTICE.txt": b"Terms."}
+    assert get_extra_files(model) == {"NOTICE.txt": b"Terms."}
     # As the cache of the hub has them.
     files, links, model = tmp_path / "blobs", tmp_path / "snapshots", nn.Linear(1, 1)
     files.mkdir()
@@ -253,5 +253,5 @@ def test_files_that_lie_elsewhere_are_left_out_and_told_unless_all_are_links(tmp
     for name in ("config.json", "LICENSE", "vocab.txt"):
         (files / name).write_text("{}")
         (links / name).symlink_to(files / name)
-    assert note_files(model, links) == ()
-    assert kept_files(model) == {"LICENSE": b"{}", "vocab.txt": b"{}"}
+    assert attach_extra_files(model, links) == ()
+    assert get_extra_files(model) == {"LICENSE": b"{}", "vocab.txt": b"{}"}

@@ -16,15 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from meshwright import ModelError, from_config, optimizer_factory
 from meshwright.model import drawn_weights, random_tiles
-from meshwright.model.drawn_weights import DeferredModel
-from meshwright.model.random_tiles import Fill, Recipe
-from meshwright.model.weights import fill, materialize
+from meshwright.model.drawn_weights import DeferredWeights
+from meshwright.model.random_tiles import FillOp, FillRecipe
+from meshwright.model.weights import load_weights, materialize
 from meshwright.testing import Case
 from meshwright_run.run_file import OptimizerConfig
 from meshwright_testing import pool
-from meshwright_testing.models import tiny_model
+from meshwright_testing.models import build_tiny_model
 from meshwright_testing.parity import full_weights, train_steps
-from meshwright_testing.zoo import zoo_config
+from meshwright_testing.zoo import build_zoo_config
 
 # Tied heads, experts of three dims, truncated normals, rows of padding, computed decay rates, orthogonal matrices,
 # rescaled projections, submodels.
@@ -36,14 +36,14 @@ def _config(**sizes: Any) -> LlamaConfig:
     return LlamaConfig(**given, num_attention_heads=4, num_key_value_heads=2)
 
 
-def _deferred(config: Any, seed: int | None = 0) -> tuple[nn.Module, DeferredModel]:
+def _deferred(config: Any, seed: int | None = 0) -> tuple[nn.Module, DeferredWeights]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     torch.manual_seed(0 if seed is None else seed)
-    return model, DeferredModel(model, seed=seed)
+    return model, DeferredWeights(model, seed=seed)
 
 
-def _all_of(model: nn.Module, values: DeferredModel) -> dict[str, Tensor]:
+def _all_of(model: nn.Module, values: DeferredWeights) -> dict[str, Tensor]:
     return {name: values.read(name, [0] * p.dim(), p.shape).clone() for name, p in model.named_parameters()}
 
 
@@ -51,8 +51,8 @@ def _all_of(model: nn.Module, values: DeferredModel) -> dict[str, Tensor]:
 def test_any_part_is_that_of_the_whole_and_is_distributed_as_transformers_has_it(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawn_weights, "LARGE_BYTES", 64)
-    config = zoo_config(model_type)
+    monkeypatch.setattr(drawn_weights, "MIN_TRACKED_BYTES", 64)
+    config = build_zoo_config(model_type)
     model, values = _deferred(config, 3)
     found = _all_of(model, values)
     torch.manual_seed(3)
@@ -100,8 +100,8 @@ def test_values_depend_on_the_seed_and_not_on_threads_and_tiles_differ() -> None
 @pytest.mark.parametrize("shape", [(7,), (200_000,), (3, 5), (700, 1300), (5, 40, 33), (4, 2, 3, 100), ()])
 def test_rectangles_of_any_shape_are_cut_from_the_same_values(shape: tuple[int, ...]) -> None:
     operator = torch.ops.aten.normal_.default
-    scale = Fill(torch.ops.aten.mul_.Tensor, (2.0,), {})
-    recipe = Recipe(shape, torch.float32, (Fill(operator, (0.0, 1.0), {}, stream=11), scale), 5)
+    scale = FillOp(torch.ops.aten.mul_.Tensor, (2.0,), {})
+    recipe = FillRecipe(shape, torch.float32, (FillOp(operator, (0.0, 1.0), {}, stream=11), scale), 5)
     full = recipe.part([0] * len(shape), shape)
     assert full.shape == torch.Size(shape)
     for begin, end in ((0.0, 0.5), (0.4, 0.9), (0.9, 1.0), (0.5, 0.5)):
@@ -113,30 +113,30 @@ def test_rectangles_of_any_shape_are_cut_from_the_same_values(shape: tuple[int, 
 
 def test_rows_that_are_set_are_set_in_every_tile() -> None:
     fills = (
-        Fill(torch.ops.aten.normal_.default, (0.0, 1.0), {}, stream=0),
-        Fill(torch.ops.aten.zero_.default, (), {}, rows=slice(127, 130)),
+        FillOp(torch.ops.aten.normal_.default, (0.0, 1.0), {}, stream=0),
+        FillOp(torch.ops.aten.zero_.default, (), {}, rows=slice(127, 130)),
     )
-    full = Recipe((300, 600), torch.float32, fills, 1).part([0, 0], [300, 600])
+    full = FillRecipe((300, 600), torch.float32, fills, 1).part([0, 0], [300, 600])
     is_zero = (full == 0).all(1)
     assert is_zero.nonzero().flatten().tolist() == [127, 128, 129]
     assert (full == 0).sum() < 3 * 600 + 5
 
 
 def _weights(strategy: str, config: dict[str, Any], sizes: dict[str, int], init: str) -> tuple[dict[str, Tensor], int]:
-    drawn_weights.LARGE_BYTES = 64
+    drawn_weights.MIN_TRACKED_BYTES = 64
     tiles: list[int] = []
-    tile = random_tiles.Recipe._tile
+    tile = random_tiles.FillRecipe._tile
 
-    def counted(self: Recipe, which: Any) -> Tensor:
+    def counted(self: FillRecipe, which: Any) -> Tensor:
         found = tile(self, which)
         tiles.append(found.numel())
         return found
 
-    random_tiles.Recipe._tile = counted  # type: ignore[method-assign]
+    random_tiles.FillRecipe._tile = counted  # type: ignore[method-assign]
     try:
         manager = from_config(config, strategy, device="cpu", seed=7, init=init, **sizes)  # type: ignore[arg-type]
     finally:
-        random_tiles.Recipe._tile = tile  # type: ignore[method-assign]
+        random_tiles.FillRecipe._tile = tile  # type: ignore[method-assign]
     return {name: value.clone() for name, value in full_weights(manager).items()}, sum(tiles)
 
 
@@ -188,19 +188,19 @@ WIDE = ("main_params_dtype", "main_grads_dtype")
     ["llama", "gemma2", "gpt2", "modernbert-decoder", "mamba2", "mixtral", "gemma3", "roformer", "zamba"],
 )
 def test_parameters_buffers_and_ties_are_those_of_the_seed(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn_weights, "LARGE_BYTES", 64)
-    monkeypatch.setattr(drawn_weights, "BUDGET_BYTES", 0)
+    monkeypatch.setattr(drawn_weights, "MIN_TRACKED_BYTES", 64)
+    monkeypatch.setattr(drawn_weights, "MAX_RESIDENT_BYTES", 0)
     torch.manual_seed(3)
-    whole = AutoModelForCausalLM.from_config(zoo_config(model_type), dtype=torch.float32)
+    whole = AutoModelForCausalLM.from_config(build_zoo_config(model_type), dtype=torch.float32)
     after = torch.get_rng_state()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(zoo_config(model_type), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(build_zoo_config(model_type), dtype=torch.float32)
     torch.manual_seed(3)
-    values = DeferredModel(model)
+    values = DeferredWeights(model)
     # What is drawn next is what would have been drawn.
     assert torch.equal(torch.get_rng_state(), after)
     materialize(model, "cpu")
-    fill(model, values)
+    load_weights(model, values)
     expected, found = whole.state_dict(), model.state_dict()
     assert list(expected) == list(found)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
@@ -212,11 +212,11 @@ def test_parameters_buffers_and_ties_are_those_of_the_seed(model_type: str, monk
 def _parallelized(
     strategy: str, meta: bool, tied: bool, seed_by_rank: bool, config: dict[str, Any], tp_size: int
 ) -> tuple[Any, ...]:
-    drawn_weights.LARGE_BYTES = 64
+    drawn_weights.MIN_TRACKED_BYTES = 64
     manager = empty_manager(strategy, config, {"tp_size": tp_size})
     seed = manager.mesh.rank if seed_by_rank else 0
     with torch.device("meta") if meta else nullcontext():
-        model = tiny_model(tied=tied, seed=seed)
+        model = build_tiny_model(tied=tied, seed=seed)
     manager.parallelize(model)
     manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=1e-2)))
     local = {n: (p.to_local() if isinstance(p, DTensor) else p).numel() for n, p in model.named_parameters()}
@@ -257,13 +257,13 @@ def test_sharded_on_meta_and_trained_bit_for_bit_as_without(
 def test_what_has_no_weights_of_its_own_is_refused() -> None:
     with torch.device("meta"):
         plain = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])})
-        partly = tiny_model()
-        changed = tiny_model()
+        partly = build_tiny_model()
+        changed = build_tiny_model()
     partly.model.norm.to_empty(device="cpu")
     changed.model.norm = nn.LayerNorm(36, device="meta", dtype=torch.float64)
     with pytest.raises(ModelError, match="no model of transformers"):
-        DeferredModel(plain)
+        DeferredWeights(plain)
     with pytest.raises(ModelError, match=r"in part: model\.norm\.weight has memory"):
-        DeferredModel(partly)
+        DeferredWeights(partly)
     with pytest.raises(ModelError, match=r"model\.norm\.bias differs"):
-        DeferredModel(changed)
+        DeferredWeights(changed)

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 
 import meshwright as mw
 from meshwright import ConfigError, ModelError, open_world
-from meshwright.base.validation import validated
+from meshwright.base.validation import validate_config
 from meshwright.strategy.registry import get_strategy
 from meshwright.testing import Case
 from meshwright_testing import pool
 from meshwright_testing.case import TOLERANCE, Outcome
-from meshwright_testing.models import case_model, tiny_model
-from meshwright_testing.parity import difference, full_weights, reference, train_steps
+from meshwright_testing.models import build_case_model, build_tiny_model
+from meshwright_testing.parity import find_max_difference, full_weights, run_reference, train_steps
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "single": ("single", 1, {}, {}),
@@ -68,11 +68,11 @@ def check_loaded(found: dict[str, Tensor], directory: Path) -> None:
 def test_weights_are_the_plain_models_and_train_like_it(layout, tied, tmp_path):
     strategy, world_size, config, sizes = LAYOUTS[layout]
     case = Case(tied=tied, steps=1)
-    tiny_model(tied=tied).save_pretrained(tmp_path, max_shard_size="60KB")
+    build_tiny_model(tied=tied).save_pretrained(tmp_path, max_shard_size="60KB")
     outcomes = pool(world_size).run(_trained, str(tmp_path), strategy, config, sizes, case)
     for loaded, _ in outcomes:
         check_loaded(loaded, tmp_path)
-    assert difference([outcome for _, outcome in outcomes], reference(case)).worst <= TOLERANCE
+    assert find_max_difference([outcome for _, outcome in outcomes], run_reference(case)).worst <= TOLERANCE
 
 
 def _drawn_after_loading(path: str) -> float:
@@ -83,7 +83,7 @@ def _drawn_after_loading(path: str) -> float:
 
 @pytest.mark.slow
 def test_ranks_that_share_layers_share_the_random_state_of_dropout(tmp_path):
-    tiny_model().save_pretrained(tmp_path)
+    build_tiny_model().save_pretrained(tmp_path)
     first, second = pool(2).run(_drawn_after_loading, str(tmp_path))
     assert first == second
 
@@ -113,7 +113,7 @@ def _error(path: str, options: dict[str, Any]) -> str:
     ids=str,
 )
 def test_what_is_wrong_with_a_call_is_the_same_error_on_all_ranks(options, text, tmp_path):
-    tiny_model().save_pretrained(tmp_path)
+    build_tiny_model().save_pretrained(tmp_path)
     errors = pool(2).run(_error, str(tmp_path), options)
     assert text in errors[0]
     assert errors[0] == errors[1]
@@ -124,8 +124,8 @@ def _error_on_own_path(paths: list[str]) -> str:
 
 
 def test_directories_that_differ_between_ranks_are_an_error(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "0")
-    tiny_model(layers=2).save_pretrained(tmp_path / "1")
+    build_tiny_model().save_pretrained(tmp_path / "0")
+    build_tiny_model(layers=2).save_pretrained(tmp_path / "1")
     paths = [str(tmp_path / "0"), str(tmp_path / "1")]
     for error in pool(2).run(_error_on_own_path, paths):
         assert "ranks find different weights under the same path" in error
@@ -144,12 +144,12 @@ def _worlds(path: str) -> tuple[bool, bool, bool]:
 
 
 def test_a_world_that_exists_is_joined_and_left_open(tmp_path):
-    tiny_model().save_pretrained(tmp_path)
+    build_tiny_model().save_pretrained(tmp_path)
     assert pool(2).run(_worlds, str(tmp_path)) == [(False, True, True)] * 2
 
 
 def _twice(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> str:
-    model = tiny_model()
+    model = build_tiny_model()
     empty_manager(strategy, config, sizes).parallelize(model)
     try:
         empty_manager(strategy, config, sizes).parallelize(model)
@@ -171,7 +171,7 @@ def test_a_model_of_another_manager_is_refused_on_every_rank(layout: str) -> Non
 def _two_models() -> None:
     for seed in range(2):
         # All models of this type have one module for an activation.
-        model = case_model("openai-gpt", tied=None, seed=seed, dtype=torch.float64)
+        model = build_case_model("openai-gpt", tied=None, seed=seed, dtype=torch.float64)
         empty_manager("single").parallelize(model)
 
 
@@ -190,7 +190,7 @@ def test_models_that_share_modules_without_parameters_have_managers_of_their_own
 )
 def test_options_that_would_train_in_float16_are_refused(strategy: str, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="float16 would need a loss that is scaled"):
-        validated(get_strategy(strategy).config_cls, options, where="options")
+        validate_config(get_strategy(strategy).config_cls, options, where="options")
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp2"])
@@ -199,4 +199,4 @@ def test_models_that_would_be_trained_in_float16_are_refused(strategy: str) -> N
         closing(open_world("cpu")),
         pytest.raises(ModelError, match=r"is to be trained in float16: .* Load the model in bfloat16 or float32"),
     ):
-        empty_manager(strategy).parallelize(tiny_model(dtype=torch.float16))
+        empty_manager(strategy).parallelize(build_tiny_model(dtype=torch.float16))

@@ -10,7 +10,7 @@ import torch
 from support.measures import Held, measure_memory
 from torch import Tensor
 
-from meshwright._compat.torch import GLOO_THREAD
+from meshwright._compat.torch import GLOO_THREAD_NAME
 from meshwright_plan.meter import StepMeter
 
 MB = 2**20
@@ -65,7 +65,7 @@ def test_what_a_thread_of_gloo_is_about_to_let_go_of_is_not_held() -> None:
 
         def let_go() -> None:
             set_name = ctypes.CDLL(None).prctl
-            set_name(15, GLOO_THREAD.encode(), 0, 0, 0)
+            set_name(15, GLOO_THREAD_NAME.encode(), 0, 0, 0)
             is_on.set()
             # Busy, without Python's lock.
             hashlib.sha256(bytes(64 * MB)).digest()

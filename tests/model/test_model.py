@@ -17,11 +17,11 @@ from support.tiers import mostly_slow
 from meshwright.base.errors import ModelError
 from meshwright.mesh.sizes import Degrees
 from meshwright.model import drawn_weights as deferred
-from meshwright.model.configuration import config_from_mapping, model_config
+from meshwright.model.configuration import build_model_config, config_from_mapping
 from meshwright.model.layout import ModelSize
-from meshwright.model.pretrained import build_model, dtype_of
-from meshwright.model.weights import fill, materialize
-from meshwright_run.model_trial import check_memory, try_model
+from meshwright.model.pretrained import build_model, get_model_dtype
+from meshwright.model.weights import load_weights, materialize
+from meshwright_run.model_trial import check_memory, probe_model
 from meshwright_testing import pool
 
 GPT2 = {"model_type": "gpt2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "n_positions": 32}
@@ -38,14 +38,14 @@ class Tokenizer:
 
 def config_of(section: dict[str, Any], seq_len: int = 16) -> Any:
     directory = Path(section["path"]) if "path" in section else None
-    return model_config(section, tokenizer=Tokenizer(), seq_len=seq_len, directory=directory)
+    return build_model_config(section, tokenizer=Tokenizer(), seq_len=seq_len, directory=directory)
 
 
 def model_of(section: dict[str, Any], seed: int = 0) -> Any:
     model, weights = build_model(section, config_of(section), seed=seed)
     if weights is not None:
         materialize(model, "cpu")
-        fill(model, weights)
+        load_weights(model, weights)
     return model
 
 
@@ -87,7 +87,7 @@ def test_the_tokenizer_gives_what_the_fields_leave_out_and_fields_reach_the_conf
     assert config.rope_parameters == {"rope_theta": 500.0, "rope_type": "default"}
     # A common name stands for the type's own.
     assert config_of(GPT2).n_embd == 16
-    assert dtype_of(LLAMA) is torch.float32
+    assert get_model_dtype(LLAMA) is torch.float32
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_fields_may_differ_between_layers_and_a_section_is_left_as_it_is():
 
 def _built_and_sharded(strategy: str, sizes: dict[str, int]) -> tuple[int, int, int, int]:
     """Bytes of the whole model, of its largest parameter, of what this rank holds of it, and of all at the peak."""
-    deferred.LARGE_BYTES, deferred.BUDGET_BYTES = 64, 0
+    deferred.MIN_TRACKED_BYTES, deferred.MAX_RESIDENT_BYTES = 64, 0
     section = {**LLAMA, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 8, "dtype": "float64"}
     manager = empty_manager(strategy, {}, sizes)
     found: list[int] = []
@@ -238,7 +238,7 @@ def test_a_config_that_cannot_be_read_is_named(content: bytes, text: str, tmp_pa
     (tmp_path / "config.json").write_bytes(content)
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match=rf"config\.json is no model configuration: .*{text}"):
-        model_config({"path": str(tmp_path)}, tokenizer=Tokenizer(), seq_len=16, directory=tmp_path)
+        build_model_config({"path": str(tmp_path)}, tokenizer=Tokenizer(), seq_len=16, directory=tmp_path)
 
 
 BAD = {
@@ -256,7 +256,7 @@ BAD = {
 
 def tried(**changes: Any) -> ModelSize:
     config = config_from_mapping({**LLAMA, "vocab_size": 50, **changes})
-    return try_model(config, torch.float32, seq_len=16, device=torch.device("cpu"), degrees=Degrees())
+    return probe_model(config, torch.float32, seq_len=16, device=torch.device("cpu"), degrees=Degrees())
 
 
 @pytest.mark.parametrize(("changes", "text"), BAD.values(), ids=BAD)

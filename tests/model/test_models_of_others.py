@@ -27,10 +27,10 @@ from meshwright.checkpoint import export_checkpoint
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.merged_model import merge_adapter
 from meshwright.model.adapter import read_base
-from meshwright.model.configuration import digest_of_code
-from meshwright.model.pretrained import find_directory
+from meshwright.model.configuration import compute_code_digest
+from meshwright.model.pretrained import find_model_directory
 from meshwright.testing import Case
-from meshwright_run.preflight import plan_run
+from meshwright_run.preflight import preflight
 from meshwright_run.run_file import load_run
 from meshwright_testing import pool
 from meshwright_testing.parity import train_steps
@@ -100,7 +100,7 @@ def run(path: Path, ranks: int = 1, cache: Path | None = None) -> tuple[str, str
 
 def refused(place: Path, directory: Path, model: dict[str, Any], **changes: Any) -> str:
     with pytest.raises(mw.MeshwrightError) as caught:
-        plan_run(load_run(run_file(place, directory, model, **changes)), 1)
+        preflight(load_run(run_file(place, directory, model, **changes)), 1)
     assert caught.value.exit_code == 2
     assert not (directory / "out").exists()
     return str(caught.value)
@@ -118,7 +118,7 @@ def test_a_run_begins_with_a_model_of_the_hub_and_its_adapter_names_it(place: Pa
     assert base is not None
     assert (base.path, base.revision) == ("somebody/tiny", COMMIT)
     with offline(str(tmp_path)):
-        model = AutoModelForCausalLM.from_pretrained(find_directory("somebody/tiny"))
+        model = AutoModelForCausalLM.from_pretrained(find_model_directory("somebody/tiny"))
     assert model.config.model_type == "llama"
 
 
@@ -141,16 +141,16 @@ def test_what_is_neither_here_nor_on_the_hub_is_told(tmp_path: Path, monkeypatch
     texts = ("'nobody/nothing' is no local directory, and it cannot be had", "hub at revision 'v1'")
     with offline(str(tmp_path)):
         with raises_with(mw.ModelError, *texts):
-            find_directory("nobody/nothing", revision="v1")
+            find_model_directory("nobody/nothing", revision="v1")
         for path in ("/nowhere/at/all", "./nowhere", "runs/of/mine", tmp_path / "nowhere"):
             with pytest.raises(mw.ModelError, match="is not a directory"):
-                find_directory(path)
+                find_model_directory(path)
         # Whose own directory it is, the hub is not asked for it.
         monkeypatch.chdir(tmp_path)
         (tmp_path / "runs").mkdir()
         with raises_with(mw.ModelError, f"{tmp_path / 'runs'} holds no 'model'"):
-            find_directory("runs/model")
-    assert find_directory(tmp_path) == tmp_path
+            find_model_directory("runs/model")
+    assert find_model_directory(tmp_path) == tmp_path
 
 
 # -- code that comes with a model
@@ -180,7 +180,7 @@ def with_code(tiny: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_code_of_a_model_runs_only_where_its_version_is_named(with_code: Path, place: Path, tmp_path: Path) -> None:
-    digest = digest_of_code(with_code)
+    digest = compute_code_digest(with_code)
     text = refused(place, tmp_path, {"path": str(with_code)})
     assert "needs code of its own (configuration_own.py, modeling_own.py)" in text
     assert f"model.trust_remote_code={digest}" in text
@@ -196,7 +196,7 @@ def test_code_of_a_model_runs_only_where_its_version_is_named(with_code: Path, p
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "ran").exists()
     out = tmp_path / "out"
-    assert digest_of_code(out / "model") == digest
+    assert compute_code_digest(out / "model") == digest
     # The export of a checkpoint is another process, which trusts nothing that it is not told of.
     checkpoint = out / "checkpoints" / "step-00000001"
     code, told = invoke("export", str(checkpoint), str(tmp_path / "again"))
@@ -217,7 +217,7 @@ def test_code_of_a_model_runs_only_where_its_version_is_named(with_code: Path, p
 def test_code_from_another_place_is_refused(with_code: Path, place: Path, tmp_path: Path) -> None:
     config = (with_code / "config.json").read_text().replace("modeling_own.Own", "else/where--modeling_own.Own")
     (with_code / "config.json").write_text(config)
-    model = {"path": str(with_code), "trust_remote_code": digest_of_code(with_code)}
+    model = {"path": str(with_code), "trust_remote_code": compute_code_digest(with_code)}
     assert "takes code from another place" in refused(place, tmp_path, model)
 
 
@@ -317,7 +317,7 @@ def test_an_adapter_needs_a_base_that_everybody_can_load(place: Path, adapter: P
     values["model"] = {"checkpoint": str(adapter / "checkpoints" / "step-00000002")}
     (tmp_path / "new.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(mw.MeshwrightError, match=r"holds adapters alone\. Export it"):
-        plan_run(load_run(tmp_path / "new.yaml"), 1)
+        preflight(load_run(tmp_path / "new.yaml"), 1)
     text = refused(place, tmp_path, {"path": str(adapter / "model")})
     assert "holds an adapter, not a whole model" in text
     assert "init says how new weights are drawn" in refused(place, tmp_path, {"init": "parallel"})
@@ -339,9 +339,9 @@ def test_a_saved_adapter_is_what_its_own_files_say(place: Path, adapter: Path, t
     changed = yaml.safe_load(again.read_text()) | {"output_dir": str(adapter)}
     again.write_text(yaml.safe_dump(changed))
     with pytest.raises(mw.MeshwrightError, match=r"model\.peft\.adapter=.* lies in what this run replaces"):
-        plan_run(load_run(again), 1)
+        preflight(load_run(again), 1)
     # What agrees is no conflict.
-    plan_run(load_run(run_file(place, tmp_path, {"peft": {"type": "lora", "adapter": saved, "r": 2}})), 1)
+    preflight(load_run(run_file(place, tmp_path, {"peft": {"type": "lora", "adapter": saved, "r": 2}})), 1)
 
 
 def test_without_peft_the_way_to_install_it_is_told(place: Path, tmp_path: Path, monkeypatch: Any) -> None:

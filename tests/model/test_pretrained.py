@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.base.errors import ModelError
-from meshwright.model.model_files import Held, open_directory, rectangle
+from meshwright.model.model_files import InMemoryReader, open_weights, to_slices
 from meshwright.model.pretrained import PretrainedWeights, open_pretrained
-from meshwright.model.recorded import Call, Recorded, read_whole
-from meshwright_testing.models import tiny_model
-from meshwright_testing.zoo import zoo_config, zoo_model
+from meshwright.model.recorded import LazyCall, LazyTensor, read_full
+from meshwright_testing.models import build_tiny_model
+from meshwright_testing.zoo import build_zoo_config, build_zoo_model
 
 
 def names(model: nn.Module) -> dict[str, Tensor]:
@@ -60,7 +60,7 @@ def check_equals_plain(model: nn.Module, weights: PretrainedWeights, plain: nn.M
             offsets = [draw.randint(0, size - 1) for size in value.shape]
             sizes = [draw.randint(0, size - offset) for size, offset in zip(value.shape, offsets, strict=True)]
             part = weights.read(name, offsets, sizes)
-            assert_same_bits(part, value[rectangle(offsets, sizes)], (name, offsets, sizes))
+            assert_same_bits(part, value[to_slices(offsets, sizes)], (name, offsets, sizes))
     for (name, value), (other, buffer) in zip(plain.named_buffers(), model.named_buffers(), strict=True):
         assert name == other
         assert type(buffer) is Tensor
@@ -83,12 +83,12 @@ def groups(state: dict[str, Any]) -> set[tuple[str, ...]]:
     ],
 )
 def test_every_weight_is_the_one_that_transformers_loads(model_type, dtype, tmp_path):
-    saved = zoo_model(model_type, dtype=torch.float32)
+    saved = build_zoo_model(model_type, dtype=torch.float32)
     saved.save_pretrained(tmp_path)
     # Not by the auto class: some models save the configuration of their text part, whose type it does not know.
     torch.manual_seed(0)
     plain = type(saved).from_pretrained(tmp_path, config=saved.config, dtype=dtype)
-    check_equals_plain(*open_pretrained(tmp_path, zoo_config(model_type), dtype=dtype), plain)
+    check_equals_plain(*open_pretrained(tmp_path, build_zoo_config(model_type), dtype=dtype), plain)
 
 
 # -- directories
@@ -96,7 +96,7 @@ def test_every_weight_is_the_one_that_transformers_loads(model_type, dtype, tmp_
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_files_in_shards(tied, tmp_path):
-    tiny_model(tied=tied).save_pretrained(tmp_path, max_shard_size="20KB")
+    build_tiny_model(tied=tied).save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     check_equals_plain(*opened(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path))
 
@@ -136,7 +136,7 @@ def _head_of_its_own(added: float) -> Callable[[dict[str, Tensor]], None]:
     ids=["without prefix", "prefix twice", "head instead of embedding", "equal head", "another head"],
 )
 def test_tied_weights_and_the_prefix_of_the_base_model_may_be_saved_in_several_ways(model_type, change, tmp_path):
-    tiny_model(model_type, tied=True).save_pretrained(tmp_path)
+    build_tiny_model(model_type, tied=True).save_pretrained(tmp_path)
     edit(tmp_path, change)
     model, weights = opened(tmp_path)
     assert not weights.remarks
@@ -144,7 +144,7 @@ def test_tied_weights_and_the_prefix_of_the_base_model_may_be_saved_in_several_w
 
 
 def test_missing_weights_are_told_and_start_as_the_model_initialises_them(tmp_path):
-    tiny_model().save_pretrained(tmp_path)
+    build_tiny_model().save_pretrained(tmp_path)
     edit(tmp_path, lambda tensors: [tensors.pop(name) for name in ("lm_head.weight", "model.norm.weight")])
     model, weights = opened(tmp_path, seed=7)
     assert weights.missing == ("lm_head.weight", "model.norm.weight")
@@ -155,7 +155,7 @@ def test_missing_weights_are_told_and_start_as_the_model_initialises_them(tmp_pa
 
 
 def test_unexpected_weights_are_told(tmp_path):
-    tiny_model().save_pretrained(tmp_path)
+    build_tiny_model().save_pretrained(tmp_path)
     # The second is one that transformers drops in silence.
     extra = {"value_head.weight": torch.ones(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     edit(tmp_path, lambda tensors: tensors.update(extra))
@@ -165,7 +165,7 @@ def test_unexpected_weights_are_told(tmp_path):
 
 
 def test_the_generation_configuration_is_kept_and_random_state_stays_as_it_was(tmp_path):
-    model = tiny_model()
+    model = build_tiny_model()
     model.generation_config.max_length = 77
     model.save_pretrained(tmp_path)
     before = torch.get_rng_state()
@@ -176,7 +176,7 @@ def test_the_generation_configuration_is_kept_and_random_state_stays_as_it_was(t
 
 
 def test_pickles_are_opened_only_on_request(tmp_path):
-    model = tiny_model(tied=True)
+    model = build_tiny_model(tied=True)
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"pytorch_model\.bin\), which are not opened .* allow_pickle=True"):
@@ -185,7 +185,7 @@ def test_pickles_are_opened_only_on_request(tmp_path):
 
 
 def test_a_pickle_that_holds_more_than_tensors_is_an_error(tmp_path):
-    model = tiny_model()
+    model = build_tiny_model()
     model.config.save_pretrained(tmp_path)
     torch.save({"a": Path("x")}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"pytorch_model\.bin holds no plain weights"):
@@ -195,7 +195,7 @@ def test_a_pickle_that_holds_more_than_tensors_is_an_error(tmp_path):
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("shards")
-    tiny_model().save_pretrained(path, max_shard_size="60KB")
+    build_tiny_model().save_pretrained(path, max_shard_size="60KB")
     return path
 
 
@@ -259,7 +259,7 @@ def test_a_conversion_that_fails_is_told_with_its_reason(verbosity, tmp_path, mo
         monkeypatch.setattr(logging.getLogger("transformers.modeling_utils"), "disabled", True)
     else:
         monkeypatch.setattr(logging.getLogger("transformers"), "level", verbosity)
-    zoo_model("qwen3_moe", dtype=torch.float32).save_pretrained(tmp_path)
+    build_zoo_model("qwen3_moe", dtype=torch.float32).save_pretrained(tmp_path)
     first = "model.layers.0.mlp.experts.0.gate_proj.weight"
     edit(tmp_path, lambda tensors: tensors.update({first: tensors[first][:-1].clone()}))
     with pytest.raises(
@@ -280,7 +280,7 @@ def test_what_is_no_rectangle_or_no_weight_is_an_error(shards):
 # -- no more than needed
 
 
-class Counted(Held):
+class Counted(InMemoryReader):
     """Counts the elements that are read."""
 
     total = 0
@@ -299,12 +299,12 @@ class Counted(Held):
     ],
 )
 def test_a_rectangle_reads_its_own_elements_alone(model_type, name, rows, tmp_path, monkeypatch):
-    zoo_model(model_type, dtype=torch.float32).save_pretrained(tmp_path)
+    build_zoo_model(model_type, dtype=torch.float32).save_pretrained(tmp_path)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        return {key: Counted(read_whole(source)) for key, source in open_directory(*args, **kwargs).items()}
+        return {key: Counted(read_full(source)) for key, source in open_weights(*args, **kwargs).items()}
 
-    monkeypatch.setattr("meshwright.model.pretrained.open_directory", counted)
+    monkeypatch.setattr("meshwright.model.pretrained.open_weights", counted)
     _, weights = opened(tmp_path)
     first, *others = weights.shape(name)
     Counted.total = 0
@@ -342,25 +342,25 @@ def _operation(draw: Any, value: Tensor) -> Callable[[Tensor], Tensor]:
 def test_rectangles_of_what_operations_make_of_recorded_tensors(data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     real = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
-    recorded: Tensor = Recorded.of(Held(real))
+    recorded: Tensor = LazyTensor.of(InMemoryReader(real))
     for _ in range(data.draw(st.integers(0, 5))):
         operation = _operation(data.draw, real)
         real, recorded = operation(real), operation(recorded)
-    assert isinstance(recorded, Recorded)
+    assert isinstance(recorded, LazyTensor)
     assert (recorded.shape, recorded.dtype) == (real.shape, real.dtype)
     offsets = [data.draw(st.integers(0, size)) for size in real.shape]
     sizes = [data.draw(st.integers(0, size - offset)) for size, offset in zip(real.shape, offsets, strict=True)]
     part = recorded.source.read(offsets, sizes)
-    assert_same_bits(part, real[rectangle(offsets, sizes)], (recorded.source, offsets, sizes))
+    assert_same_bits(part, real[to_slices(offsets, sizes)], (recorded.source, offsets, sizes))
 
 
 def test_a_recorded_tensor_gives_values_where_they_are_asked_for_and_cannot_be_written_to():
-    recorded = Recorded.of(Held(torch.arange(6.0).reshape(2, 3)))
+    recorded = LazyTensor.of(InMemoryReader(torch.arange(6.0).reshape(2, 3)))
     assert recorded.sum().source.shape == ()
-    assert float(read_whole(recorded.sum().source)) == 15
+    assert float(read_full(recorded.sum().source)) == 15
     assert recorded.max().item() == 5
     assert torch.equal(recorded, torch.arange(6.0).reshape(2, 3))
     assert not torch.equal(recorded, torch.zeros(2, 3))
-    assert isinstance(recorded.t().source, Call)
+    assert isinstance(recorded.t().source, LazyCall)
     with pytest.raises(TypeError, match="zero_ writes into weights"):
         recorded.zero_()

@@ -10,13 +10,19 @@ from support.measures import Counting
 from support.tiers import mostly_slow
 from torch import Tensor, nn
 
-from meshwright._compat.torch import is_attention, is_choice, is_communication, is_matrix_product
+from meshwright._compat.torch import is_attention, is_collective, is_matmul, is_topk
 from meshwright.base.errors import ConfigError, ModelError, StrategyError
 from meshwright.model.activation_options import ActivationOptions
-from meshwright.model.layout import layout_by_structure
-from meshwright.model.recompute import Mode, _selective_contexts, check_compiler, checkpoint_blocks, compile_blocks
-from meshwright.step.tokens import token_loss_sum
-from meshwright_testing.models import case_model, case_vocab, tiny_model
+from meshwright.model.layout import infer_layout
+from meshwright.model.recompute import (
+    CheckpointMode,
+    _make_selective_contexts,
+    check_compiler,
+    checkpoint_blocks,
+    compile_blocks,
+)
+from meshwright.step.tokens import sum_token_loss
+from meshwright_testing.models import build_case_model, build_tiny_model, case_vocab_size
 
 BLOCKS = 3
 LINEARS = 7
@@ -33,7 +39,7 @@ def _fresh():
 
 def _step(model: nn.Module) -> Tensor:
     ids = torch.randint(0, 131, (2, 16), generator=torch.Generator().manual_seed(1))
-    loss = token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids)
+    loss = sum_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
     loss.backward()
     return loss.detach()
 
@@ -55,9 +61,9 @@ def _counted(model: nn.Module) -> Counter[str]:
     ],
 )
 def test_what_is_computed_again(mode: bool | str, products: int, attentions: int) -> None:
-    plain = _counted(tiny_model())
-    model = tiny_model()
-    checkpoint_blocks(model, layout_by_structure(model), mode)
+    plain = _counted(build_tiny_model())
+    model = build_tiny_model()
+    checkpoint_blocks(model, infer_layout(model), mode)
     counts = _counted(model)
     assert plain["aten.mm.default"] == 3 * (BLOCKS * LINEARS + 1)
     assert counts["aten.mm.default"] - plain["aten.mm.default"] == BLOCKS * products
@@ -68,17 +74,17 @@ def test_what_is_computed_again(mode: bool | str, products: int, attentions: int
 
 @pytest.mark.parametrize("mode", mostly_slow(["full", "selective", ActivationOptions(offload="cpu")]))
 @pytest.mark.parametrize("model_type", mostly_slow(["llama", "mixtral", "zamba2", "rembert", "hrm_text", "qwen3_next"]))
-def test_gradients_and_names_are_those_without_and_blocks_take_no_cache(model_type: str, mode: Mode) -> None:
+def test_gradients_and_names_are_those_without_and_blocks_take_no_cache(model_type: str, mode: CheckpointMode) -> None:
     def trained(model: nn.Module, **options: bool) -> list[Tensor | None]:
         torch.manual_seed(0)
-        ids = torch.randint(0, case_vocab(model_type), (2, 16), generator=torch.Generator().manual_seed(1))
-        token_loss_sum(model(input_ids=ids, **options).logits, ids).backward()
+        ids = torch.randint(0, case_vocab_size(model_type), (2, 16), generator=torch.Generator().manual_seed(1))
+        sum_token_loss(model(input_ids=ids, **options).logits, ids).backward()
         found = [parameter.grad for parameter in model.parameters()]
         model.zero_grad()
         return found
 
-    plain, model = (case_model(model_type, tied=None, seed=0, dtype=torch.float64).train() for _ in range(2))
-    checkpoint_blocks(model, layout_by_structure(model), mode)
+    plain, model = (build_case_model(model_type, tied=None, seed=0, dtype=torch.float64).train() for _ in range(2))
+    checkpoint_blocks(model, infer_layout(model), mode)
     assert list(plain.state_dict()) == list(model.state_dict())
     torch.testing.assert_close(trained(model, use_cache=False), trained(plain, use_cache=False), rtol=1e-12, atol=1e-13)
     # In a loop that says nothing of caches.
@@ -113,7 +119,7 @@ class _Model(nn.Module):
 def _run(mode: str | bool) -> tuple[_Model, torch.Tensor]:
     torch.manual_seed(0)
     model = _Model()
-    checkpoint_blocks(model, layout_by_structure(model), mode)
+    checkpoint_blocks(model, infer_layout(model), mode)
     x = torch.ones(2, 8, requires_grad=True)
     model(x).sum().backward()
     return model, x.grad
@@ -139,7 +145,7 @@ def test_dropout_is_drawn_again_alike_and_a_block_in_two_places_is_wrapped_once(
 def test_selective_computes_attention_that_drops_again_so_that_what_is_behind_draws_as_before(
     dropout: float, is_held: bool
 ) -> None:
-    forward, again = _selective_contexts()
+    forward, again = _make_selective_contexts()
     query = torch.empty(1, 2, 8, 16, dtype=torch.bfloat16, device="meta")
     computed = []
     for context in (forward, again):
@@ -150,21 +156,21 @@ def test_selective_computes_attention_that_drops_again_so_that_what_is_behind_dr
 
 
 def test_an_unknown_mode_and_a_model_without_blocks_are_refused() -> None:
-    model = tiny_model()
+    model = build_tiny_model()
     with pytest.raises(ConfigError, match=r"activation_checkpointing='half'.*'selective'"):
-        checkpoint_blocks(model, layout_by_structure(model), "half")
+        checkpoint_blocks(model, infer_layout(model), "half")
     flat = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ModelError, match="no stack of blocks"):
-        checkpoint_blocks(flat, layout_by_structure(flat), "full")
+        checkpoint_blocks(flat, infer_layout(flat), "full")
     with pytest.raises(ModelError, match="no stack of blocks"):
-        compile_blocks(flat, layout_by_structure(flat))
-    checkpoint_blocks(flat, layout_by_structure(flat), False)
+        compile_blocks(flat, infer_layout(flat))
+    checkpoint_blocks(flat, infer_layout(flat), False)
 
 
 def test_canary_operators_have_the_names_by_which_they_are_known() -> None:
     aten, collectives = torch.ops.aten, torch.ops._c10d_functional
-    assert all(map(is_matrix_product, (aten.mm.default, aten.addmm.default, aten._grouped_mm.default)))
-    assert not any(map(is_matrix_product, (aten.bmm.default, aten.mul.Tensor, aten.mm.out)))
+    assert all(map(is_matmul, (aten.mm.default, aten.addmm.default, aten._grouped_mm.default)))
+    assert not any(map(is_matmul, (aten.bmm.default, aten.mul.Tensor, aten.mm.out)))
     attentions = (
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -176,15 +182,15 @@ def test_canary_operators_have_the_names_by_which_they_are_known() -> None:
     )
     assert all(map(is_attention, attentions))
     assert not is_attention(aten.softmax.int)
-    assert all(map(is_communication, (collectives.all_reduce.default, collectives.wait_tensor.default)))
-    assert not is_communication(aten.mm.default)
-    assert is_choice(aten.topk.default)
-    assert not is_choice(aten.sort.default)
+    assert all(map(is_collective, (collectives.all_reduce.default, collectives.wait_tensor.default)))
+    assert not is_collective(aten.mm.default)
+    assert is_topk(aten.topk.default)
+    assert not is_topk(aten.sort.default)
 
 
 def test_a_cache_that_holds_tokens_is_refused_where_blocks_are_recomputed() -> None:
-    model, ids = tiny_model(), torch.arange(8)[None]
-    checkpoint_blocks(model, layout_by_structure(model), True)
+    model, ids = build_tiny_model(), torch.arange(8)[None]
+    checkpoint_blocks(model, infer_layout(model), True)
     with torch.no_grad():
         cache = model(input_ids=ids).past_key_values
     assert cache.get_seq_length() == 8
@@ -209,8 +215,8 @@ class _Counting:
 
 @pytest.mark.parametrize("mode", mostly_slow([False, "full", "selective"]))
 def test_compiled_blocks_give_loss_gradients_and_names_of_those_without(mode: bool | str) -> None:
-    plain, model = tiny_model(), tiny_model()
-    layout = layout_by_structure(model)
+    plain, model = build_tiny_model(), build_tiny_model()
+    layout = infer_layout(model)
     checkpoint_blocks(model, layout, mode)
     compile_blocks(model, layout, backend="aot_eager")
     assert list(plain.state_dict()) == list(model.state_dict())
@@ -233,13 +239,13 @@ def _elementwise(model: nn.Module) -> int:
 
 
 def test_compiled_blocks_run_no_elementwise_operators_of_their_own() -> None:
-    model = tiny_model()
+    model = build_tiny_model()
     blocks = len(model.model.layers)
-    outside = tiny_model()
+    outside = build_tiny_model()
     outside.model.layers = nn.ModuleList()
     alone, before = _elementwise(outside), _elementwise(model)
     loss = _step(model)
-    compile_blocks(model, layout_by_structure(model))
+    compile_blocks(model, infer_layout(model))
     # Fused kernels skip the roundings of the model's own float32 parts.
     torch.testing.assert_close(_step(model), loss, rtol=1e-9, atol=0)
     after = _elementwise(model)
@@ -263,7 +269,7 @@ def test_every_block_is_compiled_however_many_there_are(monkeypatch: pytest.Monk
     ran = []
     counting = _Counting()
     monkeypatch.setattr("meshwright.model.recompute.check_compiler", lambda *_: ran.append(1))
-    compile_blocks(model, layout_by_structure(model), backend=counting)
+    compile_blocks(model, infer_layout(model), backend=counting)
     x = torch.ones(2, 4)
     for block in model["blocks"]:
         x = block(x)
@@ -275,12 +281,12 @@ def test_a_compiler_that_does_not_work_is_told_with_the_remedy(monkeypatch: pyte
     def broken(*_: object) -> None:
         raise RuntimeError("no C++ compiler found\nlong trace")
 
-    model = tiny_model()
+    model = build_tiny_model()
     torch.compiler.reset()
-    monkeypatch.setattr("meshwright.model.recompute.compiled", lambda *_, **__: broken)
+    monkeypatch.setattr("meshwright.model.recompute.compile_function", lambda *_, **__: broken)
     for found, remedy in ((None, r"Install a C\+\+ compiler such as g\+\+,"), ("/usr/bin/g++", "See the error above,")):
         monkeypatch.setattr("shutil.which", lambda _, found=found: found)
         told = rf"RuntimeError: no C\+\+ compiler found {remedy} or set enable_compile=false"
         with pytest.raises(StrategyError, match=told):
-            compile_blocks(model, layout_by_structure(model))
+            compile_blocks(model, infer_layout(model))
     assert "forward" not in vars(model.model.layers[0])

@@ -27,12 +27,12 @@ from meshwright.launch.open_world import open_world
 from meshwright.optim.config import EMAConfig
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager
-from meshwright.tensors.pieces import Sharded, tensor_pieces
+from meshwright.tensors.pieces import ChunkedTensor, get_local_chunks
 from meshwright.testing import Case
 from meshwright.train.loop.ema import EMA
 from meshwright_run.run_file import OptimizerConfig, ScheduleConfig, load_run
 from meshwright_testing import pool
-from meshwright_testing.case import share
+from meshwright_testing.case import rank_microbatches
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 EXACT = 1e-12
@@ -70,7 +70,7 @@ def averaged(manager: StrategyManager, ema: EMA) -> dict[str, Tensor]:
 
 
 def evaluated(manager: StrategyManager, case: Case) -> float:
-    microbatches = share(case, 50, manager.mesh.data_rank, manager.mesh.data_size)
+    microbatches = rank_microbatches(case, 50, manager.mesh.data_rank, manager.mesh.data_size)
     return float(manager.eval_loss(microbatches, num_tokens=count_tokens(microbatches, manager.mesh)))
 
 
@@ -196,7 +196,10 @@ def stored_averages(path: str) -> dict[str, Tensor]:
     names = [name for name in index.kinds if name.startswith("ema.")]
     values = {name: torch.empty(index.kinds[name][0], dtype=index.kinds[name][1]) for name in names}
     read_tensors(
-        Path(path), manifest, index, {n: Sharded(v.shape, v.dtype, tuple(tensor_pieces(v))) for n, v in values.items()}
+        Path(path),
+        manifest,
+        index,
+        {n: ChunkedTensor(v.shape, v.dtype, tuple(get_local_chunks(v))) for n, v in values.items()},
     )
     return values
 
@@ -224,7 +227,7 @@ def loaded_without(path: str) -> tuple[str, str, bool]:
     save_checkpoint(manager, path, step=1)
     other = build_manager("ddp", {}, {}, CASE, seed=1)
     load_checkpoint(other, path)
-    ema = EMA(other, EMAConfig(decay=0.5), step=1)
+    ema = EMA(other, EMAConfig(decay=0.5), start_step=1)
     begins = worst(averaged(other, ema), full_weights(manager)) == 0.0
     export = told(export_checkpoint, path, f"{path}-model", average=True)
     return told(load_checkpoint, other, path), export, begins
@@ -290,8 +293,8 @@ def fitted(settings: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]
     manager = build_manager("fsdp2", {}, {}, CASE)
     ema = EMA(manager, EMAConfig(decay=0.5, **settings))
     place = manager.mesh.data_rank, manager.mesh.data_size
-    sets = {name: share(CASE, step, *place) for name, step in (("held_out", 50), ("other", 51))}
-    loop = mw.Loop(batches=lambda step: share(CASE, step, *place), steps=3, held_out=sets, ema=ema)
+    sets = {name: rank_microbatches(CASE, step, *place) for name, step in (("held_out", 50), ("other", 51))}
+    loop = mw.Loop(batches=lambda step: rank_microbatches(CASE, step, *place), steps=3, held_out=sets, ema=ema)
     results = mw.fit(manager, loop)
     by_hand = {}
     with ema.in_place():

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from meshwright import OptimizerConfig, StrategyError, StrategyManager
 from meshwright.testing import Case
 from meshwright_testing import pool
-from meshwright_testing.case import share
-from meshwright_testing.models import case_model
+from meshwright_testing.case import rank_microbatches
+from meshwright_testing.models import build_case_model
 from meshwright_testing.parity import build_manager
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:FutureWarning")
@@ -57,12 +57,12 @@ def _set_flags(part: nn.Module, patterns: list[str], *, tied: bool) -> None:
 
 def _plain(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     """Norms and weights of a loop of torch in one process."""
-    model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64, layers=case.layers)
+    model = build_case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64, layers=case.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     norms = []
     for step, patterns in enumerate(TRAINS):
         _set_flags(model, patterns, tied=bool(case.tied))
-        (batch,) = share(case, step, 0, 1)
+        (batch,) = rank_microbatches(case, step, 0, 1)
         logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
         nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
@@ -72,7 +72,7 @@ def _plain(case: Case) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def _step(manager: StrategyManager, case: Case, step: int) -> float:
-    batches = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
+    batches = rank_microbatches(case, step, manager.mesh.data_rank, manager.mesh.data_size)
     # Which ends with what engines hold under the flags of now.
     manager.eval_loss(batches, num_tokens=manager.announce(batches))
     manager.forward_backward(batches, num_tokens=manager.announce(batches))

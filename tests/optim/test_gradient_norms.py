@@ -13,14 +13,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright import ConfigError, count_tokens
-from meshwright.model.layout import in_order
-from meshwright.tensors.norms import check_clip, each_norm, scale_to_norm, squares_by_part, total_grad_norm
+from meshwright.model.layout import sort_parts
+from meshwright.tensors.norms import (
+    check_clip_options,
+    clip_grads_with_norm,
+    compute_grad_norm,
+    compute_tensor_norms,
+    sum_squares_by_part,
+)
 from meshwright.testing import Case
-from meshwright.tracing.collectives import Traffic, measure_collectives
+from meshwright.tracing.collectives import CollectiveTrace, record_collectives
 from meshwright_testing import pool
-from meshwright_testing.case import share
+from meshwright_testing.case import rank_microbatches
 from meshwright_testing.parity import build_manager, train_steps
-from meshwright_testing.tasks import norms_reference, train_by_block
+from meshwright_testing.tasks import run_norms_reference, train_with_gradient_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
@@ -52,25 +58,31 @@ CASES = {
 )
 def test_norms_by_block_are_those_of_one_process(layout: str, case: str) -> None:
     ranks, strategy, config, sizes, wrapper = LAYOUTS[layout]
-    for found in pool(ranks).run(train_by_block, strategy, config, sizes, CASES[case], "cpu", wrapper):
-        assert found.apart(norms_reference(CASES[case])) <= 1e-9
+    for found in pool(ranks).run(train_with_gradient_norms, strategy, config, sizes, CASES[case], "cpu", wrapper):
+        assert found.apart(run_norms_reference(CASES[case])) <= 1e-9
         assert found.apart_from_total() <= 1e-12
 
 
 def test_names_are_those_of_blocks_in_the_order_in_which_they_run() -> None:
-    (first, _) = norms_reference(CASES["frozen"]).by_block
+    (first, _) = run_norms_reference(CASES["frozen"]).by_block
     assert list(first) == ["model.layers.0", "model.layers.2", "model.layers.3", "head", "other"]
-    assert in_order(["other", "b.1", "head", "a.0", "embedding", "b.1"]) == ["embedding", "b.1", "a.0", "head", "other"]
+    assert sort_parts(["other", "b.1", "head", "a.0", "embedding", "b.1"]) == [
+        "embedding",
+        "b.1",
+        "a.0",
+        "head",
+        "other",
+    ]
 
 
-def _traffic(strategy: str, sizes: Mapping[str, int]) -> Traffic:
+def _traffic(strategy: str, sizes: Mapping[str, int]) -> CollectiveTrace:
     """Of asking for them a second time, behind a step's gradients."""
     manager = build_manager(strategy, {}, sizes, CASES["tied"])
     train_steps(manager, CASES["tied"], range(1))
-    microbatches = share(CASES["tied"], 1, manager.mesh.data_rank, manager.mesh.data_size)
+    microbatches = rank_microbatches(CASES["tied"], 1, manager.mesh.data_rank, manager.mesh.data_size)
     manager.forward_backward(microbatches, num_tokens=count_tokens(microbatches, manager.mesh))
     manager.gradient_norms()
-    return measure_collectives(manager.gradient_norms)
+    return record_collectives(manager.gradient_norms)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +100,7 @@ def test_what_is_not_finite_stays_in_its_part() -> None:
     parameters = [torch.nn.Parameter(torch.ones(count)) for count in (3, 0, 2, 4, 5)]
     for parameter, value in zip(parameters, (2.0, 1.0, math.nan, 1.0, None), strict=True):
         parameter.grad = None if value is None else torch.full_like(parameter, value)
-    squares = squares_by_part(parameters, [0, 0, 1, 2, 3], 5, [()] * 5)
+    squares = sum_squares_by_part(parameters, [0, 0, 1, 2, 3], 5, [()] * 5)
     assert squares.dtype == torch.float64
     assert squares[[0, 2, 3, 4]].tolist() == pytest.approx([12.0, 4.0, 0.0, 0.0])
     assert math.isnan(squares[1])
@@ -112,8 +124,8 @@ def _norms(norm_type: float) -> tuple[float, list[torch.Tensor]]:
     ]
     gradients = [distribute_tensor(g.clone(), m, p) for g, (m, p) in zip(_whole(), layouts, strict=True)]
     gradients.append(torch.full((3,), 0.5, dtype=torch.float64))
-    norm = total_grad_norm(gradients, norm_type)
-    scale_to_norm(gradients, norm, 0.25)
+    norm = compute_grad_norm(gradients, norm_type)
+    clip_grads_with_norm(gradients, norm, 0.25)
     scaled = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
     return float(norm), scaled
 
@@ -137,7 +149,7 @@ def _divided(norm_type: float) -> tuple[float, list[float]]:
     first, _, third, _, last = _whole()
     parts = [first.tensor_split(2)[row], last.tensor_split(2)[row].tensor_split(2, 1)[column], third]
     groups = [(outer,), (outer, inner), ()]
-    return float(total_grad_norm(parts, norm_type, groups=groups)), each_norm(parts, groups).tolist()
+    return float(compute_grad_norm(parts, norm_type, groups=groups)), compute_tensor_norms(parts, groups).tolist()
 
 
 @pytest.mark.slow
@@ -154,7 +166,7 @@ def test_norms_of_plain_parts_whose_groups_are_told(norm_type: float) -> None:
 def test_wide_norms_do_not_depend_on_how_a_tensor_is_cut(wide: bool) -> None:
     whole = torch.randn(300, 77, generator=torch.Generator().manual_seed(0))
     norms = [
-        float(total_grad_norm(parts, wide=wide))
+        float(compute_grad_norm(parts, use_float64=wide))
         for parts in ([whole], whole.tensor_split(7), whole.tensor_split(5, dim=1), [whole[:1], whole[1:]])
     ]
     apart = max(abs(norm - norms[0]) / norms[0] for norm in norms)
@@ -165,22 +177,22 @@ def test_half_precision_is_summed_in_float32() -> None:
     """Ten thousand bfloat16 ones; summed in bfloat16 they would stop growing at 256."""
     parameter = torch.nn.Parameter(torch.ones(10_000, dtype=torch.bfloat16))
     parameter.grad = torch.ones_like(parameter)
-    assert float(total_grad_norm([parameter.grad], 1.0)) == 10_000.0
-    assert squares_by_part([parameter], [0], 1, [()]).tolist() == pytest.approx([10_000.0])
+    assert float(compute_grad_norm([parameter.grad], 1.0)) == 10_000.0
+    assert sum_squares_by_part([parameter], [0], 1, [()]).tolist() == pytest.approx([10_000.0])
 
 
 def test_what_is_above_the_limit_is_scaled_in_its_own_dtype_and_nan_is_not_hidden() -> None:
     below = torch.tensor([3.0, 4.0])
-    scale_to_norm([below], total_grad_norm([below]), 5.1)
+    clip_grads_with_norm([below], compute_grad_norm([below]), 5.1)
     gradients = [torch.full((4,), 2.0), torch.full((4,), 2.0, dtype=torch.bfloat16)]
-    scale_to_norm(gradients, torch.tensor(4.0, dtype=torch.float64), 1.0)
+    clip_grads_with_norm(gradients, torch.tensor(4.0, dtype=torch.float64), 1.0)
     assert (below.tolist(), gradients[1].tolist()) == ([3.0, 4.0], [0.5] * 4)
     assert [g.dtype for g in gradients] == [torch.float32, torch.bfloat16]
     for norm_type in (1.0, 2.0, math.inf):
-        assert math.isnan(float(total_grad_norm([torch.ones(3), torch.tensor([1.0, math.nan])], norm_type)))
+        assert math.isnan(float(compute_grad_norm([torch.ones(3), torch.tensor([1.0, math.nan])], norm_type)))
 
 
 @pytest.mark.parametrize(("max_norm", "norm_type"), [(0.0, 2.0), (-1.0, 2.0), (math.nan, 2.0), (1.0, 0.0), (1.0, -2.0)])
 def test_limits_that_mean_nothing_are_refused(max_norm: float, norm_type: float) -> None:
     with pytest.raises(ConfigError, match="must be above 0"):
-        check_clip(max_norm, norm_type)
+        check_clip_options(max_norm, norm_type)

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from meshwright.base.errors import ConfigError
-from meshwright.optim.build import build_scheduler, can_fuse, fused_where_it_pays, optimizer_factory, try_optimization
-from meshwright.optim.groups import known_without_model, what_is_trained
+from meshwright.optim.build import build_scheduler, choose_fused, has_fused_step, optimizer_factory, probe_optimizer
+from meshwright.optim.groups import describe_params_by_name, describe_trained_params
 from meshwright_run.run_file import OptimizerConfig, ScheduleConfig
-from meshwright_testing.models import tiny_model
+from meshwright_testing.models import build_tiny_model
 from meshwright_testing.workers import pool
-from meshwright_testing.zoo import zoo_config, zoo_reason, zoo_types
+from meshwright_testing.zoo import build_zoo_config, zoo_types, zoo_unsupported_reason
 
 
 def named() -> list[tuple[str, nn.Parameter]]:
@@ -102,7 +102,7 @@ def test_no_option_is_taken_for_one_of_another_type(name, options, text):
 
 
 def tried(optimizer: dict[str, Any], schedule: dict[str, Any], device: str = "cpu") -> None:
-    try_optimization(OptimizerConfig(**optimizer), ScheduleConfig(**schedule), 10, device=torch.device(device))
+    probe_optimizer(OptimizerConfig(**optimizer), ScheduleConfig(**schedule), 10, device=torch.device(device))
 
 
 @pytest.mark.parametrize(
@@ -184,18 +184,18 @@ def test_a_schedule_that_would_not_be_followed_is_an_error(config, texts):
 
 def test_an_optimizer_is_known_to_fuse_by_trying_it() -> None:
     cpu = torch.device("cpu")
-    assert [can_fuse(cls, cpu, torch.float32) for cls in (torch.optim.AdamW, torch.optim.SGD)] == [True, True]
-    assert not can_fuse(torch.optim.RMSprop, cpu, torch.float32)
-    assert not can_fuse(torch.optim.AdamW, torch.device("meta"), torch.float32)
+    assert [has_fused_step(cls, cpu, torch.float32) for cls in (torch.optim.AdamW, torch.optim.SGD)] == [True, True]
+    assert not has_fused_step(torch.optim.RMSprop, cpu, torch.float32)
+    assert not has_fused_step(torch.optim.AdamW, torch.device("meta"), torch.float32)
 
 
 def test_what_is_told_of_the_implementation_is_heeded_and_a_cpu_steps_as_torch_does(monkeypatch: Any) -> None:
     # In the place of a device that has kernels.
-    monkeypatch.setattr("meshwright.optim.build.can_fuse", lambda cls, device, dtype: device.type == "meta")
+    monkeypatch.setattr("meshwright.optim.build.has_fused_step", lambda cls, device, dtype: device.type == "meta")
     there, here = [nn.Parameter(torch.zeros(2, device="meta"))], [nn.Parameter(torch.zeros(2))]
-    assert fused_where_it_pays(torch.optim.AdamW, {}, there) == {"fused": True}
+    assert choose_fused(torch.optim.AdamW, {}, there) == {"fused": True}
     for options, parameters in (({"foreach": True}, there), ({}, here), ({}, [*there, *here]), ({}, [])):
-        assert fused_where_it_pays(torch.optim.AdamW, options, parameters) == {}
+        assert choose_fused(torch.optim.AdamW, options, parameters) == {}
 
 
 # Where patterns over whole paths went wrong, and those that keep vectors in two dims.
@@ -207,13 +207,15 @@ def decayed(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) ->
     return {names[id(p)] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
 
 
-@pytest.mark.parametrize("model_type", [name for name in zoo_types() if name in KINDS and zoo_reason(name) is None])
+@pytest.mark.parametrize(
+    "model_type", [name for name in zoo_types() if name in KINDS and zoo_unsupported_reason(name) is None]
+)
 def test_matrices_are_decayed_and_norms_biases_and_vectors_are_not(model_type: str) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(zoo_config(model_type))
+        model = AutoModelForCausalLM.from_config(build_zoo_config(model_type))
     named = dict(model.named_parameters())
     layout: Any = SimpleNamespace(blocks=())
-    known = what_is_trained(model, layout, list(named.items()), lambda parameter: parameter.shape)
+    known = describe_trained_params(model, layout, list(named.items()), lambda parameter: parameter.shape)
     found = {name for name, each in known.items() if each.is_decayed}
     maps = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, Conv1D)
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in named}
@@ -225,12 +227,12 @@ def test_matrices_are_decayed_and_norms_biases_and_vectors_are_not(model_type: s
     assert (matrices | experts) - is_bias - found == set()
     assert (is_bias | norms | vectors) & found == set()
     # Called by hand, a factory knows names and shapes alone.
-    assert {name for name, each in known_without_model(named.items()).items() if each.is_decayed} == found
+    assert {name for name, each in describe_params_by_name(named.items()).items() if each.is_decayed} == found
 
 
 def decayed_under(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> set[str]:
     """What the groups of this rank's optimizer decay, under the names of the unwrapped model."""
-    manager = manager_of(tiny_model(), strategy, config, sizes)
+    manager = manager_of(build_tiny_model(), strategy, config, sizes)
     named: dict[str, nn.Parameter] = {}
 
     class Noting:
@@ -262,7 +264,7 @@ def decayed_under(strategy: str, config: dict[str, Any], sizes: dict[str, int]) 
     ids=str,
 )
 def test_every_strategy_decays_the_same_parameters(strategy, config, sizes) -> None:
-    matrices = {name for name, parameter in tiny_model().named_parameters() if parameter.dim() == 2}
+    matrices = {name for name, parameter in build_tiny_model().named_parameters() if parameter.dim() == 2}
     assert set.union(*pool(2).run(decayed_under, strategy, config, sizes)) == matrices
 
 
@@ -285,7 +287,7 @@ def test_names_of_wrappers_and_adapters_say_nothing(name: str, shape: tuple[int,
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_that_names_the_rule() -> None:
-    named = list(tiny_model().named_parameters())
+    named = list(build_tiny_model().named_parameters())
     texts = ("'*Norm*' matches no parameter", "last component", "such as 'model.layers.0.input_layernorm.weight'")
     with raises_with(ConfigError, *texts):
         optimizer_factory(OptimizerConfig(weight_decay=0.1, no_decay=["*Norm*"]))(named)

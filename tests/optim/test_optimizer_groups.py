@@ -30,15 +30,15 @@ import meshwright as mw
 from meshwright import OptimizerConfig, OptimizerGroup
 from meshwright.base.errors import ConfigError, StrategyError
 from meshwright.launch.open_world import open_world
-from meshwright.optim.build import optimizer_factory, try_optimization
-from meshwright.optim.groups import Optimizers, Trained, group_numbers, what_is_trained
+from meshwright.optim.build import optimizer_factory, probe_optimizer
+from meshwright.optim.groups import ChainedOptimizer, ParamTraits, assign_groups, describe_trained_params
 from meshwright.plugin import ScheduleConfig
 from meshwright.testing import Case
 from meshwright_testing import pool
-from meshwright_testing.case import TOLERANCE, Outcome, share
-from meshwright_testing.models import case_model
-from meshwright_testing.parity import difference, train_case
-from meshwright_testing.tasks import Part, train_resumed, wrong_rates
+from meshwright_testing.case import TOLERANCE, Outcome, rank_microbatches
+from meshwright_testing.models import build_case_model
+from meshwright_testing.parity import find_max_difference, train_case
+from meshwright_testing.tasks import PartOutcome, find_settings_error, train_part_from_checkpoint
 
 MUON: dict[str, Any] = {"matrices": True, "name": "Muon", "lr": 0.02, "options": {"momentum": 0.9}}
 EMBEDDING: dict[str, Any] = {"match": ["*embed*"], "lr": 5e-3, "weight_decay": 0.3, "options": {"eps": 1e-6}}
@@ -55,15 +55,15 @@ def unrounded(task: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def llama() -> Any:
-    return case_model("llama", tied=False, seed=0, dtype=torch.float64, layers=None)
+    return build_case_model("llama", tied=False, seed=0, dtype=torch.float64, layers=None)
 
 
 # -- who is of which group
 
 
-def known(model_type: str = "llama", *, tied: bool | None = False) -> dict[str, Trained]:
-    model = case_model(model_type, tied=tied, seed=0, dtype=torch.float32, layers=None)
-    return what_is_trained(model, mw.model_layout(model), list(model.named_parameters()), lambda p: p.shape)
+def known(model_type: str = "llama", *, tied: bool | None = False) -> dict[str, ParamTraits]:
+    model = build_case_model(model_type, tied=tied, seed=0, dtype=torch.float32, layers=None)
+    return describe_trained_params(model, mw.model_layout(model), list(model.named_parameters()), lambda p: p.shape)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_matrices_are_the_weights_of_linear_maps_within_blocks(model_type: str, 
     assert found == expected
 
 
-def numbers(*groups: dict[str, Any], trained: dict[str, Trained] | None = None) -> dict[str, int]:
+def numbers(*groups: dict[str, Any], trained: dict[str, ParamTraits] | None = None) -> dict[str, int]:
     config = OptimizerConfig(groups=[OptimizerGroup(**group) for group in groups])
-    return group_numbers(config, trained or known())
+    return assign_groups(config, trained or known())
 
 
 def test_the_first_group_that_a_parameter_fits_has_it_and_the_rest_is_of_the_top_level() -> None:
@@ -142,8 +142,8 @@ def test_what_would_fail_in_a_step_of_a_group_is_an_error_beforehand() -> None:
     for group in ({"lr": 1e300}, {"options": {"differentiable": True}}):
         config = OptimizerConfig(groups=[{"match": ["*"], **group}])
         with pytest.raises(ConfigError, match=r"optimizer\.groups\[0\]: optimizer 'AdamW'"):
-            try_optimization(config, ScheduleConfig(), 10, device=torch.device("cpu"))
-    try_optimization(OptimizerConfig(**CONFIG), ScheduleConfig(), 10, device=torch.device("cpu"))
+            probe_optimizer(config, ScheduleConfig(), 10, device=torch.device("cpu"))
+    probe_optimizer(OptimizerConfig(**CONFIG), ScheduleConfig(), 10, device=torch.device("cpu"))
 
 
 def made(config: dict[str, Any]) -> tuple[torch.optim.Optimizer, dict[int, str]]:
@@ -155,7 +155,7 @@ def made(config: dict[str, Any]) -> tuple[torch.optim.Optimizer, dict[int, str]]
 
 def test_each_group_has_its_own_settings_and_what_it_leaves_out_from_the_top_level() -> None:
     optimizer, names = made(CONFIG)
-    assert isinstance(optimizer, Optimizers)
+    assert isinstance(optimizer, ChainedOptimizer)
     assert [type(member) for member in optimizer.members] == [Muon, AdamW, AdamW]
     keys = ("lr", "weight_decay", "momentum", "betas", "eps")
     found = [
@@ -226,7 +226,7 @@ def expected(case: Case) -> Outcome:
 def apart(case: Case, layout: tuple[int, str, dict[str, Any], dict[str, Any]]) -> float:
     ranks, *how = layout
     outcomes = pool(ranks).run(with_own, unrounded, train_case, *how, case, timeout_s=300)
-    return difference(outcomes, expected(case)).worst
+    return find_max_difference(outcomes, expected(case)).worst
 
 
 @pytest.mark.parametrize("layout", mostly_slow(["fsdp2", "fsdp2, tp", "pipeline over fsdp2"]))
@@ -261,26 +261,28 @@ def test_groups_that_no_rank_can_step_are_refused_on_all(layout: str, config: di
     assert re.search(text, found, re.DOTALL), found
 
 
-def resumed(layout: str, steps: range, source: Path | None, target: Path | None) -> list[Part]:
+def resumed(layout: str, steps: range, source: Path | None, target: Path | None) -> list[PartOutcome]:
     ranks, *how = LAYOUTS[layout]
     paths = [str(path) if path is not None else None for path in (source, target)]
-    parts: list[Part] = pool(ranks).run(unrounded, train_resumed, *how, CASE, steps, *paths, timeout_s=300)
+    parts: list[PartOutcome] = pool(ranks).run(
+        unrounded, train_part_from_checkpoint, *how, CASE, steps, *paths, timeout_s=300
+    )
     return parts
 
 
 @pytest.mark.slow
 def test_state_and_rates_of_all_members_go_on_in_another_layout(tmp_path: Path) -> None:
-    whole = pool(1).run(unrounded, train_resumed, "single", {}, {}, CASE, range(CASE.steps), None, None)[0]
+    whole = pool(1).run(unrounded, train_part_from_checkpoint, "single", {}, {}, CASE, range(CASE.steps), None, None)[0]
     resumed("pipeline over fsdp2", range(2), None, tmp_path / "step")
     parts = resumed("fsdp2", range(2, CASE.steps), tmp_path / "step", None)
-    assert wrong_rates(parts, range(2, CASE.steps), whole) == ""
+    assert find_settings_error(parts, range(2, CASE.steps), whole) == ""
     tail = replace(whole.outcome, losses=whole.outcome.losses[2:], norms=whole.outcome.norms[2:])
-    assert difference([part.outcome for part in parts], tail).worst <= TOLERANCE
+    assert find_max_difference([part.outcome for part in parts], tail).worst <= TOLERANCE
 
 
-def two() -> tuple[Optimizers, list[nn.Parameter]]:
+def two() -> tuple[ChainedOptimizer, list[nn.Parameter]]:
     parameters = [nn.Parameter(torch.full((2, 2), float(value))) for value in range(1, 4)]
-    return Optimizers([AdamW(parameters[:2], lr=0.1), SGD(parameters[2:], lr=0.2, momentum=0.9)]), parameters
+    return ChainedOptimizer([AdamW(parameters[:2], lr=0.1), SGD(parameters[2:], lr=0.2, momentum=0.9)]), parameters
 
 
 def stepped(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
@@ -313,7 +315,7 @@ def test_what_several_as_one_cannot_do_is_refused() -> None:
         ("does not say to which", lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})),
         ("cannot be replaced as a list", lambda: setattr(optimizer, "param_groups", [{"params": parameters}])),
         ("their own", lambda: setattr(optimizer, "state", {parameters[0]: {}})),
-        ("have the same parameter", lambda: Optimizers([SGD(parameters, lr=1.0), SGD(parameters[:1], lr=1.0)])),
+        ("have the same parameter", lambda: ChainedOptimizer([SGD(parameters, lr=1.0), SGD(parameters[:1], lr=1.0)])),
     ):
         with pytest.raises(StrategyError, match=text):
             work()
@@ -346,7 +348,7 @@ def trained_by_hand(case: Case) -> list[Tensor]:
         for optimizer, bases in zip(optimizers, rates, strict=True):
             for group, base in zip(optimizer.param_groups, bases, strict=True):
                 group["lr"] = base * factor
-        (batch,) = share(case, step, 0, 1)
+        (batch,) = rank_microbatches(case, step, 0, 1)
         logits = model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
         targets = batch["labels"][:, 1:].flatten()
         loss = nn.functional.cross_entropy(logits, targets, reduction="sum") / (targets != -100).sum()

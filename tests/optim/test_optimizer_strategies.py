@@ -20,10 +20,10 @@ from torch import nn
 from meshwright.base.errors import MeshwrightError
 from meshwright.launch.open_world import open_world
 from meshwright.optim.trial import check_optimizer
-from meshwright.tensors.state import DTENSORS
+from meshwright.tensors.state import DTENSOR_LAYOUT
 from meshwright_testing.case import TOLERANCE, Case, Outcome
-from meshwright_testing.models import case_model
-from meshwright_testing.parity import difference, full_weights, train_steps
+from meshwright_testing.models import build_case_model
+from meshwright_testing.parity import find_max_difference, full_weights, train_steps
 from meshwright_testing.workers import pool
 
 CASE = Case(sequences=4, steps=3)
@@ -104,7 +104,7 @@ def made(name: str, named: Any) -> torch.optim.Optimizer:
 
 
 def trained(name: str, strategy: str, config: dict[str, Any], sizes: dict[str, Any]) -> Outcome | str:
-    model = case_model(CASE.model_type, tied=False, seed=0, dtype=torch.float64, layers=None)
+    model = build_case_model(CASE.model_type, tied=False, seed=0, dtype=torch.float64, layers=None)
     for key, parameter in model.named_parameters():
         # Muon is for matrices.
         parameter.requires_grad_(name != "Muon" or "proj" in key)
@@ -149,7 +149,7 @@ def test_an_optimizer_reaches_parity_or_is_refused_by_name(layout: str, names: l
         told = [outcome for outcome in found if isinstance(outcome, Outcome)]
         if len(told) < len(found):
             wrong[name] = str(found[0])
-        elif not (apart := difference(told, expected(name)).worst) <= TOLERANCE:  # type: ignore[arg-type]
+        elif not (apart := find_max_difference(told, expected(name)).worst) <= TOLERANCE:  # type: ignore[arg-type]
             wrong[name] = f"differs by {apart}"
     assert not wrong
 
@@ -163,7 +163,7 @@ def test_an_optimizer_that_cannot_be_tried_is_taken_with_a_warning_where_paramet
 
 
 def told_of_untried(strategy: str, config: dict[str, Any]) -> list[str]:
-    model = case_model(CASE.model_type, tied=False, seed=0, dtype=torch.float64, layers=None)
+    model = build_case_model(CASE.model_type, tied=False, seed=0, dtype=torch.float64, layers=None)
     manager = manager_of(model, strategy, config)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -179,4 +179,4 @@ def test_an_optimizer_that_could_not_step_is_refused_by_name(name: str, settings
     optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(2, 2))], **settings)
     # A world that is left by an error ends no group.
     with closing(open_world("cpu")) as world, pytest.raises(MeshwrightError, match=name):
-        check_optimizer(optimizer, DTENSORS, world)
+        check_optimizer(optimizer, DTENSOR_LAYOUT, world)

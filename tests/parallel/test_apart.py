@@ -13,16 +13,18 @@ from torch import Tensor
 
 from meshwright.base.types import Batch
 from meshwright.testing import Case
-from meshwright_run.model_trial import check_kept_apart, try_rows
+from meshwright_run.model_trial import check_document_isolation, probe_isolation
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager
-from meshwright_testing.zoo import zoo_config
+from meshwright_testing.zoo import build_zoo_config
 
 SLOW = pytest.mark.slow
 
 
 def refusal(model_type: str, kind: Any, dtype: torch.dtype = torch.float32, **options: Any) -> str:
-    return told(try_rows, zoo_config(model_type), dtype, kind, **{"seq_len": 32, "masks": False, **options})
+    return told(
+        probe_isolation, build_zoo_config(model_type), dtype, kind, **{"seq_len": 32, "masks": False, **options}
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,8 +68,11 @@ def _told(model_type: str, strategy: str, sizes: dict[str, int]) -> list[str]:
 
     multiple = 2 * manager.mesh.degrees.cp * manager.mesh.degrees.tp
     options = {"seq_len": 64, "vocab_size": 64, "multiple": multiple, "rows": 2, "microbatches": 2}
-    config, dtype = zoo_config(model_type), torch.float64
-    return [told(check_kept_apart, config, kind, statistics, dtype=dtype, **options) for kind in ("documents", "none")]
+    config, dtype = build_zoo_config(model_type), torch.float64
+    return [
+        told(check_document_isolation, config, kind, statistics, dtype=dtype, **options)
+        for kind in ("documents", "none")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,15 @@ from support.told import told
 from torch import Tensor
 
 from meshwright import BatchError, Mesh, MeshSizes, MeshwrightError, ModelError, count_tokens, open_world
-from meshwright.base.types import IGNORED_LABEL
+from meshwright.base.types import IGNORE_INDEX
 from meshwright.parallel.context import ContextParallel
-from meshwright.parallel.context.attention import divided, local_part, put_together
-from meshwright.step.tokens import split_targets, target_loss_sum, token_loss_sum
+from meshwright.parallel.context.attention import shard_for_all_ranks, shard_positions, unshard_positions
+from meshwright.step.tokens import split_targets, sum_target_loss, sum_token_loss
 from meshwright.strategy.registry import model_layout
 from meshwright.testing import Case, assert_parity
 from meshwright_testing import pool
-from meshwright_testing.case import TOLERANCE, share
-from meshwright_testing.models import case_vocab, tiny_model
+from meshwright_testing.case import TOLERANCE, rank_microbatches
+from meshwright_testing.models import build_tiny_model, case_vocab_size
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 CP2, CP4, DP2_CP2, TP2_CP2 = {"cp_size": 2}, {"cp_size": 4}, {"dp_size": 2, "cp_size": 2}, {"tp_size": 2, "cp_size": 2}
@@ -43,14 +43,14 @@ def _ranks(sizes: dict[str, int]) -> int:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_each_rank_has_a_chunk_of_the_head_and_one_of_the_tail(ranks: int) -> None:
     length = 4 * ranks
-    parts = [local_part(torch.arange(length), 0, rank, ranks) for rank in range(ranks)]
+    parts = [shard_positions(torch.arange(length), 0, rank, ranks) for rank in range(ranks)]
     assert parts[0].tolist() == [0, 1, length - 2, length - 1]
     assert sorted(torch.cat(parts).tolist()) == list(range(length))
     # Under a causal mask, all see equally many keys.
     assert len({int((part + 1).sum()) for part in parts}) == 1
     whole = torch.randn(2, length, 3)
-    assert torch.equal(put_together(divided(whole, 1, ranks), 1), whole)
-    assert torch.equal(put_together([local_part(whole, 1, rank, ranks) for rank in range(ranks)], 1), whole)
+    assert torch.equal(unshard_positions(shard_for_all_ranks(whole, 1, ranks), 1), whole)
+    assert torch.equal(unshard_positions([shard_positions(whole, 1, rank, ranks) for rank in range(ranks)], 1), whole)
 
 
 # -- parity
@@ -94,7 +94,7 @@ def _batches(kind: str, vocab: int) -> list[dict[str, Tensor]]:
     for _ in range(2):
         ids = torch.randint(0, vocab, (3, 16), generator=generator)
         labels = ids.clone()
-        labels[torch.rand(ids.shape, generator=generator) > 0.7] = IGNORED_LABEL
+        labels[torch.rand(ids.shape, generator=generator) > 0.7] = IGNORE_INDEX
         batch = {"input_ids": ids, "labels": labels}
         if kind == "documents":
             # Of other lengths in each sequence, and across the borders of chunks.
@@ -106,7 +106,7 @@ def _batches(kind: str, vocab: int) -> list[dict[str, Tensor]]:
             batch["attention_mask"] = torch.ones_like(ids)
             batch["attention_mask"][0, :3] = 0
             batch["attention_mask"][1, 10:] = 0
-            labels[batch["attention_mask"] == 0] = IGNORED_LABEL
+            labels[batch["attention_mask"] == 0] = IGNORE_INDEX
         if kind == "padded, with positions":
             batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
         batches.append(batch)
@@ -121,7 +121,7 @@ def _trained(strategy: str, config: dict[str, Any], sizes: dict[str, int], model
     manager = build_manager(strategy, config, sizes, Case(model_type=model_type, tied=None))
     losses, norms = [], []
     for _ in range(2):
-        batches = _batches(kind, case_vocab(model_type))
+        batches = _batches(kind, case_vocab_size(model_type))
         num_tokens = count_tokens(batches, manager.mesh)
         losses.append(float(manager.eval_loss(batches, num_tokens=num_tokens)))
         losses.append(float(manager.forward_backward(batches, num_tokens=num_tokens)))
@@ -134,12 +134,12 @@ def _in_blocks(config: dict[str, Any], sizes: dict[str, int], model_type: str, k
     """With masks of so few elements that queries are taken in blocks."""
     from meshwright.parallel.context import attention
 
-    before = attention.LARGEST_MASK
-    attention.LARGEST_MASK = largest
+    before = attention.MAX_MASK_ELEMENTS
+    attention.MAX_MASK_ELEMENTS = largest
     try:
         return _trained("fsdp2", config, sizes, model_type, kind)
     finally:
-        attention.LARGEST_MASK = before
+        attention.MAX_MASK_ELEMENTS = before
 
 
 def _assert_as_single(outcomes: list[Any], model_type: str, kind: str) -> None:
@@ -186,7 +186,7 @@ BLOCKS, WIDTH, LONG = 3, 8, 512
 
 def _kept(size: int, way: Any) -> int:
     """Bytes that autograd keeps of a sequence for the backward of one rank, parameters left out."""
-    world, model = open_world("cpu"), tiny_model()
+    world, model = open_world("cpu"), build_tiny_model()
     ids = torch.randint(0, 131, (1, LONG), generator=torch.Generator().manual_seed(0))
     owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
@@ -198,13 +198,13 @@ def _kept(size: int, way: Any) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         if size == 1:
-            token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids)
+            sum_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
         else:
             mesh = Mesh(MeshSizes(cp_size=size).resolve(world.size), world)
             parallel = ContextParallel(model, model_layout(model), mesh["cp"], attention=way)
             inputs, targets_BS = split_targets(parallel.divide({"input_ids": ids, "labels": ids}))
             with parallel.around_step(), parallel.around_forward(inputs) as given:
-                target_loss_sum(model(**given, use_cache=False).logits, targets_BS)
+                sum_target_loss(model(**given, use_cache=False).logits, targets_BS)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -279,7 +279,7 @@ def _refusal(
 ) -> str:
     def train() -> None:
         manager: Any = build_manager("fsdp2", config, sizes, case)
-        batches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+        batches = rank_microbatches(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
         num_tokens = count_tokens(batches, manager.mesh)
         for name, value in change.items():
             batches[0][name] = batches[0][name][:, :value] if isinstance(value, int) else value
@@ -359,7 +359,7 @@ def test_what_cannot_be_divided_in_a_batch_is_refused() -> None:
 
 
 def _configured(name: str, value: Any) -> str:
-    model = tiny_model()
+    model = build_tiny_model()
     setattr(model.config, name, value)
     return told(manager_of, model, "fsdp2", sizes=CP2)
 

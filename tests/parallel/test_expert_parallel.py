@@ -22,9 +22,9 @@ from meshwright.parallel.expert import check_expert_parallel, find_experts
 from meshwright.testing import Case, assert_parity
 from meshwright_testing import pool
 from meshwright_testing.case import Outcome
-from meshwright_testing.models import case_model
-from meshwright_testing.parity import build_manager, difference, full_weights, train_case, train_steps
-from meshwright_testing.zoo import zoo_config
+from meshwright_testing.models import build_case_model
+from meshwright_testing.parity import build_manager, find_max_difference, full_weights, train_case, train_steps
+from meshwright_testing.zoo import build_zoo_config
 
 EP2, EP4 = {"ep_size": 2}, {"ep_size": 4}
 SLOW = pytest.mark.slow
@@ -36,7 +36,7 @@ HARD = Case(model_type="mixtral", tied=True, microbatches=2, sequences=24, eval_
 
 def _on_meta(model_type: str) -> nn.Module:
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(zoo_config(model_type))
+        model: nn.Module = AutoModelForCausalLM.from_config(build_zoo_config(model_type))
     return model
 
 
@@ -95,7 +95,7 @@ def test_what_a_plan_names_and_structure_does_not_is_refused() -> None:
 
 
 def _refused(model_type: str, sizes: Mapping[str, int], values: Mapping[str, Any]) -> tuple[str, bool]:
-    config = zoo_config(model_type)
+    config = build_zoo_config(model_type)
     vars(config).update(values)
     manager, model = empty_manager("fsdp2", sizes=sizes), AutoModelForCausalLM.from_config(config)
     before = {name: id(p) for name, p in model.named_parameters()}
@@ -189,7 +189,7 @@ def test_mixed_precision_of_experts_is_that_without_expert_parallelism() -> None
 
 def _train(strategy: str, sizes: Mapping[str, int], config: Mapping[str, Any], case: Case) -> Outcome:
     """Train under a router whose bias sends all tokens to experts 0 and 1."""
-    model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
+    model = build_case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
     for name, parameter in model.named_parameters():
         if name.endswith("router.bias"):
             parameter.data.copy_(torch.tensor([90.0, 90.5, -90.0, -90.0]))
@@ -204,7 +204,7 @@ def test_experts_and_ranks_without_a_token_train_as_under_single(sizes: dict[str
     # Decayed: an expert whose gradient is zero moves, one without gradient does not.
     case = Case(model_type="gpt_oss", tied=None, eval_after=True)
     expected = pool(1).run(_train, "single", {}, {}, replace(case, microbatches=1))[0]
-    assert difference(pool(4).run(_train, "fsdp2", sizes, config, case), expected).worst <= 1e-9
+    assert find_max_difference(pool(4).run(_train, "fsdp2", sizes, config, case), expected).worst <= 1e-9
 
 
 # -- recomputation
@@ -213,7 +213,7 @@ def test_experts_and_ranks_without_a_token_train_as_under_single(sizes: dict[str
 def _routed() -> list[Tensor]:
     """The experts chosen in forward and recomputation by routers that see other numbers each time they run."""
     case, generator = Case(model_type="mixtral"), torch.Generator().manual_seed(7)
-    model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
+    model = build_case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
     manager = manager_of(model, "fsdp2", {"activation_checkpointing": "full"}, EP4, optimizer=case.optimizer)
     routed: list[Tensor] = []
     for each in find_experts(model):
@@ -245,7 +245,7 @@ def _compiled(case: Case) -> tuple[list[float], int, set[str]]:
 
     graphs: list[Any] = []
     given: list[Any] = []
-    original = compiling.compiled
+    original = compiling.compile_function
 
     def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         graphs.append(graph)

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from meshwright import ModelLayout, StrategyError
-from meshwright.model.forward_order import Layer, WeightGradients, put_around
+from meshwright.model.forward_order import DeferredWeightGradients, WrapOrder, wrap_forward
 from meshwright.model.recompute import checkpoint_blocks, compile_blocks
 from meshwright.strategy.registry import model_layout
-from meshwright_testing.models import tiny_model
+from meshwright_testing.models import build_tiny_model
 
 
 def _noting(name, calls):
@@ -26,24 +26,24 @@ def _noting(name, calls):
 
 def test_layers_run_from_the_outermost_inwards():
     calls, layer = [], nn.Linear(2, 2)
-    for each in (Layer.STAGE, Layer.TENSOR, Layer.TENSOR, Layer.STRATEGY):
-        put_around(layer, each, _noting(each.name, calls))
+    for each in (WrapOrder.STAGE, WrapOrder.TENSOR, WrapOrder.TENSOR, WrapOrder.STRATEGY):
+        wrap_forward(layer, each, _noting(each.name, calls))
     layer(torch.ones(1, 2))
     assert calls == ["STRATEGY", "TENSOR", "TENSOR", "STAGE"]
 
 
-@pytest.mark.parametrize(("first", "second"), [(b, a) for a in Layer for b in Layer if a < b])
+@pytest.mark.parametrize(("first", "second"), [(b, a) for a in WrapOrder for b in WrapOrder if a < b])
 def test_a_layer_that_belongs_further_inside_comes_too_late(first, second):
     calls, layer = [], nn.Linear(2, 2)
-    put_around(layer, first, _noting("first", calls))
+    wrap_forward(layer, first, _noting("first", calls))
     with pytest.raises(StrategyError, match=f"Linear is {first.name.lower()} already, and {second.name.lower()} comes"):
-        put_around(layer, second, _noting("second", calls))
+        wrap_forward(layer, second, _noting("second", calls))
     layer(torch.ones(1, 2))
     assert calls == ["first"]
 
 
 def test_blocks_that_are_compiled_are_not_recomputed_afterwards():
-    model = tiny_model(seed=0)
+    model = build_tiny_model(seed=0)
     layout: ModelLayout = model_layout(model)
     compile_blocks(model, layout, backend="eager")
     with pytest.raises(StrategyError, match=r"is compiled already, and recomputed comes inside of that\. Do it before"):
@@ -51,7 +51,7 @@ def test_blocks_that_are_compiled_are_not_recomputed_afterwards():
 
 
 def test_two_watchers_share_a_linear_layer():
-    layer, first, second = nn.Linear(2, 2), WeightGradients(), WeightGradients()
+    layer, first, second = nn.Linear(2, 2), DeferredWeightGradients(), DeferredWeightGradients()
     for each in (first, second):
         each.watch(layer)
     out = layer(torch.ones(1, 2, requires_grad=True))

@@ -21,15 +21,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from meshwright import open_world
-from meshwright.manager.row_loss import RowLoss
-from meshwright.parallel.tensor import parallelize_tensors
-from meshwright.step.lm_head import RowHead
-from meshwright.step.tokens import targets
+from meshwright.manager.row_loss import ChunkedCrossEntropy
+from meshwright.parallel.tensor import apply_tensor_parallel
+from meshwright.step.lm_head import DeferredHead
+from meshwright.step.tokens import shift_labels
 from meshwright.testing import Case, Cell
-from meshwright.tracing.collectives import measure_collectives
+from meshwright.tracing.collectives import record_collectives
 from meshwright_testing import pool
-from meshwright_testing.case import global_batch
-from meshwright_testing.models import case_model, tiny_model
+from meshwright_testing.case import build_global_batch
+from meshwright_testing.models import build_case_model, build_tiny_model
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 TP2 = {"tp_size": 2}
@@ -144,21 +144,21 @@ def _messages(model_type: str, sequence_parallel: bool) -> tuple[list[dict[str, 
     """Calls by kind and the largest message, in forward, backward and the sums after it."""
     prepare()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = case_model(model_type, tied=False, seed=0, dtype=torch.float64)
-    head = RowHead(model, "lm_head")
-    parallel = parallelize_tensors(model, mesh, sequence_parallel=sequence_parallel)
-    loss = RowLoss(head, None, is_divided=parallel.divides_vocabulary, model=model_type)
-    batch = global_batch(Case(), 0)
+    model = build_case_model(model_type, tied=False, seed=0, dtype=torch.float64)
+    head = DeferredHead(model, "lm_head")
+    parallel = apply_tensor_parallel(model, mesh, sequence_parallel=sequence_parallel)
+    loss = ChunkedCrossEntropy(head, None, is_sharded=parallel.divides_vocabulary, model_name=model_type)
+    batch = build_global_batch(Case(), 0)
     losses: list[Tensor] = []
 
     loss.choose(lambda: model(input_ids=batch["input_ids"][:1, :8], use_cache=False), open_world("cpu"))
 
     def forward() -> None:
         run = lambda: model(input_ids=batch["input_ids"], use_cache=False)  # noqa: E731
-        given = targets(batch["labels"]), torch.tensor(7)
+        given = shift_labels(batch["labels"]), torch.tensor(7)
         losses.append(loss.share(run, *given, parallel.check_logits)[0])
 
-    parts = [measure_collectives(work) for work in (forward, lambda: losses[-1].backward(), parallel.add_gradients)]
+    parts = [record_collectives(work) for work in (forward, lambda: losses[-1].backward(), parallel.add_gradients)]
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
     assert all(each.kind in kinds for part in parts for each in part)
     counts = [{kind: len(part.of(kind)) for kind in kinds} for part in parts]
@@ -197,9 +197,9 @@ def test_logits_are_gathered_where_the_loss_cannot_be_computed_on_shards() -> No
 
 def _parameters(tied: bool) -> dict[str, tuple[int, ...]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = tiny_model(tied=tied)
+    model = build_tiny_model(tied=tied)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    parallelize_tensors(model, mesh)
+    apply_tensor_parallel(model, mesh)
     after = dict(model.named_parameters())
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], p.full_tensor()) for name, p in after.items())
@@ -211,7 +211,7 @@ def _parameters(tied: bool) -> dict[str, tuple[int, ...]]:
 def test_parameters_keep_names_and_values_and_each_rank_its_part(tied: bool) -> None:
     for rank, shapes in enumerate(pool(2).run(_parameters, tied)):
         assert shapes["model.embed_tokens.weight"] == ((66, 65)[rank], 36)
-        width = tiny_model().model.layers[0].self_attn.q_proj.out_features // 2
+        width = build_tiny_model().model.layers[0].self_attn.q_proj.out_features // 2
         assert shapes["model.layers.0.self_attn.q_proj.weight"] == (width, 36)
         assert shapes["model.layers.0.self_attn.o_proj.weight"] == (36, width)
         assert shapes["model.layers.0.mlp.down_proj.weight"] == (36, 26)

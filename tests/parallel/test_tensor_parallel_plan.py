@@ -34,13 +34,13 @@ from meshwright.parallel.tensor import (
     get_hf_tp_shard_plan,
     translate_to_torch_parallel_style,
 )
-from meshwright.parallel.tensor.module_styles import Plan
-from meshwright.parallel.tensor.plan import _corrections, find_plan
+from meshwright.parallel.tensor.module_styles import TensorParallelPlan
+from meshwright.parallel.tensor.plan import _load_corrections, find_plan
 from meshwright.strategy.registry import Registry, model_layout
 from meshwright.testing import Case
-from meshwright.tracing.collectives import measure_collectives
+from meshwright.tracing.collectives import record_collectives
 from meshwright_testing import pool
-from meshwright_testing.models import TINY, case_model, tiny_model
+from meshwright_testing.models import TINY, build_case_model, build_tiny_model
 
 SLOW = pytest.mark.slow
 GATE = "model.layers.*.mlp.gate_proj"
@@ -50,10 +50,10 @@ ONE = {GATE: "colwise_gather_output"}
 @functools.cache
 def llama() -> nn.Module:
     """Not to be changed."""
-    return tiny_model()
+    return build_tiny_model()
 
 
-def found(given: Any = None, *, model: nn.Module | None = None, registry: Registry | None = None) -> Plan:
+def found(given: Any = None, *, model: nn.Module | None = None, registry: Registry | None = None) -> TensorParallelPlan:
     model = model or llama()
     return find_plan(model, model_layout(model), given, registry=registry or Registry([]))
 
@@ -100,7 +100,7 @@ def _registry_with(hook: _Hook) -> Registry:
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> str:
     """This module's name, allowed for the duration of a test."""
-    monkeypatch.setattr(imports, "_users", set(imports._users))
+    monkeypatch.setattr(imports, "_allowed_modules", set(imports._allowed_modules))
     imports.allow_imports(__name__)
     return __name__
 
@@ -145,7 +145,7 @@ def test_the_model_s_own_plan_and_its_vocabulary_or_the_linear_layers_of_blocks(
     assert plan.modules["lm_head"] == "colwise_gather_output"
     assert len(plan.modules) == 3 * 7 + 2
     assert all(f"{name}.weight" in plan.parameters for name in plan.modules)
-    plan = found(model=tiny_model("gpt2", tied=True))
+    plan = found(model=build_tiny_model("gpt2", tied=True))
     layers = {name: style for name, style in plan.modules.items() if ".h." in name}
     assert len(layers) == 3 * 4
     assert set(layers.values()) == {"colwise_gather_output"}
@@ -218,11 +218,11 @@ def _refused(model_type: str, tied: bool | None, plan: Mapping[str, Any] | None)
     """The refusal, collectives before it, and whether the model is as it was."""
     prepare()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
-    model = case_model(model_type, tied=tied, seed=0, dtype=torch.float64)
+    model = build_case_model(model_type, tied=tied, seed=0, dtype=torch.float64)
     parameters, forwards = dict(model.named_parameters()), [module.forward for module in model.modules()]
     texts: list[str] = []
     build = lambda: TensorParallel(model, model_layout(model), mesh, plan=plan).apply()  # noqa: E731
-    traffic = measure_collectives(lambda: texts.append(told(build)))
+    traffic = record_collectives(lambda: texts.append(told(build)))
     after = dict(model.named_parameters())
     same = all(after[name] is parameter for name, parameter in parameters.items()) and len(after) == len(parameters)
     return texts[0], len(traffic), same and [module.forward for module in model.modules()] == forwards
@@ -281,8 +281,8 @@ def test_every_style_has_an_equal_in_torch_or_is_refused_by_name() -> None:
 
 def test_models_that_torch_s_styles_cannot_shard_are_refused() -> None:
     with pytest.raises(ModelError, match="GPT2LMHeadModel has no tensor-parallel plan of its own"):
-        get_hf_tp_shard_plan(tiny_model("gpt2"))
-    plan = get_hf_tp_shard_plan(case_model("mixtral", tied=None, seed=0, dtype=torch.float64))
+        get_hf_tp_shard_plan(build_tiny_model("gpt2"))
+    plan = get_hf_tp_shard_plan(build_case_model("mixtral", tied=None, seed=0, dtype=torch.float64))
     experts = plan["model.layers.*.mlp.experts"]
     with pytest.raises(ConfigError, match=r"'moe_tp_experts' of meshwright.*or leave this entry out"):
         experts._apply(llama(), None)
@@ -298,7 +298,7 @@ def test_models_that_torch_s_styles_cannot_shard_are_refused() -> None:
     ],
 )
 def test_the_model_s_plan_in_styles_of_torch_is_the_one_that_is_used_without_any(model_type, is_inside):
-    model = case_model(model_type, tied=None, seed=0, dtype=torch.float64)
+    model = build_case_model(model_type, tied=None, seed=0, dtype=torch.float64)
     if is_inside:
         model = nn.Sequential(model)
     plan, own = found(get_hf_tp_shard_plan(model), model=model), found(model=model)
@@ -307,7 +307,7 @@ def test_the_model_s_plan_in_styles_of_torch_is_the_one_that_is_used_without_any
 
 
 def test_plans_of_the_class_and_of_inner_models_are_merged() -> None:
-    model = tiny_model()
+    model = build_tiny_model()
     model.tp_plan = {"lm_head": "colwise_gather_output"}
     model.model.tp_plan = {"layers.*.mlp.up_proj": "colwise_gather_output"}
     plan = get_hf_tp_shard_plan(model)
@@ -317,7 +317,7 @@ def test_plans_of_the_class_and_of_inner_models_are_merged() -> None:
 def _by_torch() -> tuple[float, int]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     ids_BS = torch.arange(32).view(2, 16)
-    whole, model = tiny_model(), tiny_model()
+    whole, model = build_tiny_model(), build_tiny_model()
     parallelize_module(model, mesh, get_hf_tp_shard_plan(model))
     with torch.no_grad():
         apart = (model(input_ids=ids_BS).logits - whole(input_ids=ids_BS).logits).abs().max()
@@ -336,6 +336,6 @@ def test_torch_parallelizes_a_llama_by_it() -> None:
 
 
 @SLOW
-@pytest.mark.parametrize("model_type", sorted(_corrections()))
+@pytest.mark.parametrize("model_type", sorted(_load_corrections()))
 def test_corrections_are_enough(model_type: str) -> None:
     assert_equal_to_single(Case(model_type=model_type, tied=None, steps=2))

@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright import ModelError, count_tokens
-from meshwright.parallel.tensor import parallelize_tensors
+from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.parallel.tensor.plan import find_plan
-from meshwright.parallel.tensor.sequence_stream import find_parts
+from meshwright.parallel.tensor.sequence_stream import plan_sequence_parallel
 from meshwright.strategy.registry import Registry, model_layout
 from meshwright.testing import Case
 from meshwright_testing import pool
-from meshwright_testing.case import share
-from meshwright_testing.models import case_model, tiny_model
+from meshwright_testing.case import rank_microbatches
+from meshwright_testing.models import build_case_model, build_tiny_model
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 BLOCK = "model.layers.*"
@@ -54,8 +54,8 @@ def test_plans_of_the_user(model_type: str, plan: Mapping[str, Any] | None) -> N
 def _lengths() -> dict[str, tuple[int, int]]:
     """Positions at entry and exit of modules, of 16."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = tiny_model()
-    parallelize_tensors(model, mesh, sequence_parallel=True)
+    model = build_tiny_model()
+    apply_tensor_parallel(model, mesh, sequence_parallel=True)
     lengths: dict[str, tuple[int, int]] = {}
 
     def note(name: str, module: nn.Module) -> None:
@@ -130,10 +130,10 @@ def test_a_model_that_mixes_positions_elsewhere_is_refused_by_all_ranks_with_the
     ],
 )
 def test_plans_that_leave_no_part_to_the_ranks_are_refused(model_type: str, plan: dict[str, str], text: str) -> None:
-    model = case_model(model_type, tied=None, seed=0, dtype=torch.float64)
+    model = build_case_model(model_type, tied=None, seed=0, dtype=torch.float64)
     layout = model_layout(model)
     with pytest.raises(ModelError, match=text):
-        find_parts(model, layout, find_plan(model, layout, plan, registry=Registry([])))
+        plan_sequence_parallel(model, layout, find_plan(model, layout, plan, registry=Registry([])))
 
 
 # -- lengths
@@ -144,7 +144,7 @@ def _odd_length(sequence_parallel: bool) -> tuple[str, float]:
     prepare()
     case = Case()
     manager = build_manager("tensor_only", {"sequence_parallel": sequence_parallel}, {"tp_size": 2}, case)
-    good = share(case, 0, 0, 1)
+    good = rank_microbatches(case, 0, 0, 1)
     odd = [{key: value[:, :15] for key, value in batch.items()} for batch in good]
 
     def train() -> None:

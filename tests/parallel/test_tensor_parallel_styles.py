@@ -10,21 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.base.types import IGNORED_LABEL
+from meshwright.base.types import IGNORE_INDEX
 from meshwright.parallel.tensor.collectives import (
     Copy,
     Gather,
-    GatherForParts,
+    GatherWithPartialGrad,
     Reduce,
     ReduceScatter,
     ShardedVocabulary,
     Split,
     chunk_sizes,
-    gather,
+    gather_uneven,
 )
-from meshwright.step.rows import Rows, token_loss
-from meshwright.step.tokens import targets, token_loss_sum
-from meshwright.tracing.collectives import measure_collectives
+from meshwright.step.rows import HiddenRows, compute_token_loss
+from meshwright.step.tokens import shift_labels, sum_token_loss
+from meshwright.tracing.collectives import record_collectives
 from meshwright_testing import pool
 
 
@@ -66,7 +66,7 @@ def _in_parts(whole: Tensor, group: Any) -> Tensor:
 
 def _given_whole(x: Tensor, dim: int, group: Any) -> Tensor:
     part = Split.apply(x, dim, group) ** 2
-    return GatherForParts.apply(part, gather(part.detach(), dim, x.shape[dim], group), dim, group)
+    return GatherWithPartialGrad.apply(part, gather_uneven(part.detach(), dim, x.shape[dim], group), dim, group)
 
 
 def _of_chunks(part: Tensor, x: Tensor, dim: int, group: Any) -> Tensor:
@@ -88,7 +88,9 @@ CHAINS: dict[str, tuple[Chain, Whole, bool]] = {
         True,
     ),
     "split-gather_for_parts": (
-        lambda x, dim, group: _in_parts(GatherForParts.apply(Split.apply(x, dim, group) ** 2, None, dim, group), group),
+        lambda x, dim, group: _in_parts(
+            GatherWithPartialGrad.apply(Split.apply(x, dim, group) ** 2, None, dim, group), group
+        ),
         SQUARES,
         False,
     ),
@@ -128,7 +130,7 @@ def test_collectives_and_their_gradients_are_those_of_whole_tensors(name: str, d
 
 def _chunks() -> list[Tensor]:
     whole = torch.arange(20.0).view(2, 10).T
-    return [gather(_own(whole, dim), dim, whole.shape[dim], dist.group.WORLD) for dim in (0, 1, -1, -2)]
+    return [gather_uneven(_own(whole, dim), dim, whole.shape[dim], dist.group.WORLD) for dim in (0, 1, -1, -2)]
 
 
 @TWO_OR_FOUR
@@ -147,10 +149,10 @@ def _labels(shape: tuple[int, int], vocab: int, masked: str) -> Tensor:
     # The ends of every rank's part.
     labels_BS[0, : min(vocab, shape[1])] = torch.arange(vocab)[: shape[1]]
     if masked == "ragged":
-        labels_BS[torch.rand(shape, generator=generator) < 0.4] = IGNORED_LABEL
-        labels_BS[1] = IGNORED_LABEL
+        labels_BS[torch.rand(shape, generator=generator) < 0.4] = IGNORE_INDEX
+        labels_BS[1] = IGNORE_INDEX
     if masked == "all":
-        labels_BS[:] = IGNORED_LABEL
+        labels_BS[:] = IGNORE_INDEX
     return labels_BS
 
 
@@ -161,8 +163,8 @@ def _logits(shape: tuple[int, int], vocab: int, dtype: torch.dtype, scale: float
 
 def _of_shards(logits_BSL: Tensor, labels_BS: Tensor, vocab: int) -> Tensor:
     vocabulary = ShardedVocabulary.over(dist.group.WORLD, vocab)
-    rows = Rows.of_logits(logits_BSL, vocabulary=vocabulary)
-    return token_loss(rows, targets(labels_BS).flatten(), torch.tensor(1), chunk_rows=10)
+    rows = HiddenRows.of_logits(logits_BSL, vocabulary=vocabulary)
+    return compute_token_loss(rows, shift_labels(labels_BS).flatten(), torch.tensor(1), chunk_rows=10)
 
 
 def _sharded_loss(vocab: int, dtype: torch.dtype, scale: float, masked: str) -> tuple[Tensor, Tensor, int]:
@@ -179,7 +181,7 @@ def _sharded_loss(vocab: int, dtype: torch.dtype, scale: float, masked: str) -> 
         losses.append(_of_shards(logits_BSL, labels_BS, vocab))
         (losses[0] / 7).backward()
 
-    traffic = measure_collectives(work)
+    traffic = record_collectives(work)
     assert torch.equal(logits_BSL.detach(), before_BSL), "logits were changed in place"
     assert logits_BSL.grad is not None
     return losses[0].detach(), logits_BSL.grad, traffic.bytes
@@ -201,7 +203,7 @@ def _sharded_loss(vocab: int, dtype: torch.dtype, scale: float, masked: str) -> 
 @TWO_OR_FOUR
 def test_loss_of_sharded_logits_is_that_of_whole_ones(ranks, vocab, dtype, scale, masked):
     whole_BSV = _logits((3, 9), vocab, dtype, scale).requires_grad_()
-    expected = token_loss_sum(whole_BSV, _labels((3, 9), vocab, masked))
+    expected = sum_token_loss(whole_BSV, _labels((3, 9), vocab, masked))
     (expected / 7).backward()
     answers = pool(ranks).run(_sharded_loss, vocab, dtype, scale, masked)
     grad_BSV = torch.cat([grad for _, grad, _ in answers], -1)

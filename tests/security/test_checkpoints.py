@@ -25,13 +25,13 @@ from support.commands import invoke
 from meshwright import CheckpointError, load_checkpoint, save_checkpoint
 from meshwright.checkpoint import export_checkpoint, loading, stored_model
 from meshwright.checkpoint import manifest as manifest_module
-from meshwright.checkpoint.directory import best_of
+from meshwright.checkpoint.directory import find_best_checkpoints
 from meshwright.checkpoint.index import StoredTensor
-from meshwright.checkpoint.manifest import MANIFEST, Chunks, StoredFile, open_verified, read_manifest
-from meshwright.checkpoint.places import Access, Key, LocalFolder
+from meshwright.checkpoint.manifest import MANIFEST_FILE, BlockHasher, StoredFile, open_verified, read_manifest
+from meshwright.checkpoint.places import LocalStorage, SigningKey, StorageOptions
 from meshwright.testing import Case
-from meshwright.train.loop.monitors import BAD_STEPS, BadStepConfig, BadSteps, EarlyStopping, Watch
-from meshwright_run.resume import Source
+from meshwright.train.loop.monitors import BAD_STEPS_KEY, BadStepConfig, BadStepDetector, EarlyStopping, MetricMonitor
+from meshwright_run.resume import ResumePoint
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager, train_steps
 
@@ -104,9 +104,9 @@ def test_odd_and_many_pieces_are_refused_at_once() -> None:
 def _save(root: str) -> None:
     manager = build_manager("single", {}, {}, CASE)
     train_steps(manager, CASE, range(1))
-    access = Access(Key(SECRET))
+    access = StorageOptions(SigningKey(SECRET))
     for step in (1, 2):
-        save_checkpoint(manager, LocalFolder(Path(root) / f"step-{step:08d}", access), step=step)
+        save_checkpoint(manager, LocalStorage(Path(root) / f"step-{step:08d}", access), step=step)
         train_steps(manager, CASE, range(step, step + 1))
 
 
@@ -137,7 +137,7 @@ def _swapped_after(module: object, name: str, path: Path) -> Iterator[None]:
 
 
 def _load(checkpoint: str, name: str) -> str:
-    place = LocalFolder(Path(checkpoint), Access(Key(SECRET)))
+    place = LocalStorage(Path(checkpoint), StorageOptions(SigningKey(SECRET)))
     manager = build_manager("single", {}, {}, CASE, seed=4)
     with _swapped_after(loading, "read_index" if name == PAYLOAD else "_check_base", place.path / name):
         return error_of(lambda: load_checkpoint(manager, place))
@@ -151,7 +151,7 @@ def test_a_file_that_is_exchanged_after_it_was_verified_is_not_loaded(root: Path
 
 @pytest.mark.parametrize("name", [PAYLOAD, "huggingface/config.json"])
 def test_a_file_that_is_exchanged_after_it_was_verified_is_not_exported(root: Path, name: str, tmp_path: Path) -> None:
-    place = LocalFolder(root / "step-00000001", Access(Key(SECRET)))
+    place = LocalStorage(root / "step-00000001", StorageOptions(SigningKey(SECRET)))
     owner, after = (stored_model, "read_index") if name == PAYLOAD else (stored_model.StoredModel, "_on_this_machine")
     with (
         _swapped_after(owner, after, place.path / name),
@@ -165,13 +165,13 @@ def test_a_file_that_is_exchanged_after_it_was_verified_is_not_exported(root: Pa
 def test_an_older_checkpoint_in_the_place_of_a_newer_one_is_refused(root: Path, secret: bytes | None) -> None:
     shutil.rmtree(root / "step-00000002")
     shutil.copytree(root / "step-00000001", root / "step-00000002")
-    place = LocalFolder(root / "step-00000002", Access(Key(secret) if secret else None))
+    place = LocalStorage(root / "step-00000002", StorageOptions(SigningKey(secret) if secret else None))
     with pytest.raises(CheckpointError, match="is of step 1, and not of the step that it is called by"):
         read_manifest(place)
     # Under a name that tells no step, it is what it says.
     (root / "step-00000002").rename(root / "best")
-    assert read_manifest(LocalFolder(root / "best", place.access)).step == 1
-    with (root / "best" / MANIFEST).open("r+b") as file:
+    assert read_manifest(LocalStorage(root / "best", place.access)).step == 1
+    with (root / "best" / MANIFEST_FILE).open("r+b") as file:
         # Without a byte on the disk.
         file.truncate(1 << 33)
     with pytest.raises(CheckpointError, match="no manifest has more than"):
@@ -180,11 +180,11 @@ def test_an_older_checkpoint_in_the_place_of_a_newer_one_is_refused(root: Path, 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
 def test_parts_are_read_as_they_lie_in_the_file(root: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest_module, "CHUNK", chunk)
-    place = LocalFolder(root, Access(Key(SECRET)))
+    monkeypatch.setattr(manifest_module, "BLOCK_BYTES", chunk)
+    place = LocalStorage(root, StorageOptions(SigningKey(SECRET)))
     content = random.Random(chunk).randbytes(1000)
     (root / "file").write_bytes(content)
-    chunks = Chunks()
+    chunks = BlockHasher()
     for begin in range(0, 1000, 300):
         chunks.update(content[begin : begin + 300])
     manifest = read_manifest(root / "step-00000001")
@@ -202,11 +202,11 @@ def test_parts_are_read_as_they_lie_in_the_file(root: Path, chunk: int, monkeypa
 
 def test_links_that_lead_in_a_circle_hang_nobody(root: Path) -> None:
     checkpoint = root / "step-00000001"
-    names = LocalFolder(checkpoint).sizes()
+    names = LocalStorage(checkpoint).sizes()
     for number in range(8):
         (checkpoint / f"circle-{number}").symlink_to(checkpoint)
         (checkpoint / "huggingface" / f"circle-{number}").symlink_to("..")
-    assert LocalFolder(checkpoint).sizes() == names
+    assert LocalStorage(checkpoint).sizes() == names
     for command, place in itertools.product(("show", "verify"), (checkpoint, root)):
         assert invoke("checkpoint", command, place)[0] == 0
 
@@ -222,8 +222,8 @@ def _paths(value: Any) -> list[tuple[Any, ...]]:
 
 def test_what_a_run_remembers_is_taken_or_the_checkpoint_is_refused(root: Path) -> None:
     stopping = EarlyStopping()
-    loop = {"best": {"set": "held_out", "values": [[2.5, 1]]}, **Watch(stopping, None, None).state()}
-    loop |= BadSteps(BadStepConfig(do="skip"), {"losses": [1.5], "norms": [0.5]}).state()
+    loop = {"best": {"set": "held_out", "values": [[2.5, 1]]}, **MetricMonitor(stopping, None, None).state()}
+    loop |= BadStepDetector(BadStepConfig(do="skip"), {"losses": [1.5], "norms": [0.5]}).state()
     whole = {
         "identity": {"batch_size": 2, "order": 2, "ema": {"decay": 0.5}, "model": {}, "data": {"seq_len": 16}},
         "run": {"output_dir": "out"},
@@ -247,11 +247,11 @@ def test_what_a_run_remembers_is_taken_or_the_checkpoint_is_refused(root: Path) 
         except CheckpointError:
             outcomes[False] += 1
             continue
-        source = Source(LocalFolder(place), manifest, named=None, changed=(), keeps=-1, metrics=None)
+        source = ResumePoint(LocalStorage(place), manifest, named=None, changed=(), keeps=-1, metrics=None)
         told = source.has_average, source.left_out, source.position()
         assert [type(each) for each in told] == [bool, int, int], (path, odd)
-        Watch(stopping, best, source.watched).state()  # type: ignore[arg-type]
-        BadSteps(BadStepConfig(do="skip"), (source.watched or {}).get(BAD_STEPS)).state()
-        best_of([LocalFolder(place)], "held_out", 1)
+        MetricMonitor(stopping, best, source.watched).state()  # type: ignore[arg-type]
+        BadStepDetector(BadStepConfig(do="skip"), (source.watched or {}).get(BAD_STEPS_KEY)).state()
+        find_best_checkpoints([LocalStorage(place)], "held_out", 1)
         outcomes[True] += 1
     assert min(outcomes[False], outcomes[True]) > 50

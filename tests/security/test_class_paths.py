@@ -23,10 +23,10 @@ from meshwright.files.class_paths import allow_imports, check_import, import_cla
 from meshwright.model.configuration import config_from_mapping
 from meshwright.objectives.base import ObjectiveConfig as Objective
 from meshwright.objectives.registry import check_objective, get_objective
-from meshwright.optim.build import optimizer_class
+from meshwright.optim.build import resolve_optimizer_class
 from meshwright.optim.config import OptimizerConfig, OptimizerGroup
 from meshwright.parallel.tensor.plan import find_plan
-from meshwright_pipeline.run.losses import objective_of
+from meshwright_pipeline.run.losses import build_loss_objective
 
 DANGEROUS = """
     torch.utils.benchmark.Timer torch.utils.benchmark.utils.timer.Timer torch._inductor.codecache.DLLWrapper
@@ -58,14 +58,14 @@ REFUSED = r"not imported|no import path| is no |is not a |does not exist|defined
 PLACES: dict[str, Callable[[str], Any]] = {
     "objective": get_objective,
     "objective with options": lambda path: get_objective({"name": path, "setup": "pass", "stmt": "1"}),
-    "optimizer.name": lambda path: optimizer_class(OptimizerConfig(name=path).name, "optimizer.name"),
-    "optimizer.groups[].name": lambda path: optimizer_class(
+    "optimizer.name": lambda path: resolve_optimizer_class(OptimizerConfig(name=path).name, "optimizer.name"),
+    "optimizer.groups[].name": lambda path: resolve_optimizer_class(
         OptimizerGroup(name=path, match=["*"]).name or "", "optimizer.groups[0].name"
     ),
     "mp_policy._target_": lambda path: instantiate({"_target_": path}, expected=MixedPrecisionPolicy),
     "offload_policy._target_": lambda path: instantiate({"_target_": path}, expected=CPUOffloadPolicy),
     "tp_plan": lambda path: find_plan(MODEL, None, path),  # type: ignore[arg-type]  # before the layout is looked at
-    "loss_fn": objective_of,
+    "loss_fn": build_loss_objective,
 }
 
 
@@ -107,7 +107,7 @@ def test_an_allowed_module_does_not_lend_what_it_has_imported(tmp_path: Path, mo
     own = ("from subprocess import Popen", "from torch.utils.benchmark import Timer", "from torch.nn import Linear")
     (tmp_path / "own_module.py").write_text("\n".join(own))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(class_paths, "_users", set())
+    monkeypatch.setattr(class_paths, "_allowed_modules", set())
     allow_imports("own_module")
     for name, text in {
         "own_module.Popen": "defined in 'subprocess'",
@@ -123,8 +123,8 @@ def test_classes_that_configurations_need_are_imported_and_made_for_their_own_op
     layer = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
     for path in ("torch.distributed.tensor.parallel.ColwiseParallel", layer):
         assert isinstance(import_class_from_path(path), type)
-    assert objective_of("torch.nn.CrossEntropyLoss") is not None
-    assert optimizer_class("torch.optim.AdamW", "optimizer.name") is torch.optim.AdamW
+    assert build_loss_objective("torch.nn.CrossEntropyLoss") is not None
+    assert resolve_optimizer_class("torch.optim.AdamW", "optimizer.name") is torch.optim.AdamW
     policy = {"_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": "bfloat16"}
     assert instantiate(policy, expected=MixedPrecisionPolicy).param_dtype is torch.bfloat16
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.base.errors import DataError
-from meshwright_run.data.files import opened, read_file
-from meshwright_run.data.progress import Meter
+from meshwright_run.data.files import open_decompressed, read_file
+from meshwright_run.data.progress import ReadProgress
 
 zstandard = pytest.importorskip("zstandard")
 LIMIT_S, LIMIT_MB = 20.0, 500
@@ -49,7 +49,7 @@ def test_a_small_file_that_becomes_a_large_one_is_refused(
     assert path.stat().st_size < 2_000_000
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with pytest.raises(DataError, match=r"500 times as large|must hold an array"):
-        list(read_file(path, Meter()))
+        list(read_file(path, ReadProgress()))
     assert time.monotonic() - began < LIMIT_S
     if make is not _parquet:
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < LIMIT_MB * 1000
@@ -59,7 +59,7 @@ def test_a_large_frame_is_read_in_time_that_grows_with_it(tmp_path: Path) -> Non
     # What a decompressor gives at once was cut anew for each small read.
     path = _compressed(tmp_path / "zeros.txt.zst", 60 << 20)
     began, count = time.monotonic(), 0
-    with opened(path, Meter()) as file:
+    with open_decompressed(path, ReadProgress()) as file:
         while some := file.read(1 << 12):
             count += len(some)
     assert count == 60 << 20
@@ -71,19 +71,19 @@ def test_what_is_compressed_well_is_read(suffix: str, tmp_path: Path) -> None:
     text = b"".join(b'{"text": "%d is even or odd"}\n' % number for number in range(30_000))
     path = tmp_path / f"corpus.jsonl{suffix}"
     path.write_bytes(gzip.compress(text) if suffix == ".gz" else zstandard.compress(text))
-    found = list(read_file(path, Meter()))
+    found = list(read_file(path, ReadProgress()))
     assert len(found) == 30_000
     assert found[-1][0] == {"text": "29999 is even or odd"}
     # Cut, it is told as before.
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="broken or cut off"):
-        list(read_file(path, Meter()))
+        list(read_file(path, ReadProgress()))
 
 
 def test_a_document_that_is_too_long_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright_run.data.files.MAX_BYTES", 10)
     (tmp_path / "a.txt").write_text("x" * 10)
-    assert next(read_file(tmp_path / "a.txt", Meter()))[0] == {"text": "x" * 10}
+    assert next(read_file(tmp_path / "a.txt", ReadProgress()))[0] == {"text": "x" * 10}
     (tmp_path / "a.txt").write_text("x" * 11)
     with pytest.raises(DataError, match=r"more than 10 bytes\. Cut it into several"):
-        list(read_file(tmp_path / "a.txt", Meter()))
+        list(read_file(tmp_path / "a.txt", ReadProgress()))

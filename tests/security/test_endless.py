@@ -17,20 +17,20 @@ from support.commands import command
 
 from meshwright._compat import peft as peft_compat
 from meshwright.base.errors import ConfigError, DataError, ModelError
-from meshwright.checkpoint.places import read_key
-from meshwright.files.parsing import read_regular, time_limit
-from meshwright.model.adapter import with_adapter
-from meshwright.model.configuration import digest_of_code
+from meshwright.checkpoint.places import read_signing_key
+from meshwright.files.parsing import read_regular_file, time_limit
+from meshwright.model.adapter import add_adapter
+from meshwright.model.configuration import compute_code_digest
 from meshwright_run.data import chat_template
 from meshwright_run.data.chat_template import ChatTemplate, read_chat_template
 from meshwright_run.data.conversations import Conversation
-from meshwright_run.data.files import opened
-from meshwright_run.data.prepare import tokenizer_key
-from meshwright_run.data.progress import Meter
+from meshwright_run.data.files import open_decompressed
+from meshwright_run.data.prepare import hash_tokenizer_files
+from meshwright_run.data.progress import ReadProgress
 from meshwright_run.data.tokenizer import train_tokenizer
-from meshwright_run.journal import id_of
-from meshwright_run.start import _last_step
-from meshwright_testing.models import tiny_model
+from meshwright_run.journal import get_run_id
+from meshwright_run.start import _read_last_step
+from meshwright_testing.models import build_tiny_model
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 PATTERN = r"(\w+|\.)*(\w|\.)*(\w|\.)*!"
@@ -60,7 +60,7 @@ def test_work_is_ended_after_a_time_and_others_are_not() -> None:
 
 @pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
 def test_a_template_that_does_not_end_is_refused(marks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "AT_MOST_S", 0.5)
+    monkeypatch.setattr(chat_template, "RENDER_TIMEOUT_S", 0.5)
     template = ChatTemplate(train_tokenizer(["some words"], 300), LOOP + marks)
     conversation = Conversation(({"role": "user", "content": "x"},), (), {}, "a place")
     with pytest.raises(DataError, match=r"the template took longer than 0\.5 seconds"):
@@ -69,25 +69,25 @@ def test_a_template_that_does_not_end_is_refused(marks: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("name", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
 def test_a_pattern_that_does_not_end_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peft_compat, "AT_MOST_S", 0.01)
+    monkeypatch.setattr(peft_compat, "PATTERN_TIMEOUT_S", 0.01)
     options: dict[str, Any] = {"target_modules": ["q_proj"]}
     options[name] = SLOW if name.endswith("modules") else {SLOW: 2}
     adapter = pytest.importorskip("peft").LoraConfig(r=2, **options)
     with pytest.raises(ModelError, match=r"matching its patterns .* took longer than 0\.01 seconds"):
-        with_adapter(tiny_model("llama"), None, adapter, seed=0)
+        add_adapter(build_tiny_model("llama"), None, adapter, seed=0)
 
 
 # -- pipes and devices
 
 READERS: dict[str, Callable[[Path], object]] = {
     "chat template": lambda path: read_chat_template(str(path)),
-    "key": lambda path: read_key(path, where="key"),
-    "corpus": lambda path: opened(path, Meter()).__enter__().read(1),
-    "code": lambda path: digest_of_code(path.parent),
-    "tokenizer": lambda path: tokenizer_key(path.parent),
-    "events": lambda path: id_of(path.parent),
-    "metrics": lambda path: _last_step(path),
-    "small file": lambda path: read_regular(path),
+    "key": lambda path: read_signing_key(path, where="key"),
+    "corpus": lambda path: open_decompressed(path, ReadProgress()).__enter__().read(1),
+    "code": lambda path: compute_code_digest(path.parent),
+    "tokenizer": lambda path: hash_tokenizer_files(path.parent),
+    "events": lambda path: get_run_id(path.parent),
+    "metrics": lambda path: _read_last_step(path),
+    "small file": lambda path: read_regular_file(path),
 }
 NAMES = {"code": "model.py", "tokenizer": "tokenizer.json", "events": "events.jsonl"}
 
@@ -107,7 +107,7 @@ def test_a_pipe_is_not_waited_for_and_a_device_not_read_to_its_end(kind: str, tm
     _in_time(READERS[kind], path)
     if kind == "code":
         with pytest.raises(ModelError, match=r"model\.py cannot be read: it is no file"):
-            digest_of_code(tmp_path)
+            compute_code_digest(tmp_path)
     path.unlink()
     path.symlink_to("/dev/zero")
     _in_time(READERS[kind], path)

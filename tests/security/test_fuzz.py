@@ -26,22 +26,22 @@ from support.odd_run_files import ODD, OddRunFiles, places, put
 from typer.testing import CliRunner
 
 from meshwright.base.errors import MeshwrightError
-from meshwright.base.validation import validated
+from meshwright.base.validation import validate_config
 from meshwright.cli import main as cli
-from meshwright.files.parsing import as_yaml, parse_yaml
+from meshwright.files.parsing import parse_yaml, to_yaml
 from meshwright.mesh.sizes import Degrees
-from meshwright.model.configuration import model_config
-from meshwright.optim.build import try_optimization
+from meshwright.model.configuration import build_model_config
+from meshwright.optim.build import probe_optimizer
 from meshwright.optim.groups import needs_closure
 from meshwright.strategy.registry import get_registry
 from meshwright.strategy.stack import resolve
 from meshwright_run import start
 from meshwright_run.data import sources
-from meshwright_run.data.prepare import prepare
+from meshwright_run.data.prepare import prepare_data
 from meshwright_run.data.tokenizer import load_tokenizer
 from meshwright_run.launch import local as launch
-from meshwright_run.model_trial import try_model
-from meshwright_run.run_file import OptimizerConfig, RunConfig, ScheduleConfig, as_plain, load_run
+from meshwright_run.model_trial import probe_model
+from meshwright_run.run_file import OptimizerConfig, RunConfig, ScheduleConfig, load_run, to_redacted_dict
 from meshwright_run.run_schema import run_schema
 
 MINIMAL = {"model": {"model_type": "llama"}, "steps": 1, "batch_size": 1}
@@ -97,7 +97,7 @@ def test_each_odd_value_of_each_key_is_refused_or_kept_as_it_is() -> None:
             put(values, path, copy.deepcopy(value))
             try:
                 with bounded((cls.__name__, path, value)):
-                    kept: Any = validated(cls, values, where="a run file")
+                    kept: Any = validate_config(cls, values, where="a run file")
             except MeshwrightError as error:
                 check_usage_error(error)
                 counts["refused"] += 1
@@ -134,7 +134,7 @@ def test_odd_options_of_optimizers_are_refused_or_work(count: int | None) -> Non
         config = OptimizerConfig(name=cls.__name__, options={name: copy.deepcopy(value)})
         try:
             with bounded(config):
-                try_optimization(config, ScheduleConfig(), 10, device=CPU)
+                probe_optimizer(config, ScheduleConfig(), 10, device=CPU)
         except MeshwrightError as error:
             check_usage_error(error)
             counts["refused"] += 1
@@ -150,7 +150,7 @@ def test_odd_options_of_optimizers_are_refused_or_work(count: int | None) -> Non
     "count", [pytest.param(200, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.zoo)]
 )
 def test_odd_fields_of_models_are_refused_or_train(count: int | None, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(prepare(load_run(write_run(tmp_path)).data).tokenizer_dir)
+    tokenizer = load_tokenizer(prepare_data(load_run(write_run(tmp_path)).data).tokenizer_dir)
     counts: Counter[str] = Counter()
     fields = transformers.AutoConfig.for_model("llama").to_dict()
     cases = [case for case in itertools.product(fields, ODD) if case[0] not in ("model_type", "dtype")]
@@ -160,8 +160,8 @@ def test_odd_fields_of_models_are_refused_or_train(count: int | None, tmp_path: 
         before = copy.deepcopy(section)
         try:
             with bounded(section):
-                config = model_config(section, tokenizer=tokenizer, seq_len=16)
-                try_model(config, torch.float32, seq_len=16, device=CPU, degrees=Degrees())
+                config = build_model_config(section, tokenizer=tokenizer, seq_len=16)
+                probe_model(config, torch.float32, seq_len=16, device=CPU, degrees=Degrees())
         except MeshwrightError as error:
             check_usage_error(error)
             counts["refused"] += 1
@@ -200,9 +200,9 @@ def test_run_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
         if not file.assignments:
             values = parse_yaml(file.content.decode("utf-8-sig"))
             assert schema.is_valid(values), f"{number}: accepted, but not by the schema: {values}"
-        again = as_yaml(as_plain(config))
+        again = to_yaml(to_redacted_dict(config))
         path.write_text(again, encoding="utf-8")
-        assert as_yaml(as_plain(load_run(path))) == again, (number, file)
+        assert to_yaml(to_redacted_dict(load_run(path))) == again, (number, file)
     assert min(counts.values()) > count // 50
 
 
@@ -223,11 +223,11 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OddRunFiles:
     # Tracing each would take a second; some turn it on.
     good = {**yaml.safe_load(write_run(tmp_path).read_text()), "steps": 1, "plan": {"enabled": False}}
     (tmp_path / "cache").mkdir()
-    monkeypatch.setattr(launch, "warm_up", lambda *_: None)
-    monkeypatch.setattr(launch, "launch", _start)
-    monkeypatch.setattr(start, "guarded", _start)
+    monkeypatch.setattr(launch, "start_fork_server", lambda *_: None)
+    monkeypatch.setattr(launch, "launch_ranks", _start)
+    monkeypatch.setattr(start, "run_guarded", _start)
     # All of the standard library would take half a minute.
-    monkeypatch.setattr(sources, "_stdlib_paths", lambda: [tmp_path / "0.txt", tmp_path / "1.txt"])
+    monkeypatch.setattr(sources, "_find_stdlib_files", lambda: [tmp_path / "0.txt", tmp_path / "1.txt"])
     kinds = {bool: "boolean", int: "integer", float: "number"}
 
     def fields(values: Mapping[str, Any], *above: str) -> dict[tuple[str, ...], dict[str, Any]]:

@@ -25,17 +25,17 @@ from support.watched import make_ranks, make_run, make_timeline
 from typer.testing import CliRunner
 
 from meshwright.base.errors import MeshwrightError
-from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.manifest import MANIFEST_FILE
 from meshwright.cli.main import app
 from meshwright.model.adapter import read_adapter_config
 from meshwright.model.configuration import config_from_directory
 from meshwright.model.pretrained import open_pretrained
-from meshwright_plan.config import find_device
+from meshwright_plan.config import load_device_spec
 from meshwright_run.data.tokenizer import load_tokenizer
-from meshwright_run.fate import check_output
+from meshwright_run.fate import choose_run_action
 from meshwright_run.report import read_metrics
 from meshwright_run.run_file import load_run
-from meshwright_watch.answers import Answers, as_json
+from meshwright_watch.answers import WatchApi, to_json
 from meshwright_watch.run import WatchedRun
 
 HUGE = 10**400
@@ -110,7 +110,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "adapter").mkdir()
     text = json.dumps({**adapter, "base_model_name_or_path": str(root / "run/model")})
     (root / "adapter" / "adapter_config.json").write_text(text)
-    (root / "device.yaml").write_text(yaml.safe_dump(find_device("h100-80gb").model_dump(mode="json")))
+    (root / "device.yaml").write_text(yaml.safe_dump(load_device_spec("h100-80gb").model_dump(mode="json")))
     return root
 
 
@@ -138,17 +138,17 @@ def _part_of_checkpoint(place: Path) -> None:
 
 def _directory(place: Path) -> None:
     run = place / "run"
-    read_metrics(run / "metrics.jsonl", until=3, steps=3)
+    read_metrics(run / "metrics.jsonl", last_step=3, num_steps=3)
     _command("diff", str(run), str(run))
     config = load_run(place / "run.yaml", [f"output_dir={run}", "steps=5"])
-    check_output(config, 5)
+    choose_run_action(config, 5)
     _page(run)
 
 
 def _page(run: Path) -> None:
-    answers = Answers([WatchedRun(run, "run")])
+    answers = WatchApi([WatchedRun(run, "run")])
     for name in ("state", "events", "ranks", "timeline"):
-        as_json(getattr(answers, name)(QueryParams("run=0")))
+        to_json(getattr(answers, name)(QueryParams("run=0")))
 
 
 def _profile(place: Path) -> None:
@@ -167,7 +167,7 @@ def _tokenizer(place: Path) -> object:
 
 
 KINDS: Mapping[str, tuple[str, Callable[[Path], object]]] = {
-    "manifest": (f"run/checkpoints/*/{MANIFEST}", _checkpoint),
+    "manifest": (f"run/checkpoints/*/{MANIFEST_FILE}", _checkpoint),
     "index": ("run/checkpoints/*/index.json", _part_of_checkpoint),
     "optimizer": ("run/checkpoints/*/optimizer-00000.json", _part_of_checkpoint),
     "tensors": ("run/checkpoints/*/tensors-00000.bin", _part_of_checkpoint),
@@ -183,7 +183,7 @@ KINDS: Mapping[str, tuple[str, Callable[[Path], object]]] = {
     "timeline": ("watched/timeline/*", lambda place: _page(place / "watched")),
     "profile": ("run/profile/rank-*", _profile),
     "run file": ("run.yaml", lambda place: load_run(place / "run.yaml")),
-    "device file": ("device.yaml", lambda place: find_device(str(place / "device.yaml"))),
+    "device file": ("device.yaml", lambda place: load_device_spec(str(place / "device.yaml"))),
     "configuration": ("run/model/config.json", _model),
     "generation configuration": ("run/model/generation_config.json", _model),
     "weights": ("run/model/model.safetensors", _model),

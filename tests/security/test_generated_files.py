@@ -18,8 +18,8 @@ from security.small_run import job_values
 
 from meshwright.base.errors import ConfigError
 from meshwright_cluster import TARGETS, Target
-from meshwright_cluster.files import files_of
-from meshwright_cluster.job import Job, plan_job
+from meshwright_cluster.files import render_job_files
+from meshwright_cluster.job import ClusterJob, build_job
 from meshwright_run.run_file import RunConfig
 
 PIECES = [
@@ -38,9 +38,9 @@ def _hostile(count: int) -> list[Any]:
     return [pytest.param(text, id=str(number)) for number, text in enumerate(texts)]
 
 
-def _job(to: Target, text: str, **launch: Any) -> Job:
+def _job(to: Target, text: str, **launch: Any) -> ClusterJob:
     values = job_values({"VALUE": text}, **launch)
-    return plan_job(values, RunConfig.model_validate(values), to, None)
+    return build_job(values, RunConfig.model_validate(values), to, None)
 
 
 def _expanded(text: str) -> str:
@@ -69,7 +69,9 @@ def test_slurm(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     here = tmp_path / (RESERVED.sub("_", text) + "x")
     here.mkdir()
     monkeypatch.chdir(here)
-    script = files_of(_job("slurm", text, python="interpreter", slurm={"partition": text}), "slurm")["job.sbatch"]
+    script = render_job_files(_job("slurm", text, python="interpreter", slurm={"partition": text}), "slurm")[
+        "job.sbatch"
+    ]
     lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     options = dict(word.partition("=")[::2] for line in lines for word in [" ".join(shlex.split(line))])
     assert all(len(shlex.split(line)) == 1 for line in lines)
@@ -92,7 +94,7 @@ def test_kubernetes(kind: str, text: str) -> None:
         setup=["true $(RANK) $RANK"],
         kubernetes={"image": "image", "claim": "claim", "mount": "/shared", "kind": kind, "node_selector": {"a": text}},
     )
-    settings, manifest = yaml.safe_load_all(files_of(job, "kubernetes")["job.yaml"])
+    settings, manifest = yaml.safe_load_all(render_job_files(job, "kubernetes")["job.yaml"])
     assert yaml.safe_load(settings["data"]["run.yaml"])["output_dir"] == "/shared/runs/run"
     nodes = list(_nodes(manifest))
     containers = [each for each in nodes if isinstance(each, Mapping) and "command" in each]
@@ -116,13 +118,13 @@ def _nodes(node: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("text", _hostile(15))
 def test_skypilot_and_ray(text: str, tmp_path: Path) -> None:
-    tree = ast.parse(files_of(_job("ray", text), "ray")["job.py"])
+    tree = ast.parse(render_job_files(_job("ray", text), "ray")["job.py"])
     (start,) = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "init" in ast.unparse(node.func)]
     assert ast.literal_eval(start.keywords[0].value)["env_vars"]["VALUE"] == text
     if "$" in text:
         with pytest.raises(ConfigError, match="SkyPilot takes for a variable"):
             _job("skypilot", "", skypilot={"mounts": {"/shared": "s3://bucket"}, "workdir": text})
-    task = yaml.safe_load(files_of(_job("skypilot", text, python="interpreter"), "skypilot")["job.yaml"])
+    task = yaml.safe_load(render_job_files(_job("skypilot", text, python="interpreter"), "skypilot")["job.yaml"])
     assert task["envs"]["VALUE"] == text
     told = {"SKYPILOT_NODE_IPS": "first\nsecond", "SKYPILOT_NODE_RANK": "1", "HOME": "/home/x"}
     words, environment = _run(task["run"], tmp_path, **{**told, "VALUE": text})
@@ -143,7 +145,7 @@ def test_control_characters_are_refused(
         _job(to, "", kubernetes={"image": "i", "claim": "c", "mount": "/shared", "node_selector": {text: "a"}})
     job = _job(to, "")
     with pytest.raises(ConfigError, match=r"--out=.* has control characters"):
-        plan_job(job.values, job.config, to, tmp_path / text)
+        build_job(job.values, job.config, to, tmp_path / text)
     if character != "\x00":
         (tmp_path / text).mkdir()
         monkeypatch.chdir(tmp_path / text)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.base.processes import identity_of
+from meshwright.base.processes import get_process_identity
 from meshwright_replicate import keeper, keepers, wire
-from meshwright_replicate.wire import listen_at, remove, socket_path
+from meshwright_replicate.wire import get_socket_path, listen_on_socket, remove_socket
 
 TOKEN = "a token"
 MARGIN_MB = 30
@@ -32,7 +32,14 @@ class Process:
     def __init__(self, place: Path) -> None:
         self.path = place / "keeper.sock"
         me = os.getpid()
-        command = [sys.executable, "-m", "meshwright_replicate.keeper", str(self.path), str(me), identity_of(me)]
+        command = [
+            sys.executable,
+            "-m",
+            "meshwright_replicate.keeper",
+            str(self.path),
+            str(me),
+            get_process_identity(me),
+        ]
         self.process = subprocess.Popen(command)
         until = time.monotonic() + 30
         while True:
@@ -42,7 +49,7 @@ class Process:
             connection.close()
             assert time.monotonic() < until
             time.sleep(0.02)
-        self.near = wire.Link(connection)
+        self.near = wire.Connection(connection)
         self.port = int(self.near.ask("serve", host="127.0.0.1", token=TOKEN)["port"])
 
     def number(self, field: str) -> int:
@@ -77,7 +84,7 @@ def test_a_stranger_makes_a_keeper_hold_a_few_kilobytes(process: Process) -> Non
 
     with ExitStack() as open_ones, ThreadPoolExecutor(8) as pool:
         connections = [open_ones.enter_context(process.connection()) for _ in range(8)]
-        assert not wait([pool.submit(send_on, each) for each in connections], wire.PROOF_S + SLACK_S).not_done
+        assert not wait([pool.submit(send_on, each) for each in connections], wire.AUTH_TIMEOUT_S + SLACK_S).not_done
         assert process.number("VmRSS") - before < MARGIN_MB * 1000
     # What the system itself buffers.
     assert sum(sent) < 8 * (64 << 20)
@@ -89,12 +96,12 @@ def test_silent_strangers_are_few_and_leave_soon_and_who_has_the_token_comes_thr
     with ExitStack() as open_ones:
         silent = [open_ones.enter_context(process.connection()) for _ in range(200)]
         time.sleep(0.5)
-        assert process.number("Threads") - before <= keeper.STRANGERS
+        assert process.number("Threads") - before <= keeper.MAX_UNAUTHENTICATED
         link = process.connection()
-        wire.introduce(link, TOKEN)
-        assert wire.Link(link).ask("list")["steps"] == {}
+        wire.authenticate_to_server(link, TOKEN)
+        assert wire.Connection(link).ask("list")["steps"] == {}
         link.close()
-        until = time.monotonic() + 4 * wire.PROOF_S + SLACK_S
+        until = time.monotonic() + 4 * wire.AUTH_TIMEOUT_S + SLACK_S
         while process.number("Threads") > before and time.monotonic() < until:
             time.sleep(0.1)
         assert process.number("Threads") <= before
@@ -108,13 +115,13 @@ def test_silent_strangers_are_few_and_leave_soon_and_who_has_the_token_comes_thr
 def test_a_byte_now_and_then_wins_no_time(process: Process) -> None:
     with process.connection() as connection:
         began = time.monotonic()
-        wire.receive(connection)
+        wire.receive_message(connection)
         text = json.dumps({"nonce": "0", "proof": "0"}).encode()
         with suppress(OSError):
             for byte in struct.pack(">Q", len(text) + 1000) + text + b" " * 1000:
                 connection.sendall(bytes([byte]))
                 time.sleep(0.2)
-        assert time.monotonic() - began < wire.PROOF_S + SLACK_S
+        assert time.monotonic() - began < wire.AUTH_TIMEOUT_S + SLACK_S
 
 
 @pytest.mark.parametrize(
@@ -123,14 +130,14 @@ def test_a_byte_now_and_then_wins_no_time(process: Process) -> None:
 )
 def test_what_is_no_proof_ends_the_connection_and_nothing_else(process: Process, text: bytes) -> None:
     with process.connection() as connection:
-        wire.receive(connection)
+        wire.receive_message(connection)
         connection.sendall(struct.pack(">Q", len(text)) + text)
         connection.shutdown(socket.SHUT_WR)
         connection.settimeout(SLACK_S)
         while connection.recv(1 << 12):
             pass
     with process.connection() as connection:
-        wire.introduce(connection, TOKEN)
+        wire.authenticate_to_server(connection, TOKEN)
     assert process.process.poll() is None
 
 
@@ -162,25 +169,25 @@ def test_a_directory_that_another_user_has_made_is_refused(place: Path, how: str
     if how == "owner":
         os.chown(path, 65534, 65534)
     with pytest.raises(OSError, match=r"another user|File exists"):
-        socket_path("name")
+        get_socket_path("name")
     with pytest.raises(keepers.ConfigError, match=r"no place for its socket"):
-        keepers._found_or_started()
+        keepers._find_or_start_server()
 
 
 def test_a_runtime_directory_of_the_user_is_taken(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = place / "runtime"
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    assert socket_path("name").is_relative_to(runtime)
+    assert get_socket_path("name").is_relative_to(runtime)
     runtime.chmod(0o777)
-    assert not socket_path("name").is_relative_to(runtime)
+    assert not get_socket_path("name").is_relative_to(runtime)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 def test_another_user_does_not_reach_the_socket(place: Path) -> None:
     place.chmod(0o777)
-    path = socket_path("name")
-    listener = listen_at(path)
+    path = get_socket_path("name")
+    listener = listen_on_socket(path)
     assert listener is not None
     child = os.fork()
     if not child:
@@ -197,17 +204,17 @@ def test_another_user_does_not_reach_the_socket(place: Path) -> None:
 
 
 def test_one_keeper_for_one_name_in_a_directory_of_the_users_alone_and_dead_ones_leave_nothing(place: Path) -> None:
-    path = socket_path("name")
+    path = get_socket_path("name")
     assert path.parent.parent == place
     assert path.parent.stat().st_mode & 0o777 == 0o700
     dead = path.with_name("dead.sock")
-    code = "import sys, pathlib, meshwright_replicate.wire as s; s.listen_at(pathlib.Path(sys.argv[1]))"
+    code = "import sys, pathlib, meshwright_replicate.wire as s; s.listen_on_socket(pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(dead)], check=True)
     assert dead.exists()
-    first = listen_at(path)
+    first = listen_on_socket(path)
     assert first is not None
-    assert listen_at(path) is None
+    assert listen_on_socket(path) is None
     assert not dead.exists()
-    remove(path)
+    remove_socket(path)
     assert not list(path.parent.iterdir())
     first.close()

@@ -13,25 +13,34 @@ from security.small_run import write_small_run
 from support.commands import command
 
 from meshwright.base.errors import CheckpointError, ConfigError
-from meshwright.checkpoint.directory import LocalDraft
-from meshwright.checkpoint.places import LocalFolder
+from meshwright.checkpoint.directory import LocalCheckpointWriter
+from meshwright.checkpoint.places import LocalStorage
 from meshwright.files.parsing import time_limit
-from meshwright.files.writing import append, fresh, open_to_append, write_whole, written_whole
+from meshwright.files.writing import append_text, atomic_writer, open_for_append, remove_existing, write_atomically
 from meshwright_run import run_directory as files
 
 CORE = Path(files.__file__).parents[2]
 MODE = re.compile(r"[wax][bt+]*|r[bt]*\+[bt]*")
 SECRET = "what the user has written\n"
-FILES = [files.METRICS, files.CURVE, files.EVENTS, files.REFERENCE, files.SUMMARY, files.RUN, files.HOLDER, files.LOCK]
+FILES = [
+    files.METRICS,
+    files.LOSS_CURVE,
+    files.EVENTS,
+    files.REFERENCE,
+    files.SUMMARY,
+    files.RUN_FILE,
+    files.LOCK_OWNER,
+    files.LOCK,
+]
 DIRECTORIES = [
-    *(files.CHECKPOINTS, files.MODEL, files.AVERAGED_MODEL, files.RANKS, files.TIMELINE, "profile", "faults"),
+    *(files.CHECKPOINTS, files.MODEL, files.AVERAGED_MODEL, files.RANK_LOGS, files.TIMELINE, "profile", "faults"),
     *(f"{files.MODEL}.writing", f"{files.MODEL}.replaced", f"{files.MODEL}.checkpoint"),
     f"{files.CHECKPOINTS}/step-00000001.writing",
 ]
 
 
 def _refused(out: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is a link|is neither"), files.RunDirectory(out).locked(patience_s=0):
+    with pytest.raises(ConfigError, match=r"is a link|is neither"), files.RunDirectory(out).locked(timeout_s=0):
         pass
 
 
@@ -52,12 +61,12 @@ def test_a_link_in_the_directory_of_a_run_is_refused_and_what_it_points_to_stays
         assert [path.name for path in directory.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("name", [files.METRICS, files.EVENTS, files.SUMMARY, files.RUN, "mlflow.db"])
+@pytest.mark.parametrize("name", [files.METRICS, files.EVENTS, files.SUMMARY, files.RUN_FILE, "mlflow.db"])
 def test_a_pipe_in_the_directory_of_a_run_is_refused(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     _refused(tmp_path)
     with pytest.raises(OSError, match=r"it is no file|No such device"), time_limit(20, "the pipe"):
-        append(tmp_path / name, "text")
+        append_text(tmp_path / name, "text")
 
 
 @pytest.mark.slow
@@ -87,14 +96,14 @@ def test_files_that_grow_are_not_opened_through_links(tmp_path: Path) -> None:
     victim, link = tmp_path / "victim", tmp_path / "link"
     victim.write_text(SECRET)
     link.symlink_to(victim)
-    for opened in (lambda: open_to_append(link), lambda: append(link, "more")):
+    for opened in (lambda: open_for_append(link), lambda: append_text(link, "more")):
         with pytest.raises(OSError, match="symbolic link"):
             opened()
     assert victim.read_text() == SECRET
     (tmp_path / "victims").mkdir()
     (tmp_path / "step.writing").symlink_to(tmp_path / "victims")
     with pytest.raises(CheckpointError, match="is a link"):
-        LocalDraft(LocalFolder(tmp_path / "step")).begin()
+        LocalCheckpointWriter(LocalStorage(tmp_path / "step")).begin()
 
 
 def test_files_that_are_written_whole_replace_links(tmp_path: Path) -> None:
@@ -102,13 +111,13 @@ def test_files_that_are_written_whole_replace_links(tmp_path: Path) -> None:
     victim.write_text(SECRET)
     for name in ("file", "file.tmp"):
         (tmp_path / name).symlink_to(victim)
-    write_whole(tmp_path / "file", "new")
+    write_atomically(tmp_path / "file", "new")
     assert (victim.read_text(), (tmp_path / "file").read_text()) == (SECRET, "new")
     assert not (tmp_path / "file").is_symlink()
     (tmp_path / "other").symlink_to(victim)
-    assert not fresh(tmp_path / "other").is_symlink()
+    assert not remove_existing(tmp_path / "other").is_symlink()
     # One that fails on the way leaves what was there.
-    with suppress(KeyboardInterrupt), written_whole(tmp_path / "file") as file:
+    with suppress(KeyboardInterrupt), atomic_writer(tmp_path / "file") as file:
         file.write(b"newer")
         raise KeyboardInterrupt
     assert (tmp_path / "file").read_text() == "new"

@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from meshwright.base.errors import ConfigError
-from meshwright_run.fate import Fate, check_output
-from meshwright_run.run_directory import LISTED, METRICS, MODEL, REPLACED, REPLACED_FILES, RUN, RunDirectory
+from meshwright_run.fate import RunAction, choose_run_action
+from meshwright_run.run_directory import (
+    CREATED_NAMES,
+    METRICS,
+    MODEL,
+    OUTPUT_DIRECTORIES,
+    OUTPUT_FILES,
+    RUN_FILE,
+    RunDirectory,
+)
 from meshwright_run.run_file import RunConfig
 
 
@@ -21,39 +29,39 @@ def _config(directory: Path) -> RunConfig:
 @pytest.mark.parametrize(
     ("name", "list_of"),
     [
-        *((name, None) for name in [*REPLACED, *REPLACED_FILES]),
+        *((name, None) for name in [*OUTPUT_DIRECTORIES, *OUTPUT_FILES]),
         *((MODEL, text) for text in ("[]", '["other"]', "{}", "5", '"model"', "nonsense", "[[1]]", "[null]")),
     ],
 )
 def test_what_no_run_has_made_is_not_removed(name: str, list_of: str | None, tmp_path: Path) -> None:
     mine = tmp_path / name
-    if name in REPLACED:
+    if name in OUTPUT_DIRECTORIES:
         mine.mkdir()
         mine = mine / "file"
     mine.write_text("the user's own")
     if list_of is not None:
-        (tmp_path / LISTED).write_text(list_of)
-    if "." not in name or name in REPLACED_FILES:
+        (tmp_path / CREATED_NAMES).write_text(list_of)
+    if "." not in name or name in OUTPUT_FILES:
         with pytest.raises(ConfigError, match=f"would remove {name}.*which no run has made"):
-            check_output(_config(tmp_path), 3)
+            choose_run_action(_config(tmp_path), 3)
     with pytest.raises(ConfigError, match=f"would remove {name}"):
-        RunDirectory(tmp_path).prepare("", replaces=True)
+        RunDirectory(tmp_path).prepare("", overwrite=True)
     # A run that begins beside it leaves it, too, but for the file that it writes anew.
-    if name not in (RUN, "summary.json"):
-        RunDirectory(tmp_path).prepare("", replaces=False)
+    if name not in (RUN_FILE, "summary.json"):
+        RunDirectory(tmp_path).prepare("", overwrite=False)
         assert mine.read_text() == "the user's own"
         assert name not in RunDirectory(tmp_path).listed()
 
 
 def test_what_a_run_has_made_is_removed_and_what_lies_beside_it_stays(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    RunDirectory(tmp_path).prepare("", replaces=False)
-    assert RunDirectory(tmp_path).listed() == {*REPLACED, *REPLACED_FILES}
+    RunDirectory(tmp_path).prepare("", overwrite=False)
+    assert RunDirectory(tmp_path).listed() == {*OUTPUT_DIRECTORIES, *OUTPUT_FILES}
     (tmp_path / METRICS).write_text("{}\n")
     (tmp_path / MODEL).mkdir()
     (tmp_path / "notes.txt").write_text("mine")
-    assert check_output(config, 3) is Fate.REPLACE
-    RunDirectory(tmp_path).prepare("", replaces=True)
-    assert {path.name for path in tmp_path.iterdir()} == {RUN, LISTED, "notes.txt"}
-    (tmp_path / LISTED).write_text(json.dumps(["../outside", "/etc/passwd", "notes.txt", MODEL, ".", ""]))
+    assert choose_run_action(config, 3) is RunAction.REPLACE
+    RunDirectory(tmp_path).prepare("", overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {RUN_FILE, CREATED_NAMES, "notes.txt"}
+    (tmp_path / CREATED_NAMES).write_text(json.dumps(["../outside", "/etc/passwd", "notes.txt", MODEL, ".", ""]))
     assert RunDirectory(tmp_path).listed() == {MODEL}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.base.processes import Handle, identity_of
+from meshwright.base.processes import ProcessHandle, get_process_identity
 from meshwright_run.launch import local
 
 
@@ -24,7 +24,7 @@ def _sleeper() -> subprocess.Popen[bytes]:
 def test_a_handle_sends_to_its_process_and_not_to_who_has_the_number_later(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
     ended = _sleeper()
-    handle = Handle(ended.pid, identity_of(ended.pid))
+    handle = ProcessHandle(ended.pid, get_process_identity(ended.pid))
     assert handle.is_alive()
     handle.send(signal.SIGKILL)
     assert ended.wait(20) == -signal.SIGKILL
@@ -39,10 +39,10 @@ def test_the_reaper_spares_who_has_the_number_of_a_dead_rank(monkeypatch: pytest
     monkeypatch.setattr(local, "KILL_DELAY_S", 0.2)
     roll = get_context("spawn").SimpleQueue()
     dead, alive, other = _sleeper(), _sleeper(), _sleeper()
-    roll.put((0, (dead.pid, identity_of(dead.pid))))
-    roll.put((1, (alive.pid, identity_of(alive.pid))))
+    roll.put((0, (dead.pid, get_process_identity(dead.pid))))
+    roll.put((1, (alive.pid, get_process_identity(alive.pid))))
     # A rank that has ended before it was looked at, and whose number another process has.
-    roll.put((2, (other.pid, identity_of(dead.pid))))
+    roll.put((2, (other.pid, get_process_identity(dead.pid))))
     try:
         with local._Reaper(roll):
             time.sleep(0.5)

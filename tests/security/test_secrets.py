@@ -13,14 +13,14 @@ from support.commands import command
 
 from meshwright.base.errors import ConfigError
 from meshwright.base.validation import FrozenModel
-from meshwright.checkpoint.remote import place_of
+from meshwright.checkpoint.remote import open_storage
 from meshwright.events.run import TrackerSpec
 from meshwright_cluster import TARGETS, Target
-from meshwright_cluster.files import files_of, write
-from meshwright_cluster.job import plan_job
+from meshwright_cluster.files import render_job_files, write_job_files
+from meshwright_cluster.job import build_job
 from meshwright_run import observers as trackers
-from meshwright_run.run_file import RunConfig, as_plain
-from meshwright_run.secrets import HIDDEN, is_secret, resolved
+from meshwright_run.run_file import RunConfig, to_redacted_dict
+from meshwright_run.secrets import REDACTED, is_secret, resolve_environment
 
 SECRET = "correct-horse-battery-staple"
 NAMES = [
@@ -62,7 +62,7 @@ def test_what_a_run_writes_of_itself_has_no_secret_and_is_read_again() -> None:
     options = {"name": "wandb", "api_key": SECRET, "server_url": f"https://host/?write_token={SECRET}", "tags": ["a"]}
     values = _values(trackers=["tensorboard", options])
     values["launch"]["setup"] = [f"A=1 TOKEN='{SECRET} x' run", f'PGPASS="{SECRET}";x', "KEY=$(cat f)", "A=b"]
-    plain = as_plain(RunConfig.model_validate(values))
+    plain = to_redacted_dict(RunConfig.model_validate(values))
     assert SECRET not in json.dumps(plain)
     assert plain["launch"]["setup"] == ["A=1 TOKEN=*** run", "PGPASS=***;x", "KEY=$(cat f)", "A=b"]
     assert plain["launch"]["env"] == {
@@ -70,12 +70,12 @@ def test_what_a_run_writes_of_itself_has_no_secret_and_is_read_again() -> None:
         "PLAIN": "plain",
         "TAKEN": {"from_env": "OUTSIDE"},
     }
-    assert plain["trackers"][1] == {**options, "api_key": HIDDEN, "server_url": HIDDEN}
-    assert as_plain(RunConfig.model_validate(plain)) == plain
+    assert plain["trackers"][1] == {**options, "api_key": REDACTED, "server_url": REDACTED}
+    assert to_redacted_dict(RunConfig.model_validate(plain)) == plain
     # Nothing else is hidden.
     data = {"seq_len": 16, "tokenizer": "tokens", "corpus": ["a/token/*.txt"]}
     config = RunConfig.model_validate(_values(launch=None, data=data, ema=None))
-    assert as_plain(config) == config.model_dump(by_alias=True)
+    assert to_redacted_dict(config) == config.model_dump(by_alias=True)
 
 
 class _Options(FrozenModel):
@@ -84,14 +84,14 @@ class _Options(FrozenModel):
 
 def test_values_and_options_of_trackers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTSIDE", SECRET)
-    assert resolved({"a": [{"from_env": "OUTSIDE"}], "b": 1}, "x") == {"a": [SECRET], "b": 1}
+    assert resolve_environment({"a": [{"from_env": "OUTSIDE"}], "b": 1}, "x") == {"a": [SECRET], "b": 1}
     spec = TrackerSpec("mine", "", _Options, lambda config, run: None)  # type: ignore[arg-type, return-value]
     monkeypatch.setattr(trackers, "list_trackers", lambda registry: {"mine": spec})
-    ((_, config),) = trackers.chosen([{"name": "mine", "api_key": {"from_env": "OUTSIDE"}}])
+    ((_, config),) = trackers.resolve_trackers([{"name": "mine", "api_key": {"from_env": "OUTSIDE"}}])
     assert config == _Options(api_key=SECRET)
     monkeypatch.delenv("OUTSIDE")
     with pytest.raises(ConfigError, match=r"x\.a is to be taken from the environment variable OUTSIDE .* not set"):
-        resolved({"a": {"from_env": "OUTSIDE"}}, "x")
+        resolve_environment({"a": {"from_env": "OUTSIDE"}}, "x")
 
 
 # -- jobs
@@ -106,23 +106,23 @@ def test_files_of_a_job_that_hold_secrets_are_their_owners(
     config = RunConfig.model_validate(values)
     monkeypatch.delenv("OUTSIDE", raising=False)
     with pytest.raises(ConfigError, match=r"launch\.env\.TAKEN is to be taken from the environment variable OUTSIDE"):
-        plan_job(values, config, to, tmp_path)
+        build_job(values, config, to, tmp_path)
     monkeypatch.setenv("OUTSIDE", "another secret")
-    job = plan_job(values, config, to, tmp_path / "job")
+    job = build_job(values, config, to, tmp_path / "job")
     assert job.has_secrets
-    write(job, files_of(job, to))
+    write_job_files(job, render_job_files(job, to))
     texts = [path.read_text() for path in job.directory.iterdir()]
     assert sum(SECRET in text and "another secret" in text for text in texts) == 1
     assert {stat.S_IMODE(path.stat().st_mode) for path in job.directory.iterdir()} == {0o600}
-    shown = files_of(job.shown(), to)
+    shown = render_job_files(job.shown(), to)
     assert not [name for name, text in shown.items() if SECRET in text or "another secret" in text]
-    assert HIDDEN in "".join(shown.values())
+    assert REDACTED in "".join(shown.values())
     # Ray's nodes are set up by whoever starts them.
     assert ("API_KEY=***" in "".join(shown.values())) is (to != "ray")
     # Without secrets, anybody may read them.
     values["launch"].update(env={"A": "b"}, setup=[])
-    plain = plan_job(values, RunConfig.model_validate(values), to, tmp_path / "plain")
-    write(plain, files_of(plain, to))
+    plain = build_job(values, RunConfig.model_validate(values), to, tmp_path / "plain")
+    write_job_files(plain, render_job_files(plain, to))
     assert {stat.S_IMODE(path.stat().st_mode) & 0o044 for path in plain.directory.iterdir()} == {0o044}
 
 
@@ -143,5 +143,5 @@ def test_a_run_leaves_no_secret_anywhere(tmp_path: Path) -> None:
 def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
     for url in (f"s3://key:{SECRET}@bucket/prefix", f"hf://user:{SECRET}@org/name", f"memory://a:{SECRET}@c"):
         with pytest.raises(ConfigError, match="holds a password") as caught:
-            place_of(url)
+            open_storage(url)
         assert SECRET not in str(caught.value)

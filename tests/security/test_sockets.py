@@ -19,7 +19,7 @@ from security.listening import beyond_loopback, listening
 from security.small_run import write_small_run
 from support.starts import free_port
 
-from meshwright.launch.store import host_store, keep_to_loopback
+from meshwright.launch.store import host_store, restrict_to_loopback
 
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed by /proc")
 TIME_LIMIT_S = 240.0
@@ -128,6 +128,6 @@ def test_a_store_is_left_to_torch_where_its_address_is_not_this_machines_and_a_p
 def test_an_interface_that_the_user_names_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    keep_to_loopback()
+    restrict_to_loopback()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert os.environ.pop("NCCL_SOCKET_IFNAME") in ("lo", "lo0")

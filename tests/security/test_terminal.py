@@ -17,9 +17,9 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 import meshwright
-from meshwright.base.errors import ConfigError, printable
+from meshwright.base.errors import ConfigError, escape_unprintable
 from meshwright.cli.main import app
-from meshwright.files.terminal import new_console, plain, say, styled, warn
+from meshwright.files.terminal import create_console, echo, escape_markup, parse_markup, warn
 from meshwright_run.data import progress as data_progress
 
 CORE = Path(meshwright.__file__).parent
@@ -50,10 +50,10 @@ def _is_text(written: str) -> bool:
 
 @pytest.mark.parametrize("text", HOSTILE, ids=map(str, range(len(HOSTILE))))
 def test_text_is_written_as_text(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    say(f"{text}\n")
-    say(f"{text}\n", stderr=True)
+    echo(f"{text}\n")
+    echo(f"{text}\n", stderr=True)
     out, err = capsys.readouterr()
-    assert out == err == printable(f"{text}\n").encode("utf-8", "backslashreplace").decode()
+    assert out == err == escape_unprintable(f"{text}\n").encode("utf-8", "backslashreplace").decode()
     assert _is_text(out)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -68,11 +68,11 @@ def test_text_is_written_as_text(text: str, capsys: pytest.CaptureFixture[str]) 
 def test_a_console_writes_text_in_all_that_it_shows(text: str, is_terminal: bool) -> None:
     # Without colors, a terminal gets no escape of rich's own for these.
     file = io.StringIO()
-    console = new_console(file=file, width=200, force_terminal=is_terminal, color_system=None)
+    console = create_console(file=file, width=200, force_terminal=is_terminal, color_system=None)
     table = Table(title=text)
     table.add_column(text)
     table.add_row(text)
-    for each in (text, Text(text), table, styled(f"[bold]{plain(text)}[/bold]")):
+    for each in (text, Text(text), table, parse_markup(f"[bold]{escape_markup(text)}[/bold]")):
         console.print(each)
     assert _is_text(file.getvalue())
     assert "[/x]" not in text or file.getvalue().count("[/x]") >= 5
@@ -80,10 +80,10 @@ def test_a_console_writes_text_in_all_that_it_shows(text: str, is_terminal: bool
 
 MESSAGES = """
 import logging, sys, warnings
-from meshwright.files.terminal import escape_messages
+from meshwright.files.terminal import install_output_escaping
 import transformers
-escape_messages()
-escape_messages()
+install_output_escaping()
+install_output_escaping()
 text = sys.argv[1]
 transformers.logging.get_logger("transformers.x").warning_once(text)
 logging.getLogger("datasets").error("quotes %s", text)
@@ -101,8 +101,8 @@ def test_what_libraries_log_and_warn_of_is_escaped() -> None:
 def test_the_name_of_a_source_is_text_in_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     # rich draws what is alive behind what a console escapes.
     file = io.StringIO()
-    monkeypatch.setattr(data_progress, "CONSOLE", new_console(file=file, force_terminal=True))
-    with data_progress.progress("\x1b[2J", data_progress.Meter(total=2)) as advance:
+    monkeypatch.setattr(data_progress, "CONSOLE", create_console(file=file, force_terminal=True))
+    with data_progress.show_progress("\x1b[2J", data_progress.ReadProgress(total=2)) as advance:
         advance(1)
     assert "\x1b[2J" not in file.getvalue()
     assert "\\x1b[2J" in file.getvalue()

@@ -12,8 +12,8 @@ from security.small_run import write_small_run
 from support.commands import invoke
 
 from meshwright.base.errors import ConfigError
-from meshwright.checkpoint.places import DEFAULT, LocalFolder
-from meshwright.checkpoint.remote import PROTOCOLS, RemoteFolder, is_url, place_of
+from meshwright.checkpoint.places import DEFAULT_OPTIONS, LocalStorage
+from meshwright.checkpoint.remote import PROTOCOLS, RemoteStorage, is_url, open_storage
 
 # What older versions of fsspec render with Jinja, without a sandbox.
 TEMPLATE = json.dumps({"version": 1, "templates": {"u": "{{ ''.__class__ }}"}, "gen": [], "refs": {}})
@@ -52,14 +52,14 @@ def no_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_kinds_of_urls_are_refused(url: str, tmp_path: Path) -> None:
     if is_url(url):
         with pytest.raises(ConfigError, match=r"not opened"):
-            place_of(url)
+            open_storage(url)
     else:
-        assert isinstance(place_of(url), LocalFolder)
+        assert isinstance(open_storage(url), LocalStorage)
 
 
 def test_a_name_that_a_server_lists_makes_no_chain() -> None:
     with pytest.raises(ConfigError, match="chain of URLs"):
-        RemoteFolder("memory://bucket", DEFAULT).at("step-00000001::reference://y")
+        RemoteStorage("memory://bucket", DEFAULT_OPTIONS).at("step-00000001::reference://y")
 
 
 def test_every_command_that_takes_a_url_refuses_it(tmp_path: Path) -> None:

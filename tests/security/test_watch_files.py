@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 from support.watched import make_ranks, make_run, make_timeline
 
 from meshwright_watch import server
-from meshwright_watch.columns import LONGEST, Tail
-from meshwright_watch.run import watched
+from meshwright_watch.columns import MAX_LINE_BYTES, FileTail
+from meshwright_watch.run import open_runs
 
 PATHS = ["/", "/web/page.js", "/api/state", "/api/events?run=0", "/api/series?run=0&name=loss", "/api/ranks?run=0"]
 TOKEN = "a-token"
@@ -25,7 +25,7 @@ MEMORY_MB = 400
 
 
 def _client(*directories: Path, token: str | None = TOKEN) -> TestClient:
-    page = server.application(watched(directories), host="127.0.0.1", port=1, token=TOKEN)
+    page = server.build_application(open_runs(directories), host="127.0.0.1", port=1, token=TOKEN)
     client = TestClient(page, base_url="http://127.0.0.1:1", raise_server_exceptions=False, follow_redirects=False)
     if token is not None:
         client.cookies.set("meshwright-1", token)
@@ -146,8 +146,8 @@ def test_files_that_are_none_are_passed_over(kind: str, name: str, runs: tuple[P
 
 def test_a_line_that_is_too_long_is_left_out_and_those_behind_it_are_read(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    tail, found = Tail(path), []
-    for written in (b"one\n" + b"x" * (3 * LONGEST + 5) + b"\ntwo\n", b"y" * (2 * LONGEST), b"\nthree\n"):
+    tail, found = FileTail(path), []
+    for written in (b"one\n" + b"x" * (3 * MAX_LINE_BYTES + 5) + b"\ntwo\n", b"y" * (2 * MAX_LINE_BYTES), b"\nthree\n"):
         with path.open("ab") as file:
             file.write(written)
         found.append([line for _ in range(20) for line in tail.read(1 << 20).lines])

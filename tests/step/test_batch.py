@@ -12,11 +12,11 @@ from support.tiers import mostly_slow
 from support.told import told
 
 from meshwright import Mesh, MeshSizes, OptimizerConfig, count_tokens, open_world, optimizer_factory
-from meshwright.step.tokens import token_loss_sum
+from meshwright.step.tokens import sum_token_loss
 from meshwright.testing import Case
 from meshwright_testing import pool
-from meshwright_testing.case import global_batch, share
-from meshwright_testing.models import tiny_model
+from meshwright_testing.case import build_global_batch, rank_microbatches
+from meshwright_testing.models import build_tiny_model
 from meshwright_testing.parity import build_manager
 
 
@@ -47,7 +47,7 @@ def _defects(strategy: str) -> tuple[list[str], float]:
     """Change the second rank's microbatches, then its tokens; leave out all targets; then take a good step."""
     manager = build_manager(strategy, {}, {}, Case(microbatches=3))
     mesh, texts = manager.mesh, []
-    good = share(Case(microbatches=3), 0, mesh.data_rank, mesh.data_size)
+    good = rank_microbatches(Case(microbatches=3), 0, mesh.data_rank, mesh.data_size)
     tokens = count_tokens(good, mesh)
     for change, others in (*((change, tokens) for change, _ in DEFECTS), (list, torch.tensor(7))):
         given = (change(good), others) if mesh.rank == 1 else (good, tokens)
@@ -71,13 +71,13 @@ def test_defect_on_one_rank_raises_on_all_and_training_goes_on(strategy: str) ->
 def _count(shares: tuple[int, ...] | None, sizes: dict[str, int]) -> int:
     world = open_world("cpu")
     mesh = Mesh(MeshSizes(**sizes).resolve(world.size), world)
-    batches = share(Case(shares=shares, microbatches=1), 0, mesh.data_rank, mesh.data_size)
+    batches = rank_microbatches(Case(shares=shares, microbatches=1), 0, mesh.data_rank, mesh.data_size)
     return int(count_tokens(batches, mesh))
 
 
 @pytest.mark.slow
 def test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch() -> None:
-    labels = global_batch(Case(), 0)["labels"]
+    labels = build_global_batch(Case(), 0)["labels"]
     expected = int((labels[:, 1:] != -100).sum())
     assert pool(4).run(_count, (1, 2, 4, 5), {}) == [expected] * 4
     assert pool(4).run(_count, None, {"tp_size": 2, "dp_size": 2}) == [expected] * 4
@@ -87,16 +87,16 @@ def test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_
 def _misuse(strategy: str) -> list[str]:
     case = Case()
     manager = build_manager(strategy, {}, {}, case)
-    batches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+    batches = rank_microbatches(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
     tokens = count_tokens(batches, manager.mesh)
     manager.forward_backward(batches, num_tokens=tokens)
     fresh = type(manager)(manager.config, manager.mesh)
-    frozen, routed = tiny_model().requires_grad_(False), tiny_model()
+    frozen, routed = build_tiny_model().requires_grad_(False), build_tiny_model()
     routed.config.output_router_logits = True
     return [
         *(told(manager_of, model, strategy) for model in (frozen, routed)),
         told(manager.forward_backward, batches, num_tokens=tokens),
-        told(manager.parallelize, tiny_model()),
+        told(manager.parallelize, build_tiny_model()),
         told(fresh.forward_backward, batches, num_tokens=tokens),
         told(fresh.build_optimizer, optimizer_factory(OptimizerConfig())),
         told(fresh.optimizer_step),
@@ -107,9 +107,9 @@ def _misuse(strategy: str) -> list[str]:
 def test_the_loss_of_logits_in_half_precision_is_that_in_float32() -> None:
     logits = torch.randn(2, 5, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
     labels = torch.arange(10).view(2, 5)
-    loss = token_loss_sum(logits, labels)
+    loss = sum_token_loss(logits, labels)
     assert loss.dtype == torch.float32
-    assert torch.equal(loss, token_loss_sum(logits.float(), labels))
+    assert torch.equal(loss, sum_token_loss(logits.float(), labels))
 
 
 @pytest.mark.parametrize("strategy", mostly_slow(["single", "ddp", "fsdp2"], "ddp"))
@@ -129,7 +129,7 @@ def _shared(rank: int) -> list[str]:
     manager = build_manager("fsdp2", {}, {"tp_size": 2}, case)
     mesh, texts = manager.mesh, []
     for culprit in (rank, None):
-        mine = share(case, 0, mesh.data_rank, mesh.data_size)
+        mine = rank_microbatches(case, 0, mesh.data_rank, mesh.data_size)
         if mesh.rank == culprit:
             mine = [{**batch, "input_ids": batch["input_ids"].flip(0)} for batch in mine]
         texts.append(told(lambda mine=mine: manager.forward_backward(mine, num_tokens=count_tokens(mine, mesh))))

@@ -24,8 +24,8 @@ from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager
 from meshwright_pipeline import PipelineConfig, PipelineManager
 from meshwright_testing import pool
 from meshwright_testing.case import TOLERANCE, Outcome
-from meshwright_testing.models import case_model, tiny_model
-from meshwright_testing.parity import difference, full_weights, reference, train_steps
+from meshwright_testing.models import build_case_model, build_tiny_model
+from meshwright_testing.parity import find_max_difference, full_weights, run_reference, train_steps
 
 CASE = Case()
 ROOT = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -46,7 +46,9 @@ def _manager(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> A
 
 def _train(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Outcome:
     manager = _manager(strategy, shape, names)
-    manager.parallelize(case_model(CASE.model_type, tied=CASE.tied, seed=0, dtype=torch.float64, layers=CASE.layers))
+    manager.parallelize(
+        build_case_model(CASE.model_type, tied=CASE.tied, seed=0, dtype=torch.float64, layers=CASE.layers)
+    )
     manager.build_optimizer(optimizer_factory(CASE.optimizer))
     return Outcome(*train_steps(manager, CASE, range(CASE.steps)), full_weights(manager))
 
@@ -67,7 +69,7 @@ def _train(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Out
 def test_a_manager_on_a_device_mesh_trains_as_one_process(strategy, shape, names):
     ranks = int(torch.tensor(shape).prod())
     outcomes = pool(ranks).run(_train, strategy, shape, names)
-    assert difference(outcomes, reference(CASE)).worst <= TOLERANCE
+    assert find_max_difference(outcomes, run_reference(CASE)).worst <= TOLERANCE
 
 
 def _refused(shape: tuple[int, ...], names: tuple[str, ...], part: str | None) -> str:
@@ -101,7 +103,7 @@ def test_names_of_the_reference_are_importable(monkeypatch: pytest.MonkeyPatch) 
     before = bool(flash._is_packed_sequence(packed, 1))
     patch()
     assert (before, flash._is_packed_sequence(packed, 1)) == (True, False)
-    meshwright_fsdp2.forward._for_good.close()
+    meshwright_fsdp2.forward._process_wide_patches.close()
     patch.cache_clear()
     assert bool(flash._is_packed_sequence(packed, 1))
     # Without a process group there is nothing to end.
@@ -151,7 +153,7 @@ DOORS: dict[str, tuple[str, Any]] = {
 
 
 def _from_doors(path: str, name: str) -> list[str]:
-    config, hf_config = DOORS[name][1](), tiny_model().config
+    config, hf_config = DOORS[name][1](), build_tiny_model().config
     options: dict[str, Any] = {"config": config, "dtype": "float64"}
     device_mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     managers: list[Any] = [
@@ -169,7 +171,7 @@ def _from_doors(path: str, name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", mostly_slow(DOORS))
 def test_the_strategy_follows_from_the_config_and_the_sizes_from_a_device_mesh(name: str, tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path)
+    build_tiny_model().save_pretrained(tmp_path)
     assert pool(2).run(_from_doors, str(tmp_path), name) == [[DOORS[name][0]] * 4] * 2
 
 
@@ -183,7 +185,7 @@ def _mixed_up(case: str) -> str:
         "no config": {"config": PipelineConfig, "device": "cpu"},
         "replicated": {"config": DDPConfig(), "dp_replicate_size": 1, "device": "cpu"},
     }
-    return told(mw.from_config, tiny_model().config, **forms[case])
+    return told(mw.from_config, build_tiny_model().config, **forms[case])
 
 
 @pytest.mark.parametrize(

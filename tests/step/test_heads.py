@@ -24,7 +24,7 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from meshwright import count_tokens, load_checkpoint, save_checkpoint
-from meshwright.base.types import IGNORED_LABEL, Batch
+from meshwright.base.types import IGNORE_INDEX, Batch
 from meshwright.checkpoint import export_checkpoint
 from meshwright.objectives import get_objective
 from meshwright.step.tokens import Outputs, Tokens
@@ -33,7 +33,7 @@ from meshwright.testing import Case, Outcome
 from meshwright_testing import pool
 from meshwright_testing.case import TOLERANCE
 from meshwright_testing.models import TINY
-from meshwright_testing.parity import difference, full_weights
+from meshwright_testing.parity import find_max_difference, full_weights
 from meshwright_testing.zoo import compute_in_float64
 
 PAD, VOCAB = 130, 131
@@ -111,14 +111,14 @@ def _rows(kind: str, step: int) -> dict[str, Tensor]:
     at_BS, length_B1 = torch.arange(16).expand(12, 16), torch.randint(3, 17, (12, 1), generator=generator)
     if kind == "tokens":
         positions_BS = torch.where(at_BS < length_B1, at_BS, at_BS - length_B1)
-        labels_BS = ids_BS.where(torch.rand(12, 16, generator=generator) > 0.3, IGNORED_LABEL)
+        labels_BS = ids_BS.where(torch.rand(12, 16, generator=generator) > 0.3, IGNORE_INDEX)
         returns_BS = (ids_BS.double() + at_BS).sin()
         return {"input_ids": ids_BS, "labels": labels_BS, "position_ids": positions_BS, "returns": returns_BS}
     if kind == "last":
         # The model is tried with the first row.
         length_B1[0] = 16
     mask_BS = (at_BS < length_B1).long()
-    labels_BS = ids_BS.where(mask_BS > 0, IGNORED_LABEL)
+    labels_BS = ids_BS.where(mask_BS > 0, IGNORE_INDEX)
     return {"input_ids": ids_BS.where(mask_BS > 0, PAD), "labels": labels_BS, "attention_mask": mask_BS}
 
 
@@ -130,7 +130,7 @@ def _microbatches(kind: str, case: Case, step: int, data_rank: int, data_ranks: 
     parts = [slice(2 * start, 2 * (start + first)), slice(2 * (start + first), 2 * (start + size))]
     found = [{name: tensor[part] for name, tensor in _rows(kind, step).items()} for part in parts]
     if first == size:
-        found[1] = {**found[0], "labels": torch.full_like(found[0]["labels"], IGNORED_LABEL)}
+        found[1] = {**found[0], "labels": torch.full_like(found[0]["labels"], IGNORE_INDEX)}
     return found
 
 
@@ -161,7 +161,7 @@ def _expected(kind: str, model_type: str, features: int = 1) -> Outcome:
 
 def _worst(layout: Layout, kind: str, model_type: str, features: int = 1) -> float:
     found = pool(layout.ranks).run(_trained, layout, kind, model_type, features)
-    return difference(found, _expected(kind, model_type, features)).worst
+    return find_max_difference(found, _expected(kind, model_type, features)).worst
 
 
 @pytest.mark.parametrize("name", mostly_slow(PLACES, "fsdp2"))
@@ -180,7 +180,7 @@ def test_rewards_of_sequences_train_as_on_one_rank(name: str) -> None:
 @pytest.mark.parametrize(("kind", "name"), [("tokens", "fsdp2"), ("sequences", "pp")])
 def test_heads_on_the_meta_device_get_the_values_of_their_class(kind: str, name: str) -> None:
     found = pool(PLACES[name].ranks).run(_trained, PLACES[name], kind, "llama", 1, "meta")
-    assert difference(found, _expected(kind, "llama")).worst <= TOLERANCE
+    assert find_max_difference(found, _expected(kind, "llama")).worst <= TOLERANCE
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ from support.told import told
 
 from meshwright import count_tokens, open_world
 from meshwright.testing import Case
-from meshwright.tracing.collectives import Traffic, measure_collectives
+from meshwright.tracing.collectives import CollectiveTrace, record_collectives
 from meshwright_testing import pool
-from meshwright_testing.case import share
+from meshwright_testing.case import rank_microbatches
 from meshwright_testing.parity import build_manager
 
 ZERO1 = {"engine": "bucketed", "use_distributed_optimizer": True, "overlap_grad_reduce": True}
@@ -53,7 +53,7 @@ LAYERS = 4
 
 def _step(
     strategy: str, config: dict[str, Any], sizes: dict[str, int], case: Case, wrapper: Mapping[str, Any]
-) -> tuple[list[Traffic], Traffic, Counter[str]]:
+) -> tuple[list[CollectiveTrace], CollectiveTrace, Counter[str]]:
     """The messages of a third step, what else it communicates, and what a fourth one reads."""
     manager = build_manager(strategy, config, sizes, case, wrapper_config=wrapper)
     world, messages = manager.mesh.world, []
@@ -62,12 +62,12 @@ def _step(
     def noted(*numbers: Any) -> Any:
         # In the thread of the message, which no other note sees.
         answers: list[Any] = []
-        sent = measure_collectives(lambda: answers.append(exchanged(*numbers)), {"world": dist.group.WORLD})
+        sent = record_collectives(lambda: answers.append(exchanged(*numbers)), {"world": dist.group.WORLD})
         messages.append(sent.of("send", "world"))
         return answers[0]
 
     def step(index: int) -> None:
-        batches = share(case, index, manager.mesh.data_rank, manager.mesh.data_size)
+        batches = rank_microbatches(case, index, manager.mesh.data_rank, manager.mesh.data_size)
         loss = manager.forward_backward(batches, num_tokens=manager.announce(batches))
         manager.read(loss, manager.clip_grad_norm(case.max_norm))
         manager.optimizer_step()
@@ -75,7 +75,7 @@ def _step(
     step(0)
     step(1)
     world._exchanged = noted
-    traffic = measure_collectives(lambda: step(2), {"world": dist.group.WORLD})
+    traffic = record_collectives(lambda: step(2), {"world": dist.group.WORLD})
     world._exchanged = exchanged
     return messages, traffic, count_reads(lambda: step(3))
 
@@ -112,7 +112,7 @@ def _announced(culprit: int, reader: int | None) -> list[str]:
     case = Case(microbatches=2)
     manager = build_manager("fsdp2", {}, {}, case)
     mesh = manager.mesh
-    good = share(case, 0, mesh.data_rank, mesh.data_size)
+    good = rank_microbatches(case, 0, mesh.data_rank, mesh.data_size)
     texts, total = [], int(count_tokens(good, mesh))
     outside = [{**each, "labels": each["labels"] + 10**6} for each in good]
     for bad in (good[:1], outside, good):

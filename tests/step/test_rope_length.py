@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from meshwright import OptimizerConfig
-from meshwright.base.types import IGNORED_LABEL, Batch
+from meshwright.base.types import IGNORE_INDEX, Batch
 from meshwright.step.agreement import count_tokens
-from meshwright_testing.models import tiny_model
+from meshwright_testing.models import build_tiny_model
 from meshwright_testing.workers import pool
 
 ORIGINAL, PP2 = 12, {"pp_size": 2}
@@ -36,7 +36,7 @@ LENGTHS = (20, 8, 16, 6)
 def model_of(rope: str) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**{**tiny_model().config.to_dict(), "rope_parameters": ROPES[rope]})
+    config = AutoConfig.for_model(**{**build_tiny_model().config.to_dict(), "rope_parameters": ROPES[rope]})
     config.max_position_embeddings = 48 if rope == "longrope" else ORIGINAL
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
@@ -55,7 +55,7 @@ def rows(step: int) -> list[dict[str, Tensor]]:
 def batch_of(given: list[dict[str, Tensor]], *, packed: bool) -> Batch:
     """One microbatch of rows, padded to its longest; or of documents of at most five tokens."""
     length = max(row["input_ids"].shape[1] for row in given)
-    fill = {"input_ids": 0, "labels": IGNORED_LABEL}
+    fill = {"input_ids": 0, "labels": IGNORE_INDEX}
     batch = {
         key: torch.cat([pad(row[key], (0, length - row[key].shape[1]), value=value) for row in given])
         for key, value in fill.items()

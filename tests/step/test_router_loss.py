@@ -17,19 +17,19 @@ from support.told import told
 from torch import nn
 
 from meshwright import count_tokens
-from meshwright.base.types import IGNORED_LABEL, Batch
+from meshwright.base.types import IGNORE_INDEX, Batch
 from meshwright.testing import Case
 from meshwright_testing import pool
-from meshwright_testing.case import Outcome, share
-from meshwright_testing.models import case_model
-from meshwright_testing.parity import difference, full_weights
+from meshwright_testing.case import Outcome, rank_microbatches
+from meshwright_testing.models import build_case_model
+from meshwright_testing.parity import find_max_difference, full_weights
 
 CASE = Case(model_type="mixtral", tied=None, steps=2, sequences=16)
 COEFFICIENT = 0.3
 
 
 def _model(case: Case, coefficient: float = COEFFICIENT) -> nn.Module:
-    model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
+    model = build_case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
     model.config.output_router_logits = True
     model.config.router_aux_loss_coef = model.router_aux_loss_coef = coefficient
     return model
@@ -40,13 +40,13 @@ def _padded(batch: Batch) -> Batch:
     ids = batch["input_ids"]
     lengths = 8 + ids[:, :1] % 9
     mask = torch.arange(ids.shape[1]) < lengths
-    return {**batch, "attention_mask": mask.long(), "labels": batch["labels"].where(mask, IGNORED_LABEL)}
+    return {**batch, "attention_mask": mask.long(), "labels": batch["labels"].where(mask, IGNORE_INDEX)}
 
 
 def _shared(case: Case, step: int, data_rank: int, data_ranks: int, shares: int | None) -> list[Batch]:
     """Microbatches of a rank; statistics are of all ranks, so `single` sees those of `shares` as one."""
     ranks = range(data_rank, data_rank + 1) if shares is None else range(shares)
-    each = [share(case, step, rank, shares or data_ranks) for rank in ranks]
+    each = [rank_microbatches(case, step, rank, shares or data_ranks) for rank in ranks]
     return [{key: torch.cat([part[key] for part in parts]) for key in parts[0]} for parts in zip(*each, strict=True)]
 
 
@@ -96,7 +96,7 @@ LAYOUTS = [
 def test_statistics_are_those_of_all_ranks(strategy, ranks, config, sizes, shares, microbatches, padded):
     case = Case(**{**vars(CASE), "microbatches": microbatches})
     found = pool(ranks).run(_train, strategy, config, sizes, case, padded, None)
-    assert difference(found, _expected(case, padded, shares)).worst <= 1e-9
+    assert find_max_difference(found, _expected(case, padded, shares)).worst <= 1e-9
 
 
 PIPELINES: list[tuple[str, int, dict[str, Any], dict[str, int], int, dict[str, Any]]] = [
@@ -121,7 +121,7 @@ def test_every_stage_of_a_pipeline_adds_its_routers(
         _train, strategy, config, sizes, case, padded, None, {"pp_microbatch_size": size, **wrapper}
     )
     expected = _expected(Case(**{**vars(case), "microbatches": 4}), padded, shares)
-    assert difference(found, expected).worst <= 1e-9
+    assert find_max_difference(found, expected).worst <= 1e-9
 
 
 @pytest.mark.parametrize("model_type", mostly_slow(["mixtral", "qwen2_moe", "gpt_oss", "olmoe"]))
@@ -130,8 +130,8 @@ def test_the_loss_is_that_of_the_models_own_forward(model_type: str, padded: boo
     """Of several microbatches, the mean of what each gives."""
     case = Case(model_type=model_type, tied=None, steps=1, microbatches=microbatches)
     found = pool(1).run(_train, "single", {}, {}, case, padded, 1)[0]
-    given = [_padded(batch) if padded else batch for batch in share(case, 0, 0, 1)]
-    tokens = [int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in given]
+    given = [_padded(batch) if padded else batch for batch in rank_microbatches(case, 0, 0, 1)]
+    tokens = [int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for batch in given]
     outputs = [_model(case)(**batch) for batch in given]
     routers = [COEFFICIENT * each.aux_loss.item() for each in outputs]
     assert min(routers) > 0.1
@@ -155,7 +155,7 @@ def _refused(kind: str) -> str:
             return outputs
 
         model.forward = other
-    microbatches = share(CASE, 0, manager.mesh.data_rank, manager.mesh.data_size)
+    microbatches = rank_microbatches(CASE, 0, manager.mesh.data_rank, manager.mesh.data_size)
 
     def train() -> None:
         manager.parallelize(model)

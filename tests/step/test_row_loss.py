@@ -15,15 +15,22 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from meshwright import ModelError, open_world
-from meshwright.manager.row_loss import RowLoss
+from meshwright.manager.row_loss import ChunkedCrossEntropy
 from meshwright.parallel.tensor.collectives import chunk_sizes
-from meshwright.step.lm_head import RowHead
-from meshwright.tensors.ops import tensors_in
+from meshwright.step.lm_head import DeferredHead
+from meshwright.tensors.ops import list_tensors
 from meshwright.testing import Case, Outcome
-from meshwright.tracing.observe import Observer
+from meshwright.tracing.observe import OperationObserver
 from meshwright_testing import pool
-from meshwright_testing.models import case_vocab
-from meshwright_testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
+from meshwright_testing.models import case_vocab_size
+from meshwright_testing.parity import (
+    build_manager,
+    find_max_difference,
+    full_weights,
+    run_reference,
+    train_case,
+    train_steps,
+)
 
 CHUNK = 5
 FEW = 8
@@ -31,7 +38,7 @@ FEW = 8
 _TURNED = ("aten.t.default", "aten.transpose.int")
 
 
-class _Logits(Observer):
+class _Logits(OperationObserver):
     """The most logits that are held at once, of the whole vocabulary or the half of a rank, as rows of the whole."""
 
     def __init__(self, vocabulary: int) -> None:
@@ -41,7 +48,7 @@ class _Logits(Observer):
 
     def observe(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
         # A weight's transpose ends with the vocabulary, too, and logits that are deferred are nowhere.
-        for each in tensors_in(result) if str(operation) not in _TURNED else ():
+        for each in list_tensors(result) if str(operation) not in _TURNED else ():
             if each.dim() > 1 and each.shape[-1] in self._sizes and not each.is_meta:
                 self.rows = max(self.rows, round(each.numel() / self._vocabulary))
 
@@ -52,7 +59,7 @@ def _train(
     prepare()
     manager = build_manager(strategy, config, sizes, case, wrapper_config=wrapper)
     # Not before: models are cut by what a few more positions show.
-    with _Logits(case_vocab(case.model_type)) as seen:
+    with _Logits(case_vocab_size(case.model_type)) as seen:
         losses = train_steps(manager, case, range(case.steps))
     return Outcome(*losses, full_weights(manager)), seen.rows
 
@@ -80,7 +87,7 @@ def test_every_layout_trains_and_evaluates_by_rows_and_holds_logits_of_no_more(n
     case = Case(tied=tied, microbatches=2, empty=3, eval_after=True, layers=4)
     task = (strategy, {**config, "loss_chunk_rows": CHUNK}, sizes, case, {"pipeline": wrapper} if wrapper else None)
     answers = pool(2).run(_train, *task)
-    assert difference([outcome for outcome, _ in answers], reference(case)).worst <= 1e-12
+    assert find_max_difference([outcome for outcome, _ in answers], run_reference(case)).worst <= 1e-12
     # Whole logits would be 32 rows at least; a stage of a pipeline that has no head sees none. A rank of cp tries half.
     assert max(rows for _, rows in answers) == (CHUNK if "cp_size" in sizes else FEW)
 
@@ -95,7 +102,7 @@ def test_models_by_rows_and_those_that_need_whole_logits(model_type: str) -> Non
     case = Case(model_type=model_type, tied=None, microbatches=2)
     expected, whole = pool(1).run(_train, "single", {"loss_chunk_rows": 0}, {}, case, None)[0]
     found, rows = pool(1).run(_train, "single", {"loss_chunk_rows": CHUNK}, {}, case, None)[0]
-    assert difference([found], expected).worst <= 1e-12
+    assert find_max_difference([found], expected).worst <= 1e-12
     assert (rows, whole) == (96 if model_type == "routed" else FEW, 96)
 
 
@@ -125,9 +132,9 @@ class _Doubling(nn.Linear):
         return 2.0 * super().forward(hidden).tanh()
 
 
-def _chosen(model: _Bag, given: int | None = CHUNK) -> tuple[RowLoss, list[str]]:
+def _chosen(model: _Bag, given: int | None = CHUNK) -> tuple[ChunkedCrossEntropy, list[str]]:
     """How the loss of a model is computed, and what is said of it."""
-    loss = RowLoss(RowHead(model, "head"), given, is_divided=False, model="Bag")
+    loss = ChunkedCrossEntropy(DeferredHead(model, "head"), given, is_sharded=False, model_name="Bag")
     with warnings.catch_warnings(record=True) as told, open_world("cpu") as world:
         warnings.simplefilter("always")
         loss.choose(lambda: model(torch.arange(8)[None]), world)

@@ -17,30 +17,30 @@ from torch.nn import functional as F
 from meshwright import StrategyError
 from meshwright.base.types import TokenStatistic
 from meshwright.parallel.tensor.collectives import ShardedVocabulary, chunk_sizes
-from meshwright.step.rows import Projection, Rows, token_loss, token_statistics
+from meshwright.step.rows import HiddenRows, Projection, compute_token_loss, compute_token_statistics
 from meshwright_testing import pool
 
 N, H, V = 23, 6, 19
 STATISTICS: tuple[TokenStatistic, ...] = get_args(TokenStatistic)
 TRAINED: tuple[TokenStatistic, ...] = ("log_probs", "logsumexp", "entropy", "mean_logit")
 """Those with a gradient."""
-Make = Callable[[list[Tensor]], Rows]
+Make = Callable[[list[Tensor]], HiddenRows]
 
 
 def _capped(logits: Tensor) -> Tensor:
     return torch.tanh(logits / 3.0) * 3.0
 
 
-def _of_capped(given: list[Tensor]) -> Rows:
+def _of_capped(given: list[Tensor]) -> HiddenRows:
     call = lambda rows, tensors: _capped(F.linear(rows, *tensors))  # noqa: E731
-    return Rows(given[0], tuple(given[1:]), Projection(call, is_linear=False))
+    return HiddenRows(given[0], tuple(given[1:]), Projection(call, is_linear=False))
 
 
 KINDS: dict[str, tuple[int, Make, Callable[[list[Tensor]], Tensor]]] = {
-    "linear": (2, lambda given: Rows.linear(*given), lambda given: F.linear(*given)),
-    "with-bias": (3, lambda given: Rows.linear(*given), lambda given: F.linear(*given)),
+    "linear": (2, lambda given: HiddenRows.linear(*given), lambda given: F.linear(*given)),
+    "with-bias": (3, lambda given: HiddenRows.linear(*given), lambda given: F.linear(*given)),
     "capped": (3, _of_capped, lambda given: _capped(F.linear(*given))),
-    "logits": (1, lambda given: Rows.of_logits(given[0]), lambda given: given[0]),
+    "logits": (1, lambda given: HiddenRows.of_logits(given[0]), lambda given: given[0]),
 }
 
 
@@ -105,19 +105,19 @@ def test_statistics_and_loss_and_their_gradients_are_those_of_whole_logits(kind:
     for columns in (0, 1, 3):
         ids_NK = _columns(ids_N, columns, logits_of(given).detach())
         expected = _expected(logits_of(given), ids_NK)
-        found = token_statistics(make(given), ids_NK, STATISTICS, chunk_rows=chunk_rows)
+        found = compute_token_statistics(make(given), ids_NK, STATISTICS, chunk_rows=chunk_rows)
         assert not found["is_top1"].requires_grad
         for name in STATISTICS:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-13, atol=1e-13)
             # One by one, so that none makes up for another; asked for alone, and with others of which no gradient is.
-            alone = token_statistics(make(given), ids_NK, [name], chunk_rows=chunk_rows)
+            alone = compute_token_statistics(make(given), ids_NK, [name], chunk_rows=chunk_rows)
             assert torch.equal(alone[name], found[name])
             for each in (alone, found) if name in TRAINED else ():
                 _same_gradients(_weighed(each, [name]), _weighed(expected, [name]), given)
         _same_gradients(_weighed(found), _weighed(expected), given)
     assert 0 < int(expected["is_top1"].sum()) < N
     whole = _expected(logits_of(given), ids_N[:, None])["log_probs"].sum()
-    loss = token_loss(make(given), ids_N, torch.tensor(7), chunk_rows=chunk_rows)
+    loss = compute_token_loss(make(given), ids_N, torch.tensor(7), chunk_rows=chunk_rows)
     torch.testing.assert_close(loss, -whole / 7, rtol=1e-13, atol=1e-13)
     _same_gradients(3 * loss, -whole / 7 * 3, given)
 
@@ -129,10 +129,10 @@ def _shared_out(entries: int, ids_NK: Tensor) -> tuple[dict[str, Tensor], list[T
     vocabulary = ShardedVocabulary.over(group, entries)
     here = slice(vocabulary.start, vocabulary.start + chunk_sizes(entries, group.size())[group.rank()])
     mine = [hidden, weight[here].detach().requires_grad_(), bias[here].detach().requires_grad_()]
-    rows = Rows.linear(*mine, vocabulary=vocabulary)
-    found = token_statistics(rows, ids_NK, STATISTICS, chunk_rows=5)
+    rows = HiddenRows.linear(*mine, vocabulary=vocabulary)
+    found = compute_token_statistics(rows, ids_NK, STATISTICS, chunk_rows=5)
     gradients = torch.autograd.grad(_weighed(found), mine)
-    of_loss = torch.autograd.grad(token_loss(rows, ids_N, torch.tensor(7), chunk_rows=5), mine)
+    of_loss = torch.autograd.grad(compute_token_loss(rows, ids_N, torch.tensor(7), chunk_rows=5), mine)
     for each in (gradients[0], of_loss[0]):
         dist.all_reduce(each)
     return {name: each.detach() for name, each in found.items()}, list(gradients), list(of_loss)
@@ -169,7 +169,9 @@ def test_the_probability_of_a_token_that_is_almost_certain_has_a_gradient_in_hal
     logits_NV.requires_grad_()
     for ids in ([3], [3, -100], [3, 5]):
         ids_NK = torch.tensor([ids]).expand(4, -1)
-        found = token_statistics(Rows.of_logits(logits_NV), ids_NK, ["log_probs"], chunk_rows=3)["log_probs"][:, 0]
+        found = compute_token_statistics(HiddenRows.of_logits(logits_NV), ids_NK, ["log_probs"], chunk_rows=3)[
+            "log_probs"
+        ][:, 0]
         expected = torch.autograd.grad(logits_NV.float().log_softmax(-1)[:, 3].sum(), logits_NV)[0]
         torch.testing.assert_close(torch.autograd.grad(found.sum(), logits_NV)[0], expected, rtol=1e-2, atol=0.0)
 
@@ -179,7 +181,7 @@ def test_half_precision_is_computed_in_float32_and_rounded_once() -> None:
     # A token that is almost certain: its gradient is p - 1, of which nothing is left where p is rounded first.
     with torch.no_grad():
         given[2][int(ids_N[1])] += 12.0
-    loss = token_loss(Rows.linear(*given), ids_N, torch.tensor(1), chunk_rows=N)
+    loss = compute_token_loss(HiddenRows.linear(*given), ids_N, torch.tensor(1), chunk_rows=N)
     logits_NV = F.linear(*given)
     whole = F.cross_entropy(logits_NV.float(), ids_N, reduction="sum")
     assert loss.dtype == torch.float32
@@ -191,10 +193,10 @@ def test_half_precision_is_computed_in_float32_and_rounded_once() -> None:
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_what_is_frozen_gets_no_gradient_and_what_trains_gets_its_own(frozen: int) -> None:
     given, ids_N = _inputs(3)
-    loss = token_loss(Rows.linear(*given), ids_N, torch.tensor(1), chunk_rows=5)
+    loss = compute_token_loss(HiddenRows.linear(*given), ids_N, torch.tensor(1), chunk_rows=5)
     expected = torch.autograd.grad(loss, given)
     given[frozen].requires_grad_(False)
-    token_loss(Rows.linear(*given), ids_N, torch.tensor(1), chunk_rows=5).backward()
+    compute_token_loss(HiddenRows.linear(*given), ids_N, torch.tensor(1), chunk_rows=5).backward()
     for index, each in enumerate(given):
         assert each.grad is None if index == frozen else torch.equal(each.grad, expected[index])
 
@@ -202,7 +204,9 @@ def test_what_is_frozen_gets_no_gradient_and_what_trains_gets_its_own(frozen: in
 def test_gradients_that_wait_for_a_backward_are_made_for_one_microbatch_only() -> None:
     given, ids_N = _inputs(2)
     waiting: WeakSet[Any] = WeakSet()
-    make = lambda: token_loss(Rows.linear(*given), ids_N, torch.tensor(7), chunk_rows=5, waiting=waiting)  # noqa: E731
+    make = lambda: compute_token_loss(
+        HiddenRows.linear(*given), ids_N, torch.tensor(7), chunk_rows=5, pending_gradients=waiting
+    )  # noqa: E731
     first, second = make(), make()
     assert len(waiting) == 1
     # Computed again in backward, which holds what it was given.
@@ -225,8 +229,8 @@ def test_nothing_of_rows_times_vocabulary_lives(dtype: torch.dtype) -> None:
     head.hidden = nn.Parameter(torch.randn(64, 4, dtype=dtype))
 
     def work() -> None:
-        rows = Rows.linear(head.hidden, head.weight)
-        token_loss(rows, torch.arange(64), torch.tensor(64), chunk_rows=8).backward()
+        rows = HiddenRows.linear(head.hidden, head.weight)
+        compute_token_loss(rows, torch.arange(64), torch.tensor(64), chunk_rows=8).backward()
 
     peak = measure_memory(work, [head]).peak
     gradients = sum(each.nbytes for each in head.parameters())

@@ -12,11 +12,11 @@ from support.objective_layouts import LAYOUTS, Layout, case_of, everything, pack
 from support.tiers import mostly_slow
 from torch import Tensor
 
-from meshwright.base.types import IGNORED_LABEL, Batch, TokenStatistic
-from meshwright.step.tokens import targets
+from meshwright.base.types import IGNORE_INDEX, Batch, TokenStatistic
+from meshwright.step.tokens import shift_labels
 from meshwright.testing import Case
 from meshwright_testing import pool
-from meshwright_testing.models import case_model, case_vocab
+from meshwright_testing.models import build_case_model, case_vocab_size
 
 NAMES: tuple[TokenStatistic, ...] = get_args(TokenStatistic)
 WITHIN = 1e-12
@@ -29,8 +29,8 @@ def _microbatches(model_type: str, data_rank: int, kinds: Sequence[str]) -> list
     found: list[Batch] = []
     for kind, rows in zip(kinds, ROWS, strict=True):
         shape = (rows + data_rank % 2, 16)
-        ids = torch.randint(0, case_vocab(model_type), shape, generator=generator)
-        labels = ids.masked_fill(torch.rand(shape, generator=generator) < 0.3, IGNORED_LABEL)
+        ids = torch.randint(0, case_vocab_size(model_type), shape, generator=generator)
+        labels = ids.masked_fill(torch.rand(shape, generator=generator) < 0.3, IGNORE_INDEX)
         batch: Batch = {"input_ids": ids, "labels": labels}
         if kind == "packed":
             batch = packed(batch)
@@ -40,7 +40,7 @@ def _microbatches(model_type: str, data_rank: int, kinds: Sequence[str]) -> list
         elif kind == "padded":
             lengths = 8 + torch.arange(shape[0])[:, None] * 3
             mask = (torch.arange(16) < lengths).long()
-            batch = {**batch, "attention_mask": mask, "labels": labels.where(mask > 0, IGNORED_LABEL)}
+            batch = {**batch, "attention_mask": mask, "labels": labels.where(mask > 0, IGNORE_INDEX)}
             batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
         found.append(batch)
     return found
@@ -52,15 +52,15 @@ KINDS = ("shared", "packed", "padded")
 @functools.cache
 @torch.no_grad()
 def _expected(case: Case, data_rank: int, kinds: Sequence[str]) -> list[dict[str, Tensor]]:
-    model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64, layers=case.layers).eval()
+    model = build_case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64, layers=case.layers).eval()
     return [_plain(model, batch) for batch in _microbatches(case.model_type, data_rank, kinds)]
 
 
 def _plain(model: Any, batch: Batch) -> dict[str, Tensor]:
     # With a cache, transformers does not keep packed documents apart.
     logits = model(**{name: each for name, each in batch.items() if name != "labels"}, use_cache=False).logits
-    labels = targets(batch["labels"])
-    mask = labels != IGNORED_LABEL
+    labels = shift_labels(batch["labels"])
+    mask = labels != IGNORE_INDEX
     log_probs = logits.log_softmax(-1)
     of_label = [each.gather(-1, labels.clamp(min=0)[..., None])[..., 0] for each in (log_probs, logits)]
     return {
@@ -124,7 +124,7 @@ def test_training_goes_on_bit_for_bit(name: str) -> None:
     layout = LAYOUTS[name]
     case = case_of(layout, steps=2)
     alone = pool(layout.ranks).run(trained, layout, case, everything)
-    disturbed = pool(layout.ranks).run(functools.partial(trained, disturbed=True), layout, case, everything)
+    disturbed = pool(layout.ranks).run(functools.partial(trained, computes_stats=True), layout, case, everything)
     for before, after in zip(alone, disturbed, strict=True):
         assert (before.losses, before.norms, before.eval_losses) == (after.losses, after.norms, after.eval_losses)
         assert all(torch.equal(weight, after.weights[name]) for name, weight in before.weights.items())

@@ -13,29 +13,29 @@ import pytest
 
 from meshwright.base.errors import MeshwrightError
 
-PATIENCE_S = 60  # Of one case, on a busy machine; on a quiet one they take milliseconds
+TIME_LIMIT_S = 60  # Of one case, on a busy machine; on a quiet one they take milliseconds
 HEADROOM = 4 << 30
-GROWTH = 1 << 30
+MAX_PEAK_GROWTH = 1 << 30
 """Bytes of address space that a case may take, and of memory by which it may raise the peak of this process."""
 
 
-class Endless(BaseException):
+class TimeLimitExceeded(BaseException):
     """No `except Exception` may take it for an error of the input."""
 
 
 @contextmanager
-def bounded(case: Any) -> Iterator[None]:
+def limit_resources(case: Any) -> Iterator[None]:
     """Fail if a case takes too long or too much memory, or raises an error that is not meshwright's."""
-    peak = _peak()
+    peak = _read_peak_rss()
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + HEADROOM, limits[1]))
-    before = signal.signal(signal.SIGALRM, _ring)
-    signal.alarm(PATIENCE_S)
+    before = signal.signal(signal.SIGALRM, _raise_time_limit)
+    signal.alarm(TIME_LIMIT_S)
     try:
         yield
-    except Endless:
-        pytest.fail(f"no end after {PATIENCE_S} s: {case}")
+    except TimeLimitExceeded:
+        pytest.fail(f"no end after {TIME_LIMIT_S} s: {case}")
     except MeshwrightError:
         raise
     except Exception as error:
@@ -44,20 +44,20 @@ def bounded(case: Any) -> Iterator[None]:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
         resource.setrlimit(resource.RLIMIT_AS, limits)
-    grown = _peak() - peak
-    assert grown < GROWTH, f"{grown / 1e9:.1f} GB for {case}"
+    grown = _read_peak_rss() - peak
+    assert grown < MAX_PEAK_GROWTH, f"{grown / 1e9:.1f} GB for {case}"
 
 
-def check_refusal(error: MeshwrightError) -> None:
+def check_user_error(error: MeshwrightError) -> None:
     """Check that an error is a message for a user, as text that steers no terminal."""
     assert error.exit_code in (1, 2)
     assert "Traceback" not in str(error)
     assert all(each.isprintable() or each in "\n\t" for each in str(error)), repr(error)
 
 
-def _ring(*_: Any) -> None:
-    raise Endless
+def _raise_time_limit(*_: Any) -> None:
+    raise TimeLimitExceeded
 
 
-def _peak() -> int:
+def _read_peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

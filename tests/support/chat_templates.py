@@ -56,15 +56,19 @@ FAMILIES = {
 _DIGITS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def template(name: str) -> str:
+def read_template(name: str) -> str:
     return (DIRECTORY / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @cache
-def tokenizer(family: str, template_name: str | None = None) -> PreTrainedTokenizerFast:
+def build_tokenizer(family: str, template_name: str | None = None) -> PreTrainedTokenizerFast:
     """A tokenizer of a family, with a template; adds a bos token, if the family has one."""
     kind, bos, eos, special, added = FAMILIES[family]
-    made = {"bytes": _bytes, "digits": _bytes, "pieces": _pieces}[kind](kind)
+    made = {
+        "bytes": _build_byte_level_tokenizer,
+        "digits": _build_byte_level_tokenizer,
+        "pieces": _build_sentencepiece_tokenizer,
+    }[kind](kind)
     special = list(dict.fromkeys([*((bos,) if bos else ()), eos, *special]))
     made.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in special])
     made.add_tokens([AddedToken(each, special=False, normalized=False) for each in added])
@@ -77,11 +81,11 @@ def tokenizer(family: str, template_name: str | None = None) -> PreTrainedTokeni
         bos_token=bos,
         eos_token=eos,
         clean_up_tokenization_spaces=False,
-        chat_template=None if template_name is None else template(template_name),
+        chat_template=None if template_name is None else read_template(template_name),
     )
 
 
-def _bytes(kind: str) -> Tokenizer:
+def _build_byte_level_tokenizer(kind: str) -> Tokenizer:
     """Byte-level BPE, cut as GPT-2's is or, for `digits`, as that of later models."""
     made = Tokenizer(models.BPE())
     made.decoder = decoders.ByteLevel()
@@ -99,7 +103,7 @@ def _bytes(kind: str) -> Tokenizer:
     return made
 
 
-def _pieces(kind: str) -> Tokenizer:
+def _build_sentencepiece_tokenizer(kind: str) -> Tokenizer:
     """BPE as of sentencepiece: a space is put before a text, and what is unknown is written in bytes."""
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
@@ -115,18 +119,18 @@ def _pieces(kind: str) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(state))
 
 
-def record(value: dict, where: str = "chats.jsonl:1") -> SimpleNamespace:
+def build_record(value: dict, where: str = "chats.jsonl:1") -> SimpleNamespace:
     return SimpleNamespace(value=value, where=where)
 
 
-def turns(*texts: str, system: str | None = None) -> list[dict[str, str]]:
+def build_conversation(*texts: str, system: str | None = None) -> list[dict[str, str]]:
     """Messages of user and assistant in turn."""
     roles = ("user", "assistant") * len(texts)
     found = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     return ([{"role": "system", "content": system}] if system else []) + found
 
 
-def learnt(tokenizer: PreTrainedTokenizerFast, example) -> list[str]:
+def decode_supervised_spans(tokenizer: PreTrainedTokenizerFast, example) -> list[str]:
     """The runs of learnt tokens of a document, decoded."""
     runs, before = [], False
     for token, label in zip(example.tokens.tolist(), example.labelled.tolist(), strict=True):

@@ -14,13 +14,13 @@ from typing import Any
 import yaml
 from support.commands import LAUNCHER_VARIABLES, write_run
 
-from meshwright.checkpoint import read_manifest, steps_in
-from meshwright.checkpoint.manifest import verify
-from meshwright_run.report import MEASURED
+from meshwright.checkpoint import list_steps, read_manifest
+from meshwright.checkpoint.manifest import verify_files
+from meshwright_run.report import NONDETERMINISTIC_FIELDS
 
 
 @dataclass(frozen=True)
-class Ended:
+class FinishedRun:
     """A run that has ended."""
 
     code: int
@@ -31,24 +31,24 @@ class Ended:
     def numbers(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """Metrics that are the same when the run is repeated, and checksums of the weights."""
         lines = map(json.loads, (self.directory / "metrics.jsonl").read_text().splitlines())
-        metrics = [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+        metrics = [{key: value for key, value in line.items() if key not in NONDETERMINISTIC_FIELDS} for line in lines]
         files = sorted((self.directory / "model").glob("*.safetensors"))
         return metrics, {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
     def whole(self, root: Path | None = None) -> list[int]:
         """Verify all checkpoints in a directory; return their steps."""
         root = root or self.directory / "checkpoints"
-        for _, path in steps_in(root):
+        for _, path in list_steps(root):
             manifest = read_manifest(path)
-            verify(path, manifest, list(manifest.files))
+            verify_files(path, manifest, list(manifest.files))
         assert not [path.name for path in root.iterdir() if path.suffix], "leftovers"
-        return sorted(step for step, _ in steps_in(root))
+        return sorted(step for step, _ in list_steps(root))
 
-    def fails(self, code: int, said: str) -> None:
-        assert (self.code, said in self.output, "Traceback" in self.output) == (code, True, False), self.output
+    def fails(self, code: int, text: str) -> None:
+        assert (self.code, text in self.output, "Traceback" in self.output) == (code, True, False), self.output
 
 
-class Runs:
+class CheckpointRuns:
     """Runs of so many steps that differ in their section `checkpoint`, of which `defaults` are the same."""
 
     def __init__(self, directory: Path, steps: int, **defaults: Any) -> None:
@@ -71,9 +71,11 @@ class Runs:
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, env=own, start_new_session=True, **pipes)
 
-    def end(self, name: str, process: subprocess.Popen[str]) -> Ended:
+    def end(self, name: str, process: subprocess.Popen[str]) -> FinishedRun:
         output, _ = process.communicate(timeout=240)
-        return Ended(process.returncode, output, self.directory / name)
+        return FinishedRun(process.returncode, output, self.directory / name)
 
-    def __call__(self, name: str, *more: str, environment: dict[str, str] | None = None, **checkpoint: Any) -> Ended:
+    def __call__(
+        self, name: str, *more: str, environment: dict[str, str] | None = None, **checkpoint: Any
+    ) -> FinishedRun:
         return self.end(name, self.begin(self.write(name, **checkpoint), *more, **(environment or {})))

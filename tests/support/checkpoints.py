@@ -13,13 +13,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from meshwright.base.errors import MeshwrightError
-from meshwright.checkpoint.manifest import MANIFEST, step_name
+from meshwright.checkpoint.manifest import MANIFEST_FILE, format_step_name
 from meshwright.tensors.pieces import Rectangle
 
 
-def reseal(directory: Path, **changes: Any) -> None:
+def rewrite_manifest(directory: Path, **changes: Any) -> None:
     """Write a manifest that fits what the files hold now, as somebody does who forges a checkpoint."""
-    content = json.loads((directory / MANIFEST).read_text())
+    content = json.loads((directory / MANIFEST_FILE).read_text())
     version, _, _ = content.pop("format"), content.pop("sha256"), content.pop("hmac_sha256", None)
     for name, stored in content["files"].items():
         data = (directory / name).read_bytes() if (directory / name).is_file() else b""
@@ -27,10 +27,10 @@ def reseal(directory: Path, **changes: Any) -> None:
     content.update(changes)
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     text = json.dumps({"format": version, "sha256": digest, **content}, indent=1)
-    (directory / MANIFEST).write_text(text + "\n")
+    (directory / MANIFEST_FILE).write_text(text + "\n")
 
 
-def flip(path: Path, bit: int | None = None) -> None:
+def flip_file_bit(path: Path, bit: int | None = None) -> None:
     """Flip one bit of a file; by default in its middle."""
     content = bytearray(path.read_bytes())
     bit = 8 * (len(content) // 2) if bit is None else bit
@@ -39,7 +39,7 @@ def flip(path: Path, bit: int | None = None) -> None:
 
 
 @contextmanager
-def restored(path: Path) -> Iterator[None]:
+def restore_file(path: Path) -> Iterator[None]:
     """Give a file its content back when the context is left."""
     before = path.read_bytes()
     try:
@@ -48,17 +48,17 @@ def restored(path: Path) -> Iterator[None]:
         path.write_bytes(before)
 
 
-def error_of(work: Any) -> str:
-    """Return the text of the error that `work` raises; "" if none."""
+def catch_error_text(call: Any) -> str:
+    """Return the text of the error that `call` raises; "" if none."""
     try:
-        work()
+        call()
     except MeshwrightError as error:
         return str(error)
     return ""
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> list[list[Rectangle]]:
+def rank_layouts(draw: st.DrawFn) -> list[list[Rectangle]]:
     """Draw what each rank holds: tensors cut into rows at random, each part on some of the ranks."""
     ranks = draw(st.integers(1, 5))
     held: list[list[Rectangle]] = [[] for _ in range(ranks)]
@@ -76,4 +76,4 @@ def layouts(draw: st.DrawFn) -> list[list[Rectangle]]:
 
 
 def step_directory(root: Path, step: int) -> Path:
-    return root / step_name(step)
+    return root / format_step_name(step)

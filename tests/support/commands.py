@@ -36,13 +36,13 @@ def write_run(directory: Path) -> Path:
     return path
 
 
-def invoke(*arguments: object) -> tuple[int, str]:
+def invoke_in_process(*arguments: object) -> tuple[int, str]:
     """Run a command in this process; return its exit code and output."""
     result = CliRunner().invoke(cli.app, [*map(str, arguments)])
     return result.exit_code, result.output
 
 
-def command(
+def run_command(
     *arguments: str, launcher: tuple[str, ...] = (), timeout_s: float = 240
 ) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}

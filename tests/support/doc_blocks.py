@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "docs/**/*.md", "plugins/*/README.md", "examples/*/README.md")
-MADE = ("docs/decisions", "docs/reference", "docs/mutations.md", "docs/tests.md")
+GENERATED = ("docs/decisions", "docs/reference", "docs/mutations.md", "docs/tests.md")
 """Records and tables, in which blocks are quotations."""
 SHELL = ("sh", "bash", "shell")
 COMMANDS = ["meshwright", "make", "pip", "python", "torchrun", "srun", "mpirun", "git", "automodel", "accelerate"]
@@ -46,7 +46,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Block:
+class CodeBlock:
     """A block of code, without indentation, and where it begins in the repository, lines from 1."""
 
     document: str
@@ -63,40 +63,40 @@ class Block:
         """Words of each command of a shell block, without variables that are set before it."""
         joined = _HERE_DOCUMENT.sub("", self.text.replace("\\\n", " "))
         lines = [shlex.split(line, comments=True) for line in joined.splitlines()]
-        return [words for line in lines for part in _parts(line) if (words := _without_variables(part))]
+        return [words for line in lines for part in _split_commands(line) if (words := _strip_variables(part))]
 
 
-def documents() -> list[str]:
+def find_documents() -> list[str]:
     found = [path for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern))]
     names = [path.relative_to(ROOT).as_posix() for path in found]
-    return [name for name in names if not name.startswith(MADE)]
+    return [name for name in names if not name.startswith(GENERATED)]
 
 
-def blocks(document: str) -> list[Block]:
+def parse_blocks(document: str) -> list[CodeBlock]:
     """The blocks of a document in its order."""
     text = (ROOT / document).read_text(encoding="utf-8")
     of_page = {match[1]: Note(match[2], " ".join(match[3].split())) for match in _PAGE_NOTE.finditer(text)}
     found = []
     for match in _PIECE.finditer(text):
         body = match["fenced"] if match["fence"] else textwrap.dedent(match["indented"].lstrip("\n"))
-        language = match["language"] if match["fence"] else _guessed(body)
+        language = match["language"] if match["fence"] else _guess_language(body)
         before = text[: match.start()].rstrip()
         above = before[before.rfind("\n\n") + 1 :] if before.endswith("-->") else ""
         own = [Note(kind, " ".join(said.split())) for kind, said in _NOTE.findall(above)]
         line = text.count("\n", 0, match.start()) + 1
         note = own[-1] if own else of_page.get("shell" if language in SHELL else language, Note())
-        found.append(Block(document, line, language, body, note))
+        found.append(CodeBlock(document, line, language, body, note))
     return found
 
 
-def _guessed(text: str) -> str:
+def _guess_language(text: str) -> str:
     """What an indented block is."""
-    first = _without_variables(text.split())
+    first = _strip_variables(text.split())
     is_shell = first and Path(first[0]).name in COMMANDS
     return "shell" if is_shell else "yaml" if re.match(r"[a-z_]+:( |\n|$)", text) else ""
 
 
-def _parts(words: list[str]) -> Iterator[list[str]]:
+def _split_commands(words: list[str]) -> Iterator[list[str]]:
     """What `&&`, `|` and `;` join; what comes after `>` is left out."""
     part: list[str] = []
     for word in words:
@@ -108,7 +108,7 @@ def _parts(words: list[str]) -> Iterator[list[str]]:
     yield part[: part.index(">")] if ">" in part else part
 
 
-def _without_variables(words: list[str]) -> list[str]:
+def _strip_variables(words: list[str]) -> list[str]:
     while words and re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
     return words

@@ -26,12 +26,12 @@ from meshwright.checkpoint import export_checkpoint
 from meshwright.checkpoint.merged_model import merge_adapter
 from meshwright.optim.build import OptimizerConfig, optimizer_factory
 from meshwright_run.run_rank import run_rank
-from meshwright_testing.zoo import zoo_model
+from meshwright_testing.zoo import build_zoo_model
 
-TIES = ("plain", "tied", "contradicting")
-BESIDE = {"LICENSE": "Terms.", "spiece.model": "pieces", "modeling_own.py": "raise SystemExit('never run')\n"}
-BESIDE |= {f"{name}.json": '{"x": "y"}' for name in ("preprocessor_config", "processor_config", "chat_template")}
-WRITTEN_ANEW = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+TIE_VARIANTS = ("plain", "tied", "contradicting")
+EXTRA_FILES = {"LICENSE": "Terms.", "spiece.model": "pieces", "modeling_own.py": "raise SystemExit('never run')\n"}
+EXTRA_FILES |= {f"{name}.json": '{"x": "y"}' for name in ("preprocessor_config", "processor_config", "chat_template")}
+REWRITTEN_FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 """Files that an export has, but not byte for byte."""
 TOLERANCE, MERGED = 1e-5, 1e-4  # Of logits in float32, against their largest, and of merged ones: merging rounds
 
@@ -44,7 +44,7 @@ def write_base(model_type: str, ties: str, directory: Path) -> type[nn.Module]:
     """Write a model with files beside its weights; return its class."""
     tied = None if ties == "plain" else True
     try:
-        model: Any = zoo_model(model_type, dtype=torch.float32, tied=tied)
+        model: Any = build_zoo_model(model_type, dtype=torch.float32, tied=tied)
     except Exception as error:
         if tied is None:
             raise
@@ -54,7 +54,7 @@ def write_base(model_type: str, ties: str, directory: Path) -> type[nn.Module]:
     names = dict(model.all_tied_weights_keys or {})
     if tied and not names:
         raise NotApplicable("its class ties nothing")
-    tokenizer = digits(pad=getattr(model.config.get_text_config(), "pad_token_id", None))
+    tokenizer = build_digit_tokenizer(pad=getattr(model.config.get_text_config(), "pad_token_id", None))
     ends, pad = [tokenizer.eos_token_id, 5], tokenizer.pad_token_id
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, eos_token_id=ends, pad_token_id=pad)
     model.save_pretrained(directory)
@@ -65,12 +65,12 @@ def write_base(model_type: str, ties: str, directory: Path) -> type[nn.Module]:
         generator = torch.Generator().manual_seed(1)
         own = {name: torch.randn(state[name].shape, generator=generator) * 0.1 for name in names}
         save_file({**tensors, **own}, path, metadata={"format": "pt"})
-    for name, text in BESIDE.items():
+    for name, text in EXTRA_FILES.items():
         (directory / name).write_text(text)
     return type(model)
 
 
-def digits(pad: int | None) -> PreTrainedTokenizerFast:
+def build_digit_tokenizer(pad: int | None) -> PreTrainedTokenizerFast:
     """A tokenizer of twelve words with the model's padding; transformers' Trainer would change the model's to it."""
     words = ["<end>", *map(str, range(10))]
     words.insert(pad if pad in range(12) else 0, "<pad>")
@@ -81,18 +81,18 @@ def digits(pad: int | None) -> PreTrainedTokenizerFast:
     return made
 
 
-def ids() -> Tensor:
+def build_ids() -> Tensor:
     return torch.randint(2, 12, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
-def logits(model: Any) -> Tensor:
+def compute_logits(model: Any) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model.eval()(ids(), use_cache=False).logits.float()
+        found: Tensor = model.eval()(build_ids(), use_cache=False).logits.float()
         return found
 
 
-def step(manager: Any) -> None:
-    batch = [{"input_ids": ids(), "labels": ids()}]
+def train_step(manager: Any) -> None:
+    batch = [{"input_ids": build_ids(), "labels": build_ids()}]
     manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=0.05)))
     manager.forward_backward(batch, num_tokens=manager.announce(batch))
     manager.optimizer_step()
@@ -101,15 +101,15 @@ def step(manager: Any) -> None:
 # -- doors: train what is in base, write it to out, give the logits of what was trained
 
 
-def by_python(base: Path, out: Path) -> Tensor:
+def export_by_python(base: Path, out: Path) -> Tensor:
     manager = mw.from_pretrained(base, "single", dtype="float32", world=mw.open_world("cpu"))
-    step(manager)
+    train_step(manager)
     mw.save_checkpoint(manager, out.with_name("checkpoint"), step=1)
     export_checkpoint(out.with_name("checkpoint"), out)
-    return logits(manager.model_parts[0])
+    return compute_logits(manager.model_parts[0])
 
 
-def by_merge(base: Path, out: Path) -> Tensor:
+def export_by_merge(base: Path, out: Path) -> Tensor:
     peft = {"type": "lora", "r": 2, "target_modules": "all-linear"}
     open_base = functools.partial(mw.from_pretrained, base, "single", dtype="float32", world=mw.open_world("cpu"))
     try:
@@ -118,19 +118,19 @@ def by_merge(base: Path, out: Path) -> Tensor:
         # peft refuses some linear layers of Mamba's blocks.
         manager = open_base(peft={**peft, "exclude_modules": ["out_proj", "conv1d"]})
     try:
-        step(manager)
+        train_step(manager)
     except (RuntimeError, AttributeError) as error:
         raise NotApplicable(f"peft's layers cannot take the place of its linear layers: {error}") from error
     mw.save_checkpoint(manager, out.with_name("checkpoint"), step=1)
     merge_adapter(out.with_name("checkpoint"), out)
-    return logits(manager.model_parts[0])
+    return compute_logits(manager.model_parts[0])
 
 
-def by_run_file(base: Path, out: Path) -> Tensor:
-    return run({"path": str(base)}, base, out)
+def export_by_run_file(base: Path, out: Path) -> Tensor:
+    return train_by_run_file({"path": str(base)}, base, out)
 
 
-def run(model: dict[str, str], base: Path, out: Path) -> Tensor:
+def train_by_run_file(model: dict[str, str], base: Path, out: Path) -> Tensor:
     """Train by a run file with this section `model`, whose base is there."""
     root = out.parent
     for number in range(20):
@@ -145,10 +145,10 @@ def run(model: dict[str, str], base: Path, out: Path) -> Tensor:
     (Path(f"{out}.run") / "model").rename(out)
     manager = mw.from_pretrained(base, "single", dtype="float32", world=mw.open_world("cpu"))
     mw.load_checkpoint(manager, f"{out}.run/checkpoints/step-00000001")
-    return logits(manager.model_parts[0])
+    return compute_logits(manager.model_parts[0])
 
 
-def by_trainer(base: Path, out: Path) -> Tensor:
+def export_by_trainer(base: Path, out: Path) -> Tensor:
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainingArguments, default_data_collator
 
@@ -157,46 +157,51 @@ def by_trainer(base: Path, out: Path) -> Tensor:
     options: Any = {"max_steps": 1, "learning_rate": 0.05, "per_device_train_batch_size": 2, "save_strategy": "no"}
     options |= {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True}
     arguments = TrainingArguments(str(out.with_name("trainer")), **options)
-    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in ids().tolist()])
+    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in build_ids().tolist()])
     given: Any = {"train_dataset": rows, "data_collator": default_data_collator, "mesh": {"strategy": "single"}}
     tokenizer = AutoTokenizer.from_pretrained(base)
     made: Any = MeshTrainer(str(base), args=arguments, processing_class=tokenizer, **given)
     made.train()
     made.save_model(str(out))
-    return logits(made.model)
+    return compute_logits(made.model)
 
 
-DOORS: Mapping[str, Callable[[Path, Path], Tensor]]
-DOORS = {"run file": by_run_file, "Python": by_python, "trainer": by_trainer, "merge": by_merge}
+EXPORT_ROUTES: Mapping[str, Callable[[Path, Path], Tensor]]
+EXPORT_ROUTES = {
+    "run file": export_by_run_file,
+    "Python": export_by_python,
+    "trainer": export_by_trainer,
+    "merge": export_by_merge,
+}
 
 
-def difference(model_type: str, ties: str, door: str, root: Path) -> str:
+def find_difference(model_type: str, ties: str, door: str, root: Path) -> str:
     """Return what is wrong with an export; "" if nothing is."""
     root.mkdir(parents=True, exist_ok=True)
     base, out = root / "base", root / "out"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cls = write_base(model_type, ties, base)
-        wanted = DOORS[door](base, out)
-        return compared(cls, base, out, wanted, MERGED if door == "merge" else TOLERANCE)
+        wanted = EXPORT_ROUTES[door](base, out)
+        return compare_export(cls, base, out, wanted, MERGED if door == "merge" else TOLERANCE)
 
 
-def compared(cls: Any, base: Path, out: Path, wanted: Tensor, tolerance: float = TOLERANCE) -> str:
+def compare_export(cls: Any, base: Path, out: Path, wanted: Tensor, tolerance: float = TOLERANCE) -> str:
     """What is wrong with an export that should give these logits, and have the files of its base."""
     loaded, report = cls.from_pretrained(out, output_loading_info=True)
     if report["missing_keys"] or report["unexpected_keys"]:
         return f"missing {sorted(report['missing_keys'])}, unexpected {sorted(report['unexpected_keys'])}"
-    apart = float((logits(loaded) - wanted).abs().max() / wanted.abs().max())
+    apart = float((compute_logits(loaded) - wanted).abs().max() / wanted.abs().max())
     if not apart <= tolerance:
         return f"logits differ by {apart:.1e} of the largest"
-    return _of_files(base, out)
+    return _compare_files(base, out)
 
 
-def _of_files(base: Path, out: Path) -> str:
+def _compare_files(base: Path, out: Path) -> str:
     names = {path.name for path in base.iterdir()} - {"model.safetensors"}
     if lost := sorted(name for name in names if not (out / name).is_file()):
         return f"lost {lost}"
-    changed = [name for name in names - WRITTEN_ANEW if (base / name).read_bytes() != (out / name).read_bytes()]
+    changed = [name for name in names - REWRITTEN_FILES if (base / name).read_bytes() != (out / name).read_bytes()]
     if changed:
         return f"changed {sorted(changed)}"
     was, is_ = (json.loads((each / "generation_config.json").read_text()) for each in (base, out))

@@ -16,7 +16,7 @@ from meshwright.strategy.registry import get_registry
 FLIPPED_AFTER = 2  # The step after which the bit flips
 
 
-class _Flips:
+class _ParameterFlipper:
     """Flips a bit of what the optimizer of a run steps."""
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class _Flips:
             flip(self.stepped[0])
 
 
-def run_with_a_flip(path: str) -> tuple[str, int]:
+def run_with_bit_flip(path: str) -> tuple[str, int]:
     """Run a run file on this rank, flip a bit after a step, and return error and exit code."""
-    flips = _Flips()
+    flips = _ParameterFlipper()
     hook = register_optimizer_step_post_hook(flips.note)
     try:
         with get_registry().observing(flips):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-CHANGE = "MESHWRIGHT_TEST_CHANGE"  # Environment variable with the path of a file that describes the change
+CHANGE_VARIABLE = "MESHWRIGHT_TEST_CHANGE"  # Environment variable with the path of a file that describes the change
 PRELOAD = (
     *("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "pydantic", "transformers"),
     "transformers.models.llama.modeling_llama",
@@ -35,11 +35,11 @@ def run_with_hook() -> int:
         file = Path(scratch) / "change.json"
         file.touch()
         path = os.pathsep.join(filter(None, (str(ROOT / "tests" / "mutation"), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, CHANGE: str(file), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, CHANGE_VARIABLE: str(file), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         return subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
 
 
-def prepare() -> None:
+def start_fork_server() -> None:
     """Import what tests import, and start the process that ranks are forked from."""
     multiprocessing.set_forkserver_preload([*PRELOAD])
     # The fork server inherits stderr; what ranks write there belongs to no test.
@@ -59,7 +59,7 @@ def run_tests(
     Returns:
         By id: passed, failed, skipped or not run, and the error.
     """
-    file = Path(os.environ[CHANGE])
+    file = Path(os.environ[CHANGE_VARIABLE])
     file.write_text("" if change is None else json.dumps(change), encoding="utf-8")
     ours, theirs = multiprocessing.Pipe(duplex=False)
     pid = os.fork()
@@ -70,7 +70,7 @@ def run_tests(
     found: dict[str, tuple[str, str]] = {}
     with suppress(EOFError):
         found = ours.recv() if ours.poll(timeout_s) else {}
-    _end(pid)
+    _end_process_group(pid)
     return {each: found.get(each, ("not run", "")) for each in ids}
 
 
@@ -105,7 +105,7 @@ def _run(arguments: Sequence[str], outcome: Connection, log: Path) -> int:
     return 0
 
 
-def _end(pid: int) -> None:
+def _end_process_group(pid: int) -> None:
     """Wait 8 s for a process to end its ranks and exit; then kill its group."""
     for _ in range(80):
         if os.waitpid(pid, os.WNOHANG)[0]:
@@ -116,7 +116,7 @@ def _end(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
-def collect(files: Iterable[Any]) -> list[str]:
+def collect_test_ids(files: Iterable[Any]) -> list[str]:
     """Ids of the tests in some files, without the long sweeps."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not zoo", "-p", "no:cacheprovider"]
     output = subprocess.run([*command, *map(str, files)], cwd=ROOT, capture_output=True, text=True, check=False).stdout

@@ -11,47 +11,47 @@ import signal
 import sys
 import time
 
-from meshwright.base.processes import leave
-from meshwright_run.launch.local import launch, warm_up
-from meshwright_run.launch.rank import guarded
+from meshwright.base.processes import exit_process
+from meshwright_run.launch.local import launch_ranks, start_fork_server
+from meshwright_run.launch.rank import run_guarded
 from meshwright_run.run_file import load_run
 from meshwright_run.run_rank import run_rank
 
 
-def stop():
+def stop_process():
     """As a debugger, an operator or a frozen machine does it: no thread runs any more."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def wait_long():
+def sleep_forever():
     """As a file system that does not answer: the process lives."""
     time.sleep(10**6)
 
 
-def sleep():
+def sleep_briefly():
     time.sleep(0.6)
 
 
-def places():
+def hang_points():
     """Where a rank can hang: the class and name of a method, on which of its calls (0: each), and how."""
-    from meshwright.checkpoint.saving import Saving
+    from meshwright.checkpoint.saving import CheckpointSave
     from meshwright.manager.data_parallel import DataParallelManager
-    from meshwright.manager.forward import Forward
-    from meshwright_run.data.feed import Feed
+    from meshwright.manager.forward import ForwardRunner
+    from meshwright_run.data.feed import TrainSampler
 
     return {
-        "data": (Feed, "microbatches", 4, wait_long),
-        "sleepy loss": (Forward, "loss", 0, sleep),
-        "step": (DataParallelManager, "forward_backward", 2, stop),
-        "stage code": (DataParallelManager, "finish_gradients", 3, wait_long),
-        "save": (Saving, "write", 1, stop),
-        "code": (DataParallelManager, "clip_grad_norm", 2, wait_long),
+        "data": (TrainSampler, "microbatches", 4, sleep_forever),
+        "sleepy loss": (ForwardRunner, "loss", 0, sleep_briefly),
+        "step": (DataParallelManager, "forward_backward", 2, stop_process),
+        "stage code": (DataParallelManager, "finish_gradients", 3, sleep_forever),
+        "save": (CheckpointSave, "write", 1, stop_process),
+        "code": (DataParallelManager, "clip_grad_norm", 2, sleep_forever),
     }
 
 
 def run_and_hang(store, config, place, rank):
     if rank in (-1, int(os.environ["RANK"])):
-        owner, name, call, hang = places()[place]
+        owner, name, call, hang = hang_points()[place]
         method, calls = getattr(owner, name), 0
 
         @functools.wraps(method)
@@ -69,12 +69,12 @@ def run_and_hang(store, config, place, rank):
 def main():
     if sys.argv[1:]:
         place, rank, path = sys.argv[1:]
-        leave(guarded(run_and_hang, (load_run(path), place, int(rank))))
-    warm_up()
+        exit_process(run_guarded(run_and_hang, (load_run(path), place, int(rank))))
+    start_fork_server()
     for line in sys.stdin:
         place, rank, path = line.rstrip("\n").rsplit(" ", 2)
         config = load_run(path)
-        exit_code = launch(run_and_hang, (config, place, int(rank)), nproc=config.nproc)
+        exit_code = launch_ranks(run_and_hang, (config, place, int(rank)), nproc=config.nproc)
         sys.stdout.write(f"exit code {exit_code}\n")
         sys.stdout.flush()
 

@@ -18,12 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- rooms: begin -->", "<!-- rooms: end -->"
 _CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
-_LAYERS = next(each["layers"] for each in _CONTRACTS if each.get("containers") == ["meshwright"])
-FLOORS = [layer.split(" : ") for layer in reversed(_LAYERS)]  # Rooms of core from the bottom up
+_CONTRACT_LAYERS = next(each["layers"] for each in _CONTRACTS if each.get("containers") == ["meshwright"])
+LAYERS = [layer.split(" : ") for layer in reversed(_CONTRACT_LAYERS)]  # Rooms of core from the bottom up
 
 
 @dataclass(frozen=True)
-class Module:
+class SourceModule:
     """One file of a package; `name` starts with the package's."""
 
     name: str
@@ -59,32 +59,32 @@ class Module:
                 yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def packages() -> list[Path]:
+def find_packages() -> list[Path]:
     found = [ROOT / "core" / "meshwright", *ROOT.glob("plugins/*/src/*")]
     return [path for path in sorted(found) if (path / "__init__.py").is_file()]
 
 
-def read(package: Path) -> dict[str, Module]:
+def read_modules(package: Path) -> dict[str, SourceModule]:
     """The modules of a package by name."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         name = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
-        found[name] = Module(name, path)
+        found[name] = SourceModule(name, path)
     return found
 
 
-def arrows(modules: Mapping[str, Module]) -> set[tuple[str, str]]:
+def find_import_edges(modules: Mapping[str, SourceModule]) -> set[tuple[str, str]]:
     """Pairs of rooms of core of which the first imports the second."""
     names = ((module.room, name.split(".")) for module in modules.values() for name in module.imports())
     pairs = {(room, parts[1]) for room, parts in names if parts[0] == "meshwright" and len(parts) > 1}
-    rooms = {room for floor in FLOORS for room in floor}
+    rooms = {room for floor in LAYERS for room in floor}
     return {(one, other) for one, other in pairs if {one, other} <= rooms and one != other}
 
 
-def table(modules: Mapping[str, Module]) -> str:
+def render_table(modules: Mapping[str, SourceModule]) -> str:
     """The rooms from the bottom up, as a table in Markdown."""
-    rooms = [room for floor in FLOORS for room in floor]
-    pairs = arrows(modules)
+    rooms = [room for floor in LAYERS for room in floor]
+    pairs = find_import_edges(modules)
     rows = ["| room | what is in it | stands on |", "|---|---|---|"]
     for room in rooms:
         text = (ast.get_docstring(modules[f"meshwright.{room}"].tree) or "").split("\n\n")[0].replace("\n", " ")
@@ -93,13 +93,13 @@ def table(modules: Mapping[str, Module]) -> str:
     return "\n".join(rows)
 
 
-def page(text: str, modules: Mapping[str, Module]) -> str:
+def render_page(text: str, modules: Mapping[str, SourceModule]) -> str:
     """docs/architecture.md with the table of today's sources."""
     before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{table(modules)}\n\n{END}{rest.split(END)[1]}"
+    return f"{before}{BEGIN}\n\n{render_table(modules)}\n\n{END}{rest.split(END)[1]}"
 
 
-def draw(modules: Mapping[str, Module], path: Path) -> None:
+def draw_map(modules: Mapping[str, SourceModule], path: Path) -> None:
     """Draw rooms as boxes, with arrows to what they import, except those that follow from other arrows."""
     import networkx as nx
     from matplotlib.figure import Figure
@@ -107,24 +107,24 @@ def draw(modules: Mapping[str, Module], path: Path) -> None:
     axes = Figure(figsize=(9, 11)).add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set_xlim(0, 9)
-    axes.set_ylim(-0.2, len(FLOORS))
+    axes.set_ylim(-0.2, len(LAYERS))
     place = {
         room: ((index + 0.5) * 9 / len(floor), height + 0.4)
-        for height, floor in enumerate(FLOORS)
+        for height, floor in enumerate(LAYERS)
         for index, room in enumerate(floor)
     }
     for room, (x, y) in place.items():
         lines = sum(module.lines for module in modules.values() if module.room == room)
         box = {"boxstyle": "round,pad=0.4", "fc": "#f4f1ea", "ec": "#555"}
         axes.text(x, y, f"{room}\n{lines:,} lines", ha="center", va="center", fontsize=9, bbox=box)
-    for room, other in nx.transitive_reduction(nx.DiGraph(sorted(arrows(modules)))).edges:
+    for room, other in nx.transitive_reduction(nx.DiGraph(sorted(find_import_edges(modules)))).edges:
         arrow = {"arrowstyle": "-|>", "color": "#888", "shrinkA": 16, "shrinkB": 16}
         axes.annotate("", place[other], place[room], arrowprops=arrow)
     axes.figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
-    core = read(ROOT / "core" / "meshwright")
+    core = read_modules(ROOT / "core" / "meshwright")
     written = ROOT / "docs" / "architecture.md"
-    written.write_text(page(written.read_text(encoding="utf-8"), core), encoding="utf-8")
-    draw(core, ROOT / "docs" / "house.png")
+    written.write_text(render_page(written.read_text(encoding="utf-8"), core), encoding="utf-8")
+    draw_map(core, ROOT / "docs" / "house.png")

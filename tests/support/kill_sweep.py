@@ -32,10 +32,10 @@ import transformers
 import yaml
 from support.commands import LAUNCHER_VARIABLES, write_run
 
-from meshwright_run.report import MEASURED
+from meshwright_run.report import NONDETERMINISTIC_FIELDS
 
 STEPS = 24
-PATIENCE_S = 400.0
+TIMEOUT_S = 400.0
 ZERO1 = {"engine": "bucketed", "use_distributed_optimizer": True, "overlap_grad_reduce": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"strategy": "fsdp2", "nproc": 2},
@@ -49,7 +49,7 @@ VICTIMS = ("rank", "parent", "all")
 
 
 @dataclass
-class Kill:
+class KillRecord:
     """One kill, and what it met."""
 
     layout: str
@@ -61,7 +61,7 @@ class Kill:
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """A run file and the directory that it writes."""
 
     file: Path
@@ -78,7 +78,7 @@ class Run:
     def numbers(self) -> list[dict[str, Any]]:
         """All that the metrics say, but for durations."""
         lines = [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
+        return [{k: v for k, v in line.items() if k not in NONDETERMINISTIC_FIELDS} for line in lines]
 
     def newest(self) -> Path:
         return max(path for path in self.checkpoints.iterdir() if path.name[-1].isdigit())
@@ -88,7 +88,7 @@ def short_name(name: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in name)
 
 
-def make_run(workplace: Path, name: str, settings: dict[str, Any]) -> Run:
+def make_run(workplace: Path, name: str, settings: dict[str, Any]) -> TrainingRun:
     """A run of one layout: dropout, warm-up and decay of rate and weights, checkpoints that replace each other."""
     if not (workplace / "run.yaml").exists():
         write_run(workplace)
@@ -100,10 +100,10 @@ def make_run(workplace: Path, name: str, settings: dict[str, Any]) -> Run:
     values |= {"optimizer": {"lr": 3e-3, "weight_decay": 0.1}, "output_dir": str(workplace / name), **settings}
     path = workplace / f"{name}.yaml"
     path.write_text(yaml.safe_dump(values))
-    return Run(path, workplace / name)
+    return TrainingRun(path, workplace / name)
 
 
-class Started(subprocess.Popen[bytes]):
+class CommandProcess(subprocess.Popen[bytes]):
     """`meshwright` in a session of its own."""
 
     def __init__(self, *arguments: str) -> None:
@@ -121,49 +121,51 @@ class Started(subprocess.Popen[bytes]):
             raise AssertionError(f"{self.args} left with {self.returncode}: {said[-3000:]}")
 
 
-def finish(*arguments: str) -> None:
-    process = Started(*arguments)
+def run_to_end(*arguments: str) -> None:
+    process = CommandProcess(*arguments)
     try:
-        process.wait(PATIENCE_S)
+        process.wait(TIMEOUT_S)
     finally:
         end_session(process)
     process.check()
 
 
-def members(process: subprocess.Popen[bytes]) -> dict[int, bytes]:
+def find_session_processes(process: subprocess.Popen[bytes]) -> dict[int, bytes]:
     """The living processes of a session, and their environments."""
     found = {}
     for path in Path("/proc").iterdir():
         with suppress(OSError):
-            if path.name.isdigit() and os.getsid(int(path.name)) == process.pid and lives(int(path.name)):
+            if path.name.isdigit() and os.getsid(int(path.name)) == process.pid and is_alive(int(path.name)):
                 found[int(path.name)] = (path / "environ").read_bytes()
     return found
 
 
-def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+def find_ranks(process: subprocess.Popen[bytes]) -> list[int]:
     """The living ranks that `meshwright train` has started, in their order: those that its fork server has made."""
-    living = members(process)
-    parents = {pid: int(stat[1]) for pid in living if (stat := stat_of(pid))}
-    servers = {pid for pid, parent in parents.items() if parent == process.pid and b"forkserver" in command_of(pid)}
+    living = find_session_processes(process)
+    parents = {pid: int(stat[1]) for pid in living if (stat := read_stat(pid))}
+    servers = {
+        pid for pid, parent in parents.items() if parent == process.pid and b"forkserver" in read_command_line(pid)
+    }
     return sorted(pid for pid, parent in parents.items() if parent in servers)
 
 
-def stat_of(pid: int) -> list[str]:
+def read_stat(pid: int) -> list[str]:
     """State, parent and more of a process; nothing where it has gone."""
-    return _proc(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
+    return _read_proc(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether a process is there, and no zombie."""
-    stat = stat_of(pid)
+    stat = read_stat(pid)
     return bool(stat) and stat[0] not in "ZX"
 
 
-def command_of(pid: int) -> bytes:
-    return _proc(pid, "cmdline")
+def read_command_line(pid: int) -> bytes:
+    return _read_proc(pid, "cmdline")
 
 
-def _proc(pid: int, name: str) -> bytes:
+def _read_proc(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
@@ -171,12 +173,12 @@ def _proc(pid: int, name: str) -> bytes:
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    for pid in members(process):
+    for pid in find_session_processes(process):
         os.kill(pid, signal.SIGKILL)
 
 
-def strike(process: subprocess.Popen[bytes], victim: str, dice: random.Random) -> None:
-    ranks = ranks_of(process)
+def kill_victim(process: subprocess.Popen[bytes], victim: str, dice: random.Random) -> None:
+    ranks = find_ranks(process)
     if victim == "rank" and ranks:
         os.kill(dice.choice(ranks), signal.SIGKILL)
     elif victim == "parent":
@@ -185,11 +187,11 @@ def strike(process: subprocess.Popen[bytes], victim: str, dice: random.Random) -
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def await_moment(process: subprocess.Popen[bytes], has_come: Callable[[], bool]) -> bool:
+def wait_for_moment(process: subprocess.Popen[bytes], condition: Callable[[], bool]) -> bool:
     """Whether it came before the process ended."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end:
-        if has_come():
+        if condition():
             return True
         if process.poll() is not None:
             return False
@@ -198,63 +200,65 @@ def await_moment(process: subprocess.Popen[bytes], has_come: Callable[[], bool])
     raise AssertionError("the run neither got so far nor ended")
 
 
-def moment_of(run: Run, moment: str, at: int, dice: random.Random) -> Callable[[], bool]:
+def build_moment_condition(run: TrainingRun, moment: str, step: int, dice: random.Random) -> Callable[[], bool]:
     """A function that says whether the moment has come."""
     if moment == "starting":
         begun, wait = time.monotonic(), dice.uniform(0.5, 12.0)
         return lambda: time.monotonic() - begun > wait
     if moment == "training":
         wait = dice.uniform(0.0, 0.1)
-        return lambda: run.steps_done() >= at and time.sleep(wait) is None  # type: ignore[func-returns-value]
+        return lambda: run.steps_done() >= step and time.sleep(wait) is None  # type: ignore[func-returns-value]
     if moment == "exporting":
         start = dice.choice(("model.checkpoint", "model.writing"))
-        return lambda: any(path.name.startswith(start) for path in _entries(run.directory))
+        return lambda: any(path.name.startswith(start) for path in _list_directory(run.directory))
     if moment == "deleting":
-        make_heavy(run)
-    return lambda: any(path.name.endswith(f".{moment}") and _step(path) >= at - 4 for path in _entries(run.checkpoints))
+        add_ballast(run)
+    return lambda: any(
+        path.name.endswith(f".{moment}") and _parse_step(path) >= step - 4 for path in _list_directory(run.checkpoints)
+    )
 
 
-def make_heavy(run: Run) -> None:
+def add_ballast(run: TrainingRun) -> None:
     """Give the checkpoints that are there more files, so that it takes a moment to delete them."""
-    for path in _entries(run.checkpoints):
+    for path in _list_directory(run.checkpoints):
         if path.name[-1].isdigit():
             (path / "ballast").mkdir(exist_ok=True)
             for number in range(4000):
                 (path / "ballast" / str(number)).touch()
 
 
-def _entries(directory: Path) -> list[Path]:
+def _list_directory(directory: Path) -> list[Path]:
     try:
         return list(directory.iterdir())
     except OSError:
         return []
 
 
-def _step(path: Path) -> int:
+def _parse_step(path: Path) -> int:
     found = re.search(r"-(\d+)\.", path.name)
     return int(found[1]) if found else 0
 
 
-def fingerprint(directory: Path) -> dict[str, str]:
+def hash_weights(directory: Path) -> dict[str, str]:
     """Checksums of the weights of a Hugging Face directory."""
     files = sorted(directory.glob("*.safetensors"))
     assert files, f"{directory} holds no weights"
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-class Layout:
+class SweptLayout:
     def __init__(self, workplace: Path, name: str, settings: dict[str, Any], dice: random.Random) -> None:
         self.workplace, self.name, self.dice = workplace, name, dice
         self._settings = settings
         self._count = 0
         whole = self._new("whole")
-        finish("train", str(whole.file))
-        self._numbers, self._weights = whole.numbers(), fingerprint(whole.directory / "model")
+        run_to_end("train", str(whole.file))
+        self._numbers, self._weights = whole.numbers(), hash_weights(whole.directory / "model")
         assert [each["step"] for each in self._numbers] == list(range(1, STEPS + 1))
         self.whole = whole
         self.run = self._new()
 
-    def _new(self, name: str | None = None) -> Run:
+    def _new(self, name: str | None = None) -> TrainingRun:
         self._count += 1
         return make_run(self.workplace, f"{short_name(self.name)}-{name or self._count}", self._settings)
 
@@ -262,7 +266,7 @@ class Layout:
     def runs(self) -> int:
         return self._count - 1
 
-    def kill(self, moment: str, victim: str) -> Kill:
+    def kill(self, moment: str, victim: str) -> KillRecord:
         """Kill once, at a moment that has surely come."""
         if moment == "export command":
             return self._kill_export()
@@ -282,35 +286,37 @@ class Layout:
             self.run = self._new()
         raise AssertionError(f"{self.name}: no run could be killed while {moment}")
 
-    def _kill(self, moment: str, victim: str, at: int) -> Kill | None:
-        has_come = moment_of(self.run, moment, at, self.dice)
-        process = Started("train", str(self.run.file))
-        if not await_moment(process, has_come):
+    def _kill(self, moment: str, victim: str, at: int) -> KillRecord | None:
+        has_come = build_moment_condition(self.run, moment, at, self.dice)
+        process = CommandProcess("train", str(self.run.file))
+        if not wait_for_moment(process, has_come):
             process.check()
             return None
-        strike(process, victim, self.dice)
-        kill = Kill(self.name, moment, victim)
+        kill_victim(process, victim, self.dice)
+        kill = KillRecord(self.name, moment, victim)
         kill.ended_s = self._await_end(process)
         kill.step, kill.left = self.run.steps_done(), self._left()
         return kill
 
-    def _kill_export(self) -> Kill:
+    def _kill_export(self) -> KillRecord:
         source, output = str(self.whole.newest()), self.whole.directory.with_name(f"{self.whole.directory.name}-export")
-        process = Started("export", source, str(output))
-        came = await_moment(process, lambda: any(p.name.startswith(output.name) for p in _entries(self.workplace)))
+        process = CommandProcess("export", source, str(output))
+        came = wait_for_moment(
+            process, lambda: any(p.name.startswith(output.name) for p in _list_directory(self.workplace))
+        )
         assert came, "the export ended before it was seen"
         os.killpg(process.pid, signal.SIGKILL)
-        kill = Kill(self.name, "export command", "all", STEPS)
+        kill = KillRecord(self.name, "export command", "all", STEPS)
         kill.ended_s = self._await_end(process)
-        kill.left = sorted(path.name for path in _entries(self.workplace) if path.name.startswith(output.name))
-        finish("export", source, str(output))
-        assert fingerprint(output) == self._weights, f"{self.name}: the export after a killed one differs"
+        kill.left = sorted(path.name for path in _list_directory(self.workplace) if path.name.startswith(output.name))
+        run_to_end("export", source, str(output))
+        assert hash_weights(output) == self._weights, f"{self.name}: the export after a killed one differs"
         return kill
 
     def _await_end(self, process: subprocess.Popen[bytes]) -> float:
         begun = time.monotonic()
-        while members(process):
-            if time.monotonic() - begun > PATIENCE_S:
+        while find_session_processes(process):
+            if time.monotonic() - begun > TIMEOUT_S:
                 end_session(process)
                 raise AssertionError(f"{self.name}: processes are left after a kill")
             process.poll()
@@ -319,25 +325,27 @@ class Layout:
         return round(time.monotonic() - begun, 2)
 
     def _left(self) -> list[str]:
-        names = [path.name for path in _entries(self.run.checkpoints) if not path.name[-1].isdigit()]
-        return sorted(names + [path.name for path in _entries(self.run.directory) if path.name.startswith("model")])
+        names = [path.name for path in _list_directory(self.run.checkpoints) if not path.name[-1].isdigit()]
+        return sorted(
+            names + [path.name for path in _list_directory(self.run.directory) if path.name.startswith("model")]
+        )
 
     def end(self) -> None:
         """Let the run end, and compare it."""
-        finish("train", str(self.run.file))
+        run_to_end("train", str(self.run.file))
         self.compare()
 
     def compare(self) -> None:
         assert self.run.numbers() == self._numbers, f"{self.run.directory}: other metrics"
-        assert fingerprint(self.run.directory / "model") == self._weights, f"{self.run.directory}: other weights"
+        assert hash_weights(self.run.directory / "model") == self._weights, f"{self.run.directory}: other weights"
         left = [name for name in self._left() if name != "model"]
         assert not left, f"{self.run.directory}: {left} is left"
 
 
-def sweep(workplace: Path, kills: int, seed: int, name: str) -> Iterator[tuple[Kill, int]]:
+def run_sweep(workplace: Path, kills: int, seed: int, name: str) -> Iterator[tuple[KillRecord, int]]:
     """Each kill of a layout, and the number of runs that it has needed so far."""
     dice = random.Random(f"{seed} {name}")
-    layout = Layout(workplace, name, LAYOUTS[name], dice)
+    layout = SweptLayout(workplace, name, LAYOUTS[name], dice)
     victims = [*VICTIMS] * (kills // len(VICTIMS) + 1)
     dice.shuffle(victims)
     for number in range(kills):
@@ -346,14 +354,14 @@ def sweep(workplace: Path, kills: int, seed: int, name: str) -> Iterator[tuple[K
 
 
 def main() -> None:
-    options = arguments(__doc__, "--kills", 40, 16, LAYOUTS).parse_args()
+    options = build_parser(__doc__, "--kills", 40, 16, LAYOUTS).parse_args()
     command = f"PYTHONPATH=tests python -m support.kill_sweep --kills {options.count} --seed {options.seed}"
     report = new_report(command, steps=STEPS, layouts={}, kills=[])
     with tempfile.TemporaryDirectory(prefix="meshwright-kill-") as workplace:
-        for name, count in zip(options.chosen, shares(options.count, len(options.chosen)), strict=True):
+        for name, count in zip(options.chosen, split_evenly(options.count, len(options.chosen)), strict=True):
             found = report["layouts"][name] = {"runs": 0, "result": "not ended"}
             try:
-                for kill, runs in sweep(Path(workplace), count, options.seed, name):
+                for kill, runs in run_sweep(Path(workplace), count, options.seed, name):
                     report["kills"].append(asdict(kill))
                     found["runs"] = runs
                     sys.stderr.write(f"{len(report['kills']):3} {kill}\n")
@@ -376,18 +384,20 @@ def write_report(path: Path | None, report: dict[str, Any]) -> None:
         path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def arguments(text: str | None, what: str, count: int, seed: int, choices: Iterable[str]) -> argparse.ArgumentParser:
+def build_parser(
+    text: str | None, option: str, count: int, seed: int, choices: Iterable[str]
+) -> argparse.ArgumentParser:
     """Options of a sweep: how many of what strike, a seed, a file for the results, and which are struck."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(what, type=int, default=count, dest="count")
+    parser.add_argument(option, type=int, default=count, dest="count")
     parser.add_argument("--seed", type=int, default=seed)
     parser.add_argument("--json", type=Path, help="file for the results")
-    kind = "--layouts" if what == "--kills" else "--stacks"
+    kind = "--layouts" if option == "--kills" else "--stacks"
     parser.add_argument(kind, nargs="+", choices=list(choices), default=list(choices), dest="chosen")
     return parser
 
 
-def shares(count: int, parts: int) -> list[int]:
+def split_evenly(count: int, parts: int) -> list[int]:
     """A number divided into parts that differ by one at most."""
     return [count * (part + 1) // parts - count * part // parts for part in range(parts)]
 

@@ -12,10 +12,10 @@ import time
 from datetime import timedelta
 
 from meshwright.base.errors import ModelError
-from meshwright.base.processes import leave
-from meshwright.launch.environment import started_by_launcher
-from meshwright_run.launch.local import launch, warm_up
-from meshwright_run.launch.rank import guarded
+from meshwright.base.processes import exit_process
+from meshwright.launch.environment import is_launched
+from meshwright_run.launch.local import launch_ranks, start_fork_server
+from meshwright_run.launch.rank import run_guarded
 
 GROUP_TIMEOUT_S = 300  # Far longer than any test may take: a test that has to wait for it fails
 
@@ -55,34 +55,34 @@ def start_and_finish(store, started_s):
     dist.destroy_process_group()
 
 
-def bad_value():
+def raise_value_error():
     raise ValueError("a bad value in step 10")
 
 
-def bad_model():
+def raise_model_error():
     raise ModelError("no such model")
 
 
 def value_error_on_rank_2(store, started_s):
-    reduce_forever(join_world(store) == 2, bad_value)
+    reduce_forever(join_world(store) == 2, raise_value_error)
 
 
 def model_error_on_all_ranks(store, started_s):
     join_world(store)
-    bad_model()
+    raise_model_error()
 
 
 def model_error_on_rank_1(store, started_s):
-    reduce_forever(join_world(store) == 1, bad_model)
+    reduce_forever(join_world(store) == 1, raise_model_error)
 
 
 def kill_rank_1(store, started_s):
     reduce_forever(join_world(store) == 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def rank_0_heeds_no_sigterm(store, started_s):
+def rank_0_ignores_sigterm(store, started_s):
     if join_world(store) == 1:
-        bad_value()
+        raise_value_error()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(GROUP_TIMEOUT_S)
 
@@ -94,7 +94,7 @@ def run_until_stopped(store, started_s):
     reduce_forever()
 
 
-def echo_without_cause(store, started_s):
+def peer_failure_without_cause(store, started_s):
     """Rank 1 closes its connections and says nothing: the peer's error is all that there is to tell."""
     if join_world(store) == 1:
         from torch import distributed as dist
@@ -105,10 +105,10 @@ def echo_without_cause(store, started_s):
 
 
 def serve():
-    warm_up()
+    start_fork_server()
     for line in sys.stdin:
         name, nproc = line.split()
-        exit_code = launch(globals()[name], (time.time(),), nproc=int(nproc))
+        exit_code = launch_ranks(globals()[name], (time.time(),), nproc=int(nproc))
         sys.stdout.write(f"exit code {exit_code}\n")
         sys.stdout.flush()
 
@@ -119,12 +119,12 @@ def main():
     if sys.argv[1] == "serve":
         return serve()
     case, nproc, started_s = globals()[sys.argv[1]], int(sys.argv[2]), time.time()
-    if started_by_launcher():
-        leave(guarded(case, (started_s,)))
-    warm_up()
+    if is_launched():
+        exit_process(run_guarded(case, (started_s,)))
+    start_fork_server()
     sys.stdout.write("warming up\n")
     sys.stdout.flush()
-    sys.exit(launch(case, (started_s,), nproc=nproc))
+    sys.exit(launch_ranks(case, (started_s,), nproc=nproc))
 
 
 if __name__ == "__main__":

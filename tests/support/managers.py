@@ -10,7 +10,7 @@ from torch import nn
 from meshwright import Mesh, MeshSizes, OptimizerConfig, open_world, optimizer_factory, resolve
 
 
-def empty_manager(
+def build_empty_manager(
     strategy: str,
     config: Mapping[str, Any] | None = None,
     sizes: Mapping[str, Any] | None = None,
@@ -26,7 +26,7 @@ def empty_manager(
     return stack.build(Mesh(degrees, world))
 
 
-def manager_of(
+def build_model_manager(
     model: nn.Module,
     strategy: str = "single",
     config: Mapping[str, Any] | None = None,
@@ -36,7 +36,7 @@ def manager_of(
     optimizer: OptimizerConfig | None = None,
 ) -> Any:
     """Build the manager of `model` on the CPU, with an optimizer if one is given; `wrapper` are options of pipeline."""
-    manager = empty_manager(strategy, config, sizes, wrapper=wrapper)
+    manager = build_empty_manager(strategy, config, sizes, wrapper=wrapper)
     manager.parallelize(model)
     if optimizer is not None:
         manager.build_optimizer(optimizer_factory(optimizer))

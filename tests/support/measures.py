@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from meshwright.mesh.world import settle
-from meshwright.tensors.ops import tensors_in
-from meshwright.tracing.observe import Meter, Observer, storage_of
+from meshwright.mesh.world import wait_for_gloo_threads
+from meshwright.tensors.ops import list_tensors
+from meshwright.tracing.observe import MemoryMeter, OperationObserver, get_storage
 
 
-class Counting(Observer):
+class OperationCounter(OperationObserver):
     """Count the operations that are computed, by name, such as "aten.mm.default"."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Counting(Observer):
 
 
 @dataclass(frozen=True)
-class Held:
+class RankMemory:
     """Bytes on this rank."""
 
     parameters: int  # Of the modules; of sharded ones, this rank's shards
@@ -50,27 +50,27 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryMeasurement:
     """What was held at the peak, and what is still held afterwards."""
 
-    peak: Held
-    after: Held
+    peak: RankMemory
+    after: RankMemory
 
 
 def measure_memory(
     work: Callable[[], object], modules: Sequence[nn.Module], optimizer: Optimizer | None = None
-) -> Memory:
+) -> MemoryMeasurement:
     """Run `work` and measure the memory of all tensors that it makes or touches, backward included.
 
     Views cost nothing, padding counts, and memory that FSDP frees by resizing a storage to 0 is free. Workspace inside
     an operation, the allocator's rounding and caches, and buffers of the communication backend are not counted.
     Parameters, gradients and buffers of the modules and the state of the optimizer count from the start.
     """
-    mode = _Meter(modules, optimizer)
+    mode = _MemoryMeter(modules, optimizer)
     with mode:
         work()
     mode.update_peak()
-    return Memory(mode.peak, mode.now())
+    return MemoryMeasurement(mode.peak, mode.now())
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def limit_memory(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-class _Meter(Meter):
+class _MemoryMeter(MemoryMeter):
     def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer | None) -> None:
         super().__init__()
         self._held = list(dict.fromkeys(p for module in modules for p in module.parameters()))
@@ -103,36 +103,36 @@ class _Meter(Meter):
 
     def update_peak(self) -> None:
         if self.total > self.peak.total:
-            settle()
+            wait_for_gloo_threads()
         # Of equal moments the last: a gradient is in its place only after the operation that makes it.
         if self.total >= self.peak.total:
             self.peak = self.now()
 
-    def now(self) -> Held:
+    def now(self) -> RankMemory:
         gradients = [p.grad for p in self._held if p.grad is not None]
-        state = [] if self._optimizer is None else list(tensors_in([*self._optimizer.state.values()]))
+        state = [] if self._optimizer is None else list(list_tensors([*self._optimizer.state.values()]))
         self.see([*gradients, *state])
         seen: set[int] = set()
 
         def held(tensors: Iterable[Tensor]) -> int:
             # A storage that several kinds share belongs to the first of them.
-            found = {id(storage): storage for storage in map(storage_of, tensors) if id(storage) not in seen}
+            found = {id(storage): storage for storage in map(get_storage, tensors) if id(storage) not in seen}
             seen.update(found)
             return sum(storage.nbytes() for storage in found.values())
 
         sizes = [held(self._held), held(gradients), held(state)]
-        return Held(*sizes, self.total - sum(sizes))
+        return RankMemory(*sizes, self.total - sum(sizes))
 
 
 # -- reads of values
 
-_READING = frozenset(
+_READING_OPERATORS = frozenset(
     {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "_unique2", "unique_dim", "on_host"}
 )  # Operators that give the host a value, or make a tensor whose size depends on values
-_COPYING = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.cpu)
+_COPYING_CALLS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.cpu)
 """Copies to the host that are no operator where the tensor is there already; not seen in hooks of backward."""
-_PLACES = ("meshwright", "transformers", "torch/optim", "megatron_fsdp")
-_PASSING = ("/tracing/observe.py", "/meshwright_testing/zoo/", "/tests/", "/model/recompute.py")
+_REPORTED_PATHS = ("meshwright", "transformers", "torch/optim", "megatron_fsdp")
+_SKIPPED_PATHS = ("/tracing/observe.py", "/meshwright_testing/zoo/", "/tests/", "/model/recompute.py")
 """Modes and wrappers that operators come through."""
 
 
@@ -143,14 +143,14 @@ def count_reads(work: Callable[[], object]) -> Counter[str]:
     optimizers) look alike; tell them apart by their place: the innermost file of ours, of transformers or of torch's
     optimizers, such as "manager/ending.py" or "transformers/masking_utils.py"; "" for others.
     """
-    operators = _Operators()
-    calls = _Calls(operators)
+    operators = _ReadOperatorCounter()
+    calls = _ReadCallCounter(operators)
     with calls, operators:
         work()
     return operators.found + calls.found
 
 
-class _Operators(Observer):
+class _ReadOperatorCounter(OperationObserver):
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
@@ -159,31 +159,31 @@ class _Operators(Observer):
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         name = operation.overloadpacket.__name__
         chooses = name in ("index", "index_put", "index_put_") and any(
-            each.dtype in (torch.bool, torch.uint8) for each in tensors_in(args[1])
+            each.dtype in (torch.bool, torch.uint8) for each in list_tensors(args[1])
         )
         counts = name == "repeat_interleave" and kwargs.get("output_size") is None
         if name == "on_host":
             self.on_host.append(result)
-        if name in _READING or chooses or counts:
-            self.found[_place()] += 1
+        if name in _READING_OPERATORS or chooses or counts:
+            self.found[_find_calling_file()] += 1
 
 
-class _Calls(TorchFunctionMode):
-    def __init__(self, operators: _Operators) -> None:
+class _ReadCallCounter(TorchFunctionMode):
+    def __init__(self, operators: _ReadOperatorCounter) -> None:
         super().__init__()
         self._operators = operators
         self.found: Counter[str] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _COPYING and not any(args[0] is each for each in self._operators.on_host):
-            self.found[_place()] += 1
+        if func in _COPYING_CALLS and not any(args[0] is each for each in self._operators.on_host):
+            self.found[_find_calling_file()] += 1
         return func(*args, **(kwargs or {}))
 
 
-def _place() -> str:
+def _find_calling_file() -> str:
     for frame in reversed(traceback.extract_stack()):
         file = frame.filename.replace("\\", "/")
-        if any(f"/{each}" in file for each in _PLACES) and not any(each in file for each in _PASSING):
+        if any(f"/{each}" in file for each in _REPORTED_PATHS) and not any(each in file for each in _SKIPPED_PATHS):
             package, _, rest = file.rpartition("/")
             return f"{package.rpartition('/')[2]}/{rest}"
     return ""

@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from uuid import uuid4
 
-CARD = "mw0"  # The name of the network card in each node
+INTERFACE = "mw0"  # The name of the network card in each node
 
 
 @dataclass(frozen=True)
-class Node:
+class NamespaceNode:
     """A node, by the namespaces of itself and of its `switch`, its IPv4 `address`, and its `port` there."""
 
     name: str
@@ -41,7 +41,7 @@ class Node:
         _run("ip", "-n", self.switch, "link", "set", self.port, "up")
 
 
-def why_not() -> str:
+def find_missing_requirement() -> str:
     """Why there can be no namespaces here; empty if there can."""
     if shutil.which("ip") is None:
         return "ip (Debian: iproute2) is not installed"
@@ -49,7 +49,7 @@ def why_not() -> str:
     try:
         _run("ip", "netns", "add", name)
         for kind in (["veth", "peer", "name", "mw1", "netns", name], ["bridge"]):
-            _run("ip", "link", "add", f"{CARD}-{kind[0]}", "netns", name, "type", *kind)
+            _run("ip", "link", "add", f"{INTERFACE}-{kind[0]}", "netns", name, "type", *kind)
     except subprocess.CalledProcessError as error:
         return f"no network namespace with virtual cards: {error.stderr.decode().strip()}"
     finally:
@@ -58,11 +58,11 @@ def why_not() -> str:
 
 
 @contextmanager
-def nodes(count: int = 2) -> Iterator[tuple[Node, ...]]:
+def create_nodes(count: int = 2) -> Iterator[tuple[NamespaceNode, ...]]:
     """Nodes that reach each other; what still runs in them at the end is killed."""
     mark = uuid4().hex[:8]
     switch = f"mw-{mark}"
-    found = tuple(Node(f"{switch}-{n}", f"10.77.0.{n}", switch, f"port{n}") for n in range(1, count + 1))
+    found = tuple(NamespaceNode(f"{switch}-{n}", f"10.77.0.{n}", switch, f"port{n}") for n in range(1, count + 1))
     try:
         for name in (switch, *(node.name for node in found)):
             _run("ip", "netns", "add", name)
@@ -70,10 +70,10 @@ def nodes(count: int = 2) -> Iterator[tuple[Node, ...]]:
         _run("ip", "-n", switch, "link", "set", "bridge", "up")
         for node in found:
             pair = ("type", "veth", "peer", "name", node.port, "netns", switch)
-            _run("ip", "link", "add", CARD, "netns", node.name, *pair)
+            _run("ip", "link", "add", INTERFACE, "netns", node.name, *pair)
             _run("ip", "-n", switch, "link", "set", node.port, "master", "bridge")
-            _run("ip", "-n", node.name, "address", "add", f"{node.address}/24", "dev", CARD)
-            for card in ("lo", CARD):
+            _run("ip", "-n", node.name, "address", "add", f"{node.address}/24", "dev", INTERFACE)
+            for card in ("lo", INTERFACE):
                 _run("ip", "-n", node.name, "link", "set", card, "up")
             node.plug()
         yield found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.objectives import get_objective, list_objectives
-from meshwright.step.tokens import Outputs, Tokens, targets
+from meshwright.step.tokens import Outputs, Tokens, shift_labels
 from meshwright_objectives import previous_tokens
 
 B, S, V, K = 4, 9, 13, 3
@@ -40,11 +40,11 @@ CELLS: list[dict[str, Any]] = [
 ]
 
 
-def cell_id(cell: dict[str, Any]) -> str:
+def format_cell_id(cell: dict[str, Any]) -> str:
     return "-".join(str(value) for key, value in cell.items())
 
 
-def microbatch(
+def build_microbatch(
     objective: Any, *, seed: int = 0, rows: int = B, dtype: torch.dtype = torch.float64
 ) -> dict[str, Tensor]:
     """Logits, as `logits`, labels and all columns; ragged answers after a prompt of three tokens."""
@@ -64,7 +64,7 @@ def microbatch(
         positions = torch.cat([torch.arange(5), torch.arange(S - 5)]).repeat(rows, 1)
         labels[:, 5] = -100
     of_tokens = normal(rows, S, V).log_softmax(-1)
-    near = of_tokens.gather(-1, targets(labels).clamp(min=0)[..., None])[..., 0]
+    near = of_tokens.gather(-1, shift_labels(labels).clamp(min=0)[..., None])[..., 0]
     teacher = normal(rows, S, V).log_softmax(-1).topk(K, dim=-1)
     heads = {"value": (rows, S, 1), "reward": (rows, 1)}
     ids_of_teacher = teacher.indices.clone()
@@ -90,14 +90,14 @@ def microbatch(
     }
 
 
-def evaluate(value: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def evaluate_objective(value: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Sum, further sums, and the gradient of the sum with respect to the logits."""
     objective = get_objective(value)
     logits = batch["logits"].detach().clone().requires_grad_()
     columns = {name: each for name, each in batch.items() if name not in ("logits", "labels", "position_ids")}
     positions = batch.get("position_ids")
     if getattr(objective, "on", "tokens") == "outputs":
-        given: Any = Outputs(targets(batch["labels"]), logits, positions_BS=positions)
+        given: Any = Outputs(shift_labels(batch["labels"]), logits, positions_BS=positions)
     else:
         given = Tokens.of_logits(logits, batch["labels"], position_ids=positions)
     found = objective(given, columns)
@@ -106,5 +106,5 @@ def evaluate(value: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Te
     return loss.detach(), sums, gradient
 
 
-def rows_of(batch: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+def select_rows(batch: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
     return {name: each[rows] for name, each in batch.items()}

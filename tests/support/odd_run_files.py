@@ -11,18 +11,41 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.files.parsing import as_yaml
+from meshwright.files.parsing import to_yaml
 from meshwright.strategy.registry import get_registry
 from meshwright_run.run_schema import run_schema
 
-Place = tuple[tuple[str, ...], dict[str, Any]]  # A key, with those above it, and the schema of what it holds
+KeySchema = tuple[tuple[str, ...], dict[str, Any]]  # A key, with those above it, and the schema of what it holds
 
 NUMBERS: list[Any] = [0, 1, -1, 2, 3, 7, 64, 2**31, 2**63, 10**30, 0.5, 1.5, 2.0, -0.0, 1e15, 1e300, 1e-320]
 WORDS: list[Any] = ["", " ", "0", "3", "1.5", "true", "none", "auto", "never", "x", "a.b", "a" * 5000, "{}", "%s", "-x"]
 PATHS: list[Any] = ["/dev/null/x", "/proc/x", "~nobody_here/x", "a/" * 3000, "..", "*", "[", "**/*.txt", "$HOME"]
-SIGNS = ("é😀", "\u202eabc", "e\u0301" * 3, "\u0661", "\u00b2", "\ud800", "a\0b", "\ufeffx", "\u2028", "\x1b[2J")
+UNUSUAL_TEXTS = (
+    "é😀",
+    "\u202eabc",
+    "e\u0301" * 3,
+    "\u0661",
+    "\u00b2",
+    "\ud800",
+    "a\0b",
+    "\ufeffx",
+    "\u2028",
+    "\x1b[2J",
+)
 NESTED: list[Any] = [[], {}, [1, 2, 3], ["a"], {"a": 1}, {"": None}, {1: 2}, [[[[[]]]]], {"x": {"y": [1, {"w": 2}]}}]
-ODD = [*NUMBERS, float("inf"), float("nan"), True, False, None, *WORDS, *PATHS, *SIGNS, *NESTED, [None] * 9]
+UNUSUAL_VALUES = [
+    *NUMBERS,
+    float("inf"),
+    float("nan"),
+    True,
+    False,
+    None,
+    *WORDS,
+    *PATHS,
+    *UNUSUAL_TEXTS,
+    *NESTED,
+    [None] * 9,
+]
 """Values that are of the wrong type almost everywhere, or at the end of some range."""
 
 SPELLINGS = (
@@ -38,26 +61,26 @@ BREAKS = "[{}\t\0:-'\ufffe\u2028\ufeff\n\\\x85&*!|>%@`#"
 
 
 @dataclass(frozen=True)
-class RunFile:
+class FuzzedRunFile:
     """The bytes of a run file, and what is set on the command line besides."""
 
     content: bytes
     assignments: tuple[str, ...] = ()
 
 
-class OddRunFiles:
+class RunFileFuzzer:
     """Changes values of a good run file, also at `more` places; those of one seed and number are the same."""
 
     def __init__(self, good: Mapping[str, Any], seed: int, more: Mapping[tuple[str, ...], Any] | None = None):
         self._good, self._seed, self._schema = good, seed, run_schema()
-        self._places = [*places(self._schema, self._schema), *(more or {}).items()]
+        self._places = [*iter_keys(self._schema, self._schema), *(more or {}).items()]
         self._strategies = {
-            name: (spec, [*places(self._schema, self._schema["$defs"][spec.name])])
+            name: (spec, [*iter_keys(self._schema, self._schema["$defs"][spec.name])])
             for spec in get_registry().strategies.values()
             for name in (spec.name, *spec.aliases)
         }
 
-    def __getitem__(self, number: int) -> RunFile:
+    def __getitem__(self, number: int) -> FuzzedRunFile:
         """The run file of a number."""
         chance = random.Random(f"{self._seed}/{number}")
         values = copy.deepcopy(dict(self._good))
@@ -68,14 +91,14 @@ class OddRunFiles:
         for _ in range(changes):
             path, schema = chance.choice(self._places)
             if chance.random() < 0.1:
-                assignments.append(f"{'.'.join(path)}={_written(self._value(schema, chance), chance)}")
+                assignments.append(f"{'.'.join(path)}={_write_yaml(self._value(schema, chance), chance)}")
             else:
                 self._change(values, path, schema, chance)
-        text = _written(values, chance)
+        text = _write_yaml(values, chance)
         if chance.random() < 0.1:
-            text = _broken(text, chance)
+            text = _corrupt(text, chance)
         encoding = chance.choices(("utf-8", "utf-8-sig", "utf-16", "latin-1"), (50, 2, 1, 1))[0]
-        return RunFile(text.encode(encoding, "replace"), tuple(assignments))
+        return FuzzedRunFile(text.encode(encoding, "replace"), tuple(assignments))
 
     def _choose_strategy(self, values: dict[str, Any], chance: random.Random) -> None:
         """Another strategy, with some of its options, mostly such as its schema allows; and sizes of the mesh."""
@@ -84,20 +107,22 @@ class OddRunFiles:
         values["strategy"], values["strategy_config"] = name, {}
         for path, schema in chance.choices(places, k=min(len(places), chance.choice((0, 1, 1, 2, 3)))):
             fits = chance.random() < 0.7
-            put(values["strategy_config"], path, self._fitting(schema, chance) if fits else self._value(schema, chance))
+            set_at(
+                values["strategy_config"], path, self._fitting(schema, chance) if fits else self._value(schema, chance)
+            )
         if spec.wraps or chance.random() < 0.3:
             values["pp_size"] = chance.choice((1, 2, 2, 4))
             if chance.random() < 0.7:
                 wrapping = [each for each, (other, _) in self._strategies.items() if other.wraps]
                 _, places = self._strategies[chance.choice(wrapping)]
                 path, schema = chance.choice(places)
-                put(values, ("wrapper_config", chance.choice(wrapping), *path), self._fitting(schema, chance))
+                set_at(values, ("wrapper_config", chance.choice(wrapping), *path), self._fitting(schema, chance))
         if chance.random() < 0.3:
             size = chance.choice(("dp_size", "dp_replicate_size", "tp_size", "cp_size", "ep_size"))
             values[size] = chance.choice((1, 2, 2, 3, 4, None))
 
     def _change(self, values: dict[str, Any], path: tuple[str, ...], schema: Any, chance: random.Random) -> None:
-        holder, last = _holder(values, path), path[-1]
+        holder, last = _find_parent(values, path), path[-1]
         how = chance.randrange(12)
         if how == 0:
             holder.pop(last, None)
@@ -108,11 +133,11 @@ class OddRunFiles:
             holder[last] = str(there) if how == 2 else [there] if how == 3 else self._value(schema, chance)
 
     def _value(self, schema: dict[str, Any], chance: random.Random) -> Any:
-        return copy.deepcopy(chance.choice(ODD)) if chance.random() < 0.6 else self._fitting(schema, chance)
+        return copy.deepcopy(chance.choice(UNUSUAL_VALUES)) if chance.random() < 0.6 else self._fitting(schema, chance)
 
     def _fitting(self, schema: dict[str, Any], chance: random.Random) -> Any:
         """What a schema allows, or what lies just beyond its ends."""
-        schema = _followed(self._schema, schema)
+        schema = _resolve_reference(self._schema, schema)
         if "anyOf" in schema:
             return self._fitting(chance.choice(schema["anyOf"]), chance)
         if "enum" in schema or "const" in schema or "examples" in schema:
@@ -138,15 +163,15 @@ class OddRunFiles:
         return chance.choice(("x", "lm_head", "colwise", "torch.float32", "meshwright.plans.mine", "a.b", "*.bias"))
 
 
-def places(root: dict[str, Any], schema: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[Place]:
+def iter_keys(root: dict[str, Any], schema: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[KeySchema]:
     """Every key that a schema knows, at any depth."""
     for each in (schema, *schema.get("anyOf", [])):
-        for key, below in _followed(root, each).get("properties", {}).items():
+        for key, below in _resolve_reference(root, each).get("properties", {}).items():
             yield (*above, key), below
-            yield from places(root, below, (*above, key))
+            yield from iter_keys(root, below, (*above, key))
 
 
-def _followed(root: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+def _resolve_reference(root: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     while "$ref" in schema:
         found: Any = root
         for key in schema["$ref"].split("/")[1:]:
@@ -155,11 +180,11 @@ def _followed(root: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    _holder(values, path)[path[-1]] = value
+def set_at(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    _find_parent(values, path)[path[-1]] = value
 
 
-def _holder(values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+def _find_parent(values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     """Return the mapping that holds the last key of a path, made where it is missing."""
     for key in path[:-1]:
         if not isinstance(values.get(key), dict):
@@ -168,9 +193,9 @@ def _holder(values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return values
 
 
-def _written(value: Any, chance: random.Random) -> str:
+def _write_yaml(value: Any, chance: random.Random) -> str:
     """YAML of a value, in which something may be spelt in another way."""
-    text = as_yaml(value)
+    text = to_yaml(value)
     if chance.random() < 0.15:
         lines = text.splitlines()
         place = chance.randrange(len(lines))
@@ -179,7 +204,7 @@ def _written(value: Any, chance: random.Random) -> str:
     return text
 
 
-def _broken(text: str, chance: random.Random) -> str:
+def _corrupt(text: str, chance: random.Random) -> str:
     """A file that has something too much, too little or twice."""
     place = chance.randrange(len(text) + 1)
     match chance.randrange(4):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import loop
 
-from meshwright_run.launch.local import launch
+from meshwright_run.launch.local import launch_ranks
 
 
 def main(store: object) -> None:
@@ -14,4 +14,4 @@ def main(store: object) -> None:
 if __name__ == "__main__":
     import on_own_launcher
 
-    raise SystemExit(launch(on_own_launcher.main, (), nproc=4))
+    raise SystemExit(launch_ranks(on_own_launcher.main, (), nproc=4))

@@ -14,7 +14,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 
-def work(config: dict[str, Any]) -> None:
+def train_worker(config: dict[str, Any]) -> None:
     import loop
     import torch.distributed as dist
     from ray.train import get_context
@@ -33,9 +33,9 @@ def main(kind: str, directory: str) -> None:
         "run_config": RunConfig(storage_path=directory),
     }
     if kind == "torch":
-        TorchTrainer(work, torch_config=TorchConfig(backend="gloo"), **settings).fit()
+        TorchTrainer(train_worker, torch_config=TorchConfig(backend="gloo"), **settings).fit()
     else:
-        DataParallelTrainer(work, **settings).fit()
+        DataParallelTrainer(train_worker, **settings).fit()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from support.managers import empty_manager
 PP2 = {"pp_size": 2}
 
 
-def manager_of(strategy: str, options: Mapping[str, Any]) -> Any:
+def build_pipeline_manager(strategy: str, options: Mapping[str, Any]) -> Any:
     own = {name: value for name, value in options.items() if name.startswith(("pp_", "loss_", "patch_"))}
     inner = {name: value for name, value in options.items() if name not in own}
     return empty_manager(strategy, inner, PP2, wrapper=own)

@@ -16,7 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from meshwright.cli.main import app
-from meshwright.files.commands import uncollected
+from meshwright.files.commands import gc_paused
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
@@ -25,11 +25,11 @@ from meshwright.optim.config import OptimizerConfig
 from meshwright.strategy.stack import resolve
 from meshwright_plan import planned as planned_module
 from meshwright_plan import stages
-from meshwright_plan.allocator import LARGE_GRANULE
-from meshwright_plan.config import find_device
-from meshwright_plan.depth import NEARLY
-from meshwright_plan.planned import representatives, trace_rank
-from meshwright_plan.trace import Job, Trace, trace
+from meshwright_plan.allocator import LARGE_BUFFER
+from meshwright_plan.config import load_device_spec
+from meshwright_plan.depth import APPROXIMATE_KEYS
+from meshwright_plan.planned import choose_representative_ranks, trace_rank
+from meshwright_plan.trace import StepTrace, TrainingJob, trace_job
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 160}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64}
@@ -47,7 +47,7 @@ def plan_command(directory: Path, *arguments: str, **changes: Any) -> Result:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedLayout:
     """A strategy on so many ranks, of a small model."""
 
     strategy: str
@@ -69,56 +69,56 @@ class Layout:
         others = [each for each in (self.dtype, self.model) if each not in ("float64", "llama")]
         return "-".join([*parts, f"{self.ranks}ranks", *others])
 
-    def job(self) -> Job:
+    def job(self) -> TrainingJob:
         wrapper = {"pipeline": dict(self.wrapper)} if self.wrapper else None
         stack, degrees = resolve(
             self.strategy, MeshSizes(**self.sizes), self.ranks, config=dict(self.config), wrapper_config=wrapper
         )
-        make = functools.partial(model, self.model, self.dtype, self.layers, self.is_adapted)
+        make = functools.partial(build_model, self.model, self.dtype, self.layers, self.is_adapted)
         optimizer = optimizer_factory(OptimizerConfig(lr=1e-2))
-        return Job(stack, degrees, make, optimizer, microbatches=self.microbatches, rows=2)
+        return TrainingJob(stack, degrees, make, optimizer, microbatches=self.microbatches, rows=2)
 
-    def deep_job(self, layers: int | None = None, microbatches: int | None = None) -> Job:
+    def deep_job(self, layers: int | None = None, microbatches: int | None = None) -> TrainingJob:
         """Return the job with so many blocks and microbatches, which knows how to have fewer."""
-        make = functools.partial(model, self.model, self.dtype, is_adapted=self.is_adapted)
+        make = functools.partial(build_model, self.model, self.dtype, is_adapted=self.is_adapted)
         sizes = {"layers": layers or self.layers, "microbatches": microbatches or self.microbatches}
         return replace(self.job(), model=functools.partial(make, sizes["layers"]), with_layers=make, **sizes)
 
 
-def deep_layout(engine: str, ranks: int, schedule: str, layers: int, microbatches: int) -> Layout:
+def build_deep_layout(engine: str, ranks: int, schedule: str, layers: int, microbatches: int) -> PlannedLayout:
     """A deep pipeline over a strategy."""
     wrapper = {"pp_schedule": schedule, "pp_microbatch_size": 2}
-    return Layout(engine, ranks, {"pp_size": ranks}, wrapper=wrapper, layers=layers, microbatches=microbatches)
+    return PlannedLayout(engine, ranks, {"pp_size": ranks}, wrapper=wrapper, layers=layers, microbatches=microbatches)
 
 
-def deep_plan(layout: Layout, *, from_small: bool) -> list[dict[str, Any]] | None:
-    """Return reports of the ranks that stand for all, of a pipeline; None if `from_small` ones do not give them."""
-    job, device = layout.deep_job(), find_device("h100-80gb")
+def plan_deep_layout(layout: PlannedLayout, *, from_small: bool) -> list[dict[str, Any]] | None:
+    """Return reports of the ranks that stand for all, of a pipeline; None if `extrapolate_ranks` ones do not give them."""
+    job, device = layout.deep_job(), load_device_spec("h100-80gb")
     known: list[Any] = []
 
     def asked(*given: Any) -> Any:
-        known.append(stages.from_small(*given) if from_small else None)
+        known.append(stages.extrapolate_ranks(*given) if from_small else None)
         return known[-1]
 
-    ranks = representatives(job.degrees)
-    with pytest.MonkeyPatch.context() as patched, uncollected():
-        patched.setattr(planned_module, "from_small", asked)
-        found = planned_module.plan(job, device, ranks)["ranks"]
+    ranks = choose_representative_ranks(job.degrees)
+    with pytest.MonkeyPatch.context() as patched, gc_paused():
+        patched.setattr(planned_module, "extrapolate_ranks", asked)
+        found = planned_module.plan_job(job, device, ranks)["ranks"]
     return None if from_small and known != [found] else [each for each in found if each["rank"] in ranks]
 
 
-def check_alike(told: dict[str, Any], whole: dict[str, Any], *, seconds: float = 0.01) -> None:
+def assert_reports_match(report: dict[str, Any], expected: dict[str, Any], *, seconds: float = 0.01) -> None:
     """Check that two reports agree to the byte, but for what need not; `seconds`: how far times may be off."""
-    assert told.keys() == whole.keys()
-    for key in told:
-        assert key in NEARLY or told[key] == whole[key], key
+    assert report.keys() == expected.keys()
+    for key in report:
+        assert key in APPROXIMATE_KEYS or report[key] == expected[key], key
     # Memory is taken by granules.
-    assert told["peak_reserved_bytes"] == pytest.approx(whole["peak_reserved_bytes"], rel=0.03, abs=LARGE_GRANULE)
+    assert report["peak_reserved_bytes"] == pytest.approx(expected["peak_reserved_bytes"], rel=0.03, abs=LARGE_BUFFER)
     for key, off in (("step_seconds", seconds), ("busy_seconds", seconds), ("peak_by_phase", 0.02)):
-        assert told[key] == pytest.approx(whole[key], rel=off)
+        assert report[key] == pytest.approx(expected[key], rel=off)
 
 
-def model(model_type: str, dtype: str, layers: int = 4, is_adapted: bool = False) -> nn.Module:
+def build_model(model_type: str, dtype: str, layers: int = 4, is_adapted: bool = False) -> nn.Module:
     """Make a small model on the meta device; "X of N" has N experts, "X grouped" groups their products."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -137,21 +137,21 @@ def model(model_type: str, dtype: str, layers: int = 4, is_adapted: bool = False
         return made
     from peft import LoraConfig
 
-    from meshwright._compat.peft import adapted_on_meta
+    from meshwright._compat.peft import add_adapters_on_meta
 
-    return adapted_on_meta(made, {"default": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])})
+    return add_adapters_on_meta(made, {"default": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])})
 
 
-def done(layout: Layout) -> Trace:
+def trace_real_rank(layout: PlannedLayout) -> StepTrace:
     """Trace this real rank."""
     job = layout.job()
     if layout.is_adapted:
         # peft's models are not materialised, but read.
-        job = replace(job, model=functools.partial(_with_memory, job.model))
-    return trace(job, Mesh(job.degrees, open_world("cpu")))
+        job = replace(job, model=functools.partial(_materialize, job.model))
+    return trace_job(job, Mesh(job.degrees, open_world("cpu")))
 
 
-def _with_memory(make: Callable[[], nn.Module]) -> nn.Module:
+def _materialize(make: Callable[[], nn.Module]) -> nn.Module:
     made = make().to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*made.parameters(), *made.buffers()):
@@ -159,6 +159,6 @@ def _with_memory(make: Callable[[], nn.Module]) -> nn.Module:
     return made
 
 
-def planned(layout: Layout, rank: int) -> Trace:
+def trace_planned_rank(layout: PlannedLayout, rank: int) -> StepTrace:
     """Trace a rank of a planned world."""
     return trace_rank(layout.job(), rank)

@@ -19,17 +19,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from meshwright import Batch, StrategyConfig, StrategySpec, hookimpl
 from meshwright.base.types import OptimizerFactory, TokenStatistic
 from meshwright.manager.gradients import Gradients
-from meshwright.tensors.norms import Groups, scale_to_norm, total_grad_norm
-from meshwright.tensors.pieces import Sharded
-from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
+from meshwright.tensors.norms import ShardGroups, clip_grads_with_norm, compute_grad_norm
+from meshwright.tensors.pieces import ChunkedTensor
+from meshwright.tensors.state import OptimizerState, ShardedState, TensorMeta
 from meshwright_ddp import DDPConfig
 from meshwright_ddp.manager import DDPManager
 from meshwright_fsdp2 import FSDP2Config
 from meshwright_fsdp2.manager import FSDP2Manager
-from meshwright_fsdp2.sharding import Usage
+from meshwright_fsdp2.sharding import ParameterUsage
 
 
-class Averaging(FSDP2Manager):
+class AveragesGradients(FSDP2Manager):
     """Leaves torch's average over ranks in place, where gradients must be summed."""
 
     def shard(self, model: nn.Module) -> nn.Module:
@@ -41,7 +41,7 @@ class Averaging(FSDP2Manager):
         return module
 
 
-class DividedTwice(FSDP2Manager):
+class DividesTwice(FSDP2Manager):
     """Multiplies the loss and lets torch divide again, which it does twice on shard groups of one rank."""
 
     def shard(self, model: nn.Module) -> nn.Module:
@@ -56,24 +56,24 @@ class DividedTwice(FSDP2Manager):
         return super().forward_backward(microbatches, num_tokens=num_tokens / size, **options) / size
 
 
-class HalfWatched(FSDP2Manager):
+class WatchesFirstModuleOnly(FSDP2Manager):
     """Watches the first module of each unit alone, and takes the parameters of the others for unused."""
 
     def shard(self, model: nn.Module) -> nn.Module:
         module = super().shard(model)
         first = [unit.names[0] for unit, _ in self._sharding.units]
-        self._usage = Usage(model, [(name, model.get_submodule(name)) for name in first])
+        self._usage = ParameterUsage(model, [(name, model.get_submodule(name)) for name in first])
         return module
 
 
-class LocalNorm(FSDP2Manager):
+class ClipsByLocalNorm(FSDP2Manager):
     """Clips by the norm of this rank's shards."""
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
         gradients = [p.grad.to_local() for p in self.trainable() if p.grad is not None]
-        norm = total_grad_norm(gradients, norm_type)
+        norm = compute_grad_norm(gradients, norm_type)
         if max_norm is not None:
-            scale_to_norm(gradients, norm, max_norm)
+            clip_grads_with_norm(gradients, norm, max_norm)
         return norm
 
 
@@ -97,7 +97,7 @@ class DriftingCopies(DDPManager):
                 next(self.trainable()).mul_(1 + 1e-6)
 
 
-class _Alias(Optimizer):
+class _AliasOptimizer(Optimizer):
     """Steps another optimizer, whose groups it has from the start on."""
 
     def __init__(self, inner: Optimizer) -> None:
@@ -113,14 +113,14 @@ class AliasedGroups(DDPManager):
     """Gives schedules groups that loading replaces."""
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        return _Alias(super().build_optimizer(factory))
+        return _AliasOptimizer(super().build_optimizer(factory))
 
 
-class AfterLoading(DDPManager):
+class SpoilsLoadedState(DDPManager):
     """Loads right, and then spoils groups of parameters or the state of the optimizer."""
 
     @contextmanager
-    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
+    def loading(self, optimizer: OptimizerState[TensorMeta] | None) -> Iterator[ShardedState]:
         with super().loading(optimizer) as target:
             yield target
         for group in self.optimizer.param_groups:
@@ -133,21 +133,21 @@ class AfterLoading(DDPManager):
     def spoil_state(self, values: dict[str, Any]) -> None: ...
 
 
-class LosesDecay(AfterLoading):
+class LosesDecay(SpoilsLoadedState):
     """Does not decay weights after loading."""
 
     def spoil_group(self, group: dict[str, Any]) -> None:
         group["weight_decay"] = 0.0
 
 
-class LosesSteps(AfterLoading):
+class LosesSteps(SpoilsLoadedState):
     """Counts the steps of Adam anew after loading."""
 
     def spoil_state(self, values: dict[str, Any]) -> None:
         values["step"].zero_()
 
 
-class KeepsRates(AfterLoading):
+class KeepsRates(SpoilsLoadedState):
     """Makes the first step after loading with the rate of the schedule's start."""
 
     def spoil_group(self, group: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ class SwapsGroups(DDPManager):
     """Loads the settings of parameter groups in the wrong order."""
 
     @contextmanager
-    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
+    def loading(self, optimizer: OptimizerState[TensorMeta] | None) -> Iterator[ShardedState]:
         if optimizer is not None:
             names = [group["params"] for group in optimizer.groups]
             pairs = zip(optimizer.groups, reversed(names), strict=True)
@@ -167,7 +167,7 @@ class SwapsGroups(DDPManager):
             yield target
 
 
-class OwnSchedule(DDPManager):
+class KeepsPrivateSchedule(DDPManager):
     """Follows a schedule of its own, which is in no checkpoint."""
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
@@ -186,13 +186,13 @@ class OwnSchedule(DDPManager):
         self._own.step()
 
 
-class GivesOldWeights(DDPManager):
+class YieldsStaleWeights(DDPManager):
     """Gives what the model had at first, as an engine would see that is fed with copies."""
 
-    def parameter_pieces(self) -> dict[str, Sharded | None]:
+    def parameter_pieces(self) -> dict[str, ChunkedTensor | None]:
         if not hasattr(self, "_first"):
             pieces = super().parameter_pieces().items()
-            self._first: dict[str, Sharded | None] = {
+            self._first: dict[str, ChunkedTensor | None] = {
                 name: held and replace(held, pieces=tuple(replace(p, tensor=p.tensor.clone()) for p in held.pieces))
                 for name, held in pieces
             }
@@ -207,14 +207,14 @@ class IgnoresObjectives(DDPManager):
         return super().forward_backward(plain, num_tokens=torch.tensor(int(num_tokens)))
 
 
-class KnowsNoObjectives(DDPManager):
+class LacksObjectives(DDPManager):
     """As a manager that was written before there were objectives."""
 
     def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward_backward(microbatches, num_tokens=num_tokens)
 
 
-class SumsOfOneRank(DDPManager):
+class ReportsLocalSums(DDPManager):
     """Tells the further sums of this rank alone."""
 
     def forward_backward(self, microbatches: Sequence[Batch], **options: Any) -> Tensor:
@@ -235,17 +235,17 @@ class ShufflesStatistics(DDPManager):
         return super().token_stats(microbatches, names)[::-1]
 
 
-class ForgetsTp(FSDP2Manager):
+class IgnoresTensorParallelNorms(FSDP2Manager):
     """Takes norms by block over the ranks of the data alone."""
 
     def gradient_norms(self) -> dict[str, float]:
         own, along_tp = self.gradients, self.mesh.group("tp")
 
         class Local(Gradients):
-            def groups_of(self, parameter: nn.Parameter) -> Groups:
+            def groups_of(self, parameter: nn.Parameter) -> ShardGroups:
                 return tuple(each for each in own.groups_of(parameter) if each is not along_tp)
 
-        self.gradients = Local(self.trainable, self.parts, self.mesh, wide=False)
+        self.gradients = Local(self.trainable, self.parts, self.mesh, use_float64=False)
         try:
             return super().gradient_norms()
         finally:
@@ -268,7 +268,7 @@ class ClipsForNorms(DDPManager):
         return super().gradient_norms()
 
 
-class JoinedInBlocks(Rows):
+class GathersInBlocks(Rows):
     """Puts the rows of a rank together, which are every n-th of the microbatch."""
 
     def joined(self, part: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ class JoinedInBlocks(Rows):
         return torch.cat([whole[rank :: self._size] for rank in range(self._size)])
 
 
-class JoinedWithoutSum(Rows):
+class GathersWithoutGradientSum(Rows):
     """Gives each rank the gradient of its own sum alone."""
 
     def joined(self, part: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ class JoinedWithoutSum(Rows):
         return whole.index_add(0, places, part - part.detach())
 
 
-class CountsAllSharers(Rows):
+class IgnoresReplicas(Rows):
     """Adds up what all of its ranks have computed of the same."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -295,16 +295,29 @@ class CountsAllSharers(Rows):
         self.sharers = 1
 
 
-SHARDS, COPIES, ROWS = frozenset({"dp_replicate", "dp_shard"}), frozenset({"dp_replicate"}), frozenset({"tp"})
-SHARDED = (Averaging, DividedTwice, HalfWatched, LocalNorm)
-COPIED = (
-    *(LosesMicrobatches, DriftingCopies, AliasedGroups, LosesDecay, LosesSteps, KeepsRates, SwapsGroups, OwnSchedule),
-    *(GivesOldWeights, IgnoresObjectives, KnowsNoObjectives, SumsOfOneRank, ShufflesStatistics, CountsTiedTwice),
+SHARDED_AXES, REPLICATED_AXES, ROW_AXES = (
+    frozenset({"dp_replicate", "dp_shard"}),
+    frozenset({"dp_replicate"}),
+    frozenset({"tp"}),
+)
+FSDP2_BUGS = (AveragesGradients, DividesTwice, WatchesFirstModuleOnly, ClipsByLocalNorm)
+DDP_BUGS = (
+    *(
+        LosesMicrobatches,
+        DriftingCopies,
+        AliasedGroups,
+        LosesDecay,
+        LosesSteps,
+        KeepsRates,
+        SwapsGroups,
+        KeepsPrivateSchedule,
+    ),
+    *(YieldsStaleWeights, IgnoresObjectives, LacksObjectives, ReportsLocalSums, ShufflesStatistics, CountsTiedTwice),
     ClipsForNorms,
 )
 
 
-def _spec(kind: type, axes: frozenset[str], config_cls: type[BaseModel], build: Any = None) -> StrategySpec:
+def _build_spec(kind: type, axes: frozenset[str], config_cls: type[BaseModel], build: Any = None) -> StrategySpec:
     """Under the name of the class, such as "loses_decay"."""
     name = re.sub(r"\B(?=[A-Z])", "_", kind.__name__).lower()
     return StrategySpec(name, kind.__doc__ or "", axes, config_cls, build or kind)
@@ -312,10 +325,10 @@ def _spec(kind: type, axes: frozenset[str], config_cls: type[BaseModel], build: 
 
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
-    rows = (JoinedInBlocks, JoinedWithoutSum, CountsAllSharers)
+    rows = (GathersInBlocks, GathersWithoutGradientSum, IgnoresReplicas)
     return [
-        *(_spec(kind, SHARDS, FSDP2Config) for kind in SHARDED),
-        *(_spec(kind, COPIES, DDPConfig) for kind in COPIED),
-        _spec(ForgetsTp, SHARDS | ROWS, FSDP2Config),
-        *(_spec(axis, ROWS, StrategyConfig, type("", (RowsManager,), {"axis": axis})) for axis in rows),
+        *(_build_spec(kind, SHARDED_AXES, FSDP2Config) for kind in FSDP2_BUGS),
+        *(_build_spec(kind, REPLICATED_AXES, DDPConfig) for kind in DDP_BUGS),
+        _build_spec(IgnoresTensorParallelNorms, SHARDED_AXES | ROW_AXES, FSDP2Config),
+        *(_build_spec(axis, ROW_AXES, StrategyConfig, type("", (RowsManager,), {"axis": axis})) for axis in rows),
     ]

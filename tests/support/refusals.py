@@ -9,7 +9,7 @@ import pytest
 
 
 @contextmanager
-def raises_with(error: type[Exception], *texts: str) -> Iterator[None]:
+def raises_containing(error: type[Exception], *texts: str) -> Iterator[None]:
     """Expect an error whose message contains all these texts."""
     with pytest.raises(error) as caught:
         yield

@@ -15,8 +15,8 @@ import yaml
 from support.runs import output_of_rank, without_launcher
 from torch import nn
 
-from meshwright_diagnose.replay.order import Order
-from meshwright_diagnose.replay.start import Replayed, replay, replay_rank
+from meshwright_diagnose.replay.order import ReplayRequest
+from meshwright_diagnose.replay.start import ReplayResult, replay_on_rank, replay_step
 from meshwright_run import assembly
 from meshwright_run.run_file import load_run
 from meshwright_testing import pool
@@ -24,21 +24,21 @@ from meshwright_testing import pool
 STEPS = 6
 
 
-def _train(path: str, kill_after: int | None, fault: str) -> None:
+def _train_with_fault(path: str, kill_after: int | None, fault: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         FAULTS[fault](patch)
         _, error, _ = output_of_rank(path, kill_after)
         assert error in ("", "killed"), error
 
 
-def _replay(order: Order, fault: str) -> dict[str, Any]:
+def _replay_with_fault(order: ReplayRequest, fault: str) -> dict[str, Any]:
     with redirect_stdout(io.StringIO()), without_launcher() as patch:
         FAULTS[fault](patch)
-        replay_rank(None, order)
+        replay_on_rank(None, order)
     return order.found[-1]
 
 
-def run_file(workplace: Path, name: str, **changes: Any) -> Path:
+def write_run_file(workplace: Path, name: str, **changes: Any) -> Path:
     """Write a run with dropout and checkpoints in `workplace / name`, and return its run file."""
     values = yaml.safe_load((workplace / "run.yaml").read_text())
     values["model"] = {**values["model"], "attention_dropout": 0.2, **changes.pop("model", {})}
@@ -51,15 +51,15 @@ def run_file(workplace: Path, name: str, **changes: Any) -> Path:
     return path
 
 
-def trained(path: Path, *, kill_after: int | None = None, fault: str = "none") -> Path:
+def train_run(path: Path, *, kill_after: int | None = None, fault: str = "none") -> Path:
     """Train a run of 2 to 4 ranks, and return its directory."""
     config = load_run(path)
     assert isinstance(config.nproc, int)
-    pool(config.nproc).run(_train, str(path), kill_after, fault)
+    pool(config.nproc).run(_train_with_fault, str(path), kill_after, fault)
     return Path(config.output_dir)
 
 
-def copied(run: Path, to: Path, **changes: Any) -> Path:
+def copy_run(run: Path, to: Path, **changes: Any) -> Path:
     """Copy a run, and change its run file."""
     shutil.copytree(run, to)
     if changes:
@@ -67,25 +67,25 @@ def copied(run: Path, to: Path, **changes: Any) -> Path:
     return to
 
 
-def performing(fault: str = "none") -> Callable[[Order], dict[str, Any]]:
+def build_performer(fault: str = "none") -> Callable[[ReplayRequest], dict[str, Any]]:
     """Return a function that does a replay in a pool, all ranks of which find the same."""
 
-    def perform(order: Order) -> dict[str, Any]:
-        found = pool(order.world_size).run(_replay, order, fault)
+    def perform(order: ReplayRequest) -> dict[str, Any]:
+        found = pool(order.world_size).run(_replay_with_fault, order, fault)
         assert all(each == found[0] for each in found)
         return found[0]
 
     return perform
 
 
-def again(directory: Path, step: int, fault: str = "none", **options: Any) -> Replayed:
-    return replay(directory, step, perform=performing(fault), **options)
+def replay_in_pool(directory: Path, step: int, fault: str = "none", **options: Any) -> ReplayResult:
+    return replay_step(directory, step, runner=build_performer(fault), **options)
 
 
 # -- faults
 
 
-class _Flipped(torch.autograd.Function):
+class _FlipGradientBit(torch.autograd.Function):
     """Flips the last bit of the first element of a gradient."""
 
     @staticmethod
@@ -99,7 +99,7 @@ class _Flipped(torch.autograd.Function):
         return wrong
 
 
-def _flips(patch: pytest.MonkeyPatch, rank: int, every: int = 1) -> None:
+def _flip_gradients(patch: pytest.MonkeyPatch, rank: int, every: int = 1) -> None:
     """On one rank, in the gradients of down projections."""
     if torch.distributed.get_rank() != rank:
         return
@@ -109,13 +109,13 @@ def _flips(patch: pytest.MonkeyPatch, rank: int, every: int = 1) -> None:
         if self.in_features != 24 or not torch.is_grad_enabled():
             return plain(self, value)
         calls[0] += 1
-        weight = _Flipped.apply(self.weight) if calls[0] % every == 0 else self.weight
+        weight = _FlipGradientBit.apply(self.weight) if calls[0] % every == 0 else self.weight
         return nn.functional.linear(value, weight, self.bias)
 
     patch.setattr(nn.Linear, "forward", forward)
 
 
-def _freezes_rates(patch: pytest.MonkeyPatch) -> None:
+def _freeze_learning_rate(patch: pytest.MonkeyPatch) -> None:
     """A run that resumes keeps the rate that it had reached."""
 
     def frozen(scheduler: Any, step: int) -> None:
@@ -125,10 +125,10 @@ def _freezes_rates(patch: pytest.MonkeyPatch) -> None:
             group["lr"] = rate
         scheduler.last_epoch, scheduler._last_lr = step, rates
 
-    patch.setattr(assembly, "set_schedule", frozen)
+    patch.setattr(assembly, "set_scheduler_step", frozen)
 
 
-def _halves_gradients(patch: pytest.MonkeyPatch) -> None:
+def _halve_gradients(patch: pytest.MonkeyPatch) -> None:
     """Gradients of one layer are summed with another scale."""
     from meshwright_fsdp2.manager import FSDP2Manager
 
@@ -144,7 +144,7 @@ def _halves_gradients(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FSDP2Manager, "check_gradients", check_gradients)
 
 
-def _scales_activations(patch: pytest.MonkeyPatch) -> None:
+def _scale_activations(patch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     plain = LlamaMLP.forward
@@ -153,11 +153,11 @@ def _scales_activations(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "none": lambda patch: None,
-    "rank 0 flips": lambda patch: _flips(patch, 0),
-    "rank 1 flips": lambda patch: _flips(patch, 1),
-    "rank 2 flips": lambda patch: _flips(patch, 2),
-    "rank 1 flips at times": lambda patch: _flips(patch, 1, every=3),
-    "rates freeze": _freezes_rates,
-    "gradients are halved": _halves_gradients,
-    "activations are more": _scales_activations,
+    "rank 0 flips": lambda patch: _flip_gradients(patch, 0),
+    "rank 1 flips": lambda patch: _flip_gradients(patch, 1),
+    "rank 2 flips": lambda patch: _flip_gradients(patch, 2),
+    "rank 1 flips at times": lambda patch: _flip_gradients(patch, 1, every=3),
+    "rates freeze": _freeze_learning_rate,
+    "gradients are halved": _halve_gradients,
+    "activations are more": _scale_activations,
 }

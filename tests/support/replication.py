@@ -16,7 +16,7 @@ from support.kill_sweep import Run, command_of, fingerprint
 from support.starts import clean
 
 
-class Training(subprocess.Popen[bytes]):
+class TrainingProcess(subprocess.Popen[bytes]):
     """A command that trains, in a session of its own, and its output."""
 
     def __init__(self, arguments: Sequence[str], said: Path, **environment: str) -> None:
@@ -34,16 +34,16 @@ class Training(subprocess.Popen[bytes]):
         assert self.wait(200) == 0, self.said[-4000:]
 
 
-def train(run: Run, *settings: str) -> Training:
+def start_training(run: Run, *settings: str) -> TrainingProcess:
     assignments = [part for each in settings for part in ("--set", each)]
-    return Training([sys.executable, "-m", "meshwright", "train", str(run.file), *assignments], said_of(run))
+    return TrainingProcess([sys.executable, "-m", "meshwright", "train", str(run.file), *assignments], output_path(run))
 
 
-def said_of(run: Run) -> Path:
+def output_path(run: Run) -> Path:
     return run.directory.with_name(f"{run.directory.name}.said")
 
 
-def keepers_of(pid: int) -> list[int]:
+def find_replica_servers(pid: int) -> list[int]:
     """List the living keepers that end with a process."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
@@ -53,17 +53,17 @@ def keepers_of(pid: int) -> list[int]:
     return found
 
 
-def nothing_is_left(pid: int) -> bool:
+def wait_for_no_servers(pid: int) -> bool:
     until = time.monotonic() + 5
-    while keepers_of(pid) and time.monotonic() < until:
+    while find_replica_servers(pid) and time.monotonic() < until:
         time.sleep(0.02)
-    return not keepers_of(pid)
+    return not find_replica_servers(pid)
 
 
-def copies_without_a_name(pid: int) -> list[str]:
+def find_anonymous_copies(pid: int) -> list[str]:
     """List the memory that keepers hold for a process. It must have no name, under which it would outlive them."""
     held = []
-    for keeper in keepers_of(pid):
+    for keeper in find_replica_servers(pid):
         for path in Path(f"/proc/{keeper}/fd").iterdir():
             with suppress(FileNotFoundError):
                 held.append(os.readlink(path))
@@ -71,7 +71,7 @@ def copies_without_a_name(pid: int) -> list[str]:
     return [each for each in held if each.startswith("/memfd:meshwright-copy")]
 
 
-def spoil(keeper: int) -> int:
+def corrupt_copies(keeper: int) -> int:
     """Flip a bit in the middle of each part of a state that a keeper holds; return their number."""
     spoilt = 0
     for file in Path(f"/proc/{keeper}/fd").iterdir():
@@ -85,21 +85,21 @@ def spoil(keeper: int) -> int:
     return spoilt
 
 
-def ranks_of_agent(pid: int) -> list[int]:
+def find_agent_ranks(pid: int) -> list[int]:
     """List the ranks that an agent of torchrun has started."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return sorted({int(each) for each in children} - {*keepers_of(pid)})
+    return sorted({int(each) for each in children} - {*find_replica_servers(pid)})
 
 
-def events(run: Run, kind: str) -> list[dict[str, Any]]:
+def read_events(run: Run, kind: str) -> list[dict[str, Any]]:
     lines = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
     return [line for line in lines if line["event"] == kind]
 
 
-def after(run: Run, step: int) -> Callable[[], bool]:
+def step_reached(run: Run, step: int) -> Callable[[], bool]:
     return lambda: run.steps_done() >= step
 
 
-def assert_same(run: Run, other: Run) -> None:
+def assert_same_results(run: Run, other: Run) -> None:
     assert run.numbers() == other.numbers()
     assert fingerprint(run.directory / "model") == fingerprint(other.directory / "model")

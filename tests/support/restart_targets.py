@@ -11,23 +11,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.processes import leave
+from meshwright.base.processes import exit_process
 from meshwright_run import start as starting
 from meshwright_run.run_file import load_run
 from meshwright_run.run_rank import run_rank
 
-BROKEN = "MESHWRIGHT_TEST_BROKEN"
+BROKEN_FILE_VARIABLE = "MESHWRIGHT_TEST_BROKEN"
 
 
-def broken_rank(*arguments: Any) -> None:
+def run_rank_or_die(*arguments: Any) -> None:
     """What each rank does: the fourth dies where the file is there."""
-    if os.environ["RANK"] == "3" and Path(os.environ[BROKEN]).exists():
+    if os.environ["RANK"] == "3" and Path(os.environ[BROKEN_FILE_VARIABLE]).exists():
         os.kill(os.getpid(), signal.SIGKILL)
     run_rank(*arguments)
 
 
 def main() -> None:
     run_file, broken = sys.argv[1:]
-    os.environ[BROKEN] = broken
-    starting.run_rank = broken_rank  # type: ignore[attr-defined]
-    leave(starting.start(load_run(run_file)))
+    os.environ[BROKEN_FILE_VARIABLE] = broken
+    starting.run_rank = run_rank_or_die  # type: ignore[attr-defined]
+    exit_process(starting.start_run(load_run(run_file)))

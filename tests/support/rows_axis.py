@@ -14,7 +14,7 @@ from meshwright.base.types import Batch
 from meshwright.step.axis import Axis
 
 
-class Joined(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """All sequences of a microbatch of which each rank has every n-th; gradients are summed over the ranks."""
 
     @staticmethod
@@ -30,7 +30,7 @@ class Joined(torch.autograd.Function):
         return whole[ctx.group.rank() :: ctx.group.size()], None
 
 
-class Rows(Axis):
+class RowsAxis(Axis):
     """Each rank of the group has every n-th sequence of a microbatch."""
 
     divides_batches = True
@@ -52,7 +52,7 @@ class Rows(Axis):
     def joined(self, part: Tensor) -> Tensor:
         # A bool travels as a byte.
         number = part.to(torch.uint8) if part.dtype is torch.bool else part
-        whole: Tensor = Joined.apply(number, self._group)
+        whole: Tensor = _GatherRows.apply(number, self._group)
         return whole.to(part.dtype)
 
     def add_losses(self, total: Tensor) -> None:
@@ -66,21 +66,21 @@ class Rows(Axis):
 
 
 class RowsManager(DataParallelManager):
-    axis: type[Rows] = Rows
+    axis: type[RowsAxis] = RowsAxis
 
     def shard(self, model: nn.Module) -> nn.Module:
         self.axes.append(self.axis(self.mesh.group("tp")))
         return model.to(self.mesh.device)
 
 
-class WithoutJoined(Rows):
+class RowsAxisWithoutGather(RowsAxis):
     """As one that was written before there were objectives."""
 
     joined = Axis.joined
 
 
-class WithoutJoinedManager(RowsManager):
-    axis = WithoutJoined
+class RowsWithoutGatherManager(RowsManager):
+    axis = RowsAxisWithoutGather
 
 
 @hookimpl
@@ -88,5 +88,5 @@ def register_strategies() -> list[StrategySpec]:
     axes = frozenset({"tp"})
     return [
         StrategySpec("rows", "rows shared out along tp", axes, StrategyConfig, RowsManager),
-        StrategySpec("rows_without_joined", "takes no objective", axes, StrategyConfig, WithoutJoinedManager),
+        StrategySpec("rows_without_joined", "takes no objective", axes, StrategyConfig, RowsWithoutGatherManager),
     ]

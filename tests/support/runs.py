@@ -15,11 +15,11 @@ import yaml
 from support.commands import LAUNCHER_VARIABLES
 
 from meshwright.base.errors import MeshwrightError
-from meshwright.checkpoint.manifest import steps_in
+from meshwright.checkpoint.manifest import list_steps
 from meshwright.events.step import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
-from meshwright_run.report import MEASURED
+from meshwright_run.report import NONDETERMINISTIC_FIELDS
 from meshwright_run.run_file import load_run
 from meshwright_run.run_rank import run_rank
 from meshwright_testing import pool
@@ -27,18 +27,18 @@ from meshwright_testing import pool
 STEPS, EVERY, TOLERANCE = 8, 2, 1e-9
 
 
-class Killed(BaseException):
+class SimulatedKill(BaseException):
     """What no handler catches."""
 
 
-class KillAfter:
+class KillObserver:
     def __init__(self, step: int | None) -> None:
         self.step = step
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
         if result.step == self.step:
-            raise Killed
+            raise SimulatedKill
 
 
 @contextmanager
@@ -51,20 +51,24 @@ def without_launcher() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def output_of_rank(path: str, kill_after: int | None) -> tuple[str, str, int]:
+def run_rank_capturing(path: str, kill_after: int | None) -> tuple[str, str, int]:
     """What a rank prints, its error and exit code."""
     error, code = "", 0
-    with redirect_stdout(io.StringIO()) as output, get_registry().observing(KillAfter(kill_after)), without_launcher():
+    with (
+        redirect_stdout(io.StringIO()) as output,
+        get_registry().observing(KillObserver(kill_after)),
+        without_launcher(),
+    ):
         try:
             run_rank(None, load_run(path))
         except MeshwrightError as caught:
             error, code = str(caught), caught.exit_code
-        except Killed:
+        except SimulatedKill:
             error, code = "killed", 137
     return output.getvalue(), error, code
 
 
-class Place:
+class RunWorkspace:
     """Runs in one directory."""
 
     def __init__(self, workplace: Path, directory: Path) -> None:
@@ -86,7 +90,7 @@ class Place:
         return path
 
     def run(self, *, ranks: int = 1, kill_after: int | None = None, **changes: Any) -> tuple[str, str, int]:
-        return pool(ranks).run(output_of_rank, str(self.file(**changes)), kill_after)[0]
+        return pool(ranks).run(run_rank_capturing, str(self.file(**changes)), kill_after)[0]
 
     def runs(self, **changes: Any) -> str:
         output, error, code = self.run(**changes)
@@ -95,10 +99,10 @@ class Place:
 
     def metrics(self, directory: Path | None = None) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in ((directory or self.out) / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
+        return [{k: v for k, v in line.items() if k not in NONDETERMINISTIC_FIELDS} for line in lines]
 
     def steps(self, root: Path | None = None) -> list[int]:
-        return [step for step, _ in steps_in(root or self.root)]
+        return [step for step, _ in list_steps(root or self.root)]
 
     def contents(self) -> dict[str, bytes]:
         """All that is there, but for the lock."""

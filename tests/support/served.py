@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-Served = Callable[..., tuple[int, str, str]]
+CaseRunner = Callable[..., tuple[int, str, str]]
 
 
 @contextmanager
-def served(
-    *command: str, log: Path, environment: Mapping[str, str] | None = None, patience_s: float = 120
-) -> Iterator[Served]:
+def start_case_server(
+    *command: str, log: Path, environment: Mapping[str, str] | None = None, timeout_s: float = 120
+) -> Iterator[CaseRunner]:
     """Start a Python that reads a case from each line of stdin, and answers with "exit code N" at its end.
 
     Yields:
@@ -36,7 +36,7 @@ def served(
             start, out = log.stat().st_size, ""
             asks.write(" ".join(map(str, words)) + "\n")
             asks.flush()
-            giving_up = threading.Timer(patience_s, process.kill)
+            giving_up = threading.Timer(timeout_s, process.kill)
             giving_up.start()
             for line in answers:
                 if line.startswith("exit code "):
@@ -47,4 +47,4 @@ def served(
 
         yield run
         asks.close()
-        process.wait(timeout=patience_s)
+        process.wait(timeout=timeout_s)

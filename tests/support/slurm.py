@@ -17,29 +17,29 @@ from pathlib import Path
 from support.starts import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
-_PLACES = ("/usr/sbin", "/usr/local/sbin", "/sbin")
+_PROGRAM_DIRS = ("/usr/sbin", "/usr/local/sbin", "/sbin")
 
 
-def missing() -> str:
+def find_missing_requirement() -> str:
     """Why there can be no cluster here; empty where there can be one."""
-    absent = [name for name in PROGRAMS if _found(name) is None]
+    absent = [name for name in PROGRAMS if _find_program(name) is None]
     if absent:
         return f"not installed: {', '.join(absent)} (Debian: slurmctld, slurmd, munge)"
     return "" if os.geteuid() == 0 else "slurmd and slurmctld need root here"
 
 
-def _found(name: str) -> str | None:
-    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *_PLACES]))
+def _find_program(name: str) -> str | None:
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *_PROGRAM_DIRS]))
 
 
-class Cluster:
+class SlurmCluster:
     """A machine in a short `directory` of its own, whose partition `high` takes what it needs from `low`."""
 
     def __init__(self, directory: Path, *, cpus: int = 2, grace_s: int = 60) -> None:
         self.directory, self._cpus, self._grace_s = directory, cpus, grace_s
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> SlurmCluster:
         for name in ("munge", "state", "spool"):
             (self.directory / name).mkdir(parents=True)
         key = self.directory / "munge" / "key"
@@ -77,7 +77,7 @@ class Cluster:
                 process.wait()
 
     def run(self, program: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        words = [str(_found(program)), *arguments]
+        words = [str(_find_program(program)), *arguments]
         done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0 or not check, f"{program} {arguments}: {done.stdout}{done.stderr}{self.logs()}"
         return done
@@ -99,7 +99,11 @@ class Cluster:
     def _start(self, program: str, *arguments: str) -> None:
         with (self.directory / f"{program}.log").open("wb") as log:
             process = subprocess.Popen(
-                [str(_found(program)), *arguments], env=self.environment, stdout=log, stderr=log, start_new_session=True
+                [str(_find_program(program)), *arguments],
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self._processes.append(process)
 

@@ -19,34 +19,34 @@ LOOP = str(HERE / "loop.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TIMEOUT_S = 300.0  # Generous: a rank imports torch and transformers for itself, on a machine that others may be using
 
-PATIENCE_S = 30.0  # From the first failure on, so that the others can say what they have to say
+GRACE_S = 30.0  # From the first failure on, so that the others can say what they have to say
 
-_OF_LAUNCHERS = re.compile(
+_LAUNCHER_VARIABLE = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI|MPI_|PET_|JOB_COMPLETION_INDEX|RAY_)"
 )
 _LINE = re.compile(r"ranks (\d+) (\d+) (\d+) (\d+) losses((?: [\d.e+-]+)+)")
 
-Found = dict[int, tuple[str, ...]]  # The losses of each rank, as printed
+LossesByRank = dict[int, tuple[str, ...]]  # The losses of each rank, as printed
 
 
-def clean(**variables: str) -> dict[str, str]:
+def build_clean_environment(**variables: str) -> dict[str, str]:
     """This process's environment without what any launcher has left in it."""
-    plain = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.match(name)}
+    plain = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLE.match(name)}
     return {**plain, "OMP_NUM_THREADS": "1", **variables}
 
 
-def run(*started: tuple[Sequence[str], Mapping[str, str]]) -> list[tuple[int, str]]:
+def run_commands(*commands: tuple[Sequence[str], Mapping[str, str]]) -> list[tuple[int, str]]:
     """Run commands side by side until a while after one has failed; return exit codes and outputs."""
-    texts = [tempfile.TemporaryFile("w+") for _ in started]  # noqa: SIM115
+    texts = [tempfile.TemporaryFile("w+") for _ in commands]  # noqa: SIM115
     processes = [
         subprocess.Popen(command, env=environment, stdout=text, stderr=subprocess.STDOUT, start_new_session=True)
-        for (command, environment), text in zip(started, texts, strict=True)
+        for (command, environment), text in zip(commands, texts, strict=True)
     ]
     deadline_s = time.monotonic() + TIMEOUT_S
     try:
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline_s:
             if any(process.poll() for process in processes):
-                deadline_s = min(deadline_s, time.monotonic() + PATIENCE_S)
+                deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
             time.sleep(0.1)
     finally:
         for process in processes:
@@ -58,7 +58,7 @@ def run(*started: tuple[Sequence[str], Mapping[str, str]]) -> list[tuple[int, st
     return [(process.returncode, text.read()) for process, text in zip(processes, texts, strict=True)]
 
 
-def losses(*outcomes: tuple[int, str]) -> Found:
+def parse_losses(*outcomes: tuple[int, str]) -> LossesByRank:
     """What all ranks of a run of LOOP have printed; fails where a process has failed."""
     texts = [text for code, text in outcomes]
     assert [code for code, text in outcomes] == [0] * len(outcomes), "\n".join(texts)[-6000:]
@@ -69,13 +69,13 @@ def losses(*outcomes: tuple[int, str]) -> Found:
     return found
 
 
-def places(*outcomes: tuple[int, str]) -> dict[int, tuple[int, int]]:
+def parse_local_ranks(*outcomes: tuple[int, str]) -> dict[int, tuple[int, int]]:
     """Of each rank: which it is on its node, and of how many."""
     lines = [match for _, text in outcomes for match in _LINE.findall(text)]
     return {int(rank): (int(local), int(size)) for rank, _, local, size, _ in lines}
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

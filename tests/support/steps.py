@@ -10,39 +10,45 @@ from torch import Tensor
 
 from meshwright import MeshwrightError, count_tokens
 from meshwright.testing import Case
-from meshwright.tracing.collectives import Traffic, count_collectives, measure_collectives
-from meshwright_testing.case import share
+from meshwright.tracing.collectives import CollectiveTrace, count_collectives, record_collectives
+from meshwright_testing.case import rank_microbatches
 from meshwright_testing.parity import build_manager, train_steps
 
 
-def gradient_step(manager: Any, case: Case, index: int = 0) -> Callable[[], Tensor]:
+def prepare_gradient_step(manager: Any, case: Case, index: int = 0) -> Callable[[], Tensor]:
     """Return a call of the forwards and backwards of one step, which communicates nothing else."""
-    batches = share(case, index, manager.mesh.data_rank, manager.mesh.data_size)
+    batches = rank_microbatches(case, index, manager.mesh.data_rank, manager.mesh.data_size)
     tokens = count_tokens(batches, manager.mesh)
     return lambda: manager.forward_backward(batches, num_tokens=tokens)
 
 
-def built(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, int], case: Case, *, steps: int = 1) -> Any:
+def build_and_train(
+    strategy: str, config: Mapping[str, Any], sizes: Mapping[str, int], case: Case, *, steps: int = 1
+) -> Any:
     """Build a manager and train some steps, after which torch has settled the order of its collectives."""
     manager = build_manager(strategy, config, sizes, case)
     train_steps(manager, case, range(steps))
     return manager
 
 
-def traffic(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, int], case: Case) -> Traffic:
+def measure_traffic(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, int], case: Case) -> CollectiveTrace:
     """Return the collectives of the forwards and backwards of a second step."""
-    return measure_collectives(gradient_step(built(strategy, config, sizes, case), case, 1))
+    return record_collectives(prepare_gradient_step(build_and_train(strategy, config, sizes, case), case, 1))
 
 
-def refusal(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, int], case: Case, steps: int = 0) -> str:
+def catch_refusal(
+    strategy: str, config: Mapping[str, Any], sizes: Mapping[str, int], case: Case, steps: int = 0
+) -> str:
     """Return the error of building a manager and training some steps, or "accepted"."""
     try:
-        built(strategy, config, sizes, case, steps=steps)
+        build_and_train(strategy, config, sizes, case, steps=steps)
     except MeshwrightError as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
 
 
-def counts(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, int], case: Case) -> Counter[str]:
+def count_step_collectives(
+    strategy: str, config: Mapping[str, Any], sizes: Mapping[str, int], case: Case
+) -> Counter[str]:
     """Return how often each kind of collective is called in the forwards and backwards of a second step."""
-    return count_collectives(gradient_step(built(strategy, config, sizes, case), case, 1))
+    return count_collectives(prepare_gradient_step(build_and_train(strategy, config, sizes, case), case, 1))

@@ -16,15 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from meshwright import StrategySpec, hookimpl
 from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.parallel.tensor import Division, TensorParallel
+from meshwright.parallel.tensor import ParameterSharding, TensorParallel
 from meshwright.strategy.contract import StrategyConfig
 from meshwright.strategy.registry import get_registry
-from meshwright.tensors.norms import Groups
-from meshwright.tensors.pieces import Piece
-from meshwright.tensors.state import Parts
+from meshwright.tensors.norms import ShardGroups
+from meshwright.tensors.pieces import LocalChunk
+from meshwright.tensors.state import ShardLayout
 from meshwright_testing.case import Case, Outcome
 from meshwright_testing.models import TINY
-from meshwright_testing.parity import difference, train_case
+from meshwright_testing.parity import find_max_difference, train_case
 from meshwright_testing.workers import pool
 
 
@@ -34,30 +34,30 @@ class TensorOnlyConfig(StrategyConfig):
     plain: bool = False
 
 
-class PlainParts(Parts):
+class PlainShardLayout(ShardLayout):
     """Plain parameters, by how tensor parallelism has divided them."""
 
-    def __init__(self, divisions: Mapping[Tensor, Division]) -> None:
+    def __init__(self, divisions: Mapping[Tensor, ParameterSharding]) -> None:
         self._divisions = divisions
 
-    def _of(self, value: Tensor, parameter: Tensor) -> Division | None:
+    def _of(self, value: Tensor, parameter: Tensor) -> ParameterSharding | None:
         return self._divisions.get(parameter) if value.shape == parameter.shape else None
 
     def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
         return value if (division := self._of(value, parameter)) is None else division.whole(value)
 
-    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+    def part(self, full: Tensor, parameter: Tensor) -> Tensor:
         division = self._divisions.get(parameter)
-        return whole if division is None or whole.shape != division.shape else division.part(whole)
+        return full if division is None or full.shape != division.shape else division.part(full)
 
     def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
         return value.shape if (division := self._of(value, parameter)) is None else division.shape
 
-    def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
+    def pieces(self, value: Tensor, parameter: Tensor) -> list[LocalChunk]:
         own = super().pieces(value, parameter)
         return own if (division := self._of(value, parameter)) is None else division.pieces(own, value.shape)
 
-    def groups(self, parameter: Tensor) -> Groups:
+    def groups(self, parameter: Tensor) -> ShardGroups:
         division = self._divisions[parameter]
         return (division.mesh.get_group(),) if division.is_sharded else ()
 
@@ -72,7 +72,7 @@ class TensorOnlyManager(DataParallelManager):
         self.axes.append(parallel)
         if self.config.plain:
             divisions = parallel.divisions
-            self.parts = PlainParts({p: divisions[name] for name, p in model.named_parameters()})
+            self.parts = PlainShardLayout({p: divisions[name] for name, p in model.named_parameters()})
         return model
 
 
@@ -91,7 +91,7 @@ def _first_entry_masked(logits_BSV: Tensor) -> Tensor:
 
 
 _SIX_HEADS = {"num_attention_heads": 6, "head_dim": 6}
-VARIANTS: Mapping[str, tuple[Mapping[str, Any], Callable[[Tensor], Tensor] | None]] = {
+MODEL_VARIANTS: Mapping[str, tuple[Mapping[str, Any], Callable[[Tensor], Tensor] | None]] = {
     "six_heads": ({**_SIX_HEADS, "num_key_value_heads": 2}, None),
     "three_kv_heads": ({**_SIX_HEADS, "num_key_value_heads": 3}, None),
     "one_kv_head": ({**_SIX_HEADS, "num_key_value_heads": 1}, None),
@@ -113,14 +113,14 @@ class _Variant(LlamaForCausalLM):
         return output
 
 
-def prepare() -> None:
+def register_strategy_and_models() -> None:
     """Make strategy and models known to this process, a worker."""
     registry = get_registry()
     if "tensor_only" not in registry.strategies:
         registry.register(sys.modules[__name__], name="tensor_only")
     if "flipped" in TINY:
         return
-    for name, (values, change) in VARIANTS.items():
+    for name, (values, change) in MODEL_VARIANTS.items():
         config_cls = type(f"{name}_config", (LlamaConfig,), {"model_type": name})
         own = {"config_class": config_cls, "change": staticmethod(change) if change else None}
         AutoConfig.register(name, config_cls)
@@ -131,20 +131,22 @@ def prepare() -> None:
 # -- parity
 
 
-def train(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case) -> Outcome:
+def train_registered_case(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case) -> Outcome:
     """`train_case`, for pools whose workers do not know this module."""
-    prepare()
+    register_strategy_and_models()
     return train_case(strategy, config, sizes, case)
 
 
 @functools.cache
-def expected(case: Case) -> Outcome:
+def run_expected(case: Case) -> Outcome:
     """The outcome under `single`."""
-    return pool(1).run(train, "single", {}, {}, case)[0]
+    return pool(1).run(train_registered_case, "single", {}, {}, case)[0]
 
 
 def assert_equal_to_single(case: Case, ranks: int = 2, **config: Any) -> None:
     """Fail unless training under tensor parallelism gives what `single` gives, on every rank."""
-    found = difference(pool(ranks).run(train, "tensor_only", config, {"tp_size": ranks}, case), expected(case))
+    found = find_max_difference(
+        pool(ranks).run(train_registered_case, "tensor_only", config, {"tp_size": ranks}, case), run_expected(case)
+    )
     # A NaN is not within any tolerance.
     assert found.worst <= 1e-9, found

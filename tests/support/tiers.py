@@ -9,13 +9,13 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 
-def mostly_slow(cases: Iterable[Any], *fast: Any) -> list[ParameterSet]:
+def mark_mostly_slow(cases: Iterable[Any], *fast: Any) -> list[ParameterSet]:
     """Mark all cases slow except those whose values, first value or id are in `fast`; by default except the first.
 
     Args:
         cases: as for `pytest.mark.parametrize`; of a mapping, its keys.
     """
-    found = [each if isinstance(each, ParameterSet) else _param(each) for each in cases]
+    found = [each if isinstance(each, ParameterSet) else _build_param(each) for each in cases]
     fast = fast or (found[0].values,)
     return [
         each
@@ -25,5 +25,5 @@ def mostly_slow(cases: Iterable[Any], *fast: Any) -> list[ParameterSet]:
     ]
 
 
-def _param(case: Any) -> ParameterSet:
+def _build_param(case: Any) -> ParameterSet:
     return pytest.param(*case) if isinstance(case, tuple) else pytest.param(case)

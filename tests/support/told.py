@@ -8,10 +8,10 @@ from typing import Any
 from meshwright import MeshwrightError
 
 
-def told(work: Callable[..., Any], *args: Any, **options: Any) -> str:
+def catch_error(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     """Return the type and text of the MeshwrightError that a call raises; "" if it raises none."""
     try:
-        work(*args, **options)
+        call(*args, **options)
     except MeshwrightError as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager
-from meshwright_testing.case import Case, global_batch, share
-from meshwright_testing.models import case_model
+from meshwright_testing.case import Case, build_global_batch, rank_microbatches
+from meshwright_testing.models import build_case_model
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 
-def training_step(manager: StrategyManager, case: Case, step: int) -> Callable[[], float]:
+def prepare_training_step(manager: StrategyManager, case: Case, step: int) -> Callable[[], float]:
     """Return one step of the case without clipping, as a call without arguments that returns the loss."""
-    microbatches = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
+    microbatches = rank_microbatches(case, step, manager.mesh.data_rank, manager.mesh.data_size)
     num_tokens = count_tokens(microbatches, manager.mesh)
 
     def run() -> float:
@@ -41,12 +41,12 @@ def unshard_between_steps(
         manager = build_manager(strategy, config, sizes, case)
         train_steps(manager, case, range(1))
         if is_interrupted:
-            single = case_model(case.model_type, tied=case.tied, seed=0, dtype=getattr(torch, case.dtype))
+            single = build_case_model(case.model_type, tied=case.tied, seed=0, dtype=getattr(torch, case.dtype))
             single.load_state_dict(full_weights(manager))
             options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
             with manager.unshard() as (model,), torch.no_grad():
                 plain = not any(isinstance(p, DTensor) for p in model.parameters())
-                ids = global_batch(case, 0)["input_ids"][:2]
+                ids = build_global_batch(case, 0)["input_ids"][:2]
                 apart = float((model(input_ids=ids).logits - single(input_ids=ids).logits).abs().max())
                 generated, expected = (each.generate(ids, **options) for each in (model, single))
                 same = bool(torch.equal(generated, expected))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright._compat.torch import TorchDispatchMode, storage_of, written_arguments
-from meshwright.tensors.ops import tensors_in
+from meshwright._compat.torch import TorchDispatchMode, get_mutated_arguments, get_storage_key
+from meshwright.tensors.ops import list_tensors
 
 CPU = torch.device("cpu")
 ACCELERATOR = torch.device("ipu", 0)
@@ -31,7 +31,7 @@ _TAKE_CPU_INDICES = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_p
 class MixedDevicesError(RuntimeError): ...
 
 
-class TwoDevices:
+class FakeAccelerator:
     """A context manager in which ACCELERATOR exists."""
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ class TwoDevices:
         self._placed: dict[int, Any] = {}
         self._modes = contextlib.ExitStack()
 
-    def __enter__(self) -> TwoDevices:
-        self._modes.enter_context(_Calls(self))
-        self._modes.enter_context(_Operations(self))
+    def __enter__(self) -> FakeAccelerator:
+        self._modes.enter_context(_TorchCallMode(self))
+        self._modes.enter_context(_DispatchCheckMode(self))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -62,12 +62,12 @@ class TwoDevices:
 
     def place(self, tensor: Tensor) -> Tensor:
         """Write a tensor down as one of the accelerator."""
-        key, storage = storage_of(tensor)
+        key, storage = get_storage_key(tensor)
         self._placed[key] = storage
         return tensor
 
     def of(self, tensor: Tensor) -> torch.device:
-        return ACCELERATOR if storage_of(tensor)[0] in self._placed else CPU
+        return ACCELERATOR if get_storage_key(tensor)[0] in self._placed else CPU
 
     def of_any(self, tensors: Iterable[Tensor]) -> torch.device:
         """ACCELERATOR if one of them is there."""
@@ -82,10 +82,10 @@ class TwoDevices:
             self.made_on = before
 
 
-class _Calls(TorchFunctionMode):
+class _TorchCallMode(TorchFunctionMode):
     """What Python asks of torch: `tensor.device` is where it is taken to be, and `to` goes from there."""
 
-    def __init__(self, devices: TwoDevices) -> None:
+    def __init__(self, devices: FakeAccelerator) -> None:
         super().__init__()
         self._devices = devices
 
@@ -99,7 +99,7 @@ class _Calls(TorchFunctionMode):
             first, second = args[0], kwargs.get("gradient", kwargs.get("grad_tensors", (*args, None)[1]))
             return self._backward(*([first], [second]) if isinstance(first, Tensor) else (first, second))
         asked = kwargs.get("device")
-        taken = list(tensors_in((args, kwargs)))
+        taken = list(list_tensors((args, kwargs)))
         where = torch.device(asked) if asked is not None else self._devices.of_any(taken)
         with self._devices.making_on(where if asked is not None or not taken else None):
             return func(*args, **kwargs)
@@ -134,25 +134,25 @@ def _is_device(value: Any) -> bool:
 _DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
 
-class _Operations(TorchDispatchMode):
+class _DispatchCheckMode(TorchDispatchMode):
     """Refuses to mix devices, and runs what is for the accelerator on the CPU."""
 
-    def __init__(self, devices: TwoDevices) -> None:
+    def __init__(self, devices: FakeAccelerator) -> None:
         super().__init__()
         self._devices = devices
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        taken = list(tensors_in((args, kwargs)))
+        taken = list(list_tensors((args, kwargs)))
         self._check(func, taken, args, kwargs)
         asked = kwargs.get("device")
         if asked is not None:
             kwargs["device"] = CPU
         result = func(*args, **kwargs)
         if self._is_made_there(asked, taken):
-            known = {storage_of(tensor)[0] for tensor in taken}
-            for tensor in tensors_in(result):
-                if storage_of(tensor)[0] not in known:
+            known = {get_storage_key(tensor)[0] for tensor in taken}
+            for tensor in list_tensors(result):
+                if get_storage_key(tensor)[0] not in known:
                     self._devices.place(tensor)
         return result
 
@@ -175,8 +175,8 @@ class _Operations(TorchDispatchMode):
             if len({self._devices.of(tensor) for tensor in both}) == 1:
                 return
         on_cpu = [tensor for tensor in taken if self._devices.of(tensor) == CPU]
-        written = [args[at] if isinstance(at, int) else kwargs[at] for at in written_arguments(func)]
-        is_written = any(self._devices.of(tensor) == CPU for tensor in tensors_in(written))
+        written = [args[at] if isinstance(at, int) else kwargs[at] for at in get_mutated_arguments(func)]
+        is_written = any(self._devices.of(tensor) == CPU for tensor in list_tensors(written))
         if torch.Tag.pointwise in func.tags and not is_written and not str(func).startswith("aten._foreach"):
             on_cpu = [tensor for tensor in on_cpu if tensor.dim()]
         if on_cpu:

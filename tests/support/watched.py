@@ -12,7 +12,7 @@ from typing import Any
 START = 1_700_000_000.0
 
 
-def step_line(step: int, *, seed: int = 0, world_size: int = 4, **changes: Any) -> dict[str, Any]:
+def build_metrics_line(step: int, *, seed: int = 0, world_size: int = 4, **changes: Any) -> dict[str, Any]:
     """A line of metrics.jsonl."""
     chosen = random.Random(seed * 1_000_003 + step)
     seconds = 0.2 + 0.02 * chosen.random()
@@ -42,31 +42,33 @@ def write_lines(path: Path, lines: Sequence[Any] | Iterator[Any], *, mode: str =
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def event(name: str, step: int, **values: Any) -> dict[str, Any]:
+def build_event_line(name: str, step: int, **values: Any) -> dict[str, Any]:
     return {"time": START + 0.25 * step, "event": name, "step": step, **values}
 
 
-def start(steps: int, *, world_size: int = 4, begin: int = 0) -> dict[str, Any]:
+def build_start_event(steps: int, *, world_size: int = 4, begin: int = 0) -> dict[str, Any]:
     line = {"time": START + 0.25 * begin, "event": "start", "id": "ab" * 16, "name": "run", "strategy": "fsdp2"}
     line |= {"mesh": f"dp_shard={world_size}", "world_size": world_size, "start": begin, "steps": steps}
     return line | {"parameters": 1_234_567, "device": "cpu", "version": "0.1.0"}
 
 
-def make_run(
+def write_run_directory(
     directory: Path, steps: int = 300, *, seed: int = 0, world_size: int = 4, of_steps: int | None = None
 ) -> Path:
     """A run that has done so many steps."""
-    lines = (step_line(n, seed=seed, world_size=world_size) for n in range(1, steps + 1))
+    lines = (build_metrics_line(n, seed=seed, world_size=world_size) for n in range(1, steps + 1))
     write_lines(directory / "metrics.jsonl", lines)
-    events = [start(of_steps or steps, world_size=world_size)]
-    events += [event("checkpoint", n, path=f"checkpoints/{n}", seconds=0.1) for n in range(100, steps + 1, 100)]
+    events = [build_start_event(of_steps or steps, world_size=world_size)]
+    events += [
+        build_event_line("checkpoint", n, path=f"checkpoints/{n}", seconds=0.1) for n in range(100, steps + 1, 100)
+    ]
     write_lines(directory / "events.jsonl", events)
     settings = f"strategy: fsdp2\nsteps: {of_steps or steps}\noptimizer: {{name: AdamW, lr: {1e-3 * (1 + seed)}}}\n"
     (directory / "run.yaml").write_text(settings, encoding="utf-8")
     return directory
 
 
-def make_ranks(directory: Path, ranks: int, steps: int = 60, *, slow: int | None = None, last: int = 0) -> None:
+def write_rank_files(directory: Path, ranks: int, steps: int = 60, *, slow: int | None = None, last: int = 0) -> None:
     """Files of ranks, of which one may be slow; `last` is the number of the last step, by default `steps`."""
     chosen = random.Random(0)
     for rank in range(ranks):
@@ -82,7 +84,7 @@ def make_ranks(directory: Path, ranks: int, steps: int = 60, *, slow: int | None
         write_lines(directory / "ranks" / f"{rank:05}.jsonl", lines)
 
 
-def make_timeline(directory: Path, *, ranks: int = 2, microbatches: int = 4, steps: Sequence[int] = (10, 20)) -> None:
+def write_timelines(directory: Path, *, ranks: int = 2, microbatches: int = 4, steps: Sequence[int] = (10, 20)) -> None:
     """Timelines of a 1F1B pipeline, measured and planned."""
     planned: list[list[Any]] = []
     for rank in range(ranks):

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 
-from meshwright.tracing.collectives import Collective, Traffic, measure_collectives
+from meshwright.tracing.collectives import Collective, CollectiveTrace, record_collectives
 from meshwright_testing import pool
 
 
-def _in_place() -> Traffic:
+def _in_place() -> CollectiveTrace:
     part, whole = torch.ones(3), torch.ones(6)
 
     def work() -> None:
@@ -25,7 +25,7 @@ def _in_place() -> Traffic:
         dist.reduce(whole, 1)
         dist.barrier()
 
-    return measure_collectives(work)
+    return record_collectives(work)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -39,7 +39,7 @@ def test_bytes_are_those_of_the_whole_tensor_whichever_operation_carries_it() ->
             assert each.bytes == 6 * each.dtype.itemsize
 
 
-def _functional() -> Traffic:
+def _functional() -> CollectiveTrace:
     import torch.distributed._functional_collectives as functional
 
     part, whole = torch.ones(3), torch.ones(6)
@@ -53,7 +53,7 @@ def _functional() -> Traffic:
         ):
             functional.wait_tensor(result)
 
-    return measure_collectives(work)
+    return record_collectives(work)
 
 
 def test_functional_collectives_measure_like_those_in_place() -> None:
@@ -65,7 +65,7 @@ def test_functional_collectives_measure_like_those_in_place() -> None:
 def test_traffic_selects_and_adds_up() -> None:
     a = Collective("all_gather", "dp", 4, torch.bfloat16, 10)
     b = Collective("all_reduce", "tp", 2, torch.float32, 3)
-    traffic = Traffic((a, b, a))
+    traffic = CollectiveTrace((a, b, a))
     assert (traffic.bytes, len(traffic)) == (23, 3)
     assert traffic.of("all_gather").bytes == 20
     assert traffic.of(group="tp").calls == (b,)

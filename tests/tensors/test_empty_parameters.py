@@ -9,13 +9,13 @@ import pytest
 import meshwright as mw
 from meshwright import ModelError
 from meshwright_testing import pool
-from meshwright_testing.models import tiny_model
+from meshwright_testing.models import build_tiny_model
 
 TOLD = r"layers.0.mlp.gate_proj.weight is to be trained, but its shape \(0, \d+\) has no elements\. Change the size"
 
 
 def _config() -> Any:
-    config = tiny_model(layers=2).config
+    config = build_tiny_model(layers=2).config
     config.intermediate_size = 0
     return config
 

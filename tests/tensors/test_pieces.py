@@ -15,13 +15,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshwright import open_world
 from meshwright._compat.torch import packed_shard
-from meshwright.tensors.pieces import Piece, pieces_within, stretch_pieces, tensor_pieces
+from meshwright.tensors.pieces import LocalChunk, get_flat_range_chunks, get_local_chunks, to_global_chunks
 from meshwright_testing import pool
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4)
 
 
-def part_of(whole: Tensor, piece: Piece) -> Tensor:
+def part_of(whole: Tensor, piece: LocalChunk) -> Tensor:
     return whole[tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))]
 
 
@@ -31,7 +31,7 @@ def test_a_stretch_is_few_rectangles_which_are_its_elements(shape: list[int], da
     start = data.draw(st.integers(0, whole.numel()))
     end = data.draw(st.integers(start, whole.numel()))
     stretch = whole.flatten()[start:end].clone()
-    pieces = stretch_pieces(stretch, start, shape)
+    pieces = get_flat_range_chunks(stretch, start, shape)
     assert len(pieces) <= max(1, 2 * len(shape) - 1)
     for piece in pieces:
         assert torch.equal(piece.tensor, part_of(whole, piece))
@@ -47,7 +47,7 @@ def _divided(shape: tuple[int, ...], placements: list[Placement]) -> tuple[int, 
     mesh = init_device_mesh("cpu", (2, world.size // 2))
     whole = torch.arange(math.prod(shape)).view(shape)
     tensor: DTensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-    pieces = tensor_pieces(tensor)
+    pieces = get_local_chunks(tensor)
     right = all(torch.equal(piece.tensor, part_of(whole, piece)) for piece in pieces)
     for piece in pieces:
         piece.tensor.fill_(-1)
@@ -81,7 +81,7 @@ def _stretched(shape: tuple[int, ...], placement: Placement, start: int, end: in
     part: DTensor = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
     local = part.to_local().contiguous()
     stretch = local.flatten()[start:end]
-    pieces = pieces_within(stretch_pieces(stretch, start, local.shape), part)
+    pieces = to_global_chunks(get_flat_range_chunks(stretch, start, local.shape), part)
     return sum(piece.tensor.numel() for piece in pieces), all(
         torch.equal(piece.tensor, part_of(whole, piece)) for piece in pieces
     )

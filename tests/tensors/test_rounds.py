@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import layouts
 
-from meshwright.tensors.pieces import Rectangle, divide
-from meshwright.tensors.whole_parameters import rounds
+from meshwright.tensors.pieces import Rectangle, assign_owners
+from meshwright.tensors.whole_parameters import plan_buckets
 
 
 @settings(deadline=None)
@@ -26,7 +26,7 @@ def test_each_element_travels_once_within_the_bucket(held: list[list[Rectangle]]
     bucket_bytes = sum(math.prod(shape) * itemsizes[name] for name, shape in shapes.items()) // buckets
     travelled = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
     finished = []
-    for each in rounds(names, divide(held), bucket_bytes):
+    for each in plan_buckets(names, assign_owners(held), bucket_bytes):
         assert each.nbytes <= max(bucket_bytes, len(held) * max(itemsizes.values()))
         assert not finished or each.names[0] != finished[-1]
         assert each.is_last or len(each.names) == 1

@@ -18,7 +18,7 @@ from meshwright.optim.build import optimizer_factory
 from meshwright.parallel.expert import find_experts
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.stack import resolve
-from meshwright.tracing.collectives import measure_collectives
+from meshwright.tracing.collectives import record_collectives
 from meshwright_run.run_file import OptimizerConfig
 from meshwright_testing import pool
 
@@ -263,7 +263,7 @@ def _measured(name: str) -> Measured:
     routed = _watch_experts(model) if manager.mesh.degrees.ep > 1 else []
     sent: Counter[str] = Counter()
     few = 0
-    for each in measure_collectives(lambda: step(2), _groups(manager)):
+    for each in record_collectives(lambda: step(2), _groups(manager)):
         if each.bytes > FEW:
             sent[f"{each.kind} {NAMES.get(each.group, each.group)}"] += each.bytes
         elif each.kind not in ("send", "recv"):
@@ -336,7 +336,7 @@ more they send at the most."""
 def _fed(name: str, dtype: torch.dtype | None) -> list[tuple[str, int, int]]:
     manager, _ = _built(name)
     given = manager.iter_parameters(bucket_bytes=P // 4, dtype=dtype)
-    traffic = measure_collectives(lambda: [None for _ in given])
+    traffic = record_collectives(lambda: [None for _ in given])
     return [(each.kind, each.ranks, each.bytes) for each in traffic]
 
 

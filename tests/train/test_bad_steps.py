@@ -28,10 +28,10 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case
-from meshwright.train.loop.monitors import LEAST_KNOWN, BadSteps, deviations_above
+from meshwright.train.loop.monitors import MIN_GOOD_STEPS, BadStepDetector, compute_deviations_above
 from meshwright_testing import pool
-from meshwright_testing.case import share
-from meshwright_testing.parity import build_with_optimizer, full_weights
+from meshwright_testing.case import rank_microbatches
+from meshwright_testing.parity import build_manager_and_optimizer, full_weights
 
 CASE = Case(microbatches=2, sequences=16)
 POISON = 130
@@ -55,7 +55,7 @@ class _Told:
 def _built(stack: str) -> StrategyManager:
     """A manager whose model knows one token that makes everything not a number."""
     strategy, config, sizes = STACKS.get(stack, (stack, {}, {}))
-    manager, _ = build_with_optimizer(strategy, config, sizes, CASE)
+    manager, _ = build_manager_and_optimizer(strategy, config, sizes, CASE)
     state = manager.state_dict(full=True)
     if "model.embed_tokens.weight" in state["model"]:
         state["model"]["model.embed_tokens.weight"][POISON] = math.nan
@@ -68,7 +68,7 @@ def _batches(manager: StrategyManager, poisoned: Sequence[int]) -> Callable[[int
     mesh = manager.mesh
 
     def batches(draw: int) -> list[Batch]:
-        found = [dict(each) for each in share(CASE, draw, mesh.data_rank, mesh.data_size)]
+        found = [dict(each) for each in rank_microbatches(CASE, draw, mesh.data_rank, mesh.data_size)]
         for each in found:
             each["input_ids"] = each["input_ids"].clamp(max=POISON - 1)
             each["labels"] = each["labels"].clamp(max=POISON - 1)
@@ -216,8 +216,8 @@ def test_what_cannot_go_on_ends_on_all_ranks_and_has_changed_nothing(
 # -- judging
 
 
-def _judged(config: BadStepConfig, values: Sequence[float], state: Any = None) -> tuple[list[bool], BadSteps]:
-    judge = BadSteps(config, state)
+def _judged(config: BadStepConfig, values: Sequence[float], state: Any = None) -> tuple[list[bool], BadStepDetector]:
+    judge = BadStepDetector(config, state)
     return [judge.judge(step, value, 1.0) is not None for step, value in enumerate(values, start=1)], judge
 
 
@@ -236,23 +236,23 @@ def test_what_is_far_follows_from_the_good_steps_before_alone() -> None:
         assert first + rest == found
         assert judge.state()["bad_steps"]["losses"] == whole.state()["bad_steps"]["losses"]
     assert not any(_judged(BadStepConfig(do="skip"), [1.0] * 30 + [1e9])[0])
-    assert not any(_judged(config, [1.0] * (LEAST_KNOWN - 1) + [1e9])[0])
-    assert _judged(config, [1.0] * LEAST_KNOWN + [1e9])[0][-1]
+    assert not any(_judged(config, [1.0] * (MIN_GOOD_STEPS - 1) + [1e9])[0])
+    assert _judged(config, [1.0] * MIN_GOOD_STEPS + [1e9])[0][-1]
     # Values that hardly differ are no reason to find a hair's breadth far.
-    assert not any(_judged(config, [1.0] * LEAST_KNOWN + [1.005])[0])
+    assert not any(_judged(config, [1.0] * MIN_GOOD_STEPS + [1.005])[0])
 
 
 def test_deviations_are_those_of_a_normal_distribution() -> None:
     generator = torch.Generator().manual_seed(0)
     known = deque((5 + 2 * torch.randn(20_001, generator=generator, dtype=torch.float64)).tolist())
-    far, median = deviations_above(11.0, known)
+    far, median = compute_deviations_above(11.0, known)
     assert median == pytest.approx(5, abs=0.05)
     assert far == pytest.approx(3, abs=0.1)
 
 
 def test_the_limit_counts_bad_steps_since_the_furthest_good_one() -> None:
     assert _judged(BadStepConfig(), [1.0])[1].state() == {}
-    judge = BadSteps(BadStepConfig(do="skip", limit=2))
+    judge = BadStepDetector(BadStepConfig(do="skip", limit=2))
     for step, loss in ((1, 1.0), (2, math.nan), (3, math.nan), (4, 1.0), (5, math.nan), (6, math.nan)):
         judge.judge(step, loss, 1.0)
     # A step that was done before is not further.
@@ -298,10 +298,10 @@ def test_a_run_says_what_it_leaves_out_and_goes_on_alike(tmp_path: Path) -> None
     assert found == expected
 
 
-@pytest.mark.parametrize(("window", "is_far"), [(LEAST_KNOWN, True), (50, False)], ids=["window=20", "window=50"])
+@pytest.mark.parametrize(("window", "is_far"), [(MIN_GOOD_STEPS, True), (50, False)], ids=["window=20", "window=50"])
 def test_what_is_far_is_told_by_as_many_good_steps_as_the_window_holds(window: int, is_far: bool) -> None:
     """Losses that have halved: what is as before is a leap for whom remembers the lower ones alone."""
-    noise = [0.05 * math.sin(step) for step in range(LEAST_KNOWN + 30)]
+    noise = [0.05 * math.sin(step) for step in range(MIN_GOOD_STEPS + 30)]
     losses = [2 + each for each in noise[:30]] + [1 + each for each in noise[30:]]
     found, judge = _judged(BadStepConfig(do="skip", deviations=8, window=window), [*losses, 2.0])
     assert found == [False] * len(losses) + [is_far]

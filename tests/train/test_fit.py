@@ -34,16 +34,16 @@ from meshwright import (
     load_checkpoint,
 )
 from meshwright.base.types import Batch
-from meshwright.checkpoint.directory import best_of
-from meshwright.checkpoint.manifest import steps_in
-from meshwright.checkpoint.values import decoded, plain
-from meshwright.events.step import MEASURED
+from meshwright.checkpoint.directory import find_best_checkpoints
+from meshwright.checkpoint.manifest import list_steps
+from meshwright.checkpoint.values import decode_values, encode_values
+from meshwright.events.step import NONDETERMINISTIC_FIELDS
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
 from meshwright.train.loop import fit as loop_fit
-from meshwright.train.loop.batches import PassEnds, Passes
-from meshwright.train.loop.monitors import Watch
-from meshwright.train.loop.options import told_of
+from meshwright.train.loop.batches import EpochBatches, EpochEnded
+from meshwright.train.loop.monitors import MetricMonitor
+from meshwright.train.loop.options import collect_shared_options
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager, full_weights
 
@@ -74,7 +74,10 @@ def _loader(manager: StrategyManager, rows: int = 2, **more: Any) -> DataLoader:
 
 
 def _told(results: list[StepResult]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in vars(each).items() if key not in {*MEASURED, "rank"}} for each in results]
+    return [
+        {key: value for key, value in vars(each).items() if key not in {*NONDETERMINISTIC_FIELDS, "rank"}}
+        for each in results
+    ]
 
 
 def _trained(strategy: str, sizes: dict[str, int]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
@@ -109,14 +112,14 @@ def test_a_data_loader_trains_alike_on_every_layout(strategy: str, sizes: dict[s
 # -- passes
 
 
-def _drawn(passes: Passes, steps: range) -> list[list[int]]:
+def _drawn(passes: EpochBatches, steps: range) -> list[list[int]]:
     """The first id of each row of each step, drawn under the seed of that step."""
     found = []
     for step in steps:
         batches = None
         while batches is None:
             torch.manual_seed(_seed(step))
-            with suppress(PassEnds):
+            with suppress(EpochEnded):
                 batches = passes(step)
         found.append([row for batch in batches for row in batch["input_ids"][:, 0].tolist()])
     return found
@@ -143,8 +146,14 @@ class _Epochs(IterableDataset):
 
 
 def test_a_step_never_reaches_over_the_end_of_a_pass_and_each_pass_is_told_its_number() -> None:
-    assert _drawn(Passes(_ids(1, 2, 3, 4, 5), accumulate=2), range(5)) == [[1, 2], [3, 4], [5], [1, 2], [3, 4]]
-    found = _drawn(Passes(DataLoader(_Epochs(), batch_size=None), accumulate=2), range(6))
+    assert _drawn(EpochBatches(_ids(1, 2, 3, 4, 5), gradient_accumulation_steps=2), range(5)) == [
+        [1, 2],
+        [3, 4],
+        [5],
+        [1, 2],
+        [3, 4],
+    ]
+    found = _drawn(EpochBatches(DataLoader(_Epochs(), batch_size=None), gradient_accumulation_steps=2), range(6))
     assert found == [[0, 1], [2], [100, 101], [102, 103], [200, 201], [202, 203]]
 
 
@@ -183,19 +192,21 @@ def _sampler() -> DistributedSampler[int]:
 
 @pytest.mark.parametrize("kind", MADE)
 def test_a_run_goes_on_at_the_microbatch_that_comes_next(kind: str) -> None:
-    passes, states, whole = Passes(MADE[kind](), accumulate=2, seed=_seed), [None], []
+    passes, states, whole = EpochBatches(MADE[kind](), gradient_accumulation_steps=2, seed_for_step=_seed), [None], []
     for step in range(8):
         whole += _drawn(passes, range(step, step + 1))
         states.append(passes.state())
     # A state is saved after the next step has been drawn.
-    states = json.loads(json.dumps(plain(states)))
+    states = json.loads(json.dumps(encode_values(states)))
     assert len({tuple(each) for each in whole}) > 3
     for start in range(1, 8):
         torch.manual_seed(99)
-        counted = Passes(MADE[kind](), accumulate=2, seed=_seed)
+        counted = EpochBatches(MADE[kind](), gradient_accumulation_steps=2, seed_for_step=_seed)
         assert _drawn(counted, range(start, 8)) == whole[start:]
         if kind in ("stateful", "live"):
-            drawn = Passes(MADE[kind](), accumulate=2, state=decoded(states[start]), seed=_seed)
+            drawn = EpochBatches(
+                MADE[kind](), gradient_accumulation_steps=2, state=decode_values(states[start]), seed_for_step=_seed
+            )
             assert _drawn(drawn, range(start, 8)) == whole[start:]
 
 
@@ -209,7 +220,7 @@ def test_a_run_goes_on_at_the_microbatch_that_comes_next(kind: str) -> None:
     ],
 )
 def test_what_gives_no_microbatches_is_told(batches: Any, text: str) -> None:
-    passes = Passes(batches)
+    passes = EpochBatches(batches)
     with pytest.raises(BatchError, match=text):
         _drawn(passes, range(3))
 
@@ -287,7 +298,7 @@ def test_what_does_not_fit_together_is_one_error_on_all_ranks(make: str, kind: s
     ("make", "kind", "text"),
     [
         ("callback", "TrainingError", "a callback fails after step 2: ZeroDivisionError: no such step"),
-        ("held out", "BatchError", "the microbatches of held_out cannot be drawn: ZeroDivisionError: no such row"),
+        ("held out", "BatchError", "the microbatches of eval_sets cannot be drawn: ZeroDivisionError: no such row"),
         # A pass that ends on the other rank is not the cause.
         ("drawing", "BatchError", "the microbatches of step 3 cannot be drawn: ZeroDivisionError: no such row"),
         ("extra", "CheckpointError", "extra of the loop fails after step 3: ZeroDivisionError: division by zero"),
@@ -315,7 +326,7 @@ def test_what_fails_on_one_rank_ends_all_of_them(make: str, kind: str, text: str
 )
 def test_a_loop_that_cannot_be_run_is_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        told_of(Loop(**{"batches": [], "held_out": {"a": []}, **changes}))
+        collect_shared_options(Loop(**{"batches": [], "held_out": {"a": []}, **changes}))
 
 
 # -- callbacks
@@ -368,7 +379,7 @@ def _course(directory: str, strategy: str, sizes: dict[str, int], changes: dict[
             manifest = load_checkpoint(manager, step_directory(Path(directory), start), scheduler=scheduler)
             loop = loop.going_on(manifest)
         results = fit(manager, loop)
-    return _told(results), sorted(step for step, _ in steps_in(Path(directory)))
+    return _told(results), sorted(step for step, _ in list_steps(Path(directory)))
 
 
 STOPPING = {"early_stopping": EarlyStopping("other", patience=3), "save_every": 1, "keep_last": None}
@@ -403,7 +414,7 @@ def test_the_best_checkpoints_are_saved_and_never_removed_also_after_an_interrup
         best = _lowest(results, "other", 2)
         assert steps == sorted({*best, 12})
         assert max(best) < 9
-    found = best_of([path for _, path in steps_in(tmp_path / "a")], "other", 2)
+    found = find_best_checkpoints([path for _, path in list_steps(tmp_path / "a")], "other", 2)
     assert [step for _, step, _ in found] == best
     assert [loss for loss, _, _ in found] == [results[step - 1]["evaluations"]["other"] for step in best]
     # What was the best before the run went on stays the best.
@@ -419,8 +430,8 @@ class _Lowest:
     keep_best, best_of = 2, "a"
 
 
-def _watched(values: Sequence[float], state: Any = None, **stopping: Any) -> tuple[list[bool], Watch]:
-    watch = Watch(EarlyStopping("a", **stopping), _Lowest(), state)  # type: ignore[arg-type]
+def _watched(values: Sequence[float], state: Any = None, **stopping: Any) -> tuple[list[bool], MetricMonitor]:
+    watch = MetricMonitor(EarlyStopping("a", **stopping), _Lowest(), state)  # type: ignore[arg-type]
     first = int((state or {}).get("steps", 0))
     results = [
         StepResult(first + n, 9, 1.0, 1.0, 1.0, 1, 1.0, 0, evaluations={"a": v}) for n, v in enumerate(values, 1)
@@ -454,9 +465,9 @@ def test_only_a_loss_that_is_lower_by_enough_renews_patience(
 
 def test_patience_with_one_set_is_none_with_another() -> None:
     _, watch = _watched([1, 2, 3], patience=2)
-    assert not Watch(EarlyStopping("b", patience=2), None, watch.state()).is_exhausted
-    assert not Watch(EarlyStopping("a", patience=3), None, watch.state()).is_exhausted
-    assert Watch(EarlyStopping("a", patience=2), None, watch.state()).is_exhausted
+    assert not MetricMonitor(EarlyStopping("b", patience=2), None, watch.state()).is_exhausted
+    assert not MetricMonitor(EarlyStopping("a", patience=3), None, watch.state()).is_exhausted
+    assert MetricMonitor(EarlyStopping("a", patience=2), None, watch.state()).is_exhausted
 
 
 # -- checkpoints by the clock, and of a loader's state
@@ -470,7 +481,7 @@ def _by_the_clock(directory: str) -> list[int]:
         patch.setattr(loop_fit, "clock", clock)
         loop = Loop(batches=_loader(manager), steps=10, checkpointer=checkpointer, save_after_s=25)
         fit(manager, loop)
-    return [step for step, _ in steps_in(Path(directory))]
+    return [step for step, _ in list_steps(Path(directory))]
 
 
 def test_a_checkpoint_is_saved_when_the_clock_of_the_first_rank_says_so(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from support.runs import Place
 
 from meshwright.base.errors import ConfigError
 from meshwright_run.data.tokenizer import load_tokenizer
-from meshwright_run.output import beginning
-from meshwright_run.preflight import data_and_model_config, plan_run, steps_of
+from meshwright_run.output import read_prompt
+from meshwright_run.preflight import compute_num_steps, preflight, prepare_data_and_model_config
 from meshwright_run.run_file import ScheduleConfig, load_run
 
 
@@ -36,7 +36,7 @@ def test_epochs_and_a_share_of_warm_up_are_the_steps_that_they_come_to(
 ) -> None:
     told = {"steps": None, "epochs": 0.21, "schedule": {"warmup_ratio": 0.3}}
     place.runs(**told)
-    rows = sum(map(len, plan_run(load_run(place.file(**told)), 1).rows.training))
+    rows = sum(map(len, preflight(load_run(place.file(**told)), 1).rows.training))
     steps = math.ceil(0.21 * rows / 4)
     assert 4 < steps < 12
     assert _summary(place)["of_steps"] == steps
@@ -58,12 +58,12 @@ def test_a_share_of_warm_up_is_rounded_up_as_it_is_written() -> None:
 def test_an_epoch_has_each_row_once_the_last_step_is_whole_and_there_is_room_for_the_warm_up(place: Place) -> None:
     for epochs, batch_size, steps in ((1, 4, 3), (2, 4, 5), (0.1, 4, 1), (0.3, 1, 3), (3, 2, 15), (1, 32, 1)):
         config = load_run(place.file(steps=None, epochs=epochs, batch_size=batch_size, schedule={}))
-        assert steps_of(config, 10) == steps
+        assert compute_num_steps(config, 10) == steps
     config = load_run(place.file(steps=None, epochs=1, schedule={"warmup_steps": 9}))
     with pytest.raises(ConfigError, match="how many rows the data have is not known"):
-        steps_of(config, None)
+        compute_num_steps(config, None)
     with pytest.raises(ConfigError, match="warmup_steps=9 is more than the 3 steps of epochs=1"):
-        steps_of(config, 10)
+        compute_num_steps(config, 10)
 
 
 # -- early stopping
@@ -146,8 +146,8 @@ def test_checkpoints_are_saved_by_the_clock(place: Place) -> None:
 def test_a_sample_continues_a_held_out_document_unless_a_prompt_is_given(place: Place) -> None:
     changes = {"steps": 1, "schedule": {}, "checkpoint": {}}
     config = load_run(place.file(**changes))
-    plan = plan_run(config, 1)
-    text = load_tokenizer(plan.data.tokenizer_dir).decode(beginning(plan.rows.evaluated)[0])
+    plan = preflight(config, 1)
+    text = load_tokenizer(plan.data.tokenizer_dir).decode(read_prompt(plan.rows.evaluated)[0])
     assert 8 < len(text) < 120
     assert f"\nsample\n{text}" in place.runs(**changes, sample={"max_new_tokens": 3}, overwrite=True)
     assert "\nsample\n3 is" in place.runs(**changes, sample={"prompt": "3 is"}, overwrite=True)
@@ -168,7 +168,7 @@ def preferences(workplace: Path) -> dict[str, Any]:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     run = workplace / "run.yaml"
     data: dict[str, Any] = yaml.safe_load(run.read_text())["data"]
-    tokenizer = data_and_model_config(load_run(run))[0].tokenizer_dir
+    tokenizer = prepare_data_and_model_config(load_run(run))[0].tokenizer_dir
     sources = [{"files": str(path), "format": "preference"}]
     kept = {key: data[key] for key in ("cache_dir", "seq_len")}
     return kept | {"tokenizer": str(tokenizer), "sources": sources, "eval_fraction": 0.2}

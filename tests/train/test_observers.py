@@ -26,9 +26,9 @@ from meshwright.events.step import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry, get_registry
 from meshwright.train.loop.step import Stopwatch
-from meshwright_run.journal import RankLog, id_of
-from meshwright_run.observers import chosen, list_trackers
-from meshwright_run.run_directory import CURVE, EVENTS, METRICS, RunDirectory
+from meshwright_run.journal import RankLog, get_run_id
+from meshwright_run.observers import list_trackers, resolve_trackers
+from meshwright_run.run_directory import EVENTS, LOSS_CURVE, METRICS, RunDirectory
 from meshwright_run.run_file import load_run
 from meshwright_run.run_rank import run_rank
 from meshwright_testing import pool
@@ -220,7 +220,7 @@ def test_what_fails_is_told_as_a_fault_and_an_end(place: Place) -> None:
     events = place.lines(EVENTS)
     assert [each["event"] for each in events[-2:]] == ["fault", "end"]
     assert events[-2]["kind"] == "TrainingError"
-    assert (place.out / CURVE).stat().st_size > 5000
+    assert (place.out / LOSS_CURVE).stat().st_size > 5000
 
 
 def test_an_observer_that_fails_at_the_start_is_told_on_all_ranks(place: Place) -> None:
@@ -246,7 +246,7 @@ def test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed(place: Place
     events = place.lines(EVENTS)
     starts = [each for each in events if each["event"] == "start"]
     assert [each["start"] for each in starts] == [0, 4]
-    assert starts[0]["id"] == starts[1]["id"] == id_of(place.out / EVENTS)
+    assert starts[0]["id"] == starts[1]["id"] == get_run_id(place.out / EVENTS)
     for rank in range(2):
         path = RunDirectory(place.out).rank_file(rank).relative_to(place.out)
         lines = place.lines(str(path))
@@ -311,7 +311,7 @@ def test_a_wrong_tracker_and_one_of_two_plugins_are_refused_by_name() -> None:
     ]
     for asked, told in wrong:
         with pytest.raises(ConfigError) as caught:
-            chosen([asked], registry)
+            resolve_trackers([asked], registry)
         assert told in str(caught.value)
     registry.register(_Plugin(), name="others (tests)")
     with pytest.raises(ConfigError, match="two plugins bring a tracker"):

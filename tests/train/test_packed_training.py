@@ -13,13 +13,13 @@ from torch import Tensor
 from meshwright import count_tokens
 from meshwright.base.types import Batch
 from meshwright.testing import Case
-from meshwright_run.data.documents import Documents
-from meshwright_run.data.feed import Feed, Place
-from meshwright_run.data.rows import make_rows
+from meshwright_run.data.documents import TokenizedDocuments
+from meshwright_run.data.feed import DataShard, TrainSampler
+from meshwright_run.data.rows import build_row_dataset
 from meshwright_run.run_file import OptimizerConfig
 from meshwright_testing import pool
 from meshwright_testing.case import TOLERANCE
-from meshwright_testing.models import case_vocab
+from meshwright_testing.models import case_vocab_size
 from meshwright_testing.parity import build_manager, full_weights
 
 ARCHITECTURES = [
@@ -42,22 +42,22 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
 """Sizes and options of FSDP2 on two ranks, and of its wrapper."""
 
 
-def documents(model_type: str, step: int) -> Documents:
+def documents(model_type: str, step: int) -> TokenizedDocuments:
     """The same lengths in each step, in another order, so that best fit fills as many rows."""
     draw = np.random.default_rng(step)
     lengths = draw.permutation(LENGTHS)
-    tokens = draw.integers(0, case_vocab(model_type), lengths.sum()).astype(np.uint16)
-    return Documents(tokens, np.cumsum(lengths), draw.random(len(tokens)) < LEARNT)
+    tokens = draw.integers(0, case_vocab_size(model_type), lengths.sum()).astype(np.uint16)
+    return TokenizedDocuments(tokens, np.cumsum(lengths), draw.random(len(tokens)) < LEARNT)
 
 
-def batches_of(kind: str, model_type: str, step: int, place: Place) -> list[Batch]:
+def batches_of(kind: str, model_type: str, step: int, place: DataShard) -> list[Batch]:
     """All documents of a step, in rows of a kind; "apart": each in a microbatch of its own, with nothing beside it."""
     held = documents(model_type, step)
     if kind == "apart":
-        rows = make_rows(held, "none", SEQ_LEN)
+        rows = build_row_dataset(held, "none", SEQ_LEN)
         return [rows.take([number], length) for number, length in enumerate(held.lengths().tolist())]
-    rows = make_rows(held, kind, SEQ_LEN)  # type: ignore[arg-type]
-    return Feed([rows], place, batch_size=len(rows), seed=step).microbatches(0)
+    rows = build_row_dataset(held, kind, SEQ_LEN)  # type: ignore[arg-type]
+    return TrainSampler([rows], place, batch_size=len(rows), seed=step).microbatches(0)
 
 
 def train(layout: str | None, model_type: str, kind: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -78,7 +78,7 @@ def train_with(layout: str | None, case: Case, kind: str, steps: int) -> tuple[l
     mesh = manager.mesh
     multiple = (2 * mesh.degrees.cp if mesh.degrees.cp > 1 else 1) * mesh.degrees.tp
     size = 1 if kind == "apart" else 2
-    place = Place(mesh.data_rank, mesh.data_size, size, multiple=multiple, one_shape=mesh.degrees.pp > 1)
+    place = DataShard(mesh.data_rank, mesh.data_size, size, multiple=multiple, one_shape=mesh.degrees.pp > 1)
     found = []
     for step in range(steps):
         mine = batches_of(kind, case.model_type, step, place)
@@ -109,11 +109,11 @@ def farthest(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 def test_best_fit_makes_four_rows_of_the_documents_of_a_step() -> None:
     for step in range(STEPS):
-        (batch,) = batches_of("documents", "llama", step, Place(0, 1, 4))
+        (batch,) = batches_of("documents", "llama", step, DataShard(0, 1, 4))
         assert batch["input_ids"].shape == (4, SEQ_LEN)
         padding = (batch["position_ids"] == 0).sum() - len(LENGTHS)
         assert padding >= 1
-        assert len(batches_of("apart", "llama", step, Place(0, 1, 1))) == len(LENGTHS)
+        assert len(batches_of("apart", "llama", step, DataShard(0, 1, 1))) == len(LENGTHS)
 
 
 @pytest.mark.slow
@@ -135,11 +135,11 @@ def _losses() -> list[float]:
     """Of one batch: as it is, with other tokens and with a mask where there is padding, and without positions."""
     manager = build_manager("single", {}, {}, Case(tied=None))
     plain, masked = (
-        dict(make_rows(documents("llama", 0), "none", SEQ_LEN, masks=masks).take(range(4), SEQ_LEN))
+        dict(build_row_dataset(documents("llama", 0), "none", SEQ_LEN, mask_padding=masks).take(range(4), SEQ_LEN))
         for masks in (False, True)
     )
     other = {**plain, "input_ids": plain["input_ids"].masked_fill(masked["attention_mask"] == 0, 3)}
-    (packed,) = batches_of("documents", "llama", 0, Place(0, 1, 4))
+    (packed,) = batches_of("documents", "llama", 0, DataShard(0, 1, 4))
     alone = {name: packed[name] for name in ("input_ids", "labels")}
     batches = [plain, other, masked, dict(packed), alone]
     return [float(manager.eval_loss([each], num_tokens=count_tokens([each], manager.mesh))) for each in batches]

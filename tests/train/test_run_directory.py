@@ -19,15 +19,15 @@ from support.runs import EVERY, STEPS, TOLERANCE, Place
 from transformers import AutoModelForCausalLM
 
 from meshwright.base.errors import ConfigError
-from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.manifest import MANIFEST_FILE
 from meshwright.events.step import StepResult
-from meshwright.optim.build import build_scheduler, set_schedule
-from meshwright.optim.groups import decay_groups
-from meshwright_run.data.feed import lay_out
+from meshwright.optim.build import build_scheduler, set_scheduler_step
+from meshwright.optim.groups import split_by_decay
+from meshwright_run.data.feed import build_datasets
 from meshwright_run.data.order import DataOrder
 from meshwright_run.fate import check_restarts
-from meshwright_run.preflight import data_and_model_config
-from meshwright_run.report import as_record, read_metrics
+from meshwright_run.preflight import prepare_data_and_model_config
+from meshwright_run.report import read_metrics, to_record
 from meshwright_run.run_directory import RunDirectory
 from meshwright_run.run_file import RunConfig, ScheduleConfig, load_run
 
@@ -61,7 +61,7 @@ def test_where_no_checkpoint_is_whole_the_run_stops_and_removes_nothing(place: P
 
 def test_a_newer_format_stops_the_run_and_no_older_one_is_taken(place: Place) -> None:
     assert place.run(kill_after=5)[1] == "killed"
-    manifest = step_directory(place.root, 4) / MANIFEST
+    manifest = step_directory(place.root, 4) / MANIFEST_FILE
     manifest.write_text(re.sub(r'"format": \d+', '"format": 99', manifest.read_text()))
     before = place.contents()
     _, error, code = place.run()
@@ -219,7 +219,7 @@ def test_restarts_that_could_not_go_on_are_refused_at_the_first_attempt(monkeypa
 
 
 def test_a_second_run_is_refused_with_who_holds_the_directory(place: Place) -> None:
-    with RunDirectory(place.out).locked(patience_s=0):
+    with RunDirectory(place.out).locked(timeout_s=0):
         _, error, code = place.run()
     assert code == 2
     assert f"is in use by another run: process {os.getpid()} on " in error
@@ -232,15 +232,15 @@ def test_the_system_lets_go_of_the_directory_of_a_run_that_is_killed(tmp_path: P
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        with RunDirectory(tmp_path).locked(patience_s=0):
+        with RunDirectory(tmp_path).locked(timeout_s=0):
             os.write(write, b"x")
             time.sleep(600)
     os.read(read, 1)
     with pytest.raises(ConfigError, match=f"process {child} on"):
-        with RunDirectory(tmp_path).locked(patience_s=0.2):
+        with RunDirectory(tmp_path).locked(timeout_s=0.2):
             pass
     os.kill(child, signal.SIGKILL)
-    with RunDirectory(tmp_path).locked(patience_s=60):
+    with RunDirectory(tmp_path).locked(timeout_s=60):
         os.waitpid(child, 0)
 
 
@@ -252,12 +252,14 @@ def _handwritten(
 ) -> tuple[list[float], dict[str, Any]]:
     """Losses and weights of a plain loop; from each step on, the settings that belong to it."""
     config = load_run(path)
-    data, hf_config = data_and_model_config(config)
-    (training,) = lay_out(data, config.data).training
+    data, hf_config = prepare_data_and_model_config(config)
+    (training,) = build_datasets(data, config.data).training
     if model is None:
         torch.manual_seed(config.seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float64)
-    optimizer = torch.optim.AdamW(decay_groups(model.named_parameters(), 0.1, lambda name: "norm" not in name), lr=1.0)
+    optimizer = torch.optim.AdamW(
+        split_by_decay(model.named_parameters(), 0.1, lambda name: "norm" not in name), lr=1.0
+    )
     losses, position = [], 0
     for step in range(start, config.steps):
         now = {}
@@ -352,7 +354,7 @@ def test_other_data_begin_at_their_start_and_the_position_is_remembered(place: P
     assert place.run(kill_after=5, **allowed)[1] == "killed"
     # The change is done; the next start needs no leave.
     place.runs(data=other, batch_size=6)
-    manifest = json.loads((step_directory(place.root, 6) / MANIFEST).read_text())
+    manifest = json.loads((step_directory(place.root, 6) / MANIFEST_FILE).read_text())
     assert manifest["extra"]["position"] == 4 * 6
     assert [line["step"] for line in place.metrics()] == list(range(1, STEPS + 1))
 
@@ -373,7 +375,7 @@ def test_every_schedule_is_put_where_its_steps_lead() -> None:
             )
             scheduler = build_scheduler(config, optimizer, 9)
             if put:
-                set_schedule(scheduler, 4)
+                set_scheduler_step(scheduler, 4)
             for _ in range(0 if put else 4):
                 optimizer.step()
                 scheduler.step()
@@ -434,29 +436,29 @@ def test_a_checkpoint_of_weights_that_the_run_would_replace_is_refused(place: Pl
 )
 def test_a_damaged_line_of_metrics_costs_only_that_line(bad: bytes, tmp_path: Path) -> None:
     results = [StepResult(step, 4, 2.5, 1.0, 0.1, 8, 0.5, rank=0) for step in (1, 2, 3)]
-    lines = [json.dumps(as_record(result)).encode() for result in results]
+    lines = [json.dumps(to_record(result)).encode() for result in results]
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join([lines[0], bad, lines[2]]) + b"\n")
     with pytest.warns(UserWarning, match=r"1 lines cannot be read and are left out: 2\."):
-        assert read_metrics(path, until=4, steps=4) == [results[0], results[2]]
+        assert read_metrics(path, last_step=4, num_steps=4) == [results[0], results[2]]
     # The last line of a run that was killed is nothing to be told of.
     path.write_bytes(b"\n".join([*lines[:2], bad]))
-    assert read_metrics(path, until=4, steps=4) == results[:2]
+    assert read_metrics(path, last_step=4, num_steps=4) == results[:2]
 
 
 def test_metrics_end_at_the_step_that_a_run_goes_on_from(tmp_path: Path) -> None:
     first = [StepResult(step, 4, 2.5, 1.0, 0.1, 8, 0.5, rank=0) for step in (1, 2, 3, 4)]
     again = [StepResult(step, 4, 1.5, 1.0, 0.1, 8, 0.5, rank=0) for step in (2, 3)]
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(as_record(result)) + "\n" for result in first))
-    assert read_metrics(path, until=2, steps=4) == first[:2]
-    path.write_text("".join(json.dumps(as_record(result)) + "\n" for result in [*first, *again]))
-    assert read_metrics(path, until=4, steps=4) == [first[0], *again]
+    path.write_text("".join(json.dumps(to_record(result)) + "\n" for result in first))
+    assert read_metrics(path, last_step=2, num_steps=4) == first[:2]
+    path.write_text("".join(json.dumps(to_record(result)) + "\n" for result in [*first, *again]))
+    assert read_metrics(path, last_step=4, num_steps=4) == [first[0], *again]
 
     # What JSON has no number for comes back, too.
     result = StepResult(1, 4, math.nan, 1.0, 0.1, 7, 0.5, 0, sums={"correct": 3.0, "kl": math.nan}, skipped="why")
-    path.write_text(json.dumps(as_record(result), allow_nan=False) + "\n")
-    (found,) = read_metrics(path, until=4, steps=4)
+    path.write_text(json.dumps(to_record(result), allow_nan=False) + "\n")
+    (found,) = read_metrics(path, last_step=4, num_steps=4)
     assert found.sums["correct"] == 3.0
     assert found.skipped == "why"
     assert math.isnan(found.sums["kl"])

@@ -14,7 +14,7 @@ from support.runs import Place
 from meshwright import open_world
 from meshwright.checkpoint import Checkpointer
 from meshwright_run import run_rank as run
-from meshwright_run.preflight import plan_run, processes
+from meshwright_run.preflight import count_local_ranks, preflight
 from meshwright_run.run_file import load_run
 from meshwright_testing import pool
 
@@ -80,8 +80,8 @@ def test_a_plan_heeds_what_is_said_of_ranks_strategies_and_microbatches(workplac
     options = {"strategy": "fsdp2", "strategy_config": {"activation_checkpointing": "full"}, "pp_size": 2}
     options |= {"wrapper_config": {"pipeline": {"pp_schedule": "gpipe"}}, "micro_batch_size": 2, "nproc": 2}
     config = load_run(Place(workplace, tmp_path).file(**BASE | options))
-    assert processes(config) == 2
-    plan = plan_run(config, 2)
+    assert count_local_ranks(config) == 2
+    plan = preflight(config, 2)
     assert str(plan.stack) == "pipeline over fsdp2"
     assert plan.stack.inner.config.activation_checkpointing == "full"  # type: ignore[attr-defined]
     assert plan.stack.wrappers[0].config.pp_schedule == "gpipe"  # type: ignore[attr-defined]

@@ -12,11 +12,11 @@ from pydantic import BaseModel, Field
 
 from meshwright import BadStepConfig
 from meshwright.base.errors import ConfigError
-from meshwright.files.parsing import as_yaml, parse_yaml
+from meshwright.files.parsing import parse_yaml, to_yaml
 from meshwright.strategy.contract import StrategySpec
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry
-from meshwright_run.run_file import RunConfig, as_plain, load_run
+from meshwright_run.run_file import RunConfig, load_run, to_redacted_dict
 from meshwright_run.run_schema import run_schema
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
@@ -168,7 +168,7 @@ def test_bytes_that_are_not_utf8_and_a_file_without_an_end_are_errors(tmp_path):
         ("eval: {early_stopping: {patience: 2}}", "as a whole: eval.early_stopping needs evaluations before the end"),
         (
             "checkpoint: {keep_best: {set: wiki}}\ndata: {eval_sets: {news: {files: a.txt}}}",
-            "as a whole: checkpoint.keep_best.set='wiki' is no set of this run. Known: held_out, news",
+            "as a whole: checkpoint.keep_best.set='wiki' is no set of this run. Known: eval_sets, news",
         ),
     ],
 )
@@ -203,9 +203,9 @@ def test_a_model_needs_exactly_one_source(model, text, run_file):
 def test_the_run_written_beside_its_results_reads_back_as_the_same_run(more, run_file, tmp_path):
     config = load_run(run_file(more))
     copy = tmp_path / "copy.yaml"
-    copy.write_text(as_yaml(as_plain(config)), encoding="utf-8")
+    copy.write_text(to_yaml(to_redacted_dict(config)), encoding="utf-8")
     assert load_run(copy) == config
-    assert yaml.safe_load(copy.read_text()) == as_plain(config)
+    assert yaml.safe_load(copy.read_text()) == to_redacted_dict(config)
 
 
 # -- ranks

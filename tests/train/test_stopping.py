@@ -47,20 +47,20 @@ from meshwright import (
     load_checkpoint,
     optimizer_factory,
 )
-from meshwright.base.stopping import SAME_S
-from meshwright.checkpoint.manifest import steps_in
+from meshwright.base.stopping import SIGNAL_DEBOUNCE_S
+from meshwright.checkpoint.manifest import list_steps
 from meshwright.events.step import StepResult
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case
-from meshwright_run.data.tokenizing import Worker
+from meshwright_run.data.tokenizing import TokenizerWorker
 from meshwright_run.run_file import ScheduleConfig
 from meshwright_run.run_sections import CheckpointConfig
 from meshwright_testing import pool
-from meshwright_testing.case import share
-from meshwright_testing.parity import build_manager, build_with_optimizer, full_weights
+from meshwright_testing.case import rank_microbatches
+from meshwright_testing.parity import build_manager, build_manager_and_optimizer, full_weights
 
 STEPS = 60
 LAYOUT: dict[str, Any] = {
@@ -158,7 +158,7 @@ def test_a_second_signal_to_the_parent_ends_ranks_that_cannot_save(tmp_path: Pat
         # One rank hangs, so that the other waits for it.
         os.kill(ranks[1], signal.SIGSTOP)
         os.kill(process.pid, signal.SIGINT)
-        time.sleep(SAME_S + 1)
+        time.sleep(SIGNAL_DEBOUNCE_S + 1)
         assert process.poll() is None, log.read_text()
         assert "SIGINT: this run stops after its step" in log.read_text()
         os.kill(process.pid, signal.SIGINT)
@@ -247,7 +247,7 @@ def _in_passes(directory: str) -> Any:
     """Passes of four steps, stopped by a signal to rank 1 in the middle of the second."""
     built = [_built() for _ in range(3)]
     mesh = built[0][0].mesh
-    rows = [batch for step in range(8) for batch in share(Case(), step, mesh.data_rank, mesh.data_size)]
+    rows = [batch for step in range(8) for batch in rank_microbatches(Case(), step, mesh.data_rank, mesh.data_size)]
     rows = rows[: len(rows) // 8 * 8]
     options = {"steps": 9, "accumulate": len(rows) // 4, "seed": 3, "max_grad_norm": 1.0}
     stopped, *both = _resumed(built, lambda: rows, directory, (1, 5), **options)
@@ -264,11 +264,11 @@ def test_a_loop_stopped_in_a_pass_by_a_signal_to_one_rank_goes_on_there(tmp_path
 
 def _stopped_and_on(strategy: str, config: dict[str, Any], sizes: dict[str, int], directory: str) -> Any:
     case = Case(microbatches=2, sequences=16)
-    built = [(build_with_optimizer(strategy, config, sizes, case)[0], None) for _ in range(3)]
+    built = [(build_manager_and_optimizer(strategy, config, sizes, case)[0], None) for _ in range(3)]
     mesh = built[0][0].mesh
 
     def batches(step: int) -> Any:
-        return share(case, step, mesh.data_rank, mesh.data_size)
+        return rank_microbatches(case, step, mesh.data_rank, mesh.data_size)
 
     stopped, *both = _resumed(built, lambda: batches, directory, (3, 2), steps=6, seed=1)
     return stopped, *([each.loss for each in results] for results in both)
@@ -286,12 +286,12 @@ def test_every_stack_stops_on_all_ranks_and_goes_on(stack: str, tmp_path: Path) 
 def _stopped_in_time(directory: str, grace_s: float) -> tuple[bool, bool, float, list[int]]:
     """Rank 3 alone hears a signal after the third step, when one checkpoint has been written."""
     case = Case(microbatches=2, sequences=16)
-    manager, _ = build_with_optimizer("fsdp2", {}, {}, case)
+    manager, _ = build_manager_and_optimizer("fsdp2", {}, {}, case)
     mesh, root = manager.mesh, Path(directory)
     mine = grace_s if mesh.rank == 3 else None
 
     def batches(step: int) -> Any:
-        return share(case, step, mesh.data_rank, mesh.data_size)
+        return rank_microbatches(case, step, mesh.data_rank, mesh.data_size)
 
     with Checkpointer(manager, root) as checkpointer, StopSignals(["SIGUSR1"], grace_s=mine) as signals:
         loop = Loop(batches, steps=6, seed=1, checkpointer=checkpointer, save_every=2, signals=signals)
@@ -300,7 +300,7 @@ def _stopped_in_time(directory: str, grace_s: float) -> tuple[bool, bool, float,
                 fit(manager, loop)
             except Stopped as stopped:
                 told = stopped.saved, stopped.too_late
-        return *told, checkpointer.seconds, [step for step, _ in steps_in(root)]
+        return *told, checkpointer.seconds, [step for step, _ in list_steps(root)]
 
 
 @pytest.mark.slow
@@ -337,7 +337,7 @@ def test_a_second_signal_ends_a_rank_that_waits_for_a_peer_and_one_that_comes_tw
             process.send_signal(signal.SIGTERM)
             assert "a second signal ends it at once" in process.stdout.readline()
             process.send_signal(signal.SIGTERM)
-            time.sleep(SAME_S + 0.5)
+            time.sleep(SIGNAL_DEBOUNCE_S + 0.5)
             assert process.poll() is None
             process.send_signal(signal.SIGTERM)
             assert process.wait(10) == 143
@@ -416,7 +416,10 @@ def _messages(signals: StopSignals | None) -> list[int]:
         return type(mesh.world)._exchanged(mesh.world, *numbers)
 
     mesh.world._exchanged = noted  # type: ignore[method-assign]
-    fit(manager, Loop(lambda step: share(Case(), step, mesh.data_rank, mesh.data_size), steps=5, signals=signals))
+    fit(
+        manager,
+        Loop(lambda step: rank_microbatches(Case(), step, mesh.data_rank, mesh.data_size), steps=5, signals=signals),
+    )
     return sent
 
 
@@ -434,9 +437,12 @@ def _signalled_as_it_leaves() -> int:
     mesh = manager.mesh
     with StopSignals(["SIGUSR1"]) as signals, get_registry().observing(_SignalAt(1)):
         try:
-            fit(manager, Loop(lambda step: share(Case(), step, mesh.data_rank, mesh.data_size), 5, signals=signals))
+            fit(
+                manager,
+                Loop(lambda step: rank_microbatches(Case(), step, mesh.data_rank, mesh.data_size), 5, signals=signals),
+            )
         except Stopped as stopped:
-            time.sleep(SAME_S + 0.1)
+            time.sleep(SIGNAL_DEBOUNCE_S + 0.1)
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.5)
             return stopped.step
@@ -450,7 +456,7 @@ def test_a_rank_that_leaves_is_not_ended_by_what_its_launcher_sends_when_another
 
 @pytest.mark.slow
 def test_what_tokenizes_outlives_a_signal_to_all_processes() -> None:
-    worker = Worker(partial, _tokens)
+    worker = TokenizerWorker(partial, _tokens)
     try:
         assert worker.call("abc") == 3
         for number in (signal.SIGTERM, signal.SIGUSR1):

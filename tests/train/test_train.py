@@ -21,11 +21,11 @@ from meshwright import (
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
-from meshwright.train.loop.batches import step_seed
+from meshwright.train.loop.batches import derive_step_seed
 from meshwright.train.loop.step import train_step
 from meshwright_run.run_file import ScheduleConfig
 from meshwright_testing import pool
-from meshwright_testing.case import share
+from meshwright_testing.case import rank_microbatches
 from meshwright_testing.parity import build_manager
 
 STEPS = 6
@@ -44,7 +44,7 @@ def _loop(manager: StrategyManager, case: Case, **changes: Any) -> Loop:
     mesh = manager.mesh
 
     def batches(step: int) -> Any:
-        return share(case, step, mesh.data_rank, mesh.data_size)
+        return rank_microbatches(case, step, mesh.data_rank, mesh.data_size)
 
     return Loop(
         **{"steps": STEPS, "batches": batches, "held_out": {"held_out": batches(99)}, "eval_every": 4, **changes}
@@ -80,7 +80,7 @@ def _seeds() -> list[int]:
 
     def batches(step: int) -> Any:
         found.append(torch.initial_seed())
-        return share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
+        return rank_microbatches(case, step, manager.mesh.data_rank, manager.mesh.data_size)
 
     fit(manager, _loop(manager, case, scheduler=_scheduler(manager), steps=3, seed=5, batches=batches, held_out={}))
     return found
@@ -95,7 +95,7 @@ def _evaluated(sizes: dict[str, int]) -> tuple[list[float], bool]:
     """Losses of one batch without dropout and twice with it; and whether training mode has come back."""
     case = Case()
     manager = build_manager("single", {}, sizes, case)
-    batches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+    batches = rank_microbatches(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
     num_tokens = count_tokens(batches, manager.mesh)
     losses = [float(manager.eval_loss(batches, num_tokens=num_tokens))]
     modules = [module for part in manager.model_parts for module in part.modules()]
@@ -127,7 +127,7 @@ def _drawn(*, ahead: bool) -> list[Any]:
         told.append(f"draw {step}")
         if step == 3:
             raise KeyError("no more data")
-        batch = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)[0]
+        batch = rank_microbatches(case, step, manager.mesh.data_rank, manager.mesh.data_size)[0]
         return [{**batch, "labels": torch.where(torch.rand(batch["labels"].shape) < 0.5, batch["labels"], -100)}]
 
     class Told:
@@ -140,7 +140,7 @@ def _drawn(*, ahead: bool) -> list[Any]:
 
     def alone() -> None:
         for step in range(STEPS):
-            torch.manual_seed(step_seed(5, step, manager.mesh.data_rank))
+            torch.manual_seed(derive_step_seed(5, step, manager.mesh.data_rank))
             drawn = batches(step)
             plain = replace(loop, seed=None, batches=lambda _, drawn=drawn: drawn)
             registry.hook.on_step_end(result=train_step(manager, plain, step))
@@ -173,7 +173,7 @@ def _undrawn(kind: str, culprits: tuple[int, ...]) -> tuple[str, int]:
     registry, recorder = get_registry(), Recorder()
 
     def batches(step: int) -> Any:
-        good = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
+        good = rank_microbatches(case, step, manager.mesh.data_rank, manager.mesh.data_size)
         if step != 2 or manager.mesh.rank not in culprits:
             return good
         if kind == "known":
@@ -187,7 +187,7 @@ def _undrawn(kind: str, culprits: tuple[int, ...]) -> tuple[str, int]:
             fit(manager, _loop(manager, case, scheduler=_scheduler(manager), batches=batches))
     except Exception as error:
         # Ranks can go on together.
-        mine = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+        mine = rank_microbatches(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
         manager.eval_loss(mine, num_tokens=count_tokens(mine, manager.mesh))
         return f"{type(error).__name__}: {error}", len(recorder.seen)
     return "nothing", len(recorder.seen)

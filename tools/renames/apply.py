@@ -133,6 +133,30 @@ class Scopes(ast.NodeVisitor):
         self.visit(n.body)
         self.stack.pop()
 
+    def visit_ClassDef(self, n):
+        for x in [*n.decorator_list, *n.bases, *[k.value for k in n.keywords], *getattr(n, "type_params", [])]:
+            self.visit(x)
+        bound = set()
+        for b in n.body:
+            for x in ast.walk(b) if isinstance(b, (ast.Assign, ast.AnnAssign)) else [b]:
+                if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store):
+                    bound.add(x.id)
+                elif isinstance(x, FUNCTION):
+                    bound.add(x.name)
+        for b in n.body:
+            if isinstance(b, (ast.Assign, ast.AnnAssign)):
+                # annotations are evaluated (or read) with the module's names
+                if isinstance(b, ast.AnnAssign):
+                    self.visit(b.annotation)
+                self.stack.append((n, bound))
+                for x in b.targets if isinstance(b, ast.Assign) else [b.target]:
+                    self.visit(x)
+                if b.value is not None:
+                    self.visit(b.value)
+                self.stack.pop()
+            else:
+                self.visit(b)
+
     def visit_Name(self, n):
         owner = None
         for node, names in reversed(self.stack):
@@ -250,7 +274,7 @@ class Project:
         return n
 
 
-STRING_CALL = re.compile(r"(setattr|getattr|hasattr|delattr|patch\.object|attrgetter|with_attribute)\(")
+STRING_CALL = re.compile(r"(setattr|getattr|hasattr|delattr|patch\.object|attrgetter|temporary_attribute)\(")
 
 
 def rename_globals(project, table):
@@ -1115,6 +1139,7 @@ def main():
         for path, names in private.items():
             rename_members_everywhere(project, names, [path])
         rename_members_everywhere(project, everywhere)
+    if "text" in only:
         text_table.update({o: n for o, n in everywhere.items() if is_distinctive(o)})
     print("members", len(everywhere), "lsp", len(lsp), "text", len(text_table))
     if "--dry" in sys.argv:

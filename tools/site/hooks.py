@@ -21,7 +21,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page, text in reference.pages().items():
         files.append(File.generated(config, page, content=text))
-    found = {target for file in files.documentation_pages() for target in _targets(file)}
+    found = {target for file in files.documentation_pages() for target in _find_link_targets(file)}
     while found:
         path = found.pop()
         page = links.page_of(path)
@@ -30,18 +30,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             made = made or File.generated(config, page, content=links.page_text(path))
             made.inclusion = InclusionLevel.NOT_IN_NAV
             files.append(made)
-            found |= _targets(made)
+            found |= _find_link_targets(made)
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    source = _source(page.file)
+    source = _find_source(page.file)
     if source == reference.INDEX:
         return reference.index_of_site()
     return links.mirrored(markdown, source)[0] if source else markdown
 
 
-def _source(file: File) -> Path | None:
+def _find_source(file: File) -> Path | None:
     """The text in whose links pages are meant; a folder's is its README."""
     source = links.source_of(file.src_uri)
     if source is None or source.is_dir():
@@ -49,8 +49,8 @@ def _source(file: File) -> Path | None:
     return source if source.suffix == ".md" else None
 
 
-def _targets(file: File) -> set[Path]:
-    source = _source(file)
+def _find_link_targets(file: File) -> set[Path]:
+    source = _find_source(file)
     if source is None or source == reference.INDEX:
         return set()
     return links.mirrored(file.content_string, source)[1]

@@ -13,14 +13,14 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-MIRROR = "repository"
+MIRROR_DIR = "repository"
 LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<rest>(?:#[^)\s]*)?\))")
 FENCE = re.compile(r"(^ *(`{3,})[^\n]*\n.*?^ *\2 *$)", flags=re.MULTILINE | re.DOTALL)
 HIDDEN_FROM_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"
 LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".toml": "toml", ".sh": "bash", ".jinja": "jinja"}
 
 
-def page_of(path: Path) -> str:
+def find_page(path: Path) -> str:
     """Where a file or folder of the repository is in the site.
 
     Args:
@@ -28,24 +28,24 @@ def page_of(path: Path) -> str:
     """
     if path.is_relative_to(DOCS) and not path.is_dir():
         return path.relative_to(DOCS).as_posix()
-    within = path.relative_to(DOCS) if path.is_relative_to(DOCS) else MIRROR / path.relative_to(ROOT)
+    within = path.relative_to(DOCS) if path.is_relative_to(DOCS) else MIRROR_DIR / path.relative_to(ROOT)
     if path.is_dir():
         return str(within / "README.md")
     kept = path.suffix in (".md", ".png", ".svg")
     return within.as_posix() if kept else f"{within.as_posix()}.md"
 
 
-def source_of(page: str) -> Path | None:
+def find_source(page: str) -> Path | None:
     """The file or folder of the repository that a page of the site shows; None for one made from nothing."""
     within = PurePosixPath(page)
-    path = ROOT / within.relative_to(MIRROR) if within.is_relative_to(MIRROR) else DOCS / within
+    path = ROOT / within.relative_to(MIRROR_DIR) if within.is_relative_to(MIRROR_DIR) else DOCS / within
     for candidate in (path, path.with_suffix(""), path.parent if path.name == "README.md" else path):
         if candidate.exists():
             return candidate
     return None
 
 
-def mirrored(markdown: str, source: Path) -> tuple[str, set[Path]]:
+def rewrite_links(markdown: str, source: Path) -> tuple[str, set[Path]]:
     """Lead the links of a text to the pages of the site.
 
     Args:
@@ -59,7 +59,7 @@ def mirrored(markdown: str, source: Path) -> tuple[str, set[Path]]:
         FileNotFoundError: a link leads out of docs/ to something that does not exist.
     """
     found: set[Path] = set()
-    here = PurePosixPath(page_of(source)).parent
+    here = PurePosixPath(find_page(source)).parent
 
     def lead(match: re.Match[str]) -> str:
         target = match["target"]
@@ -70,7 +70,7 @@ def mirrored(markdown: str, source: Path) -> tuple[str, set[Path]]:
             raise FileNotFoundError(f"{source.relative_to(ROOT)} links to {target!r}, which does not exist.")
         if path.exists():
             found.add(path)
-            target = os.path.relpath(page_of(path), here)
+            target = os.path.relpath(find_page(path), here)
         return f"{match['before']}{target}{match['rest']}"
 
     parts = FENCE.split(markdown)
@@ -79,11 +79,11 @@ def mirrored(markdown: str, source: Path) -> tuple[str, set[Path]]:
     return "".join(texts), found
 
 
-def page_text(path: Path) -> str:
+def render_page(path: Path) -> str:
     """What a page shows of a file or folder outside docs/, or of a folder of docs/; links are as they are there."""
     if path.is_dir():
         readme = path / "README.md"
-        return readme.read_text(encoding="utf-8") if readme.is_file() else _listing(path)
+        return readme.read_text(encoding="utf-8") if readme.is_file() else _render_listing(path)
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text
@@ -91,7 +91,7 @@ def page_text(path: Path) -> str:
     return f"{HIDDEN_FROM_SEARCH}# `{name}`\n\n~~~~{LANGUAGES.get(path.suffix, 'text')}\n{text}\n~~~~\n"
 
 
-def _listing(directory: Path) -> str:
+def _render_listing(directory: Path) -> str:
     """Pages of a folder by their headings; of a folder of sources, the names."""
     lines = [f"# `{directory.relative_to(ROOT).as_posix()}`\n"]
     for path in sorted(directory.iterdir()):

@@ -17,7 +17,7 @@ from pathlib import Path
 import griffe
 from links import DOCS, ROOT
 
-from meshwright.base.lazy import lazy_names
+from meshwright.base.lazy import read_stub_names
 
 INDEX = DOCS / "reference" / "README.md"
 PAGES = {
@@ -29,7 +29,7 @@ PAGES = {
     "plugin": ("For authors of plugins", ()),
 }
 """Pages of core's names: the title, and the rooms or modules whose names are on it; `strategies` has the rest."""
-HEAD = """# Reference
+INDEX_HEADER = """# Reference
 
 Each public name, with what it is. Shapes, dtypes, units and errors are where the name leads. The options of
 a run file are those of `meshwright.RunConfig`, and `meshwright schema` prints them for an editor.
@@ -37,7 +37,7 @@ a run file are those of `meshwright.RunConfig`, and `meshwright schema` prints t
 
 
 @dataclass(frozen=True)
-class Name:
+class PublicName:
     """A public name.
 
     Attributes:
@@ -60,115 +60,126 @@ class Name:
         return f"{self.package}.{self.name}"
 
 
-def packages() -> list[str]:
+def public_packages() -> list[str]:
     """Packages whose names are public, core first."""
     plugins = sorted(path.parent.name for path in ROOT.glob("plugins/*/src/*/__init__.py"))
     return ["meshwright", "meshwright.plugin", "meshwright.testing", *plugins]
 
 
-def exported(package: str) -> list[str]:
+def find_exported_names(package: str) -> list[str]:
     """The names that a package exports, in its order: `__all__`, and of core what it imports on first use."""
     if package.partition(".")[0] == "meshwright":
-        return [*_modules_of(package)]
-    assigned = loaded()[package].members.get("__all__")
+        return [*_find_modules(package)]
+    assigned = load_packages()[package].members.get("__all__")
     return [] if assigned is None else list(ast.literal_eval(str(assigned.value)))  # type: ignore[union-attr]
 
 
-def _modules_of(package: str) -> dict[str, str]:
+def _find_modules(package: str) -> dict[str, str]:
     """The module that defines each name that a package imports on first use, relative to core."""
     file = importlib.import_module(package).__file__
-    names = {name: module.lstrip(".") for name, (module, _) in lazy_names(str(file)).items()}
+    names = {name: module.lstrip(".") for name, (module, _) in read_stub_names(str(file)).items()}
     return {name: module for name, module in names.items() if not name.startswith("_")}
 
 
 @cache
-def loaded() -> griffe.ModulesCollection:
+def load_packages() -> griffe.ModulesCollection:
     """Every package, read and not imported."""
     loader = griffe.GriffeLoader(
         search_paths=[ROOT / "core", *ROOT.glob("plugins/*/src")], docstring_parser=griffe.Parser.google
     )
-    for package in packages():
+    for package in public_packages():
         loader.load(package.partition(".")[0])
     loader.resolve_aliases(implicit=True, external=False)
     return loader.modules_collection
 
 
 @cache
-def names() -> tuple[Name, ...]:
+def find_public_names() -> tuple[PublicName, ...]:
     """Every public name.
 
     Raises:
         KeyError: a package exports a name that its source does not define.
     """
-    return tuple(_name(package, each) for package in packages() for each in exported(package))
+    return tuple(
+        _build_public_name(package, each) for package in public_packages() for each in find_exported_names(package)
+    )
 
 
-def _name(package: str, name: str) -> Name:
-    module = loaded()[package]
+def _build_public_name(package: str, name: str) -> PublicName:
+    module = load_packages()[package]
     if name not in module.members:
-        return Name(package, name, _page(package, name), Path(str(module.filepath)), _made(package)[name], shown=False)
+        return PublicName(
+            package,
+            name,
+            _find_page(package, name),
+            Path(str(module.filepath)),
+            _describe_generated_classes(package)[name],
+            shown=False,
+        )
     found = module.members[name]
     target = found.final_target if isinstance(found, griffe.Alias) else found
     text = target.docstring.value if target.docstring else ""
     summary = " ".join(text.strip().partition("\n\n")[0].split())
-    return Name(package, name, _page(package, name), Path(str(target.filepath)), summary)
+    return PublicName(package, name, _find_page(package, name), Path(str(target.filepath)), summary)
 
 
-def _made(package: str) -> Mapping[str, str]:
+def _describe_generated_classes(package: str) -> Mapping[str, str]:
     """Classes over others' that a package makes when they are asked for: what each is."""
-    table = ast.literal_eval(str(loaded()[package].members["_OVER"].value))  # type: ignore[union-attr]
+    table = ast.literal_eval(str(load_packages()[package].members["_OVER"].value))  # type: ignore[union-attr]
     return {name: f"`{base}` of {library} over a mesh; see `{package}`." for name, (library, base) in table.items()}
 
 
-def _page(package: str, name: str) -> str:
+def _find_page(package: str, name: str) -> str:
     if package != "meshwright":
         return package.removeprefix("meshwright").strip("._").replace("_", "-")
-    module = _modules_of(package)[name]
+    module = _find_modules(package)[name]
     for page, (_, owned) in PAGES.items():
         if module in owned or module.partition(".")[0] in owned:
             return page
     return "strategies"
 
 
-def pages() -> dict[str, str]:
+def render_pages() -> dict[str, str]:
     """Texts of the pages that mkdocstrings fills, by their place in docs/."""
-    by_page: dict[str, list[Name]] = defaultdict(list)
-    for name in names():
+    by_page: dict[str, list[PublicName]] = defaultdict(list)
+    for name in find_public_names():
         by_page[name.page].append(name)
     order = sorted(by_page, key=lambda page: [*PAGES, page].index(page))
-    return {f"reference/{page}.md": "\n".join(_page_lines(page, by_page[page])) for page in order}
+    return {f"reference/{page}.md": "\n".join(_render_page_lines(page, by_page[page])) for page in order}
 
 
-def _page_lines(page: str, on_it: list[Name]) -> Iterator[str]:
+def _render_page_lines(page: str, page_names: list[PublicName]) -> Iterator[str]:
     if page in PAGES:
         yield f"# {PAGES[page][0]}\n"
     else:
-        package = on_it[0].package
-        docstring = loaded()[package].docstring
+        package = page_names[0].package
+        docstring = load_packages()[package].docstring
         yield f"# {package}\n\n{docstring.value if docstring else ''}\n"
-    for name in on_it:
+    for name in page_names:
         # The run file's class derives from one with the options, to which plugins add theirs.
         options = "    options:\n      inherited_members: true\n" if name.name == "RunConfig" else ""
         shown = f"::: {name.path}\n{options}"
         yield shown if name.shown else f"## {name.name} {{ #{name.path} }}\n\n{name.summary}\n"
 
 
-def index() -> str:
+def render_index() -> str:
     """docs/reference/README.md: the list of all names, each leading to its source."""
-    lines = [HEAD]
-    for package in filter(exported, packages()):
+    lines = [INDEX_HEADER]
+    for package in filter(find_exported_names, public_packages()):
         lines += [f"## {package}\n", "| name | what it is |", "|---|---|"]
-        for name in sorted((each for each in names() if each.package == package), key=lambda each: each.name.lower()):
+        for name in sorted(
+            (each for each in find_public_names() if each.package == package), key=lambda each: each.name.lower()
+        ):
             target = "../../" + name.source.relative_to(ROOT).as_posix()
             lines.append(f"| [`{name.name}`]({target}) | {name.summary.replace('|', '&#124;')} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def index_of_site() -> str:
+def render_site_index() -> str:
     """The same, each name leading to its place in the reference."""
-    text = index()
-    for name in names():
+    text = render_index()
+    for name in find_public_names():
         target = "../../" + name.source.relative_to(ROOT).as_posix()
         text = text.replace(f"[`{name.name}`]({target})", f"[`{name.name}`]({name.page}.md#{name.path})")
     return text

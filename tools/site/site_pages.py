@@ -10,19 +10,19 @@ import yaml
 from links import DOCS, ROOT
 
 
-def listed() -> list[Any]:
+def read_navigation() -> list[Any]:
     """The list of mkdocs.yml, of pages that are files of docs/."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     # The rest has tags of Python.
     nav = yaml.safe_load(text[text.index("\nnav:") :])["nav"]
-    return list(filled(nav, pages_of_docs()))
+    return list(expand_navigation(nav, find_docs_pages()))
 
 
-def pages_of_docs() -> list[str]:
+def find_docs_pages() -> list[str]:
     return sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
-def filled(nav: Any, pages: Sequence[str]) -> Any:
+def expand_navigation(nav: Any, pages: Sequence[str]) -> Any:
     """Return the list without what is not there.
 
     A page that is there and not in the list is no matter of this: mkdocs warns of it, which ends a strict build.
@@ -33,9 +33,9 @@ def filled(nav: Any, pages: Sequence[str]) -> Any:
         pages: paths in docs/, with slashes.
     """
     if isinstance(nav, list):
-        return [kept for each in nav if (kept := filled(each, pages))]
+        return [kept for each in nav if (kept := expand_navigation(each, pages))]
     if isinstance(nav, dict):
-        return {title: kept for title, each in nav.items() if (kept := filled(each, pages))}
+        return {title: kept for title, each in nav.items() if (kept := expand_navigation(each, pages))}
     if nav.endswith(".md"):
         return nav if nav in pages else None
     inside = [page for page in pages if str(PurePosixPath(page).parent) == nav]

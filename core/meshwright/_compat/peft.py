@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..base.errors import ModelError
-from ..files.parsing import reason, time_limit
+from ..files.parsing import explain_library_error, time_limit
 
-PREFIX = "base_model.model."
-_WRAPPED = ("base_layer", "original_module", "token_adapter")
+PEFT_PREFIX = "base_model.model."
+_WRAPPER_ATTRIBUTES = ("base_layer", "original_module", "token_adapter")
 """Attributes of wrappers that hold what they wrap; a tuner of single tokens wraps an embedding, within another."""
-AT_MOST_S = 30.0
+PATTERN_TIMEOUT_S = 30.0
 """For matching patterns with the names of modules."""
 
 
-def require_peft() -> Any:
+def import_peft() -> Any:
     try:
         import peft
     except ImportError as error:
@@ -47,57 +47,57 @@ def require_peft() -> Any:
 # -- names and wrappers
 
 
-def is_adapted(model: nn.Module) -> bool:
+def is_peft_model(model: nn.Module) -> bool:
     """Return whether a model is one of peft's, whose base model is under `PREFIX`."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel) and hasattr(model.base_model, "model")
 
 
-def base_name(name: str) -> str:
+def to_base_name(name: str) -> str:
     """Return the base model's name of a parameter or module of an adapted one; of a wrapper or copy, of its original.
     For what only the adapter has, its matrices, this is no name of the base model."""
-    parts = name.removeprefix(PREFIX).split(".")
+    parts = name.removeprefix(PEFT_PREFIX).split(".")
     copied = {at + each for at, part in enumerate(parts) if part == "modules_to_save" for each in (0, 1)}
-    return ".".join(part for at, part in enumerate(parts) if at not in copied and part not in _WRAPPED)
+    return ".".join(part for at, part in enumerate(parts) if at not in copied and part not in _WRAPPER_ATTRIBUTES)
 
 
-def wrapped(module: nn.Module) -> nn.Module:
+def unwrap_base_layer(module: nn.Module) -> nn.Module:
     while isinstance(getattr(module, "base_layer", None), nn.Module):
         module = module.base_layer
     return module
 
 
-def _instances(model: nn.Module, module: str, name: str) -> Iterator[tuple[str, Any]]:
+def _iter_instances(model: nn.Module, module: str, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the modules of a model that are of a class of peft, with their names."""
     if "peft" in sys.modules:
         cls = getattr(importlib.import_module(module), name)
         yield from ((path, each) for path, each in model.named_modules() if isinstance(each, cls))
 
 
-def wrappers(model: nn.Module, *, outermost: bool = False) -> Iterator[tuple[str, Any]]:
+def iter_tuner_layers(model: nn.Module, *, outermost: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield the wrappers of a tuner and their names, those that hold others first; or only those that none holds."""
     held: set[nn.Module] = set()
-    for path, layer in _instances(model, "peft.tuners.tuners_utils", "BaseTunerLayer"):
+    for path, layer in _iter_instances(model, "peft.tuners.tuners_utils", "BaseTunerLayer"):
         if layer not in held:
             yield path, layer
             held.update(layer.modules() if outermost else ())
 
 
-def _with_copies(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    return _instances(model, "peft.utils.other", "ModulesToSaveWrapper")
+def _iter_saved_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return _iter_instances(model, "peft.utils.other", "ModulesToSaveWrapper")
 
 
-def saved_copies(model: nn.Module, name: str) -> list[str]:
+def list_copies(model: nn.Module, name: str) -> list[str]:
     """Return the names of a module's original and trained copies; without copies, its own."""
-    wrapper = next((each for path, each in _with_copies(model.get_submodule(name)) if not path), None)
+    wrapper = next((each for path, each in _iter_saved_modules(model.get_submodule(name)) if not path), None)
     copies = () if wrapper is None else (f"{name}.modules_to_save.{each}" for each in wrapper.modules_to_save)
     return [name] if wrapper is None else [f"{name}.original_module", *copies]
 
 
-def active_copies(model: nn.Module) -> dict[str, bool]:
+def find_active_copies(model: nn.Module) -> dict[str, bool]:
     """Return, for tensors of modules that have trained copies, by name: whether it is the one that merging keeps."""
     found: dict[str, bool] = {}
-    for path, module in _with_copies(model):
+    for path, module in _iter_saved_modules(model):
         chosen = f"modules_to_save.{module.active_adapters[0]}." if module.active_adapters else "original_module."
         found |= {f"{path}.{name}": name.startswith(chosen) for name in module.state_dict()}
     return found
@@ -112,7 +112,7 @@ def merge_layer(layer: Any, name: str) -> nn.Module:
             layer.merge(safe_merge=False)
             merged = layer.get_base_layer()
     except (ValueError, RuntimeError) as error:
-        raise ModelError(f"peft cannot merge the adapter of {name}: {reason(error)}") from error
+        raise ModelError(f"peft cannot merge the adapter of {name}: {explain_library_error(error)}") from error
     return merged
 
 
@@ -120,7 +120,7 @@ def merge_layer(layer: Any, name: str) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LoraLayer:
     """A wrapper of LoRA around a linear layer, an embedding or a parameter, as peft computes it."""
 
     parameter: str | None
@@ -138,7 +138,7 @@ class LowRank:
     magnitudes: tuple[Any, ...]
 
 
-def low_rank(module: nn.Module) -> LowRank | None:
+def describe_lora_layer(module: nn.Module) -> LoraLayer | None:
     """Describe a wrapper of plain LoRA or DoRA that computes as peft's own layers do; None: something else."""
     if "peft" not in sys.modules:
         return None
@@ -157,7 +157,7 @@ def low_rank(module: nn.Module) -> LowRank | None:
     inner += [f"lora_embedding_A.{each}" for each in module.lora_embedding_A]
     # In a stage of a pipeline, parts of a wrapper may be on another stage.
     here = dict(module.named_parameters(remove_duplicate=False))
-    return LowRank(
+    return LoraLayer(
         parameter=getattr(module, "parameter_name", None),
         outer=tuple(filter(here.__contains__, outer)),
         inner=tuple(filter(here.__contains__, inner)),
@@ -169,40 +169,44 @@ def low_rank(module: nn.Module) -> LowRank | None:
     )
 
 
-def wrappers_of_parameters(model: nn.Module, inner: nn.Module) -> list[Any]:
+def find_parameter_wrappers(model: nn.Module, inner: nn.Module) -> list[Any]:
     """Return the wrappers of LoRA around parameters of one module, which are nested; the outermost first."""
-    layers = (layer for _, layer in wrappers(model))
-    return [each for each in layers if getattr(each, "parameter_name", None) is not None and wrapped(each) is inner]
+    layers = (layer for _, layer in iter_tuner_layers(model))
+    return [
+        each
+        for each in layers
+        if getattr(each, "parameter_name", None) is not None and unwrap_base_layer(each) is inner
+    ]
 
 
-def with_low_rank(layer: Any, weight: Tensor, first: int) -> Tensor:
-    """Add to the stacked weights of some experts, from `first` on, what a wrapper of the whole parameter adds."""
+def add_lora_delta(layer: Any, weight: Tensor, first_expert: int) -> Tensor:
+    """Add to the stacked weights of some experts, from `first_expert` on, what a wrapper of the whole parameter adds."""
     adapters = [] if layer.disable_adapters else [each for each in layer.active_adapters if each in layer.lora_A]
     with torch.autocast(device_type=weight.device.type, enabled=False):
         for each in adapters:
             left, right, scaling = layer.get_delta_factors(each)
-            mine = slice(first, first + weight.shape[0])
+            mine = slice(first_expert, first_expert + weight.shape[0])
             weight = torch.baddbmm(weight, left[mine], right[mine], alpha=scaling)
     return weight
 
 
-def sum_norms(magnitude: Any, summed: Callable[[Tensor], Tensor], is_active: Callable[[], bool]) -> None:
-    """Let DoRA take the norms of a weight whose rows are sharded while `is_active`; `summed` sums over the ranks."""
+def patch_dora_norms(magnitude: Any, all_reduce_sum: Callable[[Tensor], Tensor], is_active: Callable[[], bool]) -> None:
+    """Let DoRA take the norms of a weight whose rows are sharded while `is_active`; `all_reduce_sum` sums over the ranks."""
     of_part = magnitude.get_weight_norm
 
     def norms(*args: Any, **kwargs: Any) -> Tensor:
         found: Tensor = of_part(*args, **kwargs)
-        return summed(found.detach().square()).sqrt() if is_active() else found
+        return all_reduce_sum(found.detach().square()).sqrt() if is_active() else found
 
     magnitude.get_weight_norm = norms
 
 
 @dataclass(frozen=True)
-class Factors:
+class DoraFactors:
     """What the norms of one magnitude of DoRA are taken of, besides the weight, which has this `dtype`."""
 
     taken: Callable[..., Tensor]
-    """peft's own function, before `sum_norms` changes it."""
+    """peft's own function, before `patch_dora_norms` changes it."""
     left: Tensor
     right: Tensor
     scaling: float
@@ -210,16 +214,16 @@ class Factors:
     transposed: bool
     """Whether norms are of the weight's columns."""
 
-    def norms(self, part: Tensor, first: int, within: slice) -> Tensor:
-        """Return norms of rows from `first` on, `part` of the weight; all ranks multiply the rows `within` together."""
-        delta = self.left[within].to(self.dtype) @ self.right.to(self.dtype)
-        delta = delta[first - within.start :][: part.shape[1 if self.transposed else 0]]
+    def norms(self, part: Tensor, first_row: int, row_range: slice) -> Tensor:
+        """Return norms of rows from `first_row` on, `part` of the weight; all ranks multiply the rows `row_range` together."""
+        delta = self.left[row_range].to(self.dtype) @ self.right.to(self.dtype)
+        delta = delta[first_row - row_range.start :][: part.shape[1 if self.transposed else 0]]
         return self.taken(part, delta, self.scaling)
 
 
-def magnitudes(model: nn.Module) -> Iterator[tuple[str, str, Factors]]:
+def iter_dora_magnitudes(model: nn.Module) -> Iterator[tuple[str, str, DoraFactors]]:
     """Yield, for DoRA's magnitudes, the name of the parameter, that of the layer in the base model, and factors."""
-    for path, layer in wrappers(model):
+    for path, layer in iter_tuner_layers(model):
         for adapter, module in getattr(layer, "lora_magnitude_vector", {}).items():
             if adapter in layer.lora_embedding_A:
                 left, right = layer.lora_embedding_B[adapter], layer.lora_embedding_A[adapter]
@@ -227,11 +231,11 @@ def magnitudes(model: nn.Module) -> Iterator[tuple[str, str, Factors]]:
                 left, right = layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
             dtype, is_turned = layer.get_base_layer().weight.dtype, bool(module.fan_in_fan_out)
             taken, scaling = module.get_weight_norm, layer.scaling[adapter]
-            made = Factors(taken, left.detach(), right.detach(), scaling, dtype, is_turned)
-            yield f"{path}.lora_magnitude_vector.{adapter}.weight", base_name(path), made
+            made = DoraFactors(taken, left.detach(), right.detach(), scaling, dtype, is_turned)
+            yield f"{path}.lora_magnitude_vector.{adapter}.weight", to_base_name(path), made
 
 
-def file_names(model: nn.Module, adapter: str = "default") -> dict[str, str]:
+def map_file_names(model: nn.Module, adapter: str = "default") -> dict[str, str]:
     """Return the names of an adapter's tensors in its file, by peft's own function, each with its name in the model."""
     from peft import get_peft_model_state_dict
 
@@ -246,9 +250,9 @@ def is_transposed(name: str) -> bool:
     return name.endswith(".factor")
 
 
-def inject(model: nn.Module, config: Any, *, adapter: str = "default", hint: str = "") -> nn.Module:
+def apply_peft(model: nn.Module, config: Any, *, adapter: str = "default", hint: str = "") -> nn.Module:
     """Call `peft.get_peft_model`; an error of ours has peft's own reasons, and a hint."""
-    peft = require_peft()
+    peft = import_peft()
     try:
         _check_patterns(model, config)
         with warnings.catch_warnings():
@@ -256,7 +260,7 @@ def inject(model: nn.Module, config: Any, *, adapter: str = "default", hint: str
             warnings.simplefilter("ignore", FutureWarning)
             adapted: nn.Module = peft.get_peft_model(model, config, adapter_name=adapter)
     except (ValueError, TypeError, IndexError, RuntimeError, ImportError, TimeoutError, re.error) as error:
-        why = reason(error).strip().rstrip(".")
+        why = explain_library_error(error).strip().rstrip(".")
         raise ModelError(f"peft cannot adapt {type(model).__name__}: {why}.{hint}") from error
     return adapted
 
@@ -264,31 +268,31 @@ def inject(model: nn.Module, config: Any, *, adapter: str = "default", hint: str
 def _check_patterns(model: nn.Module, config: Any) -> None:
     fields = [getattr(config, name, None) for name in ("target_modules", "exclude_modules", "layers_pattern")]
     keys = [key for name in ("rank_pattern", "alpha_pattern") for key in getattr(config, name, None) or ()]
-    with time_limit(AT_MOST_S, "matching its patterns with the names of modules"):
+    with time_limit(PATTERN_TIMEOUT_S, "matching its patterns with the names of modules"):
         for pattern in [*(each for each in fields if isinstance(each, str)), *(rf"(.*\.)?({key})$" for key in keys)]:
             found = re.compile(pattern)
             for name, _ in model.named_modules():
                 found.fullmatch(name)
 
 
-class _StandIn(nn.Parameter):
+class _NanPlaceholder(nn.Parameter):
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
-        return stand_in(self)
+        return create_nan_placeholder(self)
 
 
-def stand_in(parameter: nn.Parameter) -> nn.Parameter:
+def create_nan_placeholder(parameter: nn.Parameter) -> nn.Parameter:
     """Return NaN everywhere, without memory, on the CPU: it shows in whatever is made of it."""
     value = torch.full((1,) * max(1, parameter.dim()), float("nan"), dtype=parameter.dtype)
-    return _StandIn(value.expand(parameter.shape), requires_grad=False)
+    return _NanPlaceholder(value.expand(parameter.shape), requires_grad=False)
 
 
-def adapted_on_meta(base: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
+def add_adapters_on_meta(base: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
     """Put adapters on the meta device over a base that is there, in place; `low_cpu_mem_usage` unties parameters."""
     (first, config), *others = configs.items()
     with warnings.catch_warnings(), torch.device("meta"):
         # The training of the adapters has warned of what the configurations bring about.
         warnings.simplefilter("ignore")
-        model: Any = inject(base, config, adapter=first)
+        model: Any = apply_peft(base, config, adapter=first)
         for name, each in others:
             model.add_adapter(name, each)
     return tie_adapters(model)
@@ -319,18 +323,18 @@ def tie_adapters(model: Any) -> nn.Module:
 
     Trained copies of tied heads are one parameter already; they get the sizes and need the bias of what they replace.
     """
-    for path, module in _with_copies(model) if is_adapted(model) else ():
+    for path, module in _iter_saved_modules(model) if is_peft_model(model) else ():
         for copied in module.modules_to_save.values():
             if type(copied) is not nn.Linear or not isinstance(module.original_module, nn.Linear):
                 continue
             copied.out_features, copied.in_features = copied.weight.shape
             if copied.bias is None and module.original_module.bias is not None:
                 raise ModelError(
-                    f"ensure_weight_tying=True ties a trained copy of {base_name(path)} to that of the embedding, and "
+                    f"ensure_weight_tying=True ties a trained copy of {to_base_name(path)} to that of the embedding, and "
                     f"peft leaves its bias out, so that the model computes something else. Set "
                     f"ensure_weight_tying=False, or leave the embedding and the head out of modules_to_save."
                 )
-    for path, name, head in _tied_heads(model):
+    for path, name, head in _iter_tied_heads(model):
         # Tied already, or on another stage of a pipeline.
         if type(head.lora_A[name]) is not nn.Linear:
             continue
@@ -349,11 +353,11 @@ def tie_adapters(model: Any) -> nn.Module:
     return cast("nn.Module", model)
 
 
-def merged_alike(model: Any) -> dict[str, str]:
+def find_tied_after_merge(model: Any) -> dict[str, str]:
     """Return the names of heads that merging leaves equal to the embeddings they are tied to, with the embedding's."""
     found: dict[str, str] = {}
-    paths = {id(layer): path for path, layer in wrappers(model)}
-    for path, name, head in _tied_heads(model):
+    paths = {id(layer): path for path, layer in iter_tuner_layers(model)}
+    for path, name, head in _iter_tied_heads(model):
         embedding = model.get_input_embeddings()
         has_variant = name in head.lora_variant or name in embedding.lora_variant
         if head.active_adapters == [name] and head.scaling[name] == embedding.scaling[name] and not has_variant:
@@ -361,12 +365,12 @@ def merged_alike(model: Any) -> dict[str, str]:
     return found
 
 
-def _tied_heads(model: Any) -> Iterator[tuple[str, str, Any]]:
-    if not is_adapted(model):
+def _iter_tied_heads(model: Any) -> Iterator[tuple[str, str, Any]]:
+    if not is_peft_model(model):
         return
     for name, config in model.peft_config.items():
         heads = getattr(config, "target_modules_to_tie", None) or ()
-        for path, layer in wrappers(model):
+        for path, layer in iter_tuner_layers(model):
             # As peft decides it, which compares the last part of the name.
             if path.rpartition(".")[2] in heads and name in getattr(layer, "lora_A", ()):
                 yield path, name, layer

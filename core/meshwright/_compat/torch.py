@@ -45,7 +45,7 @@ functional_all_gather: Callable[..., Tensor] = getattr(funcol, "all_gather_singl
 functional_reduce_scatter: Callable[..., Tensor] = (
     getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 )
-GLOO_THREAD = "pt_gloo_runloop"
+GLOO_THREAD_NAME = "pt_gloo_runloop"
 """Name of the threads that run gloo's collectives, which torch does not document."""
 
 
@@ -69,7 +69,7 @@ def slice_mesh(mesh: DeviceMesh, axes: str | tuple[str, ...]) -> DeviceMesh:
         return mesh[axes]
 
 
-def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
+def get_group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
     """Return how long collectives of a group (None: that of all ranks) wait for peers; its options are private."""
     group = group or dist.group.WORLD
     if group is None:
@@ -81,18 +81,18 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
 
 
 @contextmanager
-def groups_with_timeout(timeout: timedelta) -> Iterator[None]:
+def new_group_timeout(timeout: timedelta) -> Iterator[None]:
     """Give this timeout to all process groups that any code makes in the context; torch gives its own to many."""
-    known = set(live_groups())
+    known = set(list_process_groups())
     try:
         yield
     finally:
-        for group in live_groups():
+        for group in list_process_groups():
             if group not in known and dist.get_backend(group) != "fake":
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def live_groups() -> list[dist.ProcessGroup]:
+def list_process_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
@@ -128,10 +128,13 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
 
 
 def all_to_all(
-    tensor: Tensor, group: dist.ProcessGroup, sends: list[int] | None = None, receives: list[int] | None = None
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    send_sizes: list[int] | None = None,
+    receive_sizes: list[int] | None = None,
 ) -> Tensor:
     """Exchange parts of the first dim, of these lengths by rank (None: equal ones); see `all_reduce`."""
-    return funcol.wait_tensor(funcol.all_to_all_single(tensor.contiguous(), receives, sends, group))
+    return funcol.wait_tensor(funcol.all_to_all_single(tensor.contiguous(), receive_sizes, send_sizes, group))
 
 
 def is_sharded(placement: Placement) -> bool:
@@ -144,7 +147,7 @@ def packed_shard(dim: int, parts: int) -> Placement:
     return _StridedShard(dim, split_factor=parts)
 
 
-def is_packed(tensor: Tensor) -> bool:
+def is_packed_shard(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and isinstance(tensor.placements[-1], _StridedShard)
 
 
@@ -170,7 +173,7 @@ def gather_packed(tensor: DTensor) -> DTensor:
 # -- operators, known by names that torch does not promise to keep
 
 
-def is_matrix_product(op: Any) -> bool:
+def is_matmul(op: Any) -> bool:
     """Return whether an operator is a matrix product of weights; `_grouped_mm` is that of experts."""
     return str(op).removesuffix(".default") in ("aten.mm", "aten.addmm", "aten._grouped_mm")
 
@@ -182,17 +185,17 @@ def is_attention(op: Any) -> bool:
 
 
 @functools.cache
-def is_choice(op: Any) -> bool:
+def is_topk(op: Any) -> bool:
     """Return whether an operator chooses the largest of candidates, values and indices, as routers choose experts."""
     return str(op) == "aten.topk.default"
 
 
-def is_communication(op: Any) -> bool:
+def is_collective(op: Any) -> bool:
     """Return whether an operator is a functional collective or its wait; FSDP's (`c10d`) have no results to hold."""
     return str(op).startswith(("_c10d_functional.", "_c10d_functional_autograd.", "c10d_functional."))
 
 
-def name_of(operator: Any) -> str:
+def get_operator_name(operator: Any) -> str:
     return str(operator._schema.name)
 
 
@@ -201,12 +204,12 @@ def _arguments(operator: Any) -> Sequence[Any]:
     return operator._schema.arguments if hasattr(operator, "_schema") else ()
 
 
-def names_of_arguments(operator: Any) -> list[str]:
+def get_schema_argument_names(operator: Any) -> list[str]:
     return [argument.name for argument in _arguments(operator)]
 
 
 @functools.cache
-def written_arguments(operator: Any) -> tuple[int | str, ...]:
+def get_mutated_arguments(operator: Any) -> tuple[int | str, ...]:
     """Return positions, or names of keyword-only arguments, that an operator writes into."""
     return tuple(
         argument.name if argument.kwarg_only else index
@@ -226,11 +229,11 @@ def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str
     return True
 
 
-def arithmetic(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def count_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """Count operations of matrix products, convolutions, and attention, which torch misses on a CPU; 0 for others."""
     if is_attention(operator):
-        return _attention_arithmetic(operator, args, kwargs)
-    name = _plain_name(operator)
+        return _count_attention_flops(operator, args, kwargs)
+    name = _strip_overload(operator)
     tensors = [each for each in args if isinstance(each, Tensor)]
     if name in ("mm", "bmm", "_grouped_mm", "addmm", "baddbmm"):
         left = tensors[1] if name in ("addmm", "baddbmm") else tensors[0]
@@ -243,16 +246,16 @@ def arithmetic(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
 
 
 @functools.cache
-def _plain_name(operator: Any) -> str:
+def _strip_overload(operator: Any) -> str:
     return str(operator).removeprefix("aten.").split(".")[0].removesuffix("_")
 
 
-def _attention_arithmetic(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _count_attention_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Count two products in forward, five in backward, for each pair of a query and a key that act on each other.
 
     Flex attention has no schema, begins with query, key and value, and has a mask.
     """
-    names = names_of_arguments(operator)
+    names = get_schema_argument_names(operator)
     given = {**dict(zip(names or ("query", "key", "value"), args, strict=False)), **kwargs}
     query, key, value = (given[name] for name in ("query", "key", "value"))
     mask = given.get("attn_mask") if "attn_mask" in names else given.get("attn_bias")
@@ -293,7 +296,7 @@ def compiles_attention_in_float64() -> bool:
     return bool(logsumexp.dtype == torch.float64)
 
 
-def category_of(event: Any) -> str:
+def get_event_category(event: Any) -> str:
     """Return the Kineto category of an event, such as "cpu_op"; without `activity_type`, by device and name."""
     if hasattr(event, "activity_type"):
         return str(event.activity_type())
@@ -308,50 +311,50 @@ def category_of(event: Any) -> str:
 _CUDA_CALL = re.compile(r"cuda?[A-Z]|hip[A-Z]")
 
 
-def compiled(function: Callable[..., Any], *, backend: str, versions: int) -> Callable[..., Any]:
+def compile_function(function: Callable[..., Any], *, backend: str, max_versions: int) -> Callable[..., Any]:
     """Call `torch.compile` for up to so many versions, a limit that all functions of the same source share."""
     # Tensor parallelism records what it has copied, and forgets it when the block ends. Within a checkpoint torch
     # traces that only if a setting of a private module says that backward need not do it again.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    return compile_with_limit(function, backend=backend, recompile_limit=versions)
+    return compile_with_limit(function, backend=backend, recompile_limit=max_versions)
 
 
-def own_parameters(module: nn.Module) -> dict[str, Any]:
+def get_own_parameters(module: nn.Module) -> dict[str, Any]:
     """Return the dict of a module's own parameters, which also takes plain tensors, unlike `setattr`."""
     return module._parameters
 
 
-def after_backward(callback: Callable[[], None]) -> None:
+def queue_after_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of the backward that runs now, in the queue that `fully_shard` uses; it may raise."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def storage_of(tensor: Tensor) -> tuple[int, Any]:
+def get_storage_key(tensor: Tensor) -> tuple[int, Any]:
     """Return a key that all views of one storage share, and the object that must be kept alive for it to stay valid."""
     storage = tensor.untyped_storage()
     return storage._cdata, storage
 
 
-def version_of(tensor: Tensor) -> int:
+def get_version(tensor: Tensor) -> int:
     """Return autograd's count of writes into a tensor or a view of the same memory."""
     return tensor._version
 
 
-def is_profiled() -> bool:
+def is_profiling() -> bool:
     """Return whether a profiler of torch runs in this process; torch has no public check."""
     return bool(torch.autograd._profiler_enabled())
 
 
-def marked(name: str) -> AbstractContextManager[object]:
+def record_if_profiling(name: str) -> AbstractContextManager[object]:
     """Name a stretch of a run in the trace of the torch profiler that runs, if any."""
-    return record_function(name) if is_profiled() else nullcontext()
+    return record_function(name) if is_profiling() else nullcontext()
 
 
-def is_plain(tensor: Tensor) -> bool:
+def is_plain_tensor(tensor: Tensor) -> bool:
     """Return whether a tensor is of torch's own class, a parameter or fake, and no other subclass."""
     return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 
-def is_asking_for_shapes() -> bool:
+def is_propagating_shapes() -> bool:
     """Return whether torch runs an operator for its shapes alone, as DTensor does for those that it first sees."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

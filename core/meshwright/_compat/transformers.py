@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 # -- model types and chat templates, which processes without torch use
 
 _TYPE_FILES = ("auto_mappings.py", "configuration_auto.py")
-_ENTRY = re.compile(r"""["']([\w.-]+)["']\s*[,:]\s*["']\w+Config["']""")
+_TYPE_ENTRY = re.compile(r"""["']([\w.-]+)["']\s*[,:]\s*["']\w+Config["']""")
 
 
-def model_types() -> list[str]:
+def list_model_types() -> list[str]:
     """Return the keys of transformers' `CONFIG_MAPPING`, which needs torch: from its sources unless it is loaded."""
     loaded = "transformers.models.auto.configuration_auto" in sys.modules
     if not loaded and (found := _read_types()):
@@ -39,10 +39,10 @@ def _read_types() -> list[str]:
     if not all(file.is_file() for file in files):
         return []
     texts = [file.read_text(encoding="utf-8").partition("\n__all__")[0] for file in files]
-    return list(dict.fromkeys(name for text in texts for name in _ENTRY.findall(text)))
+    return list(dict.fromkeys(name for text in texts for name in _TYPE_ENTRY.findall(text)))
 
 
-def render_marked(
+def render_with_generation_spans(
     template: str, messages: Sequence[Any], tools: Sequence[Any] | None, variables: Mapping[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return what a template writes, and the spans of characters that it writes inside of `{% generation %}`."""
@@ -86,7 +86,7 @@ def to_saved_format(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, T
     return dict(revert_weight_conversion(model, tensors))
 
 
-def saved_together(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
+def group_for_saving(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
     """Group the names of a model's tensors that `to_saved_format` combines; its matching of names is repeated here."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
@@ -101,7 +101,7 @@ def saved_together(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def nested_configs(model: nn.Module) -> list[Any]:
+def collect_nested_configs(model: nn.Module) -> list[Any]:
     """Return the configurations of transformers that a model's modules hold, with those nested in them; each once."""
     found: dict[int, Any] = {}
     waiting = [getattr(module, "config", None) for module in reversed(list(model.modules()))]
@@ -113,17 +113,17 @@ def nested_configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def attention_setting(config: Any) -> str | None:
+def get_attention_setting(config: Any) -> str | None:
     """Return the attention that a configuration itself chooses; `set_attn_implementation` of a model changes more."""
     setting: str | None = config._attn_implementation_internal
     return setting
 
 
-def set_attention(config: Any, name: str | None) -> None:
+def set_attention_setting(config: Any, name: str | None) -> None:
     config._attn_implementation_internal = name
 
 
-def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Any]]:
+def get_attention_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Any]]:
     """Return the attention function of a layer; eager ones are named by a convention of all files (5.23)."""
     names = inspect.unwrap(type(module).forward).__globals__
     eager, interface = names.get("eager_attention_forward"), names.get("ALL_ATTENTION_FUNCTIONS")
@@ -143,14 +143,14 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
     AttentionMaskInterface.register(name, mask)
 
 
-def mask_maker(implementation: str) -> Callable[..., Tensor]:
+def get_mask_function(implementation: str) -> Callable[..., Tensor]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     function: Callable[..., Tensor] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     return function
 
 
-def for_documents(function: Callable[..., Tensor], positions_BS: Tensor) -> tuple[Callable[..., Tensor], bool]:
+def isolate_documents(function: Callable[..., Tensor], positions_BS: Tensor) -> tuple[Callable[..., Tensor], bool]:
     """Return a mask function that isolates documents, whose positions restart; and whether there are several."""
     from transformers import masking_utils
 
@@ -163,13 +163,13 @@ def for_documents(function: Callable[..., Tensor], positions_BS: Tensor) -> tupl
     return masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents)), True
 
 
-def is_left_out_of_files(model: nn.Module, name: str) -> bool:
+def is_ignored_on_save(model: nn.Module, name: str) -> bool:
     """Return whether `save_pretrained` leaves a tensor out, by patterns of the model that have no public name."""
     patterns = getattr(model, "_keys_to_ignore_on_save", None) or []
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def save_code(model: nn.Module, directory: Path) -> None:
+def save_model_code(model: nn.Module, directory: Path) -> None:
     """Write the code of a model's class, if it came with the model, and name it in the configuration."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "_auto_class", None) is not None:
@@ -179,7 +179,7 @@ def save_code(model: nn.Module, directory: Path) -> None:
         custom_object_save(base, directory, config=base.config)
 
 
-def never_ask() -> None:
+def disable_remote_code_prompt() -> None:
     """Let transformers refuse code of files at once, instead of asking where `trust_remote_code` was not passed on."""
     from transformers import dynamic_module_utils
 
@@ -190,7 +190,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Types of rotary embeddings whose frequencies depend on the largest position of a forward."""
 
 
-def length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
+def find_length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
     """Return the rotary embeddings that depend on the length of a forward (`modeling_rope_utils`, 5.17 to 5.23)."""
 
     kinds = ((module, getattr(module, "rope_type", None)) for module in model.modules())
@@ -198,7 +198,7 @@ def length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
     return [module for module, values in listed if not {*LENGTH_DEPENDENT}.isdisjoint(map(str, values))]
 
 
-def forget_length(rope: nn.Module, hidden: Tensor, layer_type: str | None = None) -> None:
+def reset_dynamic_rope(rope: nn.Module, hidden: Tensor, layer_type: str | None = None) -> None:
     """Reset a `dynamic` rotary embedding to its first frequencies, as a short forward does."""
     import torch
 

@@ -19,7 +19,7 @@ class MeshwrightError(Exception):
 
     def __str__(self) -> str:
         # It may quote what somebody wrote, of which no character is to steer a terminal, or to be half of one.
-        return printable(super().__str__())
+        return escape_unprintable(super().__str__())
 
 
 class ConfigError(MeshwrightError):
@@ -64,7 +64,7 @@ class TrainingError(MeshwrightError):
     exit_code = 1
 
 
-class NotFiniteError(TrainingError):
+class NonFiniteError(TrainingError):
     """A loss or gradient is not finite."""
 
 
@@ -72,7 +72,7 @@ class CheckpointError(MeshwrightError):
     """A checkpoint cannot be read, or is not of this model or run."""
 
 
-class TornCheckpointError(CheckpointError):
+class IncompleteCheckpointError(CheckpointError):
     """A checkpoint has lost or changed something since it was written, or was never completed."""
 
 
@@ -88,24 +88,24 @@ class RankError(MeshwrightError):
     exit_code = 1
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Escape characters that steer a terminal, and halves of characters; line ends and tabs stay."""
     return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the closest of `known`, or an empty string where none is close."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+def suggest_match(name: str, candidates: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the closest of `candidates`, or an empty string where none is close."""
+    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
-def said(error: MeshwrightError) -> str:
+def format_error(error: MeshwrightError) -> str:
     """Return its message, and a line that leads to the section about its class."""
     # A room's own subclass is documented under the class that it derives from.
     known = next(cls for cls in type(error).__mro__ if cls.__module__ == __name__)
     return f"error: {error}\nsee docs/troubleshooting.md#{known.__name__.lower()}"
 
 
-def headline(error: BaseException) -> str:
+def format_exception_only(error: BaseException) -> str:
     """Return "Type: message" with the notes, as the interpreter ends a traceback."""
     return "".join(traceback.TracebackException.from_exception(error).format_exception_only()).rstrip("\n")

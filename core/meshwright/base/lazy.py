@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @cache
-def lazy_names(file: str) -> Mapping[str, tuple[str, str]]:
+def read_stub_names(file: str) -> Mapping[str, tuple[str, str]]:
     """Return the module and the name there of each name in the stub of `file`; "." begins a module of this package."""
     import ast
     from pathlib import Path
@@ -22,30 +22,30 @@ def lazy_names(file: str) -> Mapping[str, tuple[str, str]]:
     return {each.name: (f"{'.' * line.level}{line.module}", each.name) for line in lines for each in line.names}
 
 
-def import_lazily(file: str, module: str, name: str) -> object:
-    """Return what the stub of `file`, the source of `module`, means by a name.
+def import_lazily(source_file: str, module: str, name: str) -> object:
+    """Return what the stub of `source_file`, the source of `module`, means by a name.
 
     Raises:
         AttributeError: the stub has no such name.
         ConfigError: it is of a plugin of this project that is not installed.
     """
-    if name not in lazy_names(file):
+    if name not in read_stub_names(source_file):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    place, own = lazy_names(file)[name]
+    place, own = read_stub_names(source_file)[name]
     if place.startswith("."):
         return getattr(importlib.import_module(place, "meshwright"), own)
     extra, _, inner = place.removeprefix("meshwright_").partition(".")
     return getattr(import_plugin(extra, inner), own)
 
 
-def install_line(extra: str) -> str:
+def format_install_command(extra: str) -> str:
     """Return the pip line that installs a plugin of this project, to be run in a clone of it."""
     return f"pip install -c constraints.txt -e '.[{extra}]'"
 
 
-def how_to_install(extra: str) -> str:
+def format_install_hint(extra: str) -> str:
     """Return a sentence for errors: how to install a plugin of this project."""
-    return f"Install it from a clone of meshwright: {install_line(extra)}"
+    return f"Install it from a clone of meshwright: {format_install_command(extra)}"
 
 
 def import_plugin(extra: str, module: str = "") -> ModuleType:
@@ -60,5 +60,5 @@ def import_plugin(extra: str, module: str = "") -> ModuleType:
 
     package = f"meshwright_{extra}"
     if find_spec(package) is None:
-        raise ConfigError(f"{package} is not installed. {how_to_install(extra)}")
+        raise ConfigError(f"{package} is not installed. {format_install_hint(extra)}")
     return importlib.import_module(f"{package}.{module}" if module else package)

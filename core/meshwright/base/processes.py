@@ -17,12 +17,12 @@ from typing import NoReturn
 _POLL_S = 0.5
 
 
-def usable_cores() -> int:
+def count_usable_cores() -> int:
     """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def identity_of(pid: int) -> str:
+def get_process_identity(pid: int) -> str:
     """Return a text that no other process of this machine has, nor a later one with the same pid; "" if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -34,13 +34,13 @@ def identity_of(pid: int) -> str:
     return f"{boot} {namespace} {pid} {stat.rpartition(')')[2].split()[19]}"
 
 
-def launcher_pid() -> int:
+def get_launcher_pid() -> int:
     """Return the process id of what has started this process."""
     parent = multiprocessing.parent_process()
     return os.getppid() if parent is None or parent.pid is None else parent.pid
 
 
-class Handle:
+class ProcessHandle:
     """One process, never a later one with the same pid; held by a pidfd where the system has them."""
 
     def __init__(self, pid: int, identity: str = "") -> None:
@@ -54,7 +54,7 @@ class Handle:
         except (OSError, AttributeError):
             # Not Linux, or an old one.
             pass
-        if identity and identity_of(pid) != identity:
+        if identity and get_process_identity(pid) != identity:
             self.close()
             self._has_gone = True
 
@@ -63,79 +63,83 @@ class Handle:
             return not select.select([self._file], [], [], 0)[0]
         return not self._has_gone and self._sent(0)
 
-    def send(self, number: int) -> None:
+    def send(self, signum: int) -> None:
         if self._file is not None:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._file, number)
+                signal.pidfd_send_signal(self._file, signum)
         elif not self._has_gone:
-            self._sent(number)
+            self._sent(signum)
 
     def close(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file, self._has_gone = None, True
 
-    def _sent(self, number: int) -> bool:
+    def _sent(self, signum: int) -> bool:
         try:
-            os.kill(self.pid, number)
+            os.kill(self.pid, signum)
         except ProcessLookupError:
             return False
         return True
 
 
-def await_end(pid: int, identity: str) -> None:
+def wait_for_exit(pid: int, identity: str) -> None:
     """Wait until a process has ended; `identity` tells it from a later one with its number."""
     try:
         ended = os.pidfd_open(pid)
     except (OSError, AttributeError):
         # It has ended, or this is not Linux.
-        while identity_of(pid) == identity and (identity or os.getppid() == pid):
+        while get_process_identity(pid) == identity and (identity or os.getppid() == pid):
             threading.Event().wait(_POLL_S)
         return
     try:
-        while identity_of(pid) == identity and not select.select([ended], [], [])[0]:
+        while get_process_identity(pid) == identity and not select.select([ended], [], [])[0]:
             pass
     finally:
         os.close(ended)
 
 
-def end_with_launcher() -> None:
+def exit_with_launcher() -> None:
     """Kill this process when the process that has started it ends, so that no rank trains on without a launcher."""
-    threading.Thread(target=_follow, name="meshwright-parent", daemon=True).start()
+    threading.Thread(target=_kill_self_after_parent, name="meshwright-parent", daemon=True).start()
 
 
-def _follow() -> None:
+def _kill_self_after_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
     else:
         parent_pid = os.getppid()
-        await_end(parent_pid, identity_of(parent_pid))
+        wait_for_exit(parent_pid, get_process_identity(parent_pid))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables that torch reads when CUDA starts; the first wins."""
-_EXPANDABLE = "expandable_segments:True"
+_EXPANDABLE_SEGMENTS = "expandable_segments:True"
 
 
 def prefer_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set `expandable_segments:True` for this process and its children, if nothing is set and torch supports it."""
-    if not _setting(environment) and sys.platform == "linux" and "rocm" not in importlib.metadata.version("torch"):
-        environment[SETTINGS[0]] = _EXPANDABLE
+    if (
+        not _get_allocator_setting(environment)
+        and sys.platform == "linux"
+        and "rocm" not in importlib.metadata.version("torch")
+    ):
+        environment[ALLOCATOR_VARIABLES[0]] = _EXPANDABLE_SEGMENTS
 
 
 def uses_expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether runs that are started from this environment have expandable segments."""
-    setting = _setting(environment)
-    return not setting or _EXPANDABLE.lower() in setting.replace(" ", "").lower()
+    setting = _get_allocator_setting(environment)
+    return not setting or _EXPANDABLE_SEGMENTS.lower() in setting.replace(" ", "").lower()
 
 
-def _setting(environment: Mapping[str, str]) -> str:
-    return next((environment[name] for name in SETTINGS if environment.get(name)), "")
+def _get_allocator_setting(environment: Mapping[str, str]) -> str:
+    return next((environment[name] for name in ALLOCATOR_VARIABLES if environment.get(name)), "")
 
 
-def leave(exit_code: int) -> NoReturn:
+def exit_process(exit_code: int) -> NoReturn:
     """End the process: as usual on success; after a failure at once, past every destructor that waits for peers."""
     if exit_code == 0:
         sys.exit(0)

@@ -11,31 +11,31 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-VARIABLE = "PYTHONSAFEPATH"
-PYTHON = (sys.executable, "-P")
+SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
+SAFE_PYTHON = (sys.executable, "-P")
 """The command of a Python that imports nothing from the current directory."""
 
 
-def protect_children() -> None:
+def enable_safe_path() -> None:
     """Keep all Python processes that this one starts, directly or not, from importing out of the current directory."""
-    os.environ[VARIABLE] = "1"
+    os.environ[SAFE_PATH_VARIABLE] = "1"
 
 
 @contextmanager
-def protected_children() -> Iterator[None]:
-    """Apply `protect_children` to processes that are started in the context."""
-    before = os.environ.get(VARIABLE)
-    protect_children()
+def safe_path_enabled() -> Iterator[None]:
+    """Apply `enable_safe_path` to processes that are started in the context."""
+    before = os.environ.get(SAFE_PATH_VARIABLE)
+    enable_safe_path()
     try:
         yield
     finally:
         if before is None:
-            del os.environ[VARIABLE]
+            del os.environ[SAFE_PATH_VARIABLE]
         else:
-            os.environ[VARIABLE] = before
+            os.environ[SAFE_PATH_VARIABLE] = before
 
 
-def leave_current_directory() -> None:
+def remove_cwd_from_sys_path() -> None:
     """Remove the current directory from this process's own path, where `python -m` has put it first."""
     if not sys.flags.safe_path and sys.path:
         with suppress(OSError):

@@ -2,7 +2,7 @@
 
 [Note: stopping] A rank notes the signal; before the next step, all agree (`meshwright.train.loop.batches`) to stop,
 save, and leave with `Stopped`. A second signal ends a rank at once. One signal may come twice, from the scheduler and
-from a launcher; within SAME_S they count as one. Python runs handlers in the main thread between two instructions, so
+from a launcher; within SIGNAL_DEBOUNCE_S they count as one. Python runs handlers in the main thread between two instructions, so
 a rank that waits inside torch would not notice the second: a thread reads the interpreter's wakeup pipe. Forked
 processes share the pipe but not the signals: SIGTERM, which ends a child, keeps its handler; others are ignored.
 """
@@ -22,13 +22,13 @@ from typing import Any, Literal, get_args
 
 from .errors import ConfigError
 
-SAME_S = 2.0
+SIGNAL_DEBOUNCE_S = 2.0
 """A signal that comes again within this time is the same."""
 
 StopName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"]
 """Names of the signals that can ask a run to stop."""
-_NAMES: tuple[StopName, ...] = get_args(StopName)
-_END = b"\0"
+_SIGNAL_NAMES: tuple[StopName, ...] = get_args(StopName)
+_STOP_LISTENING = b"\0"
 """Ends the listening thread. Closing the pipe would not, if a forked process has it open."""
 
 
@@ -37,17 +37,17 @@ class Stopped(SystemExit):
 
     Attributes:
         saved: whether the state after this step is in a checkpoint.
-        too_late: whether no save was started because it would not have finished in time.
+        has_skipped_save: whether no save was started because it would not have finished in time.
     """
 
-    def __init__(self, number: int, *, step: int, saved: bool, exit_code: int, too_late: bool = False) -> None:
+    def __init__(self, signum: int, *, step: int, saved: bool, exit_code: int, has_skipped_save: bool = False) -> None:
         super().__init__(exit_code)
-        self.signal, self.step, self.saved, self.too_late = signal.Signals(number).name, step, saved, too_late
+        self.signal, self.step, self.saved, self.too_late = signal.Signals(signum).name, step, saved, has_skipped_save
 
 
-def noted_text(number: int) -> str:
+def format_stop_notice(signum: int) -> str:
     """Return what is printed once a signal has asked the run to stop."""
-    return f"{signal.Signals(number).name}: this run stops after its step; a second signal ends it at once"
+    return f"{signal.Signals(signum).name}: this run stops after its step; a second signal ends it at once"
 
 
 class StopSignals:
@@ -57,7 +57,7 @@ class StopSignals:
 
     Args:
         grace_s: seconds from the first signal until the process is ended; None: unknown.
-        tell: called with a message when a signal is noted; in a thread.
+        report: called with a message when a signal is noted; in a thread.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class StopSignals:
         *,
         exit_code: int = 143,
         grace_s: float | None = None,
-        tell: Callable[[str], object] | None = None,
+        report: Callable[[str], object] | None = None,
     ) -> None:
-        wrong = names if isinstance(names, str) else next((name for name in names if name not in _NAMES), None)
+        wrong = names if isinstance(names, str) else next((name for name in names if name not in _SIGNAL_NAMES), None)
         if wrong is not None:
             raise ConfigError(
-                f"{wrong!r} is none of the signals that can be noted. Give a list of some of {', '.join(_NAMES)}."
+                f"{wrong!r} is none of the signals that can be noted. Give a list of some of {', '.join(_SIGNAL_NAMES)}."
             )
         self.names, self.exit_code, self.grace_s = tuple(names), exit_code, grace_s
         self._numbers = {int(signal.Signals[name]) for name in names}
-        self._tell = tell
+        self._tell = report
         self._noted, self._noted_s, self._settled = 0, 0.0, False
         self._handlers: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
@@ -105,7 +105,7 @@ class StopSignals:
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="meshwright-signals", daemon=True)
         self._thread.start()
-        self._handlers = {number: signal.signal(number, _leave_to_thread) for number in self._numbers}
+        self._handlers = {number: signal.signal(number, _ignore_in_main_thread) for number in self._numbers}
         os.register_at_fork(after_in_child=self._leave_to_parent)
         return self
 
@@ -119,7 +119,7 @@ class StopSignals:
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_IGN if late else signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._before)
-        os.write(self._writer, _END)
+        os.write(self._writer, _STOP_LISTENING)
         self._thread.join()
         os.close(self._writer)
         os.close(self._reader)
@@ -134,25 +134,25 @@ class StopSignals:
 
     def _listen(self) -> None:
         found = b""
-        while _END not in found:
+        while _STOP_LISTENING not in found:
             found = os.read(self._reader, 64)
             if self._before != -1:
-                os.write(self._before, found.rstrip(_END))
+                os.write(self._before, found.rstrip(_STOP_LISTENING))
             for number in found:
                 if number in self._numbers:
                     self._note(number)
 
-    def _note(self, number: int) -> None:
+    def _note(self, signum: int) -> None:
         now = time.monotonic()
         if not self._noted:
-            self._noted_s, self._noted = now, number
+            self._noted_s, self._noted = now, signum
             if self._tell is not None:
                 with suppress(OSError):  # nobody reads this process's output any more
-                    self._tell(noted_text(number))
-        elif now - self._noted_s > SAME_S and not self._settled:
+                    self._tell(format_stop_notice(signum))
+        elif now - self._noted_s > SIGNAL_DEBOUNCE_S and not self._settled:
             sys.stderr.flush()
-            os._exit(128 + number)
+            os._exit(128 + signum)
 
 
-def _leave_to_thread(number: int, frame: FrameType | None) -> None:
+def _ignore_in_main_thread(number: int, frame: FrameType | None) -> None:
     """Do nothing: the thread reads the signal from the wakeup pipe."""

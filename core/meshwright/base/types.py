@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 Batch: TypeAlias = "Mapping[str, Tensor]"
 """`input_ids` and `labels`, int64, (B, S); labels of -100 are masked. Other tensors go to the model's forward."""
 
-IGNORED_LABEL = -100
+IGNORE_INDEX = -100
 """The label of a token that no loss counts."""
 
 Objective: TypeAlias = "Callable[[Any, Mapping[str, Tensor]], Tensor | tuple[Tensor, Mapping[str, Tensor]]]"

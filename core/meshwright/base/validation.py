@@ -25,29 +25,29 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from .errors import ConfigError, nearest
+from .errors import ConfigError, suggest_match
 
-DTYPES = ("float64", "float32", "bfloat16")
+TRAINING_DTYPES = ("float64", "float32", "bfloat16")
 """In which models are trained, by name."""
-NO_FLOAT16 = "float16 would need a loss that is scaled, or its small gradients are zero, and none scales it here"
+FLOAT16_REFUSAL = "float16 would need a loss that is scaled, or its small gradients are zero, and none scales it here"
 """Why float16 is refused as a dtype of training."""
 
 
 if TYPE_CHECKING:  # Type checkers know the fields by name.
-    _ByPosition = BaseModel
+    _PositionalModel = BaseModel
 else:
 
-    class _Constructor(type(BaseModel)):
+    class _PositionalMeta(type(BaseModel)):
         """Takes some fields by position. Validation calls no constructor, and takes them by name."""
 
         def __call__(cls, *arguments: Any, **values: Any) -> Any:
-            return super().__call__(**_by_name(cls, arguments, values))
+            return super().__call__(**_bind_positional(cls, arguments, values))
 
-    class _ByPosition(BaseModel, metaclass=_Constructor):
+    class _PositionalModel(BaseModel, metaclass=_PositionalMeta):
         pass
 
 
-class FrozenModel(_ByPosition):
+class FrozenModel(_PositionalModel):
     """A frozen model that refuses unknown fields and values of another type; `positional` fields go by position."""
 
     positional: ClassVar[tuple[str, ...]] = ()
@@ -65,7 +65,7 @@ class FrozenModel(_ByPosition):
     @classmethod
     def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         # pydantic is strict with numbers, but not with a Literal of them, which True equals.
-        allowed = _literals(cls.model_fields[str(info.field_name)].annotation)
+        allowed = _get_literal_values(cls.model_fields[str(info.field_name)].annotation)
         same = [each for each in allowed if each == value]
         if isinstance(value, bool) and same and not any(isinstance(each, bool) for each in same):
             raise ValueError(f"must be one of {', '.join(map(repr, allowed))}")
@@ -105,13 +105,13 @@ class FrozenModel(_ByPosition):
 
     @model_serializer(mode="plain", when_used="json")
     def _data(self) -> dict[str, Any]:
-        return {name: as_data(value) for name, value in self}
+        return {name: to_plain_data(value) for name, value in self}
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def validated(model_cls: type[ModelT], values: Mapping[str, Any], *, where: str) -> ModelT:
+def validate_config(model_cls: type[ModelT], values: Mapping[str, Any], *, where: str) -> ModelT:
     """Build `model_cls` from a mapping; ConfigError with a line for each finding. `where` names the source."""
     try:
         return model_cls.model_validate(dict(values))
@@ -120,29 +120,29 @@ def validated(model_cls: type[ModelT], values: Mapping[str, Any], *, where: str)
         findings: dict[str, list[str]] = {}
         found = error.errors()
         for finding in found:
-            if not _is_of_another_kind(finding, found):
-                path, message = _finding(model_cls, finding)
+            if not _is_scalar_mismatch(finding, found):
+                path, message = _format_validation_error(model_cls, finding)
                 findings.setdefault(path, []).append(message)
         lines = [f"  {path}: {'; or '.join(dict.fromkeys(messages))}" for path, messages in findings.items()]
         raise ConfigError("\n".join([f"{where} is not valid:", *lines])) from None
 
 
-def as_config(config_cls: type[ModelT], given: Any, *, where: str) -> ModelT:
+def coerce_config(config_cls: type[ModelT], config: Any, *, where: str) -> ModelT:
     """Return a config, or a mapping of its options, as an object of its class; ConfigError if it is none."""
-    if given is None or isinstance(given, Mapping):
-        return validated(config_cls, given or {}, where=where)
-    if isinstance(given, BaseModel):
+    if config is None or isinstance(config, Mapping):
+        return validate_config(config_cls, config or {}, where=where)
+    if isinstance(config, BaseModel):
         try:
             # Some classes take another's values, such as those of a reference's class.
-            return config_cls.model_validate(given)
+            return config_cls.model_validate(config)
         except ValidationError:
             pass
     raise ConfigError(
-        f"{where} takes a {config_cls.__name__}, not a {type(given).__name__}. Give one, or a mapping of its options."
+        f"{where} takes a {config_cls.__name__}, not a {type(config).__name__}. Give one, or a mapping of its options."
     )
 
 
-def _by_name(cls: type[FrozenModel], arguments: Sequence[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _bind_positional(cls: type[FrozenModel], arguments: Sequence[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     names = cls.positional
     if len(arguments) > len(names):
         listed = f": {', '.join(names)}" if names else ""
@@ -154,22 +154,22 @@ def _by_name(cls: type[FrozenModel], arguments: Sequence[Any], values: Mapping[s
     return {**given, **values}
 
 
-def as_data(value: Any) -> Any:
+def to_plain_data(value: Any) -> Any:
     """Return a value of a config as a file would hold it; unchanged if a file cannot.
 
     A dtype by its name, a class or function by its import path, a dataclass as the mapping of its fields that are not
     None, with its class as `_target_`.
     """
     if isinstance(value, Mapping):
-        return {key: as_data(each) for key, each in value.items()}
+        return {key: to_plain_data(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [as_data(each) for each in value]
+        return [to_plain_data(each) for each in value]
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value).removeprefix("torch.")
     if is_dataclass(value) and not isinstance(value, type):
         given = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
         of_class = {"_target_": _import_path(type(value))}
-        return of_class | {name: as_data(each) for name, each in given.items() if each is not None}
+        return of_class | {name: to_plain_data(each) for name, each in given.items() if each is not None}
     return _import_path(value) if callable(value) else value
 
 
@@ -188,32 +188,34 @@ def _import_path(value: Any) -> Any:
     return value
 
 
-_OF_PLAIN_VALUES = frozenset({"bool_type", "literal_error", "string_type", "int_type", "float_type"})
+_SCALAR_ERROR_TYPES = frozenset({"bool_type", "literal_error", "string_type", "int_type", "float_type"})
 
 
-def _is_of_another_kind(finding: Any, found: Sequence[Any]) -> bool:
+def _is_scalar_mismatch(finding: Any, found: Sequence[Any]) -> bool:
     """Return whether a finding only says that a mapping is no plain value, where the key also takes mappings."""
-    if finding["type"] not in _OF_PLAIN_VALUES or not isinstance(finding["input"], dict):
+    if finding["type"] not in _SCALAR_ERROR_TYPES or not isinstance(finding["input"], dict):
         return False
     depth = len(finding["loc"])
     others = [each for each in found if each["loc"][: depth - 1] == finding["loc"][:-1]]
-    return any(len(each["loc"]) > depth or each["type"] not in _OF_PLAIN_VALUES for each in others)
+    return any(len(each["loc"]) > depth or each["type"] not in _SCALAR_ERROR_TYPES for each in others)
 
 
-def _finding(model_cls: type[BaseModel], finding: Any) -> tuple[str, str]:
-    keys, holder = _follow(model_cls, finding["loc"])
+def _format_validation_error(model_cls: type[BaseModel], error: Any) -> tuple[str, str]:
+    keys, holder = _resolve_location(model_cls, error["loc"])
     path = ".".join(keys) or "as a whole"
-    if finding["type"] == "extra_forbidden":
-        known = list(_fields(holder)) if holder else []
-        return path, f"unknown key.{nearest(keys[-1], known)} Allowed: {', '.join(sorted(known)) or 'none'}."
-    if finding["type"] == "missing":
+    if error["type"] == "extra_forbidden":
+        known = list(_get_fields(holder)) if holder else []
+        return path, f"unknown key.{suggest_match(keys[-1], known)} Allowed: {', '.join(sorted(known)) or 'none'}."
+    if error["type"] == "missing":
         return path, "required, but not given."
     # A validator of a whole model has no single value to show; its message carries what matters.
-    got = f" (got {finding['input']!r:.200})" if keys and not isinstance(finding["input"], dict) else ""
-    return path, finding["msg"].removeprefix("Value error, ") + got
+    got = f" (got {error['input']!r:.200})" if keys and not isinstance(error["input"], dict) else ""
+    return path, error["msg"].removeprefix("Value error, ") + got
 
 
-def _follow(model_cls: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
+def _resolve_location(
+    model_cls: type[BaseModel], location: Sequence[str | int]
+) -> tuple[list[str], type[BaseModel] | None]:
     """Return the user's keys in pydantic's location, and the model of the last key; None for a mapping or list."""
     keys: list[str] = []
     holder: type[BaseModel] | None = model_cls
@@ -227,22 +229,22 @@ def _follow(model_cls: type[BaseModel], location: Sequence[str | int]) -> tuple[
             continue
         holder = inside[0] if inside else None
         if holder is not None:
-            field = _fields(holder).get(str(part))
+            field = _get_fields(holder).get(str(part))
             annotation = field.annotation if field else None
-            inside = _models_in(annotation)
+            inside = _find_models(annotation)
         if part != "[key]":
             keys.append(str(part))
     return keys, holder
 
 
-def _fields(model_cls: type[BaseModel]) -> dict[str, FieldInfo]:
+def _get_fields(model_cls: type[BaseModel]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in model_cls.model_fields.items()}
 
 
-def _literals(annotation: Any) -> list[Any]:
+def _get_literal_values(annotation: Any) -> list[Any]:
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
-    return [value for each in get_args(annotation) for value in _literals(each)]
+    return [value for each in get_args(annotation) for value in _get_literal_values(each)]
 
 
 def _is_union(annotation: Any) -> bool:
@@ -251,7 +253,7 @@ def _is_union(annotation: Any) -> bool:
     return len([each for each in get_args(annotation) if each is not type(None)]) > 1
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def _find_models(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [cls for each in get_args(annotation) for cls in _models_in(each)]
+    return [cls for each in get_args(annotation) for cls in _find_models(each)]

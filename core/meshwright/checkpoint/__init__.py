@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from .checkpointer import Checkpointer, OnError, save_checkpoint
 from .export import export_checkpoint
-from .loading import first_whole, load_checkpoint, newest_checkpoint
-from .manifest import Manifest, read_manifest, steps_in
+from .loading import find_first_valid, find_newest_checkpoint, load_checkpoint
+from .manifest import Manifest, list_steps, read_manifest
 
 __all__ = [
     "Checkpointer",
     "Manifest",
     "OnError",
     "export_checkpoint",
-    "first_whole",
+    "find_first_valid",
+    "find_newest_checkpoint",
+    "list_steps",
     "load_checkpoint",
-    "newest_checkpoint",
     "read_manifest",
     "save_checkpoint",
-    "steps_in",
 ]

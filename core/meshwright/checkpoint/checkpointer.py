@@ -20,18 +20,18 @@ from ..base.errors import CheckpointError, CheckpointWriteError
 from ..files.terminal import warn
 from ..mesh.world import new_group
 from ..strategy.contract import StrategyManager
-from .directory import EVALUATIONS, retain, tidy
-from .manifest import step_name
-from .places import Folder
-from .remote import place_of
-from .saving import Agreement, Saving, content_of, described, error_of_first, own_group
+from .directory import EVALUATIONS_KEY, apply_retention, cleanup
+from .manifest import format_step_name
+from .places import Storage
+from .remote import open_storage
+from .saving import CheckpointSave, SavePlanner, collect_content, format_exception, run_on_first, temporary_group
 
 OnError = Literal["stop", "continue"]
 
 
 def save_checkpoint(
     manager: StrategyManager,
-    directory: str | Path | Folder,
+    directory: str | Path | Storage,
     *,
     step: int,
     scheduler: LRScheduler | None = None,
@@ -53,10 +53,12 @@ def save_checkpoint(
     Raises:
         CheckpointError: it could not be written; on all ranks. Nothing has changed then.
     """
-    place = manager.mesh.world.together(lambda: place_of(directory))
-    with own_group() as group:
-        content = content_of(manager, group, step=step, scheduler=scheduler, extra=extra, with_optimizer=with_optimizer)
-        Saving(manager, place, group, content, tokenizer).write()
+    place = manager.mesh.world.together(lambda: open_storage(directory))
+    with temporary_group() as group:
+        content = collect_content(
+            manager, group, step=step, scheduler=scheduler, extra=extra, with_optimizer=with_optimizer
+        )
+        CheckpointSave(manager, place, group, content, tokenizer).write()
 
 
 class Checkpointer:
@@ -68,7 +70,7 @@ class Checkpointer:
         keep_last: number of valid checkpoints to keep, of no later step than the one just saved; None keeps all.
         keep_every: keep also those of steps that are multiples of this.
         keep_best: keep also this many with the lowest loss.
-        best_of: evaluation set of that loss; see `evaluations` of `save`.
+        best_eval_set: evaluation set of that loss; see `evaluations` of `save`.
         asynchronous: whether training continues while a checkpoint is written.
         on_error: whether a checkpoint that cannot be written ends the training, or is reported by a warning. Either way
             the earlier ones stay as they are.
@@ -82,28 +84,30 @@ class Checkpointer:
     def __init__(
         self,
         manager: StrategyManager,
-        root: str | Path | Folder,
+        root: str | Path | Storage,
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: int | None = None,
-        best_of: str = "held_out",
+        best_eval_set: str = "held_out",
         asynchronous: bool = True,
         on_error: OnError = "stop",
         tokenizer: Any = None,
     ) -> None:
         self._manager = manager
         world = manager.mesh.world
-        self.root = world.together(lambda: place_of(root))
-        self._retain = partial(retain, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, of_set=best_of)
-        self.keep_best, self.best_of = keep_best, best_of
+        self.root = world.together(lambda: open_storage(root))
+        self._retain = partial(
+            apply_retention, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, eval_set=best_eval_set
+        )
+        self.keep_best, self.best_of = keep_best, best_eval_set
         self._asynchronous, self._on_error, self._tokenizer = asynchronous, on_error, tokenizer
-        self._group, self._agreement = new_group("gloo"), Agreement()
+        self._group, self._agreement = new_group("gloo"), SavePlanner()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self.saved: int | None = None
         self.seconds = 0.0
-        world.from_first(lambda: tidy(self.root))
+        world.from_first(lambda: cleanup(self.root))
 
     def save(
         self,
@@ -124,11 +128,11 @@ class Checkpointer:
         self.wait()
         began = time.monotonic()
         try:
-            values = {**(extra or {}), EVALUATIONS: dict(evaluations or {})}
-            content = content_of(
-                self._manager, self._group, step=step, scheduler=scheduler, extra=values, agreement=self._agreement
+            values = {**(extra or {}), EVALUATIONS_KEY: dict(evaluations or {})}
+            content = collect_content(
+                self._manager, self._group, step=step, scheduler=scheduler, extra=values, planner=self._agreement
             )
-            saving = Saving(self._manager, self.place(step), self._group, content, self._tokenizer)
+            saving = CheckpointSave(self._manager, self.place(step), self._group, content, self._tokenizer)
         except CheckpointError as error:
             self._report(error)
             return
@@ -140,9 +144,9 @@ class Checkpointer:
         self._thread = threading.Thread(target=self._write, args=(saving, step, began), name="meshwright-checkpoint")
         self._thread.start()
 
-    def place(self, step: int) -> Folder:
+    def place(self, step: int) -> Storage:
         """Return the place of the checkpoint of a step, which need not exist."""
-        return self.root.at(step_name(step))
+        return self.root.at(format_step_name(step))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. Collective. Raises as `save`."""
@@ -168,16 +172,16 @@ class Checkpointer:
         if error_type is None:
             self.close()
 
-    def _write(self, saving: Saving, step: int, began: float) -> None:
+    def _write(self, saving: CheckpointSave, step: int, start_time: float) -> None:
         try:
             saving.write()
-            self.saved, self.seconds = step, max(self.seconds, time.monotonic() - began)
-            self._error = error_of_first(self._group, lambda: self._retain(self.root, newest=step))
+            self.saved, self.seconds = step, max(self.seconds, time.monotonic() - start_time)
+            self._error = run_on_first(self._group, lambda: self._retain(self.root, newest_step=step))
         except CheckpointError as error:
             self._error = error
         except Exception as error:
             # Another rank is gone.
-            self._error = CheckpointWriteError(f"a checkpoint failed: {described(error)}")
+            self._error = CheckpointWriteError(f"a checkpoint failed: {format_exception(error)}")
 
     def _report(self, error: CheckpointError) -> None:
         if self._on_error == "stop":

@@ -27,35 +27,35 @@ from typing import Any, TypeVar
 
 from ..base.errors import CheckpointError, CheckpointWriteError
 from .manifest import (
-    BESIDE,
-    MANIFEST,
-    PAYLOAD,
-    Chunks,
-    ForeignCheckpointError,
+    MANIFEST_FILE,
+    TEMPORARY_SUFFIXES,
+    TENSORS_PREFIX,
+    BlockHasher,
+    CheckpointSignatureError,
     Manifest,
     StoredFile,
-    all_in,
-    beside,
+    list_checkpoints,
     read_manifest,
-    sealed,
+    serialize_manifest,
+    sibling_path,
 )
-from .places import STEP, Folder, LocalFolder, Where, retried, steps_of, sync
-from .remote import place_of
+from .places import STEP_PATTERN, LocalStorage, Storage, StorageLike, fsync_directory, list_step_checkpoints, retry
+from .remote import open_storage
 
-Checkpoint = TypeVar("Checkpoint", bound=Where)
-Parts = Callable[[], Iterable[Any]]
+CheckpointT = TypeVar("CheckpointT", bound=StorageLike)
+ByteParts = Callable[[], Iterable[Any]]
 """Yields the bytes of a file, part by part; called for each attempt to write it."""
 
-HUGGING_FACE = "huggingface"
+HUGGING_FACE_FOLDER = "huggingface"
 """Directory of the model's configuration and the tokenizer in a checkpoint."""
-EVALUATIONS = "evaluations"
+EVALUATIONS_KEY = "evaluations"
 """Key of `Manifest.extra` with the losses of a checkpoint, by evaluation set."""
-ABANDONED = re.compile(r"abandoned-(\d+)")
+ARCHIVE_PATTERN = re.compile(r"abandoned-(\d+)")
 """Name of a place for checkpoints of later steps than the one a run went back to."""
 
 
 @contextmanager
-def _changing(failure: str) -> Iterator[None]:
+def _convert_write_errors(failure: str) -> Iterator[None]:
     """Turn an OSError into a CheckpointWriteError that says what cannot be done."""
     try:
         yield
@@ -63,40 +63,40 @@ def _changing(failure: str) -> Iterator[None]:
         raise CheckpointWriteError(f"{failure}: {error}.") from error
 
 
-def draft_of(folder: Folder) -> Draft:
+def create_writer(storage: Storage) -> CheckpointWriter:
     """Return a checkpoint to be written at a place."""
-    if isinstance(folder, LocalFolder):
-        return LocalDraft(folder)
-    if not hasattr(folder, "put"):
-        raise CheckpointWriteError(f"{folder} can be read, but not be written to. Name a directory or a URL.")
-    return Draft(folder)
+    if isinstance(storage, LocalStorage):
+        return LocalCheckpointWriter(storage)
+    if not hasattr(storage, "put"):
+        raise CheckpointWriteError(f"{storage} can be read, but not be written to. Name a directory or a URL.")
+    return CheckpointWriter(storage)
 
 
-class Draft:
+class CheckpointWriter:
     """A checkpoint that is being written, to an object store.
 
     The first rank calls `begin`, and `commit` or `discard`; all ranks call `write`. The files are written to `target`.
     """
 
-    def __init__(self, folder: Folder, target: Folder | None = None) -> None:
-        self.folder, self.target = folder, target or folder
+    def __init__(self, storage: Storage, target: Storage | None = None) -> None:
+        self.folder, self.target = storage, target or storage
 
     def begin(self) -> None:
         """Make room for the checkpoint. Raises CheckpointWriteError."""
-        _refuse_foreign(self.folder)
-        with _changing(f"the checkpoint {self.folder} cannot be written"):
+        _reject_wrong_signature(self.folder)
+        with _convert_write_errors(f"the checkpoint {self.folder} cannot be written"):
             self.folder.remove()
 
-    def write(self, name: str, parts: Parts) -> StoredFile:
+    def write(self, name: str, parts: ByteParts) -> StoredFile:
         """Write a file, which is stored when this returns. Raises OSError."""
-        in_chunks = self.folder.access.key is not None and name.startswith(PAYLOAD)
+        in_chunks = self.folder.access.key is not None and name.startswith(TENSORS_PREFIX)
 
         def write() -> StoredFile:
-            counted = _Counted(parts, in_chunks=in_chunks)
+            counted = _HashedParts(parts, in_blocks=in_chunks)
             self.target.put(name, counted)
             return counted.stored()
 
-        return retried(write, self.folder.access, f"writing {self.target}/{name}")
+        return retry(write, self.folder.access, f"writing {self.target}/{name}")
 
     def commit(self, manifest: Manifest) -> None:
         """Complete the checkpoint. After an OSError one of that name is unchanged, or `recover` restores it."""
@@ -107,8 +107,10 @@ class Draft:
         self._put_manifest(manifest)
 
     def _put_manifest(self, manifest: Manifest) -> None:
-        text = sealed(manifest, self.folder.access.key).encode()
-        retried(lambda: self.target.put(MANIFEST, [text]), self.folder.access, f"writing {self.target}/{MANIFEST}")
+        text = serialize_manifest(manifest, self.folder.access.key).encode()
+        retry(
+            lambda: self.target.put(MANIFEST_FILE, [text]), self.folder.access, f"writing {self.target}/{MANIFEST_FILE}"
+        )
 
     def discard(self) -> None:
         """Remove what could not be completed, as far as possible."""
@@ -119,40 +121,40 @@ class Draft:
             return
 
 
-class LocalDraft(Draft):
+class LocalCheckpointWriter(CheckpointWriter):
     """A checkpoint that is being written to a directory; see [Note: complete or absent]."""
 
-    def __init__(self, folder: LocalFolder) -> None:
-        self.final, self.writing = folder.path, beside(folder.path, "writing")
-        super().__init__(folder, LocalFolder(self.writing, folder.access))
+    def __init__(self, storage: LocalStorage) -> None:
+        self.final, self.writing = storage.path, sibling_path(storage.path, "writing")
+        super().__init__(storage, LocalStorage(self.writing, storage.access))
 
     def begin(self) -> None:
         access, writing = self.folder.access, self.writing
-        for path in (self.final, beside(self.final, "replaced"), writing):
-            _refuse_foreign(LocalFolder(path, access))
-        with _changing(f"the checkpoint {self.final} cannot be written"):
-            recover(self.final)
+        for path in (self.final, sibling_path(self.final, "replaced"), writing):
+            _reject_wrong_signature(LocalStorage(path, access))
+        with _convert_write_errors(f"the checkpoint {self.final} cannot be written"):
+            recover_interrupted_swap(self.final)
             shutil.rmtree(writing, ignore_errors=True)
             if writing.is_symlink():
                 raise CheckpointError(f"{writing} is a link, through which no checkpoint is written. Remove it.")
-            retried(lambda: writing.mkdir(parents=True, exist_ok=True), access, f"making {writing}")
+            retry(lambda: writing.mkdir(parents=True, exist_ok=True), access, f"making {writing}")
 
     def commit(self, manifest: Manifest) -> None:
         self._put_manifest(manifest)
-        for directory in {(self.writing / name).parent for name in (MANIFEST, *manifest.files)}:
-            sync(directory)
-        put_in_place(self.writing, self.final)
+        for directory in {(self.writing / name).parent for name in (MANIFEST_FILE, *manifest.files)}:
+            fsync_directory(directory)
+        replace_directory(self.writing, self.final)
 
     def discard(self) -> None:
         shutil.rmtree(self.writing, ignore_errors=True)
 
 
-class _Counted:
+class _HashedParts:
     """Parts of a file on their way to storage, and the checksums of what was written."""
 
-    def __init__(self, parts: Parts, *, in_chunks: bool) -> None:
+    def __init__(self, parts: ByteParts, *, in_blocks: bool) -> None:
         self._parts, self._digest, self._size = parts, hashlib.sha256(), 0
-        self._chunks = Chunks() if in_chunks else None
+        self._chunks = BlockHasher() if in_blocks else None
 
     def __iter__(self) -> Iterator[Any]:
         for part in self._parts():
@@ -166,9 +168,9 @@ class _Counted:
         return StoredFile(self._size, self._digest.hexdigest(), self._chunks.digests() if self._chunks else ())
 
 
-def put_in_place(new: Path, final: Path) -> None:
+def replace_directory(new: Path, final: Path) -> None:
     """Give a complete directory its name, replacing one of that name; see [Note: swap, then remove]."""
-    old = beside(final, "replaced")
+    old = sibling_path(final, "replaced")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
@@ -178,18 +180,18 @@ def put_in_place(new: Path, final: Path) -> None:
         if old.exists():
             old.rename(final)
         raise
-    sync(final.parent)
+    fsync_directory(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def recover(final: Path) -> None:
-    """Finish an interrupted `put_in_place`, as the writer: the new checkpoint gets the name if it is complete."""
-    old, new = beside(final, "replaced"), beside(final, "writing")
+def recover_interrupted_swap(final: Path) -> None:
+    """Finish an interrupted `replace_directory`, as the writer: the new checkpoint gets the name if it is complete."""
+    old, new = sibling_path(final, "replaced"), sibling_path(final, "writing")
     if old.exists() and not final.exists():
-        (old if valid_manifest(new) is None else new).rename(final)
+        (old if read_valid_manifest(new) is None else new).rename(final)
 
 
-def valid_manifest(checkpoint: Where) -> Manifest | None:
+def read_valid_manifest(checkpoint: StorageLike) -> Manifest | None:
     """Return the manifest; None if the checkpoint is incomplete, by the sizes of its files, or cannot be read."""
     try:
         return read_manifest(checkpoint)
@@ -197,102 +199,104 @@ def valid_manifest(checkpoint: Where) -> Manifest | None:
         return None
 
 
-def _is_foreign(checkpoint: Where) -> bool:
+def _has_wrong_signature(checkpoint: StorageLike) -> bool:
     """Return whether there is a checkpoint that is not signed with the key of its place."""
     try:
         read_manifest(checkpoint)
     except CheckpointError as error:
-        return isinstance(error, ForeignCheckpointError)
+        return isinstance(error, CheckpointSignatureError)
     return False
 
 
-def _refuse_foreign(checkpoint: Where) -> None:
-    if _is_foreign(checkpoint):
+def _reject_wrong_signature(checkpoint: StorageLike) -> None:
+    if _has_wrong_signature(checkpoint):
         raise CheckpointWriteError(
             f"{checkpoint} is in the way, and it is not signed with the key of this run, which replaces no foreign "
             f"checkpoint. Move it away, or save elsewhere."
         )
 
 
-def retain(
-    root: str | Path | Folder,
+def apply_retention(
+    root: str | Path | Storage,
     *,
-    newest: int,
+    newest_step: int,
     keep_last: int | None,
     keep_every: int | None = None,
     keep_best: int | None = None,
-    of_set: str = "",
+    eval_set: str = "",
 ) -> None:
     """Remove older checkpoints of a run; see `Checkpointer`. Only valid ones are counted and removed.
 
-    Those of later steps than `newest`, which was saved last, are neither: the run went back behind them. Raises
+    Those of later steps than `newest_step`, which was saved last, are neither: the run went back behind them. Raises
     CheckpointError.
     """
     if keep_last is None:
         return
-    found = [(int(place.name.rpartition("-")[2]), place) for place in all_in(place_of(root))]
-    valid = [(step, place) for step, place in found if step <= newest and valid_manifest(place) is not None]
-    best = {step for _, step, _ in best_of([place for _, place in valid], of_set, keep_best or 0)}
+    found = [(int(place.name.rpartition("-")[2]), place) for place in list_checkpoints(open_storage(root))]
+    valid = [(step, place) for step, place in found if step <= newest_step and read_valid_manifest(place) is not None]
+    best = {step for _, step, _ in find_best_checkpoints([place for _, place in valid], eval_set, keep_best or 0)}
     kept = 0
     for step, place in valid:
         if kept >= keep_last and (step in best or (keep_every is not None and step % keep_every == 0)):
             continue
         kept += 1
         if kept > keep_last:
-            with _changing(f"the older checkpoint {place} cannot be removed"):
+            with _convert_write_errors(f"the older checkpoint {place} cannot be removed"):
                 place.remove()
 
 
-def best_of(checkpoints: Sequence[Checkpoint], name: str, count: int) -> list[tuple[float, int, Checkpoint]]:
+def find_best_checkpoints(
+    checkpoints: Sequence[CheckpointT], eval_set: str, count: int
+) -> list[tuple[float, int, CheckpointT]]:
     """Return loss, step and place of the `count` checkpoints with the lowest finite losses of a set, the best first."""
     found = []
     for place in checkpoints if count else ():
-        manifest = valid_manifest(place)
-        losses = None if manifest is None else manifest.extra.get(EVALUATIONS)
-        loss = losses.get(name) if isinstance(losses, dict) else None
+        manifest = read_valid_manifest(place)
+        losses = None if manifest is None else manifest.extra.get(EVALUATIONS_KEY)
+        loss = losses.get(eval_set) if isinstance(losses, dict) else None
         if manifest is not None and isinstance(loss, int | float) and math.isfinite(loss):
             found.append((float(loss), manifest.step, place))
     return sorted(found, key=lambda each: each[:2])[:count]
 
 
-def tidy(root: Folder) -> None:
+def cleanup(root: Storage) -> None:
     """Remove what interrupted runs left incomplete; only the writer of `root` may call this.
 
     Complete checkpoints that are not signed with the key of `root` stay. Raises CheckpointWriteError.
     """
-    if isinstance(root, LocalFolder):
-        _tidy_directory(root)
+    if isinstance(root, LocalStorage):
+        _cleanup_directory(root)
         return
-    with _changing(f"what a run has left in {root} cannot be removed"):
-        for _, place in steps_of(root):
-            if MANIFEST not in (place.sizes() or {}):
+    with _convert_write_errors(f"what a run has left in {root} cannot be removed"):
+        for _, place in list_step_checkpoints(root):
+            if MANIFEST_FILE not in (place.sizes() or {}):
                 place.remove()
 
 
-def _tidy_directory(root: LocalFolder) -> None:
+def _cleanup_directory(root: LocalStorage) -> None:
     for path in root.path.glob("step-*.replaced"):
-        with _changing(f"{path} cannot be given its name back"):
-            recover(path.with_suffix(""))
-    for kind in BESIDE:
+        with _convert_write_errors(f"{path} cannot be given its name back"):
+            recover_interrupted_swap(path.with_suffix(""))
+    for kind in TEMPORARY_SUFFIXES:
         for path in root.path.glob(f"step-*{kind}"):
-            if not _is_foreign(LocalFolder(path, root.access)):
+            if not _has_wrong_signature(LocalStorage(path, root.access)):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def move_aside(root: Folder, *, after: int, copies: Sequence[Path] = ()) -> Folder | None:
-    """Move the checkpoints of steps later than `after`, -1 for all, to `root`/abandoned-N, with copies of files.
+def archive_after(root: Storage, *, after_step: int, files_to_copy: Sequence[Path] = ()) -> Storage | None:
+    """Move the checkpoints of steps later than `process_result`, -1 for all, to `root`/abandoned-N, with copies of files.
 
     Returns the new place; None if there was nothing to move. Raises CheckpointWriteError.
     """
     if not hasattr(root, "put"):
         raise CheckpointWriteError(f"{root} cannot be written to. Name a directory or a URL.")
-    with _changing(f"checkpoints of later steps in {root} cannot be moved"):
-        later = [place for step, place in steps_of(root) if step > after]
+    with _convert_write_errors(f"checkpoints of later steps in {root} cannot be moved"):
+        later = [place for step, place in list_step_checkpoints(root) if step > after_step]
         if not later:
             return None
-        numbers = [int(match[1]) for name in root.names() if (match := ABANDONED.fullmatch(name))]
+        numbers = [int(match[1]) for name in root.names() if (match := ARCHIVE_PATTERN.fullmatch(name))]
         aside = root.at(f"abandoned-{max(numbers, default=0) + 1}")
-        for file in copies:
+        for file in files_to_copy:
             if file.is_file():
                 aside.put(file.name, [file.read_bytes()])
         for place in later:
@@ -300,9 +304,9 @@ def move_aside(root: Folder, *, after: int, copies: Sequence[Path] = ()) -> Fold
         return aside
 
 
-def remove_all(root: Folder) -> None:
+def remove_checkpoints(root: Storage) -> None:
     """Remove all checkpoints of a run from a place that may hold other things. Raises CheckpointWriteError."""
-    with _changing(f"the checkpoints in {root} cannot be removed"):
+    with _convert_write_errors(f"the checkpoints in {root} cannot be removed"):
         for name in root.names():
-            if STEP.fullmatch(name) or ABANDONED.fullmatch(name):
+            if STEP_PATTERN.fullmatch(name) or ARCHIVE_PATTERN.fullmatch(name):
                 root.at(name).remove()

@@ -20,25 +20,25 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .._compat.peft import adapted_on_meta, file_names, is_transposed
-from .._compat.transformers import is_left_out_of_files, saved_together, to_saved_format
+from .._compat.peft import add_adapters_on_meta, is_transposed, map_file_names
+from .._compat.transformers import group_for_saving, is_ignored_on_save, to_saved_format
 from ..base.errors import CheckpointError, ConfigError
 from ..mesh.world import World
-from ..model.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE, adapter_folder, read_adapter_config
-from ..model.model_files import GENERATION_CONFIG, generation_json
-from ..tensors.state import TensorKind
-from .loading import checked
-from .manifest import read_and_verified
-from .places import Where
-from .remote import place_of
-from .stored_model import StoredModel, copy_files, first_names, model_on_meta
+from ..model.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE, get_adapter_subfolder, read_adapter_config
+from ..model.model_files import GENERATION_CONFIG, format_generation_config
+from ..tensors.state import TensorMeta
+from .loading import read_and_verify_share
+from .manifest import read_and_verify
+from .places import StorageLike
+from .remote import open_storage
+from .stored_model import StoredModel, build_model_on_meta, copy_files, map_to_first_names
 
-LEAST_FILE_BYTES = 64_000_000
+MIN_FILE_BYTES = 64_000_000
 """Ranks share the work in files of at least this size."""
 
 
 @dataclass
-class _File:
+class _OutputFile:
     """A file to be written: names of tensors, in groups that transformers converts together, and sizes in bytes."""
 
     groups: list[list[str]] = field(default_factory=list)
@@ -50,12 +50,12 @@ class _File:
 
 
 def export_checkpoint(
-    checkpoint: Where,
+    checkpoint: StorageLike,
     output: str | Path,
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: str | int = "5GB",
-    average: bool = False,
+    use_ema: bool = False,
     world: World | None = None,
 ) -> None:
     """Write the model of a checkpoint, its configuration and its tokenizer as a Hugging Face directory.
@@ -67,7 +67,7 @@ def export_checkpoint(
         output: a directory that is missing or empty.
         dtype: of the weights; None: as they were saved.
         max_shard_size: of a file, in bytes or as "5GB"; it bounds the memory needed.
-        average: write the averages of the weights, rounded to their dtype; see `meshwright.train.loop.ema`.
+        use_ema: write the averages of the weights, rounded to their dtype; see `meshwright.train.loop.ema`.
         world: ranks that share the work and a file system; None: this process alone.
 
     Raises:
@@ -78,19 +78,21 @@ def export_checkpoint(
     output = Path(output)
     rank, size = (world.rank, world.size) if world is not None else (0, 1)
 
-    def plan() -> Export | AdapterFiles:
-        place = place_of(checkpoint)
-        manifest = read_and_verified(place) if world is None else checked(place, world)
+    def plan() -> ModelExporter | AdapterExporter:
+        place = open_storage(checkpoint)
+        manifest = read_and_verify(place) if world is None else read_and_verify_share(place, world)
         if rank == 0:
-            check_empty(output)
-        stored = StoredModel(place, manifest, average=average)
+            check_output_empty(output)
+        stored = StoredModel(place, manifest, use_ema=use_ema)
         if has_adapters(stored):
-            return AdapterFiles(stored, dtype, model_on_meta(stored, adapted=True))
-        limit, where = as_bytes(max_shard_size), f"the checkpoint {place}"
-        return Export(model_on_meta(stored), stored, stored.described, dtype, limit, ranks=size, where=where)
+            return AdapterExporter(stored, dtype, build_model_on_meta(stored, is_adapter_base=True))
+        limit, where = parse_size(max_shard_size), f"the checkpoint {place}"
+        return ModelExporter(
+            build_model_on_meta(stored), stored, stored.described, dtype, limit, num_ranks=size, where=where
+        )
 
     export = plan() if world is None else world.together(plan)
-    with written_whole(output, world) as writing:
+    with atomic_directory(output, world) as writing:
         for name in list(export.files)[rank::size]:
             export.write(name, writing / name)
         if rank == 0:
@@ -98,7 +100,7 @@ def export_checkpoint(
 
 
 @contextmanager
-def written_whole(output: Path, world: World | None = None) -> Iterator[Path]:
+def atomic_directory(output: Path, world: World | None = None) -> Iterator[Path]:
     """Yield a directory that gets its name when the context is left without an error. Collective."""
 
     def wait() -> None:
@@ -119,37 +121,37 @@ def written_whole(output: Path, world: World | None = None) -> Iterator[Path]:
     wait()
 
 
-class Tensors(Protocol):
+class ModelTensors(Protocol):
     """The values of a model's parameters and buffers: shapes and dtypes by name, and full tensors on the CPU."""
 
     @property
-    def kinds(self) -> Mapping[str, TensorKind]: ...
+    def kinds(self) -> Mapping[str, TensorMeta]: ...
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
 
-class Export:
-    """A full model to be written, in files of at most `limit` bytes that ranks share.
+class ModelExporter:
+    """A full model to be written, in files of at most `max_file_bytes` bytes that ranks share.
 
-    The model is on the meta device; its class gives names, shapes and ties. `described` are files to be copied, each a
+    The model is on the meta device; its class gives names, shapes and ties. `metadata_files` are files to be copied, each a
     path and a name in the directory. A dtype of None leaves the weights as they are. `where` names their source.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        tensors: Tensors,
-        described: Sequence[tuple[Path, str]],
+        tensors: ModelTensors,
+        metadata_files: Sequence[tuple[Path, str]],
         dtype: torch.dtype | None,
-        limit: int,
+        max_file_bytes: int,
         *,
-        ranks: int,
+        num_ranks: int,
         where: str,
     ) -> None:
-        self._model, self._tensors, self._described = model, tensors, described
+        self._model, self._tensors, self._described = model, tensors, metadata_files
         self._dtype, self._where = dtype, where
         self._source = self._sources()
-        self.files = self._planned(limit, ranks)
+        self.files = self._planned(max_file_bytes, num_ranks)
 
     def _sources(self) -> dict[str, str]:
         """Map each name that is written to its name in the checkpoint.
@@ -160,8 +162,8 @@ class Export:
         tied = (getattr(self._model, "all_tied_weights_keys", None) or {}).keys()
         sources = {
             name: name if name in kinds else first
-            for name, first in first_names(self._model).items()
-            if name in kinds or (name not in tied and not is_left_out_of_files(self._model, name))
+            for name, first in map_to_first_names(self._model).items()
+            if name in kinds or (name not in tied and not is_ignored_on_save(self._model, name))
         }
         shapes = {name: kinds[source][0] for name, source in sources.items() if source in kinds}
         for name, value in state.items():
@@ -172,14 +174,14 @@ class Export:
                 )
         return sources
 
-    def _planned(self, limit: int, ranks: int) -> dict[str, _File]:
-        sized = [(group, self._sizes(group)) for group in saved_together(self._model, list(self._source))]
+    def _planned(self, limit: int, ranks: int) -> dict[str, _OutputFile]:
+        sized = [(group, self._sizes(group)) for group in group_for_saving(self._model, list(self._source))]
         total = sum(sum(sizes.values()) for _, sizes in sized)
-        limit = min(limit, max(-(-total // ranks), LEAST_FILE_BYTES))
-        files = [_File()]
+        limit = min(limit, max(-(-total // ranks), MIN_FILE_BYTES))
+        files = [_OutputFile()]
         for group, sizes in sized:
             if files[-1].sizes and files[-1].nbytes + sum(sizes.values()) > limit:
-                files.append(_File())
+                files.append(_OutputFile())
             files[-1].groups.append(group)
             files[-1].sizes.update(sizes)
         if len(files) == 1:
@@ -213,7 +215,7 @@ class Export:
             (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         model: Any = self._model
         if model.can_generate():
-            (output / GENERATION_CONFIG).write_bytes(generation_json(model.generation_config))
+            (output / GENERATION_CONFIG).write_bytes(format_generation_config(model.generation_config))
         copy_files([(source, name) for source, name in self._described if name != "config.json"], output)
         model.config.architectures = [type(model).__name__]
         dtypes = sorted({self._dtype_of(name) for name in self._source}, key=str)
@@ -222,7 +224,7 @@ class Export:
         model.config.save_pretrained(output)
 
 
-class AdapterFiles:
+class AdapterExporter:
     """The adapters of a checkpoint to be written; the tensors of one adapter are in memory together.
 
     The base is on the meta device. A dtype of None leaves the weights as they were saved.
@@ -230,7 +232,7 @@ class AdapterFiles:
 
     def __init__(self, stored: StoredModel, dtype: torch.dtype | None, base: nn.Module) -> None:
         self._stored, self._dtype = stored, dtype
-        self.configs = adapter_configs_of(stored)
+        self.configs = load_adapter_configs(stored)
         noted = stored.manifest.base
         # peft renames the base in configurations to the model on the meta device.
         self._bases = {
@@ -239,14 +241,14 @@ class AdapterFiles:
             else (noted["path"], noted.get("revision"))
             for name, each in self.configs.items()
         }
-        self._model = adapted_on_meta(base, self.configs)
-        check_tensors_of(self._model, stored)
-        self.files = {f"{adapter_folder(name)}/{ADAPTER_WEIGHTS}": name for name in self.configs}
+        self._model = add_adapters_on_meta(base, self.configs)
+        check_adapter_tensors(self._model, stored)
+        self.files = {f"{get_adapter_subfolder(name)}/{ADAPTER_WEIGHTS}": name for name in self.configs}
         self._check_nothing_is_lost()
 
     def write(self, name: str, path: Path) -> None:
         tensors = {}
-        named = file_names(self._model, self.files[name])
+        named = map_file_names(self._model, self.files[name])
         for key, source in self._contents(self.files[name]).items():
             own = self._stored.kinds[source][1]
             value = self._stored.read(source, self._dtype if self._dtype and own.is_floating_point else own)
@@ -259,7 +261,7 @@ class AdapterFiles:
         for name, config in self.configs.items():
             config.inference_mode = True
             config.base_model_name_or_path, config.revision = self._bases[name]
-            config.save_pretrained(output / adapter_folder(name))
+            config.save_pretrained(output / get_adapter_subfolder(name))
         if self._stored.manifest.base is not None:
             (output / BASE_FILE).write_text(json.dumps(self._stored.manifest.base, indent=2) + "\n")
         configurations = (ADAPTER_CONFIG, "config.json")
@@ -272,8 +274,8 @@ class AdapterFiles:
 
     def _contents(self, adapter: str) -> dict[str, str]:
         """Map each tensor in an adapter's file to its name in the checkpoint."""
-        first = first_names(self._model)
-        named = {key: first[name] for key, name in file_names(self._model, adapter).items()}
+        first = map_to_first_names(self._model)
+        named = {key: first[name] for key, name in map_file_names(self._model, adapter).items()}
         return {key: name for key, name in named.items() if name in self._stored.kinds}
 
     def _check_nothing_is_lost(self) -> None:
@@ -300,7 +302,7 @@ def has_adapters(stored: StoredModel) -> bool:
     return any(name.rpartition("/")[2] == ADAPTER_CONFIG for _, name in stored.described)
 
 
-def adapter_configs_of(stored: StoredModel) -> dict[str, Any]:
+def load_adapter_configs(stored: StoredModel) -> dict[str, Any]:
     """Return peft's configuration of each adapter in a checkpoint, by the adapter's name. Raises CheckpointError."""
     found = {}
     for path, name in stored.described:
@@ -312,7 +314,7 @@ def adapter_configs_of(stored: StoredModel) -> dict[str, Any]:
     return found
 
 
-def check_tensors_of(model: nn.Module, stored: StoredModel) -> None:
+def check_adapter_tensors(model: nn.Module, stored: StoredModel) -> None:
     """Raise CheckpointError if the tensors of a checkpoint are not those of its adapters."""
     shapes = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
     for name, (shape, _) in stored.kinds.items():
@@ -324,7 +326,7 @@ def check_tensors_of(model: nn.Module, stored: StoredModel) -> None:
             )
 
 
-def as_bytes(size: str | int) -> int:
+def parse_size(size: str | int) -> int:
     """Return the number of bytes that "5GB" or 5000000000 stands for. Raises ConfigError."""
     try:
         return TypeAdapter(Annotated[ByteSize, Field(ge=1)]).validate_python(size)
@@ -333,7 +335,7 @@ def as_bytes(size: str | int) -> int:
         raise ConfigError(message) from None
 
 
-def check_empty(output: Path) -> None:
+def check_output_empty(output: Path) -> None:
     """Raise ConfigError if a directory exists and is not empty."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} is there already and not empty. Name another directory.")

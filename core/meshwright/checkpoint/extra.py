@@ -14,13 +14,13 @@ T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
-class _Part(BaseModel):
+class _ExtraModel(BaseModel):
     """Values that are not named here are allowed."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
 
-class _Identity(_Part):
+class _RunIdentity(_ExtraModel):
     batch_size: Count
     model: dict[str, Any] = {}
     data: dict[str, Any] = {}
@@ -28,18 +28,18 @@ class _Identity(_Part):
     ema: dict[str, Any] | None = None
 
 
-class _Stopping(_Part):
+class _EarlyStoppingState(_ExtraModel):
     set: str
     lowest: float | None
     waited: Count
 
 
-class _Best(_Part):
+class _BestState(_ExtraModel):
     set: str
     values: list[Annotated[tuple[float, Count], Strict(False)]]
 
 
-class _BadSteps(_Part):
+class _BadStepsState(_ExtraModel):
     left_out: Count = 0
     count: Count = 0
     since_good: Count = 0
@@ -48,34 +48,34 @@ class _BadSteps(_Part):
     norms: list[float] = []
 
 
-class _Loop(_Part):
-    early_stopping: _Stopping | None = None
-    best: _Best | None = None
-    bad_steps: _BadSteps | None = None
+class _LoopState(_ExtraModel):
+    early_stopping: _EarlyStoppingState | None = None
+    best: _BestState | None = None
+    bad_steps: _BadStepsState | None = None
 
 
-class _OfRun(_Part):
-    identity: _Identity
+class _RunExtra(_ExtraModel):
+    identity: _RunIdentity
     run: dict[str, Any] = {}
     named: str | None = None
     position: Count = 0
     streams: list[dict[str, Any]] | None = None
-    loop: _Loop = _Loop()
+    loop: _LoopState = _LoopState()
     evaluations: dict[str, float] = {}
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
     """Raise ValueError if a value that a run writes has another type."""
     if "identity" in extra:
-        checked_by(_OfRun.model_validate, extra)
+        validate_with(_RunExtra.model_validate, extra)
 
 
 def check_loop(state: object) -> None:
     """Raise ValueError if what `fit` remembers has another type."""
-    checked_by(_Loop.model_validate, state)
+    validate_with(_LoopState.model_validate, state)
 
 
-def checked_by(validate: Callable[[Any], T], value: object) -> T:
+def validate_with(validate: Callable[[Any], T], value: object) -> T:
     """Return what pydantic makes of a value. Raises ValueError with its first error, in one line."""
     try:
         return validate(value)

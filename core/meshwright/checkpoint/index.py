@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
-from ..tensors.pieces import Piece, Rectangle, Sharded
-from ..tensors.state import TensorKind
-from .directory import Draft
-from .manifest import PAYLOAD, Manifest, StoredFile, broken, open_verified, read_verified
-from .places import Place, Where
-from .remote import place_of
+from ..tensors.pieces import ChunkedTensor, LocalChunk, Rectangle
+from ..tensors.state import TensorMeta
+from .directory import CheckpointWriter
+from .manifest import TENSORS_PREFIX, Manifest, StoredFile, incomplete_error, open_verified, read_verified_file
+from .places import StorageLike, StorageReader
+from .remote import open_storage
 
-INDEX = "index.json"
+INDEX_FILE = "index.json"
 """Name of the file that says where each tensor of a checkpoint is stored."""
-_MOST_DIVIDED = 8
+_MAX_SHARDED_DIMS = 8
 """Dims along which a tensor can be in pieces; parallelism divides two."""
 
 
@@ -44,15 +44,15 @@ class StoredTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def parts_of(self, piece: Piece) -> list[_Part]:
+    def parts_of(self, piece: LocalChunk) -> list[_ChunkRead]:
         """Return what stored rectangles have of a piece."""
         starts, lengths = self._rectangles()
         wanted = np.array(piece.offsets, np.int64)
         first = np.maximum(starts, wanted)
         last = np.minimum(starts + lengths, wanted + np.array(piece.sizes, np.int64))
         return [
-            _Part(
-                StoredPiece(int(file), int(begin), tuple(starts[row].tolist()), tuple(lengths[row].tolist())),
+            _ChunkRead(
+                StoredChunk(int(file), int(begin), tuple(starts[row].tolist()), tuple(lengths[row].tolist())),
                 self.dtype,
                 piece,
                 tuple(first[row].tolist()),
@@ -62,7 +62,7 @@ class StoredTensor:
             for file, begin in [self.pieces[row, :2]]
         ]
 
-    def problem(self, sizes: Sequence[int]) -> str | None:
+    def problem(self, file_sizes: Sequence[int]) -> str | None:
         """Say what is wrong with the pieces; None if they hold each element once, within files of these sizes."""
         starts, lengths = self._rectangles()
         if min(self.shape, default=0) < 0 or self.nbytes >= 1 << 62:
@@ -73,16 +73,18 @@ class StoredTensor:
         if elements.sum() != math.prod(self.shape):
             return f"has {elements.sum()} of its {math.prod(self.shape)} elements"
         divided = np.flatnonzero((lengths != np.array(self.shape, np.int64)).any(axis=0))
-        if divided.size > _MOST_DIVIDED:
-            return f"is divided along {divided.size} dims, of which at most {_MOST_DIVIDED} can be"
-        if elements.size > 1 and not _covers(starts[:, divided], lengths[:, divided], np.array(self.shape)[divided]):
+        if divided.size > _MAX_SHARDED_DIMS:
+            return f"is divided along {divided.size} dims, of which at most {_MAX_SHARDED_DIMS} can be"
+        if elements.size > 1 and not _is_exact_cover(
+            starts[:, divided], lengths[:, divided], np.array(self.shape)[divided]
+        ):
             return "has pieces that overlap, and elements that are in none"
         if not elements.size:
             return None
         numbers, begins = self.pieces[:, 0], self.pieces[:, 1]
-        if numbers.min() < 0 or numbers.max() >= len(sizes):
-            return f"is said to be in another file than the {len(sizes)} that there are"
-        if (begins < 0).any() or (begins > np.array(sizes)[numbers] - elements * self.dtype.itemsize).any():
+        if numbers.min() < 0 or numbers.max() >= len(file_sizes):
+            return f"is said to be in another file than the {len(file_sizes)} that there are"
+        if (begins < 0).any() or (begins > np.array(file_sizes)[numbers] - elements * self.dtype.itemsize).any():
             return "is said to be beyond the end of its file"
         return None
 
@@ -92,7 +94,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class StoredPiece:
+class StoredChunk:
     """A rectangle of a tensor in a checkpoint: its file number, its first byte, its offsets and sizes."""
 
     file: int
@@ -109,55 +111,59 @@ class Index:
     tensors: dict[str, StoredTensor]
 
     @property
-    def kinds(self) -> dict[str, TensorKind]:
+    def kinds(self) -> dict[str, TensorMeta]:
         return {name: (each.shape, each.dtype) for name, each in self.tensors.items()}
 
 
-def payload_name(rank: int) -> str:
+def tensors_file_name(rank: int) -> str:
     """Return the name of the file with the tensors that a rank writes."""
-    return f"{PAYLOAD}{rank:05d}.bin"
+    return f"{TENSORS_PREFIX}{rank:05d}.bin"
 
 
-def written_index(owned: Sequence[Sequence[Rectangle]], kinds: Mapping[str, tuple[Sequence[int], str]]) -> bytes:
+def build_index(
+    rectangles_by_rank: Sequence[Sequence[Rectangle]], metas: Mapping[str, tuple[Sequence[int], str]]
+) -> bytes:
     """Return the contents of `index.json` for the rectangles that each rank writes, in that order."""
-    pieces: dict[str, list[int]] = {name: [] for name in kinds}
-    for rank, rectangles in enumerate(owned):
+    pieces: dict[str, list[int]] = {name: [] for name in metas}
+    for rank, rectangles in enumerate(rectangles_by_rank):
         begin = 0
         for each in rectangles:
             pieces[each.name] += (rank, begin, *each.offsets, *each.sizes)
             begin += each.nbytes
-    tensors = {name: {"shape": shape, "dtype": dtype, "pieces": pieces[name]} for name, (shape, dtype) in kinds.items()}
-    content = {"files": [payload_name(rank) for rank in range(len(owned))], "tensors": tensors}
+    tensors = {name: {"shape": shape, "dtype": dtype, "pieces": pieces[name]} for name, (shape, dtype) in metas.items()}
+    content = {"files": [tensors_file_name(rank) for rank in range(len(rectangles_by_rank))], "tensors": tensors}
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def read_index(where: Where, manifest: Manifest) -> Index:
+def read_index(checkpoint: StorageLike, manifest: Manifest) -> Index:
     """Read the index of a checkpoint, and check that its pieces fit its tensors and files. Raises CheckpointError."""
     try:
-        content = json.loads(read_verified(where, manifest, INDEX))
+        content = json.loads(read_verified_file(checkpoint, manifest, INDEX_FILE))
         files = tuple(str(name) for name in content["files"])
-        tensors = {name: _parsed(each) for name, each in content["tensors"].items()}
+        tensors = {name: _parse_tensor(each) for name, each in content["tensors"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise broken(where, f"{INDEX} is no index ({type(error).__name__}: {error})") from None
+        raise incomplete_error(checkpoint, f"{INDEX_FILE} is no index ({type(error).__name__}: {error})") from None
     absent = StoredFile(0, "")
     sizes = [manifest.files.get(name, absent).size for name in files]
     for name, each in tensors.items():
         problem = each.problem(sizes)
         if problem is not None:
-            raise broken(where, f"{name} {problem}")
+            raise incomplete_error(checkpoint, f"{name} {problem}")
     nbytes = sum(each.nbytes for each in tensors.values())
     if nbytes > sum(sizes):
-        raise broken(where, f"its tensors are said to have {nbytes} bytes, and its files have {sum(sizes)}")
+        raise incomplete_error(
+            checkpoint, f"its tensors are said to have {nbytes} bytes, and its files have {sum(sizes)}"
+        )
     return Index(files, tensors)
 
 
-def _parsed(content: Mapping[str, Any]) -> StoredTensor:
+def _parse_tensor(content: Mapping[str, Any]) -> StoredTensor:
     shape = torch.Size(content["shape"])
     pieces = np.array(content["pieces"], np.int64).reshape(-1, 2 + 2 * len(shape))
-    return StoredTensor(shape, dtype_named(content["dtype"]), pieces)
+    return StoredTensor(shape, parse_stored_dtype(content["dtype"]), pieces)
 
 
-def _covers(starts: np.ndarray, lengths: np.ndarray, shape: np.ndarray) -> bool:
+def _is_exact_cover(starts: np.ndarray, lengths: np.ndarray, shape: np.ndarray) -> bool:
     """Return whether rectangles hold each element of a tensor once, given that they have as many elements as it has.
 
     [Note: corners] The parity of the number of rectangles at each element follows from their corners alone: corners
@@ -174,12 +180,12 @@ def _covers(starts: np.ndarray, lengths: np.ndarray, shape: np.ndarray) -> bool:
     return len(odd) == len(corners) and bool((odd == np.unique(corners * shape, axis=0)).all())
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def format_dtype(dtype: torch.dtype) -> str:
     """Return the name that files use, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_named(name: Any) -> torch.dtype:
+def parse_stored_dtype(name: Any) -> torch.dtype:
     """Return the dtype of a name that files use. Raises ValueError if there is none."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
@@ -187,18 +193,20 @@ def dtype_named(name: Any) -> torch.dtype:
     return dtype
 
 
-def write_tensors(draft: Draft, name: str, tensors: Sequence[Tensor]) -> StoredFile:
+def write_tensors(writer: CheckpointWriter, name: str, tensors: Sequence[Tensor]) -> StoredFile:
     """Write tensors into a file of a checkpoint, which is stored when this returns. Raises OSError."""
-    return draft.write(name, lambda: (_bytes_of(each.detach().to("cpu").contiguous()) for each in tensors))
+    return writer.write(name, lambda: (_view_bytes(each.detach().to("cpu").contiguous()) for each in tensors))
 
 
-def read_tensors(where: Where, manifest: Manifest, index: Index, tensors: Mapping[str, Sharded]) -> None:
+def read_tensors(
+    checkpoint: StorageLike, manifest: Manifest, index: Index, tensors: Mapping[str, ChunkedTensor]
+) -> None:
     """Fill this rank's pieces of tensors, of the shapes in the index, converting dtypes. No communication.
 
     Raises CheckpointError if elements are missing, or a file cannot be read.
     """
-    place = place_of(where)
-    parts = [part for name, sharded in tensors.items() for part in _parts(place, index, name, sharded)]
+    place = open_storage(checkpoint)
+    parts = [part for name, sharded in tensors.items() for part in _plan_reads(place, index, name, sharded)]
     parts.sort(key=lambda part: (part.stored.file, part.stored.begin))
     try:
         for number, some in itertools.groupby(parts, key=lambda part: part.stored.file):
@@ -210,12 +218,12 @@ def read_tensors(where: Where, manifest: Manifest, index: Index, tensors: Mappin
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _ChunkRead:
     """The intersection of a stored rectangle and a piece: `sizes` elements at `offsets` of the full tensor."""
 
-    stored: StoredPiece
+    stored: StoredChunk
     dtype: torch.dtype
-    piece: Piece
+    piece: LocalChunk
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -228,35 +236,35 @@ class _Part:
         target = self.piece.tensor[self._slices(self.piece.offsets)]
         alike = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
         if alike and shape == self.sizes:
-            _fill(file, target)
+            _read_into(file, target)
             return
         rows = torch.empty(shape, dtype=self.dtype)
-        _fill(file, rows)
+        _read_into(file, rows)
         target.copy_(rows[(slice(None), *self._slices(self.stored.offsets)[1:])] if shape else rows)
 
     def _slices(self, origin: Iterable[int]) -> tuple[slice, ...]:
         return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offsets, origin, self.sizes, strict=True))
 
 
-def _parts(place: Place, index: Index, name: str, sharded: Sharded) -> list[_Part]:
+def _plan_reads(storage: StorageReader, index: Index, name: str, sharded: ChunkedTensor) -> list[_ChunkRead]:
     """List what to read for a tensor. Raises CheckpointError if elements are missing."""
-    found: list[_Part] = []
+    found: list[_ChunkRead] = []
     for piece in sharded.pieces:
         parts = index.tensors[name].parts_of(piece)
         missing = piece.tensor.numel() - sum(math.prod(part.sizes) for part in parts)
         found += parts
         if missing:
-            raise CheckpointError(f"the checkpoint {place} is not whole: {name} lacks {missing} elements.")
+            raise CheckpointError(f"the checkpoint {storage} is not whole: {name} lacks {missing} elements.")
     return found
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _view_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _fill(file: BinaryIO, tensor: Tensor) -> None:
-    rest = _bytes_of(tensor)
+def _read_into(file: BinaryIO, tensor: Tensor) -> None:
+    rest = _view_bytes(tensor)
     while rest:
         count = file.readinto(rest)  # type: ignore[attr-defined]
         if not count:

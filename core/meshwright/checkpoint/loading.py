@@ -10,22 +10,35 @@ from typing import TypeVar, overload
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..base.errors import CheckpointError, TornCheckpointError
+from ..base.errors import CheckpointError, IncompleteCheckpointError
 from ..files.terminal import warn
 from ..mesh.world import World
-from ..model.adapter import FromBase, base_of, left_out
+from ..model.adapter import BaseParameters, find_frozen_base_parameters, get_base
 from ..strategy.contract import StrategyManager
-from ..tensors.pieces import Sharded
-from ..tensors.state import TensorKind
+from ..tensors.pieces import ChunkedTensor
+from ..tensors.state import TensorMeta
 from .index import read_index, read_tensors
-from .manifest import Manifest, all_in, read_manifest, verify
-from .places import Folder, Place, Where
-from .remote import is_url, place_of
-from .values import AVERAGES, MODEL, decoded, flat, load_schedule, random_to_load, read_optimizer, set_random_state
+from .manifest import Manifest, list_checkpoints, read_manifest, verify_files
+from .places import Storage, StorageLike, StorageReader
+from .remote import is_url, open_storage
+from .values import (
+    EMA_PREFIX,
+    MODEL_PREFIX,
+    allocate_rng_state,
+    decode_values,
+    flatten_state,
+    load_scheduler_state,
+    read_optimizer_state,
+    set_rng_state,
+)
 
 
 def load_checkpoint(
-    manager: StrategyManager, directory: Where, *, scheduler: LRScheduler | None = None, keep_settings: bool = False
+    manager: StrategyManager,
+    checkpoint: StorageLike,
+    *,
+    scheduler: LRScheduler | None = None,
+    keep_group_settings: bool = False,
 ) -> Manifest:
     """Load a checkpoint that any strategy on any mesh has saved. Collective.
 
@@ -33,9 +46,9 @@ def load_checkpoint(
 
     Args:
         manager: with its model; loaded in place.
-        directory: of the checkpoint; a path, a URL or a place.
+        checkpoint: of the checkpoint; a path, a URL or a place.
         scheduler: of the learning rate; loaded in place.
-        keep_settings: keep the settings of the optimizer's groups (rates, decay, ...) and load only the state of each
+        keep_group_settings: keep the settings of the optimizer's groups (rates, decay, ...) and load only the state of each
             parameter. The groups may then differ from those saved.
 
     Returns:
@@ -47,40 +60,40 @@ def load_checkpoint(
         StrategyError: the optimizer is another; likewise.
     """
     world = manager.mesh.world
-    directory = world.together(lambda: place_of(directory))
-    manifest = world.together(lambda: checked(directory, world))
-    index = world.together(lambda: read_index(directory, manifest))
+    checkpoint = world.together(lambda: open_storage(checkpoint))
+    manifest = world.together(lambda: read_and_verify_share(checkpoint, world))
+    index = world.together(lambda: read_index(checkpoint, manifest))
     stored = index.kinds
     mine = manager.sharded_state()
-    _check_base(directory, manifest, base_of(manager.model_parts))
-    _check_model(directory, mine.model, stored, left_out(manager.model_parts), world)
-    _check_averages(directory, mine.averages, stored, world)
+    _check_base(checkpoint, manifest, get_base(manager.model_parts))
+    _check_model(checkpoint, mine.model, stored, find_frozen_base_parameters(manager.model_parts), world)
+    _check_averages(checkpoint, mine.averages, stored, world)
     has_optimizer = mine.optimizer is not None
-    saved = world.together(lambda: read_optimizer(directory, manifest, stored) if has_optimizer else None)
-    if saved is not None and keep_settings:
+    saved = world.together(lambda: read_optimizer_state(checkpoint, manifest, stored) if has_optimizer else None)
+    if saved is not None and keep_group_settings:
         saved = replace(saved, groups=[])
     if scheduler is not None and manifest.scheduler is None:
-        raise CheckpointError(f"the checkpoint {directory} has no learning-rate schedule. Load it without scheduler.")
+        raise CheckpointError(f"the checkpoint {checkpoint} has no learning-rate schedule. Load it without scheduler.")
     with manager.loading(saved) as target:
         same_mesh = manifest.mesh == asdict(manager.mesh.degrees)
-        random = random_to_load(stored, dist.get_rank()) if same_mesh else {}
-        wanted = {name: each for name, each in flat(target).items() if name in stored}
-        world.together(lambda: read_tensors(directory, manifest, index, {**wanted, **random}))
+        random = allocate_rng_state(stored, dist.get_rank()) if same_mesh else {}
+        wanted = {name: each for name, each in flatten_state(target).items() if name in stored}
+        world.together(lambda: read_tensors(checkpoint, manifest, index, {**wanted, **random}))
     for sharded in random.values():
-        set_random_state(sharded.pieces[0].tensor)
+        set_rng_state(sharded.pieces[0].tensor)
     if scheduler is not None and manifest.scheduler is not None:
-        saved_schedule = decoded(manifest.scheduler)
-        world.together(lambda: load_schedule(scheduler, saved_schedule))
+        saved_schedule = decode_values(manifest.scheduler)
+        world.together(lambda: load_scheduler_state(scheduler, saved_schedule))
     return manifest
 
 
 @overload
-def newest_checkpoint(root: Path, world: World) -> Path | None: ...
+def find_newest_checkpoint(root: Path, world: World) -> Path | None: ...
 @overload
-def newest_checkpoint(root: Folder, world: World) -> Folder | None: ...
+def find_newest_checkpoint(root: Storage, world: World) -> Storage | None: ...
 @overload
-def newest_checkpoint(root: str, world: World) -> Path | Folder | None: ...
-def newest_checkpoint(root: str | Path | Folder, world: World) -> Path | Folder | None:
+def find_newest_checkpoint(root: str, world: World) -> Path | Storage | None: ...
+def find_newest_checkpoint(root: str | Path | Storage, world: World) -> Path | Storage | None:
     """Return the newest valid checkpoint in a directory: its path if `root` is one, else its place. Collective.
 
     Returns None if there are no checkpoints. Warns, on the first rank, of newer checkpoints that are incomplete.
@@ -88,9 +101,9 @@ def newest_checkpoint(root: str | Path | Folder, world: World) -> Path | Folder 
     Raises CheckpointError, on all ranks, if no checkpoint is valid, or the newest complete one cannot be read, is
     foreign, or is of another version of meshwright.
     """
-    folder = world.together(lambda: place_of(root))
-    names = world.from_first(lambda: [place.name for place in all_in(folder)])
-    found, torn = first_whole([folder.at(name) for name in names], world)
+    folder = world.together(lambda: open_storage(root))
+    names = world.from_first(lambda: [place.name for place in list_checkpoints(folder)])
+    found, torn = find_first_valid([folder.at(name) for name in names], world)
     if found is not None:
         for text in torn if world.rank == 0 else ():
             warn(f"{text} An older one is tried.", stacklevel=2)
@@ -105,30 +118,30 @@ def newest_checkpoint(root: str | Path | Folder, world: World) -> Path | Folder 
     return Path(str(found)) if is_path and found is not None else found
 
 
-Checkpoint = TypeVar("Checkpoint", bound=Where)
+CheckpointT = TypeVar("CheckpointT", bound=StorageLike)
 
 
-def first_whole(paths: Sequence[Checkpoint], world: World) -> tuple[Checkpoint | None, list[str]]:
+def find_first_valid(paths: Sequence[CheckpointT], world: World) -> tuple[CheckpointT | None, list[str]]:
     """Return the first valid checkpoint, and what is wrong with those before it. Collective. Raises CheckpointError."""
     torn = []
     for path in paths:
         try:
-            world.together(lambda path=path: checked(path, world))  # type: ignore[misc]
-        except TornCheckpointError as error:
+            world.together(lambda path=path: read_and_verify_share(path, world))  # type: ignore[misc]
+        except IncompleteCheckpointError as error:
             torn.append(str(error))
             continue
         return path, torn
     return None, torn
 
 
-def checked(directory: Where, world: World) -> Manifest:
+def read_and_verify_share(directory: StorageLike, world: World) -> Manifest:
     """Read the manifest and verify the files; each rank verifies a part of them. Raises CheckpointError."""
     manifest = read_manifest(directory)
-    verify(directory, manifest, list(manifest.files)[world.rank :: world.size])
+    verify_files(directory, manifest, list(manifest.files)[world.rank :: world.size])
     return manifest
 
 
-def _check_base(directory: Place, manifest: Manifest, known: FromBase | None) -> None:
+def _check_base(directory: StorageReader, manifest: Manifest, known: BaseParameters | None) -> None:
     saved = manifest.base
     if saved is None or (known is not None and known.base.fingerprint == saved.get("fingerprint")):
         return
@@ -142,19 +155,21 @@ def _check_base(directory: Place, manifest: Manifest, known: FromBase | None) ->
 
 
 def _check_model(
-    directory: Place,
-    model: Mapping[str, Sharded],
-    stored: Mapping[str, TensorKind],
-    may_lack: Collection[str],
+    directory: StorageReader,
+    model: Mapping[str, ChunkedTensor],
+    stored: Mapping[str, TensorMeta],
+    optional_names: Collection[str],
     world: World,
 ) -> None:
     """Raise on all ranks if the checkpoint is not of this model; it may lack what comes from the model's base."""
-    shapes = {name.removeprefix(MODEL): shape for name, (shape, _) in stored.items() if name.startswith(MODEL)}
+    shapes = {
+        name.removeprefix(MODEL_PREFIX): shape for name, (shape, _) in stored.items() if name.startswith(MODEL_PREFIX)
+    }
     error: str | None = None
     for name, sharded in model.items():
         if name in shapes and shapes[name] != sharded.shape:
             error = f"{name} has shape {tuple(shapes[name])} in it, but {tuple(sharded.shape)} in the model"
-        elif name not in shapes and name not in may_lack:
+        elif name not in shapes and name not in optional_names:
             error = f"it lacks {name}"
         if error is not None:
             break
@@ -167,11 +182,11 @@ def _check_model(
 
 
 def _check_averages(
-    directory: Place, averages: Mapping[str, Sharded], stored: Mapping[str, TensorKind], world: World
+    directory: StorageReader, averages: Mapping[str, ChunkedTensor], stored: Mapping[str, TensorMeta], world: World
 ) -> None:
     """Raise on all ranks if the checkpoint lacks the averages of trained weights."""
-    names = [name for name in averages if f"{AVERAGES}{name}" not in stored]
-    has_any = any(name.startswith(AVERAGES) for name in stored)
+    names = [name for name in averages if f"{EMA_PREFIX}{name}" not in stored]
+    has_any = any(name.startswith(EMA_PREFIX) for name in stored)
     lacks = f"lacks the average of {names[0]}" if names and has_any else "has no average of the weights"
     message = (
         f"the checkpoint {directory} {lacks}. Load it before the average is begun (mw.EMA), which then begins with its "

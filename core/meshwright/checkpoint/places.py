@@ -1,7 +1,7 @@
 """Storage of checkpoints: directories, URLs, and whatever else can list and open files; and the keys that sign them.
 
 [Note: places] A `Place` lists its files with their sizes and opens them. Reading, verifying and exporting a checkpoint
-need no more, so that they work alike for directories, object stores and memory. A `Folder` is a place that holds other
+need no more, so that they work alike for directories, object stores and memory. A `Storage` is a place that holds other
 places and can be written to. See docs/decisions/0027-places-of-checkpoints.md.
 
 This module imports no torch.
@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Protocol, TypeAlias, TypeVar
 
 from ..base.errors import ConfigError
-from ..files.parsing import open_regular, read_regular
+from ..files.parsing import open_regular_file, read_regular_file
 from ..files.terminal import warn
 
 T = TypeVar("T")
 
-STEP = re.compile(r"step-(\d+)")
+STEP_PATTERN = re.compile(r"step-(\d+)")
 """Name of a run's checkpoint."""
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
-LEAST_BYTES = 32
+INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+MIN_KEY_BYTES = 32
 """Of a key."""
 # Errors that may be temporary. A full or read-only disk is not among them.
 _TRANSIENT = frozenset(
@@ -44,7 +44,7 @@ _TRANSIENT = frozenset(
 )
 
 
-class Key:
+class SigningKey:
     """A secret of at least 32 bytes, never printed or sent. It signs manifests by HMAC-SHA256 of format and checksum.
 
     The manifest holds checksums of all files and of itself, so the signature covers every byte.
@@ -60,7 +60,7 @@ class Key:
         raise TypeError("a key is sent to nobody: each process reads the file")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Key) and hmac.compare_digest(self._secret, other._secret)
+        return isinstance(other, SigningKey) and hmac.compare_digest(self._secret, other._secret)
 
     def __hash__(self) -> int:
         return self.fingerprint
@@ -81,26 +81,26 @@ class Key:
         return hmac.new(self._secret, text, hashlib.sha256).digest()
 
 
-def read_key(path: str | Path, *, where: str) -> Key:
+def read_signing_key(path: str | Path, *, where: str) -> SigningKey:
     """Read the key that a file holds: all of its bytes. `where` names the file in errors. Raises ConfigError."""
-    make_one = f"openssl rand -out FILE {LEAST_BYTES} makes one."
+    make_one = f"openssl rand -out FILE {MIN_KEY_BYTES} makes one."
     try:
-        secret = read_regular(Path(path).expanduser())
+        secret = read_regular_file(Path(path).expanduser())
     except OSError as error:
         raise ConfigError(
             f"{where}={str(path)!r} cannot be read: {error.strerror}. Name a file with a secret of at least "
-            f"{LEAST_BYTES} bytes; {make_one}"
+            f"{MIN_KEY_BYTES} bytes; {make_one}"
         ) from None
-    if len(secret) < LEAST_BYTES:
+    if len(secret) < MIN_KEY_BYTES:
         raise ConfigError(
-            f"{where}={str(path)!r} holds {len(secret)} bytes, which are too few for a secret: at least {LEAST_BYTES}. "
+            f"{where}={str(path)!r} holds {len(secret)} bytes, which are too few for a secret: at least {MIN_KEY_BYTES}. "
             f"{make_one}"
         )
-    return Key(secret)
+    return SigningKey(secret)
 
 
 @dataclass(frozen=True)
-class Access:
+class StorageOptions:
     """How to reach places.
 
     Attributes:
@@ -108,14 +108,14 @@ class Access:
         retries: attempts after the first one that fails with a temporary error.
     """
 
-    key: Key | None = None
+    key: SigningKey | None = None
     retries: int = 3
 
 
-DEFAULT = Access()
+DEFAULT_OPTIONS = StorageOptions()
 
 
-class Place(Protocol):
+class StorageReader(Protocol):
     """A checkpoint that can be read. `str()` gives the name that messages use. See [Note: places]."""
 
     @property
@@ -123,7 +123,7 @@ class Place(Protocol):
         """Last part of the name, such as "step-00000100"."""
 
     @property
-    def access(self) -> Access: ...
+    def access(self) -> StorageOptions: ...
 
     def sizes(self) -> dict[str, int] | None:
         """Size in bytes of each file, by its name with slashes; None if the place does not exist. Raises OSError."""
@@ -135,41 +135,41 @@ class Place(Protocol):
         """Return sentences, after a space, that help a user who finds the checkpoint broken; or ""."""
 
 
-class Folder(Place, Protocol):
+class Storage(StorageReader, Protocol):
     """A place that can hold other places, and be written to."""
 
-    def at(self, name: str) -> Folder:
+    def at(self, name: str) -> Storage:
         """Return the place of this name inside; it need not exist."""
 
     def names(self) -> list[str]:
         """List the places inside; empty if this one does not exist. Raises OSError."""
 
     @property
-    def parent(self) -> Folder: ...
+    def parent(self) -> Storage: ...
 
-    def is_same(self, other: Place) -> bool:
+    def is_same(self, other: StorageReader) -> bool:
         """Return whether both names stand for one place."""
 
     def put(self, name: str, parts: Iterable[Any]) -> None:
         """Write a file from its parts, which is stored when this returns. Raises OSError."""
 
-    def move(self, to: Any) -> None:
+    def move(self, destination: Any) -> None:
         """Move this checkpoint to another place of the same kind. Raises OSError."""
 
     def remove(self) -> None:
         """Remove this checkpoint; no part of it stays visible under its name. Raises OSError."""
 
 
-Where: TypeAlias = str | Path | Place
+StorageLike: TypeAlias = str | Path | StorageReader
 """What names a checkpoint: a path, a URL, or a place."""
 
 
 @dataclass(frozen=True)
-class LocalFolder:
+class LocalStorage:
     """A directory of a file system."""
 
     path: Path
-    access: Access = DEFAULT
+    access: StorageOptions = DEFAULT_OPTIONS
 
     def __str__(self) -> str:
         return str(self.path)
@@ -179,20 +179,20 @@ class LocalFolder:
         return self.path.name
 
     @property
-    def parent(self) -> LocalFolder:
-        return LocalFolder(self.path.parent, self.access)
+    def parent(self) -> LocalStorage:
+        return LocalStorage(self.path.parent, self.access)
 
-    def at(self, name: str) -> LocalFolder:
-        return LocalFolder(self.path / name, self.access)
+    def at(self, name: str) -> LocalStorage:
+        return LocalStorage(self.path / name, self.access)
 
-    def is_same(self, other: Place) -> bool:
-        return isinstance(other, LocalFolder) and self.path.resolve() == other.path.resolve()
+    def is_same(self, other: StorageReader) -> bool:
+        return isinstance(other, LocalStorage) and self.path.resolve() == other.path.resolve()
 
     def names(self) -> list[str]:
         def names() -> list[str]:
             return [path.name for path in self.path.iterdir() if path.is_dir()] if self.path.is_dir() else []
 
-        return retried(names, self.access, f"reading {self}")
+        return retry(names, self.access, f"reading {self}")
 
     def sizes(self) -> dict[str, int] | None:
         def sizes() -> dict[str, int] | None:
@@ -203,17 +203,17 @@ class LocalFolder:
             paths = [Path(directory, name) for directory, _, names in walked for name in names]
             return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in paths if path.is_file()}
 
-        return retried(sizes, self.access, f"reading {self}")
+        return retry(sizes, self.access, f"reading {self}")
 
     def open(self, name: str) -> BinaryIO:
         path = self.path / name
-        return steady(lambda: open_regular(path, buffering=0), self.access, str(path))
+        return open_with_retry(lambda: open_regular_file(path, buffering=0), self.access, str(path))
 
     def hint(self) -> str:
         former, hint = self.path.with_name(f"{self.name}.replaced"), ""
         if former.is_dir() and not self.path.exists():
             hint = f" A save over it was interrupted: its former contents are {former.name}."
-        return hint + others_of(self)
+        return hint + format_siblings(self)
 
     def put(self, name: str, parts: Iterable[Any]) -> None:
         path = self.path / name
@@ -223,10 +223,10 @@ class LocalFolder:
             file.flush()
             os.fsync(file.fileno())
 
-    def move(self, to: LocalFolder) -> None:
-        to.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.rename(to.path)
-        sync(self.path.parent)
+    def move(self, destination: LocalStorage) -> None:
+        destination.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.rename(destination.path)
+        fsync_directory(self.path.parent)
 
     def remove(self) -> None:
         doomed = self.path.with_name(f"{self.name}.deleting")
@@ -239,7 +239,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def sync(directory: Path) -> None:
+def fsync_directory(directory: Path) -> None:
     """Bring the entries of a directory to disk, where the system can."""
     try:
         handle = os.open(directory, os.O_RDONLY)
@@ -251,44 +251,44 @@ def sync(directory: Path) -> None:
         os.close(handle)
 
 
-def steps_of(folder: Folder) -> list[tuple[int, Folder]]:
+def list_step_checkpoints(storage: Storage) -> list[tuple[int, Storage]]:
     """List step and place of the checkpoints in a folder, valid or not, the newest first. Raises OSError."""
-    found = [(int(match[1]), folder.at(name)) for name in folder.names() if (match := STEP.fullmatch(name))]
+    found = [(int(match[1]), storage.at(name)) for name in storage.names() if (match := STEP_PATTERN.fullmatch(name))]
     return sorted(found, key=lambda each: (each[0], each[1].name), reverse=True)
 
 
-def path_or_url(place: Place) -> Path | str:
+def to_path_or_url(storage: StorageReader) -> Path | str:
     """Return the path of a directory, and the name of any other place."""
-    return place.path if isinstance(place, LocalFolder) else str(place)
+    return storage.path if isinstance(storage, LocalStorage) else str(storage)
 
 
-def others_of(folder: Folder) -> str:
+def format_siblings(storage: Storage) -> str:
     """Name the checkpoints next to this one, for the end of a message."""
     try:
-        names = [place.name for _, place in steps_of(folder.parent) if place.name != folder.name]
+        names = [place.name for _, place in list_step_checkpoints(storage.parent) if place.name != storage.name]
     except OSError:
         return ""
     return f" Others beside it: {', '.join(names[:5])}." if names else ""
 
 
-def retried(work: Callable[[], T], access: Access, what: str) -> T:
-    """Call `work`, and call it again after a temporary error, up to `access.retries` times.
+def retry(operation: Callable[[], T], options: StorageOptions, description: str) -> T:
+    """Call `operation`, and call it again after a temporary error, up to `access.retries` times.
 
-    `what` is done, in the warnings. Raises the OSError of the last attempt.
+    `description` is done, in the warnings. Raises the OSError of the last attempt.
     """
-    for attempt in range(access.retries):
+    for attempt in range(options.retries):
         try:
-            return work()
+            return operation()
         except OSError as error:
             if not isinstance(error, ConnectionError | TimeoutError) and error.errno not in _TRANSIENT:
                 raise
             # Random, so that ranks do not come back together; not by the generators of training.
-            longest = min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
+            longest = min(INITIAL_BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
             wait_s = longest * random.SystemRandom().uniform(0.5, 1.0)
-            again = f"Trying again in {wait_s:.1f} s ({attempt + 1} of {access.retries})."
-            warn(f"{what} failed: {error}. {again}", stacklevel=2)
+            again = f"Trying again in {wait_s:.1f} s ({attempt + 1} of {options.retries})."
+            warn(f"{description} failed: {error}. {again}", stacklevel=2)
             time.sleep(wait_s)
-    return work()
+    return operation()
 
 
 class SeekableReader(io.RawIOBase):
@@ -325,15 +325,15 @@ class SeekableReader(io.RawIOBase):
         raise NotImplementedError
 
 
-def steady(open_file: Callable[[], BinaryIO], access: Access, name: str) -> BinaryIO:
+def open_with_retry(open_file: Callable[[], BinaryIO], options: StorageOptions, name: str) -> BinaryIO:
     """Open a file for reading that is reopened after temporary errors, at the position that was reached."""
-    return io.BufferedReader(_Steady(open_file, access, name))
+    return io.BufferedReader(_RetryingReader(open_file, options, name))
 
 
-class _Steady(SeekableReader):
-    def __init__(self, open_file: Callable[[], BinaryIO], access: Access, name: str) -> None:
+class _RetryingReader(SeekableReader):
+    def __init__(self, open_file: Callable[[], BinaryIO], options: StorageOptions, name: str) -> None:
         super().__init__(name)
-        self._open_file, self._access = open_file, access
+        self._open_file, self._access = open_file, options
         self._file: BinaryIO | None = None
         self._retried(self._opened)
 
@@ -360,7 +360,7 @@ class _Steady(SeekableReader):
                 self._close_file()
                 raise
 
-        return retried(attempt, self._access, f"reading {self.name}")
+        return retry(attempt, self._access, f"reading {self.name}")
 
     def _opened(self) -> BinaryIO:
         if self._file is None:

@@ -16,15 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, overload
 
-from ..base.errors import ConfigError, nearest
-from .places import DEFAULT, Access, Folder, LocalFolder, Place, others_of, retried, steady
+from ..base.errors import ConfigError, suggest_match
+from .places import (
+    DEFAULT_OPTIONS,
+    LocalStorage,
+    Storage,
+    StorageOptions,
+    StorageReader,
+    format_siblings,
+    open_with_retry,
+    retry,
+)
 
 T = TypeVar("T")
 
 READ_AHEAD_BYTES = 8_000_000
 # Chained URLs, such as "simplecache::s3://bucket", match as well; they are refused.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::.*)?://", re.DOTALL)
-_MANIFEST = "/checkpoint.json"
+_MANIFEST_SUFFIX = "/checkpoint.json"
 # Extra of this distribution that installs what a kind of URL needs.
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 PROTOCOLS = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "abfs", "az", "hf")
@@ -32,23 +41,23 @@ PROTOCOLS = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "abfs", "az", 
 holds."""
 
 
-def is_url(where: object) -> bool:
-    """Return whether `where` is a URL, such as "s3://bucket/prefix"."""
-    return isinstance(where, str) and _URL.match(where) is not None
+def is_url(location: object) -> bool:
+    """Return whether `location` is a URL, such as "s3://bucket/prefix"."""
+    return isinstance(location, str) and _URL.match(location) is not None
 
 
 @overload
-def place_of(where: str | Path | Folder, access: Access = ...) -> Folder: ...
+def open_storage(location: str | Path | Storage, options: StorageOptions = ...) -> Storage: ...
 @overload
-def place_of(where: str | Path | Place, access: Access = ...) -> Place: ...
-def place_of(where: str | Path | Place, access: Access = DEFAULT) -> Place:
-    """Return the place that a path or a URL names; a place is returned as it is. Raises ConfigError."""
-    if is_url(where):
-        return _named_by(str(where), access)
-    return LocalFolder(Path(where), access) if isinstance(where, str | Path) else where
+def open_storage(location: str | Path | StorageReader, options: StorageOptions = ...) -> StorageReader: ...
+def open_storage(location: str | Path | StorageReader, options: StorageOptions = DEFAULT_OPTIONS) -> StorageReader:
+    """Return the storage that a path or a URL names; a storage is returned unchanged. Raises ConfigError."""
+    if is_url(location):
+        return _open_url(str(location), options)
+    return LocalStorage(Path(location), options) if isinstance(location, str | Path) else location
 
 
-def _named_by(url: str, access: Access) -> Folder:
+def _open_url(url: str, options: StorageOptions) -> Storage:
     protocol, _, rest = url.partition("://")
     _refuse_chains(url)
     if "@" in rest.partition("/")[0] and ":" in rest.partition("@")[0]:
@@ -58,15 +67,15 @@ def _named_by(url: str, access: Access) -> Folder:
         )
     if protocol not in PROTOCOLS:
         raise ConfigError(
-            f"{url!r} is of a kind of URL that is not opened: {protocol!r}.{nearest(protocol, PROTOCOLS)} Allowed: "
+            f"{url!r} is of a kind of URL that is not opened: {protocol!r}.{suggest_match(protocol, PROTOCOLS)} Allowed: "
             f"{', '.join(PROTOCOLS)}; a path without :// is a directory."
         )
     if protocol in ("file", "local"):
-        return LocalFolder(Path(rest), access)
+        return LocalStorage(Path(rest), options)
     _check_installed(url, protocol)
     if not rest.strip("/"):
         raise ConfigError(f"{url!r} names no place. Give a bucket and a prefix, such as {protocol}://bucket/prefix.")
-    return RemoteFolder(f"{protocol}://{rest.rstrip('/')}", access)
+    return RemoteStorage(f"{protocol}://{rest.rstrip('/')}", options)
 
 
 def _refuse_chains(url: str) -> None:
@@ -91,11 +100,11 @@ def _check_installed(url: str, protocol: str) -> None:
 
 
 @dataclass(frozen=True)
-class RemoteFolder:
+class RemoteStorage:
     """A prefix of an object store."""
 
     url: str
-    access: Access = DEFAULT
+    access: StorageOptions = DEFAULT_OPTIONS
 
     def __post_init__(self) -> None:
         # Names that a server lists become part of URLs.
@@ -109,17 +118,17 @@ class RemoteFolder:
         return self.url.rpartition("/")[2]
 
     @property
-    def parent(self) -> RemoteFolder:
-        return RemoteFolder(self.url.rpartition("/")[0], self.access)
+    def parent(self) -> RemoteStorage:
+        return RemoteStorage(self.url.rpartition("/")[0], self.access)
 
-    def at(self, name: str) -> RemoteFolder:
-        return RemoteFolder(f"{self.url}/{name}", self.access)
+    def at(self, name: str) -> RemoteStorage:
+        return RemoteStorage(f"{self.url}/{name}", self.access)
 
-    def is_same(self, other: Place) -> bool:
-        return isinstance(other, RemoteFolder) and self.url == other.url
+    def is_same(self, other: StorageReader) -> bool:
+        return isinstance(other, RemoteStorage) and self.url == other.url
 
     def hint(self) -> str:
-        return others_of(self)
+        return format_siblings(self)
 
     def names(self) -> list[str]:
         def names() -> list[str]:
@@ -146,15 +155,15 @@ class RemoteFolder:
 
     def open(self, name: str) -> BinaryIO:
         def open_it() -> Any:
-            return _File(self._open(name, "rb", block_size=READ_AHEAD_BYTES))
+            return _RemoteFile(self._open(name, "rb", block_size=READ_AHEAD_BYTES))
 
-        return steady(open_it, self.access, f"{self}/{name}")
+        return open_with_retry(open_it, self.access, f"{self}/{name}")
 
     def put(self, name: str, parts: Iterable[Any]) -> None:
         file = self._open(name, "wb")
         try:
             for part in parts:
-                with _as_os_errors():
+                with _convert_to_os_errors():
                     file.write(part)
         except BaseException:
             # Closing the file would make it appear.
@@ -162,7 +171,7 @@ class RemoteFolder:
                 file.discard()
             file.closed = True
             raise
-        with _as_os_errors():
+        with _convert_to_os_errors():
             file.close()
 
     def remove(self) -> None:
@@ -172,7 +181,7 @@ class RemoteFolder:
             files, path = self._opened()
             found = files.find(path)
             for each in found:
-                if each.endswith(_MANIFEST):
+                if each.endswith(_MANIFEST_SUFFIX):
                     files.rm_file(each)
             if found:
                 with suppress(FileNotFoundError):
@@ -180,20 +189,20 @@ class RemoteFolder:
 
         self._retried(remove, "removing")
 
-    def move(self, to: RemoteFolder) -> None:
+    def move(self, destination: RemoteStorage) -> None:
         """Copy all files below this prefix, manifests last, and remove them here."""
 
         def copy() -> None:
             files, path = self._opened()
-            _, target = to._opened()
-            for each in sorted(files.find(path), key=lambda name: name.endswith(_MANIFEST)):
+            _, target = destination._opened()
+            for each in sorted(files.find(path), key=lambda name: name.endswith(_MANIFEST_SUFFIX)):
                 files.cp_file(each, f"{target}/{each.strip('/')[len(path.strip('/')) + 1 :]}")
 
         self._retried(copy, "moving")
         self.remove()
 
     def _open(self, name: str, mode: str, **options: Any) -> Any:
-        with _as_os_errors():
+        with _convert_to_os_errors():
             files, path = self._opened()
             return files.open(f"{path}/{name}", mode, **options)
 
@@ -207,10 +216,10 @@ class RemoteFolder:
 
     def _retried(self, work: Callable[[], T], what: str) -> T:
         def attempt() -> T:
-            with _as_os_errors():
+            with _convert_to_os_errors():
                 return work()
 
-        return retried(attempt, self.access, f"{what} {self}")
+        return retry(attempt, self.access, f"{what} {self}")
 
 
 def _ignore_os_errors(loop: Any, context: dict[str, Any]) -> None:
@@ -219,27 +228,27 @@ def _ignore_os_errors(loop: Any, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
 
 
-class _File:
+class _RemoteFile:
     """A file of fsspec whose errors are OSErrors."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        with _as_os_errors():
+        with _convert_to_os_errors():
             return int(self._file.seek(offset, whence))
 
     def readinto(self, buffer: Any) -> int:
-        with _as_os_errors():
+        with _convert_to_os_errors():
             return int(self._file.readinto(buffer))
 
     def close(self) -> None:
-        with _as_os_errors():
+        with _convert_to_os_errors():
             self._file.close()
 
 
 @contextmanager
-def _as_os_errors() -> Iterator[None]:
+def _convert_to_os_errors() -> Iterator[None]:
     """Turn the errors that each package defines for failing servers into OSErrors."""
     try:
         yield

@@ -24,23 +24,23 @@ import transformers
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._compat.transformers import save_code
+from .._compat.transformers import save_model_code
 from ..base.errors import CheckpointError, CheckpointWriteError
 from ..base.version import __version__
 from ..mesh.world import new_group
-from ..model.adapter import adapter_configs, adapter_folder, base_of, left_out
-from ..model.model_files import GENERATION_CONFIG, generation_json, kept_files, without_replaced
+from ..model.adapter import find_frozen_base_parameters, get_adapter_configs, get_adapter_subfolder, get_base
+from ..model.model_files import GENERATION_CONFIG, drop_replaced_files, format_generation_config, get_extra_files
 from ..strategy.contract import StrategyManager
-from ..tensors.pieces import Rectangle, Sharded, divide
+from ..tensors.pieces import ChunkedTensor, Rectangle, assign_owners
 from ..tensors.state import OptimizerState
-from .directory import HUGGING_FACE, draft_of
-from .index import INDEX, dtype_name, payload_name, write_tensors, written_index
-from .manifest import FORMAT, OF_ADAPTERS, Manifest, StoredFile
-from .places import Folder
-from .values import RANDOM, flat, note_rates, plain, random_state, settings_name
+from .directory import HUGGING_FACE_FOLDER, create_writer
+from .index import INDEX_FILE, build_index, format_dtype, tensors_file_name, write_tensors
+from .manifest import ADAPTER_FORMAT, FORMAT, Manifest, StoredFile
+from .places import Storage
+from .values import RNG_PREFIX, encode_values, flatten_state, get_rng_state, settings_file_name, store_base_rates
 
 
-class Share(NamedTuple):
+class SavePlan(NamedTuple):
     """What one rank writes: rectangles, in this order, groups and values of these parameters, the index if it is first.
 
     `grouped` and `valued` name the parameters whose optimizer groups and values it writes.
@@ -52,7 +52,7 @@ class Share(NamedTuple):
     index_json: bytes | None = None
 
 
-class Held(NamedTuple):
+class SaveInventory(NamedTuple):
     """What one rank has, in the terms of `Share`; `kinds` are name, shape and dtype of each tensor."""
 
     rectangles: tuple[Rectangle, ...]
@@ -61,62 +61,67 @@ class Held(NamedTuple):
     valued: tuple[str, ...]
 
 
-class Agreement:
+class SavePlanner:
     """The last division of the work, see [Note: agreement]; `times` is how often it was divided, equal on all ranks."""
 
     def __init__(self) -> None:
         self.times = 0
-        self._held: Held | None = None
-        self._share: Share | None = None
+        self._held: SaveInventory | None = None
+        self._share: SavePlan | None = None
 
     def share(
-        self, tensors: Mapping[str, Sharded], optimizer: OptimizerState[Sharded] | None, group: dist.ProcessGroup
-    ) -> Share:
+        self,
+        tensors: Mapping[str, ChunkedTensor],
+        optimizer: OptimizerState[ChunkedTensor] | None,
+        group: dist.ProcessGroup,
+    ) -> SavePlan:
         """Return what this rank writes of its tensors, by their names in the checkpoint. Collective."""
-        held = held_by(tensors, optimizer)
+        held = build_inventory(tensors, optimizer)
         same = torch.tensor([int(held == self._held)])
         dist.all_reduce(same, op=dist.ReduceOp.MIN, group=group)
         if self._share is None or not same.item():
-            self._share, self._held = _divided(held, group), held
+            self._share, self._held = _divide_work(held, group), held
             self.times += 1
         return self._share
 
 
-def held_by(tensors: Mapping[str, Sharded], optimizer: OptimizerState[Any] | None) -> Held:
+def build_inventory(tensors: Mapping[str, ChunkedTensor], optimizer: OptimizerState[Any] | None) -> SaveInventory:
     """Return this rank's inventory, which holds names and numbers alone."""
     rectangles = (
         Rectangle(name, tuple(piece.offsets), piece.sizes, piece.tensor.element_size())
         for name, sharded in tensors.items()
         for piece in sharded.pieces
     )
-    kinds = ((name, tuple(sharded.shape), dtype_name(sharded.dtype)) for name, sharded in tensors.items())
+    kinds = ((name, tuple(sharded.shape), format_dtype(sharded.dtype)) for name, sharded in tensors.items())
     grouped = (name for each in (optimizer.groups if optimizer is not None else ()) for name in each["params"])
-    return Held(tuple(rectangles), tuple(kinds), tuple(grouped), tuple(optimizer.values if optimizer else ()))
+    return SaveInventory(tuple(rectangles), tuple(kinds), tuple(grouped), tuple(optimizer.values if optimizer else ()))
 
 
-def _divided(held: Held, group: dist.ProcessGroup) -> Share:
+def _divide_work(inventory: SaveInventory, group: dist.ProcessGroup) -> SavePlan:
     """Divide the work on the first rank, and send each rank its share. Collective."""
     is_first = dist.get_rank(group) == 0
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.gather_object(held, found if is_first else None, group=group, group_dst=0)
-    shares, index = shares_of(found) if is_first else (None, None)
+    dist.gather_object(inventory, found if is_first else None, group=group, group_dst=0)
+    shares, index = build_save_plans(found) if is_first else (None, None)
     box: list[Any] = [None]
     dist.scatter_object_list(box, shares, group=group, group_src=0)
-    share: Share = box[0]
+    share: SavePlan = box[0]
     return share._replace(index_json=index)
 
 
-def shares_of(found: list[Held]) -> tuple[list[Share], bytes]:
+def build_save_plans(inventories: list[SaveInventory]) -> tuple[list[SavePlan], bytes]:
     """Return each rank's share, without the index; and the index."""
-    owned = divide([held.rectangles for held in found])
-    kinds = {name: (shape, dtype) for held in found for name, shape, dtype in held.kinds}
-    grouped = _first_holders(held.grouped for held in found)
-    valued = _first_holders(held.valued for held in found)
-    shares = [Share(tuple(rows), *names) for rows, names in zip(owned, zip(grouped, valued, strict=True), strict=True)]
-    return shares, written_index(owned, kinds)
+    owned = assign_owners([held.rectangles for held in inventories])
+    kinds = {name: (shape, dtype) for held in inventories for name, shape, dtype in held.kinds}
+    grouped = _assign_to_first_rank(held.grouped for held in inventories)
+    valued = _assign_to_first_rank(held.valued for held in inventories)
+    shares = [
+        SavePlan(tuple(rows), *names) for rows, names in zip(owned, zip(grouped, valued, strict=True), strict=True)
+    ]
+    return shares, build_index(owned, kinds)
 
 
-def _first_holders(named: Iterable[Iterable[str]]) -> list[frozenset[str]]:
+def _assign_to_first_rank(named: Iterable[Iterable[str]]) -> list[frozenset[str]]:
     """Return, for each rank, the names that no rank before it has."""
     seen: set[str] = set()
     first = []
@@ -126,22 +131,22 @@ def _first_holders(named: Iterable[Iterable[str]]) -> list[frozenset[str]]:
     return first
 
 
-def settings_of(optimizer: OptimizerState[Any] | None, share: Share) -> bytes | None:
+def encode_optimizer_settings(optimizer: OptimizerState[Any] | None, plan: SavePlan) -> bytes | None:
     """Return what this rank writes of the optimizer besides tensors; None if nothing. Raises CheckpointError."""
     if optimizer is None:
         return None
     groups = [
-        {**each, "params": [name for name in each["params"] if name in share.grouped]} for each in optimizer.groups
+        {**each, "params": [name for name in each["params"] if name in plan.grouped]} for each in optimizer.groups
     ]
     content = {
         "groups": [each for each in groups if each["params"]],
-        "values": {name: each for name, each in optimizer.values.items() if name in share.valued},
+        "values": {name: each for name, each in optimizer.values.items() if name in plan.valued},
     }
-    return json.dumps(plain(content)).encode() if any(content.values()) else None
+    return json.dumps(encode_values(content)).encode() if any(content.values()) else None
 
 
 @dataclass
-class Content:
+class CheckpointContent:
     """What one rank writes of a checkpoint.
 
     Attributes:
@@ -159,7 +164,7 @@ class Content:
         self.tensors = [each.to("cpu", copy=True, memory_format=torch.contiguous_format) for each in self.tensors]
 
 
-def content_of(
+def collect_content(
     manager: StrategyManager,
     group: dist.ProcessGroup,
     *,
@@ -167,28 +172,30 @@ def content_of(
     scheduler: LRScheduler | None,
     extra: Mapping[str, Any] | None,
     with_optimizer: bool = True,
-    agreement: Agreement | None = None,
-) -> Content:
-    """Return what this rank writes of its state as it is now; `agreement` is of the run's earlier checkpoints.
+    planner: SavePlanner | None = None,
+) -> CheckpointContent:
+    """Return what this rank writes of its state as it is now; `planner` is of the run's earlier checkpoints.
 
     Collective. Raises CheckpointError, on all ranks, if a value cannot be written as JSON.
     """
     world = manager.mesh.world
     if scheduler is not None:
-        note_rates(scheduler)
+        store_base_rates(scheduler)
     state = manager.sharded_state()
     if not with_optimizer:
         state = replace(state, optimizer=None)
     parts = manager.model_parts
-    known, skipped = base_of(parts), left_out(parts)
+    known, skipped = get_base(parts), find_frozen_base_parameters(parts)
     state.model = {name: each for name, each in state.model.items() if name not in skipped}
-    tensors = {**flat(state), f"{RANDOM}{dist.get_rank()}": random_state()}
-    share = (agreement or Agreement()).share(tensors, state.optimizer, group)
+    tensors = {**flatten_state(state), f"{RNG_PREFIX}{dist.get_rank()}": get_rng_state()}
+    share = (planner or SavePlanner()).share(tensors, state.optimizer, group)
     values = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
-    settings, written = world.together(lambda: (settings_of(state.optimizer, share), plain(values)))
-    texts = {settings_name(world.rank): settings, INDEX: share.index_json}
-    return Content(
-        [cut(tensors[each.name], each) for each in share.rectangles],
+    settings, written = world.together(
+        lambda: (encode_optimizer_settings(state.optimizer, share), encode_values(values))
+    )
+    texts = {settings_file_name(world.rank): settings, INDEX_FILE: share.index_json}
+    return CheckpointContent(
+        [cut_rectangle(tensors[each.name], each) for each in share.rectangles],
         {name: text for name, text in texts.items() if text is not None},
         Manifest(
             step=step,
@@ -202,14 +209,14 @@ def content_of(
                 "meshwright": __version__,
             },
             has_optimizer=state.optimizer is not None,
-            format=FORMAT if known is None else OF_ADAPTERS,
+            format=FORMAT if known is None else ADAPTER_FORMAT,
             base=None if known is None else asdict(known.base),
             **written,
         ),
     )
 
 
-def cut(sharded: Sharded, rectangle: Rectangle) -> Tensor:
+def cut_rectangle(sharded: ChunkedTensor, rectangle: Rectangle) -> Tensor:
     """Return a rectangle as a view of the piece that holds it."""
     found = sharded.cut(rectangle.offsets, rectangle.sizes)
     if found is None:
@@ -217,20 +224,25 @@ def cut(sharded: Sharded, rectangle: Rectangle) -> Tensor:
     return found
 
 
-class Saving:
+class CheckpointSave:
     """One checkpoint to be written at a place by a group of all ranks, with a backend for the CPU."""
 
     def __init__(
-        self, manager: StrategyManager, place: Folder, group: dist.ProcessGroup, content: Content, tokenizer: Any
+        self,
+        manager: StrategyManager,
+        storage: Storage,
+        group: dist.ProcessGroup,
+        content: CheckpointContent,
+        tokenizer: Any,
     ) -> None:
-        self._place, self._group, self._content = place, group, content
+        self._place, self._group, self._content = storage, group, content
         self._world = manager.mesh.world
-        self._draft = draft_of(place)
+        self._draft = create_writer(storage)
         self._model, self._tokenizer = manager.model_parts[0], tokenizer
 
     def write(self) -> None:
         """Write and complete the checkpoint, or remove it and raise CheckpointError on all ranks. Collective."""
-        refused = error_of_first(self._group, self._draft.begin)
+        refused = run_on_first(self._group, self._draft.begin)
         if refused is not None:
             raise refused
         problem: str | None = None
@@ -239,11 +251,11 @@ class Saving:
             files = self._write_own()
         except Exception as caught:
             # File systems raise errors of many kinds.
-            problem = described(caught)
+            problem = format_exception(caught)
         is_first = self._world.rank == 0
         found: list[Any] = [None] * self._world.size
         dist.gather_object((problem, files), found if is_first else None, group=self._group, group_dst=0)
-        error = error_of_first(self._group, partial(self._complete, found))
+        error = run_on_first(self._group, partial(self._complete, found))
         if error is not None:
             if is_first:
                 self._draft.discard()
@@ -253,7 +265,7 @@ class Saving:
         texts = dict(self._content.texts)
         if self._world.rank == 0:
             texts |= self._hugging_face_files()
-        payload = payload_name(self._world.rank)
+        payload = tensors_file_name(self._world.rank)
         files = {payload: write_tensors(self._draft, payload, self._content.tensors)}
         return files | {name: self._draft.write(name, partial(list, [text])) for name, text in texts.items()}
 
@@ -261,20 +273,20 @@ class Saving:
         """Have Hugging Face's classes write their files into a temporary directory, and read them."""
         with tempfile.TemporaryDirectory(prefix="meshwright-") as made:
             directory = Path(made)
-            save_code(self._model, directory)
+            save_model_code(self._model, directory)
             for each in (getattr(self._model, "config", None), self._tokenizer):
                 if each is not None:
                     each.save_pretrained(directory)
-            for name, config in adapter_configs(self._model).items():
-                config.save_pretrained(directory / adapter_folder(name))
+            for name, config in get_adapter_configs(self._model).items():
+                config.save_pretrained(directory / get_adapter_subfolder(name))
             paths = sorted(path for path in directory.rglob("*") if path.is_file())
             found = {path.relative_to(made).as_posix(): path.read_bytes() for path in paths}
         if self._content.manifest.base is None:
-            found |= without_replaced(kept_files(self._model), found)
+            found |= drop_replaced_files(get_extra_files(self._model), found)
             generation = getattr(self._model, "generation_config", None)
             if generation is not None:
-                found[GENERATION_CONFIG] = generation_json(generation)
-        return {f"{HUGGING_FACE}/{name}": content for name, content in found.items()}
+                found[GENERATION_CONFIG] = format_generation_config(generation)
+        return {f"{HUGGING_FACE_FOLDER}/{name}": content for name, content in found.items()}
 
     def _complete(self, found: list[tuple[str | None, dict[str, StoredFile]]]) -> None:
         failures = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(found) if problem is not None]
@@ -284,7 +296,7 @@ class Saving:
         self._draft.commit(replace(self._content.manifest, files=every))
 
 
-def error_of_first(group: dist.ProcessGroup, work: Callable[[], None]) -> CheckpointError | None:
+def run_on_first(group: dist.ProcessGroup, work: Callable[[], None]) -> CheckpointError | None:
     """Call `work` on the first rank of a group, and return its error on all ranks. Collective."""
     box: list[CheckpointError | None] = [None]
     if dist.get_rank(group) == 0:
@@ -298,12 +310,12 @@ def error_of_first(group: dist.ProcessGroup, work: Callable[[], None]) -> Checkp
     return box[0]
 
 
-def described(error: BaseException) -> str:
+def format_exception(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
-def own_group() -> Iterator[dist.ProcessGroup]:
+def temporary_group() -> Iterator[dist.ProcessGroup]:
     """Create a gloo group of all ranks for the time of the context."""
     group = new_group("gloo")
     yield group

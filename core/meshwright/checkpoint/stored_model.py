@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError
-from ..files.parsing import reason
-from ..model.configuration import check_brings_no_code, check_needs_no_code
-from ..tensors.pieces import Sharded, tensor_pieces
-from .directory import HUGGING_FACE
+from ..files.parsing import explain_library_error
+from ..model.configuration import check_no_custom_code, check_no_hub_kernels
+from ..tensors.pieces import ChunkedTensor, get_local_chunks
+from .directory import HUGGING_FACE_FOLDER
 from .index import read_index, read_tensors
-from .manifest import Manifest, read_verified
-from .places import LocalFolder, Place
-from .values import AVERAGES, MODEL
+from .manifest import Manifest, read_verified_file
+from .places import LocalStorage, StorageReader
+from .values import EMA_PREFIX, MODEL_PREFIX
 
 
 class StoredModel:
@@ -35,21 +35,23 @@ class StoredModel:
         kinds: shape and dtype of each tensor.
     """
 
-    def __init__(self, checkpoint: Place, manifest: Manifest, *, average: bool = False) -> None:
+    def __init__(self, checkpoint: StorageReader, manifest: Manifest, *, use_ema: bool = False) -> None:
         self.checkpoint, self.manifest = checkpoint, manifest
-        names = [name for name in manifest.files if PurePath(name).parts[0] == HUGGING_FACE]
+        names = [name for name in manifest.files if PurePath(name).parts[0] == HUGGING_FACE_FOLDER]
         root = self._on_this_machine(names)
-        self.directory = root / HUGGING_FACE
-        self.described = [(root / name, PurePath(name).relative_to(HUGGING_FACE).as_posix()) for name in names]
+        self.directory = root / HUGGING_FACE_FOLDER
+        self.described = [(root / name, PurePath(name).relative_to(HUGGING_FACE_FOLDER).as_posix()) for name in names]
         self._index = read_index(checkpoint, manifest)
-        self._average = average
-        if average and not any(name.startswith(AVERAGES) for name in self._index.kinds):
+        self._average = use_ema
+        if use_ema and not any(name.startswith(EMA_PREFIX) for name in self._index.kinds):
             raise CheckpointError(
                 f"the checkpoint {checkpoint} has no average of the weights: the run has kept none (ema). Export its "
                 f"weights."
             )
         self.kinds = {
-            name.removeprefix(MODEL): kind for name, kind in self._index.kinds.items() if name.startswith(MODEL)
+            name.removeprefix(MODEL_PREFIX): kind
+            for name, kind in self._index.kinds.items()
+            if name.startswith(MODEL_PREFIX)
         }
 
     def _on_this_machine(self, names: Iterable[str]) -> Path:
@@ -57,23 +59,23 @@ class StoredModel:
 
         Signed files are copied, too: they could be exchanged after they were verified.
         """
-        if isinstance(self.checkpoint, LocalFolder) and self.checkpoint.access.key is None:
+        if isinstance(self.checkpoint, LocalStorage) and self.checkpoint.access.key is None:
             return self.checkpoint.path
         root = Path(tempfile.mkdtemp(prefix="meshwright-"))
         weakref.finalize(self, shutil.rmtree, root, ignore_errors=True)
         for name in names:
             path = root / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(read_verified(self.checkpoint, self.manifest, name))
+            path.write_bytes(read_verified_file(self.checkpoint, self.manifest, name))
         return root
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a full tensor to the CPU, in its own dtype unless another is given."""
         shape, own = self.kinds[name]
         tensor = torch.empty(shape, dtype=dtype or own)
-        averaged = f"{AVERAGES}{name}"
-        stored = averaged if self._average and averaged in self._index.kinds else f"{MODEL}{name}"
-        full = Sharded(tensor.shape, tensor.dtype, tuple(tensor_pieces(tensor)))
+        averaged = f"{EMA_PREFIX}{name}"
+        stored = averaged if self._average and averaged in self._index.kinds else f"{MODEL_PREFIX}{name}"
+        full = ChunkedTensor(tensor.shape, tensor.dtype, tuple(get_local_chunks(tensor)))
         read_tensors(self.checkpoint, self.manifest, self._index, {stored: full})
         return tensor
 
@@ -85,14 +87,14 @@ def copy_files(files: Iterable[tuple[Path, str]], output: Path) -> None:
         shutil.copyfile(source, output / name)
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
+def map_to_first_names(model: nn.Module) -> dict[str, str]:
     """Map each name in a model's state to the first name of the same tensor, which checkpoints use."""
     state = model.state_dict(keep_vars=True)
     first = {id(value): name for name, value in reversed(state.items())}
     return {name: first[id(value)] for name, value in state.items()}
 
 
-def model_on_meta(source: StoredModel, *, adapted: bool = False) -> nn.Module:
+def build_model_on_meta(source: StoredModel, *, is_adapter_base: bool = False) -> nn.Module:
     """Build the model, or the base of adapters, on the meta device: a causal LM, or one with a head over tokens.
 
     Raises CheckpointError if transformers cannot build it, or the tensors are of another model.
@@ -104,8 +106,8 @@ def model_on_meta(source: StoredModel, *, adapted: bool = False) -> nn.Module:
         raise CheckpointError(
             f"the checkpoint {checkpoint} has no configuration of a Hugging Face model, so it cannot be exported."
         )
-    check_brings_no_code(directory / "config.json")
-    check_needs_no_code(directory, where="--trust-remote-code")
+    check_no_hub_kernels(directory / "config.json")
+    check_no_custom_code(directory, where="--trust-remote-code")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         build: Any = functools.partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
@@ -115,14 +117,14 @@ def model_on_meta(source: StoredModel, *, adapted: bool = False) -> nn.Module:
             build = next((each for each in known if each.config_class is type(config)), build)
         with torch.device("meta"):
             model: nn.Module = build(config)
-            if not adapted and not model.state_dict().keys() >= set(stored):
-                model = _with_other_head(config, stored) or model
+            if not is_adapter_base and not model.state_dict().keys() >= set(stored):
+                model = _build_with_other_head(config, stored) or model
     except Exception as error:
         # Configurations and model classes raise errors of many kinds.
         raise CheckpointError(
-            f"transformers cannot build the model of the checkpoint {checkpoint}: {reason(error)}"
+            f"transformers cannot build the model of the checkpoint {checkpoint}: {explain_library_error(error)}"
         ) from error
-    unknown = [] if adapted else sorted(set(stored) - model.state_dict().keys())
+    unknown = [] if is_adapter_base else sorted(set(stored) - model.state_dict().keys())
     if unknown:
         raise CheckpointError(
             f"the checkpoint {checkpoint} is not of the model that its configuration gives: {type(model).__name__} has "
@@ -131,7 +133,7 @@ def model_on_meta(source: StoredModel, *, adapted: bool = False) -> nn.Module:
     return model
 
 
-def _with_other_head(config: Any, stored: Collection[str]) -> nn.Module | None:
+def _build_with_other_head(config: Any, stored: Collection[str]) -> nn.Module | None:
     """Build the model with a head over tokens or sequences that has these tensors, on the device of the context."""
     import transformers
 

@@ -19,19 +19,19 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from ..base.errors import ConfigError
-from ..base.lazy import how_to_install
-from ..base.processes import leave, prefer_expandable_segments
-from ..base.safe_path import protect_children
+from ..base.lazy import format_install_hint
+from ..base.processes import exit_process, prefer_expandable_segments
+from ..base.safe_path import enable_safe_path
 from ..base.version import __version__
-from ..files.commands import told
-from ..files.terminal import escape_messages, say
-from ..files.versions import check_torch
+from ..files.commands import exit_on_error
+from ..files.terminal import echo, install_output_escaping
+from ..files.versions import check_torch_version
 from ..mesh.sizes import CLAIMABLE_AXES
 from ..strategy.contract import StrategySpec
-from ..strategy.registry import Failure, Registry, get_registry
+from ..strategy.registry import PluginFailure, Registry, get_registry
 
-_OUTPUT_FAILS = (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
-COMMANDS_OF = {
+_OUTPUT_ERRNOS = (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
+COMMANDS_BY_EXTRA = {
     "run": "train export schema init checkpoint data",
     "plan": "plan explain",
     "cluster": "launch",
@@ -40,28 +40,30 @@ COMMANDS_OF = {
     "testing": "check",
 }
 """Commands of plugins of this project, by the extra that installs each."""
-ORDER = "train launch plan strategies check export schema watch replay diff init explain doctor checkpoint data profile"
+COMMAND_ORDER = (
+    "train launch plan strategies check export schema watch replay diff init explain doctor checkpoint data profile"
+)
 """The subcommands in the order of the help; those of other plugins follow."""
 
 
-class _Commands(TyperGroup):
+class _CommandGroup(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
-        order = ORDER.split()
+        order = COMMAND_ORDER.split()
         return sorted(super().list_commands(ctx), key=lambda name: order.index(name) if name in order else len(order))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and self.get_command(ctx, args[0]) is None:
-            for extra, names in COMMANDS_OF.items():
+            for extra, names in COMMANDS_BY_EXTRA.items():
                 if args[0] in names.split():
                     raise ConfigError(
-                        f"{args[0]}: this command is of a plugin that is not installed. {how_to_install(extra)}"
+                        f"{args[0]}: this command is of a plugin that is not installed. {format_install_hint(extra)}"
                     )
         return super().resolve_command(ctx, args)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        say(f"meshwright {__version__}\n")
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
+        echo(f"meshwright {__version__}\n")
         raise typer.Exit
 
 
@@ -75,8 +77,8 @@ def about(
 
 def main() -> None:
     """Entry point of the command `meshwright`."""
-    protect_children()
-    escape_messages()
+    enable_safe_path()
+    install_output_escaping()
     prefer_expandable_segments()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -86,28 +88,28 @@ def main() -> None:
     code = 0
     try:
         # For the commands of plugins, too.
-        with told(traceback=False):
-            _check_place()
-            app = command_line()
-            check_torch()
+        with exit_on_error(show_traceback=False):
+            _check_current_directory()
+            app = build_app()
+            check_torch_version()
             app()
     except SystemExit as end:
         if not isinstance(end.code, int):
             raise
         code = end.code
     except OSError as error:
-        if error.filename is not None or error.errno not in _OUTPUT_FAILS:
+        if error.filename is not None or error.errno not in _OUTPUT_ERRNOS:
             raise
-        code = _output_failed(error)
+        code = _report_output_error(error)
     # Python's own exit would unload torch piece by piece, which takes as long as its import.
     try:
         sys.stdout.flush()
     except OSError as error:
-        os._exit(_output_failed(error))
-    leave(code)
+        os._exit(_report_output_error(error))
+    exit_process(code)
 
 
-def _check_place() -> None:
+def _check_current_directory() -> None:
     try:
         os.getcwd()
     except OSError as error:
@@ -116,17 +118,17 @@ def _check_place() -> None:
         ) from None
 
 
-def _output_failed(error: OSError) -> int:
+def _report_output_error(error: OSError) -> int:
     """Say so, if that is possible; return the exit code."""
     with suppress(OSError):
-        say(f"error: the output cannot be written: {error.strerror}.\n", stderr=True)
+        echo(f"error: the output cannot be written: {error.strerror}.\n", stderr=True)
     return 1
 
 
 def strategies() -> None:
     """List the strategies: installed, broken (with the reason), and installable."""
     registry = get_registry()
-    blocks = [_block(spec, registry.owner(name)) for name, spec in registry.strategies.items()]
+    blocks = [_format_strategy(spec, registry.owner(name)) for name, spec in registry.strategies.items()]
     for title, lines in (
         ("broken", [str(failure) for failure in registry.failures]),
         ("installable, from a clone of meshwright", [f"{n}: {line}" for n, line in registry.installable.items()]),
@@ -134,10 +136,10 @@ def strategies() -> None:
         if lines:
             # Not wrapped, so that reasons and commands can be copied.
             blocks.append("\n".join([f"{title}:", *(indent(line, "  ") for line in lines)]))
-    say("\n\n".join(blocks) + "\n")
+    echo("\n\n".join(blocks) + "\n")
 
 
-def _block(spec: StrategySpec, owner: str) -> str:
+def _format_strategy(spec: StrategySpec, owner: str) -> str:
     rows = {
         "aliases": ", ".join(spec.aliases),
         "shards": ", ".join(axis for axis in CLAIMABLE_AXES if axis in spec.axes) or "nothing",
@@ -156,18 +158,18 @@ def add_commands(app: typer.Typer, registry: Registry) -> None:
     """
     for name, register in registry.implementations("register_commands"):
         own = typer.Typer()
-        reason = _defect(own, register, app)
+        reason = _find_registration_error(own, register, app)
         if reason is None:
             app.add_typer(own)
         else:
-            registry.set_aside(Failure(name, reason))
+            registry.set_aside(PluginFailure(name, reason))
 
 
-def _defect(own: typer.Typer, register: Any, app: typer.Typer) -> str | None:
-    """Let a plugin register its commands in `own`; return why they cannot be added, if they cannot."""
+def _find_registration_error(plugin_app: typer.Typer, register: Any, app: typer.Typer) -> str | None:
+    """Let a plugin register its commands in `plugin_app`; return why they cannot be added, if they cannot."""
     try:
-        register(app=own)
-        taken = set(get_group(own).commands) & set(get_group(app).commands)
+        register(app=plugin_app)
+        taken = set(get_group(plugin_app).commands) & set(get_group(app).commands)
     except (Exception, SystemExit) as error:
         # Whatever a plugin raises; see [Note: isolation] in the registry.
         return f"register_commands raised {type(error).__name__}: {error}"
@@ -175,11 +177,11 @@ def _defect(own: typer.Typer, register: Any, app: typer.Typer) -> str | None:
 
 
 @cache
-def command_line() -> typer.Typer:
+def build_app() -> typer.Typer:
     """Return the command line, with the commands of the installed plugins."""
     app = typer.Typer(
         name="meshwright",
-        cls=_Commands,
+        cls=_CommandGroup,
         help="Train any Hugging Face causal LM under any parallelism strategy, chosen by name, with one loop.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -192,5 +194,5 @@ def command_line() -> typer.Typer:
 
 def __getattr__(name: str) -> typer.Typer:
     if name == "app":
-        return command_line()
+        return build_app()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from ..base.validation import FrozenModel
 from ..base.version import __version__
 
-Reason: TypeAlias = Literal["done", "early stopping", "callback", "signal", "failed"]
+EndReason: TypeAlias = Literal["done", "early stopping", "callback", "signal", "failed"]
 """Why a run ended: after its last step, by `EarlyStopping`, by a callback, by a signal, or by an error."""
 
 
@@ -87,7 +87,7 @@ class BadStep:
         step: for whose batch the optimizer did not step.
         reason: what is wrong with it.
         count: bad steps of the run so far, including this one.
-        back_to: step of the checkpoint that the run goes back to; None: it continues after this step.
+        rollback_step: step of the checkpoint that the run goes back to; None: it continues after this step.
     """
 
     step: int
@@ -128,7 +128,7 @@ class RunSummary:
     """
 
     run: RunInfo
-    reason: Reason
+    reason: EndReason
     step: int
     steps: int
     seconds: float
@@ -146,7 +146,7 @@ class RunSection:
         config_cls: its values; at most one section has this class. Code reads them by `RunConfig.section(config_cls)`.
         description: for the JSON schema and docs.
         default: of the section if a run file has none; None: the section is null.
-        without_secrets: returns the section as it is written to the run's files and trackers: from the section as
+        redact: returns the section as it is written to the run's files and trackers: from the section as
             plain values, with what looks like a secret hidden, and from the section with all values.
     """
 

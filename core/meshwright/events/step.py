@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-MARK = "meshwright::"
+PROFILER_PREFIX = "meshwright::"
 """Prefix of the names that the loop gives to steps and their parts in a profiler."""
-WAIT = f"{MARK}wait for ranks"
+WAIT_FOR_RANKS = f"{PROFILER_PREFIX}wait for ranks"
 """A wait for the other ranks' message about a step, which a thread receives that no profiler sees."""
-MEASURED = frozenset({"seconds", "ended", "times", "memory", "world_size", "peak_flops", "stragglers"})
+NONDETERMINISTIC_FIELDS = frozenset({"seconds", "ended", "times", "memory", "world_size", "peak_flops", "stragglers"})
 """Fields that clocks and machines determine; the others are the same when a run is repeated, on any number of ranks."""
 
 
@@ -21,7 +21,7 @@ class StepResult:
     `optimizer` are the device's time, between events in its stream, and the host's otherwise. `optimizer` is then that
     of the previous step, since the device has not finished this one; it is missing where that is unknown. `read` is the
     host's wait for loss and norm. `save` is the time for which saving after the previous step delayed the loop, and
-    `evaluation` comes after the step; the step's `seconds` include neither. `exposed_communication`, in steps in which
+    `evaluation` comes after the step; the step's `seconds` include neither. `measure_exposed_communication`, in steps in which
     it was measured, is part of the others.
     """
 
@@ -48,7 +48,7 @@ class StepResult:
     """Time of its end [s since 1970]."""
     times: Mapping[str, float] = field(default_factory=dict)
     """Seconds by part: `data`, `forward_backward`, `clip`, `read`, `optimizer`; `norms`, `save`, `evaluation` and
-    `exposed_communication` in steps that have them. See [Note: parts of a step]."""
+    `measure_exposed_communication` in steps that have them. See [Note: parts of a step]."""
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     """`learning_rate` of each parameter group, by its name or else its number."""
     norms: Mapping[str, float] = field(default_factory=dict)

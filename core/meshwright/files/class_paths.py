@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
-from ..base.errors import ConfigError, nearest
+from ..base.errors import ConfigError, suggest_match
 
-ENVIRONMENT_VARIABLE = "MESHWRIGHT_ALLOWED_IMPORTS"
+ALLOWED_IMPORTS_VARIABLE = "MESHWRIGHT_ALLOWED_IMPORTS"
 
 # Importing these modules, and those below, has no side effects.
-_BUILT_IN = (
+_BUILT_IN_MODULES = (
     "torch.nn",
     "torch.optim",
     "torch.distributed.fsdp",
@@ -34,17 +34,17 @@ _BUILT_IN = (
     "transformers.models",
 )
 # The loss as configs of pipelines are written to JSON, and the plan of the reference.
-_functions = {
-    "meshwright.step.tokens.target_loss_sum",
+_allowed_functions = {
+    "meshwright.step.tokens.sum_target_loss",
     "meshwright.parallel.tensor.get_hf_tp_shard_plan",
     "meshwright.parallel.tensor.plan.get_hf_tp_shard_plan",
 }
 # Not the scripts that convert checkpoints, which are next to the modelling code.
-_MODELS = re.compile(r"transformers\.models\.(\w+\.)+modeling_\w+\.\w+")
-_users: set[str] = set()
+_MODELING_CLASS = re.compile(r"transformers\.models\.(\w+\.)+modeling_\w+\.\w+")
+_allowed_modules: set[str] = set()
 
-Kind = Literal["class", "function", "dict"]
-_KINDS: Mapping[Kind, Callable[[Any], bool]] = MappingProxyType(
+ImportKind = Literal["class", "function", "dict"]
+_KIND_CHECKS: Mapping[ImportKind, Callable[[Any], bool]] = MappingProxyType(
     {"class": inspect.isclass, "function": inspect.isfunction, "dict": lambda found: isinstance(found, dict)}
 )
 
@@ -58,40 +58,42 @@ def allow_imports(*modules: str) -> None:
     Raises:
         ConfigError: a name is not a module name.
     """
-    _users.update(_checked(module, "allow_imports") for module in modules)
+    _allowed_modules.update(_check_module_name(module, "allow_imports") for module in modules)
 
 
 def allow_functions(*names: str) -> None:
     """Let configurations name these functions of a plugin, by dotted names; the plugin calls it as it is imported."""
-    _functions.update(_checked(name, "allow_functions") for name in names)
+    _allowed_functions.update(_check_module_name(name, "allow_functions") for name in names)
 
 
 def allowed_imports() -> list[str]:
     """Return the modules that names may come from: built-in, of `allow_imports`, and of the environment."""
-    return sorted({*_BUILT_IN, *_users_modules()})
+    return sorted({*_BUILT_IN_MODULES, *_get_user_modules()})
 
 
 def check_import(name: str) -> None:
     """Raise ConfigError, without importing anything, if a dotted name is not on the allow-list."""
     if not isinstance(name, str) or "." not in name or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{name!r} is no import path. Give module and name, such as 'torch.optim.AdamW'.")
-    if is_users(name):
+    if is_from_user_module(name):
         return
     if any(part.startswith("_") for part in name.split(".")):
         raise ConfigError(f"{name!r} is not imported: it is private. Name a public class, such as 'torch.optim.AdamW'.")
     if not _is_built_in(name):
         raise ConfigError(
             f"{name!r} is not imported: its module is not on the allow-list ({', '.join(allowed_imports())}). "
-            f"If you trust it, {_how_to_allow(name)}"
+            f"If you trust it, {_format_allow_hint(name)}"
         )
 
 
-def is_users(name: str) -> bool:
+def is_from_user_module(name: str) -> bool:
     """Return whether a dotted name is in a module that the user has allowed."""
-    return _within(name, _users_modules()) is not None
+    return _find_enclosing_module(name, _get_user_modules()) is not None
 
 
-def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class", base: type | None = None) -> Any:
+def import_class_from_path(
+    name: str, *, kind: ImportKind | Sequence[ImportKind] = "class", base: type | None = None
+) -> Any:
     """Import a class by its path, such as "torch.optim.AdamW".
 
     Args:
@@ -102,14 +104,14 @@ def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class", 
     Raises ConfigError if the name is not on the allow-list, does not exist, or is not of this kind.
     """
     check_import(name)
-    kinds: Sequence[Kind] = (kind,) if isinstance(kind, str) else kind
+    kinds: Sequence[ImportKind] = (kind,) if isinstance(kind, str) else kind
     module, _, leaf = name.rpartition(".")
-    found = _attribute(_import(module, name), leaf, name)
-    own = next((each for each, is_one in _KINDS.items() if is_one(found)), None)
+    found = _get_attribute(_import_module(module, name), leaf, name)
+    own = next((each for each, is_one in _KIND_CHECKS.items() if is_one(found)), None)
     if own not in kinds:
         wanted = " or ".join(f"a {each}" for each in kinds)
         raise ConfigError(f"{name!r} is not {wanted}, but a {own or type(found).__name__}. Name {wanted}.")
-    if own != "class" and not is_users(name) and not (own == "function" and name in _functions):
+    if own != "class" and not is_from_user_module(name) and not (own == "function" and name in _allowed_functions):
         raise ConfigError(
             f"{name!r} is a {own} of {module!r}, but each {own} must be of a module of your own. Define it in one, "
             f"call meshwright.allow_imports with that module's name, and name it there."
@@ -118,12 +120,12 @@ def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class", 
         return found
     # The module may itself have imported it from anywhere.
     home = f"{getattr(found, '__module__', None) or ''}.{leaf}"
-    if not is_users(home) and not _is_built_in(home):
+    if not is_from_user_module(home) and not _is_built_in(home):
         raise ConfigError(
             f"{name!r} is defined in {home.rpartition('.')[0]!r}, which is not to be imported from. If you trust it, "
-            f"name it there, and {_how_to_allow(home)}"
+            f"name it there, and {_format_allow_hint(home)}"
         )
-    if base is not None and inspect.isclass(found) and not is_users(home) and not issubclass(found, base):
+    if base is not None and inspect.isclass(found) and not is_from_user_module(home) and not issubclass(found, base):
         raise ConfigError(f"{name!r} is no {base.__name__}. Name a subclass of {base.__module__}.{base.__name__}.")
     return found
 
@@ -153,16 +155,16 @@ def instantiate(mapping: Mapping[str, Any], *, expected: type, default: type | N
     for key in arguments:
         if key not in known:
             allowed = ", ".join(known) or "none"
-            raise ConfigError(f"{cls.__name__} has no argument {key!r}.{nearest(key, known)} Allowed: {allowed}.")
+            raise ConfigError(f"{cls.__name__} has no argument {key!r}.{suggest_match(key, known)} Allowed: {allowed}.")
         if key.endswith("dtype") and isinstance(arguments[key], str):
-            arguments[key] = dtype(arguments[key])
+            arguments[key] = parse_dtype(arguments[key])
     try:
         return cls(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{cls.__name__} cannot be made from {dict(mapping)}: {error}") from None
 
 
-def dtype(name: str) -> Any:
+def parse_dtype(name: str) -> Any:
     """Return the `torch.dtype` of a name such as "bfloat16" or "torch.bfloat16". Raises ConfigError."""
     import torch
 
@@ -173,36 +175,36 @@ def dtype(name: str) -> Any:
 
 
 def _is_built_in(name: str) -> bool:
-    if name in _functions:
+    if name in _allowed_functions:
         return True
-    module = _within(name, _BUILT_IN)
-    return module is not None and (module != "transformers.models" or _MODELS.fullmatch(name) is not None)
+    module = _find_enclosing_module(name, _BUILT_IN_MODULES)
+    return module is not None and (module != "transformers.models" or _MODELING_CLASS.fullmatch(name) is not None)
 
 
-def _how_to_allow(name: str) -> str:
+def _format_allow_hint(name: str) -> str:
     package = name.split(".")[0]
-    return f"call meshwright.allow_imports({package!r}) before, or start with {ENVIRONMENT_VARIABLE}={package}."
+    return f"call meshwright.allow_imports({package!r}) before, or start with {ALLOWED_IMPORTS_VARIABLE}={package}."
 
 
-def _users_modules() -> set[str]:
-    listed = map(str.strip, os.environ.get(ENVIRONMENT_VARIABLE, "").split(","))
-    return _users | {_checked(name, ENVIRONMENT_VARIABLE) for name in listed if name}
+def _get_user_modules() -> set[str]:
+    listed = map(str.strip, os.environ.get(ALLOWED_IMPORTS_VARIABLE, "").split(","))
+    return _allowed_modules | {_check_module_name(name, ALLOWED_IMPORTS_VARIABLE) for name in listed if name}
 
 
-def _within(name: str, modules: Iterable[str]) -> str | None:
+def _find_enclosing_module(name: str, modules: Iterable[str]) -> str | None:
     """Return the module that a name is in; "torchevil.x" is not in "torch"."""
     return next((module for module in modules if name == module or name.startswith(f"{module}.")), None)
 
 
-def _checked(module: str, where: str) -> str:
+def _check_module_name(module: str, source: str) -> str:
     if not module or not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(
-            f"{where}: {module!r} is no module name. Give one such as 'my_package' or 'my_package.plans'."
+            f"{source}: {module!r} is no module name. Give one such as 'my_package' or 'my_package.plans'."
         )
     return module
 
 
-def _import(module: str, name: str) -> Any:
+def _import_module(module: str, name: str) -> Any:
     """Import a module, or the class that holds a nested name."""
     try:
         return importlib.import_module(module)
@@ -210,16 +212,16 @@ def _import(module: str, name: str) -> Any:
         parent, _, leaf = module.rpartition(".")
         # The last part may be a class; a missing dependency of an existing module is an error.
         if parent and isinstance(error, ModuleNotFoundError) and error.name == module:
-            holder = _attribute(_import(parent, name), leaf, name)
+            holder = _get_attribute(_import_module(parent, name), leaf, name)
             if inspect.isclass(holder):
                 return holder
         raise ConfigError(f"{name!r} cannot be imported: {error}.") from None
 
 
-def _attribute(holder: Any, leaf: str, name: str) -> Any:
+def _get_attribute(holder: Any, attribute: str, name: str) -> Any:
     try:
-        return getattr(holder, leaf)
+        return getattr(holder, attribute)
     except AttributeError:
         known = [each for each in dir(holder) if not each.startswith("_")]
         where = f"{'module' if isinstance(holder, ModuleType) else 'class'} {holder.__name__}"
-        raise ConfigError(f"{name!r} does not exist in the {where}.{nearest(leaf, known)}") from None
+        raise ConfigError(f"{name!r} does not exist in the {where}.{suggest_match(attribute, known)}") from None

@@ -33,7 +33,7 @@ MAX_VALUES = 100_000
 """Of a YAML file with its aliases expanded: a few short lines can stand for billions of values."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_TAG = "tag:yaml.org,2002:"
+_TAG_PREFIX = "tag:yaml.org,2002:"
 _CORE_SCHEMA = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -68,7 +68,7 @@ class _Loader(yaml.SafeLoader):
         seen: dict[str, yaml.Node] = {}
         for key, _ in node.value:
             # `<<` merges other mappings, whose keys may be given again.
-            if isinstance(key, yaml.ScalarNode) and key.tag != f"{_TAG}merge":
+            if isinstance(key, yaml.ScalarNode) and key.tag != f"{_TAG_PREFIX}merge":
                 if key.value in seen:
                     problem = f"the key {key.value!r} is given twice"
                     raise yaml.MarkedYAMLError("first", seen[key.value].start_mark, problem, key.start_mark)
@@ -82,7 +82,7 @@ class _Dumper(yaml.SafeDumper):
 
 for _name, (_pattern, _first) in _CORE_SCHEMA.items():
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), _first)
+        _class.add_implicit_resolver(_TAG_PREFIX + _name, re.compile(f"^(?:{_pattern})$"), _first)
 
 
 def parse_yaml(text: str) -> Any:
@@ -99,24 +99,27 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-def _check_size(node: yaml.Node, depth: int, known: dict[yaml.Node, tuple[int, int] | None]) -> tuple[int, int]:
+def _check_size(node: yaml.Node, depth: int, sizes_by_node: dict[yaml.Node, tuple[int, int] | None]) -> tuple[int, int]:
     """Return number of values and depth of a node with its aliases expanded.
 
-    `known` are results of earlier nodes, None while a node is visited, which then contains itself.
+    `sizes_by_node` are results of earlier nodes, None while a node is visited, which then contains itself.
     """
     if isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
         raise ValueError(f"{node.value!r:.80} holds half of a surrogate pair, which is no text")
-    if node in known:
-        found = known[node]
+    if node in sizes_by_node:
+        found = sizes_by_node[node]
         if found is None:
             raise ValueError("an alias (*) stands inside of what it names")
     else:
-        known[node] = None
+        sizes_by_node[node] = None
         children = [] if isinstance(node, yaml.ScalarNode) else node.value
         if isinstance(node, yaml.MappingNode):
             children = itertools.chain.from_iterable(children)
-        parts = [_check_size(child, depth + 1, known) for child in children]
-        found = known[node] = (1 + sum(size for size, _ in parts), 1 + max((deep for _, deep in parts), default=0))
+        parts = [_check_size(child, depth + 1, sizes_by_node) for child in children]
+        found = sizes_by_node[node] = (
+            1 + sum(size for size, _ in parts),
+            1 + max((deep for _, deep in parts), default=0),
+        )
     if depth + found[1] - 1 > MAX_DEPTH:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     if found[0] > MAX_VALUES:
@@ -129,13 +132,13 @@ class _BlockDumper(_Dumper):
 
 
 _BlockDumper.add_representer(
-    str, lambda dumper, text: dumper.represent_scalar(f"{_TAG}str", text, style="|" if "\n" in text else None)
+    str, lambda dumper, text: dumper.represent_scalar(f"{_TAG_PREFIX}str", text, style="|" if "\n" in text else None)
 )
 
 
-def as_yaml(value: Any, *, blocks: bool = False) -> str:
-    """Return YAML that `parse_yaml` and readers of YAML 1.1 read alike; `blocks` writes long strings as blocks."""
-    dumper = _BlockDumper if blocks else _Dumper
+def to_yaml(value: Any, *, use_block_style: bool = False) -> str:
+    """Return YAML that `parse_yaml` and readers of YAML 1.1 read alike; `use_block_style` writes long strings as blocks."""
+    dumper = _BlockDumper if use_block_style else _Dumper
     return yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -154,7 +157,7 @@ def parse_json(text: str) -> Any:
     raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
-def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
+def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
     """Open a file for reading; refuse a pipe, which could be waited for forever. Raises OSError."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -163,7 +166,7 @@ def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
     return open(file, "rb", buffering=buffering)
 
 
-def _bounded(file: BinaryIO, max_bytes: int) -> bytes:
+def _read_bounded(file: BinaryIO, max_bytes: int) -> bytes:
     with file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -171,28 +174,28 @@ def _bounded(file: BinaryIO, max_bytes: int) -> bytes:
     return content
 
 
-def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a file. Raises OSError if it is not a regular file, is larger, or cannot be read."""
     try:
-        return _bounded(open_regular(path), max_bytes)
+        return _read_bounded(open_regular_file(path), max_bytes)
     except ValueError as error:
         raise OSError(errno.EFBIG, str(error), str(path)) from None
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
     """Return the UTF-8 text of a file, a pipe or a device. Raises OSError or ValueError."""
-    return _bounded(path.open("rb"), max_bytes).decode("utf-8-sig")
+    return _read_bounded(path.open("rb"), max_bytes).decode("utf-8-sig")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object that a JSON file holds. Raises OSError or ValueError."""
-    value = parse_json(_bounded(open_regular(path), MAX_JSON_BYTES).decode("utf-8-sig"))
+    value = parse_json(_read_bounded(open_regular_file(path), MAX_JSON_BYTES).decode("utf-8-sig"))
     if not isinstance(value, dict):
         raise ValueError(f"it holds a JSON {type(value).__name__}, not an object")
     return value
 
 
-def json_object_or_empty(path: Path) -> dict[str, Any]:
+def read_json_object_or_empty(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file, {} if it cannot be read: whoever needs the file reports what is wrong."""
     try:
         return read_json_object(path)
@@ -201,10 +204,10 @@ def json_object_or_empty(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def time_limit(seconds: float, what: str) -> Iterator[None]:
+def time_limit(seconds: float, action: str) -> Iterator[None]:
     """Interrupt the context after a time; for patterns and templates of others.
 
-    It interrupts Python code and `re` by a TimeoutError that says `what` takes so long. There is no limit in other
+    It interrupts Python code and `re` by a TimeoutError that says `action` takes so long. There is no limit in other
     threads than the main one, where signals are not handled, or if an alarm is set already.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
@@ -212,7 +215,7 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
         return
 
     def expire(_number: int, _frame: FrameType | None) -> None:
-        raise TimeoutError(f"{what} took longer than {seconds:g} seconds")
+        raise TimeoutError(f"{action} took longer than {seconds:g} seconds")
 
     before = signal.signal(signal.SIGALRM, expire)
     try:
@@ -223,14 +226,14 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def reason(error: BaseException) -> str:
+def explain_library_error(error: BaseException) -> str:
     """Describe another library's error about files that a user has given."""
     if "trust_remote_code" in str(error):
         return "it brings code of its own (auto_map), which is never run, and is of no class that transformers has"
     return f"{type(error).__name__}: {error}"
 
 
-def assigned(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+def apply_assignments(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """Return the values of a run file with changes; see `load_run`."""
     changed = copy.deepcopy(dict(values))
     for assignment in assignments:
@@ -253,6 +256,6 @@ def assigned(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str,
     return changed
 
 
-def as_options(assignments: Sequence[str]) -> dict[str, Any]:
+def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
     """Return the mapping that "key.of.value=yaml" assignments make."""
-    return assigned({}, assignments)
+    return apply_assignments({}, assignments)

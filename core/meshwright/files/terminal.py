@@ -1,6 +1,6 @@
 """Output to a terminal, with text of files, names and paths escaped so that it cannot control the terminal.
 
-All output goes through `new_console`, `say` or `warn`; tests/security/test_terminal.py checks this. rich is imported
+All output goes through `create_console`, `say` or `warn`; tests/security/test_terminal.py checks this. rich is imported
 only where it is used, and torch nowhere.
 """
 
@@ -12,47 +12,47 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import printable
+from ..base.errors import escape_unprintable
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
 
-def say(text: str, *, stderr: bool = False) -> None:
+def echo(text: str, *, stderr: bool = False) -> None:
     """Write text with its line ends in one piece, so that the lines of two ranks do not mix."""
     stream = sys.stderr if stderr else sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    stream.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
+    stream.write(escape_unprintable(text).encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()
 
 
 def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
     """Call `warnings.warn` with text that may quote files."""
-    warnings.warn(printable(text), category, stacklevel=stacklevel + 1)
+    warnings.warn(escape_unprintable(text), category, stacklevel=stacklevel + 1)
 
 
-def escape_messages() -> None:
+def install_output_escaping() -> None:
     """Escape what libraries log and warn of in this process."""
-    logging.setLogRecordFactory(_Record)
+    logging.setLogRecordFactory(_EscapingLogRecord)
     if not getattr(warnings.formatwarning, "escapes", False):
-        warnings.formatwarning = _escaping(warnings.formatwarning)
+        warnings.formatwarning = _escape_output(warnings.formatwarning)
 
 
-class _Record(logging.LogRecord):
+class _EscapingLogRecord(logging.LogRecord):
     def getMessage(self) -> str:
-        return printable(super().getMessage())
+        return escape_unprintable(super().getMessage())
 
 
-def _escaping(form: Callable[..., str]) -> Callable[..., str]:
+def _escape_output(format_warning: Callable[..., str]) -> Callable[..., str]:
     def escaped(*arguments: Any, **options: Any) -> str:
-        return printable(form(*arguments, **options))
+        return escape_unprintable(format_warning(*arguments, **options))
 
     escaped.escapes = True  # type: ignore[attr-defined]
     return escaped
 
 
-def new_console(**options: Any) -> Console:
+def create_console(**options: Any) -> Console:
     """Return a rich console, with its options, that prints text as it is, without markup and emoji."""
     from rich.console import Console, RenderHook
 
@@ -60,28 +60,28 @@ def new_console(**options: Any) -> Console:
         """Escapes what renderables produce, just before it is written."""
 
         def process_renderables(self, renderables: list[Any]) -> list[Any]:
-            return [_Escaped(each) for each in renderables]
+            return [_EscapedRenderable(each) for each in renderables]
 
     made = Console(markup=False, emoji=False, **options)
     made.push_render_hook(Escaping())
     return made
 
 
-def styled(markup: str) -> Text:
+def parse_markup(markup: str) -> Text:
     """Return text with rich's markup; values of others in it must be escaped by `plain`."""
     from rich.text import Text
 
     return Text.from_markup(markup, emoji=False)
 
 
-def plain(text: object) -> str:
+def escape_markup(text: object) -> str:
     """Escape a value for `styled`."""
     from rich.markup import escape
 
-    return escape(printable(str(text)))
+    return escape(escape_unprintable(str(text)))
 
 
-class _Escaped:
+class _EscapedRenderable:
     def __init__(self, renderable: Any) -> None:
         self._renderable = renderable
 
@@ -93,5 +93,5 @@ class _Escaped:
             if segment.control or (segment.text.isprintable() and segment.text.isascii()):
                 yield segment
                 continue
-            text = printable(segment.text).encode(encoding, "backslashreplace").decode(encoding)
+            text = escape_unprintable(segment.text).encode(encoding, "backslashreplace").decode(encoding)
             yield Segment(text, segment.style)

@@ -12,14 +12,14 @@ from ..base.errors import StrategyError
 from .terminal import warn
 
 DISTRIBUTION = "meshwright"
-_OURS = re.compile(r"(meshwright|pydantic)(?=[._]|$)")
+_INTERNAL_PACKAGES = re.compile(r"(meshwright|pydantic)(?=[._]|$)")
 """Packages whose frames a deprecation warning skips: ours, and what calls our validators."""
 
 
-def check_torch() -> None:
+def check_torch_version() -> None:
     """Refuse a torch that is older than this package supports, from metadata alone. Raises StrategyError."""
     try:
-        installed, oldest = importlib.metadata.version("torch"), oldest_torch()
+        installed, oldest = importlib.metadata.version("torch"), get_min_torch_version()
     except importlib.metadata.PackageNotFoundError:
         # No torch, or a source tree that is not installed: an import says so.
         return
@@ -30,7 +30,7 @@ def check_torch() -> None:
         )
 
 
-def oldest_torch() -> str:
+def get_min_torch_version() -> str:
     """Return the oldest version that the installed package's metadata allows, such as "2.11"."""
     for each in importlib.metadata.requires(DISTRIBUTION) or ():
         found = re.match(r"torch\b[^;]*?>=\s*([\d.]+)", each)
@@ -39,13 +39,13 @@ def oldest_torch() -> str:
     return "0"
 
 
-def warn_deprecated(what: str, *, since: str, removed_in: str, instead: str) -> None:
+def warn_deprecated(name: str, *, since: str, removed_in: str, remedy: str) -> None:
     """Warn of the use of something deprecated, at the line of the caller's code; see docs/releasing.md.
 
-    `what` is the name with its kind, such as "the option use_custom_fsdp"; a test fails once `removed_in` is due.
+    `name` is the name with its kind, such as "the option use_custom_fsdp"; a test fails once `removed_in` is due.
     """
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and _OURS.match(frame.f_globals.get("__name__", "")):
+    while frame.f_back is not None and _INTERNAL_PACKAGES.match(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
-    text = f"{what} is deprecated since meshwright {since} and goes away in {removed_in}. {instead}"
+    text = f"{name} is deprecated since meshwright {since} and goes away in {removed_in}. {remedy}"
     warn(text, DeprecationWarning, stacklevel=level)

@@ -31,23 +31,23 @@ def check_path(value: str) -> str:
     return value
 
 
-PathText = Annotated[str, AfterValidator(check_path)]
+PathStr = Annotated[str, AfterValidator(check_path)]
 """Path of a file or directory in a config; it need not exist."""
 
 
-def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
+def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     """Write a file that exists completely or not at all; text as UTF-8. Raises OSError.
 
     `mode` are its permissions, less the process's umask.
     """
-    with written_whole(path, mode=mode) as file:
+    with atomic_writer(path, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def written_whole(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+def atomic_writer(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Yield an empty file, which gets its name when the context is left without an error."""
-    new = fresh(path.with_name(f"{path.name}.tmp"))
+    new = remove_existing(path.with_name(f"{path.name}.tmp"))
     try:
         with open(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w+b") as file:
             yield file
@@ -57,13 +57,13 @@ def written_whole(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     new.replace(path)
 
 
-def fresh(path: Path) -> Path:
+def remove_existing(path: Path) -> Path:
     """Remove a file, and return its path for a library that opens it itself."""
     path.unlink(missing_ok=True)
     return path
 
 
-def open_to_append(path: Path) -> int:
+def open_for_append(path: Path) -> int:
     """Open a file that grows, creating it if needed; the caller closes the descriptor. Raises OSError."""
     # Without O_NONBLOCK, opening a pipe that nobody reads waits forever.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -74,7 +74,7 @@ def open_to_append(path: Path) -> int:
     return file
 
 
-def append(path: Path, text: str) -> None:
-    """Add text to a file. Raises OSError as `open_to_append`."""
-    with open(open_to_append(path), "w", encoding="utf-8") as file:
+def append_text(path: Path, text: str) -> None:
+    """Add text to a file. Raises OSError as `open_for_append`."""
+    with open(open_for_append(path), "w", encoding="utf-8") as file:
         file.write(text)

@@ -10,21 +10,21 @@ from ..base.errors import MeshError
 DEFAULT_PORT = 29_500
 """torchrun's; for launchers that name nothing that all ranks of a world share and other worlds do not have."""
 
-_FIRST_PORT, _PORTS = 10_000, 20_000
+_MIN_PORT, _NUM_PORTS = 10_000, 20_000
 """Below the ephemeral ports of operating systems."""
 
 
 @dataclass(frozen=True)
-class Claim:
+class ClusterEnvironment:
     """One launcher's statement about this process.
 
     Attributes:
         launcher: its name.
         said: the variables that state it, such as "PMI_RANK=1 and PMI_SIZE=4".
         unset: the variables without which it would state nothing; empty if it uses no variables.
-        local_rank, local_size: among the ranks of this node; None: not stated.
+        local_rank, local_world_size: among the ranks of this node; None: not stated.
         address, port: of the rendezvous store that rank 0 hosts. They raise MeshError if the launcher does not know.
-        is_within: whether the ranks are started inside the processes of another launcher, which is no contradiction.
+        is_nested_in: whether the ranks are started inside the processes of another launcher, which is no contradiction.
     """
 
     launcher: str
@@ -36,7 +36,7 @@ class Claim:
     local_size: int | None
     address: Callable[[], str]
     port: Callable[[], int]
-    is_within: Callable[[Claim], bool] = lambda outer: False
+    is_within: Callable[[ClusterEnvironment], bool] = lambda outer: False
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class Launcher:
 
     name: str
     reads: tuple[str, ...]
-    ask: Callable[[Mapping[str, str]], Claim | None]
+    ask: Callable[[Mapping[str, str]], ClusterEnvironment | None]
 
 
-def said(environment: Mapping[str, str], *names: str) -> str:
+def format_variables(environment: Mapping[str, str], *names: str) -> str:
     """Return "A=1 and B=2" of the variables that are set."""
     return " and ".join(f"{name}={environment[name]}" for name in names if name in environment)
 
 
-def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def read_count(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     """Return a variable that is a count, or `default` if it is not set; raise MeshError if it is no count."""
     if default is not None and name not in environment:
         return default
@@ -70,17 +70,17 @@ def number(environment: Mapping[str, str], name: str, default: int | None = None
     return int(value)
 
 
-def require(environment: Mapping[str, str], names: tuple[str, ...], what: str, remedy: str) -> None:
+def require_variables(environment: Mapping[str, str], names: tuple[str, ...], subject: str, remedy: str) -> None:
     """Raise MeshError if the launcher of several processes has not set all of these variables."""
     missing = [name for name in names if name not in environment]
     if missing:
         is_or_are = "is" if len(missing) == 1 else "are"
         raise MeshError(
-            f"this is {what}, but {', '.join(missing)} {is_or_are} not set, so the processes cannot find each other. "
+            f"this is {subject}, but {', '.join(missing)} {is_or_are} not set, so the processes cannot find each other. "
             f"{remedy}"
         )
 
 
-def spread(number: int) -> int:
+def derive_port(seed: int) -> int:
     """Return a port that other worlds on the node are unlikely to use, from a number that is the same on all ranks."""
-    return _FIRST_PORT + number % _PORTS
+    return _MIN_PORT + seed % _NUM_PORTS

@@ -22,25 +22,25 @@ from collections.abc import Mapping
 
 from ..base.errors import MeshError
 from ..strategy.registry import get_registry
-from .claim import Claim, Launcher, number, said
+from .claim import ClusterEnvironment, Launcher, format_variables, read_count
 from .mpi import MPICH, OPEN_MPI, PMIX
-from .pods import PODS, refuse_index_of_node
+from .pods import KUBERNETES, reject_node_rank
 from .ray_train import RAY_TRAIN
 from .slurm import SLURM
 
-LAUNCHERS: tuple[Launcher, ...] = (RAY_TRAIN, OPEN_MPI, MPICH, PMIX, SLURM, PODS)
+BUILT_IN_LAUNCHERS: tuple[Launcher, ...] = (RAY_TRAIN, OPEN_MPI, MPICH, PMIX, SLURM, KUBERNETES)
 """The built-in ones, from the inside out; see [Note: who counts]."""
 
-_BY_HAND = "the environment"
+_MANUAL = "the environment"
 """Name of whoever has set RANK and WORLD_SIZE, if it is not torchrun."""
 
 
-def launchers() -> list[Launcher]:
+def list_launchers() -> list[Launcher]:
     """Return those of plugins, by the hook `register_launchers`, then the built-in ones."""
-    return [*(each for found in get_registry().hook.register_launchers() for each in found), *LAUNCHERS]
+    return [*(each for found in get_registry().hook.register_launchers() for each in found), *BUILT_IN_LAUNCHERS]
 
 
-def join(*, has_store: bool = False) -> None:
+def join_launcher(*, has_store: bool = False) -> None:
     """In one of several processes that a launcher has started, set torchrun's variables that are not set.
 
     With Ray Train and no torch backend it is collective over the workers.
@@ -54,18 +54,18 @@ def join(*, has_store: bool = False) -> None:
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
-        os.environ.update(_beside_group(os.environ, dist.get_rank(), dist.get_world_size()))
+        os.environ.update(_variables_for_group(os.environ, dist.get_rank(), dist.get_world_size()))
     else:
-        os.environ.update(torchrun_variables(os.environ, has_store=has_store))
+        os.environ.update(resolve_torchrun_variables(os.environ, has_store=has_store))
 
 
-def torchrun_variables(environment: Mapping[str, str], *, has_store: bool = False) -> dict[str, str]:
+def resolve_torchrun_variables(environment: Mapping[str, str], *, has_store: bool = False) -> dict[str, str]:
     """Return what `join` sets; nothing in a process that is the only one. See [Note: who counts]."""
     has_rank, has_size = "RANK" in environment, "WORLD_SIZE" in environment
     if has_rank and has_size and "TORCHELASTIC_RUN_ID" in environment:
         return {}
-    own = [_set_by_hand(environment)] if has_rank and has_size else []
-    claims = [*own, *_claims(environment, may_fail=bool(own))]
+    own = [_detect_manual(environment)] if has_rank and has_size else []
+    claims = [*own, *_detect_environments(environment, may_fail=bool(own))]
     if not claims:
         if has_rank or environment.get("WORLD_SIZE", "1") != "1":
             one, other = ("RANK", "WORLD_SIZE") if has_rank else ("WORLD_SIZE", "RANK")
@@ -78,37 +78,39 @@ def torchrun_variables(environment: Mapping[str, str], *, has_store: bool = Fals
     same = [each for each in claims if (each.rank, each.size) == (inner.rank, inner.size)]
     for outer in claims[1:]:
         if outer not in same and not inner.is_within(outer):
-            raise _contradiction(inner.said, inner.launcher, inner.unset, outer)
+            raise _conflict_error(inner.said, inner.launcher, inner.unset, outer)
     for name, value in (("RANK", inner.rank), ("WORLD_SIZE", inner.size)):
-        if name in environment and number(environment, name) != value:
-            raise _contradiction(f"{name}={environment[name]}", _BY_HAND, (name,), inner)
-    return _variables(environment, same, has_store=has_store)
+        if name in environment and read_count(environment, name) != value:
+            raise _conflict_error(f"{name}={environment[name]}", _MANUAL, (name,), inner)
+    return _build_missing_variables(environment, same, has_store=has_store)
 
 
-def local_rank(devices: int) -> int:
-    """Return the number of this rank on its node, by which one of `devices` is chosen.
+def get_local_rank(num_devices: int) -> int:
+    """Return the number of this rank on its node, by which one of `num_devices` is chosen.
 
     Raises:
         MeshError: it is one of several, there are several devices, and LOCAL_RANK is not set; or it is no count.
     """
-    if "LOCAL_RANK" not in os.environ and devices > 1 and number(os.environ, "WORLD_SIZE", 1) > 1:
+    if "LOCAL_RANK" not in os.environ and num_devices > 1 and read_count(os.environ, "WORLD_SIZE", 1) > 1:
         raise MeshError(
-            f"LOCAL_RANK is not set, so this rank cannot tell which of the {devices} devices here is its own. Set it "
+            f"LOCAL_RANK is not set, so this rank cannot tell which of the {num_devices} devices here is its own. Set it "
             f"to the number of the rank on its node, from 0, or give the device with its index."
         )
-    return number(os.environ, "LOCAL_RANK", 0)
+    return read_count(os.environ, "LOCAL_RANK", 0)
 
 
-def _beside_group(environment: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
+def _variables_for_group(environment: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
     """The variables of launchers that agree with the process group; others have not made it."""
-    claims = [each for each in _claims(environment, may_fail=True) if (each.rank, each.size) == (rank, size)]
-    return _variables(environment, claims, has_store=True) if claims else {}
+    claims = [
+        each for each in _detect_environments(environment, may_fail=True) if (each.rank, each.size) == (rank, size)
+    ]
+    return _build_missing_variables(environment, claims, has_store=True) if claims else {}
 
 
-def _claims(environment: Mapping[str, str], *, may_fail: bool) -> list[Claim]:
+def _detect_environments(environment: Mapping[str, str], *, may_fail: bool) -> list[ClusterEnvironment]:
     """The claims of all launchers. An incomplete one is an error only if there is no other."""
     found, errors = [], []
-    for launcher in launchers():
+    for launcher in list_launchers():
         try:
             claim = launcher.ask(environment)
         except MeshError as error:
@@ -120,13 +122,13 @@ def _claims(environment: Mapping[str, str], *, may_fail: bool) -> list[Claim]:
     return found
 
 
-def _set_by_hand(environment: Mapping[str, str]) -> Claim:
+def _detect_manual(environment: Mapping[str, str]) -> ClusterEnvironment:
     """The claim of RANK and WORLD_SIZE, which something other than torchrun's agent has set."""
-    rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
+    rank, size = read_count(environment, "RANK"), read_count(environment, "WORLD_SIZE")
     if rank >= size:
         raise MeshError(f"RANK={rank}, but WORLD_SIZE={size}: ranks are 0 to {size - 1}.")
-    refuse_index_of_node(environment)
-    each = number(environment, "LOCAL_WORLD_SIZE", 1)
+    reject_node_rank(environment)
+    each = read_count(environment, "LOCAL_WORLD_SIZE", 1)
 
     def address() -> str:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
@@ -136,9 +138,9 @@ def _set_by_hand(environment: Mapping[str, str]) -> Claim:
             f"start the ranks with torchrun, which sets all of them."
         )
 
-    return Claim(
-        _BY_HAND,
-        said(environment, "RANK", "WORLD_SIZE"),
+    return ClusterEnvironment(
+        _MANUAL,
+        format_variables(environment, "RANK", "WORLD_SIZE"),
         ("RANK", "WORLD_SIZE"),
         rank=rank,
         size=size,
@@ -150,7 +152,9 @@ def _set_by_hand(environment: Mapping[str, str]) -> Claim:
     )
 
 
-def _variables(environment: Mapping[str, str], claims: list[Claim], *, has_store: bool) -> dict[str, str]:
+def _build_missing_variables(
+    environment: Mapping[str, str], claims: list[ClusterEnvironment], *, has_store: bool
+) -> dict[str, str]:
     """torchrun's variables that are not set, from claims to the same rank; see `join`."""
     found = {"RANK": claims[0].rank, "WORLD_SIZE": claims[0].size}
     for claim in claims:
@@ -159,7 +163,7 @@ def _variables(environment: Mapping[str, str], claims: list[Claim], *, has_store
     texts = {name: str(value) for name, value in found.items() if name not in environment}
     if not has_store:
         # RANK and WORLD_SIZE name no address; the nearest launcher may, and is the same on all ranks.
-        knows = next((each for each in claims if each.launcher != _BY_HAND), claims[0])
+        knows = next((each for each in claims if each.launcher != _MANUAL), claims[0])
         if "MASTER_ADDR" not in environment:
             texts["MASTER_ADDR"] = knows.address()
         if "MASTER_PORT" not in environment:
@@ -167,12 +171,14 @@ def _variables(environment: Mapping[str, str], claims: list[Claim], *, has_store
     return texts
 
 
-def _contradiction(what: str, who: str, unset: tuple[str, ...], other: Claim) -> MeshError:
-    """The error of two contradicting statements: `who` states `what`, and would not without the variables `unset`."""
-    pairs = ((unset, other.launcher), (other.unset, who))
+def _conflict_error(
+    evidence: str, launcher_name: str, identifying_variables: tuple[str, ...], other: ClusterEnvironment
+) -> MeshError:
+    """The error of two contradicting statements: `launcher_name` states `evidence`, and would not without the variables `identifying_variables`."""
+    pairs = ((identifying_variables, other.launcher), (other.unset, launcher_name))
     remedies = [f"{' and '.join(names)} if the ranks are those of {launcher}" for names, launcher in pairs if names]
     return MeshError(
-        f"two say what rank this is: {what} ({who}), and {other.said} ({other.launcher}). A process is one rank of one "
+        f"two say what rank this is: {evidence} ({launcher_name}), and {other.said} ({other.launcher}). A process is one rank of one "
         f"world. Unset {', or '.join(remedies)}. If each of the {other.size} is to start several ranks, let it start "
         f"torchrun."
     )

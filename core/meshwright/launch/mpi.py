@@ -14,73 +14,92 @@ import zlib
 from collections.abc import Callable, Mapping
 
 from ..base.errors import MeshError
-from .claim import DEFAULT_PORT, Claim, Launcher, number, require, said, spread
+from .claim import (
+    DEFAULT_PORT,
+    ClusterEnvironment,
+    Launcher,
+    derive_port,
+    format_variables,
+    read_count,
+    require_variables,
+)
 
-_OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-_MPICH = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-_COUNTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_OPEN_MPI_VARIABLES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_MPICH_VARIABLES = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_WORLD_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """If one of these is set, PMIx is only how the processes of that launcher communicate."""
 
-_OTHERWISE = (
+_REMEDY = (
     "Start the ranks with torchrun, srun or `meshwright train`, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
     "MASTER_PORT."
 )
 
 
-def _ask_open_mpi(environment: Mapping[str, str]) -> Claim | None:
-    return _claim(OPEN_MPI.name, environment, _OPEN_MPI, "PMIX_NAMESPACE", lambda: _head(environment))
+def _detect_open_mpi(environment: Mapping[str, str]) -> ClusterEnvironment | None:
+    return _build_environment(
+        OPEN_MPI.name, environment, _OPEN_MPI_VARIABLES, "PMIX_NAMESPACE", lambda: _find_mpirun_node(environment)
+    )
 
 
-def _ask_mpich(environment: Mapping[str, str]) -> Claim | None:
+def _detect_mpich(environment: Mapping[str, str]) -> ClusterEnvironment | None:
     def address() -> str:
-        raise _unknown("mpiexec does not say where rank 0 is", "mpiexec -genv MASTER_ADDR HOST")
+        raise _unknown_address_error("mpiexec does not say where rank 0 is", "mpiexec -genv MASTER_ADDR HOST")
 
-    return _claim(MPICH.name, environment, _MPICH, "I_MPI_HYDRA_UUID", address)
+    return _build_environment(MPICH.name, environment, _MPICH_VARIABLES, "I_MPI_HYDRA_UUID", address)
 
 
-def _refuse_pmix(environment: Mapping[str, str]) -> None:
+def _reject_pmix(environment: Mapping[str, str]) -> None:
     """Raise in one of several processes whose launcher gives their number to PMIx's library alone."""
     size = environment.get("PMIX_SIZE", "")
-    if size == "1" or any(name in environment for name in _COUNTED) or not (size or "PMIX_RANK" in environment):
+    if (
+        size == "1"
+        or any(name in environment for name in _WORLD_SIZE_VARIABLES)
+        or not (size or "PMIX_RANK" in environment)
+    ):
         return
     raise MeshError(
-        f"this is one of {size or 'several'} processes ({said(environment, 'PMIX_SIZE', 'PMIX_RANK')}), but RANK and "
-        f"WORLD_SIZE are not set, so each would train by itself. {_OTHERWISE}"
+        f"this is one of {size or 'several'} processes ({format_variables(environment, 'PMIX_SIZE', 'PMIX_RANK')}), but RANK and "
+        f"WORLD_SIZE are not set, so each would train by itself. {_REMEDY}"
     )
 
 
 OPEN_MPI = Launcher(
-    "Open MPI", (*_OPEN_MPI, "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE", "PMIX_SERVER_URI2"), _ask_open_mpi
+    "Open MPI", (*_OPEN_MPI_VARIABLES, "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE", "PMIX_SERVER_URI2"), _detect_open_mpi
 )
-MPICH = Launcher("MPICH or Intel MPI", (*_MPICH, "I_MPI_HYDRA_UUID"), _ask_mpich)
-PMIX = Launcher("PMIx", ("PMIX_SIZE", "PMIX_RANK", *_COUNTED), _refuse_pmix)
+MPICH = Launcher("MPICH or Intel MPI", (*_MPICH_VARIABLES, "I_MPI_HYDRA_UUID"), _detect_mpich)
+PMIX = Launcher("PMIx", ("PMIX_SIZE", "PMIX_RANK", *_WORLD_SIZE_VARIABLES), _reject_pmix)
 
 
-def _claim(
-    launcher: str, environment: Mapping[str, str], names: tuple[str, ...], job: str, address: Callable[[], str]
-) -> Claim | None:
-    """The claim of the variables `names`: size, rank, local rank and local size; `job` is the variable of its id."""
+def _build_environment(
+    launcher: str, environment: Mapping[str, str], names: tuple[str, ...], job_variable: str, address: Callable[[], str]
+) -> ClusterEnvironment | None:
+    """The claim of the variables `names`: size, rank, local rank and local size; `job_variable` is the variable of its id."""
     if environment.get(names[0], "") in ("", "1"):
         return None
-    require(environment, names, f"one of {environment[names[0]]} processes ({names[0]})", _OTHERWISE)
-    size, rank, local_rank, local_size = (number(environment, name) for name in names)
-    world = environment.get(job, "")
-    return Claim(
+    require_variables(environment, names, f"one of {environment[names[0]]} processes ({names[0]})", _REMEDY)
+    size, rank, local_rank, local_size = (read_count(environment, name) for name in names)
+    world = environment.get(job_variable, "")
+    return ClusterEnvironment(
         launcher,
-        said(environment, names[1], names[0]),
+        format_variables(environment, names[1], names[0]),
         (names[0],),
         rank=rank,
         size=size,
         local_rank=local_rank,
         local_size=local_size,
         address=address if local_size < size else lambda: "127.0.0.1",
-        port=lambda: spread(zlib.crc32(world.encode())) if world else DEFAULT_PORT,
+        port=lambda: derive_port(zlib.crc32(world.encode())) if world else DEFAULT_PORT,
         # In an allocation of Slurm, mpirun lets srun start its daemons, one on each further node.
         is_within=lambda outer: outer.local_size == 1 and outer.size <= size,
     )
 
 
-def _head(environment: Mapping[str, str]) -> str:
+def _find_mpirun_node(environment: Mapping[str, str]) -> str:
     """The node where mpirun runs; see [Note: where mpirun runs]."""
     # Open MPI 4: "1237647360.0;tcp://10.0.0.1,10.1.0.1:34999;tcp6://..."; 5: "prterun-node1-9562@1".
     contact = re.search(r"tcp://([^,:;]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
@@ -88,15 +107,17 @@ def _head(environment: Mapping[str, str]) -> str:
     found = contact or named
     remedy = "mpirun -x MASTER_ADDR=HOST"
     if found is None:
-        raise _unknown("mpirun does not say where it runs", remedy)
+        raise _unknown_address_error("mpirun does not say where it runs", remedy)
     # "1237647360.1;tcp4://..." and "prterun-node1-9562@0.1;tcp4://...": the number of this node's daemon, 0 by mpirun.
     daemon = re.match(r"[^;]*\.(\d+);", environment.get("PMIX_SERVER_URI2", ""))
-    if number(environment, "OMPI_COMM_WORLD_RANK") == 0 and daemon is not None and daemon[1] != "0":
-        raise _unknown(f"rank 0 is not on {found[1]}, where mpirun runs and its peers would look for it", remedy)
+    if read_count(environment, "OMPI_COMM_WORLD_RANK") == 0 and daemon is not None and daemon[1] != "0":
+        raise _unknown_address_error(
+            f"rank 0 is not on {found[1]}, where mpirun runs and its peers would look for it", remedy
+        )
     return found[1]
 
 
-def _unknown(why: str, remedy: str) -> MeshError:
+def _unknown_address_error(why: str, remedy: str) -> MeshError:
     return MeshError(
         f"the ranks are on several nodes, and {why}. Tell all of them, with HOST a name or an address of the node of "
         f"rank 0: {remedy}"

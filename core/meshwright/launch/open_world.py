@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from ..base.errors import MeshError
 from ..base.processes import prefer_expandable_segments
-from ..mesh.world import World, existing_world, start_world
-from .environment import started_by_launcher
-from .join import join, local_rank
-from .slurm import devices_of_step
-from .store import CONNECT_TIMEOUT_S, connect_store, keep_to_loopback, wait_until_connected, world_store
+from ..mesh.world import World, get_existing_world, start_world
+from .environment import is_launched
+from .join import get_local_rank, join_launcher
+from .slurm import count_step_devices
+from .store import CONNECT_TIMEOUT_S, connect_store, create_world_store, restrict_to_loopback, wait_until_connected
 
 
 def open_world(
@@ -33,16 +33,16 @@ def open_world(
     Raises:
         MeshError: there is no such device, the existing group cannot serve it, or launchers contradict each other.
     """
-    join(has_store=store is not None)
+    join_launcher(has_store=store is not None)
     prefer_expandable_segments()
     chosen = find_device(device)
     if dist.is_initialized():
-        return existing_world(chosen)
-    keep_to_loopback()
-    if not started_by_launcher():
+        return get_existing_world(chosen)
+    restrict_to_loopback()
+    if not is_launched():
         return start_world(chosen, store=dist.HashStore(), rank=0, size=1, timeout_s=timeout_s)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = world_store(store or connect_store(max(timeout_s, CONNECT_TIMEOUT_S)), rank, size)
+    store = create_world_store(store or connect_store(max(timeout_s, CONNECT_TIMEOUT_S)), rank, size)
     ranks_here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
     world = start_world(
         chosen,
@@ -50,7 +50,7 @@ def open_world(
         rank=rank,
         size=size,
         timeout_s=timeout_s,
-        shares_device=ranks_here > max(devices, devices_of_step()),
+        shares_device=ranks_here > max(devices, count_step_devices()),
     )
     wait_until_connected(store, size)
     return world
@@ -72,19 +72,19 @@ def find_device(device: str | torch.device | None) -> torch.device:
     if accelerator is None or accelerator.type != chosen.type:
         have = accelerator.type if accelerator else "cpu"
         said = f"device {str(device)!r} is not available here. Available: {have}. Set device={have}."
-        raise MeshError(f"{said}{missing_driver(' ')}")
+        raise MeshError(f"{said}{describe_missing_driver(' ')}")
     count = torch.accelerator.device_count()
-    index = chosen.index if chosen.index is not None else local_rank(count) % count
+    index = chosen.index if chosen.index is not None else get_local_rank(count) % count
     if index >= count:
         raise MeshError(f"device index {index} does not exist: this node has {count} {chosen.type} devices.")
     return torch.device(chosen.type, index)
 
 
-def missing_driver(before: str = "") -> str:
-    """Return why a torch built for GPUs finds none, after `before`; "" where it finds some, or is built for CPUs."""
+def describe_missing_driver(prefix: str = "") -> str:
+    """Return why a torch built for GPUs finds none, after `prefix`; "" where it finds some, or is built for CPUs."""
     built = (
         f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
     )
     if not built or torch.accelerator.is_available():
         return ""
-    return f"{before}torch {torch.__version__} is built for {built}, but finds no GPU with a driver."
+    return f"{prefix}torch {torch.__version__} is built for {built}, but finds no GPU with a driver."

@@ -14,95 +14,119 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..base.errors import MeshError
-from .claim import DEFAULT_PORT, Claim, Launcher, number, require, said
+from .claim import DEFAULT_PORT, ClusterEnvironment, Launcher, format_variables, read_count, require_variables
 
-_INDEX, _NODES, _NODE, _PER_NODE = "JOB_COMPLETION_INDEX", "PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE"
-_START = "Start torchrun in the pod, which reads them: `torchrun -m meshwright train run.yaml`, `torchrun script.py`"
-
-
-def _ask(environment: Mapping[str, str]) -> Claim | None:
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        # A container whose process is the only rank of its node.
-        is_pod = _INDEX in environment or environment.get(_NODE) == environment["RANK"]
-        return _claim(environment, "RANK", "WORLD_SIZE") if is_pod else None
-    if _NODES in environment:
-        return None if environment[_NODES] in ("1", "1:1") else _claim_of_node(environment)
-    if _INDEX not in environment or environment.get("WORLD_SIZE") == "1":
-        return None
-    index = number(environment, _INDEX)
-    if "WORLD_SIZE" not in environment:
-        raise MeshError(
-            f"this is pod {index} of an indexed Job ({_INDEX}), but nothing says of how many. If they train together, "
-            f"set WORLD_SIZE (spec.completions) and MASTER_ADDR (the name of pod 0) in the manifest; where a pod has "
-            f"several devices, {_NODES}, {_NODE}, {_PER_NODE} and PET_MASTER_ADDR instead, for torchrun. If each "
-            f"trains by itself, set WORLD_SIZE=1."
-        )
-    size = number(environment, "WORLD_SIZE")
-    if index >= size:
-        raise MeshError(
-            f"{_INDEX}={index}, but WORLD_SIZE={size}: pods are 0 to {size - 1}. Set WORLD_SIZE to spec.completions."
-        )
-    return _claim(environment, _INDEX, "WORLD_SIZE")
-
-
-_MASTER = ("MASTER_ADDR", "MASTER_PORT")
-PODS = Launcher(
-    "Kubernetes",
-    (_INDEX, _NODES, _NODE, _PER_NODE, "PET_MASTER_ADDR", "PET_MASTER_PORT", "RANK", "WORLD_SIZE", *_MASTER),
-    _ask,
+_INDEX_VARIABLE, _NUM_NODES_VARIABLE, _NODE_RANK_VARIABLE, _RANKS_PER_NODE_VARIABLE = (
+    "JOB_COMPLETION_INDEX",
+    "PET_NNODES",
+    "PET_NODE_RANK",
+    "PET_NPROC_PER_NODE",
+)
+_START_TORCHRUN = (
+    "Start torchrun in the pod, which reads them: `torchrun -m meshwright train run.yaml`, `torchrun script.py`"
 )
 
 
-def refuse_index_of_node(environment: Mapping[str, str]) -> None:
+def _detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        # A container whose process is the only rank of its node.
+        is_pod = _INDEX_VARIABLE in environment or environment.get(_NODE_RANK_VARIABLE) == environment["RANK"]
+        return _build_environment(environment, "RANK", "WORLD_SIZE") if is_pod else None
+    if _NUM_NODES_VARIABLE in environment:
+        return None if environment[_NUM_NODES_VARIABLE] in ("1", "1:1") else _build_node_environment(environment)
+    if _INDEX_VARIABLE not in environment or environment.get("WORLD_SIZE") == "1":
+        return None
+    index = read_count(environment, _INDEX_VARIABLE)
+    if "WORLD_SIZE" not in environment:
+        raise MeshError(
+            f"this is pod {index} of an indexed Job ({_INDEX_VARIABLE}), but nothing says of how many. If they train together, "
+            f"set WORLD_SIZE (spec.completions) and MASTER_ADDR (the name of pod 0) in the manifest; where a pod has "
+            f"several devices, {_NUM_NODES_VARIABLE}, {_NODE_RANK_VARIABLE}, {_RANKS_PER_NODE_VARIABLE} and PET_MASTER_ADDR instead, for torchrun. If each "
+            f"trains by itself, set WORLD_SIZE=1."
+        )
+    size = read_count(environment, "WORLD_SIZE")
+    if index >= size:
+        raise MeshError(
+            f"{_INDEX_VARIABLE}={index}, but WORLD_SIZE={size}: pods are 0 to {size - 1}. Set WORLD_SIZE to spec.completions."
+        )
+    return _build_environment(environment, _INDEX_VARIABLE, "WORLD_SIZE")
+
+
+_MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+KUBERNETES = Launcher(
+    "Kubernetes",
+    (
+        _INDEX_VARIABLE,
+        _NUM_NODES_VARIABLE,
+        _NODE_RANK_VARIABLE,
+        _RANKS_PER_NODE_VARIABLE,
+        "PET_MASTER_ADDR",
+        "PET_MASTER_PORT",
+        "RANK",
+        "WORLD_SIZE",
+        *_MASTER_VARIABLES,
+    ),
+    _detect,
+)
+
+
+def reject_node_rank(environment: Mapping[str, str]) -> None:
     """Raise where RANK counts pods and WORLD_SIZE processes, or all pods have the same RANK.
 
     A PyTorchJob with `nprocPerNode` above 1 sets RANK to the index of the pod.
     """
-    rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
-    per_node = environment.get(_PER_NODE, "1")
-    is_node = per_node.isdecimal() and int(per_node) > 1 and environment.get(_NODE) == environment["RANK"]
+    rank, size = read_count(environment, "RANK"), read_count(environment, "WORLD_SIZE")
+    per_node = environment.get(_RANKS_PER_NODE_VARIABLE, "1")
+    is_node = per_node.isdecimal() and int(per_node) > 1 and environment.get(_NODE_RANK_VARIABLE) == environment["RANK"]
     if is_node and "LOCAL_RANK" not in environment:
         raise MeshError(
-            f"RANK={rank} is the index of this pod ({_NODE}), not of a rank: WORLD_SIZE={size} ranks are {per_node} in "
-            f"each pod ({_PER_NODE}), which torchrun has to start. {_START}."
+            f"RANK={rank} is the index of this pod ({_NODE_RANK_VARIABLE}), not of a rank: WORLD_SIZE={size} ranks are {per_node} in "
+            f"each pod ({_RANKS_PER_NODE_VARIABLE}), which torchrun has to start. {_START_TORCHRUN}."
         )
-    if size > 1 and number(environment, _INDEX, 0) > rank:
+    if size > 1 and read_count(environment, _INDEX_VARIABLE, 0) > rank:
         raise MeshError(
-            f"two say what rank this is: {said(environment, 'RANK', 'WORLD_SIZE')}, and {_INDEX}={environment[_INDEX]} "
+            f"two say what rank this is: {format_variables(environment, 'RANK', 'WORLD_SIZE')}, and {_INDEX_VARIABLE}={environment[_INDEX_VARIABLE]} "
             f"(an indexed Job), of which no pod has a rank below its index. Leave RANK out of the manifest."
         )
 
 
-def _claim_of_node(environment: Mapping[str, str]) -> Claim:
-    nodes = environment[_NODES]
-    if environment.get(_PER_NODE, "1") != "1" or not nodes.isdecimal():
+def _build_node_environment(environment: Mapping[str, str]) -> ClusterEnvironment:
+    nodes = environment[_NUM_NODES_VARIABLE]
+    if environment.get(_RANKS_PER_NODE_VARIABLE, "1") != "1" or not nodes.isdecimal():
         raise MeshError(
-            f"{said(environment, _NODES, _PER_NODE)} make this a node of several, on which torchrun is to start the "
-            f"ranks, but torchrun has not started this process. {_START}."
+            f"{format_variables(environment, _NUM_NODES_VARIABLE, _RANKS_PER_NODE_VARIABLE)} make this a node of several, on which torchrun is to start the "
+            f"ranks, but torchrun has not started this process. {_START_TORCHRUN}."
         )
-    require(environment, (_NODE,), f"one of {nodes} nodes ({_NODES})", _START + ", or set it.")
-    return _claim(environment, _NODE, _NODES, "PET_")
+    require_variables(
+        environment,
+        (_NODE_RANK_VARIABLE,),
+        f"one of {nodes} nodes ({_NUM_NODES_VARIABLE})",
+        _START_TORCHRUN + ", or set it.",
+    )
+    return _build_environment(environment, _NODE_RANK_VARIABLE, _NUM_NODES_VARIABLE, "PET_")
 
 
-def _claim(environment: Mapping[str, str], rank_name: str, size_name: str, prefix: str = "") -> Claim:
+def _build_environment(
+    environment: Mapping[str, str], rank_name: str, size_name: str, prefix: str = ""
+) -> ClusterEnvironment:
     """The claim of two variables; `prefix` is that of MASTER_ADDR and MASTER_PORT."""
-    rank, size = number(environment, rank_name), number(environment, size_name)
-    address, port = (f"{prefix}{name}" for name in _MASTER)
+    rank, size = read_count(environment, rank_name), read_count(environment, size_name)
+    address, port = (f"{prefix}{name}" for name in _MASTER_VARIABLES)
 
     def find_address() -> str:
-        require(
+        require_variables(
             environment, (address,), f"pod {rank} of {size}", f"Set {address} to the name of pod 0 in the manifest."
         )
         return environment[address]
 
-    return Claim(
-        PODS.name,
-        said(environment, rank_name, size_name),
+    return ClusterEnvironment(
+        KUBERNETES.name,
+        format_variables(environment, rank_name, size_name),
         (rank_name, size_name),
         rank=rank,
         size=size,
         local_rank=0,
         local_size=1,
         address=find_address,
-        port=lambda: number(environment, port, DEFAULT_PORT),
+        port=lambda: read_count(environment, port, DEFAULT_PORT),
     )

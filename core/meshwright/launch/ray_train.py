@@ -14,10 +14,10 @@ from functools import cache
 from typing import Any
 
 from ..base.errors import MeshError
-from .claim import Claim, Launcher
+from .claim import ClusterEnvironment, Launcher
 
 
-def _ask(environment: Mapping[str, str]) -> Claim | None:
+def _detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
     train = sys.modules.get("ray.train")
     if train is None:
         return None
@@ -30,8 +30,8 @@ def _ask(environment: Mapping[str, str]) -> Claim | None:
     if size in (None, 1):
         return None
 
-    meeting = cache(lambda: _meeting(rank))
-    return Claim(
+    meeting = cache(lambda: _broadcast_master_address(rank))
+    return ClusterEnvironment(
         RAY_TRAIN.name,
         f"ray.train.get_context() with rank {rank} of {size}",
         (),
@@ -46,10 +46,10 @@ def _ask(environment: Mapping[str, str]) -> Claim | None:
     )
 
 
-RAY_TRAIN = Launcher("Ray Train", (), _ask)
+RAY_TRAIN = Launcher("Ray Train", (), _detect)
 
 
-def _meeting(rank: int) -> tuple[str, int]:
+def _broadcast_master_address(rank: int) -> tuple[str, int]:
     """Address and a free port of rank 0; collective over the workers."""
     try:
         collective = importlib.import_module("ray.train.collective")

@@ -12,59 +12,74 @@ import re
 from collections.abc import Mapping
 
 from ..base.errors import MeshError
-from .claim import Claim, Launcher, number, require, said, spread
+from .claim import ClusterEnvironment, Launcher, derive_port, format_variables, read_count, require_variables
 
-_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
+_REQUIRED_VARIABLES = (
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_STEP_NODELIST",
+)
 
 
-def _ask(environment: Mapping[str, str]) -> Claim | None:
-    size = number(environment, "SLURM_STEP_NUM_TASKS", 1)
+def _detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
+    size = read_count(environment, "SLURM_STEP_NUM_TASKS", 1)
     if size == 1:
         return None
-    if number(environment, "SLURM_HET_SIZE", 1) > 1:
+    if read_count(environment, "SLURM_HET_SIZE", 1) > 1:
         raise MeshError(
             "a heterogeneous Slurm job: its components count their tasks apart. Start the ranks with torchrun."
         )
-    require(
+    require_variables(
         environment,
-        _NAMES,
+        _REQUIRED_VARIABLES,
         f"one of {environment['SLURM_STEP_NUM_TASKS']} tasks of a Slurm step",
         "Pass on Slurm's variables (srun --export=ALL), or start torchrun in a single task of each node.",
     )
     is_alone = environment.get("SLURM_STEP_NUM_NODES") == "1"
-    job, step = (number(environment, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return Claim(
+    job, step = (read_count(environment, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return ClusterEnvironment(
         SLURM.name,
-        said(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        format_variables(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
         ("SLURM_STEP_NUM_TASKS",),
-        rank=number(environment, "SLURM_PROCID"),
+        rank=read_count(environment, "SLURM_PROCID"),
         size=size,
-        local_rank=number(environment, "SLURM_LOCALID"),
-        local_size=_counts(environment["SLURM_STEP_TASKS_PER_NODE"])[number(environment, "SLURM_NODEID")],
-        address=lambda: "127.0.0.1" if is_alone else _first_host(environment["SLURM_STEP_NODELIST"]),
-        port=lambda: spread(job * 31 + step),
+        local_rank=read_count(environment, "SLURM_LOCALID"),
+        local_size=_parse_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[
+            read_count(environment, "SLURM_NODEID")
+        ],
+        address=lambda: "127.0.0.1" if is_alone else parse_first_host(environment["SLURM_STEP_NODELIST"]),
+        port=lambda: derive_port(job * 31 + step),
     )
 
 
 SLURM = Launcher(
     "Slurm",
-    ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", *_NAMES, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_HET_SIZE"),
-    _ask,
+    (
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_NUM_NODES",
+        *_REQUIRED_VARIABLES,
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "SLURM_HET_SIZE",
+    ),
+    _detect,
 )
 
 
-def devices_of_step() -> int:
+def count_step_devices() -> int:
     """Return how many accelerators of this node Slurm gave to the step, of which a task may see fewer; 0: unknown."""
     return len([each for each in os.environ.get("SLURM_STEP_GPUS", "").split(",") if each])
 
 
-def _first_host(nodes: str) -> str:
+def parse_first_host(nodes: str) -> str:
     """The first of "gpu[001-003,7],login": gpu001."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
 
 
-def _counts(per_node: str) -> list[int]:
+def _parse_tasks_per_node(per_node: str) -> list[int]:
     """Tasks of each node: "2(x3),1" is 2, 2, 2, 1."""
     counts = []
     for part in per_node.split(","):

@@ -31,22 +31,22 @@ import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import RankError, headline
-from .environment import on_one_machine, rank, started_by_torchrun, world_size
+from ..base.errors import RankError, format_exception_only
+from .environment import get_rank_variable, get_world_size, is_launched_by_torchrun, is_single_node
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
 LOOPBACK = "127.0.0.1"
 """Address that only this machine reaches."""
-ONE_MACHINE = "meshwright-one-machine"
-"""Name of the rendezvous backend of `register_one_machine`."""
+SINGLE_NODE_BACKEND = "meshwright-one-machine"
+"""Name of the rendezvous backend of `register_single_node_backend`."""
 _AGENT_TIMEOUT_S, _BACKLOG = 600.0, 4096
-_HOSTED: dict[tuple[str, str], object] = {}
+_HOSTED_STORES: dict[tuple[str, str], object] = {}
 """Stores that this process has opened, by address and port; None where torch has to open it."""
-_LOCK = threading.Lock()
+_HOSTED_STORES_LOCK = threading.Lock()
 _POLL_S = 0.01
-_ROOT = "meshwright/same-world"
+_PREFIX_ROOT = "meshwright/same-world"
 _PREFIX: list[str] = []
 """Of this world's keys in a store of several worlds, once it is agreed."""
 _PREFIX_LOCK = threading.Lock()
@@ -99,23 +99,27 @@ def host_store(address: str, port: int, *, timeout_s: float, spans_machines: boo
         listener.close()
 
 
-def host_for_ranks(timeout_s: float) -> None:
+def host_world_store(timeout_s: float) -> None:
     """Open the store of the environment's world, if this rank has to and has not yet; torch finds it by its port.
 
     Raises:
         OSError, ValueError: it cannot be opened.
     """
     names = ("MASTER_ADDR", "MASTER_PORT")
-    if rank() != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not all(map(os.environ.get, names)):
+    if (
+        get_rank_variable() != "0"
+        or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        or not all(map(os.environ.get, names))
+    ):
         return
     address, port = (os.environ[name] for name in names)
-    with _LOCK:
-        if (address, port) not in _HOSTED:
-            spans = not on_one_machine()
-            _HOSTED[address, port] = host_store(address, int(port), timeout_s=timeout_s, spans_machines=spans)
+    with _HOSTED_STORES_LOCK:
+        if (address, port) not in _HOSTED_STORES:
+            spans = not is_single_node()
+            _HOSTED_STORES[address, port] = host_store(address, int(port), timeout_s=timeout_s, spans_machines=spans)
 
 
-def world_store(store: Store, rank: int, size: int) -> Store:
+def create_world_store(store: Store, rank: int, size: int) -> Store:
     """Return a view of the store with keys of one world alone; see [Note: worlds in one process]."""
     from torch.distributed import PrefixStore
 
@@ -129,14 +133,14 @@ def wait_until_connected(store: Store, size: int) -> None:
     store.wait(["all_connected"])
 
 
-def register_one_machine() -> None:
-    """Register the rendezvous backend `ONE_MACHINE`: torch's agent hosts the store for its ranks on loopback."""
+def register_single_node_backend() -> None:
+    """Register the rendezvous backend `SINGLE_NODE_BACKEND`: torch's agent hosts the store for its ranks on loopback."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    rendezvous_handler_registry.register(ONE_MACHINE, _one_machine)
+    rendezvous_handler_registry.register(SINGLE_NODE_BACKEND, _create_single_node_rendezvous)
 
 
-def _one_machine(parameters: Any) -> Any:
+def _create_single_node_rendezvous(parameters: Any) -> Any:
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
@@ -146,7 +150,7 @@ def _one_machine(parameters: Any) -> Any:
         _store: Any
 
         def get_backend(self) -> str:
-            return ONE_MACHINE
+            return SINGLE_NODE_BACKEND
 
         def next_rendezvous(self) -> RendezvousInfo:
             if self._store is None:
@@ -156,41 +160,41 @@ def _one_machine(parameters: Any) -> Any:
     return OneMachine(LOOPBACK, 0, rank=0, world_size=1, run_id=str(parameters.run_id), timeout=int(_AGENT_TIMEOUT_S))
 
 
-def keep_to_loopback() -> None:
+def restrict_to_loopback() -> None:
     """Make gloo and NCCL use loopback if all ranks are on one machine and the environment names no interface."""
-    if not on_one_machine():
+    if not is_single_node():
         return
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
         os.environ.setdefault(variable, str(loopback))
 
 
-def agreed_prefix(store: Store, rank: int, size: int, *, timeout_s: float) -> str:
+def agree_on_prefix(store: Store, rank: int, size: int, *, timeout_s: float) -> str:
     """Agree on a prefix for keys that no other world has used; see [Note: worlds in one store]. Collective.
 
     Raises:
         RankError: a rank does not ask within the timeout, or the first one does not answer.
     """
     try:
-        return _answer(store, size, timeout_s) if rank == 0 else _ask(store, rank, timeout_s)
+        return _assign_prefix(store, size, timeout_s) if rank == 0 else _request_prefix(store, rank, timeout_s)
     except RuntimeError as error:
         raise RankError(
             f"the rendezvous store is gone, or rank 0 has not come within {timeout_s:g} s: {type(error).__name__}."
         ) from error
 
 
-def _answer(store: Store, size: int, timeout_s: float) -> str:
+def _assign_prefix(store: Store, size: int, timeout_s: float) -> str:
     prefix, missing = uuid.uuid4().hex, list(range(1, size))
     answered: dict[int, str] = {}
     until = time.monotonic() + timeout_s
     while True:
         for each in missing:
-            if store.check([f"{_ROOT}/asked/{each}"]):
-                word = store.get(f"{_ROOT}/asked/{each}").decode()
+            if store.check([f"{_PREFIX_ROOT}/asked/{each}"]):
+                word = store.get(f"{_PREFIX_ROOT}/asked/{each}").decode()
                 if answered.get(each) != word:
-                    store.set(f"{_ROOT}/answered/{each}/{word}", prefix)
+                    store.set(f"{_PREFIX_ROOT}/answered/{each}/{word}", prefix)
                     answered[each] = word
-        missing = [each for each in missing if not store.check([f"{_ROOT}/confirmed/{prefix}/{each}"])]
+        missing = [each for each in missing if not store.check([f"{_PREFIX_ROOT}/confirmed/{prefix}/{each}"])]
         if not missing:
             return prefix
         if time.monotonic() > until:
@@ -199,13 +203,13 @@ def _answer(store: Store, size: int, timeout_s: float) -> str:
         time.sleep(_POLL_S)
 
 
-def _ask(store: Store, rank: int, timeout_s: float) -> str:
+def _request_prefix(store: Store, rank: int, timeout_s: float) -> str:
     word = uuid.uuid4().hex
-    store.set(f"{_ROOT}/asked/{rank}", word)
-    key = f"{_ROOT}/answered/{rank}/{word}"
+    store.set(f"{_PREFIX_ROOT}/asked/{rank}", word)
+    key = f"{_PREFIX_ROOT}/answered/{rank}/{word}"
     store.wait([key], timedelta(seconds=timeout_s))
     prefix = store.get(key).decode()
-    store.set(f"{_ROOT}/confirmed/{prefix}/{rank}", "")
+    store.set(f"{_PREFIX_ROOT}/confirmed/{prefix}/{rank}", "")
     return prefix
 
 
@@ -225,19 +229,19 @@ def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
     from torch.distributed import PrefixStore, rendezvous
 
     try:
-        host_for_ranks(timeout_s)
+        host_world_store(timeout_s)
         store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
     except (ValueError, RuntimeError, OSError) as error:  # a variable is missing or malformed; nobody answers
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         values = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in names)
         raise RankError(
-            f"no rendezvous store reached within {timeout_s:g} s: {headline(error)}. The environment has {values}. "
+            f"no rendezvous store reached within {timeout_s:g} s: {format_exception_only(error)}. The environment has {values}. "
             "Start the ranks with `meshwright train` or torchrun, which set these, or set them to an address that "
             "every rank can reach."
         ) from error
-    if not started_by_torchrun():
+    if not is_launched_by_torchrun():
         return store
     with _PREFIX_LOCK:
         if not _PREFIX:
-            _PREFIX.append(agreed_prefix(store, int(rank()), world_size(), timeout_s=timeout_s))
+            _PREFIX.append(agree_on_prefix(store, int(get_rank_variable()), get_world_size(), timeout_s=timeout_s))
     return PrefixStore(_PREFIX[0], store)

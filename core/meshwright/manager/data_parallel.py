@@ -20,34 +20,34 @@ from torch.optim import Optimizer
 from ..base.errors import StrategyError
 from ..base.types import Batch, Objective, OptimizerFactory, TokenStatistic
 from ..mesh.mesh import Mesh
-from ..mesh.world import same_timeout
-from ..model.layout import ModelLayout, note_ties
-from ..model.weights import Weights, fill, materialize
-from ..optim.groups import Trained, for_model, what_is_trained
-from ..step.agreement import Terms, agree, announce, frozen_share
+from ..mesh.world import use_run_timeout
+from ..model.layout import ModelLayout, sync_tie_config
+from ..model.weights import Weights, load_weights, materialize
+from ..optim.groups import ParamTraits, bind_to_model, describe_trained_params
+from ..step.agreement import BatchRequirements, begin_step_sync, compute_frozen_share, finish_step_sync
 from ..step.axis import Axis
-from ..step.objective import Given, Tally, without_columns
-from ..step.tokens import Recorder
+from ..step.objective import BoundObjective, ObjectiveAccumulator, model_inputs
+from ..step.tokens import StatisticsRecorder
 from ..strategy.contract import StrategyManager
 from ..strategy.registry import model_layout
 from ..tensors import state as states
-from ..tensors.norms import check_clip
-from ..tensors.pieces import Sharded
-from ..tensors.state import DTENSORS, Averages, OptimizerState, Parts, ShardedState, TensorKind
-from .forward import Forward
-from .gradients import Ending, Findings, Gradients
+from ..tensors.norms import check_clip_options
+from ..tensors.pieces import ChunkedTensor
+from ..tensors.state import DTENSOR_LAYOUT, EMAWeights, OptimizerState, ShardedState, ShardLayout, TensorMeta
+from .forward import ForwardRunner
+from .gradients import GradientReport, Gradients, StepReduction
 from .start import (
-    check_new,
-    check_nothing_pending,
+    check_no_pending_gradients,
+    check_not_owned,
     check_reduce_dtype,
     check_trainable,
-    equal_weights,
+    mark_owned,
     require_model,
     require_optimizer,
-    share_random_state,
-    take,
+    sync_initial_weights,
+    sync_tp_rng,
 )
-from .steps import Steps, TrainableParameters
+from .steps import StepBookkeeping, TrainableParameters
 
 if TYPE_CHECKING:
     from ..model.budget import BudgetedBlocks
@@ -68,7 +68,7 @@ class DataParallelManager(StrategyManager):
             the order in which they divide a microbatch.
         parts: how parameters and optimizer state are divided over ranks; set it if they are not DTensors.
         activations: what `checkpoint_blocks` returned.
-        in_pipeline: the model is one stage of a pipeline; see `parallelize_stage`.
+        is_pipeline_stage: the model is one stage of a pipeline; see `parallelize_stage`.
         parameter_names: name of each parameter that the optimizer trains; set by `build_optimizer`.
     """
 
@@ -76,25 +76,25 @@ class DataParallelManager(StrategyManager):
     module: nn.Module
     layout: ModelLayout
     axes: list[Axis]
-    parts: Parts = DTENSORS
+    parts: ShardLayout = DTENSOR_LAYOUT
     may_train: TrainableParameters
     parameter_names: Mapping[nn.Parameter, str]
-    averages: Averages | None = None
+    averages: EMAWeights | None = None
     activations: BudgetedBlocks | OffloadedBlocks | None = None
     in_pipeline: bool = False
-    forward: Forward
+    forward: ForwardRunner
     gradients: Gradients
     shards_on_meta: ClassVar[bool] = False
     """Whether `shard` takes a model on the meta device, which gets memory and values afterwards."""
     runs_in_pipeline: ClassVar[bool] = False
-    """Whether the strategy supports `in_pipeline`."""
+    """Whether the strategy supports `is_pipeline_stage`."""
     _optimizer: Optimizer | None = None
     _parallelized = False
 
     def __init__(self, config: BaseModel, mesh: Mesh) -> None:
         self.config, self.mesh, self.axes = config, mesh, []
         self._gradients_are_checked = False
-        self._steps, self._recorder = Steps(mesh, self.trainable), Recorder()
+        self._steps, self._recorder = StepBookkeeping(mesh, self.trainable), StatisticsRecorder()
 
     # -- hooks: the model
 
@@ -131,7 +131,7 @@ class DataParallelManager(StrategyManager):
     def after_backward(self, *, is_last: bool) -> None:
         """Called after each microbatch's backward, and after each part of one that a pipeline runs by itself."""
 
-    def check_gradients(self) -> Findings | None:
+    def check_gradients(self) -> GradientReport | None:
         """Called when the gradients of a step are reduced; return what this rank has found, if anything."""
         return None
 
@@ -145,7 +145,7 @@ class DataParallelManager(StrategyManager):
 
     def make_gradients(self) -> Gradients:
         # Sums that do not depend on the layout need a clip factor that does not, either.
-        return Gradients(self.trainable, self.parts, self.mesh, wide=self.sums_dtype is not None)
+        return Gradients(self.trainable, self.parts, self.mesh, use_float64=self.sums_dtype is not None)
 
     # -- hooks: the optimizer and its state
 
@@ -156,12 +156,16 @@ class DataParallelManager(StrategyManager):
     def optimizer_state(self, *, full: bool) -> dict[str, Any]:
         """Return the optimizer's part of `state_dict`."""
         names = self.parameter_names
-        return states.optimizer_state(self.optimizer, names, self.mesh.world, full=full, parts=self.parts)
+        return states.get_optimizer_state_dict(
+            self.optimizer, names, self.mesh.world, full=full, shard_layout=self.parts
+        )
 
     def load_optimizer_state(self, state: Mapping[str, Any], *, full: bool) -> None:
         """Load the optimizer's part of `state_dict`."""
         names = self.parameter_names
-        states.load_optimizer_state(self.optimizer, names, state, self.mesh.world, full=full, parts=self.parts)
+        states.load_optimizer_state_dict(
+            self.optimizer, names, state, self.mesh.world, full=full, shard_layout=self.parts
+        )
 
     def after_loading(self) -> None:
         """Called when parameters and optimizer state have been written in place."""
@@ -201,33 +205,33 @@ class DataParallelManager(StrategyManager):
 
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         if not self.in_pipeline:
-            check_new(model, has_model=self._parallelized)
-            note_ties(model)
-        check_trainable(model, may_be_frozen=self.in_pipeline, router_loss=True)
+            check_not_owned(model, has_model=self._parallelized)
+            sync_tie_config(model)
+        check_trainable(model, may_be_frozen=self.in_pipeline, supports_router_loss=True)
         if not self.in_pipeline:
             self.check_model(model)
-            from ..model.merge import merging_of
+            from ..model.merge import build_merger
 
-            self.merging = merging_of(model)
+            self.merging = build_merger(model)
         check_reduce_dtype(model, self.sums_dtype)
         self.layout = model_layout(model)
-        forward = Forward(
+        forward = ForwardRunner(
             model,
             self.layout.head,
             self.mesh,
             self.axes,
             chunk_rows=getattr(self.config, "loss_chunk_rows", None),
-            in_pipeline=self.in_pipeline,
-            after_trial=self.after_eval,
+            is_pipeline_stage=self.in_pipeline,
+            after_probe=self.after_eval,
         )
         self.model = model
-        self.module = self._sharded(model, equal_weights(model, weights, self.mesh))
+        self.module = self._sharded(model, sync_initial_weights(model, weights, self.mesh))
         self.may_train = TrainableParameters(model)
         self.gradients = self.make_gradients()
         forward.attach(self.module)
         self.forward = forward
         self._parallelized = True
-        take(model.modules())
+        mark_owned(model.modules())
         return self.module
 
     def parallelize_stage(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
@@ -237,15 +241,15 @@ class DataParallelManager(StrategyManager):
 
     def _sharded(self, model: nn.Module, weights: Weights | None) -> nn.Module:
         if weights is not None:
-            share_random_state(self.mesh)
+            sync_tp_rng(self.mesh)
         if weights is not None and not self.shards_on_meta:
             materialize(model, self.mesh.device)
-            fill(model, weights)
-        with same_timeout():
+            load_weights(model, weights)
+        with use_run_timeout():
             module = self.shard(model)
         if weights is not None and self.shards_on_meta:
-            materialize(model, self.mesh.device, parameters_on=self.parameters_on)
-            fill(model, weights, self.parts.pieces)
+            materialize(model, self.mesh.device, parameter_device=self.parameters_on)
+            load_weights(model, weights, self.parts.pieces)
             self.after_loading()
         return module
 
@@ -265,12 +269,12 @@ class DataParallelManager(StrategyManager):
         self._require_model()
         self._steps.settle()
         given = self._given(objective)
-        agreed = agree(microbatches, num_tokens, self.mesh, self._terms(given))
-        check_nothing_pending(self.trainable())
+        agreed = finish_step_sync(microbatches, num_tokens, self.mesh, self._terms(given))
+        check_no_pending_gradients(self.trainable())
         if not self.module.training:
             self.module.train()
         microbatches, losses = agreed.microbatches, list[Tensor]()
-        inputs, count = without_columns(given, microbatches), len(microbatches)
+        inputs, count = model_inputs(given, microbatches), len(microbatches)
         with self.in_step(inputs, agreed.longest):
             tally = self._tally(given, microbatches)
             self._choose_activations(inputs)
@@ -300,7 +304,7 @@ class DataParallelManager(StrategyManager):
 
     def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
         self._require_model()
-        return announce(microbatches, self.mesh, self._terms(self._given(objective)))
+        return begin_step_sync(microbatches, self.mesh, self._terms(self._given(objective)))
 
     @property
     def last_sums(self) -> Mapping[str, Tensor]:
@@ -310,9 +314,9 @@ class DataParallelManager(StrategyManager):
         return self._steps.read(*values)
 
     @contextmanager
-    def in_step(self, microbatches: Sequence[Batch], longest: int) -> Iterator[None]:
-        """Context of all forwards and backwards of a step or evaluation whose longest row has `longest` tokens."""
-        with self.may_train.unfrozen(), self.forward.around_step(longest), self.around_step(microbatches):
+    def in_step(self, microbatches: Sequence[Batch], max_length: int) -> Iterator[None]:
+        """Context of all forwards and backwards of a step or evaluation whose longest row has `max_length` tokens."""
+        with self.may_train.unfrozen(), self.forward.around_step(max_length), self.around_step(microbatches):
             yield
 
     def check_step(self, microbatches: Sequence[Batch]) -> None:
@@ -320,7 +324,7 @@ class DataParallelManager(StrategyManager):
         self.may_train.check_unfrozen()
         self.check_batches(microbatches)
 
-    def finish_gradients(self) -> Findings:
+    def finish_gradients(self) -> GradientReport:
         """Complete the gradients after the last backward of a step. Collective; StrategyError on all ranks."""
         for axis in self.axes:
             axis.add_gradients(self.trainable())
@@ -341,74 +345,76 @@ class DataParallelManager(StrategyManager):
         return self.gradients.norms_by_part(self.layout, self.named_trainable())
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
-        check_clip(max_norm, norm_type)
+        check_clip_options(max_norm, norm_type)
         norm = self.gradients.total_norm(norm_type)
         if max_norm is not None:
             self.gradients.scale(norm, max_norm)
         return norm
 
     def _evaluated(
-        self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: Given | None
-    ) -> tuple[list[Tensor], Tally | None]:
-        agreed = agree(microbatches, num_tokens, self.mesh, self._terms(given))
+        self, microbatches: Sequence[Batch], num_tokens: Tensor | None, objective: BoundObjective | None
+    ) -> tuple[list[Tensor], ObjectiveAccumulator | None]:
+        agreed = finish_step_sync(microbatches, num_tokens, self.mesh, self._terms(objective))
         microbatches = agreed.microbatches
-        inputs, count = without_columns(given, microbatches), len(microbatches)
+        inputs, count = model_inputs(objective, microbatches), len(microbatches)
         with self.forward.evaluating(), self.in_step(inputs, agreed.longest), torch.no_grad():
-            tally = self._tally(given, microbatches)
+            tally = self._tally(objective, microbatches)
             return [self.forward.loss(batch, agreed.num_tokens, count, tally) for batch in microbatches], tally
 
-    def _summed(self, losses: Sequence[Tensor], tally: Tally | None, ending: Ending) -> Tensor:
+    def _summed(
+        self, losses: Sequence[Tensor], accumulator: ObjectiveAccumulator | None, reduction: StepReduction
+    ) -> Tensor:
         """Add up the losses of all microbatches and ranks. Scalar, equal on all ranks. Collective."""
         alike = self.mesh.group("tp") if self.mesh.degrees.tp > 1 else None
-        further = None if tally is None else tally.sums / self.forward.sharers
+        further = None if accumulator is None else accumulator.sums / self.forward.sharers
         over = self.mesh.group("dp_cp")
-        total = ending.add_up(losses, losses[0].device, further=further, over=over, alike=alike)
+        total = reduction.add_up(losses, losses[0].device, extra_sums=further, group=over, replica_group=alike)
         for axis in self.axes:
             axis.add_losses(total)
-        return self._steps.loss(total, tally, ending).to(losses[0].dtype)
+        return self._steps.loss(total, accumulator, reduction).to(losses[0].dtype)
 
-    def _given(self, objective: Objective | None) -> Given | None:
+    def _given(self, objective: Objective | None) -> BoundObjective | None:
         return self._steps.given(objective, self.forward.taken)
 
-    def _tally(self, given: Given | None, microbatches: Sequence[Batch]) -> Tally | None:
-        takes_loss = given is None or given.on == "tokens"
-        self.forward.try_out(without_columns(given, microbatches), takes_loss=takes_loss)
-        return self._steps.tally(given, functools.partial(self.forward.try_objective, microbatches[0]))
+    def _tally(self, objective: BoundObjective | None, microbatches: Sequence[Batch]) -> ObjectiveAccumulator | None:
+        takes_loss = objective is None or objective.on == "tokens"
+        self.forward.try_out(model_inputs(objective, microbatches), needs_token_loss=takes_loss)
+        return self._steps.tally(objective, functools.partial(self.forward.try_objective, microbatches[0]))
 
-    def _terms(self, given: Given | None) -> Terms:
-        frozen = frozen_share(self.mesh, ((name, 0, 1) for name in self.may_train.frozen()))
-        return self.forward.terms(self.check_step, given, frozen)
+    def _terms(self, objective: BoundObjective | None) -> BatchRequirements:
+        frozen = compute_frozen_share(self.mesh, ((name, 0, 1) for name in self.may_train.frozen()))
+        return self.forward.terms(self.check_step, objective, frozen)
 
     def _choose_activations(self, microbatches: Sequence[Batch]) -> None:
         """Choose, under a memory budget, which activations blocks keep. Collective, once."""
         if self.activations is None:
             return
-        from ..model.budget import ONE_STAGE, choose, without_choice
+        from ..model.budget import SINGLE_STAGE, choose_saved_activations, find_undecided
 
         largest, world = max(microbatches, key=lambda batch: batch["input_ids"].numel()), self.mesh.world
-        for blocks in without_choice([self.activations]):
-            choose([blocks], [lambda: self.forward.rehearse(largest)], [world], ONE_STAGE, world)
+        for blocks in find_undecided([self.activations]):
+            choose_saved_activations([blocks], [lambda: self.forward.rehearse(largest)], [world], SINGLE_STAGE, world)
 
     # -- the optimizer
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
         """Make the optimizer, and check that it steps what it gets as it would step whole parameters. Collective."""
-        from ..optim.trial import call_factory, check_optimizer
+        from ..optim.trial import call_optimizer_factory, check_optimizer
 
         self._require_model()
         named, trained = self.named_trainable(), self.what_is_trained()
         self.parameter_names = {parameter: name for name, parameter in named}
-        optimizer = self.mesh.world.together(lambda: call_factory(for_model(factory, trained), named))
+        optimizer = self.mesh.world.together(lambda: call_optimizer_factory(bind_to_model(factory, trained), named))
         check_optimizer(optimizer, self.parts, self.mesh.world)
         self._optimizer = optimizer
         optimizer.register_step_pre_hook(lambda *_: self._steps.settle())
         optimizer.register_step_pre_hook(lambda *_: self.drop_frozen())
         return optimizer
 
-    def what_is_trained(self) -> dict[str, Trained]:
+    def what_is_trained(self) -> dict[str, ParamTraits]:
         """Describe the unsharded parameters that the optimizer trains, by name."""
         named = self.named_trainable()
-        return what_is_trained(self.model, self.layout, named, lambda each: self.parts.shape(each, each))
+        return describe_trained_params(self.model, self.layout, named, lambda each: self.parts.shape(each, each))
 
     @property
     def optimizer(self) -> Optimizer:
@@ -435,12 +441,12 @@ class DataParallelManager(StrategyManager):
 
     # -- averages
 
-    def keep_averages(self) -> Sequence[Averages]:
+    def keep_averages(self) -> Sequence[EMAWeights]:
         """Begin moving averages of the weights; see `meshwright.train.loop.ema.Averaging`."""
         require_optimizer(self._optimizer)
         if self.averages is not None:
             raise StrategyError("this manager keeps an average of its weights already. Use that one.")
-        self.averages = Averages(self.parameter_names, self.parts)
+        self.averages = EMAWeights(self.parameter_names, self.parts)
         return [self.averages]
 
     @contextmanager
@@ -460,36 +466,42 @@ class DataParallelManager(StrategyManager):
 
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         self._require_model()
-        state: dict[str, Any] = {"model": states.model_state(self.model, self.mesh.world, full=full, parts=self.parts)}
+        state: dict[str, Any] = {
+            "model": states.get_model_state_dict(self.model, self.mesh.world, full=full, shard_layout=self.parts)
+        }
         if self._optimizer is not None:
             state["optimizer"] = self.optimizer_state(full=full)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
         self._require_model()
-        states.load_model_state(self.model, state["model"], self.mesh.world, full=full, parts=self.parts)
+        states.load_model_state_dict(self.model, state["model"], self.mesh.world, full=full, shard_layout=self.parts)
         if self._optimizer is not None:
             self.load_optimizer_state(state.get("optimizer", {}), full=full)
 
     def sharded_state(self) -> ShardedState:
-        optimizer = self._optimizer and states.sharded_optimizer(self._optimizer, self.parameter_names, self.parts)
+        optimizer = self._optimizer and states.get_sharded_optimizer_state(
+            self._optimizer, self.parameter_names, self.parts
+        )
         return replace(self._sharded_weights(), optimizer=optimizer)
 
-    def parameter_pieces(self) -> dict[str, Sharded | None]:
+    def parameter_pieces(self) -> dict[str, ChunkedTensor | None]:
         self._require_model()
-        return {name: states.sharded(value, value, self.parts) for name, value in self.model.named_parameters()}
+        return {
+            name: states.to_chunked_tensor(value, value, self.parts) for name, value in self.model.named_parameters()
+        }
 
     @contextmanager
-    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
+    def loading(self, optimizer: OptimizerState[TensorMeta] | None) -> Iterator[ShardedState]:
         state = self._sharded_weights()
         if optimizer is None:
             yield state
         else:
-            with states.loading_optimizer(self.optimizer, self.parameter_names, optimizer, self.parts) as target:
+            with states.load_sharded_optimizer(self.optimizer, self.parameter_names, optimizer, self.parts) as target:
                 yield replace(state, optimizer=target)
         self.after_loading()
 
     def _sharded_weights(self) -> ShardedState:
         self._require_model()
         averages = self.averages.sharded() if self.averages is not None else {}
-        return ShardedState(states.sharded_model(self.model, self.parts), averages=averages)
+        return ShardedState(states.get_sharded_model_state(self.model, self.parts), averages=averages)

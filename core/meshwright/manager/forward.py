@@ -19,23 +19,29 @@ from torch import Tensor, nn
 from ..base.errors import MeshwrightError, ModelError
 from ..base.types import Batch, TokenStatistic
 from ..mesh.mesh import Mesh
-from ..step.agreement import Terms
-from ..step.axis import Axis, Trial
-from ..step.forward_options import RopeLength, forward_options, forward_takes, with_router_logits
-from ..step.lm_head import RowHead
-from ..step.objective import Given, Tally, check_head, split_whole, tried
-from ..step.router_loss import Notes, RouterLoss, find_routers
-from ..step.tokens import Ask, Outputs, Tokens, split_targets, targets
-from .row_loss import RowLoss, Run
-from .start import asks_for_router_loss, forked_random_state
+from ..step.agreement import BatchRequirements
+from ..step.axis import Axis, ProbeInputs
+from ..step.forward_options import RopeLengthHook, enable_router_logits, get_forward_arguments, get_forward_options
+from ..step.lm_head import DeferredHead
+from ..step.objective import (
+    BoundObjective,
+    ObjectiveAccumulator,
+    check_logits_shape,
+    probe_objective,
+    split_unsharded_columns,
+)
+from ..step.router_loss import RouterLogitsRecorder, RouterLoss, find_routers
+from ..step.tokens import GetStatistics, Outputs, Tokens, shift_labels, split_targets
+from .row_loss import ChunkedCrossEntropy, RunModel
+from .start import fork_rng, has_router_loss
 
-_FEW_TOKENS = 8
+_NUM_PROBE_TOKENS = 8
 
-Complete = Callable[[Batch], Batch]
+CompleteBatch = Callable[[Batch], Batch]
 """Turns a divided batch, on this rank's device, into what the module is called with."""
 
 
-class Forward:
+class ForwardRunner:
     """Calls one model with microbatches; made before sharding, since its hooks must be the innermost.
 
     One thing, since each method is a part of the same forward. `taken` holds the names of the forward's arguments.
@@ -44,32 +50,34 @@ class Forward:
     def __init__(
         self,
         model: nn.Module,
-        head: str | None,
+        head_name: str | None,
         mesh: Mesh,
         axes: Sequence[Axis],
         *,
         chunk_rows: int | None,
-        in_pipeline: bool,
-        after_trial: Callable[[], None],
+        is_pipeline_stage: bool,
+        after_probe: Callable[[], None],
     ) -> None:
         config = getattr(model, "config", None)
-        self._mesh, self._axes, self._in_pipeline, self._after_trial = mesh, axes, in_pipeline, after_trial
-        self._router_loss = RouterLoss(config) if asks_for_router_loss(model) and not in_pipeline else None
+        self._mesh, self._axes, self._in_pipeline, self._after_trial = mesh, axes, is_pipeline_stage, after_probe
+        self._router_loss = RouterLoss(config) if has_router_loss(model) and not is_pipeline_stage else None
         self._router_loss_is_checked = False
-        self._router_notes: Notes | None = None
-        self.taken = forward_takes(model)
-        self._options_if_in_parts = {each: forward_options(model, in_parts=each) for each in (False, True)}
-        self._rope_length = RopeLength(model)
+        self._router_notes: RouterLogitsRecorder | None = None
+        self.taken = get_forward_arguments(model)
+        self._options_if_in_parts = {each: get_forward_options(model, is_partial=each) for each in (False, True)}
+        self._rope_length = RopeLengthHook(model)
         self._vocab_size: int | None = getattr(config, "vocab_size", None)
-        row_head, name = RowHead(model, head) if head else None, type(model).__name__
-        self._make_row_loss = functools.partial(RowLoss, row_head, chunk_rows, model=name, vocab_size=self._vocab_size)
+        row_head, name = DeferredHead(model, head_name) if head_name else None, type(model).__name__
+        self._make_row_loss = functools.partial(
+            ChunkedCrossEntropy, row_head, chunk_rows, model_name=name, vocab_size=self._vocab_size
+        )
 
     def attach(self, module: nn.Module) -> None:
         """Call `module`, the sharded model or a wrapper around it, from now on."""
         self._module = module
         in_parts = self._in_pipeline or any(axis.divides_sequences for axis in self._axes)
         self._options = self._options_if_in_parts[in_parts]
-        self._row_loss = self._make_row_loss(is_divided=any(axis.divides_vocabulary for axis in self._axes))
+        self._row_loss = self._make_row_loss(is_sharded=any(axis.divides_vocabulary for axis in self._axes))
 
     # -- batches
 
@@ -83,16 +91,18 @@ class Forward:
         """Number of ranks that compute the same value of an objective, and whose losses are added up."""
         return math.prod(axis.sharers for axis in self._axes)
 
-    def terms(self, check: Callable[[Sequence[Batch]], None], objective: Given | None, frozen: int) -> Terms:
-        return Terms(self._vocab_size, self.sequence_multiple, check, objective=objective, frozen=frozen)
+    def terms(
+        self, check: Callable[[Sequence[Batch]], None], objective: BoundObjective | None, frozen: int
+    ) -> BatchRequirements:
+        return BatchRequirements(self._vocab_size, self.sequence_multiple, check, objective=objective, frozen=frozen)
 
     def check_division(self, microbatches: Sequence[Batch]) -> None:
         """Refuse microbatches that an axis cannot divide; BatchError on this rank, no collective."""
         for axis, batch in itertools.product(self._axes, microbatches):
             axis.check_batch(batch)
 
-    def divide(self, batch: Batch, objective: Given | None = None) -> Batch:
-        """Return this rank's part of a microbatch, as `share_of_loss` takes it."""
+    def divide(self, batch: Batch, objective: BoundObjective | None = None) -> Batch:
+        """Return this rank's part of a microbatch, as `compute_local_loss` takes it."""
         inputs = batch if objective is None else objective.inputs(batch)
         part = functools.reduce(lambda part, axis: axis.divide(part), self._axes, inputs)
         return part if objective is None else {**part, **objective.whole(batch)}
@@ -107,9 +117,9 @@ class Forward:
     # -- forwards
 
     @contextmanager
-    def around_step(self, longest: int) -> Iterator[None]:
+    def around_step(self, max_length: int) -> Iterator[None]:
         with ExitStack() as contexts:
-            contexts.enter_context(self._rope_length.within_step(longest))
+            contexts.enter_context(self._rope_length.within_step(max_length))
             for axis in self._axes:
                 contexts.enter_context(axis.around_step())
             yield
@@ -133,23 +143,30 @@ class Forward:
                 given = contexts.enter_context(axis.around_forward(given))
             return self._module(**given, **{**self._options, **options})
 
-    def loss(self, batch: Batch, num_tokens: Tensor, microbatches: int, tally: Tally | None) -> Tensor:
+    def loss(
+        self, batch: Batch, num_tokens: Tensor, num_microbatches: int, accumulator: ObjectiveAccumulator | None
+    ) -> Tensor:
         self._mesh.world.progress.move()
-        divided = self.divide(batch, None if tally is None else tally.given)
-        return self.share_of_loss(divided, num_tokens, microbatches=microbatches, tally=tally)
+        divided = self.divide(batch, None if accumulator is None else accumulator.given)
+        return self.share_of_loss(divided, num_tokens, num_microbatches=num_microbatches, accumulator=accumulator)
 
     def share_of_loss(
-        self, batch: Batch, num_tokens: Tensor, *, microbatches: int = 1, tally: Tally | None = None
+        self,
+        batch: Batch,
+        num_tokens: Tensor,
+        *,
+        num_microbatches: int = 1,
+        accumulator: ObjectiveAccumulator | None = None,
     ) -> Tensor:
         """Run the forward of a divided microbatch; return its share of the step's loss, router loss included."""
-        part, whole = split_whole(self.on_device(batch))
+        part, whole = split_unsharded_columns(self.on_device(batch))
         inputs, targets_BS = split_targets(part)
         run = functools.partial(self.outputs, inputs)
         with nullcontext() if self._router_notes is None else self._router_notes.noting() as noted:
-            if tally is None:
+            if accumulator is None:
                 loss, outputs = self._row_loss.share(run, targets_BS, num_tokens, self._check_logits)
             else:
-                value, outputs = self._value(tally, run, targets_BS, whole)
+                value, outputs = self._value(accumulator, run, targets_BS, whole)
                 loss = value / (num_tokens * self.sharers)
         if self._router_loss is None:
             return loss
@@ -158,41 +175,46 @@ class Forward:
             self._mesh.world.together(lambda: router_loss.check(outputs, mask))
             self._router_loss_is_checked = True
         sums = router_loss.sums(outputs.router_logits if noted is None else noted, mask)
-        return loss + router_loss.share(sums, group=self._mesh.group("dp_cp"), microbatches=microbatches)
+        return loss + router_loss.share(sums, group=self._mesh.group("dp_cp"), num_microbatches=num_microbatches)
 
     def _check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
         for axis in self._axes:
             axis.check_logits(shape, targets_BS)
 
-    def _value(self, tally: Tally, run: Run, targets_BS: Tensor, whole: Batch) -> tuple[Tensor, Any]:
+    def _value(
+        self, accumulator: ObjectiveAccumulator, run: RunModel, targets_BS: Tensor, full_columns: Batch
+    ) -> tuple[Tensor, Any]:
         """Return an objective's value for one microbatch, scalar, and the model's outputs."""
-        columns = dict(whole)
-        targets_whole, positions = targets(columns.pop("labels")), columns.pop("position_ids", None)
-        if tally.given.on == "outputs":
+        columns = dict(full_columns)
+        targets_whole, positions = shift_labels(columns.pop("labels")), columns.pop("position_ids", None)
+        if accumulator.given.on == "outputs":
             outputs = run()
             wide = outputs.logits.to(torch.promote_types(outputs.logits.dtype, torch.float32))
             # Logits of whole sequences, (B, K), are not divided as `Axis.parted` divides.
-            wide = self._joined(wide, of_sequences=wide.dim() == 2)
-            return tally(Outputs(targets_whole, wide, positions_BS=positions), columns), outputs
+            wide = self._joined(wide, is_per_sequence=wide.dim() == 2)
+            return accumulator(Outputs(targets_whole, wide, positions_BS=positions), columns), outputs
 
-        def value(ask: Ask) -> Tensor:
+        def value(ask: GetStatistics) -> Tensor:
             def ask_whole(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
                 own_BSK = functools.reduce(lambda part, axis: axis.parted(part), self._axes, ids_BSK)
                 return {name: self._joined(found) for name, found in ask(own_BSK, names).items()}
 
-            return tally(Tokens(targets_whole, ask_whole, positions_BS=positions, usual=tally.given.usual), columns)
+            return accumulator(
+                Tokens(targets_whole, ask_whole, positions_BS=positions, usual_statistics=accumulator.given.usual),
+                columns,
+            )
 
         return self._row_loss.of_tokens(run, targets_BS, value, self._check_logits)
 
-    def _joined(self, part: Tensor, *, of_sequences: bool = False) -> Tensor:
+    def _joined(self, part: Tensor, *, is_per_sequence: bool = False) -> Tensor:
         for axis in reversed(self._axes):
-            part = axis.joined_sequences(part) if of_sequences and axis.divides_sequences else axis.joined(part)
+            part = axis.joined_sequences(part) if is_per_sequence and axis.divides_sequences else axis.joined(part)
         return part
 
     # -- before the first step
 
     def try_objective(
-        self, microbatch: Batch, given: Given, *, complete: Complete = lambda batch: batch
+        self, microbatch: Batch, objective: BoundObjective, *, complete_batch: CompleteBatch = lambda batch: batch
     ) -> tuple[str, ...]:
         """Check, before its first step, that the model can serve an objective and that it is a sum. Collective."""
         for axis in self._axes:
@@ -201,70 +223,78 @@ class Forward:
                     f"{type(axis).__name__} divides batches and brings no `joined`: it takes no objective."
                 )
         with self.evaluating(), torch.no_grad():
-            logits = _tried(self.outputs, complete(self._few(given.inputs(microbatch), sequences=2))).logits
-        check_head(given, logits.shape, self._vocab_size)
+            logits = _call_checked(
+                self.outputs, complete_batch(self._few(objective.inputs(microbatch), num_sequences=2))
+            ).logits
+        check_logits_shape(objective, logits.shape, self._vocab_size)
         features = logits.shape[-1] if logits.dim() == 3 else -logits.shape[-1]
-        return tried(given, self.on_device(microbatch), features, torch.promote_types(logits.dtype, torch.float32))
+        return probe_objective(
+            objective, self.on_device(microbatch), features, torch.promote_types(logits.dtype, torch.float32)
+        )
 
     def try_out(
-        self, microbatches: Sequence[Batch], *, takes_loss: bool = True, complete: Complete = lambda batch: batch
+        self,
+        microbatches: Sequence[Batch],
+        *,
+        needs_token_loss: bool = True,
+        complete_batch: CompleteBatch = lambda batch: batch,
     ) -> None:
         """Run a few tokens through the model before the first step, to learn what only that can tell. Collective."""
         is_open = [axis for axis in self._axes if axis.is_open()]
-        loss_is_open = takes_loss and self._row_loss.is_open
+        loss_is_open = needs_token_loss and self._row_loss.is_open
         if not is_open and not loss_is_open:
             return
         with self.evaluating():
             for axis in is_open:
                 multiple = math.prod(other.sequence_multiple for other in self._axes if other is not axis)
-                trial = Trial(self.on_device(microbatches[0]), self.outputs, multiple)
+                trial = ProbeInputs(self.on_device(microbatches[0]), self.outputs, multiple)
                 self._mesh.world.raise_together(axis.try_out(trial))
             if any(axis.divides_sequences for axis in is_open) and self._router_loss is not None:
                 self._mesh.world.raise_together(self._find_routers(microbatches[0], self._router_loss))
             if loss_is_open:
-                few = complete(self._few(microbatches[0]))
+                few = complete_batch(self._few(microbatches[0]))
                 self._row_loss.choose(functools.partial(self.outputs, few), self._mesh.world)
         # Again, now that more is known of the model.
         self._mesh.world.together(lambda: self.check_division(microbatches))
 
-    def rehearse(self, microbatch: Batch, complete: Complete = lambda batch: batch) -> None:
+    def rehearse(self, microbatch: Batch, complete_batch: CompleteBatch = lambda batch: batch) -> None:
         """Run the forward of a microbatch without gradients, side effects, and logits if possible. Collective."""
         try:
-            with forked_random_state(self._mesh.device), torch.no_grad():
-                inputs, targets_BS = split_targets(complete(self.on_device(self.divide(microbatch))))
+            with fork_rng(self._mesh.device), torch.no_grad():
+                inputs, targets_BS = split_targets(complete_batch(self.on_device(self.divide(microbatch))))
                 self._row_loss.rehearse(functools.partial(self.outputs, inputs), targets_BS.numel())
         finally:
             self._after_trial()
 
-    def _few(self, batch: Batch, *, sequences: int = 1) -> Batch:
+    def _few(self, batch: Batch, *, num_sequences: int = 1) -> Batch:
         """Return a few tokens of some sequences (of all, if an axis divides them), divided, without labels."""
         (rows, whole), multiple = batch["input_ids"].shape, self.sequence_multiple
-        length = min(whole, multiple * -(-_FEW_TOKENS // multiple))
+        length = min(whole, multiple * -(-_NUM_PROBE_TOKENS // multiple))
         divides_rows = any(axis.divides_batches and not axis.divides_sequences for axis in self._axes)
 
         def few(tensor: Tensor) -> Tensor:
             for dim in range(1, tensor.dim()):
                 tensor = tensor.narrow(dim, 0, length) if tensor.shape[dim] == whole else tensor
-            return tensor[: rows if divides_rows else sequences]
+            return tensor[: rows if divides_rows else num_sequences]
 
         return split_targets(self.on_device(self.divide({name: few(each) for name, each in batch.items()})))[0]
 
     def _find_routers(self, batch: Batch, loss: RouterLoss) -> ModelError | None:
         """Find the routers, whose logits are recorded from now on; return what is wrong with them."""
         multiple = math.prod(axis.sequence_multiple for axis in self._axes if not axis.divides_sequences)
-        ids_BS = batch["input_ids"][:1, : multiple * -(-_FEW_TOKENS // multiple)].to(self._mesh.device)
+        ids_BS = batch["input_ids"][:1, : multiple * -(-_NUM_PROBE_TOKENS // multiple)].to(self._mesh.device)
         try:
             with ExitStack() as contexts:
                 for axis in self._axes:
                     contexts.enter_context(axis.alone())
-                run = functools.partial(self.outputs, {"input_ids": ids_BS}, **with_router_logits(self._options))
+                run = functools.partial(self.outputs, {"input_ids": ids_BS}, **enable_router_logits(self._options))
                 self._router_notes = find_routers(self._module, loss, run).watch(self._module)
         except ModelError as error:
             return error
         return None
 
 
-def _tried(call: Callable[[Batch], Any], inputs: Batch) -> Any:
+def _call_checked(call: Callable[[Batch], Any], inputs: Batch) -> Any:
     """Call a model whose own code may fail, as that of some heads does with several sequences."""
     try:
         return call(inputs)

@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 from ..base.errors import MeshwrightError
 from ..mesh.mesh import Mesh
 from ..mesh.world import World
-from ..model.layout import ModelLayout, in_order
-from ..tensors.norms import Groups, scale_to_norm, squares_by_part, total_grad_norm
-from ..tensors.state import Parts
+from ..model.layout import ModelLayout, sort_parts
+from ..tensors.norms import ShardGroups, clip_grads_with_norm, compute_grad_norm, sum_squares_by_part
+from ..tensors.state import ShardLayout
 
 
 @dataclass(frozen=True)
-class Findings:
+class GradientReport:
     """What one rank has found in the gradients of a step.
 
     Attributes:
@@ -43,9 +43,9 @@ class Findings:
     error: Callable[[Sequence[float]], MeshwrightError | None] = lambda values: None
     void: Callable[[], None] | None = None
 
-    def unused(self, used: Sequence[float] | None = None) -> Iterator[nn.Parameter]:
-        """Iterate over what is trained of unused parameters, of this rank's or those that `used` says."""
-        for each, is_used in zip(self.trained, self.used if used is None else used, strict=True):
+    def unused(self, used_flags: Sequence[float] | None = None) -> Iterator[nn.Parameter]:
+        """Iterate over what is trained of unused parameters, of this rank's or those that `used_flags` says."""
+        for each, is_used in zip(self.trained, self.used if used_flags is None else used_flags, strict=True):
             if not is_used:
                 yield from each
 
@@ -66,14 +66,14 @@ class Findings:
             parameter.grad = None
 
 
-class Ending:
+class StepReduction:
     """The end of one step on this rank, with findings for each stage, and in parameters that several stages train."""
 
-    def __init__(self, parts: Sequence[Findings] = (), shared: Findings | None = None) -> None:
-        self._parts, self._shared = parts, shared or Findings()
-        self._all = (self._shared, *parts)
+    def __init__(self, reports: Sequence[GradientReport] = (), shared_report: GradientReport | None = None) -> None:
+        self._parts, self._shared = reports, shared_report or GradientReport()
+        self._all = (self._shared, *reports)
         self._used = [float(is_used) for part in self._all for is_used in part.used]
-        self._can_be_wrong = any(part.is_wrong is not None for part in parts)
+        self._can_be_wrong = any(part.is_wrong is not None for part in reports)
         self._sums: Tensor | None = None
 
     def add_up(
@@ -81,41 +81,41 @@ class Ending:
         losses: Sequence[Tensor],
         device: torch.device,
         *,
-        over: dist.ProcessGroup,
-        further: Tensor | None = None,
-        alike: dist.ProcessGroup | None = None,
-        stages: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup,
+        extra_sums: Tensor | None = None,
+        replica_group: dist.ProcessGroup | None = None,
+        stage_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """Add up the loss, the further sums and the findings; return the first two, float64, 1-D. Collective."""
-        count = 1 + (0 if further is None else further.numel())
+        count = 1 + (0 if extra_sums is None else extra_sums.numel())
         wrong = [part.is_wrong for part in self._parts if part.is_wrong is not None]
         known = float(sum(each for each in wrong if isinstance(each, bool)))
         sums = torch.tensor([0.0] * count + [known, *self._used], dtype=torch.float64).to(device, non_blocking=True)
         if losses:
             sums[0] += torch.stack(list(losses)).sum(dtype=torch.float64)
-        if further is not None:
-            sums[1:count] += further
+        if extra_sums is not None:
+            sums[1:count] += extra_sums
         for each in wrong:
             if isinstance(each, Tensor):
                 sums[count] += each
-        dist.all_reduce(sums, group=over)
-        if alike is not None and self._can_be_wrong:
-            dist.all_reduce(sums[count : count + 1], group=alike)
-        if stages is not None:
-            dist.all_reduce(sums[: count + 1 + len(self._shared.used)], group=stages)
+        dist.all_reduce(sums, group=group)
+        if replica_group is not None and self._can_be_wrong:
+            dist.all_reduce(sums[count : count + 1], group=replica_group)
+        if stage_group is not None:
+            dist.all_reduce(sums[: count + 1 + len(self._shared.used)], group=stage_group)
         self._sums = sums[count:]
         return sums[:count]
 
-    def settle(self, world: World, also: Sequence[Tensor] = ()) -> list[float]:
-        """Drop, once, the gradients that no rank has used; return the values of `also`, read with the same wait."""
+    def settle(self, world: World, extra_scalars: Sequence[Tensor] = ()) -> list[float]:
+        """Drop, once, the gradients that no rank has used; return the values of `extra_scalars`, read with the same wait."""
         sums, self._sums = self._sums, None
         unused = (each for part in self._all for each in part.unused())
         asks = self._can_be_wrong or any(part.values is not None for part in self._parts)
         if sums is None or (not asks and next(unused, None) is None):
-            return _read([each.detach().reshape(1) for each in also]) if also else []
+            return _read_scalars([each.detach().reshape(1) for each in extra_scalars]) if extra_scalars else []
         own = [part.values for part in self._parts if part.values is not None]
-        read = iter(_read([each.detach().reshape(1) for each in also] + [sums, *own]))
-        values, wrong = [next(read) for _ in also], next(read)
+        read = iter(_read_scalars([each.detach().reshape(1) for each in extra_scalars] + [sums, *own]))
+        values, wrong = [next(read) for _ in extra_scalars], next(read)
         used = [next(read) for _ in range(sums.numel() - 1)]
         # In a planned world the sums have no values, since losses are among them.
         used = world.select(used, self._used)
@@ -137,7 +137,7 @@ class Ending:
         return values
 
 
-def _read(tensors: Sequence[Tensor]) -> list[float]:
+def _read_scalars(tensors: Sequence[Tensor]) -> list[float]:
     """Read 1-D tensors with one wait for the device."""
     device = tensors[0].device
     values: list[float] = torch.cat([each.to(device, torch.float64) for each in tensors]).tolist()
@@ -145,52 +145,57 @@ def _read(tensors: Sequence[Tensor]) -> list[float]:
 
 
 class Gradients:
-    """The gradients of what one manager trains; `wide`: norms are taken in float64, and do not depend on the layout."""
+    """The gradients of what one manager trains; `use_float64`: norms are taken in float64, and do not depend on the layout."""
 
     def __init__(
-        self, trainable: Callable[[], Iterable[nn.Parameter]], parts: Parts, mesh: Mesh, *, wide: bool
+        self,
+        iter_trainable: Callable[[], Iterable[nn.Parameter]],
+        shard_layout: ShardLayout,
+        mesh: Mesh,
+        *,
+        use_float64: bool,
     ) -> None:
-        self._trainable, self._parts, self._mesh, self._wide = trainable, parts, mesh, wide
-        self._findings = Findings()
-        self._groups: dict[nn.Parameter, Groups] = {}
+        self._trainable, self._parts, self._mesh, self._wide = iter_trainable, shard_layout, mesh, use_float64
+        self._findings = GradientReport()
+        self._groups: dict[nn.Parameter, ShardGroups] = {}
 
-    def total_norm(self, norm_type: float, *, without: Collection[nn.Parameter] = ()) -> Tensor:
+    def total_norm(self, norm_type: float, *, excluded: Collection[nn.Parameter] = ()) -> Tensor:
         """Return the norm of all gradients but those of some parameters; float64, equal on all ranks. Collective."""
-        left_out = set(without)
+        left_out = set(excluded)
         counted = [each for each in self._trainable() if each.grad is not None and each not in left_out]
         gradients = [each.grad for each in counted if each.grad is not None]
         groups = [self.groups_of(each) for each in counted]
-        return total_grad_norm(gradients, norm_type, wide=self._wide, groups=groups, device=self._mesh.device)
+        return compute_grad_norm(gradients, norm_type, use_float64=self._wide, groups=groups, device=self._mesh.device)
 
     def norms_by_part(self, layout: ModelLayout, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, float]:
         parts = {parameter: layout.part_of(name) for name, parameter in named}
-        names = in_order(parts.values())
+        names = sort_parts(parts.values())
         return dict(zip(names, self.squares(parts, names).sqrt().tolist(), strict=True))
 
     def squares(self, parts: Mapping[nn.Parameter, str], names: Sequence[str]) -> Tensor:
         """Return the sum of squares of each part's gradients, float64, (names,), on the CPU. Collective."""
         groups = [self.groups_of(parameter) for parameter in parts]
         numbers = [names.index(name) for name in parts.values()]
-        return squares_by_part(list(parts), numbers, len(names), groups, wide=self._wide)
+        return sum_squares_by_part(list(parts), numbers, len(names), groups, use_float64=self._wide)
 
-    def groups_of(self, parameter: nn.Parameter) -> Groups:
+    def groups_of(self, parameter: nn.Parameter) -> ShardGroups:
         if parameter not in self._groups:
             self._groups[parameter] = self._parts.groups(parameter)
         return self._groups[parameter]
 
     def scale(self, norm: Tensor, max_norm: float) -> None:
-        scale_to_norm([p.grad for p in self._trainable() if p.grad is not None], norm, max_norm)
+        clip_grads_with_norm([p.grad for p in self._trainable() if p.grad is not None], norm, max_norm)
 
     def fill_missing(self) -> None:
         """Give zero gradients to unused parameters, for strategies that reduce each by itself; see [Note: one wait]."""
         parameters = list(self._trainable())
-        self._findings = Findings([[each] for each in parameters], [each.grad is not None for each in parameters])
+        self._findings = GradientReport([[each] for each in parameters], [each.grad is not None for each in parameters])
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def take_findings(self) -> Findings:
-        findings, self._findings = self._findings, Findings()
+    def take_findings(self) -> GradientReport:
+        findings, self._findings = self._findings, GradientReport()
         return findings
 
     # -- in a pipeline
@@ -205,7 +210,7 @@ class Gradients:
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
     def take_sum(self, trained: nn.Parameter, total: Tensor) -> None:
-        """Replace the gradient by the sum of `copy_of` over stages, which may be modified. Collective on the stage."""
+        """Replace the gradient by the sum of `get_local_gradient` over stages, which may be modified. Collective on the stage."""
         if trained.grad is None:
             trained.grad = torch.zeros_like(trained)
         self.copy_of(trained).copy_(total)

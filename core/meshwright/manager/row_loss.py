@@ -19,35 +19,41 @@ from ..base.errors import ModelError
 from ..base.types import TokenStatistic
 from ..files.terminal import warn
 from ..mesh.world import World
-from ..step.lm_head import DeferredLogits, RowHead, RowsError
-from ..step.rows import Rows, token_loss, token_statistics
-from ..step.tokens import Ask, target_loss_sum
-from .start import forked_random_state
+from ..step.lm_head import ChunkedLogitsError, DeferredHead, DeferredLogits
+from ..step.rows import HiddenRows, compute_token_loss, compute_token_statistics
+from ..step.tokens import GetStatistics, sum_target_loss
+from .start import fork_rng
 
-Run = Callable[[], Any]
+RunModel = Callable[[], Any]
 """Calls a model, and gives what it returns, with `logits`."""
-Check = Callable[[torch.Size, Tensor], None]
+CheckLogits = Callable[[torch.Size, Tensor], None]
 """Is given the shape of the logits, and the targets, to refuse those of other positions."""
 
-_LARGE = 2**25
+_MIN_CHUNKED_LOGITS = 2**25
 """Rows x entries from which logits are computed in chunks: 128 MiB in float32, of which a step would hold three."""
-_LEAST_VOCABULARY = 2**13
+_MIN_VOCAB_SIZE = 2**13
 """Entries from which that can come about, so that a model is tried."""
-_LEAST_ROWS = 512
+_MIN_CHUNK_ROWS = 512
 """Of a chunk. Each chunk adds to the gradient of the whole weight, which fewer rows would not make up for."""
-_TRIED_ROWS = 3
+_NUM_PROBE_ROWS = 3
 
 
-class RowLoss:
+class ChunkedCrossEntropy:
     def __init__(
-        self, head: RowHead | None, given: int | None, *, is_divided: bool, model: str, vocab_size: int | None = None
+        self,
+        head: DeferredHead | None,
+        chunk_rows: int | None,
+        *,
+        is_sharded: bool,
+        model_name: str,
+        vocab_size: int | None = None,
     ) -> None:
-        self._head, self._given, self._is_divided, self._model = head, given, is_divided, model
+        self._head, self._given, self._is_divided, self._model = head, chunk_rows, is_sharded, model_name
         self._vocab_size = vocab_size
         entries = head.entries if head is not None else None
-        self._is_wanted = given > 0 if given is not None else (entries or 0) >= _LEAST_VOCABULARY
+        self._is_wanted = chunk_rows > 0 if chunk_rows is not None else (entries or 0) >= _MIN_VOCAB_SIZE
         # A model without a head that is known may have another than that of a vocabulary.
-        is_open = self._is_wanted or vocab_size is not None if head is None else self._is_wanted or is_divided
+        is_open = self._is_wanted or vocab_size is not None if head is None else self._is_wanted or is_sharded
         self._takes_rows: bool | None = None if is_open else False
         self._dtype = torch.float32
 
@@ -57,12 +63,12 @@ class RowLoss:
     def is_open(self) -> bool:
         return self._takes_rows is None
 
-    def choose(self, run: Run, world: World) -> None:
+    def choose(self, run: RunModel, world: World) -> None:
         """Try the model on a few tokens; see [Note: whole logits]. Collective. ModelError if it has no vocabulary."""
 
         def alike() -> Any:
             # What a run draws, such as the hidden states that a stage of a pipeline is tried with, it draws again.
-            with forked_random_state(world.device):
+            with fork_rng(world.device):
                 return run()
 
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -75,7 +81,7 @@ class RowLoss:
                 stacklevel=2,
             )
 
-    def _defect(self, run: Run) -> str | None:
+    def _defect(self, run: RunModel) -> str | None:
         if self._head is None:
             shape = () if self._vocab_size is None else tuple(run().logits.shape)
             if self._vocab_size is not None and (len(shape) != 3 or shape[-1] < self._vocab_size):
@@ -101,41 +107,43 @@ class RowLoss:
 
     def _row_by_row(self, logits: DeferredLogits) -> Tensor:
         rows = self._rows(logits)
-        few = rows.hidden_NH.split(_TRIED_ROWS)
+        few = rows.hidden_NH.split(_NUM_PROBE_ROWS)
         found_NL = torch.cat([rows.projection.call(rows_CH, rows.tensors) for rows_CH in few])
         return rows.projection.vocabulary.gathered(found_NL).unflatten(0, logits.shape[:-1])
 
-    def _rows(self, logits: DeferredLogits) -> Rows:
+    def _rows(self, logits: DeferredLogits) -> HiddenRows:
         if self._head is None:
-            raise RowsError("no head is known")
+            raise ChunkedLogitsError("no head is known")
         return self._head.rows(logits if logits.dtype == self._dtype else logits.to(self._dtype))
 
     # -- in a step
 
-    def share(self, run: Run, targets_BS: Tensor, num_tokens: Tensor, check: Check) -> tuple[Tensor, Any]:
+    def share(self, run: RunModel, targets_BS: Tensor, num_tokens: Tensor, check: CheckLogits) -> tuple[Tensor, Any]:
         """Return the cross entropy of unmasked targets [nats], summed and divided by `num_tokens`; and the outputs."""
         head = self._head_for(targets_BS.numel())
         if head is None:
             outputs = run()
             check(outputs.logits.shape, targets_BS)
-            return target_loss_sum(outputs.logits, targets_BS) / num_tokens, outputs
+            return sum_target_loss(outputs.logits, targets_BS) / num_tokens, outputs
 
         def loss(logits: DeferredLogits) -> Tensor:
             self._check(logits.shape, targets_BS, check)
             rows, targets_N = self._rows(logits), targets_BS.flatten()
-            return token_loss(rows, targets_N, num_tokens, chunk_rows=self._chunk_rows(rows), waiting=head.waiting)
+            return compute_token_loss(
+                rows, targets_N, num_tokens, chunk_rows=self._chunk_rows(rows), pending_gradients=head.waiting
+            )
 
         return self._asked(head, run, loss)
 
     def of_tokens(
-        self, run: Run, targets_BS: Tensor, consume: Callable[[Ask], Tensor], check: Check
+        self, run: RunModel, targets_BS: Tensor, consume: Callable[[GetStatistics], Tensor], check: CheckLogits
     ) -> tuple[Tensor, Any]:
         """Return what `consume`, called once within the forward, makes of token statistics; and the outputs."""
         head, shape = self._head_for(targets_BS.numel()), targets_BS.shape
 
-        def answer(rows: Rows, chunk_rows: int) -> Tensor:
+        def answer(rows: HiddenRows, chunk_rows: int) -> Tensor:
             def ask(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> dict[str, Tensor]:
-                found = token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=chunk_rows)
+                found = compute_token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=chunk_rows)
                 return {name: each.unflatten(0, shape) for name, each in found.items()}
 
             with torch.autocast(targets_BS.device.type, enabled=False):
@@ -144,7 +152,7 @@ class RowLoss:
         if head is None:
             outputs = run()
             self._check(outputs.logits.shape, targets_BS, check)
-            return answer(Rows.of_logits(outputs.logits), self._given or _LEAST_ROWS), outputs
+            return answer(HiddenRows.of_logits(outputs.logits), self._given or _MIN_CHUNK_ROWS), outputs
 
         def by_rows(logits: DeferredLogits) -> Tensor:
             self._check(logits.shape, targets_BS, check)
@@ -153,38 +161,40 @@ class RowLoss:
 
         return self._asked(head, run, by_rows)
 
-    def _check(self, shape: torch.Size, targets_BS: Tensor, check: Check) -> None:
+    def _check(self, shape: torch.Size, targets_BS: Tensor, check: CheckLogits) -> None:
         check(shape, targets_BS)
         if shape[:-1] != targets_BS.shape:
             raise ModelError(f"{self._model} gives logits {tuple(shape)} for targets {tuple(targets_BS.shape)}.")
 
-    def rehearse(self, run: Run, rows: int) -> None:
-        """Run the model, without gradients, as for the loss of `rows` rows, of which none is computed."""
-        if (head := self._head_for(rows)) is None:
+    def rehearse(self, run: RunModel, num_rows: int) -> None:
+        """Run the model, without gradients, as for the loss of `num_rows` rows, of which none is computed."""
+        if (head := self._head_for(num_rows)) is None:
             run()
         else:
             self._asked(head, run, lambda logits: logits.source.hidden.new_zeros(()))
 
-    def _head_for(self, rows: int) -> RowHead | None:
+    def _head_for(self, num_rows: int) -> DeferredHead | None:
         """Return the head, unless the logits of so many rows may be whole."""
         head = self._head
         if head is None or not self._takes_rows or head.features is None:
             return None
-        is_large = bool(self._given) or (self._given is None and rows * head.features >= _LARGE)
+        is_large = bool(self._given) or (self._given is None and num_rows * head.features >= _MIN_CHUNKED_LOGITS)
         return head if is_large or self._is_divided else None
 
-    def _chunk_rows(self, rows: Rows) -> int:
+    def _chunk_rows(self, rows: HiddenRows) -> int:
         count, features = rows.hidden_NH.shape
         if self._given is not None:
             return self._given or count
         # Logits half as large as the weight, or all.
-        is_large = self._head is not None and count * (self._head.features or 0) >= _LARGE
-        return max(_LEAST_ROWS, features // 2) if is_large else count
+        is_large = self._head is not None and count * (self._head.features or 0) >= _MIN_CHUNKED_LOGITS
+        return max(_MIN_CHUNK_ROWS, features // 2) if is_large else count
 
-    def _asked(self, head: RowHead, run: Run, consume: Callable[[DeferredLogits], Tensor]) -> tuple[Tensor, Any]:
+    def _asked(
+        self, head: DeferredHead, run: RunModel, consume: Callable[[DeferredLogits], Tensor]
+    ) -> tuple[Tensor, Any]:
         try:
             return head.ask(run, consume)
-        except RowsError as error:
+        except ChunkedLogitsError as error:
             raise ModelError(
                 f"the loss of {self._model} was computed by rows until now, but {error}. Set loss_chunk_rows=0."
             ) from error

@@ -15,33 +15,33 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..base.errors import ModelError, StrategyError
-from ..base.validation import NO_FLOAT16
+from ..base.validation import FLOAT16_REFUSAL
 from ..files.terminal import warn
 from ..mesh.mesh import Mesh
-from ..model.layout import check_elements
-from ..model.weights import Weights, deferred_weights, is_meta
+from ..model.layout import check_not_empty
+from ..model.weights import Weights, build_deferred_weights, has_meta_tensors
 
 T = TypeVar("T")
-_TAKEN: WeakSet[nn.Module] = WeakSet()
+_OWNED_MODULES: WeakSet[nn.Module] = WeakSet()
 """Modules with parameters or buffers that belong to a manager."""
 
 # -- the order of calls
 
 
-def check_new(model: nn.Module, *, has_model: bool) -> None:
+def check_not_owned(model: nn.Module, *, has_model: bool) -> None:
     """Refuse a second model for a manager (StrategyError), and one that another manager has (ModelError)."""
     if has_model:
         raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
-    if any(each in _TAKEN for each in model.modules()):
+    if any(each in _OWNED_MODULES for each in model.modules()):
         raise ModelError(
             f"{type(model).__name__} has been parallelized by another manager already, and is that one's. Build the "
             f"model anew, or read it from what the other one has saved."
         )
 
 
-def take(modules: Iterable[nn.Module]) -> None:
+def mark_owned(modules: Iterable[nn.Module]) -> None:
     """Mark modules as those of a manager. Models of one class may share modules that hold nothing."""
-    _TAKEN.update(each for each in modules if any(True for _ in (*each.parameters(), *each.buffers())))
+    _OWNED_MODULES.update(each for each in modules if any(True for _ in (*each.parameters(), *each.buffers())))
 
 
 def require_model(model: T | None) -> T:
@@ -58,7 +58,7 @@ def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
     return optimizer
 
 
-def check_nothing_pending(trainable: Iterable[nn.Parameter]) -> None:
+def check_no_pending_gradients(trainable: Iterable[nn.Parameter]) -> None:
     """Refuse gradients of an earlier call, which a second reduction would reduce again. Raises StrategyError."""
     if any(parameter.grad is not None for parameter in trainable):
         raise StrategyError(
@@ -70,12 +70,12 @@ def check_nothing_pending(trainable: Iterable[nn.Parameter]) -> None:
 # -- models and options
 
 
-def asks_for_router_loss(model: nn.Module) -> bool:
+def has_router_loss(model: nn.Module) -> bool:
     """Return whether the model's config asks for the auxiliary loss of routers."""
     return bool(getattr(getattr(model, "config", None), "output_router_logits", False))
 
 
-def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, router_loss: bool = False) -> None:
+def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, supports_router_loss: bool = False) -> None:
     """Refuse a model that would train wrongly or not at all (ModelError); tie adapters that peft ties by memory."""
     if "peft" in sys.modules:
         from .._compat.peft import tie_adapters
@@ -83,13 +83,13 @@ def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, router_los
         tie_adapters(model)
     if not may_be_frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient. Unfreeze what is to be trained.")
-    check_elements(model)
+    check_not_empty(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype is torch.float16:
             raise ModelError(
-                f"{name} is to be trained in float16: {NO_FLOAT16}. Load the model in bfloat16 or float32."
+                f"{name} is to be trained in float16: {FLOAT16_REFUSAL}. Load the model in bfloat16 or float32."
             )
-    if asks_for_router_loss(model) and not router_loss:
+    if has_router_loss(model) and not supports_router_loss:
         raise ModelError(
             "config.output_router_logits=True asks for a router loss beside the token loss, which loops by hand, and "
             "pipelines whose stages are given (patch_inner_model=false), do not add. Set it to False to train on the "
@@ -110,10 +110,10 @@ def check_reduce_dtype(model: nn.Module, reduce_dtype: str | None) -> None:
             )
 
 
-def tell_idle_options(
-    config: BaseModel, mesh: Mesh, *, along: Mapping[str, Sequence[str]], never: Mapping[str, str] | None = None
+def warn_unused_options(
+    config: BaseModel, mesh: Mesh, *, by_axis: Mapping[str, Sequence[str]], unsupported: Mapping[str, str] | None = None
 ) -> None:
-    """Warn on the first rank of options that act on nothing: `along` an axis of one rank, or `never` for a reason."""
+    """Warn on the first rank of options that act on nothing: `by_axis` an axis of one rank, or `unsupported` for a reason."""
     if dist.get_rank() != 0:
         return
     fields = type(config).model_fields
@@ -121,10 +121,10 @@ def tell_idle_options(
     def given(name: str) -> bool:
         return name in fields and getattr(config, name) != fields[name].default
 
-    for name, reason in (never or {}).items():
+    for name, reason in (unsupported or {}).items():
         if given(name):
             warn(f"{name}={getattr(config, name)} acts on nothing here: {reason}.", stacklevel=2)
-    for axis, options in along.items():
+    for axis, options in by_axis.items():
         idle = [f"{name}={getattr(config, name)}" for name in options if given(name)]
         if idle and getattr(mesh.degrees, axis) == 1:
             verb = "acts" if len(idle) == 1 else "act"
@@ -134,10 +134,10 @@ def tell_idle_options(
 # -- equal weights
 
 
-def equal_weights(model: nn.Module, weights: Weights | None, mesh: Mesh) -> Weights | None:
+def sync_initial_weights(model: nn.Module, weights: Weights | None, mesh: Mesh) -> Weights | None:
     """Return the values that all ranks give an unsharded model; None: those it has, made equal here. Collective."""
-    if weights is None and is_meta(model):
-        weights = deferred_weights(model, mesh)
+    if weights is None and has_meta_tensors(model):
+        weights = build_deferred_weights(model, mesh)
     if weights is None:
         _copy_from_first_rank(model, mesh)
     return weights
@@ -153,16 +153,16 @@ def _copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:
             staged = tensor.detach().to(mesh.device).contiguous()
             dist.broadcast(staged, group=group, group_src=0)
             tensor.data.copy_(staged)
-    share_random_state(mesh)
+    sync_tp_rng(mesh)
 
 
-def forked_random_state(device: torch.device) -> AbstractContextManager[None]:
+def fork_rng(device: torch.device) -> AbstractContextManager[None]:
     """Restore the random state of the CPU, and of `device` if it is an accelerator, when the context is left."""
     devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
     return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
 
 
-def share_random_state(mesh: Mesh) -> None:
+def sync_tp_rng(mesh: Mesh) -> None:
     """Give ranks along `tp` the random state of the first, so that dropout falls on the same elements."""
     if mesh.degrees.tp == 1:
         return

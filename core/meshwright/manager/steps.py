@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ..base.errors import ConfigError, MeshwrightError, StrategyError
 from ..base.types import Objective
 from ..mesh.mesh import Mesh
-from ..step.objective import OF_MODEL, Given, Tally
-from ..step.tokens import Recorder
-from .gradients import Ending, Findings
+from ..step.objective import MODEL_KEYS, BoundObjective, ObjectiveAccumulator
+from ..step.tokens import StatisticsRecorder
+from .gradients import GradientReport, StepReduction
 
 
 class TrainableParameters:
@@ -58,64 +58,71 @@ class TrainableParameters:
                 parameter.requires_grad_(False)
 
 
-_KEPT = 8
+_MAX_KNOWN_OBJECTIVES = 8
 """Number of recent objectives that are not tried again."""
 
 
-class Steps:
-    """The steps of one manager; `trainable` yields what it trains on this rank."""
+class StepBookkeeping:
+    """The steps of one manager; `iter_trainable` yields what it trains on this rank."""
 
-    def __init__(self, mesh: Mesh, trainable: Callable[[], Iterable[nn.Parameter]]) -> None:
-        self._mesh, self._trainable, self._ending = mesh, trainable, Ending()
-        self._known: list[tuple[Given, tuple[str, ...]]] = []
+    def __init__(self, mesh: Mesh, iter_trainable: Callable[[], Iterable[nn.Parameter]]) -> None:
+        self._mesh, self._trainable, self._ending = mesh, iter_trainable, StepReduction()
+        self._known: list[tuple[BoundObjective, tuple[str, ...]]] = []
         self.last_sums: Mapping[str, Tensor] = {}
 
     # -- objectives
 
-    def given(self, objective: Objective | None, taken: frozenset[str]) -> Given | None:
+    def given(self, objective: Objective | None, argument_names: frozenset[str]) -> BoundObjective | None:
         if objective is None:
             return None
-        new = Given(objective, taken | OF_MODEL)
+        new = BoundObjective(objective, argument_names | MODEL_KEYS)
         return next((known for known, _ in self._known if known == new), new)
 
-    def noting(self, recorder: Recorder, taken: frozenset[str]) -> Given | None:
-        """Return the `Given` of a recorder, which asks for the statistics it records and no others."""
-        if (given := self.given(recorder, taken)) is not None:
+    def noting(self, recorder: StatisticsRecorder, argument_names: frozenset[str]) -> BoundObjective | None:
+        """Return the `BoundObjective` of a recorder, which asks for the statistics it records and no others."""
+        if (given := self.given(recorder, argument_names)) is not None:
             given.expect(recorder.names)
         return given
 
-    def tally(self, given: Given | None, find: Callable[[Given], tuple[str, ...]] | None) -> Tally | None:
+    def tally(
+        self, objective: BoundObjective | None, probe: Callable[[BoundObjective], tuple[str, ...]] | None
+    ) -> ObjectiveAccumulator | None:
         """Return the tally of an objective for one step; try the objective first if it is new. Collective then."""
-        if given is None:
+        if objective is None:
             return None
-        names = next((names for known, names in self._known if known is given), None)
+        names = next((names for known, names in self._known if known is objective), None)
         if names is None:
             world = self._mesh.world
-            own = world.together(lambda: find(given) if find is not None else None)
+            own = world.together(lambda: probe(objective) if probe is not None else None)
             every: list[tuple[str, ...] | None] = [None] * world.size
             dist.all_gather_object(every, own, group=world.group)
             found = {each for each in every if each is not None}
             if len(found) != 1:
-                raise ConfigError(f"the {given.name} returns other sums on different ranks: {sorted(found)}.")
+                raise ConfigError(f"the {objective.name} returns other sums on different ranks: {sorted(found)}.")
             names = found.pop()
-            self._known = [*self._known[1 - _KEPT :], (given, names)]
-        return Tally(given, names, self._mesh.device)
+            self._known = [*self._known[1 - _MAX_KNOWN_OBJECTIVES :], (objective, names)]
+        return ObjectiveAccumulator(objective, names, self._mesh.device)
 
     # -- the end of a step
 
-    def trained(self, parts: Sequence[Findings], shared: Findings | None, tally: Tally | None) -> Ending:
-        """Return the end of a step, to be added up, with the findings of its parts; see `Ending`."""
-        self._ending = Ending([*parts, *self._found(tally)], shared)
+    def trained(
+        self,
+        reports: Sequence[GradientReport],
+        shared_report: GradientReport | None,
+        accumulator: ObjectiveAccumulator | None,
+    ) -> StepReduction:
+        """Return the end of a step, to be added up, with the findings of its parts; see `StepReduction`."""
+        self._ending = StepReduction([*reports, *self._found(accumulator)], shared_report)
         return self._ending
 
-    def evaluated(self, tally: Tally | None) -> Ending:
-        return Ending([replace(each, void=None) for each in self._found(tally)])
+    def evaluated(self, accumulator: ObjectiveAccumulator | None) -> StepReduction:
+        return StepReduction([replace(each, void=None) for each in self._found(accumulator)])
 
-    def loss(self, total: Tensor, tally: Tally | None, ending: Ending) -> Tensor:
+    def loss(self, total: Tensor, accumulator: ObjectiveAccumulator | None, reduction: StepReduction) -> Tensor:
         """Return the loss, scalar, and keep the further sums; `total` is added up over all ranks."""
-        self.last_sums = {} if tally is None else dict(zip(tally.names, total[1:].unbind(), strict=True))
-        if ending is not self._ending:
-            ending.settle(self._mesh.world)
+        self.last_sums = {} if accumulator is None else dict(zip(accumulator.names, total[1:].unbind(), strict=True))
+        if reduction is not self._ending:
+            reduction.settle(self._mesh.world)
         return total[0]
 
     def read(self, *values: Tensor) -> list[float]:
@@ -125,16 +132,16 @@ class Steps:
         """Settle the last step before anything is made of it."""
         self._ending.settle(self._mesh.world)
 
-    def _found(self, tally: Tally | None) -> list[Findings]:
-        if tally is None:
+    def _found(self, accumulator: ObjectiveAccumulator | None) -> list[GradientReport]:
+        if accumulator is None:
             return []
-        is_wrong = tally.is_wrong | (tally.defect is not None)
+        is_wrong = accumulator.is_wrong | (accumulator.defect is not None)
 
         def error(values: Sequence[float]) -> MeshwrightError | None:
-            return tally.error(bool(values[0]))
+            return accumulator.error(bool(values[0]))
 
         def drop() -> None:
             for parameter in self._trainable():
                 parameter.grad = None
 
-        return [Findings(is_wrong=is_wrong, values=is_wrong.double()[None], error=error, void=drop)]
+        return [GradientReport(is_wrong=is_wrong, values=is_wrong.double()[None], error=error, void=drop)]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._compat.torch import flatten_mesh, slice_mesh
 from ..base.errors import MeshError
 from .sizes import CLAIMABLE_AXES, EXPERT_AXES, ROOT_AXES, STAGE_AXES, VIEWS, Degrees
-from .world import World, existing_world, same_timeout
+from .world import World, get_existing_world, use_run_timeout
 
 
 class Mesh:
@@ -32,7 +32,7 @@ class Mesh:
             )
         self.degrees, self.world, self.device = degrees, world, world.device
         ranks = torch.arange(world.size)
-        with same_timeout():
+        with use_run_timeout():
             self.device_mesh = DeviceMesh(
                 self.device.type, ranks.view([getattr(degrees, axis) for axis in ROOT_AXES]), mesh_dim_names=ROOT_AXES
             )
@@ -55,31 +55,31 @@ class Mesh:
         pairs = str(dist.distributed_c10d.get_backend_config()).split(",")
         return dict(pair.split(":", 1) for pair in pairs).get(self.device.type, "none")
 
-    def check_backend(self, wanted: str) -> None:
+    def check_backend(self, requested: str) -> None:
         """Raise MeshError, on all ranks alike, if another backend is used; "nccl", the configs' default, means any."""
-        if wanted not in ("nccl", self.backend):
+        if requested not in ("nccl", self.backend):
             raise MeshError(
-                f"backend={wanted!r}, but the process group uses {self.backend!r} for {self.device.type}. "
-                f"Set backend={self.backend}, or start the process group with {wanted!r}."
+                f"backend={requested!r}, but the process group uses {self.backend!r} for {self.device.type}. "
+                f"Set backend={self.backend}, or start the process group with {requested!r}."
             )
 
     @functools.cached_property
     def expert_mesh(self) -> DeviceMesh:
         """The second mesh, of `EXPERT_AXES`; made on first use, which is collective, where `ep` has one rank."""
         ranks = torch.arange(self.world.size).view([getattr(self.degrees, axis) for axis in EXPERT_AXES])
-        with same_timeout():
+        with use_run_timeout():
             return DeviceMesh(self.device.type, ranks, mesh_dim_names=EXPERT_AXES)
 
-    def check_expert_mesh(self, given: DeviceMesh) -> None:
-        """Raise MeshError, on all ranks alike, if `given` is not the expert mesh; it may lack axes of one rank."""
+    def check_expert_mesh(self, device_mesh: DeviceMesh) -> None:
+        """Raise MeshError, on all ranks alike, if `device_mesh` is not the expert mesh; it may lack axes of one rank."""
 
         def placed(mesh: DeviceMesh) -> tuple[list[tuple[str, int]], list[int]]:
             sizes = zip(mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.mesh.shape, strict=True)
             return [(name, size) for name, size in sizes if size > 1], mesh.mesh.flatten().tolist()
 
-        if placed(given) != placed(self.expert_mesh):
+        if placed(device_mesh) != placed(self.expert_mesh):
             raise MeshError(
-                f"the given mesh for experts, {given}, is not the one that the sizes give: {self.expert_mesh}. Leave "
+                f"the given mesh for experts, {device_mesh}, is not the one that the sizes give: {self.expert_mesh}. Leave "
                 f"moe_mesh out, or give Mesh.expert_mesh."
             )
 
@@ -107,7 +107,7 @@ class Mesh:
     def stage(self) -> Mesh:
         """Return the mesh of this rank's pipeline stage, whose world is the stage's ranks. Collective on first use."""
         if self._stage is None:
-            with same_timeout():
+            with use_run_timeout():
                 group = flatten_mesh(self.device_mesh, STAGE_AXES, "stage").get_group()
             self._stage = copy.copy(self)
             self._stage.degrees = replace(self.degrees, pp=1)
@@ -132,19 +132,19 @@ class Mesh:
         return all(self._ranks[axis] == 0 for axis in ("pp", "cp", "tp"))
 
 
-_AXIS_OF = {axis: axis for axis in ROOT_AXES} | {"dp": "dp_shard", "data_parallel": "dp_shard"}
-_AXIS_OF |= {"pipeline_parallel": "pp", "context_parallel": "cp", "tensor_parallel": "tp"}
+_AXIS_BY_DIM_NAME = {axis: axis for axis in ROOT_AXES} | {"dp": "dp_shard", "data_parallel": "dp_shard"}
+_AXIS_BY_DIM_NAME |= {"pipeline_parallel": "pp", "context_parallel": "cp", "tensor_parallel": "tp"}
 
 
-def as_mesh(given: Mesh | DeviceMesh, claims: Collection[str], moe_mesh: DeviceMesh | None = None) -> Mesh:
+def from_device_mesh(mesh: Mesh | DeviceMesh, claims: Collection[str], moe_mesh: DeviceMesh | None = None) -> Mesh:
     """Return a Mesh, or a Mesh of the same degrees as a DeviceMesh of all ranks in order. Collective.
 
     Args:
         claims: the axes that the strategy shards; for one without `dp_shard`, all data ranks hold copies.
         moe_mesh: the mesh for experts, whose axis `ep` gives their degree.
     """
-    degrees = degrees_of(given, moe_mesh)
-    if not isinstance(given, Mesh) and "dp_shard" not in claims and "dp_replicate" in claims:
+    degrees = infer_degrees(mesh, moe_mesh)
+    if not isinstance(mesh, Mesh) and "dp_shard" not in claims and "dp_replicate" in claims:
         degrees = replace(degrees, dp_replicate=degrees.dp, dp_shard=1)
     unclaimed = [axis for axis in degrees.above_one() if axis not in claims]
     if unclaimed:
@@ -152,38 +152,38 @@ def as_mesh(given: Mesh | DeviceMesh, claims: Collection[str], moe_mesh: DeviceM
             f"the mesh is {degrees}, but this strategy does not shard {', '.join(unclaimed)}. It shards "
             f"{', '.join(axis for axis in CLAIMABLE_AXES if axis in claims)}: use one rank along the others."
         )
-    if isinstance(given, Mesh):
-        return given
+    if isinstance(mesh, Mesh):
+        return mesh
     sharing = degrees.dp_shard * degrees.cp * degrees.tp
     if sharing % degrees.ep:
         raise MeshError(
             f"moe_mesh has {degrees.ep} ranks along ep, which do not divide the {sharing} ranks of dp_shard x cp x tp. "
             f"Use a divisor."
         )
-    world = existing_world(given.device_type)
-    if given.mesh.flatten().tolist() != list(range(world.size)):
+    world = get_existing_world(mesh.device_type)
+    if mesh.mesh.flatten().tolist() != list(range(world.size)):
         raise MeshError(
-            f"the mesh has the ranks {given.mesh.flatten().tolist()}, but a manager takes all {world.size} ranks in "
+            f"the mesh has the ranks {mesh.mesh.flatten().tolist()}, but a manager takes all {world.size} ranks in "
             f"order. Make it with init_device_mesh, and give the whole mesh rather than a slice of it."
         )
     return Mesh(degrees, world)
 
 
-def degrees_of(given: Mesh | DeviceMesh, moe_mesh: DeviceMesh | None = None) -> Degrees:
-    if isinstance(given, Mesh):
-        return given.degrees
-    if not isinstance(given, DeviceMesh):
+def infer_degrees(mesh: Mesh | DeviceMesh, moe_mesh: DeviceMesh | None = None) -> Degrees:
+    if isinstance(mesh, Mesh):
+        return mesh.degrees
+    if not isinstance(mesh, DeviceMesh):
         raise MeshError(
-            f"a manager takes a meshwright.Mesh or a DeviceMesh of torch, not a {type(given).__name__}. Make one with "
+            f"a manager takes a meshwright.Mesh or a DeviceMesh of torch, not a {type(mesh).__name__}. Make one with "
             f"Mesh(MeshSizes(...).resolve(world.size), world)."
         )
-    names = given.mesh_dim_names or tuple(f"axis {index}" for index in range(given.ndim))
-    sizes = dict(zip(names, given.mesh.shape, strict=True))
+    names = mesh.mesh_dim_names or tuple(f"axis {index}" for index in range(mesh.ndim))
+    sizes = dict(zip(names, mesh.mesh.shape, strict=True))
     axes = {name: size for name, size in sizes.items() if size > 1}
-    unknown = [name for name in axes if name not in _AXIS_OF]
+    unknown = [name for name in axes if name not in _AXIS_BY_DIM_NAME]
     if unknown:
-        raise MeshError(f"the mesh {sizes} has the unknown axis {unknown[0]!r}. Known: {', '.join(_AXIS_OF)}.")
-    ours = [_AXIS_OF[name] for name in axes]
+        raise MeshError(f"the mesh {sizes} has the unknown axis {unknown[0]!r}. Known: {', '.join(_AXIS_BY_DIM_NAME)}.")
+    ours = [_AXIS_BY_DIM_NAME[name] for name in axes]
     if ours != sorted(set(ours), key=ROOT_AXES.index):
         raise MeshError(
             f"the axes of the mesh {sizes} are {', '.join(ours)}, in this order, but a manager takes each once and in "

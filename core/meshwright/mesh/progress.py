@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 STARTING = "starting"
-PATIENT = frozenset({STARTING, "save", "exporting"})
+SLOW_PHASES = frozenset({STARTING, "save", "exporting"})
 """Phases in which a rank may stand still."""
-MOST_STEPS = 1000
+MAX_STEP_TIMES = 1000
 """Steps of which a rank keeps its own seconds."""
-Counts: TypeAlias = Mapping[str, tuple[int, int, int]]
+CollectiveCounts: TypeAlias = Mapping[str, tuple[int, int, int]]
 """By process group: how many collectives a rank has enqueued, started and finished."""
 
 
-class At(NamedTuple):
+class TrainingPhase(NamedTuple):
     """A position; see [Note: positions]. `settled`: a step is finished; `patient`: the rank may stand still."""
 
     step: int = 0
@@ -34,14 +34,14 @@ class At(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sign:
+class HeartbeatRecord:
     """Sign of life of one rank.
 
     Attributes:
         waits: whether its main thread is in torch's communication.
         place: file, line and function of its main thread, outside of torch; `stack`: all, the innermost first.
-        still_s: for how long its position has not changed.
-        own_s, step_s: medians over its last `steps` of its own time, and of the whole step; 0: not known.
+        stalled_s: for how long its position has not changed.
+        busy_s, step_s: medians over its last `steps` of its own time, and of the whole step; 0: not known.
     """
 
     count: int
@@ -49,7 +49,7 @@ class Sign:
     waits: bool
     place: str
     interval_s: float
-    at: At = field(default_factory=At)
+    at: TrainingPhase = field(default_factory=TrainingPhase)
     still_s: float = 0.0
     stack: tuple[str, ...] = ()
     own_s: float = 0.0
@@ -57,9 +57,9 @@ class Sign:
     steps: int = 0
 
     @classmethod
-    def read(cls, text: bytes | str) -> Sign:
+    def read(cls, text: bytes | str) -> HeartbeatRecord:
         values = json.loads(text)
-        return cls(**{**values, "at": At(*values["at"]), "stack": tuple(values["stack"])})
+        return cls(**{**values, "at": TrainingPhase(*values["at"]), "stack": tuple(values["stack"])})
 
     def written(self) -> str:
         return json.dumps(vars(self))
@@ -67,22 +67,22 @@ class Sign:
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that are silent or stand still since a time [s]; `is_alone`: the store does not answer."""
+    """Ranks that are silent or stand still since a time [s]; `is_store_down`: the store does not answer."""
 
     ranks: tuple[int, ...]
     is_silent: bool
     since: float
-    signs: Mapping[int, Sign]
+    signs: Mapping[int, HeartbeatRecord]
     text: str
     is_alone: bool = False
 
 
-class Witness(Protocol):
+class HangReporter(Protocol):
     """Writes down on each rank what is known of a hang; `where` is the place, for people."""
 
     where: str
 
-    def leave(self, sign: Sign) -> Counts:
+    def leave(self, heartbeat: HeartbeatRecord) -> CollectiveCounts:
         """Write down this process's stacks and its last collectives; return how far these have come."""
 
     def tell(self, hang: Hang) -> None:
@@ -93,14 +93,14 @@ class Progress:
     """Position of this rank. Each write assigns one value, so there is no lock; no clock is read.
 
     `steps` holds the rank's own seconds and those of the whole step; `signs` are those that the first rank read last;
-    `on_settled` is called once, when the second step begins, from which on the limit of silence is lower.
+    `on_warmed_up` is called once, when the second step begins, from which on the limit of silence is lower.
     """
 
     def __init__(self) -> None:
-        self.at = At()
-        self.steps: deque[tuple[float, float]] = deque(maxlen=MOST_STEPS)
-        self.signs: Mapping[int, Sign] = {}
-        self.witness: Witness | None = None
+        self.at = TrainingPhase()
+        self.steps: deque[tuple[float, float]] = deque(maxlen=MAX_STEP_TIMES)
+        self.signs: Mapping[int, HeartbeatRecord] = {}
+        self.witness: HangReporter | None = None
         self.on_settled: Callable[[], object] = lambda: None
         self._step = self._part = self._begun = 0
         self._known: set[str] = set()
@@ -115,8 +115,8 @@ class Progress:
     def enter(self, phase: str) -> None:
         self._known.add(self.at.phase)
         self._part += 1
-        patient = phase in PATIENT or phase not in self._known
-        self.at = At(self._step, self._part, phase, 0, self._begun > 1, patient)
+        patient = phase in SLOW_PHASES or phase not in self._known
+        self.at = TrainingPhase(self._step, self._part, phase, 0, self._begun > 1, patient)
 
     def move(self) -> None:
         self.at = self.at._replace(moves=self.at.moves + 1)

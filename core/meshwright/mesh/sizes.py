@@ -110,14 +110,14 @@ class MeshSizes(FrozenModel):
         if dp % replicate:
             raise MeshError(
                 f"dp_replicate_size={replicate} does not divide dp_size={dp}. dp_size is the whole data-parallel "
-                f"degree, dp_replicate x dp_shard: use one of {divisors(dp)} for dp_replicate_size."
+                f"degree, dp_replicate x dp_shard: use one of {format_divisors(dp)} for dp_replicate_size."
             )
         dp_shard, cp, tp = dp // replicate, sizes["cp_size"], sizes["tp_size"]
         sharing = dp_shard * cp * tp
         if sharing % self.ep_size:
             raise MeshError(
                 f"ep_size={self.ep_size} does not divide dp_shard={dp_shard} x cp={cp} x tp={tp} = {sharing}, the "
-                f"ranks that share the experts. Use one of {divisors(sharing)} for ep_size."
+                f"ranks that share the experts. Use one of {format_divisors(sharing)} for ep_size."
             )
         return Degrees(pp=sizes["pp_size"], dp_replicate=replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=self.ep_size)
 
@@ -149,6 +149,6 @@ class MeshSizes(FrozenModel):
         )
 
 
-def divisors(number: int) -> str:
+def format_divisors(number: int) -> str:
     """List the divisors of a number, for an error."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -1,7 +1,7 @@
 """The process group of a run, this rank's device, and small agreements between ranks.
 
 [Note: one timeout] All process groups of a run have the timeout of the group of all ranks, whoever makes them: see
-`same_timeout` and `new_group`.
+`use_run_timeout` and `new_group`.
 
 [Note: control plane] Small agreements between ranks travel as CPU tensors where the process group has a backend for
 them, so that they never wait for queued GPU work.
@@ -33,40 +33,40 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from .._compat.torch import GLOO_THREAD, group_timeout, groups_with_timeout, marked
+from .._compat.torch import GLOO_THREAD_NAME, get_group_timeout, new_group_timeout, record_if_profiling
 from ..base.errors import MeshError, MeshwrightError
-from ..events.step import WAIT
+from ..events.step import WAIT_FOR_RANKS
 from .progress import Progress
 
 _POLL_S, _TIMEOUT_S = 5e-5, 1.0
-_TASKS = Path("/proc/self/task")
-_NAMED = f"({GLOO_THREAD}) "
+_TASK_DIR = Path("/proc/self/task")
+_GLOO_THREAD_NAME = f"({GLOO_THREAD_NAME}) "
 
 
-def settle() -> None:
+def wait_for_gloo_threads() -> None:
     """Return once all gloo threads are idle (waiting for another rank is idle), or after a second. Linux only."""
-    if not _TASKS.is_dir():
+    if not _TASK_DIR.is_dir():
         return
     end = time.monotonic() + _TIMEOUT_S
     # Twice, since this thread may take Python's lock, which freeing a tensor needs, before a gloo thread gets it.
     for _ in range(2):
         time.sleep(_POLL_S)
-        while any(map(_is_busy, _TASKS.iterdir())) and time.monotonic() < end:
+        while any(map(_is_busy_gloo_thread, _TASK_DIR.iterdir())) and time.monotonic() < end:
             time.sleep(_POLL_S)
 
 
 @functools.cache
-def _settle_at_exit() -> None:
-    atexit.register(settle)
+def _wait_for_gloo_threads_at_exit() -> None:
+    atexit.register(wait_for_gloo_threads)
 
 
-def _is_busy(task: Path) -> bool:
+def _is_busy_gloo_thread(task: Path) -> bool:
     """Whether a thread is one of gloo's that is not asleep."""
     try:
         status = (task / "stat").read_text(encoding="utf-8")
     except OSError:
         return False  # the thread has ended
-    return _NAMED in status and not status.partition(_NAMED)[2].startswith("S")
+    return _GLOO_THREAD_NAME in status and not status.partition(_GLOO_THREAD_NAME)[2].startswith("S")
 
 
 T = TypeVar("T")
@@ -105,35 +105,35 @@ class World:
             return self.exchange((), values)[1]
         return [-value for value in self.exchange((), [-value for value in values])[1]]
 
-    def exchange(self, sums: Sequence[int], highs: Sequence[int]) -> tuple[list[int], list[int]]:
+    def exchange(self, sums: Sequence[int], maxima: Sequence[int]) -> tuple[list[int], list[int]]:
         """All-reduce some int64 by SUM, modulo 2**64, and others by MAX, in one message."""
         self._finish_begun()
-        return self._exchanged(sums, highs)
+        return self._exchanged(sums, maxima)
 
-    def begin_exchange(self, sums: Sequence[int], highs: Sequence[int]) -> Callable[[], tuple[list[int], list[int]]]:
+    def begin_exchange(self, sums: Sequence[int], maxima: Sequence[int]) -> Callable[[], tuple[list[int], list[int]]]:
         """Start `exchange` in a thread; return a function that waits for it. No message overtakes it. Collective."""
         self._finish_begun()
         if not self._doubles or self.size == 1:
-            result = self._exchanged(sums, highs)
+            result = self._exchanged(sums, maxima)
             return lambda: result
         found: Future[tuple[list[int], list[int]]] = Future()
 
         def exchange() -> None:
             try:
-                found.set_result(self._exchanged(sums, highs))
+                found.set_result(self._exchanged(sums, maxima))
             except BaseException as error:
                 found.set_exception(error)
 
         def wait() -> tuple[list[int], list[int]]:
-            with marked(WAIT):
+            with record_if_profiling(WAIT_FOR_RANKS):
                 return found.result()
 
         threading.Thread(target=exchange, daemon=True).start()
         self._begun = wait
         return wait
 
-    def _exchanged(self, sums: Sequence[int], highs: Sequence[int]) -> tuple[list[int], list[int]]:
-        mine = torch.tensor([*sums, *highs], dtype=torch.int64, device=self._control_device)
+    def _exchanged(self, sums: Sequence[int], maxima: Sequence[int]) -> tuple[list[int], list[int]]:
+        mine = torch.tensor([*sums, *maxima], dtype=torch.int64, device=self._control_device)
         if self._doubles:
             self._double(mine, len(sums))
         else:
@@ -149,15 +149,15 @@ class World:
             wait, self._begun = self._begun, None
             wait()
 
-    def _double(self, mine: torch.Tensor, sums: int) -> None:
+    def _double(self, mine: torch.Tensor, num_sums: int) -> None:
         """Combine `mine` with those of all ranks, in place; see [Note: doubling]."""
         power = 1 << (self.size.bit_length() - 1)
         has_beyond = self.rank + power < self.size
         theirs = torch.empty_like(mine)
 
         def combine() -> None:
-            mine[:sums] += theirs[:sums]
-            torch.maximum(mine[sums:], theirs[sums:], out=mine[sums:])
+            mine[:num_sums] += theirs[:num_sums]
+            torch.maximum(mine[num_sums:], theirs[num_sums:], out=mine[num_sums:])
 
         if self.rank >= power:
             self._pass(self.rank - power, send=mine)
@@ -180,9 +180,9 @@ class World:
         for work in filter(None, (sent, taken)):
             work.wait()
 
-    def select(self, real: T, planned: T) -> T:
-        """Return `real` if this world computes and sends, else `planned`; see `is_planned`."""
-        return planned if self.is_planned else real
+    def select(self, real: T, fake: T) -> T:
+        """Return `real` if this world computes and sends, else `fake`; see `is_planned`."""
+        return fake if self.is_planned else real
 
     def raise_together(self, error: MeshwrightError | None) -> None:
         """Raise the error of the lowest rank that has one, on all; see [Note: equal on every rank] in `contract`."""
@@ -190,7 +190,7 @@ class World:
             self.raise_any(error)
 
     def raise_any(self, error: MeshwrightError | None) -> NoReturn:
-        """`raise_together` where all ranks know that some rank has an error."""
+        """`raise_on_all_ranks` where all ranks know that some rank has an error."""
         self._finish_begun()
         found: list[MeshwrightError | None] = [None] * self.size
         dist.all_gather_object(found, error, group=self.group)
@@ -202,7 +202,7 @@ class World:
         raise type(cause)(f"{cause}\n(found on rank {first}; ranks with an error: {ranks} of {self.size})")
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work`, which must not issue collectives; if it fails on any rank, raise as `raise_together`."""
+        """Run `work`, which must not issue collectives; if it fails on any rank, raise as `raise_on_all_ranks`."""
         error = result = None
         try:
             result = work()
@@ -245,7 +245,7 @@ def start_world(
     device: torch.device, *, store: dist.Store, rank: int, size: int, timeout_s: float, shares_device: bool = False
 ) -> World:
     """Start the process group of all ranks; NCCL refuses those that share an accelerator, gloo does not. Collective."""
-    _use(device)
+    _activate_device(device)
     backend, bound = "gloo", None
     if device.type != "cpu":
         # Gloo beside NCCL serves CPU tensors: the control plane, and checkpoints.
@@ -258,7 +258,7 @@ def start_world(
     return World(device, owns_group=True)
 
 
-def existing_world(device: torch.device | str) -> World:
+def get_existing_world(device: torch.device | str) -> World:
     """Return the world of this process's group; MeshError if it cannot serve the device.
 
     A device without an index is the accelerator of LOCAL_RANK, or else the one that torch uses.
@@ -269,7 +269,7 @@ def existing_world(device: torch.device | str) -> World:
         current = torch.accelerator.current_device_index()
         index = current if local_rank is None else int(local_rank) % torch.accelerator.device_count()
         device = torch.device(device.type, index)
-    _use(device)
+    _activate_device(device)
     config = dist.distributed_c10d.get_backend_config()
     if device.type == "cpu" and "cpu" not in config and "gloo" not in config:
         raise MeshError(
@@ -279,17 +279,17 @@ def existing_world(device: torch.device | str) -> World:
     return World(device, owns_group=False)
 
 
-def _use(device: torch.device) -> None:
-    _settle_at_exit()
+def _activate_device(device: torch.device) -> None:
+    _wait_for_gloo_threads_at_exit()
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
 
 
-def same_timeout() -> AbstractContextManager[None]:
+def use_run_timeout() -> AbstractContextManager[None]:
     """Give the run's timeout to process groups that are made in the context; see [Note: one timeout]."""
-    return groups_with_timeout(group_timeout())
+    return new_group_timeout(get_group_timeout())
 
 
 def new_group(backend: str) -> dist.ProcessGroup:
     """Make another group of all ranks, with a backend of its own; see [Note: one timeout]. Collective."""
-    return dist.new_group(backend=backend, timeout=group_timeout())
+    return dist.new_group(backend=backend, timeout=get_group_timeout())

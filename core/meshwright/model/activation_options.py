@@ -35,23 +35,23 @@ ActivationCheckpointing: TypeAlias = bool | Literal["full", "selective"] | Activ
 """The option of strategies."""
 
 
-def activation_field(held: str = "every second matrix product and attention") -> Any:
-    """Return a config's field `activation_checkpointing`; `held` is what "selective" does not recompute."""
+def activation_field(saved: str = "every second matrix product and attention") -> Any:
+    """Return a config's field `activation_checkpointing`; `saved` is what "selective" does not recompute."""
     return Field(
         default=False,
         description="Compute the activations of each block again in backward: true or full: all; selective: all but "
-        f"{held}. {{budget_gb: X}}: what X GB do not hold. {{offload: cpu}}: nothing; activations lie in host memory "
+        f"{saved}. {{budget_gb: X}}: what X GB do not hold. {{offload: cpu}}: nothing; activations lie in host memory "
         "until then.",
     )
 
 
-def recompute_option_text(value: ActivationCheckpointing) -> str:
+def format_activation_option(value: ActivationCheckpointing) -> str:
     """Return the option as a user writes it."""
     if isinstance(value, ActivationOptions):
         return "{" + ", ".join(f"{name}: {each}" for name, each in value.model_dump(exclude_none=True).items()) + "}"
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def needs_equal_operators(value: ActivationCheckpointing) -> bool:
+def needs_identical_operators(value: ActivationCheckpointing) -> bool:
     """Return whether the recomputation of a block must call the operators of its forward, since results are held."""
     return value == "selective" or (isinstance(value, ActivationOptions) and value.budget_gb is not None)

@@ -25,20 +25,20 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.peft import (
-    Factors,
-    base_name,
-    file_names,
-    inject,
+    DoraFactors,
+    apply_peft,
+    create_nan_placeholder,
+    import_peft,
     is_transposed,
-    magnitudes,
-    require_peft,
-    stand_in,
+    iter_dora_magnitudes,
+    map_file_names,
     tie_adapters,
+    to_base_name,
 )
-from ..base.errors import ModelError, nearest
-from ..files.parsing import read_json_object, reason
-from .model_files import Held, Source, open_directory, open_safetensors
-from .weights import Weights, fill, is_meta, leave_on_meta, replace_parameters
+from ..base.errors import ModelError, suggest_match
+from ..files.parsing import explain_library_error, read_json_object
+from .model_files import InMemoryReader, TensorReader, open_safetensors, open_weights
+from .weights import Weights, has_meta_tensors, load_weights, move_to_meta, replace_parameters
 
 BASE_FILE = "meshwright_base.json"
 """The file of an adapter's directory that names its base; peft ignores it."""
@@ -47,9 +47,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _ELEMENTS_AT_ONCE = 1 << 24
 """So many elements of a base weight are read together."""
-_ROWS, _ELEMENTS = 4, 512
+_NUM_SAMPLED_ROWS, _NUM_SAMPLED_ELEMENTS = 4, 512
 """Of each tensor, so many rows go into a fingerprint, and of each so many elements."""
-_DRAWN_ALONE = (
+_INIT_HINT = (
     "Values of the base are read only when the model has been sharded: use an adapter that is drawn without them "
     "(init_lora_weights=true, gaussian or orthogonal), or go on from one that is saved."
 )
@@ -58,8 +58,8 @@ _DRAWN_ALONE = (
 
 
 @dataclass(frozen=True)
-class Base:
-    """The model below adapters: its absolute directory, or its hub id and revision; see `fingerprint_of`."""
+class BaseModelRef:
+    """The model below adapters: its absolute directory, or its hub id and revision; see `compute_fingerprint`."""
 
     path: str
     revision: str | None
@@ -71,76 +71,76 @@ class Base:
 
 
 @dataclass(frozen=True)
-class FromBase:
+class BaseParameters:
     """The base of an adapted model, and the name in its files of each parameter that has its values from there."""
 
-    base: Base
+    base: BaseModelRef
     names: Mapping[str, str]
 
 
-def remember_base(model: nn.Module, base: Base, names: Iterable[str]) -> None:
+def attach_base(model: nn.Module, base: BaseModelRef, names: Iterable[str]) -> None:
     """Attach its base to an adapted model, given the names of the base's own parameters."""
     known = set(names)
-    named = {name: base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    model.meshwright_base = FromBase(base, {name: below for name, below in named.items() if below in known})
+    named = {name: to_base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    model.meshwright_base = BaseParameters(base, {name: below for name, below in named.items() if below in known})
 
 
-def base_of(parts: Sequence[nn.Module]) -> FromBase | None:
-    """Return what `remember_base` has attached to the model of these parts; None for others."""
-    found: FromBase | None = getattr(parts[0], "meshwright_base", None) if parts else None
+def get_base(model_parts: Sequence[nn.Module]) -> BaseParameters | None:
+    """Return what `attach_base` has attached to the model of these parts; None for others."""
+    found: BaseParameters | None = getattr(model_parts[0], "meshwright_base", None) if model_parts else None
     return found
 
 
-def left_out(parts: Sequence[nn.Module]) -> frozenset[str]:
+def find_frozen_base_parameters(model_parts: Sequence[nn.Module]) -> frozenset[str]:
     """Return the names of parameters that a checkpoint need not hold: those of the base that do not train."""
-    found = base_of(parts)
+    found = get_base(model_parts)
     if found is None:
         return frozenset()
-    trained = {name for part in parts for name, value in part.named_parameters() if value.requires_grad}
+    trained = {name for part in model_parts for name, value in part.named_parameters() if value.requires_grad}
     return frozenset(found.names.keys() - trained)
 
 
-def adapter_configs(model: nn.Module) -> dict[str, Any]:
+def get_adapter_configs(model: nn.Module) -> dict[str, Any]:
     found = getattr(model, "peft_config", None)
     return dict(found) if isinstance(found, dict) else {}
 
 
-def adapter_folder(name: str) -> str:
+def get_adapter_subfolder(name: str) -> str:
     """Return the folder of an adapter below that of all: peft has no folder for "default"."""
     return "." if name == "default" else name
 
 
-def fingerprint_of(directory: Path, *, allow_pickle: bool = False) -> str:
+def compute_fingerprint(directory: Path, *, allow_pickle: bool = False) -> str:
     """Return a digest of the weight files of a directory: each tensor's name, shape, dtype, and values of four rows."""
     digest = hashlib.sha256()
-    for name, source in sorted(open_directory(directory, allow_pickle=allow_pickle).items()):
+    for name, source in sorted(open_weights(directory, allow_pickle=allow_pickle).items()):
         digest.update(json.dumps([name, list(source.shape), str(source.dtype)]).encode())
-        for value in _sampled(source):
+        for value in _iter_samples(source):
             digest.update(value)
     return digest.hexdigest()
 
 
-def _sampled(source: Source) -> Iterator[bytes]:
+def _iter_samples(source: TensorReader) -> Iterator[bytes]:
     # A vector is one row.
     outer, inner = (source.shape[:1], source.shape[1:]) if len(source.shape) > 1 else ([], source.shape)
     if 0 in source.shape:
         return
-    sizes, left = list(inner), _ELEMENTS
+    sizes, left = list(inner), _NUM_SAMPLED_ELEMENTS
     for dim in reversed(range(len(inner))):
         sizes[dim], left = min(inner[dim], left), max(1, left // inner[dim])
     last = outer[0] - 1 if outer else 0
-    for row in sorted({last * i // (_ROWS - 1) for i in range(_ROWS)}):
+    for row in sorted({last * i // (_NUM_SAMPLED_ROWS - 1) for i in range(_NUM_SAMPLED_ROWS)}):
         value = source.read([*[row for _ in outer], *[0] * len(inner)], [*[1 for _ in outer], *sizes])
         yield value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def read_base(directory: Path) -> Base | None:
+def read_base(directory: Path) -> BaseModelRef | None:
     """Return the base that a run has recorded with an adapter; None if it has not."""
     path = directory / BASE_FILE
     if not path.is_file():
         return None
     try:
-        return Base(**read_json_object(path))
+        return BaseModelRef(**read_json_object(path))
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{path} names no base ({error}). Write the adapter again, or remove the file.") from None
 
@@ -148,28 +148,28 @@ def read_base(directory: Path) -> Base | None:
 # -- the adapter
 
 
-Read = Callable[[Sequence[int], Sequence[int]], Tensor]
+ReadRectangle = Callable[[Sequence[int], Sequence[int]], Tensor]
 """Reads the rectangle at offsets, of sizes."""
 
 
 class AdapterWeights:
-    """Values of an adapted model by peft's names: those of the base, and `own` ones; `Weights` of it."""
+    """Values of an adapted model by peft's names: those of the base, and `adapter` ones; `Weights` of it."""
 
-    def __init__(self, base: Weights | None, own: Mapping[str, Read]) -> None:
-        self.base, self._own = base, own
+    def __init__(self, base: Weights | None, adapter: Mapping[str, ReadRectangle]) -> None:
+        self.base, self._own = base, adapter
 
     def __contains__(self, name: object) -> bool:
-        return name in self._own or (self.base is not None and base_name(str(name)) in self.base)
+        return name in self._own or (self.base is not None and to_base_name(str(name)) in self.base)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         if name in self._own:
             return self._own[name](offsets, sizes)
         if self.base is None:
             raise ModelError(f"no values of {name}")
-        return self.base.read(base_name(name), offsets, sizes)
+        return self.base.read(to_base_name(name), offsets, sizes)
 
 
-def with_adapter(
+def add_adapter(
     model: nn.Module,
     weights: Weights | None,
     peft_config: Any = None,
@@ -183,7 +183,7 @@ def with_adapter(
     `peft_config` it is that of `adapter_dir`, a saved adapter to continue. Return the `PeftModel`, on the meta device
     where the model was, and its values; like `weights`, None for a model that has its values.
     """
-    require_peft()
+    import_peft()
     directory = None if adapter_dir is None else Path(adapter_dir)
     if peft_config is None and directory is None:
         raise ModelError("no adapter is given: neither a configuration of peft nor the directory of a saved one.")
@@ -193,40 +193,42 @@ def with_adapter(
             f"an adapter of type {config.peft_type.value} puts tokens before each sequence, which labels and positions "
             f"here do not know of. Use one that changes weights, such as lora."
         )
-    is_deferred = is_meta(model)
+    is_deferred = has_meta_tensors(model)
     if is_deferred and weights is None:
         raise ModelError("the model is on the meta device, and no weights of it are given.")
     if is_deferred:
-        replace_parameters(model, stand_in)
+        replace_parameters(model, create_nan_placeholder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        adapted = tie_adapters(inject(model, config, hint=f" {_DRAWN_ALONE}" if is_deferred else ""))
-    files = {} if directory is None else files_of(directory, adapted)
+        adapted = tie_adapters(apply_peft(model, config, hint=f" {_INIT_HINT}" if is_deferred else ""))
+    files = {} if directory is None else open_adapter_tensors(directory, adapted)
     if is_deferred and weights is not None:
-        return adapted, values_on_meta(adapted, weights, files)
+        return adapted, collect_adapter_weights(adapted, weights, files)
     if files:
-        fill(adapted, AdapterWeights(None, {name: each.read for name, each in files.items()}))
+        load_weights(adapted, AdapterWeights(None, {name: each.read for name, each in files.items()}))
     return adapted, weights
 
 
-def values_on_meta(adapted: nn.Module, weights: Weights, files: Mapping[str, Source]) -> Weights:
+def collect_adapter_weights(adapted: nn.Module, weights: Weights, files: Mapping[str, TensorReader]) -> Weights:
     """Return the values of a model whose adapter was drawn over stand-ins, or is in `files`; leave it on meta."""
-    own: dict[str, Read] = {name: partial(_norms, weights, path, each) for name, path, each in magnitudes(adapted)}
+    own: dict[str, ReadRectangle] = {
+        name: partial(_compute_row_norms, weights, path, each) for name, path, each in iter_dora_magnitudes(adapted)
+    }
     drawn = {
         name: parameter.detach()
         for name, parameter in adapted.named_parameters(remove_duplicate=False)
-        if name not in own and base_name(name) not in weights
+        if name not in own and to_base_name(name) not in weights
     }
     wrong = next((name for name, value in drawn.items() if name not in files and bool(value.isnan().any())), None)
     if wrong is not None:
-        raise ModelError(f"{wrong} starts from values of the base model. {_why(adapted, wrong)}")
-    leave_on_meta(adapted)
-    own |= {name: Held(value).read for name, value in drawn.items()}
+        raise ModelError(f"{wrong} starts from values of the base model. {_explain_base_dependence(adapted, wrong)}")
+    move_to_meta(adapted)
+    own |= {name: InMemoryReader(value).read for name, value in drawn.items()}
     return AdapterWeights(weights, own | {name: each.read for name, each in files.items()})
 
 
-def _why(adapted: nn.Module, name: str) -> str:
-    (config,) = adapter_configs(adapted).values()
+def _explain_base_dependence(adapted: nn.Module, name: str) -> str:
+    (config,) = get_adapter_configs(adapted).values()
     indices = getattr(config, "trainable_token_indices", None)
     if indices is not None and ".trainable_tokens_" in name:
         return (
@@ -234,10 +236,12 @@ def _why(adapted: nn.Module, name: str) -> str:
             f"when the model has been sharded. Train the whole embedding (modules_to_save), or build the adapted model "
             f"with peft, from a base that has its values, and give it to the manager's parallelize."
         )
-    return _DRAWN_ALONE
+    return _INIT_HINT
 
 
-def _norms(base: Weights, path: str, factors: Factors, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+def _compute_row_norms(
+    base: Weights, path: str, factors: DoraFactors, offsets: Sequence[int], sizes: Sequence[int]
+) -> Tensor:
     """Return norms of rows of a weight with its adapter, as peft takes them, in the dtype of the base."""
     (start,), (size,), columns = offsets, sizes, factors.right.shape[1]
     found = []
@@ -252,7 +256,7 @@ def _norms(base: Weights, path: str, factors: Factors, offsets: Sequence[int], s
 
 def read_adapter_config(directory: Path) -> Any:
     """Return peft's configuration of a saved adapter, to be trained."""
-    peft = require_peft()
+    peft = import_peft()
     path = directory / ADAPTER_CONFIG
     if not path.is_file():
         problem = "is no directory" if not directory.is_dir() else f"holds no {ADAPTER_CONFIG}"
@@ -265,26 +269,28 @@ def read_adapter_config(directory: Path) -> Any:
         config: Any = peft.PeftConfig.from_pretrained(str(directory))
     except Exception as error:
         # peft raises whatever the values meet.
-        raise ModelError(f"{path} is no configuration of an adapter: {reason(error)}. Write it again.") from None
+        raise ModelError(
+            f"{path} is no configuration of an adapter: {explain_library_error(error)}. Write it again."
+        ) from None
     config.inference_mode = False
     return config
 
 
-def files_of(directory: Path, adapted: nn.Module) -> dict[str, Source]:
+def open_adapter_tensors(directory: Path, adapted: nn.Module) -> dict[str, TensorReader]:
     """Return the tensors of a saved adapter by the names of the model; refuse another adapter or base."""
     path = directory / ADAPTER_WEIGHTS
     if not path.is_file():
         raise ModelError(
             f"{directory} holds no adapter: no {path.name}. Give a directory that peft's save_pretrained wrote."
         )
-    stored, names = open_safetensors(path), file_names(adapted)
+    stored, names = open_safetensors(path), map_file_names(adapted)
     shapes = {name: tensor.shape for name, tensor in adapted.state_dict(keep_vars=True).items()}
     parameters = dict(adapted.named_parameters(remove_duplicate=False))
     lost = sorted(names.keys() - stored.keys())
     if lost:
         raise ModelError(
             f"{path} lacks {len(lost)} tensors of the adapter that its configuration describes, such as {lost[0]}."
-            f"{nearest(lost[0], stored)} Give the configuration that it was saved with, and the same base model."
+            f"{suggest_match(lost[0], stored)} Give the configuration that it was saved with, and the same base model."
         )
     # Whole embeddings may be saved with the adapter, in the place of the base's.
     names |= {key: key for key in stored.keys() & shapes.keys()}
@@ -292,7 +298,7 @@ def files_of(directory: Path, adapted: nn.Module) -> dict[str, Source]:
     if foreign:
         raise ModelError(
             f"{path} holds {len(foreign)} tensors that this adapter has no place for, such as {foreign[0]}."
-            f"{nearest(foreign[0], names)} It belongs to another base model or configuration."
+            f"{suggest_match(foreign[0], names)} It belongs to another base model or configuration."
         )
     # What is tied is read once, as the embedding has it.
     names = {key: name for key, name in names.items() if not is_transposed(name)}

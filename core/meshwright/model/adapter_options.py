@@ -17,26 +17,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat.peft import require_peft, stand_in, tie_adapters
-from ..base.errors import ConfigError, ModelError, nearest
-from ..files.parsing import reason
+from .._compat.peft import create_nan_placeholder, import_peft, tie_adapters
+from ..base.errors import ConfigError, ModelError, suggest_match
+from ..files.parsing import explain_library_error
 from .adapter import (
     ADAPTER_CONFIG,
-    Base,
-    adapter_configs,
+    BaseModelRef,
+    add_adapter,
+    attach_base,
+    collect_adapter_weights,
+    get_adapter_configs,
     read_adapter_config,
     read_base,
-    remember_base,
-    values_on_meta,
-    with_adapter,
 )
-from .configuration import DTYPE_NAMES, one_of
+from .configuration import DTYPE_NAMES, check_choice
 from .pretrained import DTYPES
 from .weights import Weights, replace_parameters
 
-_QUANTIZED = ("nf4", "fp4", "int4", "4bit", "int8", "8bit")
-OWN_KEYS = ("type", "adapter", "base_dtype")
-_NOT_OPTIONS = {"peft_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config"}
+_QUANTIZED_DTYPES = ("nf4", "fp4", "int4", "4bit", "int8", "8bit")
+ADAPTER_KEYS = ("type", "adapter", "base_dtype")
+_EXCLUDED_FIELDS = {"peft_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config"}
 
 
 @dataclass(frozen=True)
@@ -48,73 +48,81 @@ class AdapterOptions:
     base_dtype: torch.dtype | None = None
 
 
-def adapter_options(section: Any, *, where: str = "model.peft") -> AdapterOptions:
+def parse_adapter_options(section: Any, *, where: str = "model.peft") -> AdapterOptions:
     """Read `{type: lora, r: 16, adapter: ..., base_dtype: ...}` or a configuration of peft; errors name it `where`."""
-    require_peft()
+    import_peft()
     if not isinstance(section, Mapping):
         from peft import PeftConfig
 
         if not isinstance(section, PeftConfig):
             raise ConfigError(f"{where} must be a mapping of options or a configuration of peft, not {section!r:.200}.")
-        _config_class(_kind(section), where)
-        return AdapterOptions(_checked(copy.deepcopy(section), where))
+        _find_config_class(_get_peft_type(section), where)
+        return AdapterOptions(_check_config(copy.deepcopy(section), where))
     given = {str(key): value for key, value in section.items()}
-    own = {key: given.pop(key) for key in OWN_KEYS if key in given}
+    own = {key: given.pop(key) for key in ADAPTER_KEYS if key in given}
     directory = None
     if own.get("adapter") is None:
-        config = _made(_config_class(own.get("type"), where), given, where)
+        config = _build_config(_find_config_class(own.get("type"), where), given, where)
     else:
         directory = Path(str(own["adapter"])).expanduser()
-        config = _merged(read_adapter_config(directory), own.get("type"), given, directory, where)
-    return AdapterOptions(_checked(config, where), directory, _base_dtype(own.get("base_dtype"), where))
+        config = _merge_options(read_adapter_config(directory), own.get("type"), given, directory, where)
+    return AdapterOptions(_check_config(config, where), directory, _parse_base_dtype(own.get("base_dtype"), where))
 
 
-def adapt(
-    model: nn.Module, weights: Weights | None, options: AdapterOptions, base: Base | None, *, seed: int, where: str
+def apply_adapter(
+    model: nn.Module,
+    weights: Weights | None,
+    options: AdapterOptions,
+    base: BaseModelRef | None,
+    *,
+    seed: int,
+    where: str,
 ) -> tuple[nn.Module, Weights | None]:
-    """Put the adapter of a run into a model; see `with_adapter`. Without a known base the model is saved in full."""
-    own, config = _checked_config(options, model, base, where)
-    adapted, values = with_adapter(model, weights, config, seed=seed, adapter_dir=options.directory)
-    _note_base(adapted, base, own)
+    """Put the adapter of a run into a model; see `add_adapter`. Without a known base the model is saved in full."""
+    own, config = _prepare_config(options, model, base, where)
+    adapted, values = add_adapter(model, weights, config, seed=seed, adapter_dir=options.directory)
+    _record_base(adapted, base, own)
     return adapted, values
 
 
-class InjectedByOthers:
+class ExternalAdapterInjection:
     """An adapter that other code injects into a base on the meta device, whose parameters are stand-ins until then."""
 
     def __init__(
-        self, model: nn.Module, weights: Weights, options: AdapterOptions, base: Base | None, *, where: str
+        self, model: nn.Module, weights: Weights, options: AdapterOptions, base: BaseModelRef | None, *, where: str
     ) -> None:
         self._weights, self._base = weights, base
-        self._own, self.config = _checked_config(options, model, base, where)
-        replace_parameters(model, stand_in)
+        self._own, self.config = _prepare_config(options, model, base, where)
+        replace_parameters(model, create_nan_placeholder)
 
     def finish(self, adapted: nn.Module) -> Weights:
         """Return the values of the adapted model, and leave it on the meta device."""
-        values = values_on_meta(tie_adapters(adapted), self._weights, {})
-        _note_base(adapted, self._base, self._own)
+        values = collect_adapter_weights(tie_adapters(adapted), self._weights, {})
+        _record_base(adapted, self._base, self._own)
         return values
 
 
-def _checked_config(options: AdapterOptions, model: nn.Module, base: Base | None, where: str) -> tuple[list[str], Any]:
+def _prepare_config(
+    options: AdapterOptions, model: nn.Module, base: BaseModelRef | None, where: str
+) -> tuple[list[str], Any]:
     """Return the names of a base's parameters, and a copy of the configuration, which peft may change."""
-    check_names(options.config, model, where=where)
+    check_target_names(options.config, model, where=where)
     if base is not None:
-        check_base(options, base, where=where)
+        check_adapter_base(options, base, where=where)
     config = copy.deepcopy(options.config)
     config.base_model_name_or_path = None
     return [name for name, _ in model.named_parameters(remove_duplicate=False)], config
 
 
-def _note_base(adapted: nn.Module, base: Base | None, own: list[str]) -> None:
+def _record_base(adapted: nn.Module, base: BaseModelRef | None, base_names: list[str]) -> None:
     if base is not None:
         # peft has given it the name that the model bears.
-        for config in adapter_configs(adapted).values():
+        for config in get_adapter_configs(adapted).values():
             config.base_model_name_or_path, config.revision = base.path, base.revision
-        remember_base(adapted, base, own)
+        attach_base(adapted, base, base_names)
 
 
-def check_names(config: Any, model: nn.Module, *, where: str) -> None:
+def check_target_names(config: Any, model: nn.Module, *, where: str) -> None:
     """Refuse names that nothing in the base bears: peft passes over them where another of a list is found."""
     modules = [name for name, _ in model.named_modules()]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -124,12 +132,12 @@ def check_names(config: Any, model: nn.Module, *, where: str) -> None:
             if not any(name == each or name.endswith(f".{each}") for name in known):
                 leaves = {name.rpartition(".")[2] for name in known} - {""}
                 raise ModelError(
-                    f"{where}.{key}: nothing in {type(model).__name__} is called {each!r}.{nearest(each, leaves)} "
+                    f"{where}.{key}: nothing in {type(model).__name__} is called {each!r}.{suggest_match(each, leaves)} "
                     f"There are: {', '.join(sorted(each for each in leaves if not each.isdecimal()))}."
                 )
 
 
-def check_base(options: AdapterOptions, base: Base, *, where: str = "model.peft") -> None:
+def check_adapter_base(options: AdapterOptions, base: BaseModelRef, *, where: str = "model.peft") -> None:
     """Refuse to continue an adapter of another base, which a run's own adapter knows by fingerprint. Others name one;
     the user says with `base_model_name_or_path` that a copy is the same."""
     if options.directory is None:
@@ -141,76 +149,78 @@ def check_base(options: AdapterOptions, base: Base, *, where: str = "model.peft"
             f"it was trained on."
         )
     named, is_same = options.config.base_model_name_or_path, options.config.__dict__.get("_same_base")
-    if noted is None and named and not is_same and not _same_place(str(named), base.path):
+    if noted is None and named and not is_same and not _is_same_path(str(named), base.path):
         raise ModelError(
             f"{given} is an adapter of the base {named!r}, and model.path is {base.path!r}. Set model.path to that "
             f"base; or, if it is a copy of it, say so: {where}.base_model_name_or_path={named}."
         )
 
 
-def _same_place(named: str, path: str) -> bool:
+def _is_same_path(named: str, path: str) -> bool:
     one, other = Path(named).expanduser(), Path(path).expanduser()
     return named == path or (one.exists() and other.exists() and one.samefile(other))
 
 
-def _kind(config: Any) -> str:
+def _get_peft_type(config: Any) -> str:
     return str(getattr(config.peft_type, "value", config.peft_type)).lower()
 
 
-def _config_class(kind: Any, where: str) -> type:
+def _find_config_class(kind: Any, where: str) -> type:
     from peft import LoraConfig
 
     if kind is None:
         raise ConfigError(f"{where} has no type. Give type: lora, or adapter: a directory to go on from.")
     lowered = str(kind).lower()
     if lowered != "lora":
-        hint = nearest(str(kind), ["lora", "dora", "rslora"])
+        hint = suggest_match(str(kind), ["lora", "dora", "rslora"])
         if lowered in ("dora", "rslora"):
             hint = f" It is type: lora with use_{lowered}: true."
         raise ConfigError(f"{where}.type={kind!r} is not one of lora.{hint}")
     return LoraConfig
 
 
-def _made(config_cls: type, given: Mapping[str, Any], where: str) -> Any:
+def _build_config(config_cls: type, options: Mapping[str, Any], where: str) -> Any:
     fields: Any = dataclasses.fields(config_cls)
-    known = sorted(each.name for each in fields if each.init and each.name not in _NOT_OPTIONS)
-    for key in given:
+    known = sorted(each.name for each in fields if each.init and each.name not in _EXCLUDED_FIELDS)
+    for key in options:
         if key not in known:
             raise ConfigError(
-                f"{where}.{key} is no option of {config_cls.__name__}.{nearest(key, [*known, *OWN_KEYS])} Options: "
-                f"{', '.join([*OWN_KEYS, *known])}."
+                f"{where}.{key} is no option of {config_cls.__name__}.{suggest_match(key, [*known, *ADAPTER_KEYS])} Options: "
+                f"{', '.join([*ADAPTER_KEYS, *known])}."
             )
     try:
-        return config_cls(**copy.deepcopy(dict(given)))
+        return config_cls(**copy.deepcopy(dict(options)))
     except Exception as error:
         # Each configuration of peft checks its own, with errors of all kinds.
-        raise ConfigError(f"{where}: peft refuses {dict(given)}: {reason(error)}") from None
+        raise ConfigError(f"{where}: peft refuses {dict(options)}: {explain_library_error(error)}") from None
 
 
-def _merged(saved: Any, kind: Any, given: Mapping[str, Any], directory: Path, where: str) -> Any:
-    _config_class(_kind(saved), f"{where}.adapter={str(directory)!r}:")
-    if kind is not None and str(kind).lower() != _kind(saved):
-        raise ConfigError(f"{where}.type={kind!r}, but {str(directory)!r} holds an adapter of type {_kind(saved)!r}.")
-    fresh = _made(type(saved), given, where)
-    for key in given:
-        before, now = _plain(getattr(saved, key)), _plain(getattr(fresh, key))
+def _merge_options(saved: Any, kind: Any, options: Mapping[str, Any], directory: Path, where: str) -> Any:
+    _find_config_class(_get_peft_type(saved), f"{where}.adapter={str(directory)!r}:")
+    if kind is not None and str(kind).lower() != _get_peft_type(saved):
+        raise ConfigError(
+            f"{where}.type={kind!r}, but {str(directory)!r} holds an adapter of type {_get_peft_type(saved)!r}."
+        )
+    fresh = _build_config(type(saved), options, where)
+    for key in options:
+        before, now = _to_comparable(getattr(saved, key)), _to_comparable(getattr(fresh, key))
         if before != now:
             raise ConfigError(
-                f"{where}.{key}={given[key]!r} is in conflict with the adapter {str(directory)!r}, which was made with "
+                f"{where}.{key}={options[key]!r} is in conflict with the adapter {str(directory)!r}, which was made with "
                 f"{before!r}. Leave it out: what a saved adapter is, its own {ADAPTER_CONFIG} says."
             )
-    if "base_model_name_or_path" in given:
+    if "base_model_name_or_path" in options:
         saved.__dict__["_same_base"] = True
     return saved
 
 
-def _plain(value: Any) -> Any:
+def _to_comparable(value: Any) -> Any:
     if isinstance(value, set | frozenset | list | tuple):
         return sorted(map(str, value))
     return getattr(value, "value", value)
 
 
-def _checked(config: Any, where: str) -> Any:
+def _check_config(config: Any, where: str) -> Any:
     """Return the configuration, if a causal LM on an unchanged base can train it."""
     task = getattr(config.task_type, "value", config.task_type)
     if task not in (None, "CAUSAL_LM"):
@@ -227,10 +237,10 @@ def _checked(config: Any, where: str) -> Any:
     return config
 
 
-def _base_dtype(name: Any, where: str) -> torch.dtype | None:
-    if name in _QUANTIZED:
+def _parse_base_dtype(name: Any, where: str) -> torch.dtype | None:
+    if name in _QUANTIZED_DTYPES:
         raise ConfigError(
             f"{where}.base_dtype={name!r}: a quantized base cannot be sharded or exported here yet. Use "
             f"base_dtype=bfloat16, which halves a float32 base, and shard it over more ranks (fsdp2, tp_size, pp_size)."
         )
-    return None if name is None else DTYPES[one_of(DTYPE_NAMES, name, f"{where}.base_dtype")]
+    return None if name is None else DTYPES[check_choice(DTYPE_NAMES, name, f"{where}.base_dtype")]

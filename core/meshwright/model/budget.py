@@ -35,12 +35,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from .._compat.torch import is_communication
+from .._compat.torch import is_collective
 from ..base.errors import ConfigError, StrategyError
 from ..files.terminal import warn
 from ..mesh.world import World
 from .forward_order import ForwardMethod
-from .operators import COMMUNICATION, Operator, Profile, Recorder, hidden_in, storage_in, tensors_with_memory
+from .operators import (
+    COMMUNICATION_KEY,
+    BlockProfile,
+    Operator,
+    OperatorRecorder,
+    find_hidden_states,
+    get_storage,
+    iter_allocated_tensors,
+)
 
 Recompute = Callable[..., Any]
 """Called with a forward, contexts in which it holds some results, and its arguments; all else is recomputed."""
@@ -50,20 +58,20 @@ Recompute = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Moment:
-    """The start of a backward of `stage`; `in_flight` counts, for each stage of this rank, the microbatches whose
+class BackwardStart:
+    """The start of a backward of `stage`; `num_in_flight` counts, for each stage of this rank, the microbatches whose
     forward is done and whose backward is not."""
 
     in_flight: tuple[int, ...]
     stage: int
 
 
-ONE_STAGE = (Moment((1,), 0),)
+SINGLE_STAGE = (BackwardStart((1,), 0),)
 """Moments of forwards and backwards in turn."""
 
 
 @dataclass
-class Choice:
+class SavedActivations:
     """What one call of a block holds besides its inputs: everything, or results of the operators with these keys.
     `cost` is that of what is recomputed."""
 
@@ -72,16 +80,18 @@ class Choice:
     bytes: int
     cost: float
 
-    def plus(self, operator: Operator) -> Choice:
-        return Choice(False, self.keys | {operator.key}, self.bytes + operator.bytes, self.cost - operator.cost)
+    def plus(self, operator: Operator) -> SavedActivations:
+        return SavedActivations(
+            False, self.keys | {operator.key}, self.bytes + operator.bytes, self.cost - operator.cost
+        )
 
 
-class Choices:
+class ActivationPlan:
     """The choices `made` for all blocks of a rank, by stage and in the order of calls; at first, inputs alone."""
 
-    def __init__(self, stages: Sequence[Sequence[Profile]], moments: Sequence[Moment]) -> None:
+    def __init__(self, stages: Sequence[Sequence[BlockProfile]], moments: Sequence[BackwardStart]) -> None:
         self.stages, self.moments = stages, moments
-        self.made = [[_inputs_alone(each) for each in stage] for stage in stages]
+        self.made = [[_save_inputs_only(each) for each in stage] for stage in stages]
         self._released: set[Hashable] = set()
 
     @property
@@ -104,19 +114,19 @@ class Choices:
                 ended.add((stage, block))
         self.top_up(limit)
 
-    def release(self, stage: int, key: Hashable, holds: Sequence[int]) -> None:
-        """Let calls of blocks for which `holds` has a 0 recompute an operator; `top_up` will not hold it."""
-        for block, (profile, is_held) in enumerate(zip(self.stages[stage], holds, strict=True)):
+    def release(self, stage: int, key: Hashable, is_saved: Sequence[int]) -> None:
+        """Let calls of blocks for which `is_saved` has a 0 recompute an operator; `fill_remaining` will not hold it."""
+        for block, (profile, is_held) in enumerate(zip(self.stages[stage], is_saved, strict=True)):
             released = next((each for each in profile.operators if each.key == key), None)
             if released is None:
                 continue
             self._released.add(key)
             now = self.made[stage][block]
             if not is_held and now.whole:
-                self.made[stage][block] = _inputs_alone(profile)
+                self.made[stage][block] = _save_inputs_only(profile)
             elif not is_held and key in now.keys:
                 size, cost = now.bytes - released.bytes, now.cost + released.cost
-                self.made[stage][block] = Choice(False, now.keys - {key}, size, cost)
+                self.made[stage][block] = SavedActivations(False, now.keys - {key}, size, cost)
 
     def top_up(self, limit: int) -> None:
         """Hold single operators of blocks that are not whole, the one that saves most per byte first."""
@@ -128,7 +138,7 @@ class Choices:
             for operator in profile.operators
             if operator.key not in self.made[stage][block].keys | self._released
         ]
-        for _, block, stage, operator in sorted(rest, key=_by_worth):
+        for _, block, stage, operator in sorted(rest, key=_sort_key):
             more = self.made[stage][block].plus(operator)
             if more.bytes < self.stages[stage][block].whole:
                 self._take(stage, block, more, limit)
@@ -142,50 +152,50 @@ class Choices:
             behind += profile.inputs + choice.bytes
         return behind, on_top
 
-    def _take(self, stage: int, block: int, choice: Choice, limit: int) -> bool:
+    def _take(self, stage: int, block: int, choice: SavedActivations, limit: int) -> bool:
         before, self.made[stage][block] = self.made[stage][block], choice
         if self.peak <= limit:
             return True
         self.made[stage][block] = before
         return False
 
-    def _steps(self) -> Iterator[tuple[int, int, Choice]]:
+    def _steps(self) -> Iterator[tuple[int, int, SavedActivations]]:
         """Return the steps of all blocks, the one that saves most per byte first; of equal ones, the last block's."""
-        steps: list[tuple[float, int, int, Choice]] = []
+        steps: list[tuple[float, int, int, SavedActivations]] = []
         for stage, profiles in enumerate(self.stages):
             weight = max(moment.in_flight[stage] for moment in self.moments)
             for block, profile in enumerate(profiles):
-                for before, choice in itertools.pairwise([self.made[stage][block], *_hull(profile)]):
+                for before, choice in itertools.pairwise([self.made[stage][block], *_build_hull(profile)]):
                     worth = (before.cost - choice.cost) / max(1, (choice.bytes - before.bytes) * weight)
                     steps.append((worth, block, stage, choice))
         # Steps of one block come with falling worth, and the sort is stable.
-        return ((stage, block, choice) for _, block, stage, choice in sorted(steps, key=_by_worth))
+        return ((stage, block, choice) for _, block, stage, choice in sorted(steps, key=_sort_key))
 
 
-def _by_worth(step: tuple[float, int, int, Any]) -> tuple[float, int, int]:
+def _sort_key(step: tuple[float, int, int, Any]) -> tuple[float, int, int]:
     return -step[0], -step[1], step[2]
 
 
-def _inputs_alone(profile: Profile) -> Choice:
-    return Choice(False, frozenset(), 0, profile.cost)
+def _save_inputs_only(profile: BlockProfile) -> SavedActivations:
+    return SavedActivations(False, frozenset(), 0, profile.cost)
 
 
-def _hull(profile: Profile) -> list[Choice]:
+def _build_hull(profile: BlockProfile) -> list[SavedActivations]:
     """Return what a block may hold beyond its inputs, up to everything, with falling worth of each further byte."""
-    hull = [_inputs_alone(profile)]
+    hull = [_save_inputs_only(profile)]
     for operator in sorted(profile.operators, key=lambda each: -each.cost / each.bytes):
         point = hull[-1].plus(operator)
         if point.bytes >= profile.whole:
             break
         hull.append(point)
-    whole = Choice(True, frozenset(), profile.whole, 0.0)
+    whole = SavedActivations(True, frozenset(), profile.whole, 0.0)
     # Operators come by falling worth, so only the last point can lie above a line to another.
     while len(hull) > 1 and _slope(hull[-1], whole) > _slope(hull[-2], hull[-1]):
         hull.pop()
     return [*hull[1:], whole]
 
 
-def _slope(first: Choice, second: Choice) -> float:
+def _slope(first: SavedActivations, second: SavedActivations) -> float:
     return (first.cost - second.cost) / max(1, second.bytes - first.bytes)
 
 
@@ -201,14 +211,14 @@ class BudgetedBlocks:
 
     def __init__(self, budget_gb: float) -> None:
         self.budget_gb = budget_gb
-        self.profiles: list[Profile] = []
-        self.choices: list[Choice] = []
+        self.profiles: list[BlockProfile] = []
+        self.choices: list[SavedActivations] = []
         self.is_open = True
         self._is_measuring, self._largest = False, 0
         # Each block has hidden states of its own; masks and the like are one for all.
         self._inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._calls: list[int] = []
-        self._upcoming: list[Iterator[Choice]] = []
+        self._upcoming: list[Iterator[SavedActivations]] = []
 
     def put_around(self, block: nn.Module, recompute: Recompute, original: ForwardMethod) -> ForwardMethod:
         """Return a forward of the block that holds what is chosen for it, call by call."""
@@ -227,7 +237,7 @@ class BudgetedBlocks:
                     f"forward_backward, which has not been called. In a loop by hand, set activation_checkpointing to "
                     f"full or selective."
                 )
-            if (elements := _elements(args, kwargs)) > self._largest:
+            if (elements := _count_elements(args, kwargs)) > self._largest:
                 # Once for each size.
                 warn(
                     f"a microbatch is {elements / self._largest:.2f} times as large as those of the first step, for "
@@ -237,7 +247,7 @@ class BudgetedBlocks:
                 self._largest = elements
             if choice.whole:
                 return original(*args, **kwargs)
-            return recompute(original, functools.partial(_contexts, choice), args, kwargs)
+            return recompute(original, functools.partial(_make_contexts, choice), args, kwargs)
 
         return forward
 
@@ -251,7 +261,7 @@ class BudgetedBlocks:
         finally:
             self._is_measuring = False
 
-    def take(self, choices: Sequence[Choice]) -> None:
+    def take(self, choices: Sequence[SavedActivations]) -> None:
         self.choices, self.is_open = list(choices), False
         pairs = list(zip(choices, self._calls, strict=True))
         count = len(self._upcoming)
@@ -260,9 +270,9 @@ class BudgetedBlocks:
     def _measure(
         self, index: int, block: nn.Module, original: ForwardMethod, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        new = set(map(storage_in, tensors_with_memory((args, kwargs)))) - set(self._inputs)
+        new = set(map(get_storage, iter_allocated_tensors((args, kwargs)))) - set(self._inputs)
         self._inputs.update(new)
-        self._largest = max(self._largest, _elements(args, kwargs))
+        self._largest = max(self._largest, _count_elements(args, kwargs))
         hidden: Tensor | None = None
 
         def given(value: Any) -> Any:
@@ -273,78 +283,78 @@ class BudgetedBlocks:
             hidden = value
             return value.detach().requires_grad_()
 
-        with torch.enable_grad(), Recorder(block) as recorder:
+        with torch.enable_grad(), OperatorRecorder(block) as recorder:
             positional = [given(each) for each in args]
             result = original(*positional, **{name: given(each) for name, each in kwargs.items()})
         self.profiles.append(recorder.profile(sum(each.nbytes() for each in new), hidden))
         self._calls.append(index)
-        return _detached(result)
+        return _detach(result)
 
 
-def _contexts(choice: Choice) -> Any:
+def _make_contexts(choice: SavedActivations) -> Any:
     counts: Counter[Any] = Counter()
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        key = COMMUNICATION if is_communication(op) else (op, counts[op])
+        key = COMMUNICATION_KEY if is_collective(op) else (op, counts[op])
         counts[op] += 1
         return CheckpointPolicy.MUST_SAVE if key in choice.keys else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
-def without_choice(parts: Sequence[object]) -> list[BudgetedBlocks]:
+def find_undecided(parts: Sequence[object]) -> list[BudgetedBlocks]:
     """Return those parts that have a budget of which nothing is chosen yet; the same on all ranks."""
     return [each for each in parts if isinstance(each, BudgetedBlocks) and each.is_open]
 
 
-def choose(
+def choose_saved_activations(
     stages: Sequence[BudgetedBlocks],
-    rehearsals: Sequence[Callable[[], object]],
+    dry_runs: Sequence[Callable[[], object]],
     worlds: Sequence[World],
-    moments: Sequence[Moment],
+    backward_starts: Sequence[BackwardStart],
     world: World,
 ) -> None:
     """Choose what all blocks of a rank hold; see [Note: equal communication]. Collective over `world`, all ranks.
 
     Each of the `stages` of this rank has a rehearsal, which runs a forward without gradients of a microbatch as large
-    as those of the run, and the ranks that train it. Most may be held at `moments`.
+    as those of the run, and the ranks that train it. Most may be held at `backward_starts`.
     """
-    for stage, rehearse in zip(stages, rehearsals, strict=True):
+    for stage, rehearse in zip(stages, dry_runs, strict=True):
         with stage.measuring():
             rehearse()
     budget_gb = stages[0].budget_gb
     limit = int(budget_gb * 1e9)
-    choices = Choices([each.profiles for each in stages], moments)
+    choices = ActivationPlan([each.profiles for each in stages], backward_starts)
     (smallest,) = world.reduce_ints([choices.peak], dist.ReduceOp.MAX)
     if smallest > limit:
         raise ConfigError(
             f"activation_checkpointing: budget_gb={budget_gb:g} cannot be met: where all is computed again, blocks "
-            f"still hold their inputs, and one of them all its backward needs; a rank has {_gb(smallest)} GB then. "
-            f"Set budget_gb to at least {_gb(smallest)}, or use smaller microbatches or shorter sequences."
+            f"still hold their inputs, and one of them all its backward needs; a rank has {_format_gb(smallest)} GB then. "
+            f"Set budget_gb to at least {_format_gb(smallest)}, or use smaller microbatches or shorter sequences."
         )
     choices.fill(limit)
     for index, own in enumerate(worlds):
-        holds = [int(each.whole or COMMUNICATION in each.keys) for each in choices.made[index]]
-        choices.release(index, COMMUNICATION, own.reduce_ints(holds, dist.ReduceOp.MIN))
+        holds = [int(each.whole or COMMUNICATION_KEY in each.keys) for each in choices.made[index]]
+        choices.release(index, COMMUNICATION_KEY, own.reduce_ints(holds, dist.ReduceOp.MIN))
     choices.top_up(limit)
     for stage, made in zip(stages, choices.made, strict=True):
         stage.take(made)
 
 
-def _gb(size: int) -> str:
+def _format_gb(size: int) -> str:
     dropped = max(0, len(str(size)) - 3)
     digits = max(0, 3 - len(str(size)))
     return f"{-(-size // 10**dropped) * 10**dropped / 1e9:.{digits + 9}f}".rstrip("0").rstrip(".")
 
 
-def _elements(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    hidden = hidden_in((args, kwargs))
+def _count_elements(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    hidden = find_hidden_states((args, kwargs))
     return hidden.numel() if hidden is not None else 0
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach()
     if type(value) in (list, tuple):
-        return type(value)(map(_detached, value))
-    return {key: _detached(each) for key, each in value.items()} if type(value) is dict else value
+        return type(value)(map(_detach, value))
+    return {key: _detach(each) for key, each in value.items()} if type(value) is dict else value

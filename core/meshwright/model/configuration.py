@@ -18,30 +18,32 @@ from typing import Any
 
 from filelock import FileLock
 
-from .._compat.transformers import model_types
-from ..base.errors import ModelError, nearest
-from ..files.parsing import json_object_or_empty, read_json_object, read_regular, reason
+from .._compat.transformers import list_model_types
+from ..base.errors import ModelError, suggest_match
+from ..files.parsing import explain_library_error, read_json_object, read_json_object_or_empty, read_regular_file
 
 DTYPE_NAMES = ("float32", "bfloat16", "float64")
-PARALLEL = "parallel"
-INITS = (PARALLEL, "as_transformers")
-"""How new weights are drawn; see `meshwright.model.pretrained.new_model_on_meta`."""
-OWN_KEYS = (
+PARALLEL_INIT = "parallel"
+INIT_METHODS = (PARALLEL_INIT, "as_transformers")
+"""How new weights are drawn; see `meshwright.model.pretrained.init_model_on_meta`."""
+SECTION_KEYS = (
     *("path", "revision", "model_type", "checkpoint", "dtype", "init", "allow_pickle", "trust_remote_code", "peft"),
 )
 """Keys of the run file's section that are no fields of the configuration."""
 MAX_LAYERS = 10_000
 
 
-def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, directory: Path | None = None) -> Any:
+def build_model_config(
+    section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, directory: Path | None = None
+) -> Any:
     """Make the configuration of the run file's `model`; its positions must hold `seq_len` tokens.
 
     A tokenizer gives vocabulary and end-of-text id where the section leaves them out; without one the model type's own
     vocabulary stays. Without a directory the section has a `model_type`.
     """
-    fields = {key: value for key, value in section.items() if key not in OWN_KEYS}
-    one_of(DTYPE_NAMES, section.get("dtype", "float32"), "model.dtype")
-    one_of(INITS, section.get("init", PARALLEL), "model.init")
+    fields = {key: value for key, value in section.items() if key not in SECTION_KEYS}
+    check_choice(DTYPE_NAMES, section.get("dtype", "float32"), "model.dtype")
+    check_choice(INIT_METHODS, section.get("init", PARALLEL_INIT), "model.init")
     if directory is not None:
         config = config_from_directory(directory, fields, with_weights="path" in section)
     else:
@@ -55,7 +57,7 @@ def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, di
         key = "vocab_size" if text is config else "text_config.vocab_size"
         raise ModelError(
             f"the model's vocabulary has {vocab_size} entries, but the tokenizer has {len(tokenizer)}. "
-            f"{_larger_vocabulary(section, key, len(tokenizer))}, or use a tokenizer of at most {vocab_size} entries."
+            f"{_format_vocab_remedy(section, key, len(tokenizer))}, or use a tokenizer of at most {vocab_size} entries."
         )
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < seq_len:
@@ -66,7 +68,7 @@ def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, di
     return config
 
 
-def _larger_vocabulary(section: Mapping[str, Any], key: str, entries: int) -> str:
+def _format_vocab_remedy(section: Mapping[str, Any], key: str, entries: int) -> str:
     if key in section:
         return f"Leave model.{key} out"
     if directory_key := next((each for each in ("path", "checkpoint") if each in section), None):
@@ -77,17 +79,17 @@ def _larger_vocabulary(section: Mapping[str, Any], key: str, entries: int) -> st
     return f"Set model.{key} to at least {entries}"
 
 
-def one_of(known: tuple[str, ...], name: Any, where: str) -> str:
-    if name not in known:
-        raise ModelError(f"{where}={name!r} is not one of {', '.join(known)}.{nearest(str(name), known)}")
+def check_choice(choices: tuple[str, ...], name: Any, where: str) -> str:
+    if name not in choices:
+        raise ModelError(f"{where}={name!r} is not one of {', '.join(choices)}.{suggest_match(str(name), choices)}")
     return str(name)
 
 
 def check_model_type(model_type: str, *, where: str = "model") -> None:
     """Raise ModelError if transformers has no causal LM of this type; imports no model."""
-    known = model_types()
+    known = list_model_types()
     if model_type not in known:
-        hint = nearest(model_type, known)
+        hint = suggest_match(model_type, known)
         raise ModelError(f"{where}.model_type={model_type!r} is not a model type of transformers.{hint}")
 
 
@@ -102,10 +104,10 @@ def config_from_mapping(
     given = {key: value for key, value in fields.items() if key != "model_type"}
     check_model_type(model_type, where=where)
     _check_causal_lm(CONFIG_MAPPING[model_type], model_type)
-    default = _made(partial(AutoConfig.for_model, model_type), {})
+    default = _call_transformers(partial(AutoConfig.for_model, model_type), {})
     _check_fields(default, given, where)
     values = {key: value for key, value in (defaults or {}).items() if hasattr(default, key) and key not in given}
-    return _made(partial(AutoConfig.for_model, model_type, **values), given)
+    return _call_transformers(partial(AutoConfig.for_model, model_type, **values), given)
 
 
 def config_from_directory(
@@ -127,20 +129,20 @@ def config_from_directory(
     if with_weights and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
         raise ModelError(f"{str(path)!r} holds no weights: no .safetensors or .bin file.")
     try:
-        _check_depth(read_json_object(file), str(file))
+        _check_num_layers(read_json_object(file), str(file))
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} is no model configuration: {error}. Write or copy it again.") from None
-    check_brings_no_code(file, set_anew=fields)
-    check_needs_no_code(path)
+    check_no_hub_kernels(file, overridden=fields)
+    check_no_custom_code(path)
 
     def load(**changes: Any) -> Any:
         # See [Note: trust]; transformers would ask on the terminal.
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **changes)
 
-    config = _made(load, {})
+    config = _call_transformers(load, {})
     _check_causal_lm(type(config), config.model_type)
     _check_fields(config, fields, where)
-    return _made(load, fields)
+    return _call_transformers(load, fields)
 
 
 def _check_causal_lm(config_cls: type, model_type: str) -> None:
@@ -160,15 +162,15 @@ def _check_fields(config: Any, fields: Mapping[str, Any], where: str = "model") 
     # A configuration takes any keyword, so a misspelt one would be kept and ignored.
     known = {key for key in config.to_dict() if not key.startswith("_")}
     known |= {*inspect.signature(type(config)).parameters, *config.attribute_map, "attn_implementation"} - {"kwargs"}
-    _check_depth(fields, where)
-    _check_names_no_kernels(fields, where, "name an implementation of transformers, such as 'sdpa'")
+    _check_num_layers(fields, where)
+    _check_kernel_names(fields, where, "name an implementation of transformers, such as 'sdpa'")
     if "rope_parameters" in known:
         # Older names, which transformers reads into rope_parameters.
         known |= {"rope_theta", "rope_scaling"}
     for key, value in fields.items():
         if key not in known:
             raise ModelError(
-                f"{where}.{key} is not a field of the {config.model_type} configuration.{nearest(key, known)} "
+                f"{where}.{key} is not a field of the {config.model_type} configuration.{suggest_match(key, known)} "
                 f"Fields: {', '.join(sorted(known))}."
             )
         # Not by getattr: of fields that differ between layers, some configurations refuse to give one value.
@@ -180,28 +182,30 @@ def _check_fields(config: Any, fields: Mapping[str, Any], where: str = "model") 
             raise ModelError(f"{where}.{key}={value!r:.200} must be true or false.")
 
 
-def _leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _iter_leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in fields.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from _iter_leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def _check_depth(fields: Mapping[str, Any], where: str) -> None:
+def _check_num_layers(fields: Mapping[str, Any], where: str) -> None:
     """Refuse numbers of layers that would be made for ever, whatever they are called in the configuration."""
-    for key, value in _leaves(fields):
+    for key, value in _iter_leaves(fields):
         if key.endswith(("layer", "layers")) and isinstance(value, int) and value > MAX_LAYERS:
             raise ModelError(f"{where}.{key}={value} is more than {MAX_LAYERS:,} layers. Lower it.")
 
 
-def _made(make: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
+def _call_transformers(factory: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
     try:
         # transformers adds to mappings that it is given, and a run is identified by those in its file.
-        return make(**copy.deepcopy(dict(fields)))
+        return factory(**copy.deepcopy(dict(fields)))
     except Exception as error:
         # Each configuration class validates in its own way, with errors of several libraries.
-        raise ModelError(f"transformers refuses the model configuration {dict(fields)}: {reason(error)}") from error
+        raise ModelError(
+            f"transformers refuses the model configuration {dict(fields)}: {explain_library_error(error)}"
+        ) from error
 
 
 # -- code that comes with a model; see [Note: trust]
@@ -209,20 +213,20 @@ def _made(make: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
 _MAX_CODE_BYTES = 1 << 26
 
 
-def check_brings_no_code(path: Path, *, set_anew: Iterable[str] = ()) -> None:
-    """Refuse a `config.json` with kernels of the hub, which transformers would run, except in fields `set_anew`."""
-    given = set(set_anew)
+def check_no_hub_kernels(path: Path, *, overridden: Iterable[str] = ()) -> None:
+    """Refuse a `config.json` with kernels of the hub, which transformers would run, except in fields `overridden`."""
+    given = set(overridden)
     # transformers says what is wrong with a file that is no object.
-    _check_names_no_kernels(
-        {key: value for key, value in json_object_or_empty(path).items() if key not in given},
+    _check_kernel_names(
+        {key: value for key, value in read_json_object_or_empty(path).items() if key not in given},
         str(path),
         f"set model.KEY in the run file, for instance to 'sdpa', or take it out of {path.name}",
     )
 
 
-def _check_names_no_kernels(values: Mapping[str, Any], source: str, remedy: str) -> None:
+def _check_kernel_names(values: Mapping[str, Any], source: str, remedy: str) -> None:
     """Refuse kernels of the Hugging Face hub, "owner/name", as an implementation; KEY in `remedy` is replaced."""
-    for key, value in _leaves(values):
+    for key, value in _iter_leaves(values):
         if "implementation" in key and isinstance(value, str) and "/" in value:
             raise ModelError(
                 f"{source} asks for code of the Hugging Face hub: {key}={value!r}. What a file names is not run: "
@@ -235,16 +239,18 @@ def is_commit(trusted: str | None) -> bool:
     return trusted is not None and len(trusted) == 40
 
 
-def trust_code(directory: Path, trusted: str, *, commit: str | None, where: str = "model.trust_remote_code") -> None:
+def register_trusted_code(
+    directory: Path, trusted_version: str, *, commit: str | None, where: str = "model.trust_remote_code"
+) -> None:
     """Run the code that comes with a model, if it is that of the trusted commit or digest; register its classes."""
-    if is_commit(trusted) and commit is None:
+    if is_commit(trusted_version) and commit is None:
         raise ModelError(
-            f"{where}={trusted!r} is a commit, and {directory} is a local directory. {_how_to_trust(directory, where)}"
+            f"{where}={trusted_version!r} is a commit, and {directory} is a local directory. {_format_trust_hint(directory, where)}"
         )
-    found = commit if is_commit(trusted) else digest_of_code(directory)
-    if found != trusted:
+    found = commit if is_commit(trusted_version) else compute_code_digest(directory)
+    if found != trusted_version:
         raise ModelError(
-            f"{where}={trusted!r} is not what is there: the code in {directory} is {found}. Read it, and name that."
+            f"{where}={trusted_version!r} is not what is there: the code in {directory} is {found}. Read it, and name that."
         )
     from transformers.utils import HF_MODULES_CACHE
 
@@ -252,33 +258,35 @@ def trust_code(directory: Path, trusted: str, *, commit: str | None, where: str 
     # Ranks copy the same files to one place, and import them from there.
     with FileLock(Path(HF_MODULES_CACHE) / ".meshwright.lock"):
         try:
-            _register(directory)
+            _register_classes(directory)
         except ModelError:
             raise
         except Exception as error:
             # It is anybody's code.
-            raise ModelError(f"the code of the model in {directory} cannot be run: {reason(error)}") from error
+            raise ModelError(
+                f"the code of the model in {directory} cannot be run: {explain_library_error(error)}"
+            ) from error
 
 
-def check_needs_no_code(directory: Path, *, where: str = "model.trust_remote_code") -> None:
+def check_no_custom_code(directory: Path, *, where: str = "model.trust_remote_code") -> None:
     """Refuse a model of a type that transformers does not know, which brings code of its own."""
     from transformers import CONFIG_MAPPING
 
-    values = json_object_or_empty(directory / "config.json")
+    values = read_json_object_or_empty(directory / "config.json")
     if isinstance(values.get("auto_map"), Mapping) and values.get("model_type") not in CONFIG_MAPPING:
         named = ", ".join(sorted(path.name for path in directory.glob("*.py"))) or "no file of which is there"
         raise ModelError(
             f"{directory} needs code of its own ({named}): transformers has no model type "
-            f"{values.get('model_type')!r}. What comes with a model is not run. {_how_to_trust(directory, where)}"
+            f"{values.get('model_type')!r}. What comes with a model is not run. {_format_trust_hint(directory, where)}"
         )
 
 
-def digest_of_code(directory: Path) -> str:
+def compute_code_digest(directory: Path) -> str:
     """Return the SHA-256 of the names and contents of all Python files in a directory."""
     digest = hashlib.sha256()
     for path in sorted(directory.rglob("*.py")):
         try:
-            content = read_regular(path, max_bytes=_MAX_CODE_BYTES)
+            content = read_regular_file(path, max_bytes=_MAX_CODE_BYTES)
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}. Remove it, or use a whole copy.") from None
         digest.update(f"{path.relative_to(directory).as_posix()}\0{len(content)}\0".encode())
@@ -286,11 +294,11 @@ def digest_of_code(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _how_to_trust(directory: Path, where: str) -> str:
-    return f"If you have read it and want it to run, say which version: {where}={digest_of_code(directory)}."
+def _format_trust_hint(directory: Path, where: str) -> str:
+    return f"If you have read it and want it to run, say which version: {where}={compute_code_digest(directory)}."
 
 
-def _register(directory: Path) -> None:
+def _register_classes(directory: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -302,7 +310,7 @@ def _register(directory: Path) -> None:
             )
         return get_class_from_dynamic_module(reference, str(directory))
 
-    values = json_object_or_empty(directory / "config.json")
+    values = read_json_object_or_empty(directory / "config.json")
     named = values.get("auto_map") or {}
     if not {"AutoConfig", "AutoModelForCausalLM"} <= named.keys():
         raise ModelError(
@@ -315,7 +323,9 @@ def _register(directory: Path) -> None:
     # So that what is written brings the code along.
     config_cls.register_for_auto_class("AutoConfig")
     model_cls.register_for_auto_class("AutoModelForCausalLM")
-    tokenizer = (json_object_or_empty(directory / "tokenizer_config.json").get("auto_map") or {}).get("AutoTokenizer")
+    tokenizer = (read_json_object_or_empty(directory / "tokenizer_config.json").get("auto_map") or {}).get(
+        "AutoTokenizer"
+    )
     found = [load(each) for each in (tokenizer if isinstance(tokenizer, list) else [tokenizer]) if each]
     for tokenizer_cls in found[:1]:
         AutoTokenizer.register(config_cls, tokenizer_class=tokenizer_cls, exist_ok=True)

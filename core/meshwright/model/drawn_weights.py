@@ -22,24 +22,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.torch import TorchDispatchMode, name_of, names_of_arguments, storage_of, written_arguments
+from .._compat.torch import (
+    TorchDispatchMode,
+    get_mutated_arguments,
+    get_operator_name,
+    get_schema_argument_names,
+    get_storage_key,
+)
 from ..base.errors import ModelError
-from ..tensors.ops import tensors_in
-from .model_files import rectangle
-from .random_tiles import Fill, Grid, Recipe
+from ..tensors.ops import list_tensors
+from .model_files import to_slices
+from .random_tiles import FillOp, FillRecipe, TileGrid
 
-LARGE_BYTES = 1 << 14
+MIN_TRACKED_BYTES = 1 << 14
 """Memory below this is never freed."""
-BUDGET_BYTES = 1 << 28
+MAX_RESIDENT_BYTES = 1 << 28
 """Large memory beyond this is freed, the least recently used first."""
-_NAMES = ("abs", "add", "clamp", "div", "erfinv", "exp", "fill", "log", "mul", "neg", "pow", "sqrt", "sub", "zero")
-_ELEMENTWISE = frozenset(f"aten::{name}_" for name in _NAMES)
+_ELEMENTWISE_NAMES = (
+    "abs",
+    "add",
+    "clamp",
+    "div",
+    "erfinv",
+    "exp",
+    "fill",
+    "log",
+    "mul",
+    "neg",
+    "pow",
+    "sqrt",
+    "sub",
+    "zero",
+)
+_ELEMENTWISE_OPS = frozenset(f"aten::{name}_" for name in _ELEMENTWISE_NAMES)
 """Operators that write each element of a tensor by itself, if all other arguments are numbers."""
-_CONSTANT = ("aten::fill_", "aten::zero_")
+_CONSTANT_OPS = ("aten::fill_", "aten::zero_")
 
 
 @dataclass(frozen=True)
-class _Ref:
+class _TensorRef:
     key: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -50,13 +71,13 @@ class _Ref:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _RecordedOp:
     operator: Any
     args: Any
     kwargs: Any
     reads: set[int]
     writes: set[int]
-    outputs: tuple[_Ref | None, ...]
+    outputs: tuple[_TensorRef | None, ...]
     """Its results that are new large memory."""
     generator: Tensor | None
     """State of the random generator before."""
@@ -66,7 +87,7 @@ class _Step:
     """The storage of which it writes all elements."""
 
 
-class _Outline(TorchDispatchMode):
+class _InitRecorder(TorchDispatchMode):
     """Records how large tensors get their values, and frees their memory until it is needed again.
 
     One thing, since what is recorded, what is freed and what is drawn anew are three sides of one table of tensors.
@@ -75,8 +96,8 @@ class _Outline(TorchDispatchMode):
     def __init__(self, seed: int | None) -> None:
         super().__init__()
         self._seed, self._tiles = seed, 0
-        self._by_storage: dict[int, list[_Step]] = {}
-        self._steps: list[_Step] = []
+        self._by_storage: dict[int, list[_RecordedOp]] = {}
+        self._steps: list[_RecordedOp] = []
         # Held, since a freed storage's key may come again; and how many elements it has, of which dtype.
         self._storages: dict[int, Any] = {}
         self._lengths: dict[int, tuple[int, torch.dtype]] = {}
@@ -88,77 +109,79 @@ class _Outline(TorchDispatchMode):
         if self._seed is not None and self._can_wait(func, args, kwargs):
             self._postpone(func, args, kwargs)
             return args[0]
-        used = {key for key, _ in map(storage_of, tensors_in((args, kwargs)))} & self._storages.keys()
+        used = {key for key, _ in map(get_storage_key, list_tensors((args, kwargs)))} & self._storages.keys()
         for key in used:
             self._bring_back(key)
         refs, named = self._referred(args), self._referred(kwargs)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         state = torch.get_rng_state() if is_random else None
         result = func(*args, **kwargs)
-        outputs = tuple(self._track(each) if isinstance(each, Tensor) else None for each in _sequence(result))
-        written = (args[place] if isinstance(place, int) else kwargs[place] for place in written_arguments(func))
-        writes = {storage_of(each)[0] for each in written} & used
+        outputs = tuple(self._track(each) if isinstance(each, Tensor) else None for each in _to_tuple(result))
+        written = (args[place] if isinstance(place, int) else kwargs[place] for place in get_mutated_arguments(func))
+        writes = {get_storage_key(each)[0] for each in written} & used
         writes |= {ref.key for ref in outputs if ref is not None}
         if writes:
-            self._record(_Step(func, refs, named, used, writes, outputs, state))
+            self._record(_RecordedOp(func, refs, named, used, writes, outputs, state))
         self._free(keep=used | writes)
         return result
 
     def part(self, tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        key, _ = storage_of(tensor)
+        key, _ = get_storage_key(tensor)
         recipe = self._recipe(key)
         if recipe is not None and recipe.shape == tensor.shape and tensor.is_contiguous():
             return recipe.part(offsets, sizes)
         if key in self._storages:
             self._bring_back(key)
             self._free(keep={key})
-        return tensor[rectangle(offsets, sizes)]
+        return tensor[to_slices(offsets, sizes)]
 
     def _can_wait(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Return whether an operator fills a large tensor by itself, from numbers alone."""
         if not args or not isinstance(args[0], Tensor):
             return False
-        key = storage_of(args[0])[0]
-        if key not in self._storages or written_arguments(func) != (0,) or tensors_in((args[1:], kwargs)):
+        key = get_storage_key(args[0])[0]
+        if key not in self._storages or get_mutated_arguments(func) != (0,) or list_tensors((args[1:], kwargs)):
             return False
         if torch.Tag.nondeterministic_seeded in func.tags:
-            return "generator" in names_of_arguments(func) and kwargs.get("generator") is None
+            return "generator" in get_schema_argument_names(func) and kwargs.get("generator") is None
         # A tensor that has its values is changed at once.
-        return name_of(func) in _ELEMENTWISE and (key not in self._resident or name_of(func) in _CONSTANT)
+        return get_operator_name(func) in _ELEMENTWISE_OPS and (
+            key not in self._resident or get_operator_name(func) in _CONSTANT_OPS
+        )
 
     def _postpone(self, func: Any, args: Any, kwargs: Any) -> None:
         ref = self._refer(args[0])
         stream = None
         if torch.Tag.nondeterministic_seeded in func.tags:
-            stream, self._tiles = self._tiles, self._tiles + Grid.of(ref.size).count
+            stream, self._tiles = self._tiles, self._tiles + TileGrid.of(ref.size).count
         is_full = args[0].numel() == self._lengths[ref.key][0] and args[0].is_contiguous()
-        fills = ref.key if is_full and (stream is not None or name_of(func) in _CONSTANT) else None
-        self._record(_Step(func, (ref, *args[1:]), kwargs, {ref.key}, {ref.key}, (None,), None, stream, fills))
+        fills = ref.key if is_full and (stream is not None or get_operator_name(func) in _CONSTANT_OPS) else None
+        self._record(_RecordedOp(func, (ref, *args[1:]), kwargs, {ref.key}, {ref.key}, (None,), None, stream, fills))
         self._storages[ref.key].resize_(0)
         self._resident.pop(ref.key, None)
 
-    def _record(self, step: _Step) -> None:
+    def _record(self, step: _RecordedOp) -> None:
         self._steps.append(step)
         for key in step.writes:
             self._by_storage.setdefault(key, []).append(step)
 
-    def _recipe(self, key: int) -> Recipe | None:
+    def _recipe(self, key: int) -> FillRecipe | None:
         """Return how a storage is filled tile by tile; None if it is not."""
         steps = self._by_storage.get(key, [])
         first = max((index for index, step in enumerate(steps) if step.fills == key), default=None)
         if self._seed is None or first is None:
             return None
         shape = tuple(steps[first].args[0].size)
-        fills = [fill for step in steps[first:] if (fill := _as_fill(step, shape)) is not None]
+        fills = [fill for step in steps[first:] if (fill := _to_fill(step, shape)) is not None]
         if len(fills) < len(steps) - first:
             return None
-        return Recipe(shape, self._lengths[key][1], tuple(fills), self._seed)
+        return FillRecipe(shape, self._lengths[key][1], tuple(fills), self._seed)
 
-    def _track(self, tensor: Tensor) -> _Ref | None:
+    def _track(self, tensor: Tensor) -> _TensorRef | None:
         """Take up new large memory; return None for a view of what is known, or a small tensor."""
-        key, storage = storage_of(tensor)
+        key, storage = get_storage_key(tensor)
         # Memory of others (arrays of numpy) cannot be freed.
-        if key in self._storages or storage.nbytes() < LARGE_BYTES or not storage.resizable():
+        if key in self._storages or storage.nbytes() < MIN_TRACKED_BYTES or not storage.resizable():
             return None
         self._storages[key] = storage
         self._lengths[key] = (storage.nbytes() // tensor.element_size(), tensor.dtype)
@@ -167,7 +190,7 @@ class _Outline(TorchDispatchMode):
 
     def _free(self, keep: set[int]) -> None:
         for key in list(self._resident):
-            if sum(self._resident.values()) <= BUDGET_BYTES:
+            if sum(self._resident.values()) <= MAX_RESIDENT_BYTES:
                 return
             if key not in keep:
                 self._storages[key].resize_(0)
@@ -197,20 +220,20 @@ class _Outline(TorchDispatchMode):
         memory = {key: torch.empty(self._lengths[key][0], dtype=self._lengths[key][1]) for key in involved}
 
         def real(value: Any) -> Any:
-            return value.of(memory[value.key]) if isinstance(value, _Ref) else value
+            return value.of(memory[value.key]) if isinstance(value, _TensorRef) else value
 
         state = torch.get_rng_state()
         for step in reversed(chosen):
             if step.stream is not None and self._seed is not None:
                 target: Tensor = real(step.args[0])
-                fill = Fill(step.operator, step.args[1:], step.kwargs, step.stream)
-                drawn = Recipe(tuple(target.shape), target.dtype, (fill,), self._seed)
+                fill = FillOp(step.operator, step.args[1:], step.kwargs, step.stream)
+                drawn = FillRecipe(tuple(target.shape), target.dtype, (fill,), self._seed)
                 target.copy_(drawn.part([0] * target.dim(), target.shape))
                 continue
             if step.generator is not None:
                 torch.set_rng_state(step.generator)
             result = step.operator(*_map(real, step.args), **_map(real, step.kwargs))
-            for ref, each in zip(step.outputs, _sequence(result), strict=True):
+            for ref, each in zip(step.outputs, _to_tuple(result), strict=True):
                 if ref is not None and ref.key in memory:
                     real(ref).copy_(each)
         torch.set_rng_state(state)
@@ -222,22 +245,22 @@ class _Outline(TorchDispatchMode):
         def refer(each: Any) -> Any:
             if not isinstance(each, Tensor):
                 return each
-            return self._refer(each) if storage_of(each)[0] in self._storages else each.detach().clone()
+            return self._refer(each) if get_storage_key(each)[0] in self._storages else each.detach().clone()
 
         return _map(refer, value)
 
-    def _refer(self, tensor: Tensor) -> _Ref:
-        key, _ = storage_of(tensor)
+    def _refer(self, tensor: Tensor) -> _TensorRef:
+        key, _ = get_storage_key(tensor)
         _, dtype = self._lengths[key]
         if dtype != tensor.dtype:
             raise ModelError(
                 f"the model looks at a {dtype} tensor as {tensor.dtype} while it is built, which cannot be repeated "
                 f"for a part of it. Build the model without `torch.device('meta')`."
             )
-        return _Ref(key, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _TensorRef(key, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-class DeferredModel:
+class DeferredWeights:
     """The initial values of all parameters and buffers of a model on the meta device; `Weights` of it.
 
     Args:
@@ -259,7 +282,7 @@ class DeferredModel:
                 f"{type(model).__name__} is on the meta device and no model of transformers, so there is no saying "
                 f"what weights it starts from. Build it without `torch.device('meta')`."
             )
-        self._outline = _Outline(seed)
+        self._outline = _InitRecorder(seed)
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(next(p.dtype for p in model.parameters() if p.is_floating_point()))
         try:
@@ -274,8 +297,8 @@ class DeferredModel:
             ) from error
         finally:
             torch.set_default_dtype(dtype)
-        self._values = dict(_named(built))
-        expected, found = ({(name, p.shape, p.dtype) for name, p in _named(each)} for each in (built, model))
+        self._values = dict(_named_tensors(built))
+        expected, found = ({(name, p.shape, p.dtype) for name, p in _named_tensors(each)} for each in (built, model))
         if expected != found:
             name = min(each[0] for each in expected ^ found)
             raise ModelError(
@@ -290,26 +313,26 @@ class DeferredModel:
         return self._outline.part(self._values[name].detach(), offsets, sizes)
 
 
-def _as_fill(step: _Step, shape: tuple[int, ...]) -> Fill | None:
+def _to_fill(step: _RecordedOp, shape: tuple[int, ...]) -> FillOp | None:
     """Return a recorded operator that writes elements of a tensor of this shape by themselves; None for all others."""
     args, target = step.args[1:], step.args[0]
-    if (step.stream is None and name_of(step.operator) not in _ELEMENTWISE) or step.generator is not None:
+    if (step.stream is None and get_operator_name(step.operator) not in _ELEMENTWISE_OPS) or step.generator is not None:
         return None
-    if any(isinstance(each, Tensor | _Ref) for each in _leaves((args, step.kwargs))):
+    if any(isinstance(each, Tensor | _TensorRef) for each in _list_leaves((args, step.kwargs))):
         return None
     if tuple(target.stride) != torch.empty(target.size, device="meta").stride():
         return None
     if tuple(target.size) == shape:
-        return Fill(step.operator, args, step.kwargs, step.stream)
+        return FillOp(step.operator, args, step.kwargs, step.stream)
     # Rows of it, such as that of a padding token.
     columns, elements = shape[-1], target.size.numel()
     if step.stream is not None or len(shape) < 2 or target.offset % columns or elements % columns:
         return None
     rows = slice(target.offset // columns, (target.offset + elements) // columns)
-    return Fill(step.operator, args, step.kwargs, rows=rows)
+    return FillOp(step.operator, args, step.kwargs, rows=rows)
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -322,11 +345,11 @@ def _map(change: Callable[[Any], Any], value: Any) -> Any:
     return change(value)
 
 
-def _leaves(value: Any) -> list[Any]:
+def _list_leaves(value: Any) -> list[Any]:
     found: list[Any] = []
     _map(found.append, value)
     return found
 
 
-def _sequence(result: Any) -> tuple[Any, ...]:
+def _to_tuple(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, tuple | list) else (result,)

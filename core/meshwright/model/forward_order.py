@@ -26,33 +26,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .._compat.torch import is_plain
+from .._compat.torch import is_plain_tensor
 from ..base.errors import StrategyError
 
 ForwardMethod = Callable[..., Any]
-_MARK = "meshwright_outermost_layer"
+_OUTERMOST_ATTRIBUTE = "meshwright_outermost_layer"
 
-Layer = IntEnum("Layer", "STAGE LOSS WEIGHTS EXPERTS TENSOR RECOMPUTED COMPILED LOCAL STRATEGY", start=0)
+WrapOrder = IntEnum("WrapOrder", "STAGE LOSS WEIGHTS EXPERTS TENSOR RECOMPUTED COMPILED LOCAL STRATEGY", start=0)
 """Wrappers of a forward, from the inside outwards; see [Note: order of forwards]."""
 
 
-def put_around(module: nn.Module, layer: Layer, make: Callable[[ForwardMethod], ForwardMethod]) -> None:
-    """Replace the forward of one module by what `make` makes of it, on the instance. Wrappers of one layer may nest.
+def wrap_forward(module: nn.Module, order: WrapOrder, wrap: Callable[[ForwardMethod], ForwardMethod]) -> None:
+    """Replace the forward of one module by what `wrap` makes of it, on the instance. Wrappers of one layer may nest.
 
     Raises:
         StrategyError: a later layer wraps it already.
     """
-    outermost = getattr(module, _MARK, layer)
-    if layer < outermost:
+    outermost = getattr(module, _OUTERMOST_ATTRIBUTE, order)
+    if order < outermost:
         raise StrategyError(
-            f"{type(module).__name__} is {Layer(outermost).name.lower()} already, and {layer.name.lower()} comes "
-            f"inside of that. Do it before: the order is {', '.join(each.name.lower() for each in Layer)}."
+            f"{type(module).__name__} is {WrapOrder(outermost).name.lower()} already, and {order.name.lower()} comes "
+            f"inside of that. Do it before: the order is {', '.join(each.name.lower() for each in WrapOrder)}."
         )
-    module.forward = make(module.forward)
-    setattr(module, _MARK, layer)
+    module.forward = wrap(module.forward)
+    setattr(module, _OUTERMOST_ATTRIBUTE, order)
 
 
-class WeightGradients:
+class DeferredWeightGradients:
     """Weight gradients that the linear layers of a module defer while `collecting`, so that activations' come first.
 
     All else is computed at once, and so are weights of compiled blocks and under autocast.
@@ -77,22 +77,22 @@ class WeightGradients:
             # Subclasses, and layers whose forward was replaced, may compute something else.
             if type(each) is nn.Linear:
                 if "forward" not in vars(each):
-                    put_around(each, Layer.WEIGHTS, lambda _, layer=each: _WatchedForward(layer))  # type: ignore[misc]
-                if isinstance(each.forward, _WatchedForward):
+                    wrap_forward(each, WrapOrder.WEIGHTS, lambda _, layer=each: _DeferringForward(layer))  # type: ignore[misc]
+                if isinstance(each.forward, _DeferringForward):
                     each.forward.stores.append(self)
 
 
-class _WatchedForward:
+class _DeferringForward:
     def __init__(self, layer: nn.Linear) -> None:
         self._layer = layer
-        self.stores: list[WeightGradients] = []
+        self.stores: list[DeferredWeightGradients] = []
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self._layer.weight, self._layer.bias
-        can_wait = is_plain(weight) and torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+        can_wait = is_plain_tensor(weight) and torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
         if not can_wait or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
             return functional.linear(x, weight, bias)
-        out: Tensor = _Linear.apply(x, weight, bias, self.put_off)
+        out: Tensor = _DeferringLinear.apply(x, weight, bias, self.put_off)
         return out
 
     def put_off(self, work: Callable[[], None]) -> bool:
@@ -104,7 +104,7 @@ class _WatchedForward:
         return True
 
 
-class _Linear(torch.autograd.Function):
+class _DeferringLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: Callable[[Callable[[], None]], bool]

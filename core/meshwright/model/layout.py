@@ -43,13 +43,13 @@ class ModelLayout:
         return next((each for each in around if each in blocks), other)
 
 
-def in_order(parts: Iterable[str]) -> list[str]:
+def sort_parts(parts: Iterable[str]) -> list[str]:
     """Return each part once, in the order of a forward: the embedding, blocks as given, the head, all else."""
     place = {EMBEDDING: 0, HEAD: 2, OTHER: 3}
     return sorted(dict.fromkeys(parts), key=lambda part: place.get(part, 1))
 
 
-def layout_by_structure(model: nn.Module) -> ModelLayout:
+def infer_layout(model: nn.Module) -> ModelLayout:
     """Find stacks, embedding, head and tied parameters.
 
     A stack is an outermost ModuleList whose members have submodules: lists inside a block (experts) and of plain layers
@@ -66,21 +66,21 @@ def layout_by_structure(model: nn.Module) -> ModelLayout:
         return None
 
     return ModelLayout(
-        stacks=tuple(_stacks(model, "")),
+        stacks=tuple(_find_stacks(model, "")),
         embedding=named("get_input_embeddings"),
         head=named("get_output_embeddings"),
         tied=tuple(tuple(group) for group in groups.values() if len(group) > 1),
     )
 
 
-def _stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
+def _find_stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
     for name, child in module.named_children():
         members = list(enumerate(child.children())) if isinstance(child, nn.ModuleList) else []
         members = [(index, each) for index, each in members if any(True for _ in each.parameters())]
         if members and all(any(True for _ in each.children()) for _, each in members):
             yield tuple(f"{prefix}{name}.{index}" for index, _ in members)
         else:
-            yield from _stacks(child, f"{prefix}{name}.")
+            yield from _find_stacks(child, f"{prefix}{name}.")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ModelSize:
     bytes_per_element: int
 
 
-def model_size(model: nn.Module) -> ModelSize:
+def compute_model_size(model: nn.Module) -> ModelSize:
     """Return how many elements and bytes the parameters of a model have."""
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
@@ -100,7 +100,7 @@ def model_size(model: nn.Module) -> ModelSize:
     return ModelSize(sum(p.numel() for p in parameters), trainable, width)
 
 
-def check_elements(model: nn.Module) -> None:
+def check_not_empty(model: nn.Module) -> None:
     """Raise ModelError for a trainable parameter without elements."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.numel() == 0:
@@ -113,19 +113,19 @@ def check_elements(model: nn.Module) -> None:
 # -- tied weights: with a configuration that contradicts the modules, a saved model would load as another one
 
 
-def set_tied(config: Any, is_tied: bool) -> None:
+def set_tie_word_embeddings(config: Any, is_tied: bool) -> None:
     for each in (config, config.get_text_config()):
         each.tie_word_embeddings = is_tied
 
 
-def note_ties(model: nn.Module) -> None:
+def sync_tie_config(model: nn.Module) -> None:
     """Set `tie_word_embeddings` in a configuration to what the modules are, unless only some of several are tied."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     config: Any = base.config if hasattr(base, "get_expanded_tied_weights_keys") else None
     if not hasattr(config, "tie_word_embeddings"):
         return
     tied, wanted = copy.deepcopy(config), not config.tie_word_embeddings
-    set_tied(tied, True)
+    set_tie_word_embeddings(tied, True)
     try:
         # Pairs of weights that the class ties if its configuration says so.
         base.config = tied
@@ -135,5 +135,5 @@ def note_ties(model: nn.Module) -> None:
     named = dict(base.named_parameters(remove_duplicate=False))
     are_one = [named[name] is named[other] for name, other in pairs.items() if name in named and other in named]
     if are_one and all(is_one is wanted for is_one in are_one):
-        set_tied(config, wanted)
+        set_tie_word_embeddings(config, wanted)
         base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)

@@ -15,21 +15,28 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._compat.peft import active_copies, base_name, is_adapted, merge_layer, merged_alike, wrappers
+from .._compat.peft import (
+    find_active_copies,
+    find_tied_after_merge,
+    is_peft_model,
+    iter_tuner_layers,
+    merge_layer,
+    to_base_name,
+)
 from ..base.errors import ConfigError, StrategyError
 from ..mesh.mesh import Mesh
-from ..tensors.whole_parameters import Held, whole_parameters
+from ..tensors.whole_parameters import ParameterChunks, iter_full_parameters
 from .weights import set_tensor
 
-Adapters: TypeAlias = Literal["apart", "merged"]
+AdapterMode: TypeAlias = Literal["apart", "merged"]
 """Whether adapters are given besides the base, by peft's names, or merged into it, by the base's."""
 
 
-class Merging:
+class AdapterMerger:
     """How the active adapters of a model are merged, made before sharding; `names` are of the parameters needed."""
 
     def __init__(self, model: nn.Module) -> None:
-        layers = dict(wrappers(model, outermost=True))
+        layers = dict(iter_tuner_layers(model, outermost=True))
         # Without memory; what is tied stays so.
         empty: dict[int, Any] = {
             id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=False)
@@ -40,7 +47,7 @@ class Merging:
         everywhere = dict(model.named_parameters(remove_duplicate=False))
         self._first = {name: first.setdefault(id(each), name) for name, each in everywhere.items()}
         # Heads that merging leaves tied to the embedding.
-        self._alike = merged_alike(model)
+        self._alike = find_tied_after_merge(model)
         self._of_layer = {name: path for path in layers for name in everywhere if name.startswith(f"{path}.")}
         # Layers that need the same parameters are merged together.
         self._groups: list[list[str]] = []
@@ -50,7 +57,7 @@ class Merging:
             apart = [group for group in self._groups if group not in meeting]
             self._groups = [*apart, [*(each for group in meeting for each in group), path]]
         self._group_of = {name: index for index, group in enumerate(self._groups) for name in self._needed(group)}
-        copies = active_copies(model)
+        copies = find_active_copies(model)
         self.names = tuple(
             name for name in dict.fromkeys(self._first.values()) if name in self._group_of or copies.get(name, True)
         )
@@ -61,14 +68,14 @@ class Merging:
         for name, tensor in pairs:
             index = self._group_of.get(name)
             if index is None:
-                yield base_name(name), _converted(tensor, dtype)
+                yield to_base_name(name), _convert(tensor, dtype)
                 continue
             have = waiting.setdefault(index, {})
             have[name] = tensor
             del tensor
             if len(have) == len(self._needed(self._groups[index])):
                 for merged, value in self._made(self._groups[index], waiting.pop(index)):
-                    yield merged, _converted(value, dtype)
+                    yield merged, _convert(value, dtype)
                 del have
 
     def _needed(self, group: list[str]) -> list[str]:
@@ -82,59 +89,59 @@ class Merging:
             for name, first in self._first.items()
             if first in tensors
         }
-        found = {base_name(name): value for name, value in values.items() if name not in self._of_layer}
+        found = {to_base_name(name): value for name, value in values.items() if name not in self._of_layer}
         for path in group:
             if path not in self._alike:
-                merged = merged_layer(self._layers[path], path, values).named_parameters()
-                found |= {f"{base_name(path)}.{name}": each.detach() for name, each in merged}
+                merged = build_merged_layer(self._layers[path], path, values).named_parameters()
+                found |= {f"{to_base_name(path)}.{name}": each.detach() for name, each in merged}
         return list(found.items())
 
 
-def merged_layer(layer: nn.Module, path: str, values: Mapping[str, Tensor]) -> nn.Module:
+def build_merged_layer(layer: nn.Module, path: str, values: Mapping[str, Tensor]) -> nn.Module:
     """Merge a copy of a wrapper, named `path`, with the values of its tensors, which are written into."""
     layer = copy.deepcopy(layer)
     for name, _ in list(layer.named_parameters(remove_duplicate=False)):
         set_tensor(layer, name, nn.Parameter(values[f"{path}.{name}"], requires_grad=False))
     for name, buffer in list(layer.named_buffers(remove_duplicate=False)):
         set_tensor(layer, name, values.get(f"{path}.{name}", buffer))
-    return merge_layer(layer, base_name(path))
+    return merge_layer(layer, to_base_name(path))
 
 
-class Holder(Protocol):
+class ParameterOwner(Protocol):
     mesh: Mesh
 
-    def parameter_pieces(self) -> Held: ...
+    def parameter_pieces(self) -> ParameterChunks: ...
 
 
-def merging_of(model: nn.Module) -> Merging | None:
+def build_merger(model: nn.Module) -> AdapterMerger | None:
     """Return how adapters are merged into the weights of a model; None: it has none."""
-    return Merging(model) if is_adapted(model) else None
+    return AdapterMerger(model) if is_peft_model(model) else None
 
 
-def given_parameters(
-    manager: Holder, *, bucket_bytes: int, dtype: torch.dtype | None, adapters: Adapters
+def iter_parameters(
+    manager: ParameterOwner, *, bucket_bytes: int, dtype: torch.dtype | None, adapters: AdapterMode
 ) -> Iterator[tuple[str, Tensor]]:
-    """See `whole_parameters`; collective like it. A manager without `merging` gives the same in both ways."""
+    """See `iter_full_parameters`; collective like it. A manager without `merging` gives the same in both ways."""
 
     def check() -> None:
         if adapters not in ("apart", "merged"):
             raise ConfigError(f"adapters={adapters!r} must be 'apart' or 'merged'.")
 
     held, mesh = manager.parameter_pieces, manager.mesh
-    merging: Merging | None = getattr(manager, "merging", None)
+    merging: AdapterMerger | None = getattr(manager, "merging", None)
     mesh.world.together(check)
     if adapters == "apart" or merging is None:
-        return whole_parameters(held, mesh, bucket_bytes=bucket_bytes, dtype=dtype)
+        return iter_full_parameters(held, mesh, bucket_bytes=bucket_bytes, dtype=dtype)
 
-    def needed() -> Held:
+    def needed() -> ParameterChunks:
         pieces = held()
         missing = sorted(set(merging.names) - pieces.keys())
         if missing:
-            raise StrategyError(f"{missing[0]} is needed to merge adapters, and not among parameter_pieces.")
+            raise StrategyError(f"{missing[0]} is needed to merge adapters, and not among parameter_chunks.")
         return {name: pieces[name] for name in merging.names}
 
-    return merging.merged(whole_parameters(needed, mesh, bucket_bytes=bucket_bytes, dtype=None), dtype)
+    return merging.merged(iter_full_parameters(needed, mesh, bucket_bytes=bucket_bytes, dtype=None), dtype)
 
 
-def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _convert(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..base.errors import ModelError
-from ..files.parsing import read_json_object, read_regular, reason
+from ..files.parsing import explain_library_error, read_json_object, read_regular_file
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -41,7 +41,7 @@ _DTYPES = {
 }
 
 
-class Source(Protocol):
+class TensorReader(Protocol):
     @property
     def shape(self) -> torch.Size: ...
 
@@ -52,7 +52,7 @@ class Source(Protocol):
         """Return the rectangle of `sizes` at `offsets`, on the CPU; not to be written to."""
 
 
-class Stored(NamedTuple):
+class SafetensorsReader(NamedTuple):
     file: Any
     path: Path
     key: str
@@ -63,30 +63,32 @@ class Stored(NamedTuple):
         try:
             if not self.shape:
                 return self.file.get_tensor(self.key)
-            return self.file.get_slice(self.key)[rectangle(offsets, sizes)]
+            return self.file.get_slice(self.key)[to_slices(offsets, sizes)]
         except SafetensorError as error:
             raise ModelError(f"{self.path}: {self.key} cannot be read: {error}") from error
 
 
-class Held:
+class InMemoryReader:
     def __init__(self, value: Tensor) -> None:
         self.value, self.shape, self.dtype = value, value.shape, value.dtype
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        return self.value[rectangle(offsets, sizes)]
+        return self.value[to_slices(offsets, sizes)]
 
 
-def rectangle(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+def to_slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
-def open_directory(directory: Path, *, also: Iterable[str] = (), allow_pickle: bool = False) -> dict[str, Source]:
-    """Return the tensors in a directory's weight files by key; `also` names further files, if they exist."""
-    extra = [directory / name for name in also if (directory / name).is_file()]
+def open_weights(
+    directory: Path, *, extra_files: Iterable[str] = (), allow_pickle: bool = False
+) -> dict[str, TensorReader]:
+    """Return the tensors in a directory's weight files by key; `extra_files` names further files, if they exist."""
+    extra = [directory / name for name in extra_files if (directory / name).is_file()]
     is_one, is_indexed = (directory / SAFETENSORS).is_file(), (directory / SAFETENSORS_INDEX).is_file()
     if is_one or is_indexed:
         index = {} if is_one else _read_index(directory / SAFETENSORS_INDEX)
-        files = [directory / SAFETENSORS] if is_one else _files_of(index, directory, SAFETENSORS_INDEX)
+        files = [directory / SAFETENSORS] if is_one else _list_weight_files(index, directory, SAFETENSORS_INDEX)
         found = {key: each for path in [*files, *extra] for key, each in open_safetensors(path).items()}
         lost = sorted(index.keys() - found.keys())
         if lost:
@@ -97,7 +99,7 @@ def open_directory(directory: Path, *, also: Iterable[str] = (), allow_pickle: b
         return found
     pickles = [directory / PICKLE] if (directory / PICKLE).is_file() else []
     if not pickles and (directory / PICKLE_INDEX).is_file():
-        pickles = _files_of(_read_index(directory / PICKLE_INDEX), directory, PICKLE_INDEX)
+        pickles = _list_weight_files(_read_index(directory / PICKLE_INDEX), directory, PICKLE_INDEX)
     if not pickles:
         raise ModelError(
             f"{directory} holds no weights: no {SAFETENSORS} and no {SAFETENSORS_INDEX}. Give a directory that "
@@ -111,16 +113,16 @@ def open_directory(directory: Path, *, also: Iterable[str] = (), allow_pickle: b
     return {key: value for path in pickles for key, value in _open_pickle(path).items()}
 
 
-def open_safetensors(path: Path) -> dict[str, Source]:
+def open_safetensors(path: Path) -> dict[str, TensorReader]:
     try:
         file = safe_open(path, framework="pt", device="cpu")
-        found: dict[str, Source] = {}
+        found: dict[str, TensorReader] = {}
         for key in file.keys():  # noqa: SIM118 - the file is no mapping
             part = file.get_slice(key)
             dtype = _DTYPES.get(part.get_dtype())
             if dtype is None:
                 raise ModelError(f"{path}: {key} has the dtype {part.get_dtype()}, which torch does not know.")
-            found[key] = Stored(file, path, key, torch.Size(part.get_shape()), dtype)
+            found[key] = SafetensorsReader(file, path, key, torch.Size(part.get_shape()), dtype)
     except (SafetensorError, OSError) as error:
         size = f"{path.stat().st_size:,} bytes" if path.is_file() else "not a file"
         raise ModelError(
@@ -141,7 +143,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return dict(index)
 
 
-def _files_of(index: Mapping[str, str], directory: Path, index_name: str) -> list[Path]:
+def _list_weight_files(index: Mapping[str, str], directory: Path, index_name: str) -> list[Path]:
     names = sorted(set(index.values()))
     outside = [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
     if outside:
@@ -160,14 +162,14 @@ def _files_of(index: Mapping[str, str], directory: Path, index_name: str) -> lis
     return [directory / name for name in names]
 
 
-def _open_pickle(path: Path) -> dict[str, Source]:
+def _open_pickle(path: Path) -> dict[str, TensorReader]:
     try:
         try:
             values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:
             # Files of torch before 1.6 cannot be mapped.
             values = torch.load(path, map_location="cpu", weights_only=True)
-        return {str(key): Held(value) for key, value in values.items() if isinstance(value, Tensor)}
+        return {str(key): InMemoryReader(value) for key, value in values.items() if isinstance(value, Tensor)}
     except Exception as error:
         # The unpickler fails in many ways on what is no pickle, or on one that holds more than tensors.
         raise ModelError(f"{path} holds no plain weights: {type(error).__name__}: {error}") from error
@@ -178,19 +180,24 @@ def _open_pickle(path: Path) -> dict[str, Source]:
 GENERATION_CONFIG = "generation_config.json"
 MAX_FILE_BYTES = 1 << 28
 
-_COPIED = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.vocab", "*.bpe", "*.py"]
-_COPIED += ["additional_chat_templates/*.jinja", "license*", "licence*", "copying*", "copyright*", "notice*"]
-_COPIED += ["use_policy*"]
-_LEFT_OUT = ["config.json", GENERATION_CONFIG, "adapter_config.json", "meshwright_base.json", "*.index.json"]
-_LEFT_OUT += ["*_results.json", "trainer_state.json", "requirements*.txt"]
-_VOCABULARIES = ["tokenizer.json", "vocab.json", "vocab.txt", "tekken.json"]
-_VOCABULARIES += ["*.model", "*.tiktoken", "*.vocab", "*.bpe"]
-_FURTHER = [*_VOCABULARIES, "merges.txt"]
-_OF_TOKENIZER = [*_FURTHER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
-_OF_TOKENIZER += ["chat_template.jinja", "additional_chat_templates/*"]
+_COPIED_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.vocab", "*.bpe", "*.py"]
+_COPIED_PATTERNS += ["additional_chat_templates/*.jinja", "license*", "licence*", "copying*", "copyright*", "notice*"]
+_COPIED_PATTERNS += ["use_policy*"]
+_EXCLUDED_PATTERNS = ["config.json", GENERATION_CONFIG, "adapter_config.json", "meshwright_base.json", "*.index.json"]
+_EXCLUDED_PATTERNS += ["*_results.json", "trainer_state.json", "requirements*.txt"]
+_VOCABULARY_PATTERNS = ["tokenizer.json", "vocab.json", "vocab.txt", "tekken.json"]
+_VOCABULARY_PATTERNS += ["*.model", "*.tiktoken", "*.vocab", "*.bpe"]
+_SAME_VOCABULARY_PATTERNS = [*_VOCABULARY_PATTERNS, "merges.txt"]
+_TOKENIZER_PATTERNS = [
+    *_SAME_VOCABULARY_PATTERNS,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+]
+_TOKENIZER_PATTERNS += ["chat_template.jinja", "additional_chat_templates/*"]
 
 
-def note_files(model: nn.Module, directory: Path) -> tuple[str, ...]:
+def attach_extra_files(model: nn.Module, directory: Path) -> tuple[str, ...]:
     """Read the files besides the weights, keep them with the model, and return remarks on those that are left out."""
     generation = directory / GENERATION_CONFIG
     if generation.is_file() and hasattr(model, "generation_config"):
@@ -202,56 +209,62 @@ def note_files(model: nn.Module, directory: Path) -> tuple[str, ...]:
         except Exception as error:
             # transformers raises whatever its values meet.
             raise ModelError(
-                f"{generation} is no generation configuration: {reason(error)}. Mend it, or remove it: it is not "
+                f"{generation} is no generation configuration: {explain_library_error(error)}. Mend it, or remove it: it is not "
                 f"needed."
             ) from error
     # Where the configuration is a link, the others may be, to the same directory: the hub's cache, mounted volumes.
     allowed = {directory.resolve(), (directory / "config.json").resolve().parent}
     remarks: list[str] = []
     found: dict[str, bytes] = {}
-    for path, name in _files_besides_weights(directory):
-        if not _matches(name, _COPIED) or _matches(name, _LEFT_OUT):
+    for path, name in _iter_files(directory):
+        if not _matches(name, _COPIED_PATTERNS) or _matches(name, _EXCLUDED_PATTERNS):
             continue
         if not any(path.resolve().is_relative_to(each) for each in allowed):
             remarks.append(f"{path} is a link to another directory, and is left out of checkpoints and exports.")
             continue
         try:
-            found[name] = read_regular(path, max_bytes=MAX_FILE_BYTES)
+            found[name] = read_regular_file(path, max_bytes=MAX_FILE_BYTES)
         except OSError as error:
             remarks.append(f"{path} is left out of checkpoints and exports, since it cannot be read: {error.strerror}")
     model.meshwright_files = found
     return tuple(remarks)
 
 
-def kept_files(model: nn.Module) -> dict[str, bytes]:
-    """Return the files that `note_files` has read, by name; none of a model that was made of no directory."""
+def get_extra_files(model: nn.Module) -> dict[str, bytes]:
+    """Return the files that `attach_extra_files` has read, by name; none of a model that was made of no directory."""
     found: dict[str, bytes] = getattr(model, "meshwright_files", {})
     return found
 
 
-def without_replaced(files: Mapping[str, bytes], new: Mapping[str, bytes]) -> dict[str, bytes]:
+def drop_replaced_files(files: Mapping[str, bytes], new: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the files of a base that remain true next to new ones, such as a tokenizer's of the same vocabulary."""
     kept = {name: content for name, content in files.items() if name not in new}
-    if not any(_matches(name, _VOCABULARIES) for name in new):
+    if not any(_matches(name, _VOCABULARY_PATTERNS) for name in new):
         return kept
     both = sorted(files.keys() & new.keys(), key=lambda each: (each != "tokenizer.json", each))
-    shared = next((each for each in both if _matches(each, _VOCABULARIES)), None)
-    further = _FURTHER if shared is not None and _tokens(files[shared]) == _tokens(new[shared]) else ()
-    return {name: each for name, each in kept.items() if _matches(name, further) or not _matches(name, _OF_TOKENIZER)}
+    shared = next((each for each in both if _matches(each, _VOCABULARY_PATTERNS)), None)
+    further = (
+        _SAME_VOCABULARY_PATTERNS
+        if shared is not None and _read_vocabulary(files[shared]) == _read_vocabulary(new[shared])
+        else ()
+    )
+    return {
+        name: each for name, each in kept.items() if _matches(name, further) or not _matches(name, _TOKENIZER_PATTERNS)
+    }
 
 
-def _files_besides_weights(directory: Path) -> Iterator[tuple[Path, str]]:
+def _iter_files(directory: Path) -> Iterator[tuple[Path, str]]:
     """Yield the files of a model's directory and their names in it, those of further chat templates included."""
     paths = sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")])
     return ((path, path.relative_to(directory).as_posix()) for path in paths if path.is_file())
 
 
-def tokenizer_files(directory: Path) -> list[tuple[Path, str]]:
+def list_tokenizer_files(directory: Path) -> list[tuple[Path, str]]:
     """List those files that tokenizers of transformers write, or have written in earlier versions."""
-    return [(path, name) for path, name in _files_besides_weights(directory) if _matches(name, _OF_TOKENIZER)]
+    return [(path, name) for path, name in _iter_files(directory) if _matches(name, _TOKENIZER_PATTERNS)]
 
 
-def generation_json(config: Any) -> bytes:
+def format_generation_config(config: Any) -> bytes:
     """Return the file of a generation configuration; `save_pretrained` refuses some that it has itself read."""
     return (config.to_json_string() + "\n").encode()
 
@@ -262,7 +275,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(folded, pattern) and folded.count("/") == pattern.count("/") for pattern in patterns)
 
 
-def _tokens(content: bytes) -> object:
+def _read_vocabulary(content: bytes) -> object:
     try:
         return json.loads(content)["model"]["vocab"]
     except (ValueError, KeyError, TypeError):

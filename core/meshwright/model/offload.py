@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from .._compat.torch import is_plain, version_of
+from .._compat.torch import get_version, is_plain_tensor
 from .forward_order import ForwardMethod
-from .operators import hidden_in, is_parameter_of, storage_in, tensors_with_memory
+from .operators import find_hidden_states, get_storage, is_parameter_storage, iter_allocated_tensors
 
 
 class OffloadedBlocks:
-    """The blocks of one model; `bytes_out` and `bytes_back` were copied to host memory and back so far."""
+    """The blocks of one model; `bytes_offloaded` and `bytes_restored` were copied to host memory and back so far."""
 
     def __init__(self) -> None:
         self.bytes_out = self.bytes_back = 0
@@ -37,22 +37,22 @@ class OffloadedBlocks:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (block.training and torch.is_grad_enabled()):
                 return original(*args, **kwargs)
-            call = _Call(self, block, (args, kwargs))
+            call = _OffloadedCall(self, block, (args, kwargs))
             with saved_tensors_hooks(call.pack, lambda packed: packed()):
                 return original(*args, **kwargs)
 
         return forward
 
 
-class _Call:
-    def __init__(self, blocks: OffloadedBlocks, block: nn.Module, given: Any) -> None:
+class _OffloadedCall:
+    def __init__(self, blocks: OffloadedBlocks, block: nn.Module, inputs: Any) -> None:
         self._blocks, self._block = blocks, block
         stays = [each for module in block.modules() for each in (*module.parameters(False), *module.buffers(False))]
-        hidden = hidden_in(given)
-        stays += [each for each in tensors_with_memory(given) if each is not hidden]
-        self._stays = set(map(storage_in, stays))
+        hidden = find_hidden_states(inputs)
+        stays += [each for each in iter_allocated_tensors(inputs) if each is not hidden]
+        self._stays = set(map(get_storage, stays))
         # By autograd's count of writes.
-        self._moved: WeakKeyDictionary[torch.UntypedStorage, dict[int, _Moved]] = WeakKeyDictionary()
+        self._moved: WeakKeyDictionary[torch.UntypedStorage, dict[int, _OffloadedStorage]] = WeakKeyDictionary()
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what autograd holds in the place of a tensor: a function that gives it back."""
@@ -62,33 +62,35 @@ class _Call:
             place, shape, stride = (tensor.device_mesh, tensor.placements), tensor.shape, tensor.stride()
             return lambda: DTensor.from_local(local(), *place, run_check=False, shape=shape, stride=stride)
         storage = tensor.untyped_storage()
-        stays = isinstance(tensor, nn.Parameter) or not is_plain(tensor) or tensor.layout is not torch.strided
+        stays = isinstance(tensor, nn.Parameter) or not is_plain_tensor(tensor) or tensor.layout is not torch.strided
         # Memory that this dtype does not divide was made for another.
         if stays or self._keeps(storage) or storage.nbytes() % tensor.itemsize:
             kept = tensor.detach() if tensor.grad_fn is not None else tensor
             return lambda: kept
-        moved, version = self._moved.setdefault(storage, {}), version_of(tensor)
+        moved, version = self._moved.setdefault(storage, {}), get_version(tensor)
         if version not in moved:
             count = storage.nbytes() // tensor.itemsize
-            moved[version] = _Moved(self._blocks, tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8))
+            moved[version] = _OffloadedStorage(
+                self._blocks, tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
+            )
         return moved[version].view(tensor)
 
     def _keeps(self, storage: torch.UntypedStorage) -> bool:
         """Return whether a storage stays; that of parameters may have been gathered since the call began."""
-        if storage not in self._stays and is_parameter_of(self._block, storage):
+        if storage not in self._stays and is_parameter_storage(self._block, storage):
             self._stays.add(storage)
         return storage in self._stays
 
 
-class _Moved:
+class _OffloadedStorage:
     """A storage of a device, given as a 1-D uint8 tensor, in host memory, with a count of tensors not asked for."""
 
-    def __init__(self, blocks: OffloadedBlocks, whole: Tensor) -> None:
-        self._blocks, self._device, self._waiting = blocks, whole.device, 0
-        self._host = torch.empty(whole.numel(), dtype=torch.uint8, pin_memory=whole.device.type != "cpu")
-        self._host.copy_(whole, non_blocking=True)
+    def __init__(self, blocks: OffloadedBlocks, storage: Tensor) -> None:
+        self._blocks, self._device, self._waiting = blocks, storage.device, 0
+        self._host = torch.empty(storage.numel(), dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
+        self._host.copy_(storage, non_blocking=True)
         self._back: Tensor | None = None
-        blocks.bytes_out += whole.numel()
+        blocks.bytes_out += storage.numel()
 
     def view(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return a function that gives back a tensor in this storage."""

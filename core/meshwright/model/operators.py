@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._compat.torch import TorchDispatchMode, arithmetic, draws_random_numbers, is_communication, written_arguments
-from ..tensors.ops import tensors_in
+from .._compat.torch import TorchDispatchMode, count_flops, draws_random_numbers, get_mutated_arguments, is_collective
+from ..tensors.ops import list_tensors
 
-COMMUNICATION = "communication"
+COMMUNICATION_KEY = "communication"
 """Key of all that a block gets from other ranks, which is held together or not at all, the same on all ranks."""
-_PER_BYTE, _PER_BYTE_SENT = 200, 5000
+_FLOPS_PER_BYTE, _FLOPS_PER_BYTE_SENT = 200, 5000
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class Profile:
+class BlockProfile:
     """What one call of a block holds and computes; `cost` is that of recomputing all."""
 
     inputs: int
@@ -52,7 +52,7 @@ class Profile:
 
 
 @dataclass
-class _Seen:
+class _RecordedCall:
     func: Any
     key: Hashable
     made: int
@@ -61,7 +61,7 @@ class _Seen:
     can_be_held: bool
 
 
-class Recorder(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     """Records one call of a block with gradients on.
 
     Within a block, a strategy may gather parameters and free them. Their memory is no activation; and since
@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._block = block
         self._gathers: set[Any] = set()
-        self._seen: list[_Seen] = []
+        self._seen: list[_RecordedCall] = []
         self._counts: Counter[Any] = Counter()
         # Of each storage that lives: the operator that has made it, or None where it was there before.
         self._makers: WeakKeyDictionary[torch.UntypedStorage, int | None] = WeakKeyDictionary()
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
         self._needed = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> OperatorRecorder:
         self._hooks.__enter__()
         super().__enter__()
         return self
@@ -94,32 +94,32 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = list(tensors_with_memory((args, kwargs)))
+        given = list(iter_allocated_tensors((args, kwargs)))
         for tensor in given:
-            self._note(storage_in(tensor), None)
+            self._note(get_storage(tensor), None)
         result = func(*args, **kwargs)
-        operations = arithmetic(func, args, kwargs, result)
+        operations = count_flops(func, args, kwargs, result)
         if not torch.is_grad_enabled() and not operations:
             self._gathers.add(func)
-        results = list(tensors_with_memory(result))
-        made = sum(self._note(storage_in(tensor), len(self._seen)) for tensor in results)
+        results = list(iter_allocated_tensors(result))
+        made = sum(self._note(get_storage(tensor), len(self._seen)) for tensor in results)
         moved = sum(tensor.nbytes for tensor in (*given, *results)) if made else 0
-        sends = is_communication(func)
-        cost = max(operations, (_PER_BYTE_SENT if sends else _PER_BYTE) * moved)
+        sends = is_collective(func)
+        cost = max(operations, (_FLOPS_PER_BYTE_SENT if sends else _FLOPS_PER_BYTE) * moved)
         can_be_held = made > 0 and not draws_random_numbers(func, args, kwargs)
-        self._seen.append(_Seen(func, (func, self._counts[func]), made, cost, sends, can_be_held))
+        self._seen.append(_RecordedCall(func, (func, self._counts[func]), made, cost, sends, can_be_held))
         self._counts[func] += 1
         # What is written into cannot be held, for the recomputation would write into it again.
-        for where in written_arguments(func):
+        for where in get_mutated_arguments(func):
             value = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
-            for tensor in tensors_with_memory(value):
-                maker = self._makers[storage_in(tensor)]
+            for tensor in iter_allocated_tensors(value):
+                maker = self._makers[get_storage(tensor)]
                 if maker is not None:
                     self._seen[maker].can_be_held = False
         return result
 
-    def profile(self, inputs: int, hidden: Tensor | None) -> Profile:
-        """Return what was recorded, for a block that alone was given so many bytes of `inputs`, `hidden` among them."""
+    def profile(self, input_bytes: int, hidden: Tensor | None) -> BlockProfile:
+        """Return what was recorded, for a block that alone was given so many bytes of `input_bytes`, `hidden` among them."""
         # Recomputation stops where nothing is left that backward needs.
         needed = self._seen[: self._needed]
         sent = [each for each in needed if each.is_communication]
@@ -130,16 +130,16 @@ class Recorder(TorchDispatchMode):
         ]
         if sent:
             size, cost = sum(each.made for each in sent), sum(each.cost for each in sent)
-            operators.append(Operator(COMMUNICATION, max(1, size), cost))
+            operators.append(Operator(COMMUNICATION_KEY, max(1, size), cost))
         whole = sum(size for storage, size in self._saved.items() if self._makers[storage] is not None)
-        if hidden is not None and storage_in(hidden) not in self._saved:
-            whole = max(0, whole - storage_in(hidden).nbytes())
-        return Profile(inputs, whole, sum(each.cost for each in needed), tuple(operators))
+        if hidden is not None and get_storage(hidden) not in self._saved:
+            whole = max(0, whole - get_storage(hidden).nbytes())
+        return BlockProfile(input_bytes, whole, sum(each.cost for each in needed), tuple(operators))
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = storage_in(tensor)
+        storage = get_storage(tensor)
         self._note(storage, None)
-        if not is_parameter_of(self._block, storage):
+        if not is_parameter_storage(self._block, storage):
             self._saved[storage] = storage.nbytes()
         self._needed = len(self._seen)
         # The graph of a result that holds the result itself would never be freed.
@@ -153,21 +153,21 @@ class Recorder(TorchDispatchMode):
         return storage.nbytes()
 
 
-def tensors_with_memory(value: Any) -> Iterator[Tensor]:
-    return (each for each in tensors_in(value) if each.layout is torch.strided and not each.is_meta)
+def iter_allocated_tensors(value: Any) -> Iterator[Tensor]:
+    return (each for each in list_tensors(value) if each.layout is torch.strided and not each.is_meta)
 
 
-def hidden_in(given: Any) -> Tensor | None:
+def find_hidden_states(inputs: Any) -> Tensor | None:
     """Return the hidden states that a block works on: the first floating-point tensor in what it is given."""
-    return next((each for each in tensors_with_memory(given) if each.is_floating_point()), None)
+    return next((each for each in iter_allocated_tensors(inputs) if each.is_floating_point()), None)
 
 
-def is_parameter_of(module: nn.Module, storage: torch.UntypedStorage) -> bool:
+def is_parameter_storage(module: nn.Module, storage: torch.UntypedStorage) -> bool:
     """Return whether a storage is that of one of the module's parameters as they are now."""
-    return any(storage is storage_in(each) for each in module.parameters() if not each.is_meta)
+    return any(storage is get_storage(each) for each in module.parameters() if not each.is_meta)
 
 
-def storage_in(tensor: Tensor) -> torch.UntypedStorage:
+def get_storage(tensor: Tensor) -> torch.UntypedStorage:
     # Without gradients, the local part is the tensor itself, not a view that autograd follows.
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -22,18 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.transformers import load_state_dict_as_pretrained
-from ..base.errors import ModelError, nearest
-from ..files.parsing import reason
+from ..base.errors import ModelError, suggest_match
+from ..files.parsing import explain_library_error
 from ..mesh.world import World
-from .configuration import DTYPE_NAMES, INITS, PARALLEL, one_of
-from .drawn_weights import DeferredModel
-from .layout import note_ties
-from .model_files import Held, Source, note_files, open_directory
-from .recorded import Recorded, read_whole
-from .weights import Weights, leave_on_meta
+from .configuration import DTYPE_NAMES, INIT_METHODS, PARALLEL_INIT, check_choice
+from .drawn_weights import DeferredWeights
+from .layout import sync_tie_config
+from .model_files import InMemoryReader, TensorReader, attach_extra_files, open_weights
+from .recorded import LazyTensor, read_full
+from .weights import Weights, move_to_meta
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
-NAMED = 5
+MAX_NAMES_SHOWN = 5
 """At most this many names of a list appear in a text."""
 
 # -- the directory of a path or hub id
@@ -44,8 +44,8 @@ _FILES = ["*.json", "model*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.j
 _FILES += ["LICENSE*", "NOTICE*", "USE_POLICY*"]
 
 
-def find_directory(
-    path: str | Path, *, revision: str | None = None, allow_pickle: bool = False, code: bool = False
+def find_model_directory(
+    path: str | Path, *, revision: str | None = None, allow_pickle: bool = False, include_code: bool = False
 ) -> Path:
     """Return the local directory of a path or hub id; what the hub has is downloaded, once, to its cache."""
     directory = Path(path).expanduser()
@@ -66,7 +66,7 @@ def find_directory(
         )
     from huggingface_hub import snapshot_download
 
-    patterns = [*_FILES, *["pytorch_model*.bin"] * allow_pickle, *["*.py"] * code]
+    patterns = [*_FILES, *["pytorch_model*.bin"] * allow_pickle, *["*.py"] * include_code]
     download = functools.partial(
         snapshot_download, path, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
     )
@@ -87,23 +87,28 @@ def find_directory(
         ) from error
 
 
-def find_on_all(
-    path: str | Path, world: World, *, revision: str | None = None, allow_pickle: bool = False, code: bool = False
+def find_model_directory_on_all_ranks(
+    path: str | Path,
+    world: World,
+    *,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    include_code: bool = False,
 ) -> Path:
-    """Call `find_directory` on all ranks: the same commit of the hub, downloaded once on each node. Collective."""
+    """Call `find_model_directory` on all ranks: the same commit of the hub, downloaded once on each node. Collective."""
 
-    find = functools.partial(find_directory, path, allow_pickle=allow_pickle, code=code)
-    commit = world.from_first(lambda: commit_of(path, find(revision=revision)))
+    find = functools.partial(find_model_directory, path, allow_pickle=allow_pickle, include_code=include_code)
+    commit = world.from_first(lambda: get_hub_commit(path, find(revision=revision)))
     if commit is not None:
         # Further nodes have caches of their own; the ranks of one share it.
         world.together(lambda: find(revision=commit) if os.environ.get("LOCAL_RANK", "0") == "0" else None)
     return world.together(lambda: find(revision=commit or revision))
 
 
-def commit_of(path: str | Path, found: Path) -> str | None:
-    """Return the commit that `find_directory` has found in the hub's cache; None of a directory of the user."""
+def get_hub_commit(path: str | Path, directory: Path) -> str | None:
+    """Return the commit that `find_model_directory` has found in the hub's cache; None of a directory of the user."""
     is_own = Path(path).expanduser().is_dir()
-    return found.name if not is_own and _COMMIT.fullmatch(found.name) else None
+    return directory.name if not is_own and _COMMIT.fullmatch(directory.name) else None
 
 
 class PretrainedWeights:
@@ -113,7 +118,7 @@ class PretrainedWeights:
     """
 
     def __init__(
-        self, sources: Mapping[str, Source], directory: Path, remarks: tuple[str, ...], missing: tuple[str, ...]
+        self, sources: Mapping[str, TensorReader], directory: Path, remarks: tuple[str, ...], missing: tuple[str, ...]
     ) -> None:
         self.sources, self._directory = sources, directory
         self.remarks, self.missing = remarks, missing
@@ -144,9 +149,9 @@ class PretrainedWeights:
             )
         return torch.empty(tuple(sizes), dtype=source.dtype) if 0 in sizes else source.read(offsets, sizes)
 
-    def _source(self, name: str) -> Source:
+    def _source(self, name: str) -> TensorReader:
         if name not in self.sources:
-            raise ModelError(f"{self._directory} gives no weight {name!r}.{nearest(name, self.sources)}")
+            raise ModelError(f"{self._directory} gives no weight {name!r}.{suggest_match(name, self.sources)}")
         return self.sources[name]
 
 
@@ -171,9 +176,9 @@ def open_pretrained(
         )
     # Further files that a few classes name are looked up by transformers beside the usual ones.
     also = [str(name) for name in getattr(type(config), "extra_files", None) or ()]
-    sources = open_directory(directory, also=also, allow_pickle=allow_pickle)
-    recorded = {key: Recorded.of(source) for key, source in sources.items()}
-    with torch.random.fork_rng(devices=[]), _captured_report() as report:
+    sources = open_weights(directory, extra_files=also, allow_pickle=allow_pickle)
+    recorded = {key: LazyTensor.of(source) for key, source in sources.items()}
+    with torch.random.fork_rng(devices=[]), _capture_load_report() as report:
         torch.manual_seed(seed)
         try:
             model, found = load_state_dict_as_pretrained(copy.deepcopy(config), recorded, dtype or "auto")
@@ -181,26 +186,26 @@ def open_pretrained(
             # Model classes and conversions raise errors of all kinds. transformers logs a report with the reasons of
             # conversions.
             pairs = re.findall(r"^(.+)\nError: (.+)$", "\n".join(report), re.MULTILINE)
-            why = "".join(f"\n  {where}: {cause}" for cause, where in pairs[:NAMED])
+            why = "".join(f"\n  {where}: {cause}" for cause, where in pairs[:MAX_NAMES_SHOWN])
             raise ModelError(f"transformers cannot load {directory}: {type(error).__name__}: {error}{why}") from error
     model.config.name_or_path = str(directory)
-    note_ties(model)
-    remarks = (*_remarks(found, directory), *note_files(model, directory))
+    sync_tie_config(model)
+    remarks = (*_format_load_warnings(found, directory), *attach_extra_files(model, directory))
     values = {
-        name: value.source if isinstance(value, Recorded) else Held(value.detach())
+        name: value.source if isinstance(value, LazyTensor) else InMemoryReader(value.detach())
         for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor)
     }
-    leave_on_meta(model)
+    move_to_meta(model)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            if isinstance(buffer, Recorded):
-                setattr(module, name, read_whole(buffer.source).clone())
+            if isinstance(buffer, LazyTensor):
+                setattr(module, name, read_full(buffer.source).clone())
     return model, PretrainedWeights(values, directory, remarks, tuple(sorted(found["missing_keys"])))
 
 
 @contextmanager
-def _captured_report() -> Iterator[list[str]]:
+def _capture_load_report() -> Iterator[list[str]]:
     """Keep transformers' warnings and progress bar off the terminal; yield all warnings, whatever the user's level."""
     from transformers.utils import logging as transformers_logging
 
@@ -232,9 +237,11 @@ def _captured_report() -> Iterator[list[str]]:
             transformers_logging.enable_progress_bar()
 
 
-def _remarks(found: dict[str, Any], directory: Path) -> list[str]:
+def _format_load_warnings(found: dict[str, Any], directory: Path) -> list[str]:
     def some(names: Any, separator: str = ", ") -> str:
-        return separator.join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        return separator.join(names[:MAX_NAMES_SHOWN]) + (
+            f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+        )
 
     mismatched = sorted(found["mismatched_keys"])
     if mismatched:
@@ -269,13 +276,15 @@ def build_model(
     later. `directory` is where the path or checkpoint was found; `dtype` replaces the section's.
     """
     if "path" not in section:
-        model, values = new_model_on_meta(config, dtype_of(section), seed, init=section.get("init", PARALLEL))
+        model, values = init_model_on_meta(
+            config, get_model_dtype(section), seed, init=section.get("init", PARALLEL_INIT)
+        )
         if directory is not None:
-            note_files(model, directory)
+            attach_extra_files(model, directory)
         return model, values
     path, allow_pickle = directory or Path(section["path"]).expanduser(), bool(section.get("allow_pickle", False))
     model, weights = open_pretrained(
-        path, config, dtype=dtype or dtype_of(section), allow_pickle=allow_pickle, seed=seed
+        path, config, dtype=dtype or get_model_dtype(section), allow_pickle=allow_pickle, seed=seed
     )
     if weights.missing:
         raise ModelError(
@@ -286,7 +295,7 @@ def build_model(
     return model, weights
 
 
-def new_model(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
+def init_model(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
     """Build the causal LM of a Hugging Face configuration, with the weights that transformers draws for `seed`."""
     from transformers import AutoModelForCausalLM
 
@@ -296,33 +305,33 @@ def new_model(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
     except Exception as error:
         # Each model class checks its configuration in its own way, with errors of all kinds.
         raise ModelError(
-            f"transformers cannot build the model {getattr(config, 'model_type', config)!r}: {reason(error)}"
+            f"transformers cannot build the model {getattr(config, 'model_type', config)!r}: {explain_library_error(error)}"
         ) from error
 
 
-def new_model_on_meta(
-    config: Any, dtype: torch.dtype, seed: int, *, init: str = PARALLEL
+def init_model_on_meta(
+    config: Any, dtype: torch.dtype, seed: int, *, init: str = PARALLEL_INIT
 ) -> tuple[nn.Module, Weights | None]:
     """Build the causal LM of a configuration with its parameters on the meta device, and return it with initial values.
 
     With init="parallel" each rank draws what it holds, and every layout the same; "as_transformers" gives the values of
-    `new_model`, bit for bit. A few classes read values while they are built: such a model has its values, and None.
+    `init_model`, bit for bit. A few classes read values while they are built: such a model has its values, and None.
     """
-    one_of(INITS, init, "init")
+    check_choice(INIT_METHODS, init, "init")
     with torch.device("meta"):
-        model = new_model(config, dtype, seed)
+        model = init_model(config, dtype, seed)
     torch.manual_seed(seed)
     try:
-        return model, DeferredModel(model, seed=seed if init == PARALLEL else None)
+        return model, DeferredWeights(model, seed=seed if init == PARALLEL_INIT else None)
     except ModelError:
-        return new_model(config, dtype, seed), None
+        return init_model(config, dtype, seed), None
 
 
-def dtype_of(section: Mapping[str, Any]) -> torch.dtype:
+def get_model_dtype(section: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype of parameters that the section `model` of a run file asks for."""
-    return DTYPES[one_of(DTYPE_NAMES, section.get("dtype", "float32"), "model.dtype")]
+    return DTYPES[check_choice(DTYPE_NAMES, section.get("dtype", "float32"), "model.dtype")]
 
 
-def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+def to_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     """Return a dtype of parameters, given by itself or by its name; None stays None."""
-    return None if value is None else DTYPES[one_of(DTYPE_NAMES, str(value).removeprefix("torch."), "dtype")]
+    return None if value is None else DTYPES[check_choice(DTYPE_NAMES, str(value).removeprefix("torch."), "dtype")]

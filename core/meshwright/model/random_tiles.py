@@ -33,7 +33,7 @@ _BITS = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
-class Grid:
+class TileGrid:
     """How a tensor is cut into tiles; see [Note: tiles]."""
 
     rows: int
@@ -42,7 +42,7 @@ class Grid:
     tile_columns: int
 
     @classmethod
-    def of(cls, shape: Sequence[int]) -> Grid:
+    def of(cls, shape: Sequence[int]) -> TileGrid:
         rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
         tile_columns = max(1, min(columns, TILE_ELEMENTS if rows == 1 else TILE_COLUMNS))
         return cls(rows, columns, max(1, TILE_ELEMENTS // tile_columns), tile_columns)
@@ -69,7 +69,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Fill:
+class FillOp:
     """An operator that writes into a tensor, element by element; `args` and `kwargs` follow the tensor."""
 
     operator: Callable[..., Any]
@@ -82,23 +82,23 @@ class Fill:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class FillRecipe:
     """Fills that give a tensor its values, one after the other; the first writes every element. The seed is global."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    fills: tuple[Fill, ...]
+    fills: tuple[FillOp, ...]
     seed: int
 
     def part(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        grid = Grid.of(self.shape)
+        grid = TileGrid.of(self.shape)
         columns = slice(offsets[-1], offsets[-1] + sizes[-1]) if self.shape else slice(0, 1)
         found = torch.empty(tuple(sizes), dtype=self.dtype)
         if not found.numel():
             return found
         flat = found.view(-1, columns.stop - columns.start)
         jobs, done = [], 0
-        for rows in _row_ranges(self.shape, offsets, sizes):
+        for rows in _iter_row_ranges(self.shape, offsets, sizes):
             jobs += [(tile, rows, done) for tile in grid.tiles(rows, columns)]
             done += rows.stop - rows.start
 
@@ -128,12 +128,12 @@ class Recipe:
             if fill.stream is None:
                 fill.operator(target, *fill.args, **fill.kwargs)
             else:
-                generator = _generator(self.seed, fill.stream + tile.number)
+                generator = _make_generator(self.seed, fill.stream + tile.number)
                 fill.operator(target, *fill.args, **{**fill.kwargs, "generator": generator})
         return values
 
 
-def _row_ranges(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[slice]:
+def _iter_row_ranges(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[slice]:
     """Yield the rows of the matrix that a rectangle of the tensor covers, in the rectangle's order."""
     if len(shape) <= 2:
         yield slice(offsets[0], offsets[0] + sizes[0]) if len(shape) == 2 else slice(0, 1)
@@ -141,7 +141,7 @@ def _row_ranges(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[in
     inner = math.prod(shape[1:-1])
     first, last = 0, 0
     for index in range(offsets[0], offsets[0] + sizes[0]):
-        for rows in _row_ranges(shape[1:], offsets[1:], sizes[1:]):
+        for rows in _iter_row_ranges(shape[1:], offsets[1:], sizes[1:]):
             begin, end = index * inner + rows.start, index * inner + rows.stop
             if begin != last and first < last:
                 yield slice(first, last)
@@ -150,13 +150,13 @@ def _row_ranges(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[in
         yield slice(first, last)
 
 
-def _generator(seed: int, stream: int) -> torch.Generator:
+def _make_generator(seed: int, stream: int) -> torch.Generator:
     """Return a generator at the beginning of a stream; see [Note: streams]."""
     base = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest())
-    return torch.Generator().manual_seed(_mixed((base + stream) & _BITS))
+    return torch.Generator().manual_seed(_mix_bits((base + stream) & _BITS))
 
 
-def _mixed(value: int) -> int:
+def _mix_bits(value: int) -> int:
     """Map 32 bits onto 32 bits, one to one."""
     value = ((value ^ (value >> 16)) * 0x85EBCA6B) & _BITS
     value = ((value ^ (value >> 13)) * 0xC2B2AE35) & _BITS

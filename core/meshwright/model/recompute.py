@@ -34,29 +34,29 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from .._compat.torch import (
     TorchDispatchMode,
-    compiled,
+    compile_function,
     compiles_attention_in_float64,
     draws_random_numbers,
     is_attention,
-    is_choice,
-    is_communication,
-    is_matrix_product,
+    is_collective,
+    is_matmul,
+    is_topk,
 )
 from ..base.errors import ConfigError, ModelError, StrategyError
-from .activation_options import ActivationCheckpointing, ActivationOptions, recompute_option_text
+from .activation_options import ActivationCheckpointing, ActivationOptions, format_activation_option
 from .budget import BudgetedBlocks
-from .forward_order import ForwardMethod, Layer, put_around
+from .forward_order import ForwardMethod, WrapOrder, wrap_forward
 from .layout import ModelLayout
 from .offload import OffloadedBlocks
 
-Mode = Literal["full", "selective"]
+CheckpointMode = Literal["full", "selective"]
 """What is recomputed in backward: whole blocks, or all but the expensive operators."""
-Contexts: TypeAlias = "Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]"
+MakeContexts: TypeAlias = "Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]"
 """Makes the context of a block's forward, and that of its recomputation."""
 
 
 def checkpoint_blocks(
-    model: nn.Module, layout: ModelLayout, mode: ActivationCheckpointing, *, keep_choices: bool = False
+    model: nn.Module, layout: ModelLayout, mode: ActivationCheckpointing, *, save_routing: bool = False
 ) -> BudgetedBlocks | OffloadedBlocks | None:
     """Let every block recompute its activations in backward, or hold them in host memory; in place.
 
@@ -65,7 +65,7 @@ def checkpoint_blocks(
     Args:
         model: before compile and before sharding.
         mode: "full" or True, "selective", options with a budget or host memory, or False for nothing.
-        keep_choices: hold what routers choose, too, so that no token is routed anew by numbers that a kernel computes a
+        save_routing: hold what routers choose, too, so that no token is routed anew by numbers that a kernel computes a
             little differently the second time; and how many tokens go where, which the host need not read again.
 
     Returns:
@@ -80,38 +80,40 @@ def checkpoint_blocks(
         )
     if not layout.blocks:
         raise ModelError(
-            f"activation_checkpointing={recompute_option_text(mode)!r} acts on blocks, but {type(model).__name__} has "
+            f"activation_checkpointing={format_activation_option(mode)!r} acts on blocks, but {type(model).__name__} has "
             "no stack of blocks. Set activation_checkpointing=false, or describe the model through the hook "
             "model_layout."
         )
     held: BudgetedBlocks | OffloadedBlocks | None = None
     if isinstance(mode, ActivationOptions):
         held = OffloadedBlocks() if mode.budget_gb is None else BudgetedBlocks(mode.budget_gb)
-    keeping: list[Contexts] = [_keeping_contexts] * keep_choices
+    keeping: list[MakeContexts] = [_make_routing_contexts] * save_routing
 
-    def recompute(original: ForwardMethod, contexts: Contexts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return _checkpointed([contexts, *keeping], original, args, kwargs)
+    def recompute(
+        original: ForwardMethod, contexts: MakeContexts, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return _run_checkpointed([contexts, *keeping], original, args, kwargs)
 
     # One block may stand in several places.
     for block in dict.fromkeys(map(model.get_submodule, layout.blocks)):
         if held is None:
-            contexts = [_selective_contexts] * (mode == "selective") + keeping
-            wrap = functools.partial(_recomputed, block, contexts)
+            contexts = [_make_selective_contexts] * (mode == "selective") + keeping
+            wrap = functools.partial(_wrap_recompute, block, contexts)
         elif isinstance(held, BudgetedBlocks):
             wrap = functools.partial(held.put_around, block, recompute)
         else:
             wrap = functools.partial(held.put_around, block)
-        put_around(block, Layer.RECOMPUTED, wrap)
-        put_around(block, Layer.RECOMPUTED, functools.partial(_without_cache, block))
+        wrap_forward(block, WrapOrder.RECOMPUTED, wrap)
+        wrap_forward(block, WrapOrder.RECOMPUTED, functools.partial(_drop_cache, block))
     # Caches are refused where they enter the model; see [Note: no cache].
     parents = {name[:index] for name in layout.blocks for index, letter in enumerate(name) if letter == "."} | {""}
     for module in map(model.get_submodule, parents):
-        if _is_of_transformers(module, "PreTrainedModel"):
-            module.register_forward_pre_hook(_refuse_filled, with_kwargs=True)
+        if _is_transformers_instance(module, "PreTrainedModel"):
+            module.register_forward_pre_hook(_reject_filled_cache, with_kwargs=True)
     return held
 
 
-def _refuse_filled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _reject_filled_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if module.training and torch.is_grad_enabled():
         for value in filter(_is_cache, (*args, *kwargs.values())):
             # A cache that holds states alone has no length.
@@ -124,7 +126,7 @@ def _refuse_filled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
                     )
 
 
-def _without_cache(block: nn.Module, original: ForwardMethod) -> ForwardMethod:
+def _drop_cache(block: nn.Module, original: ForwardMethod) -> ForwardMethod:
     """Let a block take no key-value cache while it trains; see [Note: no cache]."""
     names = list(inspect.signature(original).parameters)
 
@@ -142,56 +144,58 @@ def _without_cache(block: nn.Module, original: ForwardMethod) -> ForwardMethod:
 
 
 def _is_cache(value: Any) -> bool:
-    return _is_of_transformers(value, "Cache")
+    return _is_transformers_instance(value, "Cache")
 
 
-def _is_of_transformers(value: Any, name: str) -> bool:
+def _is_transformers_instance(value: Any, name: str) -> bool:
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(value, getattr(transformers, name))
 
 
-def _recomputed(block: nn.Module, contexts: Sequence[Contexts], original: ForwardMethod) -> ForwardMethod:
+def _wrap_recompute(block: nn.Module, contexts: Sequence[MakeContexts], original: ForwardMethod) -> ForwardMethod:
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
             return original(*args, **kwargs)
-        return _checkpointed(contexts, original, args, kwargs)
+        return _run_checkpointed(contexts, original, args, kwargs)
 
     return forward
 
 
-def _checkpointed(
-    contexts: Sequence[Contexts], original: ForwardMethod, args: Sequence[Any], kwargs: Mapping[str, Any]
+def _run_checkpointed(
+    contexts: Sequence[MakeContexts], original: ForwardMethod, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     # torch.compile takes the modes themselves and nothing around them.
-    function = functools.partial(_combined, contexts) if len(contexts) > 1 else next(iter(contexts), None)
+    function = functools.partial(_combine_contexts, contexts) if len(contexts) > 1 else next(iter(contexts), None)
     options = {} if function is None else {"context_fn": function}
     return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)
 
 
-def _combined(contexts: Sequence[Contexts]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _combine_contexts(
+    contexts: Sequence[MakeContexts],
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     forwards, again = zip(*(each() for each in contexts), strict=True)
-    return _within(forwards), _within(again)
+    return _nest_contexts(forwards), _nest_contexts(again)
 
 
 @contextmanager
-def _within(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+def _nest_contexts(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
     with ExitStack() as stack:
         for each in contexts:
             stack.enter_context(each)
         yield
 
 
-def _selective_contexts() -> Any:
+def _make_selective_contexts() -> Any:
     """Make the two contexts of one forward of one block, which counts its own matrix products."""
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_held = is_communication(op)
+        is_held = is_collective(op)
         if is_attention(op):
             # Were its dropout not drawn again, the dropout behind it would get its random numbers.
             is_held = not draws_random_numbers(op, args, kwargs)
-        elif is_matrix_product(op):
+        elif is_matmul(op):
             # Forward and recomputation count alike, each on its own.
             counts[context.is_recompute] += 1
             is_held = counts[context.is_recompute] % 2 == 0
@@ -200,45 +204,45 @@ def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _keeping_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _make_routing_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     kept: list[Any] = []
-    return _Chosen(kept, is_again=False), _Chosen(kept, is_again=True)
+    return _SavedRouting(kept, is_recompute=False), _SavedRouting(kept, is_recompute=True)
 
 
-class _Chosen(TorchDispatchMode):
+class _SavedRouting(TorchDispatchMode):
     """Keeps what operators chose, and gives it again; as copies, since models write into it (to norm weights)."""
 
-    def __init__(self, kept: list[Any], *, is_again: bool) -> None:
+    def __init__(self, results: list[Any], *, is_recompute: bool) -> None:
         super().__init__()
-        self._kept, self._is_again = kept, is_again
+        self._kept, self._is_again = results, is_recompute
 
-    def __enter__(self) -> _Chosen:
+    def __enter__(self) -> _SavedRouting:
         self._rest = iter(self._kept)
         super().__enter__()
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        depends = _depends_on_data(func)
+        depends = _is_data_dependent(func)
         if depends and self._is_again:
-            return _copied(next(self._rest))
+            return _clone(next(self._rest))
         result = func(*args, **(kwargs or {}))
         if depends:
-            self._kept.append(_copied(result))
+            self._kept.append(_clone(result))
         return result
 
 
-def _depends_on_data(op: Any) -> bool:
-    return is_choice(op) or str(op) == "meshwright.on_host.default"
+def _is_data_dependent(op: Any) -> bool:
+    return is_topk(op) or str(op) == "meshwright.on_host.default"
 
 
-def _copied(result: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+def _clone(result: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     return result.clone() if isinstance(result, Tensor) else tuple(each.clone() for each in result)
 
 
 # -- compilation
 
 # Training and evaluation, two lengths each, and shapes that have become symbolic.
-_VERSIONS_PER_BLOCK = 8
+_MAX_COMPILATIONS_PER_BLOCK = 8
 
 
 def compile_blocks(
@@ -247,7 +251,7 @@ def compile_blocks(
     *,
     device: torch.device | str = "cpu",
     backend: str = "inductor",
-    leave: Collection[str] = (),
+    excluded: Collection[str] = (),
 ) -> None:
     """Compile the forward of every block; in place, after activation checkpointing and before sharding.
 
@@ -255,7 +259,7 @@ def compile_blocks(
 
     Args:
         device: where the model will run.
-        leave: names of modules that cannot be traced (experts, whose counts of tokens only values tell). A block that
+        excluded: names of modules that cannot be traced (experts, whose counts of tokens only values tell). A block that
             holds one is compiled in parts: each of its modules that holds none, as large as can be.
     """
     if not layout.blocks:
@@ -264,21 +268,23 @@ def compile_blocks(
             f"Set enable_compile=false, or describe the model through the hook model_layout."
         )
     check_compiler(str(device), backend)
-    left = set(map(model.get_submodule, leave))
+    left = set(map(model.get_submodule, excluded))
     blocks = dict.fromkeys(map(model.get_submodule, layout.blocks))
-    parts = [part for block in blocks for part in _parts(block, left)]
+    parts = [part for block in blocks for part in _iter_compilable(block, left)]
     # Where blocks differ in what compile takes for constants (their index, a window), each is compiled anew.
-    compile_one = functools.partial(compiled, backend=backend, versions=_VERSIONS_PER_BLOCK * len(parts))
+    compile_one = functools.partial(
+        compile_function, backend=backend, max_versions=_MAX_COMPILATIONS_PER_BLOCK * len(parts)
+    )
     for part in dict.fromkeys(parts):
         is_float64 = torch.device(device).type == "cpu" and any(p.dtype == torch.float64 for p in part.parameters())
         # Within what is compiled: around it, torch 2.11 does not heed the choice.
         if is_float64 and not compiles_attention_in_float64():
-            put_around(part, Layer.COMPILED, lambda forward: compile_one(_with_plain_attention(forward)))
+            wrap_forward(part, WrapOrder.COMPILED, lambda forward: compile_one(_use_math_attention(forward)))
         else:
-            put_around(part, Layer.COMPILED, compile_one)
+            wrap_forward(part, WrapOrder.COMPILED, compile_one)
 
 
-def _with_plain_attention(function: Callable[..., Any]) -> Callable[..., Any]:
+def _use_math_attention(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compute attention as matrix products and a softmax; see `compiles_attention_in_float64`."""
 
     @functools.wraps(function)
@@ -289,16 +295,16 @@ def _with_plain_attention(function: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _parts(module: nn.Module, left: set[nn.Module]) -> Iterator[nn.Module]:
+def _iter_compilable(module: nn.Module, excluded: set[nn.Module]) -> Iterator[nn.Module]:
     """Yield the largest modules within one that are called and hold none of those left out."""
-    if module in left:
+    if module in excluded:
         return
     # A list of modules is not called itself.
-    if type(module).forward is not nn.Module.forward and left.isdisjoint(module.modules()):
+    if type(module).forward is not nn.Module.forward and excluded.isdisjoint(module.modules()):
         yield module
     else:
         for child in module.children():
-            yield from _parts(child, left)
+            yield from _iter_compilable(child, excluded)
 
 
 @functools.cache
@@ -306,7 +312,7 @@ def check_compiler(device: str, backend: str) -> None:
     """Compile a small function, or say why that does not work."""
 
     try:
-        compiled(lambda x: (x.sin() + 1).sum(), backend=backend, versions=1)(torch.ones(3, device=device))
+        compile_function(lambda x: (x.sin() + 1).sum(), backend=backend, max_versions=1)(torch.ones(3, device=device))
     except Exception as error:
         # Anything from a missing compiler to a broken installation.
         reason = str(error).strip().split("\n")[0]

@@ -18,20 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .model_files import Held, Source, rectangle
+from .model_files import InMemoryReader, TensorReader, to_slices
 
-ROWS_AT_ONCE_BYTES = 16 * 2**20
+COMPARE_CHUNK_BYTES = 16 * 2**20
 """Two recorded tensors are compared in pieces of about this size."""
 
 
-class Recorded(Tensor):
+class LazyTensor(Tensor):
     """A tensor on the meta device with a source of its values; it says that it is on the CPU, where they are read."""
 
-    source: Source
+    source: TensorReader
 
     @staticmethod
-    def of(source: Source) -> Recorded:
-        recorded = torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(Recorded)
+    def of(source: TensorReader) -> LazyTensor:
+        recorded = torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(LazyTensor)
         recorded.source = source
         return recorded
 
@@ -49,11 +49,13 @@ class Recorded(Tensor):
             return args[0]
         if name == "equal":
             return _equal(*args)
-        if name in _ASK_FOR_VALUES:
-            return func(*_whole(args), **_whole(kwargs))
+        if name in _VALUE_OPS:
+            return func(*_materialize(args), **_materialize(kwargs))
         if name.endswith("_like"):
             # Made of the shape alone, with values of its own.
-            blank = (torch.empty(each.shape, dtype=each.dtype) if isinstance(each, Recorded) else each for each in args)
+            blank = (
+                torch.empty(each.shape, dtype=each.dtype) if isinstance(each, LazyTensor) else each for each in args
+            )
             return func(*blank, **kwargs)
         # Wherever it is to go, it is read on the CPU. Strings are devices: functions of weights take no others.
         args = tuple(each for each in args if not isinstance(each, torch.device | str))
@@ -62,61 +64,61 @@ class Recorded(Tensor):
             result = super().__torch_function__(func, types, args, kwargs)
         except RuntimeError:
             # What asks for values gets them, or shows its error.
-            return func(*_whole(args), **_whole(kwargs))
+            return func(*_materialize(args), **_materialize(kwargs))
         if func is Tensor.data.__set__:
-            args[0].source = _source(args[1])
+            args[0].source = _get_source(args[1])
         outputs = result if isinstance(result, (tuple, list)) else [result]
         shapes = [each.shape for each in outputs if isinstance(each, Tensor)]
         for index, each in enumerate(outputs):
-            if not isinstance(each, Recorded):
+            if not isinstance(each, LazyTensor):
                 continue
             if any(each is argument for argument in args):
-                if name.endswith("_") and name not in _ALTER_NO_VALUE:
+                if name.endswith("_") and name not in _METADATA_OPS:
                     raise TypeError(f"{name} writes into weights that are still in their files")
                 continue  # `to` of the dtype that it has, `contiguous`
             place = index if outputs is result else None
-            each.source = Call(func, args, kwargs, place, each.shape, each.dtype, tuple(shapes))
+            each.source = LazyCall(func, args, kwargs, place, each.shape, each.dtype, tuple(shapes))
         return result
 
 
-_ALTER_NO_VALUE = ("requires_grad_",)
+_METADATA_OPS = ("requires_grad_",)
 # On the meta device some of these fail, and some give what lies in memory that is not theirs.
-_ASK_FOR_VALUES = {"item", "tolist", "numpy", "allclose", "is_nonzero"}
-_ASK_FOR_VALUES |= {"__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
+_VALUE_OPS = {"item", "tolist", "numpy", "allclose", "is_nonzero"}
+_VALUE_OPS |= {"__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
 
 
-def _source(value: Tensor) -> Source:
-    return value.source if isinstance(value, Recorded) else Held(value)
+def _get_source(value: Tensor) -> TensorReader:
+    return value.source if isinstance(value, LazyTensor) else InMemoryReader(value)
 
 
-def read_whole(source: Source) -> Tensor:
+def read_full(source: TensorReader) -> Tensor:
     return source.read([0] * len(source.shape), list(source.shape))
 
 
-def _whole(value: Any) -> Any:
-    if isinstance(value, Recorded):
-        return read_whole(value.source)
+def _materialize(value: Any) -> Any:
+    if isinstance(value, LazyTensor):
+        return read_full(value.source)
     if isinstance(value, (list, tuple)):
-        return type(value)(_whole(each) for each in value)
+        return type(value)(_materialize(each) for each in value)
     if isinstance(value, Mapping):
-        return {key: _whole(each) for key, each in value.items()}
+        return {key: _materialize(each) for key, each in value.items()}
     return value
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
-    sources = _source(one), _source(two)
+    sources = _get_source(one), _get_source(two)
     if one.dim() == 0 or one.numel() == 0:
-        return torch.equal(*map(read_whole, sources))
+        return torch.equal(*map(read_full, sources))
     length, *rest = one.shape
-    rows = max(1, ROWS_AT_ONCE_BYTES // max(1, one[0].numel() * one.element_size()))
+    rows = max(1, COMPARE_CHUNK_BYTES // max(1, one[0].numel() * one.element_size()))
     places = (([start, *[0] * len(rest)], [min(rows, length - start), *rest]) for start in range(0, length, rows))
     return all(torch.equal(*(each.read(*place) for each in sources)) for place in places)
 
 
 @dataclass(frozen=True)
-class Call:
+class LazyCall:
     """One output of a torch function: number `index` of outputs with these `shapes`, or the only one (None)."""
 
     func: Callable[..., Any]
@@ -133,38 +135,38 @@ class Call:
         rule = _RULES.get(getattr(self.func, "__name__", ""))
         value = rule(self, list(offsets), list(sizes)) if rule is not None and self.shape else None
         if value is None:
-            whole = self.func(*_whole(self.args), **_whole(self.kwargs))
-            value = (whole if self.index is None else whole[self.index])[rectangle(offsets, sizes)]
+            whole = self.func(*_materialize(self.args), **_materialize(self.kwargs))
+            value = (whole if self.index is None else whole[self.index])[to_slices(offsets, sizes)]
         return value
 
 
 # -- rules: each returns a rectangle of a call's output, or None if it cannot be cut
 
 
-def _same(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
+def _read_same(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor:
     return _read(call.args[0], offsets, sizes)
 
 
-def _to(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
-    return _same(call, offsets, sizes).to(call.dtype)
+def _read_cast(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor:
+    return _read_same(call, offsets, sizes).to(call.dtype)
 
 
-def _getitem(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
-    return _same(call, offsets, sizes) if call.args[1] is Ellipsis else None
+def _read_getitem(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor | None:
+    return _read_same(call, offsets, sizes) if call.args[1] is Ellipsis else None
 
 
-def _along(call: Call, ndim: int, position: int = 1) -> int:
+def _get_dim(call: LazyCall, ndim: int, position: int = 1) -> int:
     """Return the argument `dim` of a call, which stands at a position."""
     dim = call.args[position] if len(call.args) > position else call.kwargs.get("dim", 0)
     return int(dim) % ndim
 
 
-def _tensors(call: Call) -> Any:
+def _get_tensors(call: LazyCall) -> Any:
     return call.args[0] if call.args else call.kwargs["tensors"]
 
 
-def _cat(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
-    dim, tensors = _along(call, len(call.shape)), _tensors(call)
+def _read_cat(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor | None:
+    dim, tensors = _get_dim(call, len(call.shape)), _get_tensors(call)
     if any(len(tensor.shape) != len(call.shape) for tensor in tensors):
         return None  # empty ones of one dim are passed over
     start, parts = 0, []
@@ -172,14 +174,16 @@ def _cat(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
         first = max(offsets[dim], start)
         last = min(offsets[dim] + sizes[dim], start + tensor.shape[dim])
         if first < last:
-            parts.append(_read(tensor, _with(offsets, dim, first - start), _with(sizes, dim, last - first)))
+            parts.append(
+                _read(tensor, _replace_dim(offsets, dim, first - start), _replace_dim(sizes, dim, last - first))
+            )
         start += tensor.shape[dim]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _stack(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
-    dim = _along(call, len(call.shape))
-    chosen = _tensors(call)[offsets[dim] : offsets[dim] + sizes[dim]]
+def _read_stack(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor:
+    dim = _get_dim(call, len(call.shape))
+    chosen = _get_tensors(call)[offsets[dim] : offsets[dim] + sizes[dim]]
     result = torch.empty(sizes, dtype=call.dtype)
     del offsets[dim], sizes[dim]
     for place, tensor in zip(result.unbind(dim), chosen, strict=True):
@@ -187,30 +191,30 @@ def _stack(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
     return result
 
 
-def _split(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
+def _read_split(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor:
     """`chunk`, `split` and `tensor_split`, however the sizes were given: they follow from the outputs."""
-    dim = _along(call, len(call.shape), position=2)
+    dim = _get_dim(call, len(call.shape), position=2)
     offsets[dim] += sum(shape[dim] for shape in call.shapes[: call.index])
-    return _same(call, offsets, sizes)
+    return _read_same(call, offsets, sizes)
 
 
-def _unbind(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
-    dim = _along(call, len(call.args[0].shape))
+def _read_unbind(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor:
+    dim = _get_dim(call, len(call.args[0].shape))
     offsets.insert(dim, int(call.index or 0))
     sizes.insert(dim, 1)
-    return _same(call, offsets, sizes).squeeze(dim)
+    return _read_same(call, offsets, sizes).squeeze(dim)
 
 
-def _transpose(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
+def _read_transpose(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor:
     """`transpose`, and `t`, which has no arguments."""
     given = [*call.args[1:], *(call.kwargs[name] for name in ("dim0", "dim1") if name in call.kwargs)] or (0, -1)
     one, two = (int(dim) % len(call.shape) for dim in given)
     for values in (offsets, sizes):
         values[one], values[two] = values[two], values[one]
-    return _same(call, offsets, sizes).transpose(one, two)
+    return _read_same(call, offsets, sizes).transpose(one, two)
 
 
-def _reshape(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
+def _read_reshape(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor | None:
     """Read dims that are merged or split in a reshape in whole rows of the group that they form."""
     if any(isinstance(each, torch.dtype) for each in call.args):
         return None  # `view` of the same bits as another dtype
@@ -220,7 +224,7 @@ def _reshape(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
     read_offsets, read_sizes = [0] * len(source), [1] * len(source)
     # Of each group the first dim is cut as it is read; the others are whole then.
     lengths, cuts, rows, begin = list[int](), list[slice](), list(shape), list(offsets)
-    for ins, outs in _groups(source, shape):
+    for ins, outs in _group_dims(source, shape):
         in_row, out_row = (math.prod(of[dim] for dim in dims[1:]) for of, dims in ((source, ins), (shape, outs)))
         start, count = offsets[outs[0]] * out_row, sizes[outs[0]] * out_row
         first, last = start // in_row, -(-(start + count) // in_row)
@@ -230,11 +234,11 @@ def _reshape(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
         lengths.append((last - first) * in_row)
         cuts.append(slice(start - first * in_row, start - first * in_row + count))
         rows[outs[0]], begin[outs[0]] = sizes[outs[0]], 0
-    flat = _same(call, read_offsets, read_sizes).reshape(lengths)[tuple(cuts)]
-    return flat.reshape(rows)[rectangle(begin, sizes)]
+    flat = _read_same(call, read_offsets, read_sizes).reshape(lengths)[tuple(cuts)]
+    return flat.reshape(rows)[to_slices(begin, sizes)]
 
 
-def _groups(source: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+def _group_dims(source: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the smallest groups of dims with equally many elements before and after a reshape, without dims of 1."""
     before, after = (deque(dim for dim, size in enumerate(sizes) if size > 1) for sizes in (source, shape))
     while before:
@@ -251,21 +255,21 @@ def _groups(source: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[list[
 
 
 def _read(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    return _source(tensor).read(offsets, sizes)
+    return _get_source(tensor).read(offsets, sizes)
 
 
-def _with(values: Sequence[int], dim: int, value: int) -> list[int]:
+def _replace_dim(values: Sequence[int], dim: int, value: int) -> list[int]:
     return [*values[:dim], value, *values[dim + 1 :]]
 
 
-_RULES: dict[str, Callable[[Call, list[int], list[int]], Tensor | None]] = {
-    **dict.fromkeys(("contiguous", "clone", "detach"), _same),
-    **dict.fromkeys(("cat", "concat"), _cat),
-    **dict.fromkeys(("chunk", "split", "tensor_split"), _split),
-    **dict.fromkeys(("reshape", "view", "squeeze", "unsqueeze"), _reshape),
-    **dict.fromkeys(("transpose", "t"), _transpose),
-    "to": _to,
-    "__getitem__": _getitem,
-    "stack": _stack,
-    "unbind": _unbind,
+_RULES: dict[str, Callable[[LazyCall, list[int], list[int]], Tensor | None]] = {
+    **dict.fromkeys(("contiguous", "clone", "detach"), _read_same),
+    **dict.fromkeys(("cat", "concat"), _read_cat),
+    **dict.fromkeys(("chunk", "split", "tensor_split"), _read_split),
+    **dict.fromkeys(("reshape", "view", "squeeze", "unsqueeze"), _read_reshape),
+    **dict.fromkeys(("transpose", "t"), _read_transpose),
+    "to": _read_cast,
+    "__getitem__": _read_getitem,
+    "stack": _read_stack,
+    "unbind": _read_unbind,
 }

@@ -1,7 +1,7 @@
 """Give a model on the meta device memory for what this rank holds, and its values.
 
 A model may be built without memory, be sharded, and only then get values, each rank those of its own shards. They come
-from a `Weights`: the files of a pretrained model, or `drawn_weights.DeferredModel`.
+from a `Weights`: the files of a pretrained model, or `drawn_weights.DeferredWeights`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..mesh.mesh import Mesh
-from ..tensors.pieces import Piece, tensor_pieces
-from .drawn_weights import DeferredModel
+from ..tensors.pieces import LocalChunk, get_local_chunks
+from .drawn_weights import DeferredWeights
 
 
 class Weights(Protocol):
@@ -28,35 +28,35 @@ class Weights(Protocol):
         """Return the values of a rectangle at `offsets`, of shape `sizes`, on the CPU; without communication."""
 
 
-def is_meta(model: nn.Module) -> bool:
+def has_meta_tensors(model: nn.Module) -> bool:
     """Return whether a model has parameters or buffers on the meta device."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def leave_on_meta(model: nn.Module) -> None:
+def move_to_meta(model: nn.Module) -> None:
     """Replace all parameters by plain ones on the meta device, tied as they are."""
     replace_parameters(
         model, lambda p: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
     )
 
 
-def replace_parameters(model: nn.Module, made: Callable[[nn.Parameter], nn.Parameter]) -> None:
+def replace_parameters(model: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
     """Replace each parameter by what is made of it, in place. What is tied is made once, and stays tied."""
     others: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in others:
-                others[parameter] = made(parameter)
+                others[parameter] = make(parameter)
             setattr(module, name, others[parameter])
 
 
-def deferred_weights(model: nn.Module, mesh: Mesh) -> DeferredModel:
+def build_deferred_weights(model: nn.Module, mesh: Mesh) -> DeferredWeights:
     """Return the values that the class of a model on the meta device draws, equal on all ranks. Collective."""
-    same_generator(mesh.device)
-    return mesh.world.together(lambda: DeferredModel(model))
+    sync_rng(mesh.device)
+    return mesh.world.together(lambda: DeferredWeights(model))
 
 
-def same_generator(device: torch.device | str) -> None:
+def sync_rng(device: torch.device | str) -> None:
     """Set the CPU's random generator of every rank to the state of the first one's. Collective."""
     state = torch.get_rng_state().to(device)
     dist.broadcast(state, src=0)
@@ -64,18 +64,18 @@ def same_generator(device: torch.device | str) -> None:
 
 
 def materialize(
-    model: nn.Module, device: torch.device | str, *, parameters_on: torch.device | str | None = None
+    model: nn.Module, device: torch.device | str, *, parameter_device: torch.device | str | None = None
 ) -> None:
     """Give the tensors of a model that are on the meta device memory, with no values yet; before or after sharding.
 
-    Its parameters are all on the meta device, or none is; they go to `parameters_on`, if that is not where the model
+    Its parameters are all on the meta device, or none is; they go to `parameter_device`, if that is not where the model
     runs. Tied parameters stay tied. Buffers that have values keep them.
     """
     first: dict[nn.Parameter, str] = {}
     tied = {name: first.setdefault(each, name) for name, each in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers())
     if any(parameter.is_meta for parameter in model.parameters()):
-        model.to_empty(device=parameters_on or device)
+        model.to_empty(device=parameter_device or device)
     for name, other in tied.items():
         # `to_empty` has made one for each name.
         if name != other:
@@ -85,11 +85,13 @@ def materialize(
 
 
 @torch.no_grad()
-def fill(model: nn.Module, weights: Weights, pieces: Callable[[Tensor, Tensor], list[Piece]] | None = None) -> None:
-    """Read what this rank holds of parameters and buffers; `pieces` is `Parts.pieces`, None for (D)Tensors."""
+def load_weights(
+    model: nn.Module, weights: Weights, get_chunks: Callable[[Tensor, Tensor], list[LocalChunk]] | None = None
+) -> None:
+    """Read what this rank holds of parameters and buffers; `get_chunks` is `Parts.pieces`, None for (D)Tensors."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in weights:
-            for piece in tensor_pieces(tensor) if pieces is None else pieces(tensor, tensor):
+            for piece in get_local_chunks(tensor) if get_chunks is None else get_chunks(tensor, tensor):
                 piece.tensor.copy_(weights.read(name, piece.offsets, piece.sizes))
 
 

@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from ..base.errors import BatchError
-from ..base.types import IGNORED_LABEL
+from ..base.types import IGNORE_INDEX
 from ..base.validation import FrozenModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Columns: TypeAlias = "Mapping[str, Tensor]"
+BatchColumns: TypeAlias = "Mapping[str, Tensor]"
 """A microbatch, or its further columns, by name."""
-Sums: TypeAlias = "dict[str, Tensor]"
+ExtraSums: TypeAlias = "dict[str, Tensor]"
 """Further sums of an objective, scalars, by name."""
-Kind = Literal["float", "int", "bool"]
-On = Literal["tokens", "outputs"]
+NumberKind = Literal["float", "int", "bool"]
+InputKind = Literal["tokens", "outputs"]
 """What an objective is called with: token statistics, or the outputs of the model."""
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """An option that is finite and above 0."""
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """An option that is finite and at least 0."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 """An option from 0 to 1."""
@@ -47,16 +47,16 @@ class Column:
 
     name: str
     shapes: tuple[str, ...]
-    kind: Kind = "float"
+    kind: NumberKind = "float"
     needed: bool = True
 
-    def wrong(self, tensor: Tensor, rows: int, positions: int) -> str | None:
+    def wrong(self, tensor: Tensor, num_rows: int, num_positions: int) -> str | None:
         """Describe what is wrong with a tensor, or return None."""
-        sizes = {"B": rows, "S": positions}
+        sizes = {"B": num_rows, "S": num_positions}
         allowed = [[sizes.get(each) for each in shape.split()] for shape in self.shapes]
-        if not any(_fits(tuple(tensor.shape), shape) for shape in allowed):
+        if not any(_matches_shape(tuple(tensor.shape), shape) for shape in allowed):
             wanted = " or ".join(f"({', '.join(shape.split())})" for shape in self.shapes)
-            return f"has the shape {tuple(tensor.shape)}, not {wanted} with B={rows}, S={positions}"
+            return f"has the shape {tuple(tensor.shape)}, not {wanted} with B={num_rows}, S={num_positions}"
         kind = str(tensor.dtype).removeprefix("torch.")
         fits = {"float": tensor.dtype.is_floating_point, "int": kind == "int64", "bool": kind == "bool"}
         wanted = {"float": "floating point", "int": "int64", "bool": "bool"}[self.kind]
@@ -73,11 +73,11 @@ class ObjectiveConfig(FrozenModel):
     """
 
     name: ClassVar[str]
-    on: ClassVar[On] = "tokens"
+    on: ClassVar[InputKind] = "tokens"
     rows: ClassVar[int] = 1
 
     @abstractmethod
-    def __call__(self, tokens: Any, batch: Columns) -> Tensor | tuple[Tensor, Sums]:
+    def __call__(self, tokens: Any, batch: BatchColumns) -> Tensor | tuple[Tensor, ExtraSums]:
         """Return the sum over a microbatch, scalar, and further sums by name."""
 
     @property
@@ -90,11 +90,11 @@ class ObjectiveConfig(FrozenModel):
         """Names of the required columns."""
         return tuple(each.name for each in self.takes if each.needed)
 
-    def count(self, batch: Columns) -> int:
+    def count(self, batch: BatchColumns) -> int:
         """Return what a whole microbatch adds to the divisor, on the host: by default its number of targets."""
-        return int(predicted(batch).sum())
+        return int(get_target_mask(batch).sum())
 
-    def check(self, batch: Columns) -> None:
+    def check(self, batch: BatchColumns) -> None:
         """Raise BatchError if a column of a whole microbatch is missing or has another shape or dtype, on the host."""
         rows, positions = batch["labels"].shape
         if rows % self.rows:
@@ -118,14 +118,14 @@ class ObjectiveConfig(FrozenModel):
 class SequenceObjective(ObjectiveConfig):
     """An objective that is divided by the number of sequences (or pairs) with any unmasked target."""
 
-    def count(self, batch: Columns) -> int:
-        return int(predicted(batch).any(1).unflatten(0, (-1, self.rows)).any(1).sum())
+    def count(self, batch: BatchColumns) -> int:
+        return int(get_target_mask(batch).any(1).unflatten(0, (-1, self.rows)).any(1).sum())
 
 
-def predicted(batch: Columns) -> Tensor:
+def get_target_mask(batch: BatchColumns) -> Tensor:
     """Return which positions predict a label, bool, (B, S - 1)."""
-    return batch["labels"][:, 1:] != IGNORED_LABEL
+    return batch["labels"][:, 1:] != IGNORE_INDEX
 
 
-def _fits(shape: tuple[int, ...], allowed: list[int | None]) -> bool:
+def _matches_shape(shape: tuple[int, ...], allowed: list[int | None]) -> bool:
     return len(shape) == len(allowed) and all(want in (None, got) for got, want in zip(shape, allowed, strict=True))

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
-from ..base.errors import ConfigError, nearest
-from ..base.lazy import how_to_install
-from ..base.validation import validated
+from ..base.errors import ConfigError, suggest_match
+from ..base.lazy import format_install_hint
+from ..base.validation import validate_config
 from ..strategy.registry import Registry, get_registry
 from .base import ObjectiveConfig
 
@@ -55,13 +55,13 @@ def get_objective(value: Any, registry: Registry | None = None) -> Callable[...,
             f"{value!r:.200} is no objective. Give a name ({names}), a mapping with `name` and options, or a callable."
         )
     if name in known:
-        return validated(known[name], options, where=f"objective {name!r}")
+        return validate_config(known[name], options, where=f"objective {name!r}")
     own = "Register one of your own with the hook register_objectives of a plugin, or pass a callable in Python."
     if find_spec("meshwright_objectives") is None:
-        own += f" Those of this project are of a plugin that is not installed. {how_to_install('objectives')}"
+        own += f" Those of this project are of a plugin that is not installed. {format_install_hint('objectives')}"
     if "." in name:
         raise ConfigError(f"{name!r} is no objective: import paths are not taken. Registered: {names}. {own}")
-    raise ConfigError(f"there is no objective {name!r}.{nearest(name, known)} Registered: {names}. {own}")
+    raise ConfigError(f"there is no objective {name!r}.{suggest_match(name, known)} Registered: {names}. {own}")
 
 
 def check_objective(value: Any) -> None:

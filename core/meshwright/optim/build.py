@@ -16,25 +16,25 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..base.errors import ConfigError, StrategyError, nearest
+from ..base.errors import ConfigError, StrategyError, suggest_match
 from ..base.types import OptimizerFactory
 from ..files.class_paths import import_class_from_path
 from .config import OptimizerConfig, ScheduleConfig
 from .groups import (
-    Optimizers,
-    Trained,
-    decay_groups,
-    group_numbers,
-    known_without_model,
-    matches,
-    members_of,
+    ChainedOptimizer,
+    ParamTraits,
+    assign_groups,
+    describe_params_by_name,
+    format_exception_line,
+    get_members,
+    matches_pattern,
     needs_closure,
-    reason,
+    split_by_decay,
 )
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _GroupSettings:
     """How the parameters of one group are stepped; `where` names the group in the run file."""
 
     where: str
@@ -44,7 +44,7 @@ class _Settings:
     no_decay: tuple[str, ...] | None
     options: Mapping[str, Any]
 
-    def make(self, named: Sequence[tuple[str, nn.Parameter]], trained: Mapping[str, Trained]) -> Optimizer:
+    def make(self, named: Sequence[tuple[str, nn.Parameter]], trained: Mapping[str, ParamTraits]) -> Optimizer:
         cls, name = cast("Callable[..., Optimizer]", self.cls), self.cls.__name__
         # The groups say who is decayed; an optimizer's own default (0.01 for AdamW) must not decay the others.
         decay = {"weight_decay": 0.0} if "weight_decay" in inspect.signature(cls).parameters else {}
@@ -52,10 +52,10 @@ class _Settings:
         def decays(name: str) -> bool:
             if self.no_decay is None:
                 return trained[name].is_decayed
-            return not any(matches(name, pattern) for pattern in self.no_decay)
+            return not any(matches_pattern(name, pattern) for pattern in self.no_decay)
 
-        groups = decay_groups(named, self.weight_decay, decays)
-        options = {**self.options, **fused_where_it_pays(self.cls, self.options, [p for _, p in named])}
+        groups = split_by_decay(named, self.weight_decay, decays)
+        options = {**self.options, **choose_fused(self.cls, self.options, [p for _, p in named])}
         try:
             return cls(groups, lr=self.lr, **decay, **options)
         except Exception as error:
@@ -63,20 +63,20 @@ class _Settings:
             if any(parameter.dim() != trained[key].dims for key, parameter in named):
                 raise StrategyError(
                     f"{self.where}: {name} refuses the pieces of parameters that it has under this strategy: "
-                    f"{reason(error)}. Use AdamW, Adam, SGD, Adagrad or another optimizer that treats every element "
+                    f"{format_exception_line(error)}. Use AdamW, Adam, SGD, Adagrad or another optimizer that treats every element "
                     f"alike, or a strategy or options under which it has whole parameters (fsdp2, or ddp without "
                     f"use_distributed_optimizer)."
                 ) from error
             told = "" if self.where == "optimizer" else f"{self.where}: "
             raise ConfigError(f"{told}optimizer {name!r} refuses its parameters or options: {error}") from error
 
-    def tried(self, given: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> Optimizer:
+    def tried(self, named_parameters: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> Optimizer:
         """Make the optimizer of copies of some parameters, and step it twice on the CPU; ConfigError if that fails."""
         # One that only a CPU refuses is left to the ranks, each of which tries it with its own device.
         left = {"capturable"} if device.type != "cpu" else set()
         settings = replace(self, options={key: value for key, value in self.options.items() if key not in left})
-        named = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in given]
-        made = settings.make(named, known_without_model(named))
+        named = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in named_parameters]
+        made = settings.make(named, describe_params_by_name(named))
         told, how = f"{self.where}: optimizer {self.cls.__name__!r}", f"with lr={self.lr} and options {self.options}"
         try:
             for _ in range(2):
@@ -84,7 +84,7 @@ class _Settings:
                     parameter.grad = torch.ones_like(parameter)
                 made.step()
         except Exception as error:
-            text = f"{told} cannot step {how}: {reason(error)}. Change them, or use another optimizer."
+            text = f"{told} cannot step {how}: {format_exception_line(error)}. Change them, or use another optimizer."
             raise ConfigError(text) from error
         if not all(bool(parameter.isfinite().all()) for _, parameter in named):
             raise ConfigError(
@@ -99,7 +99,7 @@ class ConfiguredOptimizer:
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
-        self._settings = _settings(config)
+        self._settings = _resolve_settings(config)
 
     def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         named = list(named_parameters)
@@ -110,10 +110,10 @@ class ConfiguredOptimizer:
                     f"and this factory was told of none. Give it to manager.build_optimizer as it is, not within "
                     f"another function; or name the matrices by match."
                 )
-        return self.for_model(known_without_model(named))(named)
+        return self.for_model(describe_params_by_name(named))(named)
 
-    def for_model(self, trained: Mapping[str, Trained]) -> OptimizerFactory:
-        numbers = group_numbers(self._config, trained)
+    def for_model(self, trained: Mapping[str, ParamTraits]) -> OptimizerFactory:
+        numbers = assign_groups(self._config, trained)
 
         def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
             named = list(named_parameters)
@@ -123,7 +123,7 @@ class ConfiguredOptimizer:
                 # Without any, the last says itself that there is nothing.
                 if mine or (not named and number == len(self._settings) - 1):
                     made.append(settings.make(mine, trained))
-            return made[0] if len(made) == 1 else Optimizers(made)
+            return made[0] if len(made) == 1 else ChainedOptimizer(made)
 
         return factory
 
@@ -133,24 +133,24 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     return ConfiguredOptimizer(config)
 
 
-def _settings(config: OptimizerConfig) -> list[_Settings]:
+def _resolve_settings(config: OptimizerConfig) -> list[_GroupSettings]:
     """Return what each group says, or the top level where it says nothing; and, last, the settings of the rest."""
     spared = None if config.no_decay is None else tuple(config.no_decay)
-    cls, found = optimizer_class(config.name, "optimizer.name"), []
+    cls, found = resolve_optimizer_class(config.name, "optimizer.name"), []
     for number, group in enumerate(config.groups):
         where, name = f"optimizer.groups[{number}]", group.name or config.name
-        own = optimizer_class(name, f"{where}.name")
+        own = resolve_optimizer_class(name, f"{where}.name")
         options = {**config.options, **group.options} if own is cls else group.options
         # A decay that is given for some parameters is meant for all of them.
         is_given = group.weight_decay is not None
         decay, no_decay = (group.weight_decay or 0.0, ()) if is_given else (config.weight_decay, spared)
         _check_options(own, name, options, decay, where)
-        found.append(_Settings(where, own, config.lr if group.lr is None else group.lr, decay, no_decay, options))
+        found.append(_GroupSettings(where, own, config.lr if group.lr is None else group.lr, decay, no_decay, options))
     _check_options(cls, config.name, config.options, config.weight_decay, "optimizer")
-    return [*found, _Settings("optimizer", cls, config.lr, config.weight_decay, spared, config.options)]
+    return [*found, _GroupSettings("optimizer", cls, config.lr, config.weight_decay, spared, config.options)]
 
 
-def fused_where_it_pays(
+def choose_fused(
     cls: type[Optimizer], options: Mapping[str, Any], parameters: Sequence[nn.Parameter]
 ) -> dict[str, Any]:
     """Return the option with which an optimizer steps all parameters of an accelerator in one kernel, if it can.
@@ -160,11 +160,11 @@ def fused_where_it_pays(
     """
     kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
     is_open = {"fused", "foreach", "capturable", "differentiable"}.isdisjoint(options) and bool(kinds)
-    pays = is_open and all(device.type != "cpu" and can_fuse(cls, device, dtype) for device, dtype in kinds)
+    pays = is_open and all(device.type != "cpu" and has_fused_step(cls, device, dtype) for device, dtype in kinds)
     return {"fused": True} if pays else {}
 
 
-def can_fuse(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
+def has_fused_step(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch has a fused step of an optimizer for such tensors, by trying one of one element."""
     if "fused" not in inspect.signature(cls).parameters:
         return False
@@ -176,18 +176,22 @@ def can_fuse(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> 
     return False
 
 
-def try_optimization(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int, *, device: torch.device) -> None:
+def probe_optimizer(
+    optimizer: OptimizerConfig, schedule: ScheduleConfig, num_steps: int, *, device: torch.device
+) -> None:
     """Make and step optimizer and schedule for a stand-in, so that errors come before anything is started."""
     # One of several may be for matrices alone.
     shapes = {"weight": (2, 2)} if optimizer.groups else {"weight": (2, 2), "bias": (2,)}
     stand_in = [(name, nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
-    for settings in _settings(optimizer):
-        check_schedule(schedule, build_scheduler(schedule, settings.tried(stand_in, device), steps), steps)
+    for settings in _resolve_settings(optimizer):
+        check_schedule_rates(
+            schedule, build_scheduler(schedule, settings.tried(stand_in, device), num_steps), num_steps
+        )
 
 
-def split_by_mesh(optimizer: Optimizer) -> None:
+def split_groups_by_mesh(optimizer: Optimizer) -> None:
     """Split, in place, groups stepped as a whole by the mesh of their DTensors: torch cannot stack those of several."""
-    for member in members_of(optimizer):
+    for member in get_members(optimizer):
         groups: list[dict[str, Any]] = []
         for group in member.param_groups:
             meshes: dict[Any, list[nn.Parameter]] = {}
@@ -199,13 +203,13 @@ def split_by_mesh(optimizer: Optimizer) -> None:
         member.param_groups[:] = groups
 
 
-def optimizer_class(name: str, where: str) -> type[Optimizer]:
+def resolve_optimizer_class(name: str, where: str) -> type[Optimizer]:
     """Return the optimizer of a name in torch.optim, or at an import path on the allow-list; ConfigError otherwise."""
     classes = {name: each for name, each in vars(torch.optim).items() if inspect.isclass(each)}
     known = {name: cls for name, cls in classes.items() if issubclass(cls, Optimizer) and cls is not Optimizer}
     if "." not in name and name not in known:
         raise ConfigError(
-            f"optimizer {name!r} is not in torch.optim.{nearest(name, known)} Known: {', '.join(sorted(known))}. "
+            f"optimizer {name!r} is not in torch.optim.{suggest_match(name, known)} Known: {', '.join(sorted(known))}. "
             f"Name one of your own by its import path, such as 'my_package.Lion'."
         )
     cls: type[Optimizer] = known[name] if name in known else import_class_from_path(name)
@@ -223,19 +227,19 @@ def _check_options(cls: type[Optimizer], name: str, options: Mapping[str, Any], 
     for key in ["lr", *options, *(["weight_decay"] if decay else [])]:
         if key not in arguments and not takes_any:
             raise ConfigError(
-                f"optimizer {name!r} takes no argument {key!r}.{nearest(key, arguments)} "
+                f"optimizer {name!r} takes no argument {key!r}.{suggest_match(key, arguments)} "
                 f"It takes: {', '.join(arguments)}."
             )
     for key in ("lr", "weight_decay"):
         if key in options:
             raise ConfigError(f"{where}.options holds {key!r}, which has a key of its own: set {where}.{key}.")
-    check_arguments(cls, options, where=f"{where}.options")
+    check_argument_types(cls, options, where=f"{where}.options")
 
 
 _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
-def check_arguments(function: Callable[..., Any], values: Mapping[str, Any], *, where: str) -> None:
+def check_argument_types(function: Callable[..., Any], values: Mapping[str, Any], *, where: str) -> None:
     """Refuse values of another type than that of an argument's annotation or default: "no" would be true."""
     hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
     parameters = inspect.signature(function).parameters
@@ -244,7 +248,7 @@ def check_arguments(function: Callable[..., Any], values: Mapping[str, Any], *, 
         default = type(parameters[name].default) if name in parameters else object
         wanted = hints.get(name, {bool: bool, int: float, float: float}.get(default, Any))
         try:
-            TypeAdapter(wanted, config=_STRICT).validate_python(_as_tuple(value))
+            TypeAdapter(wanted, config=_STRICT).validate_python(_to_tuples(value))
         except ValidationError as error:
             said = "; or ".join(dict.fromkeys(finding["msg"] for finding in error.errors()))
             # Files have lists, and no tuples.
@@ -252,25 +256,27 @@ def check_arguments(function: Callable[..., Any], values: Mapping[str, Any], *, 
             raise ConfigError(f"{where}.{name}: {said} (got {value!r:.200})") from None
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+def _to_tuples(value: Any) -> Any:
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
-def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
+def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, num_steps: int) -> LRScheduler:
     """Return the learning-rate scheduler of an optimizer for so many steps."""
     from transformers import SchedulerType, get_scheduler
 
     # These two are driven by a metric at each step, not by the step number.
     known = sorted(each.value for each in SchedulerType if each.value not in ("reduce_lr_on_plateau", "greedy"))
     if config.name not in known:
-        raise ConfigError(f"schedule {config.name!r} is not one of {', '.join(known)}.{nearest(config.name, known)}")
-    _check_schedule_is_heeded(config)
+        raise ConfigError(
+            f"schedule {config.name!r} is not one of {', '.join(known)}.{suggest_match(config.name, known)}"
+        )
+    _check_schedule_options(config)
     try:
         return get_scheduler(
             config.name,
             optimizer,
             num_warmup_steps=config.warmup_steps,
-            num_training_steps=steps,
+            num_training_steps=num_steps,
             scheduler_specific_kwargs=dict(config.options),
         )
     except Exception as error:
@@ -278,9 +284,9 @@ def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, steps: int) ->
         raise ConfigError(f"schedule {config.name!r} refuses its options {config.options}: {error}") from error
 
 
-def set_schedule(scheduler: LRScheduler, step: int) -> None:
+def set_scheduler_step(scheduler: LRScheduler, step: int) -> None:
     """Set a schedule of `build_scheduler`, and the rates of its optimizer, to where they are after `step` steps."""
-    state, rates = scheduler.state_dict(), _rates(scheduler, step)
+    state, rates = scheduler.state_dict(), _compute_rates(scheduler, step)
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
@@ -289,11 +295,11 @@ def set_schedule(scheduler: LRScheduler, step: int) -> None:
     scheduler.load_state_dict({**state, "last_epoch": step, "_step_count": step + 1, "_last_lr": rates})
 
 
-def _rates(scheduler: LRScheduler, step: int) -> list[float]:
+def _compute_rates(scheduler: LRScheduler, step: int) -> list[float]:
     return [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
 
 
-def _check_schedule_is_heeded(config: ScheduleConfig) -> None:
+def _check_schedule_options(config: ScheduleConfig) -> None:
     if config.name == "constant" and config.warmup_steps:
         raise ConfigError(
             f"schedule 'constant' knows no warm-up, but schedule.warmup_steps={config.warmup_steps}. "
@@ -310,15 +316,19 @@ def _check_schedule_is_heeded(config: ScheduleConfig) -> None:
             raise ConfigError(f"schedule.options.{name}={value!r} is no finite number. Change it, or leave it out.")
 
 
-def check_schedule(config: ScheduleConfig, scheduler: LRScheduler, steps: int) -> None:
+def check_schedule_rates(config: ScheduleConfig, scheduler: LRScheduler, num_steps: int) -> None:
     told = f"schedule {config.name!r} with options {config.options}"
-    for step in sorted({*range(0, steps, max(1, steps // 64)), 1, config.warmup_steps, steps - 1, steps}):
-        after = f"after step {step} of {steps}"
+    for step in sorted(
+        {*range(0, num_steps, max(1, num_steps // 64)), 1, config.warmup_steps, num_steps - 1, num_steps}
+    ):
+        after = f"after step {step} of {num_steps}"
         try:
-            rates = _rates(scheduler, step)
+            rates = _compute_rates(scheduler, step)
             usable = all(math.isfinite(rate) and rate >= 0 for rate in rates)
         except Exception as error:
-            raise ConfigError(f"{told} has no rate {after}: {reason(error)}. Change the options.") from error
+            raise ConfigError(
+                f"{told} has no rate {after}: {format_exception_line(error)}. Change the options."
+            ) from error
         if not usable:
             raise ConfigError(
                 f"{told} gives the rates {rates} {after}, which must be finite and not below 0. Change the options."

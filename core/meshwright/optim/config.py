@@ -17,7 +17,7 @@ FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """A number that is finite and above 0."""
 
 
-def _may_be_imported(name: str) -> str:
+def _check_importable(name: str) -> str:
     if "." in name:
         try:
             check_import(name)
@@ -26,10 +26,10 @@ def _may_be_imported(name: str) -> str:
     return name
 
 
-OptimizerName = Annotated[str, AfterValidator(_may_be_imported)]
-AVERAGED = "_ema"
+OptimizerName = Annotated[str, AfterValidator(_check_importable)]
+EMA_SUFFIX = "_ema"
 """What the name of a set ends with on which averaged weights are evaluated."""
-_OF_THE_REST = "null: as at the top level."
+_DEFAULT_NOTE = "null: as at the top level."
 
 
 class OptimizerGroup(FrozenModel):
@@ -41,9 +41,9 @@ class OptimizerGroup(FrozenModel):
         description="Only weights of two dims within the model's blocks: no embedding, no head, no expert stack.",
     )
     name: OptimizerName | None = Field(
-        default=None, description=f"Class name in torch.optim, or an import path; {_OF_THE_REST}"
+        default=None, description=f"Class name in torch.optim, or an import path; {_DEFAULT_NOTE}"
     )
-    lr: FinitePositive | None = Field(default=None, description=f"Peak learning rate; {_OF_THE_REST}")
+    lr: FinitePositive | None = Field(default=None, description=f"Peak learning rate; {_DEFAULT_NOTE}")
     weight_decay: float | None = Field(
         default=None,
         ge=0,
@@ -106,12 +106,12 @@ class ScheduleConfig(FrozenModel):
             )
         return self
 
-    def over(self, steps: int) -> ScheduleConfig:
+    def over(self, num_steps: int) -> ScheduleConfig:
         """Return the same with its warm-up in steps, for a run of so many."""
         if self.warmup_ratio is None:
             return self
         # As it is written: 0.07 of 100 steps are 7, and not 8.
-        warmup_steps = math.ceil(Fraction(str(self.warmup_ratio)) * steps)
+        warmup_steps = math.ceil(Fraction(str(self.warmup_ratio)) * num_steps)
         return self.model_copy(update={"warmup_steps": warmup_steps, "warmup_ratio": None})
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..base.errors import ConfigError, StrategyError, nearest
+from ..base.errors import ConfigError, StrategyError, suggest_match
 from ..base.types import OptimizerFactory
 from ..model.layout import ModelLayout
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _NORM_CLASS = re.compile(r"norm(gated|\dd)?$", re.IGNORECASE)
 _NORM_NAME = re.compile(r"(norms?|(^|_)ln)(_?[a-z]?\d*)?$", re.IGNORECASE)
 _BIAS_NAME = re.compile(r"(^|_)bias(es)?(_|$)", re.IGNORECASE)
-_MAPS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_SPARED = re.compile(r"A_log|D|time_decay|time_first|(.*_)?(sinks?|scales?)|.*bias", re.DOTALL)
+_WEIGHT_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NO_DECAY_NAMES = re.compile(r"A_log|D|time_decay|time_first|(.*_)?(sinks?|scales?)|.*bias", re.DOTALL)
 """Last components of names that are spared whatever their shape: rates and skips of a recurrence, sinks of attention,
 scales, and biases, of which experts have a matrix."""
 
@@ -43,34 +43,34 @@ def is_decayed(name: str, shape: Sequence[int], owner: nn.Module | None = None) 
     path, _, last = name.rpartition(".")
     # A vector may be kept in the shape in which it is broadcast. A linear map may have one output.
     is_vector = len(shape) < 2 or (last != "weight" and sum(size > 1 for size in shape) < 2)
-    if is_vector or _SPARED.fullmatch(last) or (owner is not None and _NORM_CLASS.search(type(owner).__name__)):
+    if is_vector or _NO_DECAY_NAMES.fullmatch(last) or (owner is not None and _NORM_CLASS.search(type(owner).__name__)):
         return False
     # Numbers are of lists, and `_orig_mod` and `_checkpoint_wrapped_module` of wrappers.
     module = next((each for each in reversed(path.split(".")) if each[:1].isalpha()), "")
-    return not _BIAS_NAME.search(module) and (isinstance(owner, _MAPS) or not _NORM_NAME.search(module))
+    return not _BIAS_NAME.search(module) and (isinstance(owner, _WEIGHT_MODULES) or not _NORM_NAME.search(module))
 
 
-def matches(name: str, pattern: str) -> bool:
+def matches_pattern(name: str, pattern: str) -> bool:
     """Return whether a pattern of `no_decay` selects a parameter, in any case of letters."""
     part = name if "." in pattern else name.rpartition(".")[2]
     return fnmatchcase(part.lower(), pattern.lower())
 
 
-def decay_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, decayed: Callable[[str], bool]
+def split_by_decay(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, is_decayed: Callable[[str], bool]
 ) -> list[dict[str, Any]]:
     """Split parameters into decayed and others; without decay, one group without the key `weight_decay`."""
     named = list(named_parameters)
     if not weight_decay:
         return [{"params": [parameter for _, parameter in named]}]
     groups = [
-        {"params": [parameter for name, parameter in named if decayed(name) is is_one], "weight_decay": decay}
+        {"params": [parameter for name, parameter in named if is_decayed(name) is is_one], "weight_decay": decay}
         for is_one, decay in ((True, weight_decay), (False, 0.0))
     ]
     return [group for group in groups if group["params"]]
 
 
-class Trained(NamedTuple):
+class ParamTraits(NamedTuple):
     """What the groups of an optimizer ask about a parameter."""
 
     dims: int
@@ -78,46 +78,46 @@ class Trained(NamedTuple):
     is_decayed: bool
 
 
-def what_is_trained(
+def describe_trained_params(
     model: nn.Module,
     layout: ModelLayout,
     named: Sequence[tuple[str, nn.Parameter]],
     shape: Callable[[nn.Parameter], torch.Size],
-) -> dict[str, Trained]:
+) -> dict[str, ParamTraits]:
     """Describe the trained parameters of a model, or of a stage of one, as they are before sharding."""
     owners = dict(model.named_modules(remove_duplicate=False))
     blocks = tuple(f"{block}." for block in layout.blocks)
 
-    def known(name: str, whole: torch.Size) -> Trained:
+    def known(name: str, whole: torch.Size) -> ParamTraits:
         owner = owners.get(name.rpartition(".")[0])
         is_weight = name.startswith(blocks) and name.endswith(".weight") and not isinstance(owner, nn.Embedding)
-        return Trained(len(whole), len(whole) == 2 and is_weight, is_decayed(name, whole, owner))
+        return ParamTraits(len(whole), len(whole) == 2 and is_weight, is_decayed(name, whole, owner))
 
     return {name: known(name, shape(parameter)) for name, parameter in named}
 
 
-def known_without_model(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Trained]:
+def describe_params_by_name(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, ParamTraits]:
     """Describe parameters by themselves and their names, for a factory that is called by hand."""
-    return {name: Trained(p.dim(), is_matrix=False, is_decayed=is_decayed(name, p.shape)) for name, p in named}
+    return {name: ParamTraits(p.dim(), is_matrix=False, is_decayed=is_decayed(name, p.shape)) for name, p in named}
 
 
-def check_model(config: OptimizerConfig, model: nn.Module, layout: ModelLayout) -> None:
+def check_groups(config: OptimizerConfig, model: nn.Module, layout: ModelLayout) -> None:
     """Raise ConfigError if a group of the config fits no parameter of the model."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    group_numbers(config, what_is_trained(model, layout, named, lambda parameter: parameter.shape))
+    assign_groups(config, describe_trained_params(model, layout, named, lambda parameter: parameter.shape))
 
 
-def for_model(factory: OptimizerFactory, trained: Mapping[str, Trained]) -> OptimizerFactory:
+def bind_to_model(factory: OptimizerFactory, trained: Mapping[str, ParamTraits]) -> OptimizerFactory:
     """Return the factory for a model of which these are trained; see [Note: the whole model]."""
-    told: Callable[[Mapping[str, Trained]], OptimizerFactory] | None = getattr(factory, "for_model", None)
+    told: Callable[[Mapping[str, ParamTraits]], OptimizerFactory] | None = getattr(factory, "for_model", None)
     return factory if told is None else told(trained)
 
 
-def group_numbers(config: OptimizerConfig, trained: Mapping[str, Trained]) -> dict[str, int]:
+def assign_groups(config: OptimizerConfig, trained: Mapping[str, ParamTraits]) -> dict[str, int]:
     """Return the number of each parameter's group; the number of groups for the rest."""
     groups = config.groups
     for pattern in config.no_decay or ():
-        if not any(matches(name, pattern) for name in trained):
+        if not any(matches_pattern(name, pattern) for name in trained):
             found = [name for name in trained if fnmatchcase(name.lower(), pattern.lower())]
             paths = f" It would match {len(found)} whole names, such as {found[0]!r}." if found else ""
             raise ConfigError(
@@ -142,7 +142,7 @@ def group_numbers(config: OptimizerConfig, trained: Mapping[str, Trained]) -> di
     return numbers
 
 
-def _why_empty(group: OptimizerGroup, taken: Sequence[str], trained: Mapping[str, Trained]) -> str:
+def _why_empty(group: OptimizerGroup, taken: Sequence[str], trained: Mapping[str, ParamTraits]) -> str:
     if taken:
         return (
             f"has no parameter: all {len(taken)} that it fits, such as {taken[0]!r}, are of groups before it. Put it "
@@ -156,7 +156,7 @@ def _why_empty(group: OptimizerGroup, taken: Sequence[str], trained: Mapping[str
             f"fits no parameter: match={group.match} fits {len(found)}, such as {found[0]!r}, and none of them is a "
             f"weight of two dims within a block. Set matrices: false."
         )
-    hints = "".join(dict.fromkeys(_nearest(pattern, trained) for pattern in group.match))
+    hints = "".join(dict.fromkeys(_suggest_pattern(pattern, trained) for pattern in group.match))
     some = ", ".join(list(trained)[:3])
     return (
         f"fits no parameter: match={group.match} fits none of the {len(trained)} names that are trained.{hints} They "
@@ -164,7 +164,7 @@ def _why_empty(group: OptimizerGroup, taken: Sequence[str], trained: Mapping[str
     )
 
 
-def _nearest(pattern: str, names: Collection[str]) -> str:
+def _suggest_pattern(pattern: str, names: Collection[str]) -> str:
     """Suggest what a pattern may have meant: the closest part of a name with as many words."""
     words = pattern.strip("*.").split(".")
     windows = {
@@ -172,10 +172,10 @@ def _nearest(pattern: str, names: Collection[str]) -> str:
         for parts in (name.split(".") for name in names)
         for start in range(len(parts) - len(words) + 1)
     }
-    return nearest(".".join(words), sorted(windows))
+    return suggest_match(".".join(words), sorted(windows))
 
 
-class Optimizers(Optimizer):
+class ChainedOptimizer(Optimizer):
     """Steps each of its members, one after the other."""
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
@@ -205,7 +205,7 @@ class Optimizers(Optimizer):
 
     @property
     def state(self) -> Mapping[Tensor, Any]:
-        return _States(self.members)
+        return _ChainedState(self.members)
 
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:
@@ -233,7 +233,7 @@ class Optimizers(Optimizer):
             member.__setstate__({"state": defaultdict(dict, own), "param_groups": mine})
 
 
-class _States(Mapping[Tensor, Any]):
+class _ChainedState(Mapping[Tensor, Any]):
     """The states of several optimizers; a look-up adds no entry."""
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
@@ -252,9 +252,9 @@ class _States(Mapping[Tensor, Any]):
         return sum(len(member.state) for member in self._members)
 
 
-def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+def get_members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """Return the optimizers that an optimizer consists of."""
-    return optimizer.members if isinstance(optimizer, Optimizers) else (optimizer,)
+    return optimizer.members if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
 
 
 def needs_closure(cls: type[Optimizer]) -> bool:
@@ -262,5 +262,5 @@ def needs_closure(cls: type[Optimizer]) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def reason(error: Exception) -> str:
+def format_exception_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".:")

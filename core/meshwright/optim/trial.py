@@ -23,18 +23,18 @@ from ..base.errors import MeshwrightError, StrategyError
 from ..base.types import OptimizerFactory
 from ..files.terminal import warn
 from ..mesh.world import World
-from ..tensors.ops import with_values
-from ..tensors.state import Parts, whole_tensor
-from .groups import members_of, needs_closure, reason
+from ..tensors.ops import real_compute
+from ..tensors.state import ShardLayout, gather_full_tensor
+from .groups import format_exception_line, get_members, needs_closure
 
-_EXACT, _ROUNDED = 1e-6, 0.05
+_EXACT_TOLERANCE, _ROUNDING_TOLERANCE = 1e-6, 0.05
 """What may differ, relative to the largest change of an element: nothing, or what an optimizer that computes in
 bfloat16 (Muon) rounds away. One that takes a part for the whole is off by more."""
-_INSTEAD = "Use AdamW, Adam, SGD, Adagrad or another optimizer that treats every element alike"
+_ALTERNATIVES = "Use AdamW, Adam, SGD, Adagrad or another optimizer that treats every element alike"
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _ParamKind:
     dims: int
     is_piece: bool
     device: torch.device
@@ -47,7 +47,7 @@ class _Kind:
         return self.mesh is not None and not self.is_piece
 
 
-def call_factory(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+def call_optimizer_factory(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
     try:
         return factory(named)
     except MeshwrightError:
@@ -55,65 +55,65 @@ def call_factory(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parame
     except Exception as error:
         dims = ", ".join(map(str, sorted({parameter.dim() for _, parameter in named})))
         raise StrategyError(
-            f"the optimizer cannot be made: {reason(error)}. Under this strategy it has {len(named)} tensors here, of "
-            f"{dims} dimensions; where it has pieces of parameters, these have 1. {_INSTEAD}, or another strategy."
+            f"the optimizer cannot be made: {format_exception_line(error)}. Under this strategy it has {len(named)} tensors here, of "
+            f"{dims} dimensions; where it has pieces of parameters, these have 1. {_ALTERNATIVES}, or another strategy."
         ) from error
 
 
-def check_optimizer(optimizer: Optimizer, parts: Parts, world: World) -> None:
+def check_optimizer(optimizer: Optimizer, parts: ShardLayout, world: World) -> None:
     """Refuse an optimizer that cannot step its parameters, or does it wrongly; StrategyError on all ranks. Collective.
 
     A class that takes more than parameters and settings is accepted untried, with a warning if it gets parts.
     """
-    kinds = [(type(member), *each) for member in members_of(optimizer) for each in _kinds(member, parts)]
+    kinds = [(type(member), *each) for member in get_members(optimizer) for each in _collect_kinds(member, parts)]
 
     def check_alone() -> None:
-        for cls in filter(needs_closure, map(type, members_of(optimizer))):
+        for cls in filter(needs_closure, map(type, get_members(optimizer))):
             raise StrategyError(
-                f"{cls.__name__} needs a closure that runs the model again, and a step here is one pass. {_INSTEAD}."
+                f"{cls.__name__} needs a closure that runs the model again, and a step here is one pass. {_ALTERNATIVES}."
             )
         for cls, kind, settings in kinds:
             if not kind.is_joint:
-                _try(cls, kind, settings)
+                _check_kind(cls, kind, settings)
 
-    with with_values():
+    with real_compute():
         # Ranks may have different pieces.
         world.together(check_alone)
         for cls, kind, settings in world.select(kinds, []):
             if kind.is_joint:
-                _try(cls, kind, settings)
+                _check_kind(cls, kind, settings)
 
 
-def _kinds(optimizer: Optimizer, parts: Parts) -> list[tuple[_Kind, dict[str, Any]]]:
-    found: dict[tuple[_Kind, str], tuple[_Kind, dict[str, Any]]] = {}
+def _collect_kinds(optimizer: Optimizer, parts: ShardLayout) -> list[tuple[_ParamKind, dict[str, Any]]]:
+    found: dict[tuple[_ParamKind, str], tuple[_ParamKind, dict[str, Any]]] = {}
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for parameter in group["params"]:
             shape, is_piece = parts.shape(parameter, parameter), False
-            if type(parts) is not Parts:
+            if type(parts) is not ShardLayout:
                 held = sum(piece.tensor.numel() for piece in parts.pieces(parameter.detach(), parameter))
                 is_divided = parameter.shape != shape or held < shape.numel()
                 is_piece = is_divided or any(True for _ in parts.groups(parameter))
             device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
             place = (parameter.device_mesh, tuple(parameter.placements)) if isinstance(parameter, DTensor) else ()
-            kind = _Kind(len(shape), is_piece, device, *place)
+            kind = _ParamKind(len(shape), is_piece, device, *place)
             found.setdefault((kind, repr(settings)), (kind, settings))
     return list(found.values())
 
 
-def _try(cls: type[Optimizer], kind: _Kind, settings: dict[str, Any]) -> None:
-    values = _values(kind)
+def _check_kind(cls: type[Optimizer], kind: _ParamKind, settings: dict[str, Any]) -> None:
+    values = _create_stand_in(kind)
     try:
-        whole = _stepped(cls, settings, values, lambda value: [value])
+        whole = _run_two_steps(cls, settings, values, lambda value: [value])
     except Exception as error:
         if f"{cls.__module__}.".startswith("torch.optim."):
             raise StrategyError(
-                f"{cls.__name__} cannot step with these settings: {reason(error)}. Change them, or use another "
+                f"{cls.__name__} cannot step with these settings: {format_exception_line(error)}. Change them, or use another "
                 f"optimizer."
             ) from error
         if kind.is_piece or kind.mesh is not None:
             warn(
-                f"{cls.__name__} could not be tried ({reason(error)}), so it is not known whether it steps the parts "
+                f"{cls.__name__} could not be tried ({format_exception_line(error)}), so it is not known whether it steps the parts "
                 f"of parameters that it has under this strategy as it would step whole ones. Compare with strategy "
                 f"single."
             )
@@ -122,33 +122,33 @@ def _try(cls: type[Optimizer], kind: _Kind, settings: dict[str, Any]) -> None:
     if kind.is_piece and not is_elementwise:
         raise StrategyError(
             f"{cls.__name__} looks at whole parameters, and under this strategy each rank steps pieces of them. "
-            f"{_INSTEAD}, or a strategy or options under which the optimizer has whole parameters (ddp without "
+            f"{_ALTERNATIVES}, or a strategy or options under which the optimizer has whole parameters (ddp without "
             f"use_distributed_optimizer)."
         )
     if kind.mesh is None:
         return
     try:
-        stepped = _stepped(cls, settings, values, lambda value: [_as_dtensor(value, kind)])
+        stepped = _run_two_steps(cls, settings, values, lambda value: [_to_dtensor(value, kind)])
         if is_elementwise:
-            agrees = _agree([each.to_local() for each in stepped], whole, values, _EXACT)
+            agrees = _is_close([each.to_local() for each in stepped], whole, values, _EXACT_TOLERANCE)
         else:
-            full = [whole_tensor(_as_dtensor(value, kind)) for value in values]
-            expected = _stepped(cls, settings, full, lambda value: [value])
-            agrees = _agree([whole_tensor(each) for each in stepped], expected, full, _ROUNDED)
+            full = [gather_full_tensor(_to_dtensor(value, kind)) for value in values]
+            expected = _run_two_steps(cls, settings, full, lambda value: [value])
+            agrees = _is_close([gather_full_tensor(each) for each in stepped], expected, full, _ROUNDING_TOLERANCE)
     except Exception as error:
         raise StrategyError(
             f"{cls.__name__} cannot step sharded parameters (DTensors), which it has under this strategy: "
-            f"{reason(error)}. Use AdamW, Adam, SGD, Adagrad or another one, or a strategy under which the optimizer "
+            f"{format_exception_line(error)}. Use AdamW, Adam, SGD, Adagrad or another one, or a strategy under which the optimizer "
             f"has whole parameters (ddp)."
         ) from error
     if not agrees:
         raise StrategyError(
             f"{cls.__name__} steps sharded parameters (DTensors), which it has under this strategy, otherwise than "
-            f"whole ones. {_INSTEAD}, or a strategy under which the optimizer has whole parameters (ddp)."
+            f"whole ones. {_ALTERNATIVES}, or a strategy under which the optimizer has whole parameters (ddp)."
         )
 
 
-def _values(kind: _Kind) -> list[Tensor]:
+def _create_stand_in(kind: _ParamKind) -> list[Tensor]:
     """Return this rank's part of a stand-in, and its gradients in two steps; float64, equal where placements are."""
     shape = tuple(4 + 2 * dim for dim in range(kind.dims))
     generator = torch.Generator().manual_seed(0)
@@ -160,7 +160,7 @@ def _values(kind: _Kind) -> list[Tensor]:
     return [each.view(shape) for each in (values * scale).to(kind.device)]
 
 
-def _as_dtensor(local: Tensor, kind: _Kind) -> DTensor:
+def _to_dtensor(local: Tensor, kind: _ParamKind) -> DTensor:
     """Make the DTensor of which each rank has a part as large as `local`. No communication."""
     if kind.mesh is None:
         raise TypeError("the parameter is no DTensor")
@@ -174,25 +174,25 @@ def _as_dtensor(local: Tensor, kind: _Kind) -> DTensor:
     )
 
 
-def _stepped(
-    cls: type[Optimizer], settings: dict[str, Any], values: Sequence[Tensor], cut: Callable[[Tensor], list[Tensor]]
+def _run_two_steps(
+    cls: type[Optimizer], settings: dict[str, Any], values: Sequence[Tensor], split: Callable[[Tensor], list[Tensor]]
 ) -> list[Tensor]:
     """Return a stand-in, cut, after two steps."""
     start, *gradients = values
-    trained = [nn.Parameter(part.clone()) for part in cut(start)]
+    trained = [nn.Parameter(part.clone()) for part in split(start)]
     make: Callable[..., Optimizer] = cls
     optimizer = make([{**settings, "params": trained}])
     # Torch asks these, not the group, whether a step is differentiable.
     optimizer.defaults.update({key: settings[key] for key in optimizer.defaults if key in settings})
     for gradient in gradients:
-        for parameter, part in zip(trained, cut(gradient), strict=True):
+        for parameter, part in zip(trained, split(gradient), strict=True):
             parameter.grad = part.clone()
         optimizer.step()
     return [parameter.detach() for parameter in trained]
 
 
 def _is_elementwise(
-    cls: type[Optimizer], settings: dict[str, Any], values: Sequence[Tensor], whole: Sequence[Tensor]
+    cls: type[Optimizer], settings: dict[str, Any], values: Sequence[Tensor], full: Sequence[Tensor]
 ) -> bool:
     def cut(value: Tensor) -> list[Tensor]:
         # Within a row, if there are rows; and the last one is empty, as a rank's may be.
@@ -200,14 +200,14 @@ def _is_elementwise(
         return list(value.flatten().split([third, value.numel() - third, 0]))
 
     try:
-        parts = _stepped(cls, settings, values, cut)
+        parts = _run_two_steps(cls, settings, values, cut)
     except Exception:
         # An optimizer that steps whole parameters and fails on their parts needs whole ones, whatever it raises.
         return False
-    return _agree([torch.cat(parts).view(whole[0].shape)], whole, values, _EXACT)
+    return _is_close([torch.cat(parts).view(full[0].shape)], full, values, _EXACT_TOLERANCE)
 
 
-def _agree(found: Sequence[Tensor], expected: Sequence[Tensor], values: Sequence[Tensor], tolerance: float) -> bool:
+def _is_close(found: Sequence[Tensor], expected: Sequence[Tensor], values: Sequence[Tensor], tolerance: float) -> bool:
     change = (expected[0] - values[0]).abs().max()
     # A NaN agrees with nothing.
     return bool((found[0] - expected[0]).abs().max() <= tolerance * change)

@@ -12,27 +12,27 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base.errors import MeshwrightError, ModelError
-from ..model.forward_order import Layer, put_around
+from ..model.forward_order import WrapOrder, wrap_forward
 
-Forward = Callable[..., Any]
+ForwardMethod = Callable[..., Any]
 
 
-def wrap_forward(module: nn.Module, layer: Layer, run: Forward, is_active: Callable[[], bool]) -> None:
+def wrap_forward_if(module: nn.Module, order: WrapOrder, wrapper: ForwardMethod, is_active: Callable[[], bool]) -> None:
     """Replace `module.forward` by `run(forward, ...)` while `is_active()`; see `meshwright.model.forward_order`."""
 
-    def around(forward: Forward) -> Forward:
+    def around(forward: ForwardMethod) -> ForwardMethod:
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return run(forward, *args, **kwargs) if is_active() else forward(*args, **kwargs)
+            return wrapper(forward, *args, **kwargs) if is_active() else forward(*args, **kwargs)
 
         return wrapped
 
-    put_around(module, layer, around)
+    wrap_forward(module, order, around)
 
 
 @contextmanager
-def explained(tell: Callable[[str], str], *, is_first: bool) -> Iterator[None]:
-    """Raise what a model's own code fails with in its first forward as a ModelError, of which `tell` makes the text."""
+def reraise_as_model_error(format_message: Callable[[str], str], *, is_first: bool) -> Iterator[None]:
+    """Raise what a model's own code fails with in its first forward as a ModelError, of which `format_message` makes the text."""
     try:
         yield
     except (torch.OutOfMemoryError, dist.DistError, MeshwrightError):
@@ -40,4 +40,4 @@ def explained(tell: Callable[[str], str], *, is_first: bool) -> Iterator[None]:
     except RuntimeError as error:
         if not is_first:
             raise
-        raise ModelError(tell(str(error).strip().splitlines()[0])) from error
+        raise ModelError(format_message(str(error).strip().splitlines()[0])) from error

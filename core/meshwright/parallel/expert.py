@@ -34,33 +34,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from .._compat.peft import base_name, with_low_rank, wrappers_of_parameters
-from .._compat.torch import all_to_all, own_parameters
+from .._compat.peft import add_lora_delta, find_parameter_wrappers, to_base_name
+from .._compat.torch import all_to_all, get_own_parameters
 from ..base.errors import ModelError
 from ..mesh.mesh import Mesh
-from ..mesh.sizes import divisors
-from ..model.forward_order import Layer
+from ..mesh.sizes import format_divisors
+from ..model.forward_order import WrapOrder
 from ..step.axis import Axis
-from ..tensors.ops import in_place_of, on_host, with_attribute
-from . import Forward, wrap_forward
-from .tensor.collectives import Exchange, Gather, Split
-from .tensor.placements import Division, LocalParameters
+from ..tensors.ops import copy_to_host, temporary_attribute, temporary_parameters
+from . import ForwardMethod, wrap_forward_if
+from .tensor.collectives import AllToAll, Gather, Split
+from .tensor.placements import LocalParameters, ParameterSharding
 
-_DISPATCHED = ("ep_dispatch_experts", "moe_tp_experts")
+_DISPATCH_STYLES = ("ep_dispatch_experts", "moe_tp_experts")
 """Names of the dispatching style in a model's own plan; the second is that of transformers 5.17."""
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertModule:
     """A module of stacked experts: its name and their number."""
 
     name: str
     count: int
 
 
-def find_experts(model: nn.Module) -> list[Experts]:
+def find_experts(model: nn.Module) -> list[ExpertModule]:
     """Return the modules of stacked experts, in the model's order."""
-    return [Experts(name, module.num_experts) for name, module in model.named_modules() if _is_experts(module)]
+    return [ExpertModule(name, module.num_experts) for name, module in model.named_modules() if _is_experts(module)]
 
 
 def check_expert_parallel(model: nn.Module, ep_size: int) -> None:
@@ -68,7 +68,7 @@ def check_expert_parallel(model: nn.Module, ep_size: int) -> None:
     if ep_size == 1:
         return
     found = find_experts(model)
-    missing = _named_by_plan(model) - {base_name(each.name) for each in found}
+    missing = _find_planned_experts(model) - {to_base_name(each.name) for each in found}
     if missing or not found:
         told = f"{sorted(missing)[0]} is not of" if missing else "has none of"
         raise ModelError(
@@ -80,12 +80,12 @@ def check_expert_parallel(model: nn.Module, ep_size: int) -> None:
         if each.count % ep_size:
             raise ModelError(
                 f"ep_size={ep_size} does not divide the {each.count} experts of {each.name}. "
-                f"Use one of {divisors(each.count)} for ep_size."
+                f"Use one of {format_divisors(each.count)} for ep_size."
             )
-        _check_own(model, each, ep_size)
+        _check_expert_parameters(model, each, ep_size)
 
 
-def _check_own(model: nn.Module, experts: Experts, ep_size: int) -> None:
+def _check_expert_parameters(model: nn.Module, experts: ExpertModule, ep_size: int) -> None:
     """Refuse experts that hold or share parameters that are not divided with them."""
     inside = {name for name, _ in model.get_submodule(experts.name).named_parameters(prefix=experts.name)}
     by_identity: dict[int, list[str]] = {}
@@ -109,24 +109,24 @@ def _is_experts(module: nn.Module) -> bool:
     count, own = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
     if type(count) is not int or count < 2 or not any(parameter.dim() == 3 for parameter in own):
         return False
-    return all(p.dim() > 1 and p.shape[0] == count for p in own) and len(argument_names(module)) == 3
+    return all(p.dim() > 1 and p.shape[0] == count for p in own) and len(get_argument_names(module)) == 3
 
 
-def argument_names(module: nn.Module) -> list[str]:
+def get_argument_names(module: nn.Module) -> list[str]:
     """Return the names of the arguments of a module's forward."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [name for name, each in inspect.signature(module.forward).parameters.items() if each.kind in kinds]
 
 
-def _named_by_plan(model: nn.Module) -> set[str]:
+def _find_planned_experts(model: nn.Module) -> set[str]:
     """Return the modules that the model's own expert-parallel plan names, by their names in the base model."""
     of_config: dict[str, str] = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     # transformers 5.17 has no plan of the whole model.
     plan = getattr(model, "ep_plan", None) or {f"{prefix}.{name}": style for name, style in of_config.items()}
-    patterns = [name for name, style in plan.items() if style in _DISPATCHED]
+    patterns = [name for name, style in plan.items() if style in _DISPATCH_STYLES]
     regex = [re.compile(re.escape(name).replace(r"\*", r"\d+")) for name in patterns]
-    names = {base_name(name) for name, _ in model.named_modules()}
+    names = {to_base_name(name) for name, _ in model.named_modules()}
     return {name for name in names if any(each.fullmatch(name) for each in regex)}
 
 
@@ -160,14 +160,14 @@ class ExpertParallel(Axis):
             module = self._model.get_submodule(each.name)
             parameters = LocalParameters(module, self.mesh)
             named = module.named_parameters(recurse=False)
-            parameters.distribute({name: Division(self.mesh, Shard(0), p.shape) for name, p in named}, {})
+            parameters.distribute({name: ParameterSharding(self.mesh, Shard(0), p.shape) for name, p in named}, {})
             self._local.append(parameters)
-            adapters = wrappers_of_parameters(self._model, module)
+            adapters = find_parameter_wrappers(self._model, module)
             self._wrap(module, each, parameters, adapters)
             for adapter in adapters:
                 # What an adapter adds is added to this rank's experts instead.
-                run = functools.partial(_call_base, adapter)
-                wrap_forward(adapter, Layer.EXPERTS, run, lambda: self._active)
+                run = functools.partial(_run_base_layer, adapter)
+                wrap_forward_if(adapter, WrapOrder.EXPERTS, run, lambda: self._active)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -175,59 +175,59 @@ class ExpertParallel(Axis):
 
         For parameters that a strategy has gathered over its own axes.
         """
-        with ExitStack() as stack, with_attribute(self, "_active", False):
+        with ExitStack() as stack, temporary_attribute(self, "_active", False):
             for parameters in self._local:
                 stack.enter_context(parameters.whole())
             yield
 
     def _wrap(
-        self, module: nn.Module, experts: Experts, parameters: LocalParameters, adapters: Sequence[nn.Module]
+        self, module: nn.Module, experts: ExpertModule, parameters: LocalParameters, adapters: Sequence[nn.Module]
     ) -> None:
-        slots, names = parameters.take(module), argument_names(module)
+        slots, names = parameters.take(module), get_argument_names(module)
         count = experts.count // self.size
         first = self.mesh.get_local_rank() * count
 
-        def run(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        def run(forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            with parameters.inside(slots), _of_rank(module, adapters, first, count):
+            with parameters.inside(slots), _local_experts(module, adapters, first, count):
                 return self._run(experts, forward, *(given[name] for name in names))
 
-        wrap_forward(module, Layer.EXPERTS, run, lambda: self._active)
+        wrap_forward_if(module, WrapOrder.EXPERTS, run, lambda: self._active)
 
-    def _run(self, experts: Experts, forward: Any, hidden: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def _run(self, experts: ExpertModule, forward: Any, hidden: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         given = [hidden.reshape(-1, hidden.shape[-1]), index_TK, weights_TK]
         _check_shapes(experts, *given)
         tokens, group = given[0].shape[0], self._tp_group
         if group is not None:
             given = [Split.apply(each, 0, group) for each in given]
-        output = dispatched(forward, *given, count=experts.count, group=self._group)
+        output = dispatch_tokens(forward, *given, num_experts=experts.count, group=self._group)
         if group is not None:
             output = Gather.apply(output, 0, tokens, group)
         # No view where it can be avoided: hooks of sharding do not see what is written into one.
         return output if output.shape == hidden.shape else output.view(hidden.shape)
 
 
-def _call_base(adapter: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+def _run_base_layer(adapter: nn.Module, forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
     return adapter.base_layer(*args, **kwargs)
 
 
 @contextmanager
-def _of_rank(module: nn.Module, adapters: Sequence[nn.Module], first: int, count: int) -> Iterator[None]:
+def _local_experts(module: nn.Module, adapters: Sequence[nn.Module], first: int, count: int) -> Iterator[None]:
     """Make a module hold `count` experts from `first` on, with what adapters add to their parameters.
 
     Adapters are replicated; a rank's gradients of them are those of its experts and all tokens of these, so that the
     sum over ranks is the full gradient.
     """
-    own = own_parameters(module)
+    own = get_own_parameters(module)
     changed: dict[str, Tensor] = {}
     for name, adapter in ((each.parameter_name, each) for each in adapters):
-        changed[name] = with_low_rank(adapter, changed.get(name, own[name]), first)
+        changed[name] = add_lora_delta(adapter, changed.get(name, own[name]), first)
     placed = ((module, name, tensor) for name, tensor in changed.items())
-    with in_place_of(placed), with_attribute(module, "num_experts", count):
+    with temporary_parameters(placed), temporary_attribute(module, "num_experts", count):
         yield
 
 
-def _check_shapes(experts: Experts, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
+def _check_shapes(experts: ExpertModule, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
     fits = index_TK.dim() == 2 and index_TK.shape == weights_TK.shape and index_TK.shape[0] == hidden_TD.shape[0]
     if not fits or index_TK.is_floating_point():
         raise ModelError(
@@ -236,10 +236,16 @@ def _check_shapes(experts: Experts, hidden_TD: Tensor, index_TK: Tensor, weights
         )
 
 
-def dispatched(
-    experts: Forward, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, *, count: int, group: dist.ProcessGroup
+def dispatch_tokens(
+    experts: ForwardMethod,
+    hidden_TD: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    num_experts: int,
+    group: dist.ProcessGroup,
 ) -> Tensor:
-    """Compute `count` experts, shared by the ranks of `group`, on this rank's tokens; (T, D), as the hidden states.
+    """Compute `num_experts` experts, shared by the ranks of `group`, on this rank's tokens; (T, D), as the hidden states.
 
     `experts` is the forward of this rank's experts: rows (R, D), index (R, 1) below L, weights (R, 1) to rows (R, D).
     Entries of the int64 `index_TK` outside of [0, count) are no expert and add nothing.
@@ -247,27 +253,27 @@ def dispatched(
     tokens, choices = index_TK.shape
     ranks = dist.get_world_size(group)
     # What is no expert comes last.
-    ids = torch.where((index_TK >= 0) & (index_TK < count), index_TK, count).flatten()
+    ids = torch.where((index_TK >= 0) & (index_TK < num_experts), index_TK, num_experts).flatten()
     order = torch.argsort(ids, stable=True)
     # Not `bincount`, which waits for the device.
-    sent_E = ids.new_zeros(count + 1).scatter_add_(0, ids, torch.ones_like(ids))[:count]
-    sent_RL = sent_E.view(ranks, count // ranks)
+    sent_E = ids.new_zeros(num_experts + 1).scatter_add_(0, ids, torch.ones_like(ids))[:num_experts]
+    sent_RL = sent_E.view(ranks, num_experts // ranks)
     received_RL = all_to_all(sent_RL, group)
     # The one synchronization of a layer: messages need their lengths on the host.
-    sends, receives = on_host(torch.stack([sent_RL.sum(1), received_RL.sum(1)])).tolist()
+    sends, receives = copy_to_host(torch.stack([sent_RL.sum(1), received_RL.sum(1)])).tolist()
     order = order[: sum(sends)]
 
-    rows: Tensor = Exchange.apply(hidden_TD[order // choices], sends, receives, group)
-    local = torch.arange(count // ranks, device=ids.device).repeat(ranks)
+    rows: Tensor = AllToAll.apply(hidden_TD[order // choices], sends, receives, group)
+    local = torch.arange(num_experts // ranks, device=ids.device).repeat(ranks)
     local = local.repeat_interleave(received_RL.flatten(), output_size=sum(receives))
-    back = Exchange.apply(_computed(experts, rows, local), receives, sends, group)
+    back = AllToAll.apply(_run_local_experts(experts, rows, local), receives, sends, group)
 
     placed = back.new_zeros(tokens * choices, back.shape[1]).index_copy(0, order, back)
     weighted = placed.view(tokens, choices, -1) * weights_TK[..., None]
     return weighted.sum(1).to(hidden_TD.dtype)
 
 
-def _computed(experts: Forward, rows: Tensor, local: Tensor) -> Tensor:
+def _run_local_experts(experts: ForwardMethod, rows: Tensor, local: Tensor) -> Tensor:
     """Compute the experts on rows, with weights of one."""
     if rows.shape[0]:
         return experts(rows, local[:, None], rows.new_ones(rows.shape[0], 1))

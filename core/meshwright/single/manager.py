@@ -8,7 +8,7 @@ from torch import nn
 from ..manager.data_parallel import DataParallelManager
 from ..mesh.mesh import Mesh
 from ..model.recompute import checkpoint_blocks
-from ..tensors.norms import WideSums
+from ..tensors.norms import HighPrecisionAccumulator
 from .config import SingleConfig
 
 
@@ -18,7 +18,7 @@ class SingleManager(DataParallelManager):
 
     def __init__(self, config: SingleConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
-        self._sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+        self._sums = HighPrecisionAccumulator(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
 
     def shard(self, model: nn.Module) -> nn.Module:
         model.to(self.mesh.device)

@@ -30,20 +30,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.errors import BatchError, MeshwrightError, StrategyError
-from ..base.types import IGNORED_LABEL, Batch, Objective
+from ..base.types import IGNORE_INDEX, Batch, Objective
 from ..mesh.mesh import Mesh
 from ..mesh.world import World
-from .objective import Given, without_columns
-from .tokens import targets
+from .objective import BoundObjective, model_inputs
+from .tokens import shift_labels
 
 
 @dataclass(frozen=True)
-class Terms:
+class BatchRequirements:
     """What a manager requires of the microbatches of a step.
 
     Attributes:
         check: further check without a collective; raises BatchError or StrategyError.
-        count: a count of which ranks learn the maximum; see `Agreed.most`.
+        count: a count of which ranks learn the maximum; see `SyncedStep.most`.
         rows: rows of the pieces into which microbatches are cut; None: they are not.
     """
 
@@ -51,17 +51,17 @@ class Terms:
     sequence_multiple: int = 1
     check: Callable[[Sequence[Batch]], None] = lambda microbatches: None
     count: Callable[[Sequence[Batch]], int] = len
-    objective: Given | None = None
+    objective: BoundObjective | None = None
     rows: int | None = None
     frozen: int = field(default=0, compare=False)
 
     def tokens(self, microbatches: Sequence[Batch]) -> int:
         own = None if self.objective is None else self.objective.count(microbatches)
-        unmasked = (int((targets(batch["labels"]) != IGNORED_LABEL).sum()) for batch in microbatches)
+        unmasked = (int((shift_labels(batch["labels"]) != IGNORE_INDEX).sum()) for batch in microbatches)
         return sum(unmasked) if own is None else own
 
 
-def checksum(microbatches: Sequence[Batch]) -> int | None:
+def compute_checksum(microbatches: Sequence[Batch]) -> int | None:
     """Return a 32-bit checksum of all `input_ids`; None if they are on an accelerator, for which it would wait."""
     if any(batch["input_ids"].device.type != "cpu" for batch in microbatches):
         return None
@@ -71,29 +71,33 @@ def checksum(microbatches: Sequence[Batch]) -> int | None:
     return found
 
 
-def apart(microbatches: Sequence[Batch]) -> list[Batch]:
+def drop_redundant_mask(microbatches: Sequence[Batch]) -> list[Batch]:
     """Return the microbatches without redundant masks; see [Note: packed documents]."""
     return [
-        {name: tensor for name, tensor in batch.items() if name != "attention_mask"} if _restarts(batch) else batch
+        {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
+        if _has_packed_documents(batch)
+        else batch
         for batch in microbatches
     ]
 
 
-def defect_under(microbatches: Sequence[Batch], terms: Terms, cp_size: int) -> MeshwrightError | None:
-    defect = defect_of(microbatches, terms.vocab_size)
-    defect = defect or _length_defect(microbatches, terms.sequence_multiple, cp_size)
+def find_batch_error(
+    microbatches: Sequence[Batch], requirements: BatchRequirements, cp_size: int
+) -> MeshwrightError | None:
+    defect = find_format_error(microbatches, requirements.vocab_size)
+    defect = defect or _find_length_error(microbatches, requirements.sequence_multiple, cp_size)
     if defect is not None:
         return BatchError(defect)
     try:
-        if terms.objective is not None:
-            terms.objective.check(microbatches, rows=terms.rows)
-        terms.check(without_columns(terms.objective, microbatches))
+        if requirements.objective is not None:
+            requirements.objective.check(microbatches, rows_per_chunk=requirements.rows)
+        requirements.check(model_inputs(requirements.objective, microbatches))
     except (BatchError, StrategyError) as error:
         return error
     return None
 
 
-def defect_of(microbatches: Sequence[Batch], vocab_size: int | None = None) -> str | None:
+def find_format_error(microbatches: Sequence[Batch], vocab_size: int | None = None) -> str | None:
     if not isinstance(microbatches, Sequence) or not microbatches:
         return f"microbatches must be a non-empty sequence of mappings, not {type(microbatches).__name__} (or empty)."
     for index, batch in enumerate(microbatches):
@@ -109,14 +113,14 @@ def defect_of(microbatches: Sequence[Batch], vocab_size: int | None = None) -> s
                 f"{about}: input_ids {tuple(ids.shape)} and labels {tuple(labels.shape)} must have one shape (B, S), "
                 f"B >= 1, S >= 2."
             )
-        if _restarts(batch) and not batch["attention_mask"].all():
+        if _has_packed_documents(batch) and not batch["attention_mask"].all():
             return (
                 f"{about}: position_ids restart, so several documents share a row, beside an attention_mask with "
                 f"zeros, under which transformers would let them see each other. Leave the mask out: end each row with "
-                f"padding whose position_ids restart too, and whose labels are {IGNORED_LABEL}."
+                f"padding whose position_ids restart too, and whose labels are {IGNORE_INDEX}."
             )
         if vocab_size is not None:
-            for key, tensor in (("input_ids", ids), ("labels", labels[labels != IGNORED_LABEL])):
+            for key, tensor in (("input_ids", ids), ("labels", labels[labels != IGNORE_INDEX])):
                 # Ids on an accelerator are not looked at: that would wait for queued work.
                 low, high = map(int, tensor.aminmax() if tensor.device.type == "cpu" and tensor.numel() else (0, 0))
                 if low < 0 or high >= vocab_size:
@@ -127,7 +131,7 @@ def defect_of(microbatches: Sequence[Batch], vocab_size: int | None = None) -> s
     return None
 
 
-def _restarts(batch: Batch) -> bool:
+def _has_packed_documents(batch: Batch) -> bool:
     """Return whether positions restart among a row's tokens that a mask of tokens (not of queries and keys) leaves."""
     positions, mask, shape = batch.get("position_ids"), batch.get("attention_mask"), batch["input_ids"].shape
     if positions is None or mask is None or mask.shape != shape or positions.shape not in (shape, (1, shape[1])):
@@ -136,26 +140,26 @@ def _restarts(batch: Batch) -> bool:
     return any(bool((row[kept].diff() <= 0).any()) for row, kept in rows)
 
 
-def _length_defect(microbatches: Sequence[Batch], multiple: int, cp_size: int) -> str | None:
-    beside = " and sequence_parallel" if multiple > 2 * cp_size else ""
-    ranks, remedy = f"{multiple} ranks (sequence_parallel)", "set sequence_parallel=false"
+def _find_length_error(microbatches: Sequence[Batch], length_multiple: int, cp_size: int) -> str | None:
+    beside = " and sequence_parallel" if length_multiple > 2 * cp_size else ""
+    ranks, remedy = f"{length_multiple} ranks (sequence_parallel)", "set sequence_parallel=false"
     if cp_size > 1:
         ranks, remedy = f"the ranks of cp_size={cp_size}{beside}", "choose another cp_size"
     for index, length in enumerate(batch["input_ids"].shape[1] for batch in microbatches):
-        if length % multiple:
+        if length % length_multiple:
             return (
                 f"microbatch {index} of {len(microbatches)}: sequences of {length} tokens cannot be divided among "
-                f"{ranks}. Pad them to a multiple of {multiple} with masked labels, or {remedy}."
+                f"{ranks}. Pad them to a multiple of {length_multiple} with masked labels, or {remedy}."
             )
     return None
 
 
-_ANNOUNCED, _COUNTED, _NO_LOSS = -1, -2, -3
+_BEGUN_SYNC, _COUNT_ONLY, _NO_LOSS = -1, -2, -3
 """In place of a number of tokens: the message counts them itself, for a step or for none; or there is no loss."""
 
 
 @dataclass(frozen=True)
-class Agreed:
+class SyncedStep:
     """What all ranks know of a step: `most` is the largest `Terms.count`, `longest` the tokens of the longest row."""
 
     microbatches: list[Batch]
@@ -168,23 +172,23 @@ class TokenCount(Tensor):
     """Token count of an announced step, int64 scalar on the CPU; any use waits until all ranks have announced."""
 
     microbatches: Sequence[Batch]
-    terms: Terms
-    answer: Callable[[], _Answer]
+    terms: BatchRequirements
+    answer: Callable[[], _HandshakeResult]
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return func(*_as_numbers(args), **_as_numbers(dict(kwargs or {})))
+        return func(*_to_plain_tensors(args), **_to_plain_tensors(dict(kwargs or {})))
 
 
-def _as_numbers(value: Any) -> Any:
+def _to_plain_tensors(value: Any) -> Any:
     if isinstance(value, TokenCount):
         return torch.tensor(value.answer().tokens, dtype=torch.int64)
     if type(value) in (list, tuple):
-        return type(value)(map(_as_numbers, value))
+        return type(value)(map(_to_plain_tensors, value))
     if isinstance(value, dict):
-        return {key: _as_numbers(each) for key, each in value.items()}
+        return {key: _to_plain_tensors(each) for key, each in value.items()}
     return value
 
 
@@ -193,86 +197,104 @@ def count_tokens(microbatches: Sequence[Batch], mesh: Mesh, objective: Objective
 
     Returns an int64 scalar on the CPU, equal on all ranks; BatchError on all if a microbatch of any is malformed.
     """
-    terms, found = Terms(objective=None if objective is None else Given(objective)), defect_of(microbatches)
-    answer = _message(microbatches, mesh, terms, BatchError(found) if found else None, given=_COUNTED).sent()
+    terms, found = (
+        BatchRequirements(objective=None if objective is None else BoundObjective(objective)),
+        find_format_error(microbatches),
+    )
+    answer = _build_handshake(
+        microbatches, mesh, terms, BatchError(found) if found else None, num_tokens=_COUNT_ONLY
+    ).sent()
     answer.check()
     return torch.tensor(answer.tokens, dtype=torch.int64)
 
 
-def announce(microbatches: Sequence[Batch], mesh: Mesh, terms: Terms) -> Tensor:
+def begin_step_sync(microbatches: Sequence[Batch], mesh: Mesh, requirements: BatchRequirements) -> Tensor:
     """Begin to agree on a step while the one before computes; see `StrategyManager.announce`. Collective."""
-    defect = defect_under(microbatches, terms, mesh.degrees.cp)
-    message = _message(microbatches, mesh, terms, defect, given=_ANNOUNCED)
+    defect = find_batch_error(microbatches, requirements, mesh.degrees.cp)
+    message = _build_handshake(microbatches, mesh, requirements, defect, num_tokens=_BEGUN_SYNC)
     wait = mesh.world.begin_exchange(message.sums, message.highs)
     count: TokenCount = torch.zeros((), dtype=torch.int64).as_subclass(TokenCount)
-    count.microbatches, count.terms, count.answer = microbatches, terms, lambda: _Answer(message, wait())
+    count.microbatches, count.terms, count.answer = (
+        microbatches,
+        requirements,
+        lambda: _HandshakeResult(message, wait()),
+    )
     return count
 
 
-def defects_told(num_tokens: Tensor) -> bool:
+def has_reported_errors(num_tokens: Tensor) -> bool:
     """Return whether any rank may have found an error in the step that a token count announces."""
     return not isinstance(num_tokens, TokenCount) or num_tokens.answer().defects > 0
 
 
-def agree(microbatches: Sequence[Batch], num_tokens: Tensor | None, mesh: Mesh, terms: Terms) -> Agreed:
+def finish_step_sync(
+    microbatches: Sequence[Batch], num_tokens: Tensor | None, mesh: Mesh, requirements: BatchRequirements
+) -> SyncedStep:
     """Check that all ranks can run this step; `num_tokens` is None where there is no loss. Collective."""
-    if isinstance(num_tokens, TokenCount) and num_tokens.terms == terms:
+    if isinstance(num_tokens, TokenCount) and num_tokens.terms == requirements:
         if microbatches is not num_tokens.microbatches:
             raise BatchError("the microbatches are others than those that were announced with this num_tokens.")
         answer = num_tokens.answer()
         total = answer.tokens
     else:
         total = _NO_LOSS if num_tokens is None else int(num_tokens)
-        defect = defect_under(microbatches, terms, mesh.degrees.cp)
-        answer = _message(microbatches, mesh, terms, defect, given=total).sent()
+        defect = find_batch_error(microbatches, requirements, mesh.degrees.cp)
+        answer = _build_handshake(microbatches, mesh, requirements, defect, num_tokens=total).sent()
     answer.check()
     total = 1 if num_tokens is None else total
     if total < 1:
-        own = terms.objective
+        own = requirements.objective
         counted = "an unmasked target" if own is None else f"anything for the {own.name} to count"
         raise BatchError(f"num_tokens is 0: no rank has {counted} in this step. Leave the step out, or unmask labels.")
     if answer.shares:
-        _check_shares(microbatches, mesh)
-    return Agreed(apart(microbatches), torch.tensor(total), answer.most, answer.longest)
+        _check_shared_batches(microbatches, mesh)
+    return SyncedStep(drop_redundant_mask(microbatches), torch.tensor(total), answer.most, answer.longest)
 
 
 # -- the message
 
 
 @dataclass(frozen=True)
-class _Message:
+class _StepHandshake:
     world: World
     defect: MeshwrightError | None
     sums: list[int]
     highs: list[int]
 
-    def sent(self) -> _Answer:
-        return _Answer(self, self.world.exchange(self.sums, self.highs))
+    def sent(self) -> _HandshakeResult:
+        return _HandshakeResult(self, self.world.exchange(self.sums, self.highs))
 
 
-def _message(
-    microbatches: Sequence[Batch], mesh: Mesh, terms: Terms, defect: MeshwrightError | None, *, given: int
-) -> _Message:
-    """Make the message of a step; `given` is the number of tokens, or one of the constants that stand for it."""
+def _build_handshake(
+    microbatches: Sequence[Batch],
+    mesh: Mesh,
+    requirements: BatchRequirements,
+    batch_error: MeshwrightError | None,
+    *,
+    num_tokens: int,
+) -> _StepHandshake:
+    """Make the message of a step; `num_tokens` is the number of tokens, or one of the constants that stand for it."""
     tokens = count = share = most = signature = longest = frozen = 0
-    if defect is None:
+    if batch_error is None:
         try:
-            counts = given in (_ANNOUNCED, _COUNTED) and mesh.world.select(mesh.leads_data, True)
-            tokens = terms.tokens(microbatches) if counts else 0
+            counts = num_tokens in (_BEGUN_SYNC, _COUNT_ONLY) and mesh.world.select(mesh.leads_data, True)
+            tokens = requirements.tokens(microbatches) if counts else 0
         except BatchError as error:
-            defect = error
-    if defect is None and given != _COUNTED:
-        count, most = len(microbatches), terms.count(microbatches)
-        signature = 0 if terms.objective is None else terms.objective.signature(microbatches)
-        share, frozen = share_of(mesh, checksum(microbatches)), terms.frozen
+            batch_error = error
+    if batch_error is None and num_tokens != _COUNT_ONLY:
+        count, most = len(microbatches), requirements.count(microbatches)
+        signature = 0 if requirements.objective is None else requirements.objective.signature(microbatches)
+        share, frozen = compute_checksum_share(mesh, compute_checksum(microbatches)), requirements.frozen
         longest = max(batch["input_ids"].shape[1] for batch in microbatches)
-    equal = [count, -count, given, -given, signature, -signature]
-    return _Message(mesh.world, defect, [int(defect is not None), tokens, share, frozen], [*equal, most, longest])
+    equal = [count, -count, num_tokens, -num_tokens, signature, -signature]
+    return _StepHandshake(
+        mesh.world, batch_error, [int(batch_error is not None), tokens, share, frozen], [*equal, most, longest]
+    )
 
 
-class _Answer:
-    def __init__(self, message: _Message, numbers: tuple[Sequence[int], Sequence[int]]) -> None:
-        self._message = message
+class _HandshakeResult:
+    def __init__(self, handshake: _StepHandshake, numbers: tuple[Sequence[int], Sequence[int]]) -> None:
+        self._message = handshake
         (self.defects, self.tokens, self.shares, self._frozen), (*pairs, self.most, self.longest) = numbers
         # The lowest and the highest of all ranks.
         self._counts, self._given, self._signatures = ((-pairs[at + 1], pairs[at]) for at in (0, 2, 4))
@@ -300,7 +322,7 @@ class _Answer:
         if self._counts[0] != self._counts[1]:
             raise BatchError(
                 f"ranks disagree on the number of microbatches: between {self._counts[0]} and {self._counts[1]}. "
-                f"Give every rank the same number; pad with microbatches whose labels are all {IGNORED_LABEL}."
+                f"Give every rank the same number; pad with microbatches whose labels are all {IGNORE_INDEX}."
             )
         if low != high:
             raise BatchError(
@@ -309,9 +331,9 @@ class _Answer:
             )
 
 
-def _check_shares(microbatches: Sequence[Batch], mesh: Mesh) -> None:
+def _check_shared_batches(microbatches: Sequence[Batch], mesh: Mesh) -> None:
     found: list[tuple[int, int | None]] = [(0, None)] * mesh.world.size
-    dist.all_gather_object(found, (mesh.data_rank, checksum(microbatches)), group=mesh.world.group)
+    dist.all_gather_object(found, (mesh.data_rank, compute_checksum(microbatches)), group=mesh.world.group)
     for data_rank in range(mesh.data_size):
         if len({each for rank, each in found if rank == data_rank and each is not None}) > 1:
             raise BatchError(
@@ -320,33 +342,33 @@ def _check_shares(microbatches: Sequence[Batch], mesh: Mesh) -> None:
             )
 
 
-def share_of(mesh: Mesh, value: int | None) -> int:
+def compute_checksum_share(mesh: Mesh, value: int | None) -> int:
     """Return this rank's part of the sum of [Note: equal shares], as an int64."""
     degrees = mesh.degrees
     sharers = degrees.pp * degrees.cp * degrees.tp
     mine = (mesh.axis_rank("pp") * degrees.cp + mesh.axis_rank("cp")) * degrees.tp + mesh.axis_rank("tp")
     if value is None or sharers == 1:
         return 0
-    factor = (_scattered(mine) - _scattered((mine + 1) % sharers)) * (2 * _scattered(mesh.data_rank) + 1)
-    return mesh.world.select(_as_int64(value * factor), 0)
+    factor = (_hash_index(mine) - _hash_index((mine + 1) % sharers)) * (2 * _hash_index(mesh.data_rank) + 1)
+    return mesh.world.select(_wrap_to_int64(value * factor), 0)
 
 
-def frozen_share(mesh: Mesh, frozen: Iterable[tuple[str, int, int]]) -> int:
+def compute_frozen_share(mesh: Mesh, frozen: Iterable[tuple[str, int, int]]) -> int:
     """Return this rank's part of the sum of [Note: equal flags]; `frozen`: name, number of its copy, and of copies."""
     degrees, total = mesh.degrees, 0
     ranks = mesh.data_size * degrees.cp * degrees.tp
     mine = (mesh.data_rank * degrees.cp + mesh.axis_rank("cp")) * degrees.tp + mesh.axis_rank("tp")
     for name, copy, copies in frozen:
-        number = _scattered(zlib.crc32(name.encode()))
+        number = _hash_index(zlib.crc32(name.encode()))
         total += number * (copies * ranks - 1) if copy == mine == 0 else -number
-    return mesh.world.select(_as_int64(total), 0)
+    return mesh.world.select(_wrap_to_int64(total), 0)
 
 
-def _as_int64(value: int) -> int:
+def _wrap_to_int64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-def _scattered(index: int) -> int:
+def _hash_index(index: int) -> int:
     """Hash an index to 64 bits (the finalizer of splitmix64)."""
     value = (index + 1) * 0x9E3779B97F4A7C15 % 2**64
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from ..base.errors import MeshwrightError, ModelError
 from ..base.types import Batch
-from ..tensors.state import Parts
+from ..tensors.state import ShardLayout
 
 
 @dataclass(frozen=True)
-class Trial:
+class ProbeInputs:
     """What an axis may try: an undivided microbatch, the model, and the divisor that other axes require."""
 
     microbatch: Batch
@@ -33,10 +33,10 @@ class Axis:
     """One axis of the mesh as a step sees it. Each method does nothing unless an axis replaces it.
 
     Attributes:
-        divides_batches: `divide` does something, so each microbatch is checked before.
-        divides_sequences: `divide` leaves each rank a part of every sequence, so no rank has what the model's own code
+        shards_batches: `divide` does something, so each microbatch is checked before.
+        shards_sequences: `divide` leaves each rank a part of every sequence, so no rank has what the model's own code
             computes over a whole sequence.
-        divides_vocabulary: each rank computes a part of the logits; see `meshwright.step.lm_head`.
+        shards_vocabulary: each rank computes a part of the logits; see `meshwright.step.lm_head`.
         sharers: ranks that have the same after `joined`, and whose losses are added up.
     """
 
@@ -58,22 +58,22 @@ class Axis:
         """Return this rank's part of a microbatch; `token_loss.TARGETS`, shifted, may replace its `labels`."""
         return batch
 
-    def own(self, whole: Tensor) -> Tensor:
+    def own(self, full: Tensor) -> Tensor:
         """Return this rank's positions of a tensor (B, S, ...) that was left undivided, such as an attention mask."""
-        return whole
+        return full
 
-    def parted(self, whole: Tensor) -> Tensor:
+    def parted(self, full: Tensor) -> Tensor:
         """Return what this rank has, after division, of a tensor (B, S, ...) of the whole microbatch."""
-        return self.own(whole)
+        return self.own(full)
 
-    def joined(self, part: Tensor) -> Tensor:
+    def joined(self, local: Tensor) -> Tensor:
         """Gather a tensor divided as by `parted`, with a gradient summed over ranks. Collective. Objectives need it."""
-        return part
+        return local
 
-    def joined_sequences(self, part: Tensor) -> Tensor:
+    def joined_sequences(self, local: Tensor) -> Tensor:
         """Return outputs for each sequence, (B, K), from those for each rank's positions. Collective; as `joined`."""
         raise ModelError(
-            f"{type(self).__name__} divides sequences and brings no `joined_sequences`: it takes no model that gives "
+            f"{type(self).__name__} divides sequences and brings no `gather_sequences`: it takes no model that gives "
             f"one thing for each sequence."
         )
 
@@ -107,13 +107,13 @@ class Axis:
     # -- before and after the first step
 
     def is_open(self) -> bool:
-        """Return whether `try_out` has still to be called."""
+        """Return whether `probe` has still to be called."""
         return False
 
-    def try_out(self, trial: Trial) -> MeshwrightError | None:
+    def try_out(self, inputs: ProbeInputs) -> MeshwrightError | None:
         """Try on a few tokens what cannot be known of the model otherwise; return what is wrong with it."""
         return None
 
-    def gradient_defect(self, parts: Parts) -> MeshwrightError | None:
-        """Return what the first step's gradients, divided by `parts`, show to be wrong with the model. Collective."""
+    def gradient_defect(self, shard_layout: ShardLayout) -> MeshwrightError | None:
+        """Return what the first step's gradients, divided by `shard_layout`, show to be wrong with the model. Collective."""
         return None

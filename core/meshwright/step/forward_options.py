@@ -15,56 +15,56 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat.transformers import forget_length, length_dependent_ropes
-from ..tensors.ops import with_attribute
+from .._compat.transformers import find_length_dependent_ropes, reset_dynamic_rope
+from ..tensors.ops import temporary_attribute
 
 
-def forward_options(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
+def get_forward_options(model: nn.Module, *, is_partial: bool = False) -> dict[str, Any]:
     """Return the options with which a model's forward is always called: no key-value cache, as far as it takes them."""
-    options = {"use_cache": False} | ({"output_router_logits": False} if in_parts else {})
+    options = {"use_cache": False} | ({"output_router_logits": False} if is_partial else {})
     taken = inspect.signature(model.forward).parameters
     names = set(taken)
     if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         # Some classes do not name it, and hand it on to the model inside; peft's wrapper hands on all.
-        base = _below_adapters(model)
+        base = _get_base_model(model)
         names |= set(inspect.signature(base.forward).parameters)
         names |= {"use_cache"} & set(inspect.signature(getattr(base, "base_model", base).forward).parameters)
     return {name: value for name, value in options.items() if name in names}
 
 
-def forward_takes(model: nn.Module) -> frozenset[str]:
+def get_forward_arguments(model: nn.Module) -> frozenset[str]:
     """Return the names of a forward's arguments; other entries of a batch belong to the objective."""
-    signatures = (inspect.signature(each.forward) for each in (model, _below_adapters(model)))
+    signatures = (inspect.signature(each.forward) for each in (model, _get_base_model(model)))
     return frozenset(name for each in signatures for name in each.parameters)
 
 
-def _below_adapters(model: nn.Module) -> nn.Module:
+def _get_base_model(model: nn.Module) -> nn.Module:
     found: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     return found
 
 
-def with_router_logits(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `forward_options` for a run that returns the logits of all routers."""
+def enable_router_logits(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `get_forward_options` for a run that returns the logits of all routers."""
     return {name: value or name == "output_router_logits" for name, value in options.items()}
 
 
-class RopeLength:
+class RopeLengthHook:
     def __init__(self, model: nn.Module) -> None:
         self._length: int | None = None
-        for rope in length_dependent_ropes(model):
-            rope.register_forward_pre_hook(_forget, with_kwargs=True)
+        for rope in find_length_dependent_ropes(model):
+            rope.register_forward_pre_hook(_reset_length, with_kwargs=True)
             rope.register_forward_pre_hook(self._before, with_kwargs=True)
             rope.register_forward_hook(self._after)
 
     def within_step(self, length: int) -> AbstractContextManager[None]:
         """Set the length [tokens] of the longest row of a step, on all ranks."""
-        return with_attribute(self, "_length", length)
+        return temporary_attribute(self, "_length", length)
 
     def _before(self, rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Append the last position of the longest row, the largest of all."""
         if self._length is None:
             return None
-        hidden, positions, *rest = _arguments(args, kwargs)
+        hidden, positions, *rest = _get_rope_arguments(args, kwargs)
         last = positions.new_full((*positions.shape[:-1], 1), self._length - 1)
         return (hidden, torch.cat([positions, last], dim=-1), *rest), {}
 
@@ -75,20 +75,20 @@ class RopeLength:
 
 
 @contextmanager
-def without_history(model: nn.Module) -> Iterator[None]:
+def reset_rope_length(model: nn.Module) -> Iterator[None]:
     """Context in which no forward depends on the length of the one before."""
     with ExitStack() as hooks:
-        for rope in length_dependent_ropes(model):
-            hooks.callback(rope.register_forward_pre_hook(_forget, with_kwargs=True).remove)
+        for rope in find_length_dependent_ropes(model):
+            hooks.callback(rope.register_forward_pre_hook(_reset_length, with_kwargs=True).remove)
         yield
 
 
-def _forget(rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    hidden, _, *rest = _arguments(args, kwargs)
-    forget_length(rope, hidden, *rest)
+def _reset_length(rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    hidden, _, *rest = _get_rope_arguments(args, kwargs)
+    reset_dynamic_rope(rope, hidden, *rest)
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _get_rope_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return hidden states, positions (..., S), and the type of the layer if it is given."""
     given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
     return tuple(given[name] for name in ("x", "position_ids", "layer_type") if given.get(name) is not None)

@@ -20,33 +20,33 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._compat.torch import own_parameters
+from .._compat.torch import get_own_parameters
 from ..base.errors import ModelError
-from ..model.forward_order import ForwardMethod, Layer, put_around
-from ..tensors.ops import in_place_of, with_attribute
-from .rows import WHOLE, Projection, Rows, Vocabulary
+from ..model.forward_order import ForwardMethod, WrapOrder, wrap_forward
+from ..tensors.ops import temporary_attribute, temporary_parameters
+from .rows import UNSHARDED_VOCABULARY, HiddenRows, Projection, Vocabulary
 
-_CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "contiguous"})
-_ENTRYWISE = _CASTS | {"mul", "rmul", "div", "truediv", "true_divide", "add", "radd", "sub", "neg", "tanh"}
-_QUESTIONS = frozenset(
+_CAST_OPS = frozenset({"to", "float", "double", "half", "bfloat16", "contiguous"})
+_ELEMENTWISE_OPS = _CAST_OPS | {"mul", "rmul", "div", "truediv", "true_divide", "add", "radd", "sub", "neg", "tanh"}
+_METADATA_OPS = frozenset(
     {"__get__", "__len__", "size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_contiguous"}
 )
-_VALUES = (bool, int, float, type(None), torch.dtype, torch.memory_format)
+_SCALAR_TYPES = (bool, int, float, type(None), torch.dtype, torch.memory_format)
 
 
-class RowsError(ModelError):
+class ChunkedLogitsError(ModelError):
     """The logits of a model cannot be computed row by row."""
 
 
 @dataclass(frozen=True)
-class Source:
+class LogitsSource:
     """What makes logits: the hidden states (..., H), the head, and the steps after it; casts may lose nothing."""
 
     hidden: Tensor
     run: Callable[[Tensor], Tensor]
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
     only_casts: bool = True
-    vocabulary: Vocabulary = WHOLE
+    vocabulary: Vocabulary = UNSHARDED_VOCABULARY
 
     def logits(self, hidden: Tensor) -> Tensor:
         return functools.reduce(lambda logits, step: step(logits), self.steps, self.run(hidden))
@@ -55,11 +55,11 @@ class Source:
 class DeferredLogits(Tensor):
     """See the module. Has a shape and a dtype, and reports the device of the hidden states."""
 
-    source: Source
+    source: LogitsSource
 
     @staticmethod
-    def of(source: Source, features: int, dtype: torch.dtype) -> DeferredLogits:
-        shape = (*source.hidden.shape[:-1], features)
+    def of(source: LogitsSource, num_entries: int, dtype: torch.dtype) -> DeferredLogits:
+        shape = (*source.hidden.shape[:-1], num_entries)
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DeferredLogits)
         made.source = source
         return made
@@ -76,7 +76,7 @@ class DeferredLogits(Tensor):
         name = func.__name__
         if func == Tensor.device.__get__:
             return args[0].source.hidden.device
-        if name in _QUESTIONS:
+        if name in _METADATA_OPS:
             answer = super().__torch_function__(func, types, tuple(args), options)
             if not isinstance(answer, Tensor):
                 return answer
@@ -86,40 +86,42 @@ class DeferredLogits(Tensor):
         places = [index for index, each in enumerate(args) if isinstance(each, DeferredLogits)]
         rest = [each for index, each in enumerate(args) if index not in places] + list(options.values())
         operation = name.removeprefix("__").removesuffix("__")
-        if operation not in _ENTRYWISE or len(places) != 1 or not all(map(_is_one_for_all, rest)):
-            raise RowsError(f"what {name} makes of its logits is not known row by row")
-        return _after(func, list(args), places[0], options, loses_nothing=operation in _CASTS)
+        if operation not in _ELEMENTWISE_OPS or len(places) != 1 or not all(map(_is_scalar, rest)):
+            raise ChunkedLogitsError(f"what {name} makes of its logits is not known row by row")
+        return _apply_deferred(func, list(args), places[0], options, is_lossless=operation in _CAST_OPS)
 
     def __repr__(self, **_: Any) -> str:
         return f"DeferredLogits({tuple(self.shape)}, {self.dtype})"
 
 
-def _is_one_for_all(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 0 and not value.requires_grad
-    return isinstance(value, _VALUES)
+    return isinstance(value, _SCALAR_TYPES)
 
 
-def _after(func: Any, args: list[Any], place: int, options: dict[str, Any], *, loses_nothing: bool) -> DeferredLogits:
-    before: DeferredLogits = args[place]
+def _apply_deferred(
+    func: Any, args: list[Any], index: int, options: dict[str, Any], *, is_lossless: bool
+) -> DeferredLogits:
+    before: DeferredLogits = args[index]
 
     def step(logits: Tensor) -> Tensor:
-        made: Tensor = func(*args[:place], logits, *args[place + 1 :], **options)
+        made: Tensor = func(*args[:index], logits, *args[index + 1 :], **options)
         return made
 
     # One entry tells the dtype.
     dtype = step(torch.zeros((1, 1), dtype=before.dtype, device=before.source.hidden.device)).dtype
-    loses_nothing = loses_nothing and torch.promote_types(dtype, before.dtype) == dtype
-    args[place] = None
-    steps, only_casts = (*before.source.steps, step), before.source.only_casts and loses_nothing
+    is_lossless = is_lossless and torch.promote_types(dtype, before.dtype) == dtype
+    args[index] = None
+    steps, only_casts = (*before.source.steps, step), before.source.only_casts and is_lossless
     source = replace(before.source, steps=steps, only_casts=only_casts)
     return DeferredLogits.of(source, before.shape[-1], dtype)
 
 
-Consume = Callable[[DeferredLogits], Tensor]
+ConsumeLogits = Callable[[DeferredLogits], Tensor]
 
 
-class RowHead:
+class DeferredHead:
     """The head of one unsharded model; `entries` of the whole vocabulary, `waiting` as in `token_loss`."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
@@ -127,49 +129,49 @@ class RowHead:
         self.entries: int | None = getattr(self._head, "out_features", None)
         self._is_linear = type(self._head) is nn.Linear and "forward" not in vars(self._head)
         self._answer: tuple[int, torch.dtype] | None = None
-        self._consume: Consume | None = None
+        self._consume: ConsumeLogits | None = None
         self.waiting: WeakSet[Any] = WeakSet()
-        put_around(self._head, Layer.LOSS, self._around_head)
-        put_around(model, Layer.LOSS, self._around_model)
+        wrap_forward(self._head, WrapOrder.LOSS, self._around_head)
+        wrap_forward(model, WrapOrder.LOSS, self._around_model)
 
     @property
     def features(self) -> int | None:
         """Entries of the vocabulary on this rank, once the head has run."""
         return None if self._answer is None else self._answer[0]
 
-    def ask(self, run: Callable[[], Any], consume: Consume) -> tuple[Tensor, Any]:
+    def ask(self, run: Callable[[], Any], consume: ConsumeLogits) -> tuple[Tensor, Any]:
         """Run the sharded model and consume its deferred logits in its forward; return the result and the outputs."""
-        crossing = _Crossing()
-        with with_attribute(self, "_consume", lambda logits: _Leave.apply(consume(logits), crossing)):
+        crossing = _Bypass()
+        with temporary_attribute(self, "_consume", lambda logits: _EnterBypass.apply(consume(logits), crossing)):
             outputs = run()
-        answer: Tensor = _Arrive.apply(outputs.logits, crossing)
+        answer: Tensor = _LeaveBypass.apply(outputs.logits, crossing)
         return answer, outputs
 
-    def rows(self, logits: DeferredLogits) -> Rows:
-        """Return the rows of deferred logits, within the forward; RowsError if the head's parameters are gone."""
+    def rows(self, logits: DeferredLogits) -> HiddenRows:
+        """Return the rows of deferred logits, within the forward; ChunkedLogitsError if the head's parameters are gone."""
         source = logits.source
         device = source.hidden.device.type
         is_cast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         slots = [
             (module, name) for module in self._head.modules() for name, _ in module.named_parameters(recurse=False)
         ]
-        tensors = tuple(own_parameters(module)[name] for module, name in slots)
+        tensors = tuple(get_own_parameters(module)[name] for module, name in slots)
         for (_, name), tensor in zip(slots, tensors, strict=True):
             if isinstance(tensor, DTensor) or tensor.untyped_storage().nbytes() < tensor.nbytes:
-                raise RowsError(f"{self._name}.{name} is gathered for the forward of {self._name} alone")
+                raise ChunkedLogitsError(f"{self._name}.{name} is gathered for the forward of {self._name} alone")
         if self._is_linear and source.only_casts and [name for _, name in slots] in (["weight"], ["weight", "bias"]):
             # As autocast does, which leaves float64 alone.
             is_cast = is_cast and source.hidden.dtype is not torch.float64
             given = [each.to(dtype) if is_cast else each for each in (source.hidden, *tensors)]
-            return Rows.linear(given[0], given[1], *given[2:], vocabulary=source.vocabulary)
+            return HiddenRows.linear(given[0], given[1], *given[2:], vocabulary=source.vocabulary)
 
         def project(rows_CH: Tensor, given: Sequence[Tensor]) -> Tensor:
             places = [(module, name, tensor) for (module, name), tensor in zip(slots, given, strict=True)]
-            with torch.autocast(device, dtype=dtype, enabled=is_cast), in_place_of(places):
+            with torch.autocast(device, dtype=dtype, enabled=is_cast), temporary_parameters(places):
                 return source.logits(rows_CH[None])[0]
 
         hidden_NH = source.hidden.reshape(-1, source.hidden.shape[-1])
-        return Rows(hidden_NH, tensors, Projection(project, False, source.vocabulary))
+        return HiddenRows(hidden_NH, tensors, Projection(project, False, source.vocabulary))
 
     # -- forwards
 
@@ -182,8 +184,8 @@ class RowHead:
                     self._answer = answer.shape[-1], answer.dtype
                 return answer
             if self._answer is None or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-                raise RowsError(f"{self._name} takes more than hidden states")
-            return DeferredLogits.of(Source(args[0], forward), *self._answer)
+                raise ChunkedLogitsError(f"{self._name} takes more than hidden states")
+            return DeferredLogits.of(LogitsSource(args[0], forward), *self._answer)
 
         return run
 
@@ -193,7 +195,7 @@ class RowHead:
             outputs = forward(*args, **kwargs)
             if self._consume is not None:
                 if not isinstance(outputs.logits, DeferredLogits):
-                    raise RowsError(f"the logits are not what {self._name} gives")
+                    raise ChunkedLogitsError(f"the logits are not what {self._name} gives")
                 outputs.logits = self._consume(outputs.logits)
             return outputs
 
@@ -203,16 +205,16 @@ class RowHead:
 # -- the way out
 
 
-class _Crossing:
+class _Bypass:
     """What bypasses the anchor; see [Note: the way out]."""
 
     value: Tensor
     gradient: Tensor
 
 
-class _Leave(torch.autograd.Function):
+class _EnterBypass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, crossing: _Crossing) -> Tensor:
+    def forward(ctx: Any, value: Tensor, crossing: _Bypass) -> Tensor:
         ctx.crossing, crossing.value = crossing, value.detach()
         return value.new_zeros(())
 
@@ -221,9 +223,9 @@ class _Leave(torch.autograd.Function):
         return ctx.crossing.gradient, None
 
 
-class _Arrive(torch.autograd.Function):
+class _LeaveBypass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, crossing: _Crossing) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, crossing: _Bypass) -> Tensor:
         ctx.crossing, ctx.dtype = crossing, anchor.dtype
         return crossing.value.view_as(crossing.value)
 

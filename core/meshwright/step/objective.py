@@ -37,26 +37,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.errors import BatchError, ConfigError, MeshwrightError, ModelError, NotFiniteError
-from ..base.types import IGNORED_LABEL, Batch, Objective, TokenStatistic
-from .tokens import Outputs, Recorder, Sequences, Tokens, targets
+from ..base.errors import BatchError, ConfigError, MeshwrightError, ModelError, NonFiniteError
+from ..base.types import IGNORE_INDEX, Batch, Objective, TokenStatistic
+from .tokens import Outputs, Sequences, StatisticsRecorder, Tokens, shift_labels
 
-OF_MODEL = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
+MODEL_KEYS = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
 """Entries of a batch that are never an objective's own, whatever the model takes."""
-_WHOLE = "whole: "
-_RETURNS = "An objective returns a scalar tensor, or one and a mapping of names to scalar tensors, each a sum."
+_UNSHARDED_PREFIX = "whole: "
+_RETURN_RULE = "An objective returns a scalar tensor, or one and a mapping of names to scalar tensors, each a sum."
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class BoundObjective:
     """An objective for a model; `taken`: entries of a batch that the model takes; `usual`: see `Tokens`."""
 
     objective: Objective
-    taken: frozenset[str] = OF_MODEL
+    taken: frozenset[str] = MODEL_KEYS
     usual: set[TokenStatistic] = field(default_factory=set)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Given) and self.is_of(other.objective) and self.taken == other.taken
+        return isinstance(other, BoundObjective) and self.is_of(other.objective) and self.taken == other.taken
 
     def is_of(self, objective: Objective) -> bool:
         """Return whether it is this very objective; a bound method is a new object at each access."""
@@ -87,9 +87,9 @@ class Given:
         return {name: tensor for name, tensor in batch.items() if name in self.taken}
 
     def whole(self, batch: Batch) -> dict[str, Tensor]:
-        """Return what the objective sees of an undivided microbatch, under the keys that `split_whole` removes."""
+        """Return what the objective sees of an undivided microbatch, under the keys that `split_unsharded_columns` removes."""
         seen = self.columns(batch) | {key: batch[key] for key in ("labels", "position_ids") if key in batch}
-        return {_WHOLE + name: tensor for name, tensor in seen.items()}
+        return {_UNSHARDED_PREFIX + name: tensor for name, tensor in seen.items()}
 
     def signature(self, microbatches: Sequence[Batch]) -> int:
         columns = sorted((name, str(each.dtype), each.dim()) for name, each in self.columns(microbatches[0]).items())
@@ -109,7 +109,7 @@ class Given:
                 raise BatchError(f"the count of {self.name} must be an int, at least 0, not {found!r}.")
         return sum(counts)
 
-    def check(self, microbatches: Sequence[Batch], *, rows: int | None = None) -> None:
+    def check(self, microbatches: Sequence[Batch], *, rows_per_chunk: int | None = None) -> None:
         """Refuse an invalid objective, and batches that it does not take; no collective."""
         if not callable(self.objective):
             raise BatchError(f"objective must be callable as objective(tokens, batch), not {self.objective!r}.")
@@ -135,7 +135,7 @@ class Given:
                 _ = own(batch) if own is not None else None
             except Exception as error:
                 raise BatchError(f"{about}: the {self.name} refuses it: {error}") from error
-            for size in {count, rows or count}:
+            for size in {count, rows_per_chunk or count}:
                 if size % self.rows:
                     raise BatchError(
                         f"{about}: {size} sequences at a time cannot be taken {self.rows} by {self.rows}, as the "
@@ -144,42 +144,42 @@ class Given:
                     )
 
 
-def without_columns(given: Given | None, microbatches: Sequence[Batch]) -> Sequence[Batch]:
+def model_inputs(objective: BoundObjective | None, microbatches: Sequence[Batch]) -> Sequence[Batch]:
     """Return the microbatches without the columns that are only for the objective."""
-    return microbatches if given is None else [given.inputs(batch) for batch in microbatches]
+    return microbatches if objective is None else [objective.inputs(batch) for batch in microbatches]
 
 
-def split_whole(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split a divided batch into the model's part and what `Given.whole` has added."""
-    part = {name: tensor for name, tensor in batch.items() if not name.startswith(_WHOLE)}
-    return part, {name.removeprefix(_WHOLE): batch[name] for name in batch.keys() - part.keys()}
+def split_unsharded_columns(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Split a divided batch into the model's part and what `BoundObjective.whole` has added."""
+    part = {name: tensor for name, tensor in batch.items() if not name.startswith(_UNSHARDED_PREFIX)}
+    return part, {name.removeprefix(_UNSHARDED_PREFIX): batch[name] for name in batch.keys() - part.keys()}
 
 
-class Tally:
+class ObjectiveAccumulator:
     """An objective in one step or evaluation, with the names of its further sums (float64).
 
     `is_wrong`: a value was not finite; `defect`: the first error on this rank, see [Note: a failure in a step].
     """
 
-    def __init__(self, given: Given, names: Sequence[str], device: torch.device) -> None:
-        self.given, self.names = given, tuple(names)
+    def __init__(self, objective: BoundObjective, names: Sequence[str], device: torch.device) -> None:
+        self.given, self.names = objective, tuple(names)
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self.is_wrong = torch.zeros((), dtype=torch.bool, device=device)
         self.defect: MeshwrightError | None = None
 
-    def __call__(self, seen: Tokens | Outputs, columns: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, inputs: Tokens | Outputs, columns: Mapping[str, Tensor]) -> Tensor:
         value = None
         if self.defect is None:
             try:
-                value, sums = called(self.given, seen, columns)
+                value, sums = call_objective(self.given, inputs, columns)
                 self._add(sums)
                 self.is_wrong |= ~value.detach().isfinite()
             except MeshwrightError as error:
                 self.defect = error
         if self.defect is not None or value is None:
-            return seen.nothing()
+            return inputs.nothing()
         # Of rows that count for nothing an objective may return a number.
-        return value if value.requires_grad or not torch.is_grad_enabled() else value + seen.nothing()
+        return value if value.requires_grad or not torch.is_grad_enabled() else value + inputs.nothing()
 
     def _add(self, sums: Mapping[str, Tensor]) -> None:
         if tuple(sorted(sums)) != self.names:
@@ -190,84 +190,88 @@ class Tally:
         for index, name in enumerate(self.names):
             self.sums[index] += sums[name].detach()
 
-    def error(self, is_wrong: bool) -> MeshwrightError | None:
-        if self.defect is not None or not is_wrong:
+    def error(self, has_nonfinite: bool) -> MeshwrightError | None:
+        if self.defect is not None or not has_nonfinite:
             return self.defect
-        return NotFiniteError(
+        return NonFiniteError(
             f"the {self.given.name} is not finite. No parameter was changed by this step. Look at the batch, and at "
             f"what the objective divides by, exponentiates or takes the logarithm of."
         )
 
 
-def called(given: Given, seen: Sequences, columns: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+def call_objective(
+    objective: BoundObjective, inputs: Sequences, columns: Mapping[str, Tensor]
+) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Call an objective and return its value and further sums."""
     try:
-        answer: Any = given.objective(seen, columns)
+        answer: Any = objective.objective(inputs, columns)
     except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
         raise
     except KeyError as error:
         raise ConfigError(
-            f"the {given.name} asks for {error}, which the batch has not; its columns: {', '.join(columns) or 'none'}."
+            f"the {objective.name} asks for {error}, which the batch has not; its columns: {', '.join(columns) or 'none'}."
         ) from error
     except Exception as error:
-        raise ConfigError(f"the {given.name} fails: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"the {objective.name} fails: {type(error).__name__}: {error}") from error
     value, sums = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
     if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
-        raise ConfigError(f"the {given.name} returns {_kind(value)}. {_RETURNS}")
+        raise ConfigError(f"the {objective.name} returns {_describe_value(value)}. {_RETURN_RULE}")
     if not isinstance(sums, Mapping):
-        raise ConfigError(f"the {given.name} returns {_kind(sums)} beside its value. {_RETURNS}")
+        raise ConfigError(f"the {objective.name} returns {_describe_value(sums)} beside its value. {_RETURN_RULE}")
     for name, each in sums.items():
         if not isinstance(name, str) or not isinstance(each, Tensor) or each.dim() != 0:
-            raise ConfigError(f"the {given.name} returns {_kind(each)} as {name!r}. {_RETURNS}")
+            raise ConfigError(f"the {objective.name} returns {_describe_value(each)} as {name!r}. {_RETURN_RULE}")
     return value, sums
 
 
-def _kind(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} {tuple(value.shape)}"
     return f"a value of type {type(value).__name__}"
 
 
-def check_head(given: Given, shape: Sequence[int], vocab_size: int | None) -> None:
+def check_logits_shape(objective: BoundObjective, shape: Sequence[int], vocab_size: int | None) -> None:
     """Refuse an objective over tokens if the logits are not those of a vocabulary, with a ModelError."""
-    if given.on == "tokens" and (len(shape) != 3 or shape[-1] < (vocab_size or 0)):
+    if objective.on == "tokens" and (len(shape) != 3 or shape[-1] < (vocab_size or 0)):
         raise ModelError(
-            f"the {given.name} is over tokens, but the model gives logits {tuple(shape)}, which are not those of its "
+            f"the {objective.name} is over tokens, but the model gives logits {tuple(shape)}, which are not those of its "
             f"vocabulary. Set on = 'outputs', for an objective over what the model's head returns."
         )
 
 
-def tried(given: Given, batch: Batch, features: int | None, dtype: torch.dtype) -> tuple[str, ...]:
+def probe_objective(
+    objective: BoundObjective, batch: Batch, num_features: int | None, dtype: torch.dtype
+) -> tuple[str, ...]:
     """Try an objective with made-up statistics; return the names of its further sums. See [Note: a sum]."""
-    if isinstance(given.objective, Recorder):
+    if isinstance(objective.objective, StatisticsRecorder):
         return ()
-    few = _Few(given, batch, features, dtype)
+    few = _ProbeBatch(objective, batch, num_features, dtype)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         (both, sums), (again, _) = few.called(0, 2), few.called(0, 2)
         parts = [few.called(0, 1)[0], few.called(1, 2)[0]]
-    if not both.requires_grad and bool((few.targets != IGNORED_LABEL).any()):
-        raise ConfigError(f"the {given.name} returns a value without a gradient: nothing would be trained.")
+    if not both.requires_grad and bool((few.targets != IGNORE_INDEX).any()):
+        raise ConfigError(f"the {objective.name} returns a value without a gradient: nothing would be trained.")
     values = [float(each.detach()) for each in (both, again, *parts)]
     whole, repeated, first, second = values
     # What draws numbers is another one each time; and what is not finite here may be so for made-up statistics alone.
     is_known = whole == repeated and all(abs(each) < float("inf") for each in values)
     if is_known and abs(whole - first - second) > 1e-3 * (abs(first) + abs(second)):
         raise ConfigError(
-            f"the {given.name} gives {first:g} and {second:g} for two groups of sequences, and {whole:g} for both "
+            f"the {objective.name} gives {first:g} and {second:g} for two groups of sequences, and {whole:g} for both "
             f"together, so it is no sum over sequences (a mean, perhaps). Return the sum: it is divided by num_tokens."
         )
     return tuple(sorted(sums))
 
 
-class _Few:
+class _ProbeBatch:
     """Two groups of rows of a microbatch; the second repeats the first if there is no other."""
 
-    def __init__(self, given: Given, batch: Batch, features: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, given: BoundObjective, batch: Batch, features: int | None, dtype: torch.dtype) -> None:
         self._given, self._features = given, features
         labels, rows = batch["labels"], given.rows
         count, length = labels.shape
         index = torch.arange(2 * rows, device=labels.device) % min(count, 2 * rows)
-        self.targets = targets(labels)[index]
+        self.targets = shift_labels(labels)[index]
         positions = batch.get("position_ids")
         self._positions = None if positions is None else positions.expand(count, length)[index]
         self._columns = {name: tensor[index] for name, tensor in given.columns(batch).items()}
@@ -282,16 +286,16 @@ class _Few:
         def ask(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
             found: dict[str, Tensor] = dict.fromkeys(names, 1.0 + noise_BS)
             unlikely_BSK = 0.5 + noise_BS[..., None] + 3.0 * (ids_BSK * 0.618).frac()
-            found["log_probs"] = torch.where(ids_BSK != IGNORED_LABEL, -unlikely_BSK, 0.0)
-            found["is_top1"] = (noise_BS > 0.5) & (ids_BSK != IGNORED_LABEL).any(-1)
+            found["log_probs"] = torch.where(ids_BSK != IGNORE_INDEX, -unlikely_BSK, 0.0)
+            found["is_top1"] = (noise_BS > 0.5) & (ids_BSK != IGNORE_INDEX).any(-1)
             return {name: found[name] for name in names}
 
         seen: Tokens | Outputs
         if self._given.on == "tokens":
-            seen = Tokens(self.targets[rows], ask, positions_BS=positions, usual=self._given.usual)
+            seen = Tokens(self.targets[rows], ask, positions_BS=positions, usual_statistics=self._given.usual)
         else:
             features = self._features or 1
             each_K = torch.linspace(-1.0, 1.0, abs(features), dtype=noise_BS.dtype, device=noise_BS.device)
             logits = (noise_BS[..., None] if features > 0 else noise_BS[:, :1]) * each_K
             seen = Outputs(self.targets[rows], logits, positions_BS=positions)
-        return called(self._given, seen, {name: tensor[rows] for name, tensor in self._columns.items()})
+        return call_objective(self._given, seen, {name: tensor[rows] for name, tensor in self._columns.items()})

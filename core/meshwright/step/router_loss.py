@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..base.errors import ModelError
-from ..tensors.ops import with_attribute
+from ..tensors.ops import temporary_attribute
 
 
 class RouterLoss:
@@ -41,12 +41,12 @@ class RouterLoss:
             )
         self._coefficient, self._choices = float(coefficient), int(choices)
 
-    def share(self, sums: Tensor, *, group: dist.ProcessGroup, microbatches: int) -> Tensor:
+    def share(self, statistics: Tensor, *, group: dist.ProcessGroup, num_microbatches: int) -> Tensor:
         """Return this rank's share of a microbatch's loss, scalar. Collective over ranks with other tokens."""
-        chosen_E, probable_E, tokens = _parts(sums)
+        chosen_E, probable_E, tokens = _unpack_statistics(statistics)
         every = torch.cat([chosen_E, tokens[None]]).detach()
         dist.all_reduce(every, group=group)
-        return self._loss(every[:-1], probable_E, every[-1]) * (self._coefficient / microbatches)
+        return self._loss(every[:-1], probable_E, every[-1]) * (self._coefficient / num_microbatches)
 
     def check(self, outputs: Any, mask: Tensor | None) -> None:
         """Refuse a model whose own router loss differs, with a ModelError. No communication."""
@@ -57,7 +57,7 @@ class RouterLoss:
                 "config.output_router_logits=True, but the model does not return the logits of its routers, (T, E) for "
                 "each layer, and a router loss. Set it to False to train on the token loss alone."
             )
-        chosen_E, probable_E, tokens = _parts(self.sums(logits, mask))
+        chosen_E, probable_E, tokens = _unpack_statistics(self.sums(logits, mask))
         if not tokens:
             # The model divides by their number.
             return
@@ -89,26 +89,26 @@ class RouterLoss:
         return (chosen_E / tokens * (probable_E / tokens)).sum() * chosen_E.shape[0]
 
 
-def _parts(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _unpack_statistics(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return sums[: len(sums) // 2], sums[len(sums) // 2 : -1], sums[-1]
 
 
 @dataclass(frozen=True)
-class Routers:
+class RouterModules:
     """The modules that route tokens; `places`: index of the logits in each result, None if they are the result."""
 
     places: Mapping[str, int | None]
     experts: int
 
-    def watch(self, model: nn.Module) -> Notes:
-        notes = Notes()
+    def watch(self, model: nn.Module) -> RouterLogitsRecorder:
+        notes = RouterLogitsRecorder()
         for name, module in model.named_modules():
             if name in self.places:
                 module.register_forward_hook(functools.partial(notes.note, self.places[name]))
         return notes
 
 
-class Notes:
+class RouterLogitsRecorder:
     """Auxiliary losses of the routers, noted during a forward."""
 
     _open: list[Tensor] | None = None
@@ -117,15 +117,15 @@ class Notes:
     def noting(self) -> Iterator[list[Tensor]]:
         """Yield the list to which the logits of one forward are added, without those of recomputation in backward."""
         noted: list[Tensor] = []
-        with with_attribute(self, "_open", noted):
+        with temporary_attribute(self, "_open", noted):
             yield noted
 
-    def note(self, place: int | None, module: nn.Module, args: Any, output: Any) -> None:
+    def note(self, index: int | None, module: nn.Module, args: Any, output: Any) -> None:
         if self._open is not None:
-            self._open.append(output if place is None else output[place])
+            self._open.append(output if index is None else output[index])
 
 
-def find_routers(model: nn.Module, loss: RouterLoss, run: Callable[[], Any]) -> Routers:
+def find_routers(model: nn.Module, loss: RouterLoss, run: Callable[[], Any]) -> RouterModules:
     """Find the routers of a model, by a `run` on a few unmasked tokens that returns their logits, too."""
     # With the tensors, so that no other takes the identity of one that is seen.
     found: dict[int, tuple[str, int | None, Tensor]] = {}
@@ -148,4 +148,4 @@ def find_routers(model: nn.Module, loss: RouterLoss, run: Callable[[], Any]) -> 
             "one for each, so a rank that runs a part of it cannot tell them. Set it to False to train on the token "
             "loss alone, or pp_size=1 and cp_size=1."
         )
-    return Routers(dict(places), logits[0].shape[1])
+    return RouterModules(dict(places), logits[0].shape[1])

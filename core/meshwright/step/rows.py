@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..base.errors import StrategyError
-from ..base.types import IGNORED_LABEL, TokenStatistic
+from ..base.types import IGNORE_INDEX, TokenStatistic
 
 
 class Vocabulary:
@@ -36,9 +36,9 @@ class Vocabulary:
 
     start: int = 0
 
-    def size(self, local: int) -> int:
+    def size(self, local_size: int) -> int:
         """Return the number of all entries, given that of this rank."""
-        return local
+        return local_size
 
     def each(self, local: Tensor) -> Tensor:
         """Stack the tensors of ranks that share the entries along a new first dim, without autograd. Collective."""
@@ -49,11 +49,11 @@ class Vocabulary:
         return logits
 
 
-WHOLE = Vocabulary()
+UNSHARDED_VOCABULARY = Vocabulary()
 
 
 @dataclass(frozen=True)
-class Measures:
+class RowStatistics:
     """Of each row, over the whole vocabulary; (C,), but (C, K) for the logits `chosen` of ids; float32 or float64."""
 
     log_sum: Tensor
@@ -64,7 +64,7 @@ class Measures:
 
     def values(self, name: TokenStatistic, ids_CK: Tensor) -> Tensor:
         """Return one statistic: (C, K) for "log_probs", 0 where there is no id, else (C,)."""
-        has_id_CK = ids_CK != IGNORED_LABEL
+        has_id_CK = ids_CK != IGNORE_INDEX
         if name == "log_probs":
             return torch.where(has_id_CK, self.chosen - self.log_sum[:, None], 0.0)
         if name == "is_top1":
@@ -77,7 +77,7 @@ class Measures:
         return found
 
 
-class Exponentials:
+class ShiftedExponentials:
     """exp(logit - the row's highest logit on this rank), in the memory of the logits (float32 or wider)."""
 
     def __init__(self, logits_CL: Tensor) -> None:
@@ -94,7 +94,7 @@ class Exponentials:
 
     def gradient(
         self,
-        measures: Measures,
+        measures: RowStatistics,
         ids_CK: Tensor,
         vocabulary: Vocabulary,
         weights: Mapping[TokenStatistic, Tensor],
@@ -108,7 +108,7 @@ class Exponentials:
         factor_C = (self.highest_C - measures.log_sum).exp_()
         if "log_probs" not in weights:
             ids_CK = ids_CK[:, :0]
-        chosen_CK = torch.where(ids_CK != IGNORED_LABEL, weights.get("log_probs", none_C[:, None]), 0.0)
+        chosen_CK = torch.where(ids_CK != IGNORE_INDEX, weights.get("log_probs", none_C[:, None]), 0.0)
         by_value_C = (weights.get("logsumexp", none_C) - chosen_CK.sum(-1)) * factor_C
         more_CL = None
         if "entropy" in weights and measures.expected is not None:
@@ -118,7 +118,7 @@ class Exponentials:
         if "mean_logit" in weights:
             mean_C = weights["mean_logit"] / vocabulary.size(values_CL.shape[1])
             more_CL = mean_C[:, None] if more_CL is None else more_CL.add_(mean_C[:, None])
-        here_CK, local_CK = _local(ids_CK, vocabulary, values_CL.shape[1])
+        here_CK, local_CK = _find_local_ids(ids_CK, vocabulary, values_CL.shape[1])
         found_CL = values_CL if dtype == values_CL.dtype else torch.empty_like(values_CL, dtype=dtype)
         if more_CL is not None:
             torch.add(values_CL.mul_(by_value_C[:, None]), more_CL, out=values_CL)
@@ -135,17 +135,17 @@ class Exponentials:
         return found_CL if found_CL is values_CL else found_CL.copy_(values_CL)
 
 
-def measure(
+def compute_row_statistics(
     logits_CL: Tensor, ids_CK: Tensor, vocabulary: Vocabulary, names: Sequence[TokenStatistic]
-) -> tuple[Measures, Exponentials]:
+) -> tuple[RowStatistics, ShiftedExponentials]:
     """Measure a chunk of rows; overwrites the logits, float32 or wider. Collective if ranks share the vocabulary."""
     entries = logits_CL.shape[1]
     more = {"mean": logits_CL.sum(-1)} if "mean_logit" in names else {}
     chosen_CK = logits_CL.new_zeros(ids_CK.shape)
     if entries:
-        here_CK, local_CK = _local(ids_CK, vocabulary, entries)
+        here_CK, local_CK = _find_local_ids(ids_CK, vocabulary, entries)
         chosen_CK = torch.where(here_CK, logits_CL.gather(1, local_CK), 0.0)
-    exponentials = Exponentials(logits_CL)
+    exponentials = ShiftedExponentials(logits_CL)
     if "entropy" in names:
         more["expected"] = exponentials.expected_sum()
     parts = {"highest": exponentials.highest_C, "sum": exponentials.values_CL.sum(-1), **more}
@@ -158,13 +158,13 @@ def measure(
     expected_C = (each["expected"] * scale_RC).sum(0) / sum_C if "expected" in each else None
     mean_C = each["mean"].sum(0) / vocabulary.size(entries) if "mean" in each else None
     chosen_CK = each_RMC[:, len(parts) :].sum(0).t()
-    return Measures(highest_C + sum_C.log(), highest_C, chosen_CK, expected_C, mean_C), exponentials
+    return RowStatistics(highest_C + sum_C.log(), highest_C, chosen_CK, expected_C, mean_C), exponentials
 
 
-def _local(ids_CK: Tensor, vocabulary: Vocabulary, entries: int) -> tuple[Tensor, Tensor]:
+def _find_local_ids(ids_CK: Tensor, vocabulary: Vocabulary, entries: int) -> tuple[Tensor, Tensor]:
     """Return whether each id is one of this rank's entries, and its index here, or 0."""
     local_CK = ids_CK - vocabulary.start
-    here_CK = (ids_CK != IGNORED_LABEL) & (local_CK >= 0) & (local_CK < entries)
+    here_CK = (ids_CK != IGNORE_INDEX) & (local_CK >= 0) & (local_CK < entries)
     return here_CK, torch.where(here_CK, local_CK, 0)
 
 
@@ -174,11 +174,11 @@ class Projection:
 
     call: Callable[[Tensor, Sequence[Tensor]], Tensor]
     is_linear: bool
-    vocabulary: Vocabulary = WHOLE
+    vocabulary: Vocabulary = UNSHARDED_VOCABULARY
 
 
 @dataclass(frozen=True)
-class Rows:
+class HiddenRows:
     """Rows of hidden states, contiguous, and what makes logits of them, with tensors such as a head's weight."""
 
     hidden_NH: Tensor
@@ -187,66 +187,76 @@ class Rows:
 
     @classmethod
     def linear(
-        cls, hidden: Tensor, weight_LH: Tensor, bias_L: Tensor | None = None, *, vocabulary: Vocabulary = WHOLE
-    ) -> Rows:
+        cls,
+        hidden: Tensor,
+        weight_LH: Tensor,
+        bias_L: Tensor | None = None,
+        *,
+        vocabulary: Vocabulary = UNSHARDED_VOCABULARY,
+    ) -> HiddenRows:
         """Return the rows of (..., H) before a linear head, all of one dtype."""
         tensors = (weight_LH,) if bias_L is None else (weight_LH, bias_L)
         hidden_NH = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         return cls(hidden_NH, tensors, Projection(lambda x, given: F.linear(x, *given), True, vocabulary))
 
     @classmethod
-    def of_logits(cls, logits: Tensor, *, vocabulary: Vocabulary = WHOLE) -> Rows:
+    def of_logits(cls, logits: Tensor, *, vocabulary: Vocabulary = UNSHARDED_VOCABULARY) -> HiddenRows:
         """Return the rows of existing logits, (..., L)."""
         # A rank may have no entry, from which a number of rows cannot be found.
         flat = logits.reshape(logits.shape[:-1].numel(), logits.shape[-1]).contiguous()
         return cls(flat, (), Projection(lambda x, given: x, False, vocabulary))
 
 
-def token_statistics(
-    rows: Rows, ids_NK: Tensor, names: Sequence[TokenStatistic], *, chunk_rows: int
+def compute_token_statistics(
+    rows: HiddenRows, ids_NK: Tensor, names: Sequence[TokenStatistic], *, chunk_rows: int
 ) -> dict[str, Tensor]:
     """Compute statistics of tokens, with gradients except for "is_top1". Collective if ranks share the vocabulary.
 
-    `ids_NK` are int64, K >= 0 for each row, `IGNORED_LABEL` for none; "is_top1" is about the first. Returns (N,), or
+    `ids_NK` are int64, K >= 0 for each row, `IGNORE_INDEX` for none; "is_top1" is about the first. Returns (N,), or
     (N, K) for "log_probs", float32 or wider. At most `chunk_rows` rows have logits at a time.
     """
     if not names:
         return {}
     if "log_probs" not in names:
         ids_NK = ids_NK[:, : int("is_top1" in names)]
-    values = _Statistics.apply(rows.projection, ids_NK, tuple(names), chunk_rows, rows.hidden_NH, *rows.tensors)
+    values = _ChunkedStatistics.apply(rows.projection, ids_NK, tuple(names), chunk_rows, rows.hidden_NH, *rows.tensors)
     return dict(zip(names, values, strict=True))
 
 
-def token_loss(
-    rows: Rows, targets_N: Tensor, num_tokens: Tensor, *, chunk_rows: int, waiting: WeakSet[Any] | None = None
+def compute_token_loss(
+    rows: HiddenRows,
+    targets_N: Tensor,
+    num_tokens: Tensor,
+    *,
+    chunk_rows: int,
+    pending_gradients: WeakSet[Any] | None = None,
 ) -> Tensor:
     """Sum the cross entropy of `targets_N` [nats], divided by `num_tokens`; scalar. See [Note: by rows].
 
-    `waiting`: gradients of losses with the same weights that no backward has taken yet; this loss adds its own.
+    `pending_gradients`: gradients of losses with the same weights that no backward has taken yet; this loss adds its own.
     """
-    factor = torch.ones((), dtype=_wide(rows.hidden_NH.dtype), device=targets_N.device) / num_tokens
+    factor = torch.ones((), dtype=_promote_to_float32(rows.hidden_NH.dtype), device=targets_N.device) / num_tokens
     inputs = (rows.hidden_NH, *rows.tensors)
     has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
-    if has_gradient and waiting:
-        (values,) = token_statistics(rows, targets_N[:, None], ["log_probs"], chunk_rows=chunk_rows).values()
+    if has_gradient and pending_gradients:
+        (values,) = compute_token_statistics(rows, targets_N[:, None], ["log_probs"], chunk_rows=chunk_rows).values()
         return -values.sum() * factor
     needs = [has_gradient and each.requires_grad for each in inputs]
-    loss: Tensor = _Loss.apply(rows.projection, targets_N, factor, chunk_rows, needs, waiting, *inputs)
+    loss: Tensor = _ChunkedLoss.apply(rows.projection, targets_N, factor, chunk_rows, needs, pending_gradients, *inputs)
     return loss
 
 
-def _parts(rows: int, chunk_rows: int) -> Iterator[slice]:
+def _iter_chunks(rows: int, chunk_rows: int) -> Iterator[slice]:
     count = -(-rows // chunk_rows)
     bounds = [index * rows // count for index in range(count + 1)] if count else [0]
     return (slice(start, stop) for start, stop in pairwise(bounds))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _promote_to_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class _Chunk:
+class _LogitsChunk:
     """The logits of some rows, and a way back to rows and tensors."""
 
     def __init__(self, projection: Projection, rows_CH: Tensor, tensors: Sequence[Tensor], needs: Sequence[bool]):
@@ -264,12 +274,12 @@ class _Chunk:
     def wide(self) -> Tensor:
         """Return the logits in memory that may be overwritten; once."""
         # What was recorded may have saved them, and what nothing was done to is the input.
-        owned = self._logits_CL.detach().to(_wide(self.dtype), copy=not self._linear)
+        owned = self._logits_CL.detach().to(_promote_to_float32(self.dtype), copy=not self._linear)
         if self._linear:
             self._logits_CL = self._logits_CL.new_empty(0)
         return owned
 
-    def add(self, gradient_CL: Tensor, part: slice, sums: Sums) -> None:
+    def add(self, gradient_CL: Tensor, part: slice, sums: ChunkGradients) -> None:
         """Add to the gradients of rows and tensors what a gradient of the logits contributes."""
         if not self._linear:
             inputs = [self._rows_CH, *self._tensors]
@@ -287,7 +297,7 @@ class _Chunk:
             sums.add(2, gradient_CL.sum(0), part)
 
 
-class Sums:
+class ChunkGradients:
     """Gradients of hidden states and tensors, to which chunks add theirs."""
 
     def __init__(self, hidden_NH: Tensor, needs: Sequence[bool]) -> None:
@@ -310,7 +320,7 @@ class Sums:
         return [self.hidden_NH, *self._tensors]
 
 
-class _Loss(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """See `token_loss`; gradients are computed in forward."""
 
     @staticmethod
@@ -325,11 +335,11 @@ class _Loss(torch.autograd.Function):
         hidden_NH: Tensor,
         *tensors: Tensor,
     ) -> Tensor:
-        sums, total, vocabulary = Sums(hidden_NH, needs), factor.new_zeros(()), projection.vocabulary
-        for part in _parts(hidden_NH.shape[0], chunk_rows):
-            chunk = _Chunk(projection, hidden_NH[part], tensors, needs)
+        sums, total, vocabulary = ChunkGradients(hidden_NH, needs), factor.new_zeros(()), projection.vocabulary
+        for part in _iter_chunks(hidden_NH.shape[0], chunk_rows):
+            chunk = _LogitsChunk(projection, hidden_NH[part], tensors, needs)
             targets_C1 = targets_N[part, None]
-            measures, exponentials = measure(chunk.wide(), targets_C1, vocabulary, ["log_probs"])
+            measures, exponentials = compute_row_statistics(chunk.wide(), targets_C1, vocabulary, ["log_probs"])
             if any(needs):
                 weights: dict[TokenStatistic, Tensor] = {"log_probs": -factor.expand(targets_C1.shape)}
                 chunk.add(exponentials.gradient(measures, targets_C1, vocabulary, weights, chunk.dtype), part, sums)
@@ -352,7 +362,7 @@ class _Loss(torch.autograd.Function):
         return (None,) * 6 + tuple(None if each is None else each.mul_(grad) for each in sums.all)
 
 
-class _Statistics(torch.autograd.Function):
+class _ChunkedStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -364,9 +374,9 @@ class _Statistics(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         found, kept = [], []
-        for part in _parts(hidden_NH.shape[0], chunk_rows):
-            chunk = _Chunk(projection, hidden_NH[part], tensors, [False] * (1 + len(tensors)))
-            measures, _ = measure(chunk.wide(), ids_NK[part], projection.vocabulary, names)
+        for part in _iter_chunks(hidden_NH.shape[0], chunk_rows):
+            chunk = _LogitsChunk(projection, hidden_NH[part], tensors, [False] * (1 + len(tensors)))
+            measures, _ = compute_row_statistics(chunk.wide(), ids_NK[part], projection.vocabulary, names)
             del chunk, _
             found.append([measures.values(name, ids_NK[part]) for name in names])
             expected_C = measures.log_sum if measures.expected is None else measures.expected
@@ -383,14 +393,14 @@ class _Statistics(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ids_NK, kept, hidden_NH, *tensors = ctx.saved_tensors
         needs = ctx.needs_input_grad[4:]
-        vocabulary, sums = ctx.projection.vocabulary, Sums(hidden_NH, needs)
+        vocabulary, sums = ctx.projection.vocabulary, ChunkGradients(hidden_NH, needs)
         given = {name: grad for name, grad in zip(ctx.names, grads, strict=True) if grad is not None}
-        for part in _parts(hidden_NH.shape[0], ctx.chunk_rows):
-            chunk = _Chunk(ctx.projection, hidden_NH[part], tensors, needs)
+        for part in _iter_chunks(hidden_NH.shape[0], ctx.chunk_rows):
+            chunk = _LogitsChunk(ctx.projection, hidden_NH[part], tensors, needs)
             # What ranks have exchanged in forward is known, and logits of ids are not asked for.
-            measures = Measures(kept[0, part], kept[0, part], kept[0, part, None], kept[1, part])
+            measures = RowStatistics(kept[0, part], kept[0, part], kept[0, part, None], kept[1, part])
             weights = {name: grad[part] for name, grad in given.items()}
-            exponentials = Exponentials(chunk.wide())
+            exponentials = ShiftedExponentials(chunk.wide())
             chunk.add(exponentials.gradient(measures, ids_NK[part], vocabulary, weights, chunk.dtype), part, sums)
             del chunk, exponentials
         return (None,) * 4 + tuple(sums.all)

@@ -18,46 +18,46 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..base.errors import BatchError, ConfigError
-from ..base.types import IGNORED_LABEL, Batch, TokenStatistic
-from .rows import Rows, token_statistics
+from ..base.types import IGNORE_INDEX, Batch, TokenStatistic
+from .rows import HiddenRows, compute_token_statistics
 
 TARGETS = "shift_labels"
 """Key of a divided batch, in the place of `labels`: the label that each position predicts."""
 
 
-def targets(labels_BS: Tensor) -> Tensor:
+def shift_labels(labels_BS: Tensor) -> Tensor:
     """Return the label that each position predicts: the next one, and none for the last. int64, (B, S)."""
-    return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED_LABEL)
+    return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def split_targets(batch: Batch) -> tuple[Batch, Tensor]:
     """Split a microbatch, or a part of one, into the model's inputs and the label of each position, (B, S)."""
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", TARGETS)}
-    return inputs, batch[TARGETS] if TARGETS in batch else targets(batch["labels"])
+    return inputs, batch[TARGETS] if TARGETS in batch else shift_labels(batch["labels"])
 
 
-def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+def sum_token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     """Sum the cross entropy over unmasked targets [nats], in float32 or wider. Labels are shifted by one here."""
-    return target_loss_sum(logits_BSV, targets(labels_BS))
+    return sum_target_loss(logits_BSV, shift_labels(labels_BS))
 
 
-def target_loss_sum(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Sum the cross entropy as `token_loss_sum` does, given the result of `targets`."""
+def sum_target_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """Sum the cross entropy as `sum_token_loss` does, given the result of `targets`."""
     if logits_BSV.dtype in (torch.float16, torch.bfloat16):
         logits_BSV = logits_BSV.float()
-    return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-Ask = Callable[[Tensor, Sequence[TokenStatistic]], Mapping[str, Tensor]]
+GetStatistics = Callable[[Tensor, Sequence[TokenStatistic]], Mapping[str, Tensor]]
 """`ask(ids_BSK, names)`: statistics with gradients, float32 or float64, (B, S) for each name, but (B, S, K) for
-"log_probs", which are those of the ids, 0 where an id is `IGNORED_LABEL`."""
+"log_probs", which are those of the ids, 0 where an id is `IGNORE_INDEX`."""
 
 
 class Sequences:
     """The sequences and documents of a microbatch.
 
     Args:
-        targets_BS: int64, the label that each position predicts; `IGNORED_LABEL` for none. Kept as `targets`.
+        targets_BS: int64, the label that each position predicts; `IGNORE_INDEX` for none. Kept as `targets`.
         positions_BS: int64, as in the batch, also (1, S); None: each sequence is one document.
     """
 
@@ -69,7 +69,7 @@ class Sequences:
     @property
     def mask(self) -> Tensor:
         """Which positions predict a label; bool, (B, S). Position s predicts the label of s + 1, the last one none."""
-        return self.targets != IGNORED_LABEL
+        return self.targets != IGNORE_INDEX
 
     def sequence_sum(self, values_BS: Tensor) -> Tensor:
         """Sum over each sequence, (B,), with its gradient; int64 for bool."""
@@ -97,31 +97,31 @@ class Sequences:
 class Tokens(Sequences):
     """The tokens of a microbatch; see [Note: whole sequences]. Statistics are computed at first access, and kept.
 
-    `usual`: names that were asked for before, which are computed together; new ones are added.
+    `usual_statistics`: names that were asked for before, which are computed together; new ones are added.
     """
 
     def __init__(
         self,
         targets_BS: Tensor,
-        ask: Ask,
+        get_statistics: GetStatistics,
         *,
         positions_BS: Tensor | None = None,
-        usual: set[TokenStatistic] | None = None,
+        usual_statistics: set[TokenStatistic] | None = None,
     ) -> None:
         super().__init__(targets_BS, positions_BS)
-        self._ask, self._usual = ask, set() if usual is None else usual
+        self._ask, self._usual = get_statistics, set() if usual_statistics is None else usual_statistics
         self._known: dict[str, Tensor] = {}
 
     @classmethod
     def of_logits(cls, logits_BSV: Tensor, labels_BS: Tensor, *, position_ids: Tensor | None = None) -> Tokens:
         """Return the tokens of existing logits; labels as in the model's input: the shift by one happens here."""
-        rows = Rows.of_logits(logits_BSV)
+        rows = HiddenRows.of_logits(logits_BSV)
 
         def ask(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
-            found = token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=len(rows.hidden_NH))
+            found = compute_token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=len(rows.hidden_NH))
             return {name: value.unflatten(0, ids_BSK.shape[:2]) for name, value in found.items()}
 
-        return cls(targets(labels_BS), ask, positions_BS=position_ids)
+        return cls(shift_labels(labels_BS), ask, positions_BS=position_ids)
 
     @property
     def log_probs(self) -> Tensor:
@@ -149,17 +149,17 @@ class Tokens(Sequences):
         return self._statistic("is_top1")
 
     def log_probs_of(self, ids_BSK: Tensor) -> Tensor:
-        """Return log-probabilities of given int64 ids [nats], (B, S, K), 0 where an id is `IGNORED_LABEL`."""
+        """Return log-probabilities of given int64 ids [nats], (B, S, K), 0 where an id is `IGNORE_INDEX`."""
         if ids_BSK.dtype is not torch.int64 or ids_BSK.dim() != 3 or ids_BSK.shape[:2] != self.targets.shape:
             raise ConfigError(
-                f"log_probs_of takes int64 ids of shape (B, S, K), here {(*self.targets.shape, 'K')}, not "
+                f"log_probs_for takes int64 ids of shape (B, S, K), here {(*self.targets.shape, 'K')}, not "
                 f"{ids_BSK.dtype} {tuple(ids_BSK.shape)}."
             )
         return self._ask(ids_BSK, ["log_probs"])["log_probs"]
 
     def nothing(self) -> Tensor:
         """Return 0, scalar, with a gradient of 0 that reaches every parameter as that of any statistic does."""
-        return self._ask(torch.full_like(self.targets, IGNORED_LABEL)[..., None], ["log_probs"])["log_probs"].sum()
+        return self._ask(torch.full_like(self.targets, IGNORE_INDEX)[..., None], ["log_probs"])["log_probs"].sum()
 
     def _statistic(self, name: TokenStatistic) -> Tensor:
         if name not in self._known:
@@ -191,7 +191,7 @@ class Outputs(Sequences):
         return (self.logits * 0.0).nan_to_num().sum()
 
 
-class Recorder:
+class StatisticsRecorder:
     """An objective that records statistics of tokens, and is 0."""
 
     name = "token_stats"

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
     from ..mesh.mesh import Mesh
     from ..mesh.sizes import Degrees
-    from ..model.merge import Adapters
+    from ..model.merge import AdapterMode
     from ..model.weights import Weights
-    from ..tensors.pieces import Sharded
-    from ..tensors.state import OptimizerState, ShardedState, TensorKind
+    from ..tensors.pieces import ChunkedTensor
+    from ..tensors.state import OptimizerState, ShardedState, TensorMeta
 
 
 class StrategyManager(ABC):
@@ -205,18 +205,18 @@ class StrategyManager(ABC):
         """Hold the full parameters of `model_parts`, which the context yields, to generate or compare."""
 
     def iter_parameters(
-        self, *, bucket_bytes: int, dtype: torch.dtype | None = None, adapters: Adapters = "apart"
+        self, *, bucket_bytes: int, dtype: torch.dtype | None = None, adapters: AdapterMode = "apart"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over all parameters, unsharded, on every rank; see `meshwright.model.merge.given_parameters`."""
-        from ..model.merge import given_parameters
+        """Iterate over all parameters, unsharded, on every rank; see `meshwright.model.merge.iter_parameters`."""
+        from ..model.merge import iter_parameters
 
-        return given_parameters(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters)
+        return iter_parameters(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters)
 
-    def parameter_pieces(self) -> Mapping[str, Sharded | None]:
+    def parameter_pieces(self) -> Mapping[str, ChunkedTensor | None]:
         """Return this rank's pieces of all parameters, each under the first of its names, in the order of the model.
 
         These are values that the model computes with, if it trains others; a piece may have another dtype than its
-        `Sharded`, to which it is to be rounded. None for parameters on other ranks alone. If ranks have different
+        `ChunkedTensor`, to which it is to be rounded. None for parameters on other ranks alone. If ranks have different
         names, those of the first come first.
         """
         state = self.sharded_state().model
@@ -249,7 +249,7 @@ class StrategyManager(ABC):
         """
 
     @abstractmethod
-    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> AbstractContextManager[ShardedState]:
+    def loading(self, optimizer: OptimizerState[TensorMeta] | None) -> AbstractContextManager[ShardedState]:
         """Load state from a checkpoint: the context yields the pieces to write into; leaving it puts them to use.
 
         Args:
@@ -260,8 +260,8 @@ class StrategyManager(ABC):
         """
 
 
-ROUNDS_ANEW = "rounds anew"
-"""Annotates an option of a config, `Annotated[bool, ROUNDS_ANEW]`, under which the parts that a model computes in
+CHANGES_ROUNDING = "rounds anew"
+"""Annotates an option of a config, `Annotated[bool, CHANGES_ROUNDING]`, under which the parts that a model computes in
 float32 are rounded in other places. The conformance suite tries it on a model that has no such parts."""
 
 

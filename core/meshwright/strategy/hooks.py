@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..model.layout import ModelLayout
     from .contract import StrategySpec
 
-StyleName: TypeAlias = "str | ParallelStyle"
+StyleSpec: TypeAlias = "str | ParallelStyle"
 """How tensor parallelism shards a module or parameter: the name of a style, or one of torch's."""
 
 PROJECT = "meshwright"
@@ -53,7 +53,7 @@ def model_layout(model: nn.Module) -> ModelLayout | None:
 
 
 @hookspec(firstresult=True)
-def tp_plan(model: nn.Module, layout: ModelLayout, sequence_parallel: bool) -> Mapping[str, StyleName] | None:
+def tp_plan(model: nn.Module, layout: ModelLayout, sequence_parallel: bool) -> Mapping[str, StyleSpec] | None:
     """Say how tensor parallelism shards a model, before its own plan is asked; None to pass.
 
     Maps names of modules or parameters, with `*` for the number of a layer, to names of styles
@@ -82,19 +82,19 @@ def register_run_sections() -> list[RunSection]:  # type: ignore[empty-body]
 
 
 @hookspec(firstresult=True)
-def monitor_run(config: Any, ranks: int) -> Any:
+def monitor_run(config: Any, world_size: int) -> Any:
     """Return what monitors a run, a `meshwright_run.run_rank.Companion`; None to pass.
 
     Called before the process group exists, by the process that starts the ranks or by the first of them.
 
     Args:
         config: the `RunConfig`.
-        ranks: of the run.
+        world_size: of the run.
     """
 
 
 @hookspec(firstresult=True)
-def show_plan(config: Any, ranks: int) -> list[Any] | None:
+def render_plan(config: Any, world_size: int) -> list[Any] | None:
     """Return what a run would hold, send and take, as Rich renderables (`meshwright train --plan-only`); None to pass.
 
     Takes the arguments of `monitor_run`.
@@ -102,8 +102,8 @@ def show_plan(config: Any, ranks: int) -> list[Any] | None:
 
 
 @hookspec(firstresult=True)
-def open_state_copies(world: World) -> Any:
-    """Open the copies of training state outside of this process, `meshwright.train.loop.extension.StateCopies`; None to
+def open_state_replication(world: World) -> Any:
+    """Open the copies of training state outside of this process, `meshwright.train.loop.extension.StateReplication`; None to
     pass. Collective. Called if a run asks for copies (`checkpoint.replicate`)."""
 
 
@@ -126,7 +126,7 @@ def on_step_end(result: StepResult) -> None:
 
 
 @hookspec
-def on_bad_step(bad: BadStep) -> None:
+def on_bad_step(bad_step: BadStep) -> None:
     """Called for a step that is skipped, before its `on_step_end`, or that has rewound the run."""
 
 

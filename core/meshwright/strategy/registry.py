@@ -19,8 +19,8 @@ import pluggy
 from packaging.requirements import Requirement
 from pydantic import BaseModel
 
-from ..base.errors import StrategyError, UnknownStrategyError, nearest
-from ..base.lazy import how_to_install, install_line
+from ..base.errors import StrategyError, UnknownStrategyError, suggest_match
+from ..base.lazy import format_install_command, format_install_hint
 from ..mesh.sizes import CLAIMABLE_AXES
 from . import hooks as hookspecs
 from .contract import StrategySpec
@@ -35,23 +35,23 @@ BUILTINS = {"core": EntryPoint("single", "meshwright.single.plugin", ENTRY_POINT
 """The plugins that are part of core, by the name that errors give them."""
 
 
-def normalized(name: str) -> str:
+def normalize_name(name: str) -> str:
     return name.strip().lower().replace("-", "_")
 
 
 @functools.cache
-def installable() -> dict[str, str]:
+def find_installable_extras() -> dict[str, str]:
     """Return the extra that installs each strategy of this project: the extras that the extra `strategies` names."""
     try:
         lines = requires("meshwright") or []
     except PackageNotFoundError:
         return {}
     every = [each for each in map(Requirement, lines) if each.marker and each.marker.evaluate({"extra": "strategies"})]
-    return {normalized(name): name for each in every if each.name == "meshwright" for name in sorted(each.extras)}
+    return {normalize_name(name): name for each in every if each.name == "meshwright" for name in sorted(each.extras)}
 
 
 @dataclass(frozen=True)
-class Failure:
+class PluginFailure:
     """Why a plugin, or one strategy of it, cannot be used."""
 
     plugin: str
@@ -70,7 +70,7 @@ class Registry:
     def __init__(
         self, plugins: Iterable[EntryPoint] | None = None, *, builtins: Mapping[str, EntryPoint] = BUILTINS
     ) -> None:
-        self._failures: list[Failure] = []
+        self._failures: list[PluginFailure] = []
         self._specs: dict[str, StrategySpec] = {}
         self._owners: dict[str, str] = {}
         self._manager = _new_plugin_manager()
@@ -85,13 +85,13 @@ class Registry:
 
     def register(self, plugin: Any, *, name: str, strategy: str | None = None) -> None:
         """Add a plugin, by its name in errors, and the strategy it should bring; errors are kept in `failures`."""
-        reason = _defect_of(plugin, name)
+        reason = _find_plugin_error(plugin, name)
         if reason is None and self._manager.get_plugin(name) is not None:
             reason = "a plugin of this name is registered already"
         elif reason is None and self._manager.is_registered(plugin):
             reason = f"it is the same module as plugin {self._manager.get_name(plugin)}"
         if reason is not None:
-            self.set_aside(Failure(name, reason, strategy))
+            self.set_aside(PluginFailure(name, reason, strategy))
         else:
             self._manager.register(plugin, name=name)
             self._add_strategies(plugin, name, strategy)
@@ -100,7 +100,7 @@ class Registry:
     def observing(self, *observers: Any) -> Iterator[None]:
         """Register observers for the duration of a with block; StrategyError if one is broken."""
         for observer in observers:
-            reason = _defect_of(observer, type(observer).__name__)
+            reason = _find_plugin_error(observer, type(observer).__name__)
             if self._manager.is_registered(observer):
                 reason = "it is registered already"
             if reason is not None:
@@ -124,17 +124,17 @@ class Registry:
             if plugin is not None and self._implements(plugin, hook)
         ]
 
-    def set_aside(self, failure: Failure) -> None:
+    def set_aside(self, failure: PluginFailure) -> None:
         self._failures.append(failure)
 
     def _load(self, entry_point: EntryPoint) -> None:
         distribution = entry_point.dist.name if entry_point.dist is not None else entry_point.value
-        name, strategy = f"{entry_point.name} ({distribution})", normalized(entry_point.name)
+        name, strategy = f"{entry_point.name} ({distribution})", normalize_name(entry_point.name)
         try:
             plugin = entry_point.load()
         except (Exception, SystemExit) as error:
             # A plugin's import can fail in any way.
-            self.set_aside(Failure(name, f"{type(error).__name__}: {error}", strategy))
+            self.set_aside(PluginFailure(name, f"{type(error).__name__}: {error}", strategy))
         else:
             self.register(plugin, name=name, strategy=strategy)
 
@@ -155,16 +155,18 @@ class Registry:
         if not self._implements(plugin, "register_strategies"):
             return
         try:
-            specs = _listed(self._call_own(plugin, "register_strategies"))
+            specs = _unpack_specs(self._call_own(plugin, "register_strategies"))
         except (Exception, SystemExit) as error:
             reason = f"register_strategies failed: {type(error).__name__}: {error}"
-            self.set_aside(Failure(owner, reason, expected))
+            self.set_aside(PluginFailure(owner, reason, expected))
             return
         for spec in specs:
-            defects = _spec_defects(spec)
+            defects = _find_spec_errors(spec)
             if defects:
                 named = isinstance(spec, StrategySpec) and isinstance(spec.name, str)
-                self.set_aside(Failure(owner, "; ".join(defects), normalized(spec.name) if named else expected))
+                self.set_aside(
+                    PluginFailure(owner, "; ".join(defects), normalize_name(spec.name) if named else expected)
+                )
             else:
                 self._add(spec, owner)
 
@@ -173,15 +175,15 @@ class Registry:
         if other is None:
             self._specs[spec.name], self._owners[spec.name] = spec, owner
         elif other in self._builtins:
-            self.set_aside(Failure(owner, f"the name {spec.name!r} belongs to core", spec.name))
+            self.set_aside(PluginFailure(owner, f"the name {spec.name!r} belongs to core", spec.name))
         else:
             # The owner's entry stays, so that a third plugin is refused too.
             self._specs.pop(spec.name, None)
             for one, two in ((owner, other), (other, owner)):
-                self.set_aside(Failure(one, f"also registered by plugin {two}; uninstall one of them", spec.name))
+                self.set_aside(PluginFailure(one, f"also registered by plugin {two}; uninstall one of them", spec.name))
 
     @property
-    def failures(self) -> list[Failure]:
+    def failures(self) -> list[PluginFailure]:
         """What cannot be used, and why: plugins, strategies, and aliases that several strategies claim."""
         found = [*self._failures]
         for alias, names in self._claimed_aliases().items():
@@ -193,13 +195,13 @@ class Registry:
                     reason = f"its alias {alias!r} is claimed by {others} too"
                 else:
                     continue
-                found.append(Failure(self._owners[name], reason, name))
+                found.append(PluginFailure(self._owners[name], reason, name))
         return found
 
     def _claimed_aliases(self) -> dict[str, list[str]]:
         claimed: dict[str, list[str]] = {}
         for spec in self.strategies.values():
-            for alias in dict.fromkeys(map(normalized, spec.aliases)):
+            for alias in dict.fromkeys(map(normalize_name, spec.aliases)):
                 if alias != spec.name:
                     claimed.setdefault(alias, []).append(spec.name)
         return claimed
@@ -219,11 +221,15 @@ class Registry:
     @property
     def installable(self) -> dict[str, str]:
         """The install line of each strategy of this project that is neither installed nor broken."""
-        return {name: install_line(extra) for name, extra in sorted(installable().items()) if not self._is_name(name)}
+        return {
+            name: format_install_command(extra)
+            for name, extra in sorted(find_installable_extras().items())
+            if not self._is_name(name)
+        }
 
     def get(self, name: str) -> StrategySpec:
         """Look a strategy up by name or alias; StrategyError if it is broken, UnknownStrategyError if not there."""
-        key = normalized(name)
+        key = normalize_name(name)
         if key in self._specs:
             return self._specs[key]
         broken = [failure for failure in self._failures if failure.strategy == key]
@@ -236,11 +242,11 @@ class Registry:
             raise StrategyError(f"{name!r} is an alias of {' and of '.join(claimants)}. Use one of these names.")
         if claimants:
             return self._specs[claimants[0]]
-        if key in installable():
+        if key in find_installable_extras():
             raise UnknownStrategyError(
-                f"strategy {name!r} is not installed. {how_to_install(installable()[key])}\n{self._others()}"
+                f"strategy {name!r} is not installed. {format_install_hint(find_installable_extras()[key])}\n{self._others()}"
             )
-        hint = nearest(key, [*self._specs, *installable()]) or nearest(key, aliases)
+        hint = suggest_match(key, [*self._specs, *find_installable_extras()]) or suggest_match(key, aliases)
         raise UnknownStrategyError(f"strategy {name!r} is not installed.{hint}\n{self._others()}")
 
     def _others(self) -> str:
@@ -270,10 +276,10 @@ def list_strategies() -> dict[str, StrategySpec]:
 
 def model_layout(model: nn.Module, registry: Registry | None = None) -> ModelLayout:
     """Describe the structure of an unsharded model: what a plugin says, else what its modules say."""
-    from ..model.layout import layout_by_structure
+    from ..model.layout import infer_layout
 
     answer: ModelLayout | None = (registry or get_registry()).hook.model_layout(model=model)
-    return answer if answer is not None else layout_by_structure(model)
+    return answer if answer is not None else infer_layout(model)
 
 
 # -- what is wrong with a plugin
@@ -285,7 +291,7 @@ def _new_plugin_manager() -> pluggy.PluginManager:
     return manager
 
 
-def _defect_of(plugin: Any, name: str) -> str | None:
+def _find_plugin_error(plugin: Any, name: str) -> str | None:
     """Try a plugin in a plugin manager of its own; see [Note: isolation]."""
     trial = _new_plugin_manager()
     try:
@@ -299,7 +305,7 @@ def _defect_of(plugin: Any, name: str) -> str | None:
     return None
 
 
-def _listed(results: list[Any]) -> list[Any]:
+def _unpack_specs(results: list[Any]) -> list[Any]:
     if not results:
         raise TypeError("it returned None, not a list of meshwright.StrategySpec")
     (result,) = results
@@ -308,7 +314,7 @@ def _listed(results: list[Any]) -> list[Any]:
     return list(result)
 
 
-def _spec_defects(spec: Any) -> list[str]:
+def _find_spec_errors(spec: Any) -> list[str]:
     if not isinstance(spec, StrategySpec):
         return [f"{spec!r} is a {type(spec).__name__}, not a meshwright.StrategySpec"]
     name, axes, aliases, config_cls = spec.name, spec.axes, spec.aliases, spec.config_cls
@@ -316,7 +322,7 @@ def _spec_defects(spec: Any) -> list[str]:
     rules = {
         f"name {name!r} is not a lower-case identifier": isinstance(name, str)
         and name.isidentifier()
-        and name == normalized(name),
+        and name == normalize_name(name),
         "summary is missing": isinstance(spec.summary, str) and bool(spec.summary.strip()),
         f"axes {axes!r} are not a set out of {', '.join(CLAIMABLE_AXES)}": isinstance(axes, (set, frozenset))
         and axes <= set(CLAIMABLE_AXES),

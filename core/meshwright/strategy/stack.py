@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from ..base.errors import ConfigError, MeshError, ReplicateSizeError, nearest
-from ..base.validation import as_config
+from ..base.errors import ConfigError, MeshError, ReplicateSizeError, suggest_match
+from ..base.validation import coerce_config
 from ..files.terminal import warn
 from ..mesh.sizes import Degrees, MeshSizes
 from .contract import StrategyManager, StrategySpec
-from .registry import Registry, get_registry, normalized
+from .registry import Registry, get_registry, normalize_name
 
 if TYPE_CHECKING:
     from ..mesh.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Layer:
+class StrategyLayer:
     spec: StrategySpec
     config: BaseModel
 
@@ -32,9 +32,9 @@ class Layer:
 class Stack:
     """The inner strategy and those that wrap it, outermost first."""
 
-    inner: Layer
-    wrappers: tuple[Layer, ...] = ()
-    idle: tuple[Layer, ...] = ()
+    inner: StrategyLayer
+    wrappers: tuple[StrategyLayer, ...] = ()
+    idle: tuple[StrategyLayer, ...] = ()
     """Wrapping strategies that were given options, but whose axes have one rank."""
 
     @property
@@ -55,7 +55,7 @@ class Stack:
         manager.strategy = str(self)
         return manager
 
-    def _made(self, mesh: Mesh, layers: Sequence[Layer]) -> StrategyManager:
+    def _made(self, mesh: Mesh, layers: Sequence[StrategyLayer]) -> StrategyManager:
         layer, *within = layers
         inner = [lambda mesh: self._made(mesh, within)] if within else []
         return layer.spec.build(layer.config, mesh, *inner)
@@ -64,7 +64,7 @@ class Stack:
         return " over ".join(layer.spec.name for layer in (*self.wrappers, self.inner))
 
 
-def strategy_of(config: Any, registry: Registry | None = None) -> str:
+def find_strategy_name(config: Any, registry: Registry | None = None) -> str:
     """Return the strategy that takes a config, by the config's class or by one whose values its class takes."""
     specs = (registry or get_registry()).strategies.values()
     own, *bases = type(config).__mro__
@@ -96,7 +96,7 @@ def resolve(
     """Find the stack for a strategy and give every axis its degree.
 
     Args:
-        strategy: name or alias; None: the one that takes `config`, see `strategy_of`. A wrapping strategy named here
+        strategy: name or alias; None: the one that takes `config`, see `find_strategy_name`. A wrapping strategy named here
             wraps `single`.
         config: options of the named strategy, as a mapping or as its config class.
         wrapper_config: options of wrapping strategies, by name.
@@ -107,67 +107,69 @@ def resolve(
         MeshError: the sizes do not fill the world, or nothing claims an axis; says what could shard it.
     """
     registry = registry or get_registry()
-    named = registry.get(strategy_of(config, registry) if strategy is None else strategy)
-    wrapper_values = {normalized(name): values for name, values in (wrapper_config or {}).items()}
+    named = registry.get(find_strategy_name(config, registry) if strategy is None else strategy)
+    wrapper_values = {normalize_name(name): values for name, values in (wrapper_config or {}).items()}
     if named.wraps:
         if named.name in wrapper_values:
             raise ConfigError(
                 f"wrapper_config holds options for {named.name!r}, which is the named strategy: "
                 f"move them to strategy_config."
             )
-        stack = Stack(_layer(registry.get("single"), {}), (_layer(named, config),))
+        stack = Stack(_build_layer(registry.get("single"), {}), (_build_layer(named, config),))
     else:
-        stack = Stack(_layer(named, config))
+        stack = Stack(_build_layer(named, config))
     # Claims decide where data parallelism goes, and only data-parallel axes depend on them, so a first resolution
     # with the claims of the stack so far tells which axes still need a wrapper.
     try:
-        degrees = _degrees(sizes, world_size, stack, registry)
+        degrees = _resolve_degrees(sizes, world_size, stack, registry)
         for axis in degrees.above_one():
             if axis not in stack.claims:
-                stack = _wrap_for(axis, stack, wrapper_values, degrees, registry)
+                stack = _add_wrapper(axis, stack, wrapper_values, degrees, registry)
     except MeshError as error:
-        if sizes.dp_replicate_size is None or named.axes >= _DATA_PARALLEL:
+        if sizes.dp_replicate_size is None or named.axes >= _DATA_PARALLEL_AXES:
             raise
         raise ReplicateSizeError(str(error)) from None
     for layer in (stack.inner, *stack.wrappers):
         if layer.spec.check is not None:
             layer.spec.check(layer.config, degrees)
-    return replace(stack, idle=_idle(stack, wrapper_values, degrees, registry)), degrees
+    return replace(stack, idle=_find_unused_wrappers(stack, wrapper_values, degrees, registry)), degrees
 
 
-def _idle(
-    stack: Stack, values: Mapping[str, Mapping[str, Any]], degrees: Degrees, registry: Registry
-) -> tuple[Layer, ...]:
+def _find_unused_wrappers(
+    stack: Stack, wrapper_values: Mapping[str, Mapping[str, Any]], degrees: Degrees, registry: Registry
+) -> tuple[StrategyLayer, ...]:
     """Return wrapping strategies that have options, but whose axes have one rank; ConfigError for other options."""
     wrapping = {spec.name: spec for spec in registry.strategies.values() if spec.wraps}
-    names = [name for name in values if name not in {layer.spec.name for layer in stack.wrappers}]
+    names = [name for name in wrapper_values if name not in {layer.spec.name for layer in stack.wrappers}]
     for name in names:
         if name not in wrapping or wrapping[name].axes & {*degrees.above_one()}:
             raise ConfigError(
                 f"wrapper_config holds options for {name!r}, which is no wrapping strategy of the run ({stack})."
-                f"{nearest(name, wrapping)} Remove them, or set the size that calls for it."
+                f"{suggest_match(name, wrapping)} Remove them, or set the size that calls for it."
             )
-    return tuple(_layer(wrapping[name], values[name], "wrapper_config") for name in names)
+    return tuple(_build_layer(wrapping[name], wrapper_values[name], "wrapper_config") for name in names)
 
 
-_DATA_PARALLEL = {"dp_replicate", "dp_shard"}
+_DATA_PARALLEL_AXES = {"dp_replicate", "dp_shard"}
 
 
-def _degrees(sizes: MeshSizes, world_size: int, stack: Stack, registry: Registry) -> Degrees:
+def _resolve_degrees(sizes: MeshSizes, world_size: int, stack: Stack, registry: Registry) -> Degrees:
     takes_experts = any("ep" in spec.axes for spec in registry.strategies.values() if spec.wraps)
     if sizes.ep_size > 1 and "ep" not in stack.claims and not takes_experts:
         # Before it is asked whether ep_size divides an axis that the stack does not shard either.
         degrees = sizes.model_copy(update={"ep_size": 1}).resolve(world_size, stack.claims)
-        raise MeshError(_nobody_claims("ep", stack, replace(degrees, ep=sizes.ep_size), registry))
+        raise MeshError(_format_unclaimed_axis("ep", stack, replace(degrees, ep=sizes.ep_size), registry))
     return sizes.resolve(world_size, stack.claims)
 
 
-def _layer(spec: StrategySpec, config: Mapping[str, Any] | BaseModel | None, where: str = "strategy_config") -> Layer:
-    return Layer(spec, as_config(spec.config_cls, config, where=f"{where} of {spec.name!r}"))
+def _build_layer(
+    spec: StrategySpec, config: Mapping[str, Any] | BaseModel | None, where: str = "strategy_config"
+) -> StrategyLayer:
+    return StrategyLayer(spec, coerce_config(spec.config_cls, config, where=f"{where} of {spec.name!r}"))
 
 
-def _wrap_for(
-    axis: str, stack: Stack, values: Mapping[str, Mapping[str, Any]], degrees: Degrees, registry: Registry
+def _add_wrapper(
+    axis: str, stack: Stack, wrapper_values: Mapping[str, Mapping[str, Any]], degrees: Degrees, registry: Registry
 ) -> Stack:
     candidates = [spec for spec in registry.strategies.values() if spec.wraps and axis in spec.axes]
     if len(candidates) > 1:
@@ -177,18 +179,18 @@ def _wrap_for(
             f"Name one of them as the strategy, or uninstall the others."
         )
     if not candidates:
-        raise MeshError(_nobody_claims(axis, stack, degrees, registry))
-    layer = _layer(candidates[0], values.get(candidates[0].name, {}), "wrapper_config")
+        raise MeshError(_format_unclaimed_axis(axis, stack, degrees, registry))
+    layer = _build_layer(candidates[0], wrapper_values.get(candidates[0].name, {}), "wrapper_config")
     return replace(stack, wrappers=(layer, *stack.wrappers))
 
 
-def _nobody_claims(axis: str, stack: Stack, degrees: Degrees, registry: Registry) -> str:
+def _format_unclaimed_axis(axis: str, stack: Stack, degrees: Degrees, registry: Registry) -> str:
     claims = ", ".join(axis for axis in degrees.__dataclass_fields__ if axis in stack.claims) or "no axis"
     lines = [f"{axis}={getattr(degrees, axis)}, but {stack} shards {claims}, and no wrapping strategy takes {axis}."]
     if axis == "ep":
         lines.append(f"{stack} does not divide experts: every rank holds all of them.")
     # Which of the two axes the ranks lie on follows from the strategy, unless this one takes the other of them.
-    wanted = _DATA_PARALLEL if axis in _DATA_PARALLEL and not _DATA_PARALLEL & stack.claims else {axis}
+    wanted = _DATA_PARALLEL_AXES if axis in _DATA_PARALLEL_AXES and not _DATA_PARALLEL_AXES & stack.claims else {axis}
     names = " or ".join(sorted(wanted))
     able = ", ".join(spec.name for spec in registry.strategies.values() if wanted & spec.axes)
     lines.append(

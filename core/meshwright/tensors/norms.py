@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from .._compat.torch import foreach_mul_, foreach_norm, is_sharded
 from ..base.errors import ConfigError
 
-Groups: TypeAlias = "tuple[dist.ProcessGroup, ...]"
+ShardGroups: TypeAlias = "tuple[dist.ProcessGroup, ...]"
 """The process groups over which a tensor is sharded, one after the other."""
 
 
-def groups_of(tensor: Tensor) -> Groups:
+def get_shard_groups(tensor: Tensor) -> ShardGroups:
     """Return the groups that shard a tensor according to its placements; none for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return ()
@@ -30,7 +30,7 @@ def groups_of(tensor: Tensor) -> Groups:
     return tuple(mesh.get_group(axis) for axis, placement in enumerate(tensor.placements) if is_sharded(placement))
 
 
-def check_clip(max_norm: float | None, norm_type: float) -> None:
+def check_clip_options(max_norm: float | None, norm_type: float) -> None:
     """Raise ConfigError unless max_norm is None or above 0 and norm_type is above 0 (inf included)."""
     if max_norm is not None and not max_norm > 0:
         raise ConfigError(f"max_norm={max_norm} must be above 0, or None to measure without clipping.")
@@ -38,12 +38,12 @@ def check_clip(max_norm: float | None, norm_type: float) -> None:
         raise ConfigError(f"norm_type={norm_type} must be above 0; inf is the largest absolute value.")
 
 
-def total_grad_norm(
+def compute_grad_norm(
     gradients: Sequence[Tensor],
     norm_type: float = 2.0,
     *,
-    wide: bool = False,
-    groups: Sequence[Groups] | None = None,
+    use_float64: bool = False,
+    groups: Sequence[ShardGroups] | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
     """Return the p-norm of all gradients as one vector; float64 scalar, equal on all ranks. Collective.
@@ -51,34 +51,34 @@ def total_grad_norm(
     Args:
         gradients: on any devices; the same ones in the same order on all ranks.
         norm_type: p > 0, or inf.
-        wide: sum in float64 within each tensor too, so that sharding changes only the last bits; several times slower.
+        use_float64: sum in float64 within each tensor too, so that sharding changes only the last bits; several times slower.
         groups: what shards each gradient; default: its placements.
         device: of the result; default: that of the first gradient.
     """
-    together: dict[tuple[Groups, torch.device], list[Tensor]] = {}
-    for gradient, sharding in zip(map(local, gradients), groups or map(groups_of, gradients), strict=True):
+    together: dict[tuple[ShardGroups, torch.device], list[Tensor]] = {}
+    for gradient, sharding in zip(map(to_local, gradients), groups or map(get_shard_groups, gradients), strict=True):
         together.setdefault((sharding, gradient.device), []).append(gradient)
     parts = []
     for (sharding, where), tensors in together.items():
         # A local shard can be empty, and then has no maximum.
-        kinds = _by_kind(each for each in tensors if each.numel())
-        norms = [norm for each in kinds for norm in _norms(each, norm_type, wide)]
-        parts.append(_power(norms, sharding, norm_type, where))
+        kinds = _group_by_dtype_and_device(each for each in tensors if each.numel())
+        norms = [norm for each in kinds for norm in _compute_norms(each, norm_type, use_float64)]
+        parts.append(_sum_powers(norms, sharding, norm_type, where))
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
     stacked = torch.stack([part.to(device or parts[0].device) for part in parts])
     return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
 
 
-def joined_norm(norms: Sequence[Tensor], norm_type: float, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+def combine_norms(norms: Sequence[Tensor], norm_type: float, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """Return the p-norm of vectors on several ranks from the norms of this rank's; float64 scalar. Collective."""
-    total = _power([norm.to(device) for norm in norms], (group,), norm_type, device)
+    total = _sum_powers([norm.to(device) for norm in norms], (group,), norm_type, device)
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
 
-def each_norm(tensors: Sequence[Tensor], groups: Sequence[Groups]) -> Tensor:
+def compute_tensor_norms(tensors: Sequence[Tensor], groups: Sequence[ShardGroups]) -> Tensor:
     """Return the 2-norm of each full tensor from local shards on one device; float64, (tensors,). Collective."""
-    squares = torch.stack([local(tensor).double().square().sum() for tensor in tensors])
+    squares = torch.stack([to_local(tensor).double().square().sum() for tensor in tensors])
     for sharding in dict.fromkeys(groups):
         mine = [index for index, each in enumerate(groups) if each == sharding]
         part = squares[mine]
@@ -88,34 +88,41 @@ def each_norm(tensors: Sequence[Tensor], groups: Sequence[Groups]) -> Tensor:
     return squares.sqrt()
 
 
-def squares_by_part(
-    parameters: Sequence[Tensor], parts: Sequence[int], count: int, groups: Sequence[Groups], *, wide: bool = False
+def sum_squares_by_part(
+    parameters: Sequence[Tensor],
+    parts: Sequence[int],
+    num_parts: int,
+    groups: Sequence[ShardGroups],
+    *,
+    use_float64: bool = False,
 ) -> Tensor:
     """Return the sums of squared gradients of each part of a model; float64, (count,), on the CPU. Collective.
 
-    Each parameter belongs to the part, below `count`, that `parts` gives; `groups` shard it. None counts as 0.
+    Each parameter belongs to the part, below `num_parts`, that `parts` gives; `groups` shard it. None counts as 0.
     """
-    together: dict[tuple[Groups, torch.device], list[int]] = {}
+    together: dict[tuple[ShardGroups, torch.device], list[int]] = {}
     for index, (parameter, sharding) in enumerate(zip(parameters, groups, strict=True)):
         together.setdefault((sharding, parameter.device), []).append(index)
     totals: dict[torch.device, Tensor] = {}
     for (sharding, device), mine in together.items():
         gradients = [(parts[index], grad) for index in mine if (grad := parameters[index].grad) is not None]
-        vector = _squares([(part, local(grad)) for part, grad in gradients], count, device, wide)
+        vector = _sum_squares([(part, to_local(grad)) for part, grad in gradients], num_parts, device, use_float64)
         for group in sharding:
             if group.size() > 1:
                 dist.all_reduce(vector, group=group)
         totals[device] = totals[device] + vector if device in totals else vector
-    return sum((total.cpu() for total in totals.values()), torch.zeros(count, dtype=torch.float64))
+    return sum((total.cpu() for total in totals.values()), torch.zeros(num_parts, dtype=torch.float64))
 
 
-def _squares(gradients: list[tuple[int, Tensor]], count: int, device: torch.device, wide: bool) -> Tensor:
+def _sum_squares(
+    gradients: list[tuple[int, Tensor]], num_parts: int, device: torch.device, use_float64: bool
+) -> Tensor:
     """Sums of squares of local gradients by part; float64, (count,)."""
     norms: list[Tensor] = []
-    places: list[list[int]] = [[] for _ in range(count)]
+    places: list[list[int]] = [[] for _ in range(num_parts)]
     part_of = {id(gradient): part for part, gradient in gradients}
-    for tensors in _by_kind(gradient for _, gradient in gradients if gradient.numel()):
-        for tensor, norm in zip(tensors, _norms(tensors, 2.0, wide), strict=True):
+    for tensors in _group_by_dtype_and_device(gradient for _, gradient in gradients if gradient.numel()):
+        for tensor, norm in zip(tensors, _compute_norms(tensors, 2.0, use_float64), strict=True):
             places[part_of[id(tensor)]].append(len(norms))
             norms.append(norm.to(device, torch.float64))
     # Gathered with padding that points at a zero: summed in a fixed order, and an inf or NaN stays in its part.
@@ -125,14 +132,14 @@ def _squares(gradients: list[tuple[int, Tensor]], count: int, device: torch.devi
     return squares[rows.to(device)].sum(1)
 
 
-def scale_to_norm(gradients: Iterable[Tensor], total_norm: Tensor, max_norm: float) -> None:
+def clip_grads_with_norm(gradients: Iterable[Tensor], total_norm: Tensor, max_norm: float) -> None:
     """Multiply the gradients in place by min(1, max_norm / (total_norm + 1e-6)), rounded once to each dtype."""
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
-    for tensors in _by_kind(map(local, gradients)):
+    for tensors in _group_by_dtype_and_device(map(to_local, gradients)):
         foreach_mul_(tensors, factor.to(tensors[0].device, tensors[0].dtype))
 
 
-def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def _group_by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors by dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -140,16 +147,16 @@ def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def _norms(tensors: list[Tensor], norm_type: float, wide: bool) -> list[Tensor]:
-    dtype = torch.float64 if wide else torch.promote_types(tensors[0].dtype, torch.float32)
+def _compute_norms(tensors: list[Tensor], norm_type: float, use_float64: bool) -> list[Tensor]:
+    dtype = torch.float64 if use_float64 else torch.promote_types(tensors[0].dtype, torch.float32)
     return foreach_norm(tensors, norm_type, None if dtype == tensors[0].dtype else dtype)
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _power(norms: Sequence[Tensor], sharding: Groups, norm_type: float, device: torch.device) -> Tensor:
+def _sum_powers(norms: Sequence[Tensor], sharding: ShardGroups, norm_type: float, device: torch.device) -> Tensor:
     """Sum of norm**p, or max for inf, over this rank's norms and the groups; float64 scalar."""
     infinite, result = math.isinf(norm_type), torch.zeros((), dtype=torch.float64, device=device)
     if norms:
@@ -160,7 +167,7 @@ def _power(norms: Sequence[Tensor], sharding: Groups, norm_type: float, device: 
     return result
 
 
-class WideSums:
+class HighPrecisionAccumulator:
     """Gradients accumulated in a wider dtype until the step ends.
 
     A float64 sum of a few float32 numbers is exact unless their sizes differ by more than about 2^25, so its rounding
@@ -180,11 +187,11 @@ class WideSums:
                 self._sums[parameter] = wide
                 parameter.grad.zero_()
 
-    def add_waiting(self, parameter: nn.Parameter, wide: Tensor) -> None:
-        """Add the parameter's sum, if any, to `wide` in place, and drop it."""
+    def add_waiting(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Add the parameter's sum, if any, to `total` in place, and drop it."""
         waiting = self._sums.pop(parameter, None)
         if waiting is not None:
-            wide.add_(waiting)
+            total.add_(waiting)
 
     def give(self) -> None:
         """Round every sum to its parameter's dtype and make it the gradient."""

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.torch import all_gather_single as all_gather_single
-from .._compat.torch import foreach_copy_, own_parameters
+from .._compat.torch import foreach_copy_, get_own_parameters
 from .._compat.torch import reduce_scatter_single as reduce_scatter_single
 
 copy_all = foreach_copy_
 """Copy each source tensor into its target, in few kernels: (targets, sources)."""
-_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)
-_HAS_VALUES: ContextVar[bool] = ContextVar("has_values", default=False)
+_LEAF_TYPES = (int, float, complex, str, type(None), torch.dtype, torch.device)
+_REAL_COMPUTE: ContextVar[bool] = ContextVar("has_values", default=False)
 _FINGERPRINT_CHUNK = 1 << 20
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_INTEGER_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 # -- devices
@@ -31,7 +31,7 @@ def is_accelerator(device: torch.device) -> bool:
     return found is not None and found.type == device.type
 
 
-def moments_of(device: torch.device) -> Callable[[], torch.Event] | None:
+def make_event_recorder(device: torch.device) -> Callable[[], torch.Event] | None:
     """Return a function that records a timing event on the device's current stream; None if it is no accelerator."""
     if not is_accelerator(device):
         return None
@@ -45,17 +45,17 @@ def moments_of(device: torch.device) -> Callable[[], torch.Event] | None:
 
 
 def is_on_meta(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the meta device. Unlike `is_meta`, this asks no dispatch mode."""
+    """Return whether a tensor is on the meta device. Unlike `has_meta_tensors`, this asks no dispatch mode."""
     return tensor.device.type == "meta"
 
 
 @torch.library.custom_op("meshwright::on_host", mutates_args=())
-def on_host(values: Tensor) -> Tensor:
+def copy_to_host(values: Tensor) -> Tensor:
     """Copy values to the CPU and wait for them. An operator, so that selective recomputation can save its result."""
     return values.to("cpu", copy=True)
 
 
-@on_host.register_fake
+@copy_to_host.register_fake
 def _(values: Tensor) -> Tensor:
     return torch.empty_like(values, device="cpu")
 
@@ -64,9 +64,9 @@ def _(values: Tensor) -> Tensor:
 
 
 @contextmanager
-def in_place_of(parameters: Iterable[tuple[nn.Module, str, Tensor | None]]) -> Iterator[None]:
+def temporary_parameters(parameters: Iterable[tuple[nn.Module, str, Tensor | None]]) -> Iterator[None]:
     """Put each tensor in place of the module's own parameter of that name."""
-    placed = [(own_parameters(module), name, tensor) for module, name, tensor in parameters]
+    placed = [(get_own_parameters(module), name, tensor) for module, name, tensor in parameters]
     before = [own[name] for own, name, _ in placed]
     try:
         for own, name, tensor in placed:
@@ -78,7 +78,7 @@ def in_place_of(parameters: Iterable[tuple[nn.Module, str, Tensor | None]]) -> I
 
 
 @contextmanager
-def with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+def temporary_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute, and restore it at the end."""
     before = getattr(owner, name)
     setattr(owner, name, value)
@@ -91,42 +91,42 @@ def with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 # -- nested values
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def list_tensors(value: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples and mappings, in order."""
     found: list[Tensor] = []
-    _collect((value,), found)
+    _collect_tensors((value,), found)
     return found
 
 
-def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
+def _collect_tensors(values: Iterable[Any], found: list[Tensor]) -> None:
     for each in values:
         if isinstance(each, Tensor):
             found.append(each)
         elif isinstance(each, (list, tuple)):
-            _collect(each, found)
-        elif not isinstance(each, _PLAIN) and isinstance(each, Mapping):
-            _collect(each.values(), found)
+            _collect_tensors(each, found)
+        elif not isinstance(each, _LEAF_TYPES) and isinstance(each, Mapping):
+            _collect_tensors(each.values(), found)
 
 
 # -- real values in a simulated run
 
 
 @contextmanager
-def with_values() -> Iterator[None]:
+def real_compute() -> Iterator[None]:
     """Compute with real values inside the context, although the run is only planned; see `World.is_planned`.
 
     Values received from other ranks are unknown there.
     """
-    token = _HAS_VALUES.set(True)
+    token = _REAL_COMPUTE.set(True)
     try:
         yield
     finally:
-        _HAS_VALUES.reset(token)
+        _REAL_COMPUTE.reset(token)
 
 
-def has_values() -> bool:
-    """Return whether the caller is inside `with_values`."""
-    return _HAS_VALUES.get()
+def is_real_compute() -> bool:
+    """Return whether the caller is inside `real_compute`."""
+    return _REAL_COMPUTE.get()
 
 
 # -- fingerprints
@@ -140,7 +140,11 @@ def fingerprint(tensor: Tensor) -> Tensor:
     the order in which a device adds does not matter.
     """
     flat = tensor.detach().contiguous().view(-1)
-    words = flat.view(_WORDS[flat.element_size()]) if flat.element_size() in _WORDS else flat.view(torch.uint8)
+    words = (
+        flat.view(_INTEGER_DTYPES[flat.element_size()])
+        if flat.element_size() in _INTEGER_DTYPES
+        else flat.view(torch.uint8)
+    )
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     odd = 2 * torch.arange(min(words.numel(), _FINGERPRINT_CHUNK), dtype=torch.int64, device=tensor.device) + 1
     for start in range(0, words.numel(), _FINGERPRINT_CHUNK):

@@ -16,7 +16,7 @@ from .._compat.torch import is_sharded
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class LocalChunk:
     """A rectangle of a full tensor: its offsets, and a view of this rank's memory, which writing changes."""
 
     offsets: tuple[int, ...]
@@ -28,12 +28,12 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Sharded:
+class ChunkedTensor:
     """A tensor of which this rank holds some rectangles or none: full shape, dtype, and pieces, which may overlap."""
 
     shape: torch.Size
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalChunk, ...]
 
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor | None:
         """Return a rectangle of the full tensor as a view of the piece that holds it; None if none does."""
@@ -46,33 +46,35 @@ class Sharded:
         return None
 
 
-def tensor_pieces(tensor: Tensor) -> list[Piece]:
+def get_local_chunks(tensor: Tensor) -> list[LocalChunk]:
     """Return the rectangles of a tensor on this rank: one of a plain tensor, any number of a DTensor."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return [Piece((0,) * tensor.dim(), tensor)] if tensor.numel() else []
+        return [LocalChunk((0,) * tensor.dim(), tensor)] if tensor.numel() else []
     local = tensor.to_local()
-    return pieces_within([Piece((0,) * local.dim(), local)], tensor)
+    return to_global_chunks([LocalChunk((0,) * local.dim(), local)], tensor)
 
 
-def stretch_pieces(stretch: Tensor, start: int, shape: Sequence[int]) -> list[Piece]:
+def get_flat_range_chunks(flat: Tensor, start: int, shape: Sequence[int]) -> list[LocalChunk]:
     """Return the rectangles, at most 2 x dims - 1, that a stretch of a flattened tensor of a full `shape` covers.
 
-    `stretch` is a view of this rank's memory: elements `start` and following.
+    `flat` is a view of this rank's memory: elements `start` and following.
     """
     return [
-        Piece(offsets, stretch.detach()[begin - start : begin - start + math.prod(sizes)].view(sizes))
-        for begin, offsets, sizes in stretch_rectangles(start, start + stretch.numel(), tuple(shape))
+        LocalChunk(offsets, flat.detach()[begin - start : begin - start + math.prod(sizes)].view(sizes))
+        for begin, offsets, sizes in split_flat_range(start, start + flat.numel(), tuple(shape))
     ]
 
 
-def pieces_within(pieces: Iterable[Piece], part: DTensor) -> list[Piece]:
-    """Return the rectangles of the full tensor that correspond to rectangles of this rank's shard `part`."""
-    runs = [_runs(part, dim) for dim in range(part.dim())]
-    return [found for piece in pieces for rectangle in itertools.product(*runs) for found in _met(piece, rectangle)]
+def to_global_chunks(chunks: Iterable[LocalChunk], shard: DTensor) -> list[LocalChunk]:
+    """Return the rectangles of the full tensor that correspond to rectangles of this rank's shard `shard`."""
+    runs = [_find_index_ranges(shard, dim) for dim in range(shard.dim())]
+    return [
+        found for piece in chunks for rectangle in itertools.product(*runs) for found in _intersect(piece, rectangle)
+    ]
 
 
-def _met(piece: Piece, rectangle: Sequence[_Run]) -> Iterator[Piece]:
+def _intersect(piece: LocalChunk, rectangle: Sequence[_IndexRange]) -> Iterator[LocalChunk]:
     offsets, slices = [], []
     for start, size, run in zip(piece.offsets, piece.sizes, rectangle, strict=True):
         first, last = max(start, run.local), min(start + size, run.local + run.length)
@@ -80,11 +82,11 @@ def _met(piece: Piece, rectangle: Sequence[_Run]) -> Iterator[Piece]:
             return
         offsets.append(run.start + first - run.local)
         slices.append(slice(first - start, last - start))
-    yield Piece(tuple(offsets), piece.tensor[tuple(slices)])
+    yield LocalChunk(tuple(offsets), piece.tensor[tuple(slices)])
 
 
 @dataclass(frozen=True)
-class _Run:
+class _IndexRange:
     """`length` consecutive indices along one dim, from `start` in the full tensor and from `local` in the shard."""
 
     start: int
@@ -92,37 +94,37 @@ class _Run:
     length: int
 
 
-_known_runs: dict[tuple[Any, ...], tuple[_Run, ...]] = {}
+_index_range_cache: dict[tuple[Any, ...], tuple[_IndexRange, ...]] = {}
 
 
-def _runs(tensor: DTensor, dim: int) -> tuple[_Run, ...]:
+def _find_index_ranges(tensor: DTensor, dim: int) -> tuple[_IndexRange, ...]:
     mesh, size = tensor.device_mesh, tensor.shape[dim]
     along = tuple(
         placement if is_sharded(placement) and placement.dim == dim else Replicate() for placement in tensor.placements
     )
     if all(placement.is_replicate() for placement in along):
-        return (_Run(0, 0, size),) if size else ()
+        return (_IndexRange(0, 0, size),) if size else ()
     key = (tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), along, size)
-    if key not in _known_runs:
+    if key not in _index_range_cache:
         # torch divides the indices as it has divided the tensor, so that nothing here need know how.
         shape = [size if each == dim else 1 for each in range(tensor.dim())]
         indices = torch.arange(size).view(shape)
         mine = distribute_tensor(indices, mesh, along, src_data_rank=None).to_local().flatten().tolist()
-        _known_runs[key] = _consecutive(mine)
-    return _known_runs[key]
+        _index_range_cache[key] = _group_consecutive(mine)
+    return _index_range_cache[key]
 
 
-def _consecutive(indices: Sequence[int]) -> tuple[_Run, ...]:
-    runs: list[_Run] = []
+def _group_consecutive(indices: Sequence[int]) -> tuple[_IndexRange, ...]:
+    runs: list[_IndexRange] = []
     for place, index in enumerate(indices):
         if runs and index == runs[-1].start + runs[-1].length:
-            runs[-1] = _Run(runs[-1].start, runs[-1].local, runs[-1].length + 1)
+            runs[-1] = _IndexRange(runs[-1].start, runs[-1].local, runs[-1].length + 1)
         else:
-            runs.append(_Run(index, place, 1))
+            runs.append(_IndexRange(index, place, 1))
     return tuple(runs)
 
 
-def stretch_rectangles(
+def split_flat_range(
     start: int, end: int, shape: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Yield first element, offsets and sizes of the rectangles of elements [start, end) of a flattened tensor."""
@@ -140,13 +142,13 @@ def stretch_rectangles(
         if begin == before and stop - begin >= row:
             yield begin, (index, *(0 for _ in shape[1:])), ((stop - begin) // row, *shape[1:])
             continue
-        for at, offsets, sizes in stretch_rectangles(begin - before, stop - before, shape[1:]):
+        for at, offsets, sizes in split_flat_range(begin - before, stop - before, shape[1:]):
             yield before + at, (index, *offsets), (1, *sizes)
 
 
 # -- who writes or sends a rectangle
 
-SMALL_BYTES = 1 << 16
+MIN_SPLIT_BYTES = 1 << 16
 """Rectangles below this are not cut: each costs a header in the file."""
 
 
@@ -163,25 +165,25 @@ class Rectangle(NamedTuple):
         return self.itemsize * math.prod(self.sizes)
 
 
-def divide(held: Sequence[Sequence[Rectangle]]) -> list[list[Rectangle]]:
+def assign_owners(rectangles_by_rank: Sequence[Sequence[Rectangle]]) -> list[list[Rectangle]]:
     """Return for each rank the parts it writes; together, each element once.
 
     A rectangle that several ranks hold is cut along its longest dim into as many parts, so that all write alike; small
     ones go to the rank that has the least to write. Rectangles of one tensor are equal on two ranks, or disjoint.
     """
     holders: dict[Rectangle, list[int]] = {}
-    for rank, rectangles in enumerate(held):
+    for rank, rectangles in enumerate(rectangles_by_rank):
         # A rank may hold a rectangle twice.
         for rectangle in dict.fromkeys(rectangles):
             holders.setdefault(rectangle, []).append(rank)
-    owned: list[list[Rectangle]] = [[] for _ in held]
-    written = [0] * len(held)
+    owned: list[list[Rectangle]] = [[] for _ in rectangles_by_rank]
+    written = [0] * len(rectangles_by_rank)
     small = []
     for rectangle, ranks in holders.items():
-        if len(ranks) > 1 and rectangle.nbytes < SMALL_BYTES:
+        if len(ranks) > 1 and rectangle.nbytes < MIN_SPLIT_BYTES:
             small.append(rectangle)
             continue
-        for rank, part in zip(ranks, _parts(rectangle, len(ranks)), strict=False):
+        for rank, part in zip(ranks, _split_rectangle(rectangle, len(ranks)), strict=False):
             owned[rank].append(part)
             written[rank] += part.nbytes
     for rectangle in sorted(small, key=lambda each: -each.nbytes):
@@ -191,7 +193,7 @@ def divide(held: Sequence[Sequence[Rectangle]]) -> list[list[Rectangle]]:
     return owned
 
 
-def _parts(rectangle: Rectangle, count: int) -> Iterator[Rectangle]:
+def _split_rectangle(rectangle: Rectangle, count: int) -> Iterator[Rectangle]:
     if count == 1 or not rectangle.sizes:
         yield rectangle
         return

@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from .._compat.torch import gather_packed, is_packed
+from .._compat.torch import gather_packed, is_packed_shard
 from ..base.errors import StrategyError
 from ..mesh.world import World
-from .norms import Groups, groups_of, local
+from .norms import ShardGroups, get_shard_groups, to_local
 from .ops import copy_all
-from .pieces import Piece, Sharded, tensor_pieces
+from .pieces import ChunkedTensor, LocalChunk, get_local_chunks
 
 
-class Parts:
+class ShardLayout:
     """How a strategy shards tensors over ranks; this class describes DTensors.
 
     A strategy with another kind of shards derives from this and sets `DataParallelManager.parts`. `parameter` is what
@@ -36,13 +36,13 @@ class Parts:
 
     def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
         """Return the full `value` on every rank, at least on the first. Collective."""
-        return whole_tensor(value)
+        return gather_full_tensor(value)
 
-    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+    def part(self, full: Tensor, parameter: Tensor) -> Tensor:
         """Return this rank's shard of a full tensor that every rank has. Collective."""
-        if isinstance(parameter, DTensor) and parameter.shape == whole.shape:
-            return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        return whole
+        if isinstance(parameter, DTensor) and parameter.shape == full.shape:
+            return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return full
 
     def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
         """Return the full shape."""
@@ -52,17 +52,17 @@ class Parts:
         """Allocate this rank's shard of a tensor of the parameter's full shape."""
         return torch.empty_like(parameter.detach(), dtype=dtype)
 
-    def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
+    def pieces(self, value: Tensor, parameter: Tensor) -> list[LocalChunk]:
         """Return the rectangles of `value` on this rank, as views. Also for parameters and buffers of the model."""
-        return tensor_pieces(value)
+        return get_local_chunks(value)
 
-    def groups(self, parameter: Tensor) -> Groups:
+    def groups(self, parameter: Tensor) -> ShardGroups:
         """Return the groups over which a parameter, and so its gradient, is sharded."""
         # Not those of the gradient, which torch may cache on an equal mesh that has groups of its own.
-        return groups_of(parameter)
+        return get_shard_groups(parameter)
 
 
-DTENSORS = Parts()
+DTENSOR_LAYOUT = ShardLayout()
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class OptimizerState(Generic[T]):
     """Optimizer state by parameter name.
 
     Attributes:
-        tensors: by name and key such as "exp_avg"; a `Sharded` on a rank, (shape, dtype) in a checkpoint.
+        tensors: by name and key such as "exp_avg"; a `ChunkedTensor` on a rank, (shape, dtype) in a checkpoint.
         values: likewise, scalars and what is no tensor.
         groups: settings, with names under "params". Empty when loading: the optimizer keeps its own.
     """
@@ -82,7 +82,7 @@ class OptimizerState(Generic[T]):
     groups: list[dict[str, Any]] = field(default_factory=list)
 
 
-TensorKind = tuple[torch.Size, torch.dtype]
+TensorMeta = tuple[torch.Size, torch.dtype]
 """Global shape and dtype of a tensor."""
 
 
@@ -90,129 +90,149 @@ TensorKind = tuple[torch.Size, torch.dtype]
 class ShardedState:
     """What this rank holds of a model (under first names), its optimizer and averages, as views."""
 
-    model: dict[str, Sharded]
-    optimizer: OptimizerState[Sharded] | None = None
-    averages: dict[str, Sharded] = field(default_factory=dict)
+    model: dict[str, ChunkedTensor]
+    optimizer: OptimizerState[ChunkedTensor] | None = None
+    averages: dict[str, ChunkedTensor] = field(default_factory=dict)
 
 
-def sharded_model(model: nn.Module, parts: Parts) -> dict[str, Sharded]:
+def get_sharded_model_state(model: nn.Module, shard_layout: ShardLayout) -> dict[str, ChunkedTensor]:
     """Return the model's part of a `ShardedState`."""
-    tensors = _distinct(model.state_dict(keep_vars=True))
-    return {name: sharded(value, value, parts) for name, value in tensors.items()}
+    tensors = _drop_tied(model.state_dict(keep_vars=True))
+    return {name: to_chunked_tensor(value, value, shard_layout) for name, value in tensors.items()}
 
 
-def _distinct(state: dict[str, Any]) -> dict[str, Tensor]:
+def _drop_tied(state: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a model's state, tied ones under their first name alone."""
     first = {id(value): name for name, value in reversed(state.items())}
     return {name: value for name, value in state.items() if isinstance(value, Tensor) and first[id(value)] == name}
 
 
-def sharded_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], parts: Parts) -> OptimizerState[Sharded]:
+def get_sharded_optimizer_state(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], shard_layout: ShardLayout
+) -> OptimizerState[ChunkedTensor]:
     """Return the optimizer's part of a `ShardedState`; never steps the optimizer."""
-    found: OptimizerState[Sharded] = OptimizerState(groups=_named_groups(optimizer, names))
-    for parameter in _parameters(optimizer):
+    found: OptimizerState[ChunkedTensor] = OptimizerState(groups=_get_named_groups(optimizer, names))
+    for parameter in _list_parameters(optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.dim():
-                found.tensors.setdefault(names[parameter], {})[key] = sharded(value, parameter, parts)
+                found.tensors.setdefault(names[parameter], {})[key] = to_chunked_tensor(value, parameter, shard_layout)
             else:
                 found.values.setdefault(names[parameter], {})[key] = value
     return found
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+def _list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _named_groups(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
+def _get_named_groups(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
     return [{**group, "params": [names[each] for each in group["params"]]} for group in optimizer.param_groups]
 
 
 @contextmanager
-def loading_optimizer(
-    optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: OptimizerState[TensorKind], parts: Parts
-) -> Iterator[OptimizerState[Sharded]]:
+def load_sharded_optimizer(
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    saved: OptimizerState[TensorMeta],
+    shard_layout: ShardLayout,
+) -> Iterator[OptimizerState[ChunkedTensor]]:
     """Allocate memory for saved state, to be filled inside the context; the optimizer gets it at the end.
 
     Raises:
         StrategyError: the state has other parameters or groups; before anything is changed.
     """
     _check_unexpected(optimizer, names, saved.tensors.keys() | saved.values.keys())
-    groups = _matching_groups(optimizer, names, saved.groups or _named_groups(optimizer, names))
+    groups = _match_groups(optimizer, names, saved.groups or _get_named_groups(optimizer, names))
     state: dict[int, dict[str, Any]] = {}
-    target: OptimizerState[Sharded] = OptimizerState()
-    for number, parameter in enumerate(_parameters(optimizer)):
+    target: OptimizerState[ChunkedTensor] = OptimizerState()
+    for number, parameter in enumerate(_list_parameters(optimizer)):
         name = names[parameter]
         if name in saved.tensors or name in saved.values:
             # Copies: a step counts in place, and another parameter may have been given the same value.
             values = saved.values.get(name, {})
             state[number] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in values.items()}
-        whole = parts.shape(parameter, parameter)
+        whole = shard_layout.shape(parameter, parameter)
         for key, (shape, dtype) in saved.tensors.get(name, {}).items():
             divided = shape == whole
-            value = parts.empty(parameter, dtype) if divided else torch.empty(shape, dtype=dtype)
+            value = shard_layout.empty(parameter, dtype) if divided else torch.empty(shape, dtype=dtype)
             state[number][key] = value
-            target.tensors.setdefault(name, {})[key] = sharded(value, parameter, parts if divided else DTENSORS)
+            target.tensors.setdefault(name, {})[key] = to_chunked_tensor(
+                value, parameter, shard_layout if divided else DTENSOR_LAYOUT
+            )
     yield target
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def sharded(value: Tensor, parameter: Tensor, parts: Parts) -> Sharded:
+def to_chunked_tensor(value: Tensor, parameter: Tensor, shard_layout: ShardLayout) -> ChunkedTensor:
     """Return what this rank holds of a tensor; see `Parts.pieces`."""
-    return Sharded(parts.shape(value, parameter), value.dtype, tuple(parts.pieces(value, parameter)))
+    return ChunkedTensor(
+        shard_layout.shape(value, parameter), value.dtype, tuple(shard_layout.pieces(value, parameter))
+    )
 
 
-def model_state(model: nn.Module, world: World, *, full: bool, parts: Parts = DTENSORS) -> dict[str, Any]:
+def get_model_state_dict(
+    model: nn.Module, world: World, *, full: bool, shard_layout: ShardLayout = DTENSOR_LAYOUT
+) -> dict[str, Any]:
     """See `StrategyManager.state_dict`. Collective if `full`."""
     state = model.state_dict(keep_vars=True)
     if not full:
         return {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
     # Tied names keep sharing one tensor.
-    copies = {id(value): _gathered(value, value, world, parts) for value in _distinct(state).values()}
+    copies = {id(value): _gather_to_cpu(value, value, world, shard_layout) for value in _drop_tied(state).values()}
     return {name: copies.get(id(value), value) for name, value in state.items()} if world.rank == 0 else {}
 
 
-def load_model_state(
-    model: nn.Module, state: Mapping[str, Any], world: World, *, full: bool, parts: Parts = DTENSORS
+def load_model_state_dict(
+    model: nn.Module, state: Mapping[str, Any], world: World, *, full: bool, shard_layout: ShardLayout = DTENSOR_LAYOUT
 ) -> None:
     """See `StrategyManager.load_state_dict`. Collective if `full`; raises StrategyError on all ranks."""
     mine = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     shapes = {name: (value.shape, value.dtype) for name, value in state.items() if isinstance(value, Tensor)}
     if full:
-        shapes = _from_first(shapes, world)
+        shapes = _broadcast_object(shapes, world)
     _check_names("model", set(shapes), set(mine))
     for name, value in mine.items():
-        expected = parts.shape(value, value) if full else value.shape
+        expected = shard_layout.shape(value, value) if full else value.shape
         if shapes[name][0] != expected:
             raise StrategyError(
                 f"{name} has shape {tuple(shapes[name][0])} in the state, but {tuple(expected)} in the model. "
                 f"Build the model from the configuration that the state was saved with."
             )
-    for name, value in _distinct(mine).items():
-        source = _spread(state.get(name), shapes[name], value, world, parts) if full else state[name]
+    for name, value in _drop_tied(mine).items():
+        source = (
+            _broadcast_and_shard(state.get(name), shapes[name], value, world, shard_layout) if full else state[name]
+        )
         with torch.no_grad():
             value.copy_(source)
 
 
-def optimizer_state(
-    optimizer: Optimizer, names: Mapping[nn.Parameter, str], world: World, *, full: bool, parts: Parts = DTENSORS
+def get_optimizer_state_dict(
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    world: World,
+    *,
+    full: bool,
+    shard_layout: ShardLayout = DTENSOR_LAYOUT,
 ) -> dict[str, Any]:
     """Return the optimizer's part of `StrategyManager.state_dict`. Collective if `full`; never steps it."""
     state = {
-        names[each]: {k: _gathered(value, each, world, parts) if full else value for k, value in values.items()}
-        for each in _parameters(optimizer)
+        names[each]: {
+            k: _gather_to_cpu(value, each, world, shard_layout) if full else value for k, value in values.items()
+        }
+        for each in _list_parameters(optimizer)
         if (values := optimizer.state.get(each))
     }
-    return {} if full and world.rank else {"state": state, "param_groups": _named_groups(optimizer, names)}
+    return {} if full and world.rank else {"state": state, "param_groups": _get_named_groups(optimizer, names)}
 
 
-def load_optimizer_state(
+def load_optimizer_state_dict(
     optimizer: Optimizer,
     names: Mapping[nn.Parameter, str],
     state: Mapping[str, Any],
     world: World,
     *,
     full: bool,
-    parts: Parts = DTENSORS,
+    shard_layout: ShardLayout = DTENSOR_LAYOUT,
 ) -> None:
     """Load the optimizer's part of `StrategyManager.load_state_dict`. Collective if `full`."""
     saved = state.get("state", {})
@@ -222,28 +242,28 @@ def load_optimizer_state(
     }
     groups = state.get("param_groups", [])
     if full:
-        kinds, groups = _from_first((kinds, groups), world)
+        kinds, groups = _broadcast_object((kinds, groups), world)
     _check_unexpected(optimizer, names, kinds)
     packed: dict[int, dict[str, Any]] = {}
-    for index, parameter in enumerate(_parameters(optimizer)):
+    for index, parameter in enumerate(_list_parameters(optimizer)):
         values = saved.get(names[parameter], {})
         for key, kind in kinds.get(names[parameter], {}).items():
             value = kind if full else values[key]
             if full and isinstance(kind, tuple):
-                value = _spread(values.get(key), kind, parameter, world, parts)
+                value = _broadcast_and_shard(values.get(key), kind, parameter, world, shard_layout)
             packed.setdefault(index, {})[key] = value
-    optimizer.load_state_dict({"state": packed, "param_groups": _matching_groups(optimizer, names, groups)})
+    optimizer.load_state_dict({"state": packed, "param_groups": _match_groups(optimizer, names, groups)})
 
 
-def _check_unexpected(optimizer: Optimizer, names: Mapping[nn.Parameter, str], given: Iterable[str]) -> None:
-    _check_names("optimizer", set(given) - {names[each] for each in _parameters(optimizer)}, set())
+def _check_unexpected(optimizer: Optimizer, names: Mapping[nn.Parameter, str], names_in_state: Iterable[str]) -> None:
+    _check_names("optimizer", set(names_in_state) - {names[each] for each in _list_parameters(optimizer)}, set())
 
 
-def _matching_groups(
+def _match_groups(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the saved settings of each parameter group, with the numbers of its parameters."""
-    numbers = {names[parameter]: number for number, parameter in enumerate(_parameters(optimizer))}
+    numbers = {names[parameter]: number for number, parameter in enumerate(_list_parameters(optimizer))}
     matched: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         mine = [names[parameter] for parameter in group["params"]]
@@ -264,21 +284,21 @@ def _matching_groups(
     return matched
 
 
-def _gathered(value: Any, parameter: Tensor, world: World, parts: Parts) -> Any:
+def _gather_to_cpu(value: Any, parameter: Tensor, world: World, shard_layout: ShardLayout) -> Any:
     """Copy a full tensor to the CPU of rank 0; None elsewhere. Other values stay."""
     if not isinstance(value, Tensor):
         return value
-    whole = parts.whole(value.detach(), parameter)
+    whole = shard_layout.whole(value.detach(), parameter)
     return whole.to("cpu", copy=True) if world.rank == 0 else None
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
+def gather_full_tensor(tensor: Tensor) -> Tensor:
     """Return a full DTensor as a plain tensor on every rank of its mesh; a plain tensor unchanged. Collective."""
     # One axis at a time, outermost first, which undoes what sharding one dim along `tp` and then along `dp_shard` has
     # done; `full_tensor` warns of it on every rank, and before torch 2.13 refuses packed parts.
     if not isinstance(tensor, DTensor):
         return tensor
-    tensor = gather_packed(tensor) if is_packed(tensor) else tensor
+    tensor = gather_packed(tensor) if is_packed_shard(tensor) else tensor
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
             placements = (*tensor.placements[:axis], Replicate(), *tensor.placements[axis + 1 :])
@@ -286,49 +306,53 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def _spread(
-    whole: Tensor | None, kind: tuple[torch.Size, torch.dtype], parameter: Tensor, world: World, parts: Parts
+def _broadcast_and_shard(
+    full: Tensor | None,
+    meta: tuple[torch.Size, torch.dtype],
+    parameter: Tensor,
+    world: World,
+    shard_layout: ShardLayout,
 ) -> Tensor:
     """Return this rank's shard of a full tensor on rank 0."""
-    shape, dtype = kind
-    if whole is None:
+    shape, dtype = meta
+    if full is None:
         received = torch.empty(shape, dtype=dtype, device=world.device)
     else:
-        received = whole.to(world.device, copy=True)
+        received = full.to(world.device, copy=True)
     dist.broadcast(received, group=world.group, group_src=0)
-    return parts.part(received, parameter)
+    return shard_layout.part(received, parameter)
 
 
-def _from_first(value: Any, world: World) -> Any:
+def _broadcast_object(value: Any, world: World) -> Any:
     box = [value if world.rank == 0 else None]
     dist.broadcast_object_list(box, group=world.group, group_src=0)
     return box[0]
 
 
-def _check_names(what: str, given: set[str], expected: set[str]) -> None:
-    for names, told in ((expected - given, "lacks"), (given - expected, "holds what the run does not have:")):
+def _check_names(kind: str, found: set[str], expected: set[str]) -> None:
+    for names, told in ((expected - found, "lacks"), (found - expected, "holds what the run does not have:")):
         if names:
             some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise StrategyError(f"the {what} state {told} {some}. Load state of the same architecture.")
+            raise StrategyError(f"the {kind} state {told} {some}. Load state of the same architecture.")
 
 
 # -- averages
 
-COUNTS = "(counts)"
-"""Name of `Averages.counts` in saved state; no parameter has it."""
+EMA_COUNTS = "(counts)"
+"""Name of `EMAWeights.counts` in saved state; no parameter has it."""
 
 
-class Averages:
+class EMAWeights:
     """Moving averages of the parameters that this rank steps, in float32 or in the parameter's dtype if wider.
 
     `names` are those of the optimizer's parameters. The caller keeps `counts`, int64 (2,) on the CPU: optimizer steps
     and updates, saved with the averages.
     """
 
-    def __init__(self, names: Mapping[nn.Parameter, str], parts: Parts) -> None:
-        self._names, self._parts = dict(names), parts
+    def __init__(self, names: Mapping[nn.Parameter, str], shard_layout: ShardLayout) -> None:
+        self._names, self._parts = dict(names), shard_layout
         self._values = {
-            each: parts.empty(each, torch.promote_types(each.dtype, torch.float32)).detach() for each in names
+            each: shard_layout.empty(each, torch.promote_types(each.dtype, torch.float32)).detach() for each in names
         }
         self.counts = torch.zeros(2, dtype=torch.int64)
         self.begin()
@@ -349,8 +373,8 @@ class Averages:
                 average.lerp_(weight.to(average.dtype), 1 - decay)
 
     @torch.no_grad()
-    def exchange(self) -> Exchanged:
-        """Put the averages, rounded to the parameters' dtypes, in place of the weights until `Exchanged.undo`."""
+    def exchange(self) -> SwappedWeights:
+        """Put the averages, rounded to the parameters' dtypes, in place of the weights until `SwappedWeights.undo`."""
         averages, weights = self._local()
         kept: list[Tensor | None] = []
         for average, weight in zip(averages, weights, strict=True):
@@ -360,22 +384,27 @@ class Averages:
             else:
                 kept.append(weight.clone())
                 weight.copy_(average)
-        return Exchanged(averages, weights, kept)
+        return SwappedWeights(averages, weights, kept)
 
-    def sharded(self) -> dict[str, Sharded]:
+    def sharded(self) -> dict[str, ChunkedTensor]:
         """Return this rank's averages by parameter name, and `COUNTS`, as views."""
-        found = {name: sharded(self._values[each], each, self._parts) for each, name in self._names.items()}
-        return {**found, COUNTS: Sharded(self.counts.shape, self.counts.dtype, (Piece((0,), self.counts),))}
+        found = {name: to_chunked_tensor(self._values[each], each, self._parts) for each, name in self._names.items()}
+        return {
+            **found,
+            EMA_COUNTS: ChunkedTensor(self.counts.shape, self.counts.dtype, (LocalChunk((0,), self.counts),)),
+        }
 
     def _local(self) -> tuple[list[Tensor], list[Tensor]]:
-        return [local(each.detach()) for each in self._values.values()], [local(each.detach()) for each in self._values]
+        return [to_local(each.detach()) for each in self._values.values()], [
+            to_local(each.detach()) for each in self._values
+        ]
 
 
-class Exchanged:
+class SwappedWeights:
     """Averages that stand in place of the weights."""
 
-    def __init__(self, averages: list[Tensor], weights: list[Tensor], kept: list[Tensor | None]) -> None:
-        self._all = list(zip(averages, weights, kept, strict=True))
+    def __init__(self, averages: list[Tensor], weights: list[Tensor], saved_weights: list[Tensor | None]) -> None:
+        self._all = list(zip(averages, weights, saved_weights, strict=True))
 
     @torch.no_grad()
     def undo(self) -> None:

@@ -13,54 +13,54 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import _redistribute
 
 
-def bound_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by the names of the operation's schema, without those left out.
 
     Private because torch has no public call for an operation's schema.
     """
-    return {**dict(zip(_names(operation), args, strict=False)), **kwargs}
+    return {**dict(zip(_get_argument_names(operation), args, strict=False)), **kwargs}
 
 
 @functools.cache
-def _names(operation: Any) -> tuple[str, ...]:
+def _get_argument_names(operation: Any) -> tuple[str, ...]:
     return tuple(argument.name for argument in operation._schema.arguments)
 
 
-def process_group(value: Any) -> dist.ProcessGroup:
+def resolve_process_group(value: Any) -> dist.ProcessGroup:
     """Return the group of a collective from what its operation carries: a name, or a group in TorchScript's box."""
     if isinstance(value, dist.ProcessGroup):
         return value
     return _resolve_process_group(value) if isinstance(value, str) else dist.ProcessGroup.unbox(value)
 
 
-def unwraps_itself(kind: type) -> bool:
+def is_wrapper_subclass(tensor_type: type) -> bool:
     """Whether a tensor class wraps plain tensors and runs operations on them, as DTensor does."""
-    found = _UNWRAP.get(kind)
+    found = _WRAPPER_SUBCLASSES.get(tensor_type)
     if found is None:
-        found = _UNWRAP[kind] = hasattr(kind, "__tensor_flatten__")
+        found = _WRAPPER_SUBCLASSES[tensor_type] = hasattr(tensor_type, "__tensor_flatten__")
     return found
 
 
-_UNWRAP: dict[type, bool] = {}
+_WRAPPER_SUBCLASSES: dict[type, bool] = {}
 
 
-_FROZEN: list[Any] = []
+_FROZEN_CACHES: list[Any] = []
 """Caches that `gc.get_objects` no longer returns."""
 
 
-def freeze() -> None:
-    """Exclude what exists by now from garbage collection, as `gc.freeze`; `forget_meshes` still finds its caches."""
-    _FROZEN.extend(_caches())
+def freeze_gc() -> None:
+    """Exclude what exists by now from garbage collection, as `gc.freeze`; `clear_mesh_caches` still finds its caches."""
+    _FROZEN_CACHES.extend(_find_caches())
     gc.freeze()
 
 
-def forget_meshes() -> None:
+def clear_mesh_caches() -> None:
     """Empty the caches in which torch keeps the layouts of DTensors, and with them meshes whose groups are gone.
 
     Each gloo group has threads of its own that keep polling. Private because torch, which expects one mesh in the life
     of a process, has no public call for it.
     """
-    for cache in (*_FROZEN, *_caches()):
+    for cache in (*_FROZEN_CACHES, *_find_caches()):
         cache.cache_clear()
     for owner, name in (
         (torch._C, "_clear_DTensor_sharding_propagator_cache"),
@@ -70,6 +70,6 @@ def forget_meshes() -> None:
             clear()
 
 
-def _caches() -> list[Any]:
+def _find_caches() -> list[Any]:
     wrappers = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
     return [each for each in wrappers if (each.__module__ or "").startswith("torch.distributed.")]

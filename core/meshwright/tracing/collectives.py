@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from ..tensors.ops import tensors_in
-from ._compat import bound_arguments, process_group
-from .observe import Observer
+from ..tensors.ops import list_tensors
+from ._compat import bind_arguments, resolve_process_group
+from .observe import OperationObserver
 
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 """Namespaces of torch's operators that communicate."""
 NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan")
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+COLLECTIVE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 
 
 def count_collectives(work: Callable[[], object]) -> Counter[str]:
@@ -35,7 +35,7 @@ def count_collectives(work: Callable[[], object]) -> Counter[str]:
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         work()
     names = [event.name for event in recorded.events() or []]
-    return Counter(_kind(name.removeprefix("c10d::")) for name in names if name.startswith("c10d::"))
+    return Counter(_classify_collective(name.removeprefix("c10d::")) for name in names if name.startswith("c10d::"))
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,16 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CollectiveTrace:
     """Collectives in the order in which they were issued."""
 
     calls: tuple[Collective, ...]
 
-    def of(self, kind: str | None = None, group: str | None = None) -> Traffic:
+    def of(self, kind: str | None = None, group: str | None = None) -> CollectiveTrace:
         """Return the calls of one kind, of one group, or of both."""
-        return Traffic(tuple(each for each in self.calls if kind in (None, each.kind) and group in (None, each.group)))
+        return CollectiveTrace(
+            tuple(each for each in self.calls if kind in (None, each.kind) and group in (None, each.group))
+        )
 
     @property
     def bytes(self) -> int:
@@ -78,7 +80,9 @@ class Traffic:
         return "\n".join(f"{row}: {count} calls, {sizes[row]} bytes" for row, count in calls.items())
 
 
-def measure_collectives(work: Callable[[], object], groups: Mapping[str, dist.ProcessGroup] | None = None) -> Traffic:
+def record_collectives(
+    work: Callable[[], object], groups: Mapping[str, dist.ProcessGroup] | None = None
+) -> CollectiveTrace:
     """Run `work` and record each of this rank's collectives: torch.distributed's own, DTensor's, FSDP's and DDP's.
 
     Backward belongs to `work`: on a CPU it runs in the calling thread, and autograd's threads for other devices inherit
@@ -89,38 +93,38 @@ def measure_collectives(work: Callable[[], object], groups: Mapping[str, dist.Pr
     mode = CollectiveRecorder(groups or {})
     with mode:
         work()
-    return Traffic(tuple(mode.calls))
+    return CollectiveTrace(tuple(mode.calls))
 
 
-class CollectiveRecorder(Observer):
-    """Record each collective in `calls`, but no messages between two ranks of some tags; see `measure_collectives`."""
+class CollectiveRecorder(OperationObserver):
+    """Record each collective in `calls`, but no messages between two ranks of some tags; see `record_collectives`."""
 
-    def __init__(self, groups: Mapping[str, dist.ProcessGroup], *, tags: Collection[int] = ()) -> None:
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup], *, ignored_tags: Collection[int] = ()) -> None:
         super().__init__()
-        self._left_out = tags
+        self._left_out = ignored_tags
         self.calls: list[Collective] = []
         self._names = {group.group_name: name for name, group in reversed(list(groups.items()))}
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         name = operation.overloadpacket.__name__
-        if operation.namespace not in NAMESPACES or name.strip("_") in NOT_COLLECTIVES:
+        if operation.namespace not in COLLECTIVE_NAMESPACES or name.strip("_") in NOT_COLLECTIVES:
             return
-        arguments = bound_arguments(operation, args, kwargs)
+        arguments = bind_arguments(operation, args, kwargs)
         if arguments.get("tag") in self._left_out:
             return
-        group = process_group(arguments.get("process_group", arguments.get("group_name")))
-        sides = [list(tensors_in(value)) for value in (*arguments.values(), result)]
+        group = resolve_process_group(arguments.get("process_group", arguments.get("group_name")))
+        sides = [list(list_tensors(value)) for value in (*arguments.values(), result)]
         sizes = [sum(t.numel() * t.element_size() for t in side) for side in sides if side]
         dtypes = [t.dtype for side in sides for t in side]
-        kind = _kind(name)
+        kind = _classify_collective(name)
         # Only the root of a gather or scatter holds the full tensor; all ranks hold a part.
         size = min(sizes) * group.size() if kind in ("gather", "scatter") else max(sizes, default=0)
         named = self._names.get(group.group_name, group.group_desc)
         self.calls.append(Collective(kind, named, group.size(), dtypes[0], size))
 
 
-def _kind(name: str) -> str:
+def _classify_collective(name: str) -> str:
     plain = name.strip("_").removeprefix("shard_dim_")
     for run_together in ("all_gather", "all_reduce", "all_to_all"):
         plain = plain.replace(run_together.replace("_", ""), run_together)
-    return next((kind for kind in KINDS if plain.startswith(kind)), plain)
+    return next((kind for kind in COLLECTIVE_KINDS if plain.startswith(kind)), plain)

@@ -2,7 +2,7 @@
 
 [Note: watched storages] Storages are counted, each once and by its present size, whichever tensors view it. It is
 known once an operation takes or returns a tensor over it. A weak reference reports its end, and while the meter runs
-its class is `_Watched`, which reports a resize. So nothing of torch is replaced, and the cost of an operation does not
+its class is `_WatchedStorage`, which reports a resize. So nothing of torch is replaced, and the cost of an operation does not
 grow with the number of tensors.
 """
 
@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat.torch import TorchDispatchMode, is_asking_for_shapes
-from ..tensors.ops import is_on_meta, tensors_in
-from ._compat import unwraps_itself
+from .._compat.torch import TorchDispatchMode, is_propagating_shapes
+from ..tensors.ops import is_on_meta, list_tensors
+from ._compat import is_wrapper_subclass
 
 
 @functools.cache
-def name_of(operation: Any) -> str:
+def get_operation_name(operation: Any) -> str:
     """Return an operation's name, such as "aten.mm.default"."""
     return str(operation)
 
 
-class Observer(TorchDispatchMode):
+class OperationObserver(TorchDispatchMode):
     """Context manager that sees each operation on plain tensors, those of autograd's backward included.
 
     DTensors and the like count by what they run on the tensors inside.
@@ -50,17 +50,17 @@ class Observer(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
     ) -> Any:
         """Run an operation, observe it, and return its result."""
-        if any(map(unwraps_itself, types)):
+        if any(map(is_wrapper_subclass, types)):
             # torch asks the mode again for each operation on the tensors inside.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         # Neither attributes of tensors without memory nor what is only asked for shapes.
-        if func.namespace != "prim" and not is_asking_for_shapes():
+        if func.namespace != "prim" and not is_propagating_shapes():
             self.observe(func, args, kwargs or {}, result)
         return result
 
 
-class _Watched(torch.UntypedStorage):
+class _WatchedStorage(torch.UntypedStorage):
     """A storage that reports when it is resized, which no dispatch mode sees."""
 
     watchers: list[Callable[[torch.UntypedStorage], None]]
@@ -77,13 +77,13 @@ class _Watched(torch.UntypedStorage):
         try:
             copied = copy.deepcopy(self, memo)
         finally:
-            self.__class__ = _Watched
+            self.__class__ = _WatchedStorage
         copied.__class__ = torch.UntypedStorage
         return copied
 
 
 @dataclass
-class Block:
+class StorageRecord:
     """The memory of one storage, numbered in the order in which the meter has seen them; its present bytes."""
 
     number: int
@@ -91,7 +91,7 @@ class Block:
     reference: weakref.ref[torch.UntypedStorage]
 
 
-class Meter(Observer):
+class MemoryMeter(OperationObserver):
     """Bytes of all known storages, rounded to multiples as allocators return them; see [Note: watched storages].
 
     `total` is the sum of present bytes, `live` has the blocks by the identity of their storage.
@@ -100,17 +100,17 @@ class Meter(Observer):
     def __init__(self, *, round_to: int = 1) -> None:
         super().__init__()
         self.total = 0
-        self.live: dict[int, Block] = {}
+        self.live: dict[int, StorageRecord] = {}
         self._round_to, self._known, self._is_running = round_to, 0, False
 
     def see(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of tensors from now on, by their present sizes."""
         for tensor in tensors:
             # A wrapper other than a DTensor has no memory besides that of the tensors inside.
-            is_wrapper = unwraps_itself(type(tensor)) and not isinstance(tensor, DTensor)
+            is_wrapper = is_wrapper_subclass(type(tensor)) and not isinstance(tensor, DTensor)
             if tensor.layout is not torch.strided or is_on_meta(tensor) or is_wrapper:
                 continue
-            storage = storage_of(tensor)
+            storage = get_storage(tensor)
             block = self.live.get(id(storage))
             if block is None:
                 self.take_up(storage)
@@ -121,15 +121,15 @@ class Meter(Observer):
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         # The memory of a view has been seen.
-        self.see(tensors_in((args, kwargs) if operation.is_view else (args, kwargs, result)))
+        self.see(list_tensors((args, kwargs) if operation.is_view else (args, kwargs, result)))
 
-    def changed(self, block: Block, change: int) -> None:
+    def changed(self, block: StorageRecord, change: int) -> None:
         """Called when a block has grown or shrunk by so many bytes, its first and its last included."""
 
     def take_up(self, storage: torch.UntypedStorage) -> None:
         """Count a storage from now on."""
         key = id(storage)
-        block = Block(self._known, 0, weakref.ref(storage, lambda _: self._end(key)))
+        block = StorageRecord(self._known, 0, weakref.ref(storage, lambda _: self._end(key)))
         self._known += 1
         self.live[key] = block
         if self._is_running:
@@ -144,7 +144,7 @@ class Meter(Observer):
         if (block := self.live.get(id(storage))) is not None:
             self._set_size(block, storage.nbytes())
 
-    def _set_size(self, block: Block, nbytes: int) -> None:
+    def _set_size(self, block: StorageRecord, nbytes: int) -> None:
         size = -(-nbytes // self._round_to) * self._round_to
         if change := size - block.size:
             block.size = size
@@ -162,16 +162,16 @@ class Meter(Observer):
         super().__exit__(*error)
         self._is_running = False
         for storage in self._storages():
-            if isinstance(storage, _Watched):
+            if isinstance(storage, _WatchedStorage):
                 storage.watchers.remove(self._resized)
                 if not storage.watchers:
                     storage.__class__ = torch.UntypedStorage
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         if type(storage) is torch.UntypedStorage:
-            storage.__class__ = _Watched
+            storage.__class__ = _WatchedStorage
             storage.watchers = getattr(storage, "watchers", [])
-        if isinstance(storage, _Watched) and self._resized not in storage.watchers:
+        if isinstance(storage, _WatchedStorage) and self._resized not in storage.watchers:
             storage.watchers.append(self._resized)
 
     def _storages(self) -> list[torch.UntypedStorage]:
@@ -179,7 +179,7 @@ class Meter(Observer):
         return [storage for storage in found if storage is not None]
 
 
-def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+def get_storage(tensor: Tensor) -> torch.UntypedStorage:
     """Return the storage of a tensor, or of this rank's part of a DTensor."""
     if isinstance(tensor, DTensor):
         # Without gradients, the local part is the tensor itself, not a view that autograd follows.

@@ -19,23 +19,36 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.errors import MeshError, ModelError
-from ..base.validation import validated
+from ..base.validation import validate_config
 from ..files.terminal import warn
 from ..launch.open_world import open_world
-from ..mesh.mesh import Mesh, as_mesh, degrees_of
+from ..mesh.mesh import Mesh, from_device_mesh, infer_degrees
 from ..mesh.sizes import Degrees, MeshSizes
 from ..mesh.world import World
-from ..model.adapter import Base, fingerprint_of
-from ..model.adapter_options import AdapterOptions, InjectedByOthers, adapt, adapter_options
-from ..model.configuration import PARALLEL, config_from_directory, config_from_mapping, is_commit, trust_code
-from ..model.pretrained import PretrainedWeights, as_dtype, commit_of, find_on_all, new_model_on_meta, open_pretrained
+from ..model.adapter import BaseModelRef, compute_fingerprint
+from ..model.adapter_options import AdapterOptions, ExternalAdapterInjection, apply_adapter, parse_adapter_options
+from ..model.configuration import (
+    PARALLEL_INIT,
+    config_from_directory,
+    config_from_mapping,
+    is_commit,
+    register_trusted_code,
+)
+from ..model.pretrained import (
+    PretrainedWeights,
+    find_model_directory_on_all_ranks,
+    get_hub_commit,
+    init_model_on_meta,
+    open_pretrained,
+    to_dtype,
+)
 from ..model.weights import Weights
 from ..strategy.contract import StrategyManager
 from ..strategy.registry import get_strategy
-from ..strategy.stack import resolve, strategy_of
+from ..strategy.stack import find_strategy_name, resolve
 
 
-class Sizes(TypedDict, total=False):
+class MeshSizeKwargs(TypedDict, total=False):
     """The fields of `MeshSizes`, as keyword arguments."""
 
     dp_size: int | None
@@ -63,7 +76,7 @@ def from_pretrained(
     allow_pickle: bool = False,
     trust_remote_code: str | None = None,
     peft: Any = None,
-    **sizes: Unpack[Sizes],
+    **sizes: Unpack[MeshSizeKwargs],
 ) -> StrategyManager:
     """Load a Hugging Face model under a strategy, each rank reading from the files what it holds.
 
@@ -76,7 +89,7 @@ def from_pretrained(
         hf_config: replaces the directory's Hugging Face configuration; or a mapping of fields to change.
         dtype: of the parameters, such as "bfloat16"; None: that of the configuration.
         device: as of `open_world`; not used with `world`.
-        device_mesh, moe_mesh: replace `device`, `world` and `sizes`; as of `as_mesh`.
+        device_mesh, moe_mesh: replace `device`, `world` and `sizes`; as of `from_device_mesh`.
         seed: of weights that the directory lacks.
         revision: branch, tag or commit on the hub.
         allow_pickle: read `.bin` files if there are no safetensors.
@@ -96,9 +109,9 @@ def from_pretrained(
         MeshwrightError: on all ranks: sizes, config, directory or files are not valid, or the strategy cannot train the
             model.
     """
-    manager = _manager(strategy, sizes, config, wrapper_config, device, world, device_mesh, moe_mesh)
-    wanted = Wanted(path, hf_config, dtype, seed, revision, allow_pickle, trust_remote_code, peft)
-    manager.parallelize(*opened(manager.mesh.world, wanted))
+    manager = _build_manager(strategy, sizes, config, wrapper_config, device, world, device_mesh, moe_mesh)
+    wanted = PretrainedRequest(path, hf_config, dtype, seed, revision, allow_pickle, trust_remote_code, peft)
+    manager.parallelize(*open_pretrained_model(manager.mesh.world, wanted))
     return manager
 
 
@@ -114,9 +127,9 @@ def from_config(
     device_mesh: Mesh | DeviceMesh | None = None,
     moe_mesh: DeviceMesh | None = None,
     seed: int = 0,
-    init: str = PARALLEL,
+    init: str = PARALLEL_INIT,
     peft: Any = None,
-    **sizes: Unpack[Sizes],
+    **sizes: Unpack[MeshSizeKwargs],
 ) -> StrategyManager:
     """Make a Hugging Face model with new weights under a strategy. The weights follow from `seed` alone, not from the
     strategy, the device or the number of ranks.
@@ -135,20 +148,24 @@ def from_config(
 
     def build() -> tuple[nn.Module, Weights | None]:
         given = config_from_mapping(hf_config, where="hf_config") if isinstance(hf_config, Mapping) else hf_config
-        wanted = as_dtype(dtype) or getattr(given, "dtype", None) or torch.float32
+        wanted = to_dtype(dtype) or getattr(given, "dtype", None) or torch.float32
         wanted = (adapters and adapters.base_dtype) or wanted
-        model, weights = new_model_on_meta(given, wanted, seed, init=init)
-        return (model, weights) if adapters is None else adapt(model, weights, adapters, None, seed=seed, where="peft")
+        model, weights = init_model_on_meta(given, wanted, seed, init=init)
+        return (
+            (model, weights)
+            if adapters is None
+            else apply_adapter(model, weights, adapters, None, seed=seed, where="peft")
+        )
 
-    manager = _manager(strategy, sizes, config, wrapper_config, device, world, device_mesh, moe_mesh)
+    manager = _build_manager(strategy, sizes, config, wrapper_config, device, world, device_mesh, moe_mesh)
     joined = manager.mesh.world
-    adapters = joined.together(lambda: None if peft is None else adapter_options(peft, where="peft"))
+    adapters = joined.together(lambda: None if peft is None else parse_adapter_options(peft, where="peft"))
     manager.parallelize(*joined.together(build))
     return manager
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PretrainedRequest:
     """Arguments of `from_pretrained` that select the model."""
 
     path: str | Path
@@ -161,69 +178,77 @@ class Wanted:
     peft: Any = None
 
 
-def opened(world: World, wanted: Wanted) -> tuple[nn.Module, Weights]:
+def open_pretrained_model(world: World, request: PretrainedRequest) -> tuple[nn.Module, Weights]:
     """Return a model on the meta device, and its values, for `StrategyManager.parallelize`. Collective."""
-    model, weights, base, options = _opened(world, wanted, where="peft")
+    model, weights, base, options = _open_base(world, request, where="peft")
     if options is None:
         return model, weights
-    adapted, values = world.together(lambda: adapt(model, weights, options, base, seed=wanted.seed, where="peft"))
+    adapted, values = world.together(
+        lambda: apply_adapter(model, weights, options, base, seed=request.seed, where="peft")
+    )
     return adapted, values or weights
 
 
-def opened_for_injection(world: World, wanted: Wanted, *, where: str) -> tuple[nn.Module, InjectedByOthers]:
-    """Return the base model, and what other code needs to inject the adapter of `wanted` into it. Collective."""
-    model, weights, base, options = _opened(world, wanted, where=where)
+def open_for_injection(
+    world: World, request: PretrainedRequest, *, where: str
+) -> tuple[nn.Module, ExternalAdapterInjection]:
+    """Return the base model, and what other code needs to inject the adapter of `request` into it. Collective."""
+    model, weights, base, options = _open_base(world, request, where=where)
     if options is None:
         raise ModelError(f"{where} gives no adapter.")
-    return model, world.together(lambda: InjectedByOthers(model, weights, options, base, where=where))
+    return model, world.together(lambda: ExternalAdapterInjection(model, weights, options, base, where=where))
 
 
-def _opened(
-    world: World, wanted: Wanted, *, where: str
-) -> tuple[nn.Module, PretrainedWeights, Base | None, AdapterOptions | None]:
+def _open_base(
+    world: World, wanted: PretrainedRequest, *, where: str
+) -> tuple[nn.Module, PretrainedWeights, BaseModelRef | None, AdapterOptions | None]:
     """Return the base model, its values, which base it is, and options of its adapter. Collective."""
-    adapters = world.together(lambda: None if wanted.peft is None else adapter_options(wanted.peft, where=where))
+    adapters = world.together(lambda: None if wanted.peft is None else parse_adapter_options(wanted.peft, where=where))
     trusted, allow_pickle, code = wanted.trusted, wanted.allow_pickle, wanted.trusted is not None
     revision = wanted.revision or (trusted if is_commit(trusted) else None)
-    directory = find_on_all(wanted.path, world, revision=revision, allow_pickle=allow_pickle, code=code)
+    directory = find_model_directory_on_all_ranks(
+        wanted.path, world, revision=revision, allow_pickle=allow_pickle, include_code=code
+    )
 
-    def load() -> tuple[nn.Module, PretrainedWeights, Base | None]:
+    def load() -> tuple[nn.Module, PretrainedWeights, BaseModelRef | None]:
         if trusted is not None:
-            trust_code(directory, trusted, commit=commit_of(wanted.path, directory), where="trust_remote_code")
+            register_trusted_code(
+                directory, trusted, commit=get_hub_commit(wanted.path, directory), where="trust_remote_code"
+            )
         hf_config = wanted.hf_config
         if hf_config is None or isinstance(hf_config, Mapping):
             hf_config = config_from_directory(directory, hf_config or {}, where="hf_config")
-        dtype = (adapters and adapters.base_dtype) or as_dtype(wanted.dtype)
+        dtype = (adapters and adapters.base_dtype) or to_dtype(wanted.dtype)
         model, weights = open_pretrained(directory, hf_config, dtype=dtype, allow_pickle=allow_pickle, seed=wanted.seed)
-        base = None if adapters is None else base_at(wanted.path, directory, allow_pickle=allow_pickle)
+        base = None if adapters is None else identify_base(wanted.path, directory, allow_pickle=allow_pickle)
         return model, weights, base
 
     model, weights, base = world.together(load)
     check_same_weights(weights, world, base)
-    warn_of_weights(weights, world, stacklevel=5)
+    warn_about_weights(weights, world, stacklevel=5)
     return model, weights, base, adapters
 
 
-def base_at(path: str | Path, directory: Path, *, allow_pickle: bool = False) -> Base:
+def identify_base(path: str | Path, directory: Path, *, allow_pickle: bool = False) -> BaseModelRef:
     """Return the base in a directory that was found for a path or hub id."""
-    commit = commit_of(path, directory)
+    commit = get_hub_commit(path, directory)
     named = str(path) if commit is not None else str(directory.resolve())
-    return Base(named, commit, fingerprint_of(directory, allow_pickle=allow_pickle))
+    return BaseModelRef(named, commit, compute_fingerprint(directory, allow_pickle=allow_pickle))
 
 
-def _manager(
+def _build_manager(
     strategy: str | None,
-    sizes: Sizes,
+    sizes: MeshSizeKwargs,
     config: Mapping[str, Any] | BaseModel | None,
     wrapper_config: Mapping[str, Mapping[str, Any]] | None,
     device: str | torch.device | None,
     world: World | None,
-    given: Mesh | DeviceMesh | None,
+    device_mesh: Mesh | DeviceMesh | None,
     moe_mesh: DeviceMesh | None,
 ) -> StrategyManager:
     """Build the manager on a mesh that is given, or on the world that is given, joined or started. Collective."""
     known: Degrees | None = None
-    if given is None:
+    if device_mesh is None:
         if moe_mesh is not None:
             raise MeshError("moe_mesh is the mesh for experts beside device_mesh, which is missing. Give both.")
         joined = world or open_world(device)
@@ -231,21 +256,23 @@ def _manager(
         if world is not None or device is not None:
             name = "device" if world is None else "world"
             raise MeshError(f"device_mesh and {name} both say where the model is to be. Leave {name} out.")
-        known = degrees_of(given, moe_mesh)
-        joined = given.world if isinstance(given, Mesh) else open_world(given.device_type)
+        known = infer_degrees(device_mesh, moe_mesh)
+        joined = device_mesh.world if isinstance(device_mesh, Mesh) else open_world(device_mesh.device_type)
 
     def resolved() -> Any:
-        name = strategy or (strategy_of(config) if isinstance(config, BaseModel) else "fsdp2")
-        claims, wanted = get_strategy(name).axes, validated(MeshSizes, sizes, where="the call")
+        name = strategy or (find_strategy_name(config) if isinstance(config, BaseModel) else "fsdp2")
+        claims, wanted = get_strategy(name).axes, validate_config(MeshSizes, sizes, where="the call")
         if known is not None:
-            wanted = _sizes_of(known, sizes, claims)
+            wanted = _sizes_from_degrees(known, sizes, claims)
         return resolve(name, wanted, joined.size, config=config, wrapper_config=wrapper_config)
 
     stack, degrees = joined.together(resolved)
-    return stack.build(Mesh(degrees, joined) if given is None else as_mesh(given, stack.claims, moe_mesh))
+    return stack.build(
+        Mesh(degrees, joined) if device_mesh is None else from_device_mesh(device_mesh, stack.claims, moe_mesh)
+    )
 
 
-def _sizes_of(degrees: Degrees, sizes: Sizes, claims: Collection[str]) -> MeshSizes:
+def _sizes_from_degrees(degrees: Degrees, sizes: MeshSizeKwargs, claims: Collection[str]) -> MeshSizes:
     """Return the sizes of a mesh with these degrees; refuse other ones."""
     known = {f"{axis}_size": getattr(degrees, axis) for axis in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")}
     for name, size in sizes.items():
@@ -256,7 +283,7 @@ def _sizes_of(degrees: Degrees, sizes: Sizes, claims: Collection[str]) -> MeshSi
     return MeshSizes(**known)
 
 
-def check_same_weights(weights: PretrainedWeights, world: World, base: Base | None = None) -> None:
+def check_same_weights(weights: PretrainedWeights, world: World, base: BaseModelRef | None = None) -> None:
     """Refuse directories that differ between nodes, by names, shapes, dtypes and the base's fingerprint. Collective."""
     mine = [weights.fingerprint(), 0 if base is None else int(base.fingerprint[:15], 16)]
     if world.reduce_ints(mine, dist.ReduceOp.MIN) != world.reduce_ints(mine, dist.ReduceOp.MAX):
@@ -266,7 +293,7 @@ def check_same_weights(weights: PretrainedWeights, world: World, base: Base | No
         )
 
 
-def warn_of_weights(weights: PretrainedWeights, world: World, *, stacklevel: int) -> None:
+def warn_about_weights(weights: PretrainedWeights, world: World, *, stacklevel: int) -> None:
     """Warn of missing or superfluous weights, on the first rank."""
     if world.rank == 0:
         for remark in weights.remarks:

@@ -17,26 +17,33 @@ from meshwright import OptimizerConfig, StrategyError, get_registry
 from meshwright.testing import Case
 from meshwright_testing import conformance, pool
 from meshwright_testing.case import Outcome
-from meshwright_testing.cells import register
-from meshwright_testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
+from meshwright_testing.cells import register_plugin_module
+from meshwright_testing.parity import (
+    build_manager,
+    find_max_difference,
+    full_weights,
+    run_reference,
+    train_case,
+    train_steps,
+)
 
-SOURCE = Path(__file__).parents[1] / "src"
+SOURCE_DIR = Path(__file__).parents[1] / "src"
 # Worker ranks get this process's sys.path and import this module to find their tasks, so they see the plugin too.
-if str(SOURCE) not in sys.path:
-    sys.path.insert(0, str(SOURCE))
+if str(SOURCE_DIR) not in sys.path:
+    sys.path.insert(0, str(SOURCE_DIR))
 PLUGIN = None if "zero1" in get_registry().strategies else "meshwright_zero1.plugin"
-register(PLUGIN)
+register_plugin_module(PLUGIN)
 
 TOLERANCE = 1e-9
 
 
-def _train(*arguments: Any) -> Outcome:
+def _train_zero1(*arguments: Any) -> Outcome:
     """`train_case`, in a module that registers the plugin."""
     return train_case(*arguments)
 
 
-def _apart(case: Case, ranks: int) -> float:
-    return difference(pool(ranks).run(_train, "zero1", {}, {}, case), reference(case)).worst
+def _max_difference(case: Case, ranks: int) -> float:
+    return find_max_difference(pool(ranks).run(_train_zero1, "zero1", {}, {}, case), run_reference(case)).worst
 
 
 # -- parity
@@ -44,7 +51,7 @@ def _apart(case: Case, ranks: int) -> float:
 
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2, 4))])
 def test_ragged_masks_and_two_decay_groups(ranks: int) -> None:
-    assert _apart(Case(), ranks) <= TOLERANCE
+    assert _max_difference(Case(), ranks) <= TOLERANCE
 
 
 @pytest.mark.slow
@@ -64,7 +71,7 @@ def test_ragged_masks_and_two_decay_groups(ranks: int) -> None:
     ],
 )
 def test_options_on_four_ranks(case: Case) -> None:
-    assert _apart(case, 4) <= TOLERANCE
+    assert _max_difference(case, 4) <= TOLERANCE
 
 
 @pytest.mark.slow
@@ -74,7 +81,7 @@ def test_options_on_four_ranks(case: Case) -> None:
 )
 def test_other_optimizers(name: str, options: dict[str, Any]) -> None:
     case = Case(optimizer=OptimizerConfig(name=name, lr=1e-2, weight_decay=0.1, options=options))
-    assert _apart(case, 3) <= TOLERANCE
+    assert _max_difference(case, 3) <= TOLERANCE
 
 
 @pytest.mark.slow
@@ -84,11 +91,11 @@ def test_float32_losses_are_those_of_single_to_the_last_bit_with_wide_sums() -> 
     # The same microbatches of one sequence on one rank, so that only the order of the sums differs.
     whole = Case(**{**vars(case), "microbatches": 12})
     expected = pool(1).run(train_case, "single", wide, {}, whole)[0]
-    found = difference(pool(4).run(_train, "zero1", wide, {}, case), expected)
+    found = find_max_difference(pool(4).run(_train_zero1, "zero1", wide, {}, case), expected)
     assert (found.loss, found.weight) == (0.0, 0.0), found
 
 
-def _scheduled(strategy: str, case: Case) -> Outcome:
+def _train_with_schedule(strategy: str, case: Case) -> Outcome:
     manager = build_manager(strategy, {}, {}, case)
     optimizer = manager.build_optimizer(
         lambda named: torch.optim.AdamW([{"params": [p]} for _, p in named], lr=1e-2, weight_decay=0.1)
@@ -106,9 +113,9 @@ def _scheduled(strategy: str, case: Case) -> Outcome:
 @pytest.mark.slow
 def test_learning_rate_schedule_on_the_returned_optimizer() -> None:
     case = Case(steps=4)
-    expected = pool(1).run(_scheduled, "single", case)[0]
-    assert difference(pool(3).run(_scheduled, "zero1", case), expected).worst <= TOLERANCE
-    assert expected.losses[1:] != reference(case).losses[1:], "the schedule changed nothing"
+    expected = pool(1).run(_train_with_schedule, "single", case)[0]
+    assert find_max_difference(pool(3).run(_train_with_schedule, "zero1", case), expected).worst <= TOLERANCE
+    assert expected.losses[1:] != run_reference(case).losses[1:], "the schedule changed nothing"
 
 
 @pytest.mark.slow
@@ -117,24 +124,24 @@ def test_parameters_without_gradient_on_some_or_all_ranks(config: dict[str, Any]
     # Decay moves every parameter that is stepped, so stepping one without gradient shows.
     decay = OptimizerConfig(lr=1e-2, weight_decay=0.5)
     case = Case(model_type="routed", route=route, microbatches=2, steps=4, optimizer=decay)
-    found = difference(pool(4).run(_train, "zero1", config, {}, case), reference(case))
+    found = find_max_difference(pool(4).run(_train_zero1, "zero1", config, {}, case), run_reference(case))
     assert found.worst <= TOLERANCE, found
 
 
 # -- state
 
 
-def _half(strategy: str, case: Case) -> dict[str, Any]:
+def _train_first_half(strategy: str, case: Case) -> dict[str, Any]:
     manager = build_manager(strategy, {}, {}, case)
     train_steps(manager, case, range(2))
     return manager.state_dict(full=True)
 
 
-def _rest(strategy: str, case: Case, state: dict[str, Any], practice: bool) -> Outcome:
+def _train_second_half(strategy: str, case: Case, state: dict[str, Any], has_own_state: bool) -> Outcome:
     # Other weights and settings: what is not loaded shows.
     other = replace(case, optimizer=OptimizerConfig(lr=0.3, weight_decay=0.4))
     manager = build_manager(strategy, {}, {}, other, seed=7)
-    if practice:
+    if has_own_state:
         train_steps(manager, case, range(5, 6))
     manager.load_state_dict(state if manager.mesh.rank == 0 else {"model": {}, "optimizer": {}}, full=True)
     losses, norms, _ = train_steps(manager, case, range(2, 4))
@@ -154,19 +161,19 @@ def test_state_moves_to_single_and_back_with_the_optimizer(
     first: tuple[str, int], second: tuple[str, int], tied: bool, practice: bool
 ) -> None:
     case = Case(steps=4, tied=tied)
-    state, *others = pool(first[1]).run(_half, first[0], case)
+    state, *others = pool(first[1]).run(_train_first_half, first[0], case)
     assert all(not other["model"] and not other["optimizer"] for other in others)
-    outcomes = pool(second[1]).run(_rest, second[0], case, state, practice)
-    whole = reference(case)
+    outcomes = pool(second[1]).run(_train_second_half, second[0], case, state, practice)
+    whole = run_reference(case)
     expected = Outcome(whole.losses[2:], whole.norms[2:], [], whole.weights)
-    assert difference(outcomes, expected).worst <= TOLERANCE
+    assert find_max_difference(outcomes, expected).worst <= TOLERANCE
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_full_state_is_that_of_single(tied: bool) -> None:
     case = Case(tied=tied)
-    expected = pool(1).run(_half, "single", case)[0]
-    found = pool(3).run(_half, "zero1", case)[0]
+    expected = pool(1).run(_train_first_half, "single", case)[0]
+    found = pool(3).run(_train_first_half, "zero1", case)[0]
     assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
     assert found["model"].keys() == expected["model"].keys()
     state = expected["optimizer"]["state"]
@@ -176,7 +183,7 @@ def test_full_state_is_that_of_single(tied: bool) -> None:
             torch.testing.assert_close(found["optimizer"]["state"][name][key], value, rtol=0, atol=TOLERANCE)
 
 
-def _round_trip(directory: Path, case: Case) -> tuple[Outcome, set[str]]:
+def _save_and_load(directory: Path, case: Case) -> tuple[Outcome, set[str]]:
     manager = build_manager("zero1", {}, {}, case)
     train_steps(manager, case, range(2))
     state = manager.state_dict()
@@ -192,14 +199,14 @@ def _round_trip(directory: Path, case: Case) -> tuple[Outcome, set[str]]:
 def test_sharded_state_loads_back_and_holds_each_parameter_once(tmp_path: Path) -> None:
     # Adagrad makes its state for all parameters when it is built.
     case = Case(steps=4, optimizer=OptimizerConfig(name="Adagrad", lr=1e-2, weight_decay=0.1))
-    outcomes, owned = zip(*pool(3).run(_round_trip, tmp_path, case), strict=True)
-    whole = reference(case)
+    outcomes, owned = zip(*pool(3).run(_save_and_load, tmp_path, case), strict=True)
+    whole = run_reference(case)
     expected = Outcome(whole.losses[2:], whole.norms[2:], [], whole.weights)
-    assert difference(list(outcomes), expected).worst <= TOLERANCE
+    assert find_max_difference(list(outcomes), expected).worst <= TOLERANCE
     assert sorted(name for names in owned for name in names) == sorted(whole.weights)
 
 
-def _saving_first(case: Case) -> Outcome:
+def _train_after_saving(case: Case) -> Outcome:
     manager = build_manager("zero1", {}, {}, case)
     manager.load_state_dict(manager.state_dict(full=True), full=True)
     losses, norms, _ = train_steps(manager, case, range(case.steps))
@@ -215,7 +222,7 @@ def test_a_run_goes_on_from_a_checkpoint(layout: str) -> None:
 
 
 def test_saving_and_loading_before_the_first_step_changes_nothing() -> None:
-    assert difference(pool(2).run(_saving_first, Case()), reference(Case())).worst <= TOLERANCE
+    assert find_max_difference(pool(2).run(_train_after_saving, Case()), run_reference(Case())).worst <= TOLERANCE
 
 
 def _load_into_other_groups(state: dict[str, Any]) -> str:
@@ -228,7 +235,7 @@ def _load_into_other_groups(state: dict[str, Any]) -> str:
 
 
 def test_other_parameter_groups_are_refused_the_same_on_every_rank() -> None:
-    state = pool(1).run(_half, "single", Case())[0]
+    state = pool(1).run(_train_first_half, "single", Case())[0]
     first, *others = pool(3).run(_load_into_other_groups, state)
     assert "meets 2 groups of the optimizer state to load, not 1" in first
     assert others == [first, first]
@@ -257,7 +264,7 @@ def _optimizer_bytes(strategy: str, state: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_rank_holds_its_share_of_the_optimizer_state(ranks: int) -> None:
-    state = pool(1).run(_half, "single", Case())[0]
+    state = pool(1).run(_train_first_half, "single", Case())[0]
     whole = pool(1).run(_optimizer_bytes, "single", state)[0]
     held = pool(ranks).run(_optimizer_bytes, "zero1", state)
     assert sum(held) == whole

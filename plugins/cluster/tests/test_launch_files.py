@@ -21,8 +21,8 @@ from support.commands import invoke
 
 from meshwright.base.errors import ConfigError, MeshwrightError
 from meshwright_cluster import TARGETS, Target
-from meshwright_cluster.files import files_of, submission
-from meshwright_cluster.job import Job, plan_job
+from meshwright_cluster.files import build_submit_command, render_job_files
+from meshwright_cluster.job import ClusterJob, build_job
 from meshwright_run.run_file import RunConfig
 
 DATA = Path(__file__).parent
@@ -44,7 +44,7 @@ LAUNCH |= {
 }
 
 
-def _job(to: Target, **changes: Any) -> Job:
+def _job(to: Target, **changes: Any) -> ClusterJob:
     """With changes of nested values by "key__of__value"."""
     values = copy.deepcopy({**VALUES, "launch": LAUNCH})
     for key, value in changes.items():
@@ -55,11 +55,11 @@ def _job(to: Target, **changes: Any) -> Job:
         place[last] = value
         if value is ...:
             place.pop(last)
-    return plan_job(values, RunConfig.model_validate(values), to, Path("/shared/jobs/one job"))
+    return build_job(values, RunConfig.model_validate(values), to, Path("/shared/jobs/one job"))
 
 
 def _texts(to: Target, **changes: Any) -> dict[str, str]:
-    return files_of(_job(to, **changes), to)
+    return render_job_files(_job(to, **changes), to)
 
 
 def _write_command(path: Path, text: str) -> None:
@@ -245,7 +245,7 @@ def test_a_job_heeds_ranks_per_node_runtime_and_address() -> None:
     assert RunConfig.model_validate(values).processes(frozenset({"dp_shard"}), 0) == 1
     train_job = _manifests("TrainJob", launch__kubernetes__runtime="other")[1]
     assert train_job["spec"]["runtimeRef"] == {"name": "other"}
-    command = submission(_job("ray", launch__ray={"address": "http://head:8265"}), "ray")
+    command = build_submit_command(_job("ray", launch__ray={"address": "http://head:8265"}), "ray")
     assert command[:5] == ["ray", "job", "submit", "--address", "http://head:8265"]
 
 
@@ -341,7 +341,7 @@ def test_a_command_that_is_not_there_is_named_and_what_submits_is_run_and_its_co
     for to in TARGETS:
         code, told = invoke("launch", run_file, "--to", to, "--out", out, "--submit")
         assert (code, out.exists()) == (2, False)
-        assert f"{submission(_job(to), to)[0]} is not installed here" in told
+        assert f"{build_submit_command(_job(to), to)[0]} is not installed here" in told
     _write_command(tmp_path / "kubectl", 'echo "$@" > "$0.said"\nexit 3\n')
     assert invoke("launch", run_file, "--to", "kubernetes", "--out", out, "--submit")[0] == 3
     assert (tmp_path / "kubectl.said").read_text() == f"apply -f {out / 'job.yaml'}\n"

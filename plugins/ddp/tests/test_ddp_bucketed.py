@@ -15,13 +15,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright import Mesh, MeshSizes, StrategyError, TrainingError, open_world
 from meshwright.testing import Case, Cell, assert_parity
-from meshwright.tracing.collectives import measure_collectives
+from meshwright.tracing.collectives import record_collectives
 from meshwright_ddp import DDPConfig
 from meshwright_ddp.bucketed import BucketedDataParallel
-from meshwright_ddp.collectives import Groups, Reduction, make_groups
-from meshwright_ddp.gradient_sync import LEARNED, GradientChecks
+from meshwright_ddp.collectives import BucketReduction, DataParallelGroups, build_groups
+from meshwright_ddp.gradient_sync import NUM_REFERENCE_NORMS, GradChecker
 from meshwright_testing import conformance, pool
-from meshwright_testing.models import tiny_model
+from meshwright_testing.models import build_tiny_model
 from meshwright_testing.parity import build_manager, train_steps
 
 slow = pytest.mark.slow
@@ -100,9 +100,9 @@ def _mesh() -> Mesh:
 
 def _reduced(instances: int, scatter: bool, average: bool, force: bool) -> tuple[bool, bool]:
     """Reduce ones; whether what this rank owns, and whether the whole bucket, is the sum over ranks."""
-    groups = make_groups(_mesh(), instances)
+    groups = build_groups(_mesh(), instances)
     gradients = torch.ones(4 * 32)
-    reduction = Reduction(gradients, groups, average=average, scatter=scatter)
+    reduction = BucketReduction(gradients, groups, average=average, scatter=scatter)
     reduction.start(force_all_reduce=force)
     reduction.wait()
     size = gradients.numel() // groups.size
@@ -134,7 +134,7 @@ def _fp32_accumulated() -> tuple[int, int]:
     found = []
     for dtype, wide in ((torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)):
         gradients = local.to(dtype, copy=True)
-        reduction = Reduction(gradients, Groups(dist.group.WORLD), scatter=True, wide=wide)
+        reduction = BucketReduction(gradients, DataParallelGroups(dist.group.WORLD), scatter=True, sum_in_fp32=wide)
         reduction.start()
         reduction.wait()
         size = gradients.numel() // ranks
@@ -330,13 +330,13 @@ def test_aligned_gathers_of_a_stage_do_not_wait_for_its_first_microbatch() -> No
 def _traffic(config: dict[str, Any], case: Case) -> dict[str, tuple[int, int]]:
     """Calls and bytes by kind of collective in the second step."""
     manager = built("ddp", config, {}, case)
-    seen = measure_collectives(lambda: train_steps(manager, case, range(1, 2)))
+    seen = record_collectives(lambda: train_steps(manager, case, range(1, 2)))
     large = [each for each in seen if each.bytes > 1000]
     sizes = {kind: [each.bytes for each in large if each.kind == kind] for kind in sorted({e.kind for e in large})}
     return {kind: (len(each), sum(each)) for kind, each in sizes.items()}
 
 
-NUMEL = sum(p.numel() for p in tiny_model().parameters())
+NUMEL = sum(p.numel() for p in build_tiny_model().parameters())
 
 
 def test_a_step_moves_every_gradient_once_and_every_parameter_once() -> None:
@@ -418,22 +418,22 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_with_its_name_and_b
     assert all(isinstance(loss, float) and math.isfinite(loss) for loss in first)
 
 
-def _look(checks: GradientChecks, norm: float) -> None:
+def _look(checks: GradChecker, norm: float) -> None:
     checks.look(0, ["a", "b"], [torch.tensor([0.6 * norm]), torch.tensor([[0.8 * norm]])])
     norms = checks.norms()
     assert checks.verdict(norms.tolist() if norms is not None else []) is None
 
 
 def test_large_gradients_are_told_only_after_a_hundred_norms_have_been_seen() -> None:
-    checks = GradientChecks(nonfinite=False, large=True)
+    checks = GradChecker(check_nonfinite=False, check_large=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for step in range(LEARNED - 1):
+        for step in range(NUM_REFERENCE_NORMS - 1):
             _look(checks, 1.0 + step % 2)
         _look(checks, math.nan)  # counts for nothing
         _look(checks, 50.0)
         _look(checks, 499.0)
-        _look(GradientChecks(nonfinite=False, large=False), math.nan)
+        _look(GradChecker(check_nonfinite=False, check_large=False), math.nan)
     with pytest.warns(UserWarning, match=r"bucket 0 \(b to a\) have norm 501 .* largest of the first 100 norms \(50\)"):
         _look(checks, 501.0)
     # What was told has not become what is expected.
@@ -449,8 +449,8 @@ def _large() -> list[str]:
     step = gradient_step(manager, Case())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for index in range(LEARNED + 1):
-            scale[0] = 20.0 if index == LEARNED else 1.0
+        for index in range(NUM_REFERENCE_NORMS + 1):
+            scale[0] = 20.0 if index == NUM_REFERENCE_NORMS else 1.0
             manager.read(step())
             for parameter in manager.model_parts[0].parameters():
                 parameter.grad = None

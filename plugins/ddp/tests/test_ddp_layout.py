@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright_ddp.buckets import BucketLayout, bucket_layout, default_bucket_size
+from meshwright_ddp.buckets import BucketLayout, compute_bucket_layout, compute_default_bucket_size
 
 TEN = [9025] * 10
 SHARED = {"shared_embeddings": {9}}
@@ -48,18 +48,23 @@ def test_the_layout_is_the_references(
     unpadded: list[int],
 ) -> None:
     """With the distributed optimizer where there are options."""
-    layout = bucket_layout(
+    layout = compute_bucket_layout(
         numels,
         bucket_size=bucket_size,
         dp_size=dp_size,
-        distributed_optimizer=options is not None,
+        use_distributed_optimizer=options is not None,
         **options or {},
     )
     assert (layout.buckets, layout.unpadded) == (buckets, unpadded)
 
 
 def test_the_default_bucket_grows_with_the_ranks() -> None:
-    assert [default_bucket_size(ranks) for ranks in (1, 40, 41, 1000)] == [4 * 10**7, 4 * 10**7, 4.1 * 10**7, 10**9]
+    assert [compute_default_bucket_size(ranks) for ranks in (1, 40, 41, 1000)] == [
+        4 * 10**7,
+        4 * 10**7,
+        4.1 * 10**7,
+        10**9,
+    ]
 
 
 def options_of_layouts(distributed: st.SearchStrategy[bool]) -> st.SearchStrategy[dict[str, Any]]:
@@ -77,7 +82,7 @@ def options_of_layouts(distributed: st.SearchStrategy[bool]) -> st.SearchStrateg
 
 @given(options_of_layouts(st.booleans()))
 def test_buckets_cover_the_buffer_in_order_and_hold_whole_parameters_in_reverse_order(options: dict[str, Any]) -> None:
-    layout: BucketLayout = bucket_layout(**options)
+    layout: BucketLayout = compute_bucket_layout(**options)
     numels, size = options["numels"], options["bucket_size"]
     assert [start for start, _ in layout.buckets] == [0, *(end for _, end in layout.buckets)][: len(layout.buckets)]
     assert all(0 < size <= end - start for size, (start, end) in zip(layout.unpadded, layout.buckets, strict=True))
@@ -99,7 +104,7 @@ def test_buckets_cover_the_buffer_in_order_and_hold_whole_parameters_in_reverse_
 
 @given(options_of_layouts(st.just(True)))
 def test_parameters_and_buckets_are_aligned_and_every_element_is_owned_once(options: dict[str, Any]) -> None:
-    layout, ranks = bucket_layout(**options), range(options["dp_size"])
+    layout, ranks = compute_bucket_layout(**options), range(options["dp_size"])
     multiple = math.lcm(options["dp_size"], 128, 2**16 if options["pad_for_high_busbw"] else 1)
     assert all(start % 64 == 0 for start, _, _ in layout.param_ranges)
     assert all(end % multiple == 0 for _, end in layout.buckets)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from meshwright import MeshSizes, OptimizerConfig, count_tokens, optimizer_factory, resolve
 from meshwright.testing import Case, assert_parity
 from meshwright_testing import pool
-from meshwright_testing.case import share
-from meshwright_testing.models import tiny_model
+from meshwright_testing.case import rank_microbatches
+from meshwright_testing.models import build_tiny_model
 from meshwright_testing.parity import (
     build_manager,
-    difference,
+    find_max_difference,
     full_weights,
-    reference,
+    run_reference,
     train_case,
     train_part,
     train_steps,
@@ -57,7 +57,7 @@ def _held(config: dict[str, Any], dtype: str) -> tuple[int, int, int, int]:
 def test_ranks_hold_whole_models_and_one_optimizer_together(
     config: dict[str, Any], dtype: str, ranks: int, copies: int
 ) -> None:
-    held, numel = pool(ranks).run(_held, config, dtype), sum(p.numel() for p in tiny_model().parameters())
+    held, numel = pool(ranks).run(_held, config, dtype), sum(p.numel() for p in build_tiny_model().parameters())
     padded = held[0][0]
     assert numel <= padded < 1.05 * numel
     assert {(parameters, gradients) for parameters, gradients, _, _ in held} == {(padded, padded)}
@@ -86,7 +86,7 @@ def _emulated(fp32_gradients: bool, ranks: int) -> dict[str, Tensor]:
     optimizer = optimizer_factory(case.optimizer)(list(masters.items()))
     for step in range(3):
         sums: dict[str, Tensor] = {}
-        batches = share(case, step, 0, 1)
+        batches = rank_microbatches(case, step, 0, 1)
         tokens = count_tokens(batches, manager.mesh)
         for batch in batches:
             manager.forward_backward([batch], num_tokens=tokens)
@@ -165,9 +165,9 @@ def test_state_goes_to_single_and_to_other_numbers_of_ranks_and_back(config: dic
         parts = pool(ranks).run(train_part, strategy, options, {}, case, range(step, step + 1), state)
         state = parts[0][1]
         assert all(part == {"model": {}, "optimizer": {}} for _, part in parts[1:])
-    expected = reference(case)
+    expected = run_reference(case)
     last = replace(expected, losses=expected.losses[-1:], norms=expected.norms[-1:])
-    assert difference([part for part, _ in parts], last).worst <= 1e-9
+    assert find_max_difference([part for part, _ in parts], last).worst <= 1e-9
 
 
 def _bf16_part(steps: tuple[int, int], state: dict[str, Any] | None) -> tuple[Any, Any, list[str]]:
@@ -188,7 +188,7 @@ def _bf16_part(steps: tuple[int, int], state: dict[str, Any] | None) -> tuple[An
 def test_masters_are_saved_so_that_training_resumes_to_the_last_bit() -> None:
     losses, whole, _ = pool(2).run(_bf16_part, (0, 4), None)[0]
     first, state, masters = pool(2).run(_bf16_part, (0, 2), None)[0]
-    assert len(masters) == len(list(tiny_model().named_parameters()))
+    assert len(masters) == len(list(build_tiny_model().named_parameters()))
     second, resumed, _ = pool(2).run(_bf16_part, (2, 4), state)[0]
     assert first + second == losses
     for name, weight in whole["model"].items():
@@ -207,7 +207,7 @@ def _masters_after_loading(optimizer_first: bool) -> list[str]:
     state = other.state_dict(full=True)
     stack, _ = resolve("ddp", MeshSizes(), other.mesh.world.size, config=ZERO1)
     manager = stack.build(other.mesh)
-    manager.parallelize(tiny_model(dtype=torch.bfloat16))
+    manager.parallelize(build_tiny_model(dtype=torch.bfloat16))
     if optimizer_first:
         manager.build_optimizer(optimizer_factory(case.optimizer))
     manager.load_state_dict(state if optimizer_first else {"model": state.get("model", {})}, full=True)
@@ -243,5 +243,5 @@ def test_losses_are_those_of_single_to_the_last_bit_with_wide_sums(
     case = Case(dtype=dtype, steps=4, microbatches=12 // ranks, tied=True)
     # The same microbatches of one sequence.
     (expected,) = pool(1).run(train_case, "single", wide, {}, replace(case, microbatches=12))
-    found = difference(pool(ranks).run(train_case, "ddp", {**config, **wide}, {}, case), expected)
+    found = find_max_difference(pool(ranks).run(train_case, "ddp", {**config, **wide}, {}, case), expected)
     assert (found.loss, found.weight) == (0.0, 0.0), found

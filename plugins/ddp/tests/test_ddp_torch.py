@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from meshwright import Mesh, MeshError, MeshSizes, count_tokens, open_world, resolve
 from meshwright.testing import Case, assert_parity, count_collectives
-from meshwright.tracing.collectives import measure_collectives
+from meshwright.tracing.collectives import record_collectives
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager, train_steps
 
@@ -149,7 +149,7 @@ def test_a_parameter_without_gradient_in_some_microbatches_keeps_the_gradient_of
 
 def _bytes(config: dict[str, Any]) -> list[tuple[str, int]]:
     case = Case(dtype="float32")
-    traffic = measure_collectives(gradient_step(built("ddp", config, {}, case, steps=3), case, 3))
+    traffic = record_collectives(gradient_step(built("ddp", config, {}, case, steps=3), case, 3))
     return [(str(each.dtype), each.bytes) for each in traffic.of("all_reduce") if each.bytes > 1000]
 
 

@@ -14,9 +14,9 @@ from support.commands import command, write_run
 from support.replays import copied, performing, run_file, trained
 
 from meshwright.base.errors import ConfigError
-from meshwright_diagnose.replay.diff import Diff, Parted, Step, course_of, diff
-from meshwright_diagnose.replay.order import Recorded
-from meshwright_diagnose.replay.tensors import apart
+from meshwright_diagnose.replay.diff import Divergence, RunDiff, StepComparison, compare_metrics, diff_runs
+from meshwright_diagnose.replay.order import RecordedRun
+from meshwright_diagnose.replay.tensors import compare_tensors
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,10 @@ def plain(workplace: Path) -> Path:
     return _trained(workplace, "plain")
 
 
-def of(one: Path, other: Path, fault: str = "none", **options: Any) -> tuple[Diff, Parted | None, Step]:
-    found = diff(one, other, perform=performing(fault), **options)
+def of(
+    one: Path, other: Path, fault: str = "none", **options: Any
+) -> tuple[RunDiff, Divergence | None, StepComparison]:
+    found = diff_runs(one, other, runner=performing(fault), **options)
     assert found.replayed is not None, found.why_not
     return found, found.parted, found.replayed
 
@@ -103,12 +105,12 @@ def test_gradients_that_are_scaled_otherwise_in_one_layout_are_named(workplace: 
 def test_the_first_module_that_computes_otherwise_is_named(plain: Path, workplace: Path) -> None:
     wrong = _trained(workplace, "activations", "activations are more")
     performs = performing(), performing("activations are more")
-    found = diff(plain, wrong, perform=lambda order: performs["other" in str(order.out)](order))
+    found = diff_runs(plain, wrong, runner=lambda order: performs["other" in str(order.out)](order))
     first = found.replayed.outputs.first
     assert (first.name, first.relative > 0.1) == ("model.layers.0.mlp", True)
 
 
-def _runs(plain: Path, directory: Path, factors: list[float]) -> tuple[Recorded, Recorded]:
+def _runs(plain: Path, directory: Path, factors: list[float]) -> tuple[RecordedRun, RecordedRun]:
     """The run, and one whose losses are those times factors."""
     line = json.loads((plain / "metrics.jsonl").read_text().splitlines()[0])
     for name, chosen in (("one", [1.0] * len(factors)), ("other", factors)):
@@ -116,15 +118,15 @@ def _runs(plain: Path, directory: Path, factors: list[float]) -> tuple[Recorded,
         shutil.copy(plain / "run.yaml", directory / name)
         lines = [{**line, "step": step, "loss": 2.0 * factor} for step, factor in enumerate(chosen, start=1)]
         (directory / name / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    return Recorded(directory / "one"), Recorded(directory / "other")
+    return RecordedRun(directory / "one"), RecordedRun(directory / "other")
 
 
 def test_rounding_that_grows_is_told_from_a_jump(plain: Path, tmp_path: Path) -> None:
     grows = [1 + 1e-7 * 1.6**step for step in range(24)]
     jumps = [1.0, 1 + 1e-7, 1 + 1e-7, 1 + 5e-5, 1 + 1e-3]
 
-    def parted(factors: list[float], name: str, rtol: float | None = None) -> Parted | None:
-        course = course_of(*_runs(plain, tmp_path / name, factors), rtol=rtol, precision="float32")
+    def parted(factors: list[float], name: str, rtol: float | None = None) -> Divergence | None:
+        course = compare_metrics(*_runs(plain, tmp_path / name, factors), rtol=rtol, precision="float32")
         return course.parted[0] if course.parted else None
 
     grown, jumped = parted(grows, "grows"), parted(jumps, "jumps")
@@ -139,10 +141,10 @@ def test_rounding_that_grows_is_told_from_a_jump(plain: Path, tmp_path: Path) ->
 
 def test_tensors_are_apart_by_their_scale_and_never_by_what_is_equal() -> None:
     one = torch.tensor([1.0, -4.0, math.nan, math.inf])
-    found = apart("x", one, torch.tensor([1.5, -4.0, math.nan, math.inf]))
-    assert (found.absolute, apart("x", one, one.clone()).relative) == (0.5, 0)
-    assert apart("x", torch.tensor([1.0]), torch.tensor([math.nan])).relative > 1
-    assert apart("x", torch.zeros(2), torch.zeros(3)).why == "shape (2,) against (3,)"
+    found = compare_tensors("x", one, torch.tensor([1.5, -4.0, math.nan, math.inf]))
+    assert (found.absolute, compare_tensors("x", one, one.clone()).relative) == (0.5, 0)
+    assert compare_tensors("x", torch.tensor([1.0]), torch.tensor([math.nan])).relative > 1
+    assert compare_tensors("x", torch.zeros(2), torch.zeros(3)).why == "shape (2,) against (3,)"
 
 
 def test_bad_input_is_reported(plain: Path, tmp_path: Path) -> None:
@@ -156,7 +158,7 @@ def test_bad_input_is_reported(plain: Path, tmp_path: Path) -> None:
         ("no whole checkpoint before step 40", later, later, {"step": 40}),
     ):
         with pytest.raises(ConfigError, match=text):
-            diff(one, other, perform=performing(), **options)
+            diff_runs(one, other, runner=performing(), **options)
 
 
 @pytest.mark.slow

@@ -13,26 +13,26 @@ from pathlib import Path
 import pytest
 from support.commands import command
 
-from meshwright.base.processes import usable_cores
+from meshwright.base.processes import count_usable_cores
 from meshwright.launch.open_world import open_world
 from meshwright.strategy.registry import Registry
 from meshwright_diagnose.doctor import checks
 from meshwright_diagnose.doctor import examine as together
-from meshwright_diagnose.doctor.checks import Finding, directory_findings, exit_code
+from meshwright_diagnose.doctor.checks import CheckResult, check_directory, find_exit_code
 from meshwright_testing import pool
 
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def by_name(findings: list[Finding]) -> dict[str, Finding]:
+def by_name(findings: list[CheckResult]) -> dict[str, CheckResult]:
     return {each.name: each for each in findings}
 
 
 def test_the_exit_code_is_that_of_what_is_wrong():
-    ok, warning = Finding("a", "b", "ok", "c"), Finding("a", "b", "warning", "c", "d")
-    wrong, tried = Finding("a", "b", "wrong", "c", "d"), checks.failed("a", "b", "c", "d")
-    assert [exit_code([ok, warning]), exit_code([ok, tried]), exit_code([tried, wrong])] == [0, 1, 2]
-    assert checks.as_lines([ok, wrong])[-3:] == ["  wrong    b: c", "           d", "1 wrong, 0 warning, 1 ok"]
+    ok, warning = CheckResult("a", "b", "ok", "c"), CheckResult("a", "b", "warning", "c", "d")
+    wrong, tried = CheckResult("a", "b", "wrong", "c", "d"), checks.make_failure("a", "b", "c", "d")
+    assert [find_exit_code([ok, warning]), find_exit_code([ok, tried]), find_exit_code([tried, wrong])] == [0, 1, 2]
+    assert checks.format_results([ok, wrong])[-3:] == ["  wrong    b: c", "           d", "1 wrong, 0 warning, 1 ok"]
 
 
 @pytest.mark.parametrize(
@@ -52,44 +52,44 @@ def test_versions_are_held_against_what_is_declared(requires, python, state, sai
     lines += ["Provides-Extra: more", f"Requires-Dist: {requires}", ""]
     (found / "METADATA").write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    told = [each for each in checks.version_findings() if each.state != "ok"]
+    told = [each for each in checks.check_versions() if each.state != "ok"]
     assert [each.state for each in told] == ([state] if state else [])
     assert all(said in each.said and each.mend for each in told)
 
 
 def test_a_plugin_that_cannot_be_loaded_is_wrong_and_the_others_are_told():
     broken = EntryPoint("odd", "no_such_module_at_all", "meshwright")
-    strategies, failure = checks.plugin_findings(Registry([broken]))
+    strategies, failure = checks.check_plugins(Registry([broken]))
     assert (strategies.state, strategies.said) == ("ok", "single")
     assert (failure.name, failure.state, "no_such_module_at_all" in failure.said) == ("odd", "wrong", True)
 
 
 def test_threads_that_are_no_number_or_too_many_are_told():
-    many = "warning" if usable_cores() > 1 else "ok"
+    many = "warning" if count_usable_cores() > 1 else "ok"
     for value, state in ((None, "ok"), ("1", "ok"), ("none", "wrong"), ("0", "wrong"), ("64", many)):
         environment = {} if value is None else {"OMP_NUM_THREADS": value}
-        assert by_name(list(checks.setting_findings(environment, 4)))["OMP_NUM_THREADS"].state == state
+        assert by_name(list(checks.check_settings(environment, 4)))["OMP_NUM_THREADS"].state == state
 
 
 def test_few_open_files_are_told(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
-    found = by_name(list(checks.limit_findings()))["open files"]
+    found = by_name(list(checks.check_limits()))["open files"]
     assert (found.state, "ulimit -n" in found.mend) == ("warning", True)
 
 
 def test_a_clock_that_is_behind_the_files_or_is_being_set_is_told(monkeypatch):
-    assert [each.state for each in checks.clock_findings()] == ["ok"]
+    assert [each.state for each in checks.check_clocks()] == ["ok"]
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - 1e9)
-    assert [(each.state, "before the files" in each.said) for each in checks.clock_findings()] == [("warning", True)]
+    assert [(each.state, "before the files" in each.said) for each in checks.check_clocks()] == [("warning", True)]
     jumps = iter([0.0, 30.0])
     monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
-    assert [(each.state, "being set" in each.said) for each in checks.clock_findings()] == [("warning", True)]
+    assert [(each.state, "being set" in each.said) for each in checks.check_clocks()] == [("warning", True)]
 
 
 def test_a_directory_is_tried_and_left_as_it_was(tmp_path):
     place = tmp_path / "runs"
-    found = by_name(list(directory_findings(place)))
+    found = by_name(list(check_directory(place)))
     assert {"writable", "renaming", "locks", "free", "speed"} == found.keys()
     assert {found[name].state for name in ("writable", "renaming", "locks")} == {"ok"}
     assert not list(place.iterdir())
@@ -97,12 +97,12 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path):
 
 def test_a_directory_that_cannot_be_made_or_holds_no_locks_or_is_full_is_told(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine", encoding="utf-8")
-    (found,) = directory_findings(tmp_path / "file")
-    assert (found.state, exit_code([found])) == ("wrong", 2)
-    monkeypatch.setattr(checks, "FREE", 1 << 62)
-    monkeypatch.setattr(checks, "SLOW", 1e15)
+    (found,) = check_directory(tmp_path / "file")
+    assert (found.state, find_exit_code([found])) == ("wrong", 2)
+    monkeypatch.setattr(checks, "MIN_FREE_BYTES", 1 << 62)
+    monkeypatch.setattr(checks, "MIN_WRITE_SPEED", 1e15)
     monkeypatch.setattr(checks, "FileLock", lambda *_, **__: nullcontext())
-    states = {name: each.state for name, each in by_name(list(directory_findings(tmp_path))).items()}
+    states = {name: each.state for name, each in by_name(list(check_directory(tmp_path))).items()}
     assert (states["locks"], states["free"], states["speed"]) == ("wrong", "warning", "warning")
 
 
@@ -114,7 +114,7 @@ def _as_two_nodes(place: str, ahead_s: float) -> list[tuple[str, str, str]]:
         with open_world("cpu") as world:
             if world.rank == 1:
                 time.time = lambda: real() + ahead_s
-            found = list(together.findings_of(world, Path(place)))
+            found = list(together.check_ranks(world, Path(place)))
             return [(each.name, each.state, each.said) for each in found]
     finally:
         time.time = real

@@ -15,41 +15,54 @@ from support.commands import invoke
 from meshwright.base.errors import ConfigError
 from meshwright_run.profile import trace as traces
 from meshwright_run.profile.config import ProfileConfig, check_profile
-from meshwright_run.profile.show import compare
-from meshwright_run.profile.summary import as_values, from_values, load_summary, own_seconds, summarized, timeline
-from meshwright_run.profile.trace import Span, activity, exposed_communication, read_trace
+from meshwright_run.profile.show import compare_profiles
+from meshwright_run.profile.summary import (
+    build_memory_timeline,
+    iter_self_times,
+    load_summary,
+    summarize_trace,
+    summary_from_dict,
+    summary_to_dict,
+)
+from meshwright_run.profile.trace import TraceSpan, measure_activity, measure_exposed_communication, read_trace
 
 MAIN, GLOO, STREAM, NCCL_STREAM = 1, 2, 7, 20
 
 
-def _operator(name: str, start: float, end: float, thread: int = MAIN, **details: Any) -> Span:
-    return Span(name, "cpu_op", start, end, thread, details=details)
+def _operator(name: str, start: float, end: float, thread: int = MAIN, **details: Any) -> TraceSpan:
+    return TraceSpan(name, "cpu_op", start, end, thread, details=details)
 
 
-def _mark(name: str, start: float, end: float) -> Span:
-    return Span(f"meshwright::{name}", "user_annotation", start, end, MAIN)
+def _mark(name: str, start: float, end: float) -> TraceSpan:
+    return TraceSpan(f"meshwright::{name}", "user_annotation", start, end, MAIN)
 
 
-def _gloo(name: str, start: float, end: float, thread: int = GLOO, details: dict[str, Any] | None = None) -> Span:
-    return Span(f"gloo:{name}", "user_annotation", start, end, thread, details=details or {})
+def _gloo(name: str, start: float, end: float, thread: int = GLOO, details: dict[str, Any] | None = None) -> TraceSpan:
+    return TraceSpan(f"gloo:{name}", "user_annotation", start, end, thread, details=details or {})
 
 
-def _kernel(name: str, start: float, end: float, stream: int = STREAM, **more: Any) -> Span:
-    return Span(name, "kernel", start, end, stream, **more)
+def _kernel(name: str, start: float, end: float, stream: int = STREAM, **more: Any) -> TraceSpan:
+    return TraceSpan(name, "kernel", start, end, stream, **more)
 
 
 def test_stretches_of_time_are_what_counting_moments_says() -> None:
     draw = random.Random(3)
     for _ in range(200):
         one, two = (
-            traces.union((start, start + draw.randrange(5)) for start in draw.choices(range(40), k=draw.randrange(8)))
+            traces.merge_intervals(
+                (start, start + draw.randrange(5)) for start in draw.choices(range(40), k=draw.randrange(8))
+            )
             for _ in range(2)
         )
         first, second = ({moment for a, b in each for moment in range(int(a), int(b))} for each in (one, two))
-        sets = (traces.common(one, two), first & second), (traces.without(one, two), first - second), (one, first)
+        sets = (
+            (traces.intersect_intervals(one, two), first & second),
+            (traces.subtract_intervals(one, two), first - second),
+            (one, first),
+        )
         for found, expected in sets:
             assert {moment for a, b in found for moment in range(int(a), int(b))} == expected
-            assert traces.length(found) == len(expected)
+            assert traces.total_length(found) == len(expected)
 
 
 ON_CPU = {
@@ -88,9 +101,9 @@ ON_CPU = {
 
 
 @pytest.mark.parametrize(("spans", "seconds"), ON_CPU.values(), ids=ON_CPU)
-def test_exposed_on_a_cpu(spans: list[Span], seconds: float) -> None:
-    assert exposed_communication(spans) == pytest.approx(seconds)
-    assert not activity(spans).is_on_device
+def test_exposed_on_a_cpu(spans: list[TraceSpan], seconds: float) -> None:
+    assert measure_exposed_communication(spans) == pytest.approx(seconds)
+    assert not measure_activity(spans).is_on_device
 
 
 def test_on_a_gpu_exposed_is_what_nccl_takes_while_no_other_kernel_or_copy_runs() -> None:
@@ -100,23 +113,25 @@ def test_on_a_gpu_exposed_is_what_nccl_takes_while_no_other_kernel_or_copy_runs(
         _kernel("ampere_sgemm_128x64_tn", 0, 4),
         _kernel("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 3, 9, NCCL_STREAM),
         _kernel("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 8, 12, 21),
-        Span("Memcpy DtoD", "gpu_memcpy", 10, 11, STREAM),
+        TraceSpan("Memcpy DtoD", "gpu_memcpy", 10, 11, STREAM),
         # An annotation of the device's timeline is no work.
-        Span("nccl:all_gather", "gpu_user_annotation", 3, 9, NCCL_STREAM),
+        TraceSpan("nccl:all_gather", "gpu_user_annotation", 3, 9, NCCL_STREAM),
     ]
     # From 4 to 10, and from 11 to 12.
-    assert exposed_communication(spans) == pytest.approx(7)
-    assert activity(spans).is_on_device
+    assert measure_exposed_communication(spans) == pytest.approx(7)
+    assert measure_activity(spans).is_on_device
 
 
 def test_time_within_is_not_counted_twice() -> None:
     outer, first = _operator("a", 0, 10), _operator("b", 1, 4)
     inner, second, other = _operator("c", 2, 3), _operator("b", 5, 9), _operator("a", 2, 3, GLOO)
-    found = {id(span): seconds for span, seconds in own_seconds([second, inner, other, outer, first])}
+    found = {id(span): seconds for span, seconds in iter_self_times([second, inner, other, outer, first])}
     assert [found[id(each)] for each in (outer, first, inner, second, other)] == [3, 2, 1, 4, 1]
 
 
-def _trace_file(path: Path, spans: list[Span], memory: Sequence[tuple[float, int, int]] = (), **about: Any) -> Path:
+def _trace_file(
+    path: Path, spans: list[TraceSpan], memory: Sequence[tuple[float, int, int]] = (), **about: Any
+) -> Path:
     events: list[dict[str, Any]] = []
     for span in spans:
         times = {"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
@@ -149,7 +164,7 @@ TWO_STEPS = [
 
 
 def test_a_window_is_divided_among_computing_exposed_communication_and_the_host(tmp_path: Path) -> None:
-    found = summarized(read_trace(_trace_file(tmp_path / "rank-00000.json.gz", TWO_STEPS, run="a run")))
+    found = summarize_trace(read_trace(_trace_file(tmp_path / "rank-00000.json.gz", TWO_STEPS, run="a run")))
     assert (found.steps, found.count, found.about["run"]) == ([4, 5], 2, "a run")
     seconds = (found.seconds, found.computing_seconds, found.exposed_seconds, found.host_seconds)
     assert (seconds, found.communication_seconds) == (pytest.approx((20, 9, 3, 8)), pytest.approx(5))
@@ -166,20 +181,20 @@ def test_a_window_is_divided_among_computing_exposed_communication_and_the_host(
     (row,) = found.communication
     assert (row.name, row.calls, row.bytes) == ("gloo:all_reduce", 2, 6 * 4 + 10 * 8)
     assert (row.seconds, row.exposed_seconds) == pytest.approx((5, 3))
-    assert from_values(json.loads(json.dumps(as_values(found))), Path("summary.json")) == found
+    assert summary_from_dict(json.loads(json.dumps(summary_to_dict(found))), Path("summary.json")) == found
 
 
 def test_kernels_are_those_of_the_operators_that_have_launched_them(tmp_path: Path) -> None:
     nccl = {"In msg nelems": 100, "dtype": "BFloat16", "Collective name": "_allgather_base"}
     spans = [
-        Span("aten::mm", "cpu_op", 0, 0.5, MAIN, operator=8),
-        Span("aten::addmm", "cpu_op", 1, 1.5, MAIN, operator=9),
+        TraceSpan("aten::mm", "cpu_op", 0, 0.5, MAIN, operator=8),
+        TraceSpan("aten::addmm", "cpu_op", 1, 1.5, MAIN, operator=9),
         _kernel("gemm", 1, 3, operator=8),
         _kernel("gemm", 3, 4, operator=9),
         _kernel("gemm", 4, 5, operator=9),
         _kernel("ncclDevKernel_AllGather_RING_LL(args)", 5, 7, details=nccl),
     ]
-    found = summarized(read_trace(_trace_file(tmp_path / "trace.json.gz", spans)))
+    found = summarize_trace(read_trace(_trace_file(tmp_path / "trace.json.gz", spans)))
     times = {row.name: (row.seconds, row.device_seconds) for row in found.operators}
     assert times["aten::mm"] == times["aten::addmm"] == pytest.approx((0.5, 2))
     (row,) = found.communication
@@ -198,11 +213,11 @@ def test_memory_is_told_at_its_peak_by_part_and_by_who_took_it(tmp_path: Path) -
     ]
     memory = [(2, 100, 100), (4.5, 50, 150), (5.5, -100, 50), (7, 10, 60)]
     trace = read_trace(_trace_file(tmp_path / "rank-00000.json.gz", spans, memory))
-    peak = summarized(trace).memory
+    peak = summarize_trace(trace).memory
     assert (peak.bytes, peak.part, peak.operator) == (150, "forward_backward", "aten::add")
     # What was held when a part began counts.
     assert peak.parts == {"forward_backward": 150, "optimizer": 150}
-    told = timeline(trace)
+    told = build_memory_timeline(trace)
     assert told["taken_by_operator"] == {"aten::mm": 100, "aten::add": 50, "aten::sqrt": 10}
     assert (told["seconds"], told["bytes"]) == (pytest.approx([2, 4.5, 5.5, 7]), [100, 150, 50, 60])
 
@@ -216,7 +231,7 @@ def test_a_comparison_is_by_step_and_by_the_size_of_the_difference(tmp_path: Pat
         _operator("aten::softmax", 12, 13),
     ]
     paths = [_trace_file(tmp_path / name, spans) for name, spans in (("a.json.gz", TWO_STEPS), ("b.json.gz", one_step))]
-    found = compare(load_summary(paths[0]), load_summary(paths[1]), ("a", "b"))
+    found = compare_profiles(load_summary(paths[0]), load_summary(paths[1]), ("a", "b"))
     assert [(row.name, row.before, row.after) for row in found.operators] == [
         ("aten::softmax", 0, pytest.approx(11)),
         ("aten::mm", pytest.approx(4), pytest.approx(2)),
@@ -288,6 +303,6 @@ def test_windows_are_in_order_within_the_run_and_on_ranks_that_are_there() -> No
     ):
         with pytest.raises(ValueError, match=wrong):
             ProfileConfig(steps=steps, ranks=ranks)
-    check_profile(several, steps=5, world_size=4)
+    check_profile(several, num_steps=5, world_size=4)
     with pytest.raises(ConfigError, match=r"profile\.ranks=\[3, 1\] names a rank that is not there: 3 ranks"):
-        check_profile(several, steps=5, world_size=3)
+        check_profile(several, num_steps=5, world_size=3)

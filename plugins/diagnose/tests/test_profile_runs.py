@@ -15,16 +15,23 @@ from support.commands import write_run
 from support.runs import Place
 
 from meshwright import ConfigError, Loop, MeshwrightError, StepResult, fit
-from meshwright._compat.torch import is_profiled, marked
+from meshwright._compat.torch import is_profiling, record_if_profiling
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case
-from meshwright_run.preflight import plan_run
-from meshwright_run.profile.recording import NOTHING, FaultFiles, Sampler, activities, spans_of, warm_up
+from meshwright_run.preflight import preflight
+from meshwright_run.profile.recording import (
+    NO_CONTEXT,
+    CommunicationSampler,
+    FaultFileWriter,
+    get_profiler_activities,
+    read_spans,
+    warm_up_profiler,
+)
 from meshwright_run.profile.summary import load_summary
-from meshwright_run.profile.trace import exposed_communication, read_trace
+from meshwright_run.profile.trace import measure_exposed_communication, read_trace
 from meshwright_run.run_file import load_run
 from meshwright_testing import pool
-from meshwright_testing.case import share
+from meshwright_testing.case import rank_microbatches
 from meshwright_testing.parity import build_manager
 
 PARTS = {"data", "forward_backward", "clip", "read", "optimizer"}
@@ -94,16 +101,16 @@ def test_a_window_beyond_the_last_step_is_refused_before_anything_starts(workpla
     place = Place(workplace, tmp_path)
     config = load_run(place.file(steps=4, profile={"steps": [3, 5]}))
     with pytest.raises(ConfigError, match=r"profile\.steps=\[3, 5\] ends behind the last step of the run, 4"):
-        plan_run(config, 1)
+        preflight(config, 1)
     assert not place.out.exists()
 
 
 def test_steps_that_nobody_looks_at_are_surrounded_by_nothing(tmp_path: Path) -> None:
-    sampler = Sampler(4, torch.device("cpu"))
-    assert [index for index in range(12) if sampler.around(index) is not NOTHING] == [3, 7, 11]
+    sampler = CommunicationSampler(4, torch.device("cpu"))
+    assert [index for index in range(12) if sampler.around(index) is not NO_CONTEXT] == [3, 7, 11]
     assert sampler.measured() == {}
-    assert not is_profiled()
-    assert isinstance(marked("data"), nullcontext)
+    assert not is_profiling()
+    assert isinstance(record_if_profiling("data"), nullcontext)
     # Private names of torch that are used on a GPU alone.
     assert callable(torch.cuda.memory._record_memory_history)
     assert callable(torch.cuda.memory._dump_snapshot)
@@ -113,17 +120,20 @@ def _delayed(delay_s: float) -> tuple[float, float, float]:
     """Of a message that rank 1 joins late: when this rank was there, when it had it, and what was exposed."""
     rank = dist.get_rank()
     device = torch.device("cpu")
-    warm_up(device)
+    warm_up_profiler(device)
     tensor, matrix = torch.ones(1000), torch.ones(64, 64)
     dist.all_reduce(tensor)
-    with torch.profiler.profile(activities=activities(device)) as profiler, marked("meshwright::step 1"):
+    with (
+        torch.profiler.profile(activities=get_profiler_activities(device)) as profiler,
+        record_if_profiling("meshwright::step 1"),
+    ):
         matrix @ matrix
         if rank == 1:
             time.sleep(delay_s)
         there = time.time()
         dist.all_reduce(tensor)
         had = time.time()
-    return there, had, exposed_communication(spans_of(profiler))
+    return there, had, measure_exposed_communication(read_spans(profiler))
 
 
 def test_the_wait_for_a_rank_that_is_late_is_exposed_to_some_milliseconds() -> None:
@@ -156,9 +166,11 @@ def _faulty(directory: str) -> str:
     manager = build_manager("ddp", {}, {}, case)
     mesh = manager.mesh
     dist.all_reduce(torch.ones(5))
-    loop = Loop(batches=lambda step: share(case, step, mesh.data_rank, mesh.data_size), steps=2, callbacks=[_breaks])
+    loop = Loop(
+        batches=lambda step: rank_microbatches(case, step, mesh.data_rank, mesh.data_size), steps=2, callbacks=[_breaks]
+    )
     with pytest.raises((ValueError, MeshwrightError)) as caught:
-        with get_registry().observing(FaultFiles(Path(directory), mesh.rank)):
+        with get_registry().observing(FaultFileWriter(Path(directory), mesh.rank)):
             fit(manager, loop)
     return caught.type.__name__
 

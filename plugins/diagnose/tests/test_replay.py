@@ -14,9 +14,9 @@ from support.commands import command, write_run
 from support.replays import STEPS, again, copied, run_file, trained
 
 from meshwright.base.errors import CheckpointError, ConfigError
-from meshwright_diagnose.replay.peers import GRADIENT, OUTPUT, Work, judged
-from meshwright_diagnose.replay.start import replay
-from meshwright_run.preflight import data_and_model_config
+from meshwright_diagnose.replay.peers import GRADIENT_PREFIX, OUTPUT_PREFIX, RankDigests, find_suspects
+from meshwright_diagnose.replay.start import replay_step
+from meshwright_run.preflight import prepare_data_and_model_config
 from meshwright_run.run_file import load_run
 
 
@@ -129,7 +129,7 @@ def test_a_step_of_preferences_is_done_with_the_reference_that_the_run_had(workp
     pairs.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     path = run_file(workplace, "preferences", nproc=2, objective={"name": "dpo", "beta": 1.0}, micro_batch_size=2)
     values = yaml.safe_load(path.read_text())
-    tokenizer = data_and_model_config(load_run(path))[0].tokenizer_dir
+    tokenizer = prepare_data_and_model_config(load_run(path))[0].tokenizer_dir
     more = {"tokenizer": str(tokenizer), "sources": [{"files": str(pairs), "format": "preference"}]}
     values["data"] = {key: values["data"][key] for key in ("cache_dir", "seq_len")} | more | {"eval_fraction": 0.2}
     path.write_text(yaml.safe_dump(values))
@@ -176,7 +176,7 @@ def test_of_three_data_ranks_the_one_that_flips_a_bit_is_named(workplace: Path, 
         found = again(directory, 3, f"rank {rank} flips", compare_rank=1)
         assert (found.shares["suspects"], found.exit_code) == ([rank], 1)
         assert set(found.shares["shares"]) == {str(rank), str((rank + 1) % 3)}
-        assert found.shares["shares"][str(rank)]["tensor"] == f"{GRADIENT} model.layers.1.mlp.down_proj.weight"
+        assert found.shares["shares"][str(rank)]["tensor"] == f"{GRADIENT_PREFIX} model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.slow
@@ -196,14 +196,14 @@ def test_ranks_that_share_a_batch_compare_their_parts(workplace: Path) -> None:
     assert found["suspects"] == [0, 2]
 
 
-def _work(rank: int, own: str, other: str, again: str = "") -> Work:
+def _work(rank: int, own: str, other: str, again: str = "") -> RankDigests:
     """Ranks 2 d and 2 d + 1 are the stages of data rank d."""
 
     def digests(bits: str) -> tuple[tuple[str, str], ...]:
-        names = (f"{OUTPUT} a", f"{OUTPUT} b", f"{GRADIENT} b", f"{GRADIENT} a")
+        names = (f"{OUTPUT_PREFIX} a", f"{OUTPUT_PREFIX} b", f"{GRADIENT_PREFIX} b", f"{GRADIENT_PREFIX} a")
         return tuple(zip(names, bits, strict=True))
 
-    return Work(rank, rank // 2, rank % 2, (), digests(own), digests(other), digests(again or own))
+    return RankDigests(rank, rank // 2, rank % 2, (), digests(own), digests(other), digests(again or own))
 
 
 @pytest.mark.parametrize(
@@ -218,11 +218,11 @@ def _work(rank: int, own: str, other: str, again: str = "") -> Work:
 )
 def test_the_stage_where_a_share_goes_wrong_is_named(wrong: dict[int, str], suspects: list[int]) -> None:
     works = [_work(rank, wrong.get(rank, "0000"), wrong.get(rank, "0000")) for rank in range(6)]
-    assert judged(works, 3)["suspects"] == suspects
+    assert find_suspects(works, 3)["suspects"] == suspects
 
 
 def test_kernels_that_sum_in_no_order_are_no_hardware_that_is_wrong() -> None:
-    found = judged([_work(rank, f"{rank}000", f"{rank + 7}000"[-4:], "9000") for rank in range(6)], 3)
+    found = find_suspects([_work(rank, f"{rank}000", f"{rank + 7}000"[-4:], "9000") for rank in range(6)], 3)
     assert (found["suspects"], len(found["unsteady"])) == ([], 6)
     assert "no fixed order" in found["why"]
 
@@ -230,7 +230,7 @@ def test_kernels_that_sum_in_no_order_are_no_hardware_that_is_wrong() -> None:
 def test_bad_input_is_reported_before_a_rank_is_started(plain: Path, workplace: Path, tmp_path: Path) -> None:
     def refused(text: str, directory: Path = plain, step: int = 2, **options: Any) -> None:
         with pytest.raises(ConfigError, match=text):
-            replay(directory, step, perform=lambda order: pytest.fail("ranks were started"), **options)
+            replay_step(directory, step, runner=lambda order: pytest.fail("ranks were started"), **options)
 
     refused("step 7 is none of the run", step=7)
     refused("no directory of a run", directory=workplace / "cache")

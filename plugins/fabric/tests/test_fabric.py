@@ -25,9 +25,9 @@ from meshwright.base.errors import CheckpointError, ConfigError, MeshwrightError
 from meshwright.testing import Case
 from meshwright_fabric import MeshStrategy
 from meshwright_testing import pool
-from meshwright_testing.case import Outcome, share
-from meshwright_testing.models import case_model
-from meshwright_testing.parity import difference, full_weights, reference
+from meshwright_testing.case import Outcome, rank_microbatches
+from meshwright_testing.models import build_case_model
+from meshwright_testing.parity import find_max_difference, full_weights, run_reference
 
 slow = pytest.mark.slow
 README = Path(__file__).parents[1] / "README.md"
@@ -105,7 +105,7 @@ GROUPS = Case(microbatches=3, steps=4, rates=(("*norm*", 3e-3, 0.0),))
 def _train(fabric: Fabric, model: Any, optimizer: Any, steps: range) -> tuple[list[float], list[float]]:
     mesh, losses, norms = fabric.strategy.mesh, [], []
     for step in steps:
-        loss = model(share(CASE, step, mesh.data_rank, mesh.data_size))
+        loss = model(rank_microbatches(CASE, step, mesh.data_rank, mesh.data_size))
         fabric.backward(loss)
         norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=CASE.max_norm)))
         optimizer.step()
@@ -130,7 +130,7 @@ def _outcome(layout: Layout, late: bool) -> Outcome:
 )
 def test_fabric_trains_as_one_process(name: str, late: bool) -> None:
     layout = LAYOUTS[name]
-    found = difference(pool(layout[0]).run(_outcome, layout, late), reference(GROUPS))
+    found = find_max_difference(pool(layout[0]).run(_outcome, layout, late), run_reference(GROUPS))
     assert found.worst <= 1e-9, found
 
 
@@ -144,7 +144,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 def _scheduled(layout: Layout, kind: str, path: str, steps: range) -> tuple[list[float], dict[str, Any]]:
     """Train with two groups, of which stages have one: all steps with a checkpoint after two, or those after it."""
     fabric = _launched(layout)
-    model = case_model("llama", tied=False, seed=steps.start, dtype=torch.float64)
+    model = build_case_model("llama", tied=False, seed=steps.start, dtype=torch.float64)
     ends, *rest = model.parameters()
     groups = [{"params": [ends], "lr": 1e-3}, {"params": rest}]
     model, optimizer = fabric.setup(model, torch.optim.AdamW(groups, lr=1e-2))
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_lacks_a_value_is_refused_and_nothing_is_loaded(tmp_pa
 def _evaluated(layout: Layout) -> tuple[float, float, bool]:
     fabric, model, _ = _set_up(layout)
     mesh = fabric.strategy.mesh
-    batches = share(CASE, 0, mesh.data_rank, mesh.data_size)
+    batches = rank_microbatches(CASE, 0, mesh.data_rank, mesh.data_size)
     with torch.no_grad():
         without = model(batches)
     loss = model(batches)
@@ -208,7 +208,7 @@ def _evaluated(layout: Layout) -> tuple[float, float, bool]:
 
 
 def test_a_call_without_gradients_evaluates_and_leaves_none() -> None:
-    (expected, *_) = reference(GROUPS).losses
+    (expected, *_) = run_reference(GROUPS).losses
     for without, loss, has_gradient in pool(2).run(_evaluated, LAYOUTS["cp"]):
         assert (without, loss) == pytest.approx((expected, expected), abs=1e-9)
         assert not has_gradient
@@ -218,7 +218,7 @@ def _objective(layout: Layout) -> tuple[float, float]:
     fabric, model, _ = _set_up(layout)
     mesh = fabric.strategy.mesh
     smoothed = mw.get_objective({"name": "cross_entropy", "label_smoothing": 0.3})
-    loss = model(share(CASE, 0, mesh.data_rank, mesh.data_size), objective=smoothed)
+    loss = model(rank_microbatches(CASE, 0, mesh.data_rank, mesh.data_size), objective=smoothed)
     fabric.backward(loss)
     return float(loss), float(fabric.strategy.manager.clip_grad_norm(None))
 
@@ -226,7 +226,7 @@ def _objective(layout: Layout) -> tuple[float, float]:
 @slow
 def test_an_objective_is_minimized() -> None:
     ((loss, norm),) = pool(1).run(_objective, LAYOUTS["single"])
-    assert abs(loss - reference(GROUPS).losses[0]) > 1e-4
+    assert abs(loss - run_reference(GROUPS).losses[0]) > 1e-4
     for found in pool(2).run(_objective, LAYOUTS["pp"]):
         assert found == pytest.approx((loss, norm), abs=1e-9)
 
@@ -248,7 +248,7 @@ def test_ranks_that_share_a_batch_get_the_same_rows() -> None:
 
 def _batches(fabric: Fabric) -> list[Any]:
     mesh = fabric.strategy.mesh
-    return share(CASE, 0, mesh.data_rank, mesh.data_size)
+    return rank_microbatches(CASE, 0, mesh.data_rank, mesh.data_size)
 
 
 def _scale_to_infinity(fabric: Fabric, model: Any, optimizer: Any) -> None:
@@ -283,7 +283,7 @@ def _set_up_anew(
 
 
 def _new_model() -> torch.nn.Module:
-    return case_model("llama", tied=False, seed=0, dtype=torch.float64)
+    return build_case_model("llama", tied=False, seed=0, dtype=torch.float64)
 
 
 def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -10,16 +10,21 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import modeling_flash_attention_utils as flash
 
 from meshwright.testing import Case
-from meshwright_fsdp2._compat import _parameter_groups, add_up, held_after_forward, never_packed
+from meshwright_fsdp2._compat import (
+    _find_param_groups,
+    disable_packed_sequence_check,
+    keep_unsharded_after_forward,
+    upcast_accumulated_grads,
+)
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager
 
 
 def _infos() -> list[bool]:
     units = build_manager("fsdp2", {"reshard_after_forward": 2}, {}, Case())._sharding.modules
-    groups = [group for unit in units for group in _parameter_groups(unit)]
+    groups = [group for unit in units for group in _find_param_groups(unit)]
     before = [group.post_forward_mesh_info for group in groups]
-    with suppress(KeyError), held_after_forward(units):
+    with suppress(KeyError), keep_unsharded_after_forward(units):
         held = all(group.post_forward_mesh_info is None for group in groups)
         raise KeyError
     same = [group.post_forward_mesh_info for group in groups] == before
@@ -42,10 +47,10 @@ def _added_up() -> None:
     for gradient in (1.0, small):
         parameter.grad = torch.full_like(parameter, gradient)
         assert parameter.grad.dtype == torch.bfloat16
-        add_up([each for each in root.modules() if isinstance(each, FSDPModule)])
+        upcast_accumulated_grads([each for each in root.modules() if isinstance(each, FSDPModule)])
         assert parameter.grad is None
     modules = [each for each in root.modules() if isinstance(each, FSDPModule)]
-    units = [group.fsdp_params for each in modules for group in _parameter_groups(each)]
+    units = [group.fsdp_params for each in modules for group in _find_param_groups(each)]
     sums = [[each.unsharded_accumulated_grad for each in unit] for unit in units]
     (unit,) = [each for each in sums if each[0] is not None]
     # Others of its unit have zeros, and other units nothing.
@@ -61,12 +66,12 @@ def test_gradients_that_wait_are_added_up_in_the_dtype_of_reductions() -> None:
 
 def test_the_check_for_packed_sequences_is_found_and_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     original = flash._is_packed_sequence
-    with suppress(KeyError), never_packed() as found:
+    with suppress(KeyError), disable_packed_sequence_check() as found:
         assert found
         assert flash._is_packed_sequence(torch.tensor([[0, 1, 0, 1]]), 1) is False
         raise KeyError
     assert flash._is_packed_sequence is original
     assert original(torch.tensor([[0, 1, 0, 1]]), 1)
     monkeypatch.delattr(flash, "_is_packed_sequence")
-    with never_packed() as found:
+    with disable_packed_sequence_check() as found:
         assert not found

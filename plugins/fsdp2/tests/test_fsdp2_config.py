@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from meshwright import ConfigError, MeshSizes, resolve
 from meshwright_fsdp2 import FSDP2Config
-from meshwright_fsdp2.unit_options import mixed_precision, offload
+from meshwright_fsdp2.unit_options import build_mixed_precision_policy, build_offload_policy
 
 CPU = torch.device("cpu")
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32, True)
@@ -39,7 +39,7 @@ def test_fields_and_defaults_are_those_of_the_reference_and_some_of_our_own() ->
 
 @pytest.mark.parametrize("policy", [MIXED, MIXED_NAMES, {"_target_": TARGET, **MIXED_NAMES}])
 def test_mixed_precision_is_taken_as_object_mapping_or_target(policy: Any) -> None:
-    assert mixed_precision(FSDP2Config(mp_policy=policy)) == MIXED
+    assert build_mixed_precision_policy(FSDP2Config(mp_policy=policy)) == MIXED
 
 
 def test_to_dict_keeps_policy_objects() -> None:
@@ -51,16 +51,16 @@ def test_to_dict_keeps_policy_objects() -> None:
 
 
 def test_the_base_options_reduce_dtype_joins_the_policy() -> None:
-    assert mixed_precision(FSDP2Config(reduce_dtype="float64")).reduce_dtype is torch.float64
+    assert build_mixed_precision_policy(FSDP2Config(reduce_dtype="float64")).reduce_dtype is torch.float64
     config = FSDP2Config(reduce_dtype="float32", mp_policy={"param_dtype": "bfloat16", "reduce_dtype": "float32"})
-    assert mixed_precision(config) == MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    assert build_mixed_precision_policy(config) == MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 def test_offload_policy_forms() -> None:
-    assert offload(FSDP2Config(), CPU) == OffloadPolicy()
+    assert build_offload_policy(FSDP2Config(), CPU) == OffloadPolicy()
     for policy in (CPUOffloadPolicy(pin_memory=False), {"pin_memory": False}):
-        assert offload(FSDP2Config(offload_policy=policy), CPU) == CPUOffloadPolicy(pin_memory=False)
-    assert offload(FSDP2Config(offload_policy={}), torch.device("cuda")) == CPUOffloadPolicy()
+        assert build_offload_policy(FSDP2Config(offload_policy=policy), CPU) == CPUOffloadPolicy(pin_memory=False)
+    assert build_offload_policy(FSDP2Config(offload_policy={}), torch.device("cuda")) == CPUOffloadPolicy()
 
 
 def test_async_tensor_parallelism_sets_what_it_needs_and_says_so() -> None:
@@ -119,4 +119,4 @@ def test_a_wrong_value_is_told_with_what_is_allowed(options: dict[str, Any], tex
 def test_a_target_of_another_class_is_refused_when_the_policy_is_made() -> None:
     config = FSDP2Config(mp_policy={"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1})
     with pytest.raises(ConfigError, match="is no MixedPrecisionPolicy"):
-        mixed_precision(config)
+        build_mixed_precision_policy(config)

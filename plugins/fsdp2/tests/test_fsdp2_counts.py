@@ -20,10 +20,10 @@ from torch import nn
 
 from meshwright import open_world
 from meshwright.testing import Case
-from meshwright.tracing.collectives import Traffic, measure_collectives
-from meshwright_fsdp2.sharding import HalfMessages
+from meshwright.tracing.collectives import CollectiveTrace, record_collectives
+from meshwright_fsdp2.sharding import BFloat16ReduceScatter
 from meshwright_testing import pool
-from meshwright_testing.models import case_model
+from meshwright_testing.models import build_case_model
 from meshwright_testing.parity import build_manager, train_steps
 
 slow = pytest.mark.slow
@@ -32,17 +32,17 @@ WIDTH = 8
 """Bytes of an element: cases are in float64."""
 
 
-def _step(config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case) -> Traffic:
+def _step(config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case) -> CollectiveTrace:
     """Collectives of a whole second step, when torch has settled its order."""
     manager = build_manager("fsdp2", config, sizes, case)
     train_steps(manager, case, range(1))
     groups = {axis: manager.mesh.group(axis) for axis in ("dp_shard", "dp_replicate")}
-    return measure_collectives(training_step(manager, case, 1), groups)
+    return record_collectives(training_step(manager, case, 1), groups)
 
 
 def _padded(case: Case, shards: int, chosen: Callable[[str], bool] = lambda name: True) -> int:
     """Elements of the case's parameters of chosen names, each padded along dim 0 to a multiple of `shards`."""
-    model: nn.Module = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
+    model: nn.Module = build_case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
     shapes = {name: p.shape for name, p in model.named_parameters() if chosen(name)}
     return sum(math.ceil(shape[0] / shards) * shards * shape[1:].numel() for shape in shapes.values())
 
@@ -102,7 +102,7 @@ def test_gradients_travel_once_a_step_or_once_a_microbatch_and_the_rest_is_a_few
         assert traffic.of("reduce_scatter").bytes == times * _padded(ACCUMULATED, ranks) * WIDTH
         rest = [each for each in traffic if each.kind not in ("all_gather", "reduce_scatter")]
         # Checks of the three microbatches, which parameters have a gradient (a number for each), and the loss.
-        parameters = sum(1 for _ in case_model("llama", tied=False, seed=0, dtype=torch.float64).parameters())
+        parameters = sum(1 for _ in build_case_model("llama", tied=False, seed=0, dtype=torch.float64).parameters())
         assert sum(each.bytes for each in rest) < 8 * parameters + 3 * 200
 
 
@@ -136,7 +136,7 @@ def _halves() -> bool:
     everybodys = [torch.empty_like(given) for _ in range(world.size)]
     dist.all_gather(everybodys, given)
     part = torch.empty(3)
-    HalfMessages()(part, given, dist.group.WORLD, dist.ReduceOp.SUM)
+    BFloat16ReduceScatter()(part, given, dist.group.WORLD, dist.ReduceOp.SUM)
     rounded = [each.bfloat16().float()[3 * world.rank :][:3] for each in everybodys]
     return torch.equal(part, torch.stack(rounded).sum(0))
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright import MeshwrightError, OptimizerConfig
 from meshwright.model import drawn_weights as deferred
-from meshwright.step.tokens import token_loss_sum
+from meshwright.step.tokens import sum_token_loss
 from meshwright.testing import Case
 from meshwright_fsdp2 import (
     apply_fsdp_sharding_recursively,
@@ -24,11 +24,11 @@ from meshwright_fsdp2 import (
     import_classes_from_paths,
     unshard_fsdp2_model,
 )
-from meshwright_fsdp2._compat import _parameter_groups
+from meshwright_fsdp2._compat import _find_param_groups
 from meshwright_testing import pool
-from meshwright_testing.case import global_batch, share
-from meshwright_testing.models import tiny_model
-from meshwright_testing.parity import reference
+from meshwright_testing.case import build_global_batch, rank_microbatches
+from meshwright_testing.models import build_tiny_model
+from meshwright_testing.parity import run_reference
 
 slow = pytest.mark.slow
 PLAIN = MixedPrecisionPolicy()
@@ -55,10 +55,10 @@ def test_signatures_are_those_of_the_reference() -> None:
 def _train(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any]) -> tuple[list[float], Any, Any]:
     """A loop by hand, with the loss of each rank divided by the tokens of all."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    deferred.LARGE_BYTES = 64
+    deferred.MIN_TRACKED_BYTES = 64
     meta, unshard = options.pop("meta", False), options.pop("unshard", False)
     with torch.device("meta" if meta else "cpu"):
-        model = tiny_model()
+        model = build_tiny_model()
     model = fsdp2_strategy_parallelize(model, mesh, **{"mp_policy": PLAIN, **options})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for group in optimizer.param_groups:
@@ -68,10 +68,10 @@ def _train(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, An
     size, rank = mesh.size() // tp_size, mesh.get_rank() // tp_size
     losses = []
     for step in range(3):
-        (batch,) = share(CASE, step, rank, size)
-        tokens = (global_batch(CASE, step)["labels"][:, 1:] != -100).sum()
+        (batch,) = rank_microbatches(CASE, step, rank, size)
+        tokens = (build_global_batch(CASE, step)["labels"][:, 1:] != -100).sum()
         output = model(input_ids=batch["input_ids"], use_cache=False)
-        loss = token_loss_sum(output.logits, batch["labels"]) / tokens
+        loss = sum_token_loss(output.logits, batch["labels"]) / tokens
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -91,7 +91,7 @@ def _train(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, An
 
 
 def _expected() -> list[float]:
-    return reference(Case(max_norm=None, optimizer=OptimizerConfig(lr=1e-2))).losses
+    return run_reference(Case(max_norm=None, optimizer=OptimizerConfig(lr=1e-2))).losses
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,10 @@ def _acts(cases: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
     ids, found = torch.arange(16).expand(2, 16), []
     for options in cases:
-        model = fsdp2_strategy_parallelize(tiny_model(), mesh, **{"mp_policy": PLAIN, **options})
+        model = fsdp2_strategy_parallelize(build_tiny_model(), mesh, **{"mp_policy": PLAIN, **options})
         with Counting() as counting:
             logits = model(input_ids=ids, use_cache=False).logits
-            token_loss_sum(logits, ids).backward()
+            sum_token_loss(logits, ids).backward()
         block = model.model.layers[0]
         operators = (
             "aten._scaled_dot_product_flash_attention_for_cpu.default",
@@ -155,7 +155,7 @@ def _along(axes: tuple[str, ...], options: dict[str, Any]) -> tuple[tuple[int, .
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=axes)
     if "dp_cp_mesh_name" in options:
         mesh._flatten(options["dp_cp_mesh_name"])
-    weight = fsdp2_strategy_parallelize(tiny_model(), mesh, **options).model.layers[0].mlp.gate_proj.weight
+    weight = fsdp2_strategy_parallelize(build_tiny_model(), mesh, **options).model.layers[0].mlp.gate_proj.weight
     return tuple(weight.device_mesh.shape), [each.dim for each in weight.placements]
 
 
@@ -214,7 +214,9 @@ def _refused() -> list[str]:
         ((2,), ("data_parallel",), {"offload_policy": CPUOffloadPolicy()}),
     ):
         try:
-            fsdp2_strategy_parallelize(tiny_model(), init_device_mesh("cpu", shape, mesh_dim_names=names), **options)
+            fsdp2_strategy_parallelize(
+                build_tiny_model(), init_device_mesh("cpu", shape, mesh_dim_names=names), **options
+            )
         except MeshwrightError as error:
             found.append(f"{type(error).__name__}: {error}")
         else:
@@ -274,13 +276,13 @@ def test_members_of_lists_are_sharded_whatever_they_are() -> None:
 
 def _recursively() -> tuple[list[str], list[str], list[bool]]:
     mesh = init_device_mesh("cpu", (2,))
-    model, stack = tiny_model(), tiny_model().model.layers
+    model, stack = build_tiny_model(), build_tiny_model().model.layers
     apply_fsdp_sharding_recursively(model, mesh, None)
     offloading = CPUOffloadPolicy(pin_memory=False)
     apply_fsdp_sharding_recursively(stack, mesh, MixedPrecisionPolicy(torch.float32), offload_policy=offloading)
     names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    groups = [group for block in stack for group in _parameter_groups(block)]
+    groups = [group for block in stack for group in _find_param_groups(block)]
     if any(group.offload_policy is not offloading for group in groups):
         raise AssertionError("a block is not offloaded")
     return names, left, [group.post_forward_mesh_info is not None for group in groups]
@@ -298,8 +300,8 @@ def _precise() -> list[tuple[torch.dtype, ...]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
     found = []
     for given in (torch.bfloat16, torch.float32, torch.float64):
-        model = fsdp2_strategy_parallelize(tiny_model(), mesh, param_dtype=given)
-        dtypes = [group.mp_policy.reduce_dtype for group in _parameter_groups(model)]
+        model = fsdp2_strategy_parallelize(build_tiny_model(), mesh, param_dtype=given)
+        dtypes = [group.mp_policy.reduce_dtype for group in _find_param_groups(model)]
         output = model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False).logits
         found.append((*dtypes, output.dtype))
     return found

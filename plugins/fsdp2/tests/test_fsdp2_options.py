@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 from transformers import modeling_flash_attention_utils as flash
 
 from meshwright import BatchError, Mesh, MeshSizes, OptimizerConfig, count_tokens, open_world
-from meshwright.model.layout import layout_by_structure
-from meshwright.step.tokens import token_loss_sum
+from meshwright.model.layout import infer_layout
+from meshwright.step.tokens import sum_token_loss
 from meshwright.testing import Case, assert_parity, count_collectives
-from meshwright.tracing.observe import Observer
+from meshwright.tracing.observe import OperationObserver
 from meshwright_fsdp2 import FSDP2Config, FSDP2Manager
 from meshwright_testing import pool
-from meshwright_testing.case import share
-from meshwright_testing.models import tiny_model
-from meshwright_testing.parity import build_manager, difference, full_weights, train_case, train_steps
+from meshwright_testing.case import rank_microbatches
+from meshwright_testing.models import build_tiny_model
+from meshwright_testing.parity import build_manager, find_max_difference, full_weights, train_case, train_steps
 
 slow = pytest.mark.slow
 BLOCKS = 3
@@ -34,7 +34,7 @@ AHEAD = {"reshard_after_forward": True, "enable_fsdp2_prefetch": True}
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-class Watch(Observer):
+class Watch(OperationObserver):
     """Calls `see` with the name and the arguments of each operation."""
 
     def __init__(self, see: Callable[[str, tuple[Any, ...]], object]) -> None:
@@ -91,7 +91,7 @@ def test_sums_of_microbatches_that_do_not_use_all_parameters_are_in_the_reduce_d
     case = Case("routed", sequences=8, microbatches=4, max_norm=None, optimizer=SGD, dtype="float32", route=route)
     config = {**MIXED, "defer_fsdp_grad_sync": defer}
     alone = pool(1).run(train_case, "fsdp2", config, {}, case.undivided(8), "cpu")[0]
-    assert difference(pool(2).run(train_case, "fsdp2", config, {}, case), alone).weight < 1e-6
+    assert find_max_difference(pool(2).run(train_case, "fsdp2", config, {}, case), alone).weight < 1e-6
 
 
 # -- where parameters lie, and communication
@@ -203,11 +203,11 @@ def _stream(model_type: str, config: dict[str, Any], sizes: dict[str, int]) -> s
             if not (each is hidden and block in first):
                 found.add((each.dtype, torch.equal(each, each.bfloat16().to(each.dtype))))
 
-    blocks = [part.get_submodule(name) for part in manager.model_parts for name in layout_by_structure(part).blocks]
+    blocks = [part.get_submodule(name) for part in manager.model_parts for name in infer_layout(part).blocks]
     first = blocks[:1] if manager.mesh.axis_rank("pp") == 0 else []
     for block in blocks:
         block.register_forward_hook(note, with_kwargs=True)
-    microbatches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+    microbatches = rank_microbatches(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
     manager.forward_backward(microbatches, num_tokens=manager.announce(microbatches))
     manager.optimizer_step()
     return found
@@ -254,7 +254,7 @@ def _operators(config: dict[str, Any]) -> tuple[int, int, bool]:
     found: Counter[str] = Counter()
     with Watch(lambda name, _: found.update([name])):
         step()
-    same_names = list(full_weights(manager)) == [name for name, _ in tiny_model().named_parameters()]
+    same_names = list(full_weights(manager)) == [name for name, _ in build_tiny_model().named_parameters()]
     attention = found["aten._scaled_dot_product_flash_attention_for_cpu.default"]
     return attention, found["aten.silu.default"], same_names
 
@@ -280,13 +280,13 @@ def _compiled(config: dict[str, Any], backend: str) -> tuple[list[float], int, b
     from meshwright.model import recompute as compiling
 
     torch.compiler.reset()
-    original, calls = compiling.compiled, []
+    original, calls = compiling.compile_function, []
 
     def counted(function: Any, *, backend: str, versions: int) -> Any:
         calls.append(function)
         return original(function, backend=used, versions=versions)
 
-    used, compiling.compiled = backend, counted
+    used, compiling.compile_function = backend, counted
     compiling.check_compiler.cache_clear()
     try:
         manager = build_manager("fsdp2", config, {}, Case(microbatches=2))
@@ -295,10 +295,10 @@ def _compiled(config: dict[str, Any], backend: str) -> tuple[list[float], int, b
         before = len(calls)
         manager.maybe_compile(manager.model_parts[0])
     finally:
-        compiling.compiled = original
+        compiling.compile_function = original
         compiling.check_compiler.cache_clear()
         torch.compiler.reset()
-    same = names == [name for name, _ in tiny_model().named_parameters()] and before == len(calls)
+    same = names == [name for name, _ in build_tiny_model().named_parameters()] and before == len(calls)
     return losses, len(calls), same
 
 
@@ -324,12 +324,12 @@ def _between_steps(reshard: Any) -> tuple[list[bool], int]:
         manager = built("fsdp2", {"reshard_after_forward": reshard}, {}, case)
         before = count_collectives(gradient_step(manager, case, 1))
         if use:
-            batches = share(case, 1, manager.mesh.data_rank, manager.mesh.data_size)
+            batches = rank_microbatches(case, 1, manager.mesh.data_rank, manager.mesh.data_size)
             manager.eval_loss(batches, num_tokens=count_tokens(batches, manager.mesh))
             same.append(all(isinstance(p, DTensor) for p in manager.model_parts[0].parameters()))
         manager.optimizer_step()
         if use:
-            ids = share(case, 0, 0, manager.mesh.data_size)[0]["input_ids"]
+            ids = rank_microbatches(case, 0, 0, manager.mesh.data_size)[0]["input_ids"]
             with manager.unshard() as (model,), torch.no_grad():
                 model.eval()
                 text = model.generate(ids[:, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
@@ -371,7 +371,7 @@ def _packed() -> tuple[list[Any], str, str]:
     manager.model_parts[0].model.layers[0].register_forward_hook(
         lambda *_: answers.append(flash._is_packed_sequence(packed, 1))
     )
-    (batch,) = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+    (batch,) = rank_microbatches(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
     tokens = count_tokens([batch], manager.mesh)
     manager.forward_backward([batch], num_tokens=tokens)
     answers.append(bool(flash._is_packed_sequence(packed, 1)))
@@ -433,9 +433,9 @@ def _dtypes_by_hand() -> tuple[torch.dtype, float]:
     dtypes: list[torch.dtype] = []
     projection = manager.model_parts[0].model.layers[0].self_attn.q_proj
     projection.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
-    (batch,) = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+    (batch,) = rank_microbatches(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
     tokens = count_tokens([batch], manager.mesh)
-    by_hand = token_loss_sum(manager.module(input_ids=batch["input_ids"]).logits, batch["labels"]) / tokens
+    by_hand = sum_token_loss(manager.module(input_ids=batch["input_ids"]).logits, batch["labels"]) / tokens
     torch.distributed.all_reduce(by_hand.detach_())
     return dtypes[0], abs(float(by_hand) - float(manager.eval_loss([batch], num_tokens=tokens)))
 
@@ -451,7 +451,7 @@ def test_autocast_acts_when_the_module_is_called_by_hand() -> None:
 
 
 def _mixed_dtypes(freeze: bool) -> tuple[float, torch.dtype, list[int]]:
-    model = tiny_model(dtype=torch.float32)
+    model = build_tiny_model(dtype=torch.float32)
     norm = model.model.layers[1].input_layernorm
     norm.to(torch.bfloat16)
     norm.weight.requires_grad_(not freeze)

@@ -14,14 +14,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 from meshwright import OptimizerConfig, StrategyError, count_tokens
-from meshwright.step.tokens import token_loss_sum
+from meshwright.step.tokens import sum_token_loss
 from meshwright.testing import Case, assert_parity
-from meshwright.tracing.collectives import Traffic, measure_collectives
+from meshwright.tracing.collectives import CollectiveTrace, record_collectives
 from meshwright_fsdp2 import FSDP2Config, FSDP2Manager, fsdp2_strategy_parallelize
 from meshwright_testing import pool
-from meshwright_testing.case import share
-from meshwright_testing.models import case_model
-from meshwright_testing.parity import build_manager, difference, train_case
+from meshwright_testing.case import rank_microbatches
+from meshwright_testing.models import build_case_model
+from meshwright_testing.parity import build_manager, find_max_difference, train_case
 
 slow = pytest.mark.slow
 TP2 = {"tp_size": 2}
@@ -37,7 +37,7 @@ def test_a_plan_in_styles_of_torch_is_compiled_as_the_models_own_is() -> None:
     compiled, case = {"enable_compile": True}, Case(tied=True, layers=1, steps=2)
     own = pool(2).run(train_case, "fsdp2", compiled, TP2, case)
     found = pool(2).run(train_case, "fsdp2", OF_THE_REFERENCE | compiled, TP2, case)
-    assert difference(found, own[0]).worst <= 1e-12
+    assert find_max_difference(found, own[0]).worst <= 1e-12
 
 
 def _placements(config: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _after_a_forward_alone(sizes: dict[str, int]) -> bool:
     gradients = []
     for is_first in (True, False):
         manager = build_manager("fsdp2", {}, sizes, Case())
-        (batch,) = share(Case(), 0, manager.mesh.data_rank, manager.mesh.data_size)
+        (batch,) = rank_microbatches(Case(), 0, manager.mesh.data_rank, manager.mesh.data_size)
         (model,) = manager.model_parts
         model.train()
         if not is_first:
@@ -117,7 +117,7 @@ def test_packed_layers_that_no_dim_is_left_to_divide_are_refused() -> None:
 # -- communication
 
 
-def _traffic(config: dict[str, Any], case: Case) -> tuple[Traffic, int]:
+def _traffic(config: dict[str, Any], case: Case) -> tuple[CollectiveTrace, int]:
     """Collectives of a whole second step, and the bytes that fsdp gathers in forward, by each parameter's own part."""
     manager = built("fsdp2", config, TP2, case)
     mesh = manager.mesh
@@ -130,7 +130,7 @@ def _traffic(config: dict[str, Any], case: Case) -> tuple[Traffic, int]:
             chunk = -(-part[placement.dim] // 2)
             part[placement.dim] = max(0, min(chunk, part[placement.dim] - mesh.axis_rank("tp") * chunk))
         padded += -(-part[0] // 2) * 2 * math.prod(part[1:]) * parameter.element_size()
-    return measure_collectives(training_step(manager, case, 1), groups), padded
+    return record_collectives(training_step(manager, case, 1), groups), padded
 
 
 HIDDEN = 12 // 2 * 16 * 36 * 8
@@ -189,7 +189,7 @@ HEADS = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} |
 def _forgetful(door: str, options: dict[str, Any]) -> tuple[str, bool]:
     """The refusal of a plan that leaves out the norms of heads, and whether weights are as they were."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    model = case_model("qwen3", tied=None, seed=0, dtype=torch.float64)
+    model = build_case_model("qwen3", tied=None, seed=0, dtype=torch.float64)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     if door == "function":
         names = {"dp_mesh_name": "dp", "tp_mesh_name": "tp", "mp_policy": MixedPrecisionPolicy()}
@@ -199,7 +199,7 @@ def _forgetful(door: str, options: dict[str, Any]) -> tuple[str, bool]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.arange(24).view(2, 12)
     try:
-        token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids).backward()
+        sum_token_loss(model(input_ids=ids, use_cache=False).logits, ids).backward()
         optimizer.step()
     except StrategyError as error:
         return str(error), all(torch.equal(before[name], p.full_tensor()) for name, p in model.named_parameters())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.model.layout import layout_by_structure
+from meshwright.model.layout import infer_layout
 from meshwright.testing import Case
 from meshwright_fsdp2.units import find_units
 from meshwright_testing import pool
@@ -29,7 +29,7 @@ class _Model(nn.Module):
 
 
 def _units(model: nn.Module) -> list[tuple[str, ...]]:
-    return [unit.names for unit in find_units(model, layout_by_structure(model))]
+    return [unit.names for unit in find_units(model, infer_layout(model))]
 
 
 BLOCKS = [(f"blocks.{index}",) for index in range(4)]

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from meshwright import Mesh, MeshSizes, open_world
 from meshwright.optim.build import optimizer_factory
-from meshwright.step.tokens import token_loss_sum
+from meshwright.step.tokens import sum_token_loss
 from meshwright.testing import Case, assert_parity
 from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager
 from meshwright_run.run_file import OptimizerConfig
 from meshwright_testing import pool
-from meshwright_testing.case import share
+from meshwright_testing.case import rank_microbatches
 from meshwright_testing.cells import Cell
-from meshwright_testing.models import tiny_model
+from meshwright_testing.models import build_tiny_model
 from meshwright_testing.parity import build_manager, train_case, train_steps
 
 slow = pytest.mark.slow
@@ -98,19 +98,19 @@ def _by_hand() -> list[float]:
     """A loop of one's own with two microbatches, two parameter groups by name, and a forward under unshard."""
     world = open_world("cpu")
     manager = MegatronFSDPManager(MegatronFSDPConfig(), Mesh(MeshSizes().resolve(world.size), world))
-    module = manager.parallelize(tiny_model(seed=0))
+    module = manager.parallelize(build_tiny_model(seed=0))
     optimizer = manager.build_optimizer(lambda named: _two_groups(list(named)))
-    alone = tiny_model(seed=0)
+    alone = build_tiny_model(seed=0)
     reference = _two_groups(list(alone.named_parameters()))
     for step in range(3):
         ids = torch.randint(131, (8, 6), generator=torch.Generator().manual_seed(step))
         for half in range(2):
             mine = ids[world.rank * 4 + half * 2 :][:2]
             with manager.sync_gradients(is_last=half == 1):
-                (token_loss_sum(module(input_ids=mine).logits, mine) / 40).backward()
+                (sum_token_loss(module(input_ids=mine).logits, mine) / 40).backward()
         optimizer.step()
         optimizer.zero_grad()
-        (token_loss_sum(alone(input_ids=ids).logits, ids) / 40).backward()
+        (sum_token_loss(alone(input_ids=ids).logits, ids) / 40).backward()
         reference.step()
         reference.zero_grad()
     with manager.unshard() as (whole,), torch.no_grad():
@@ -166,19 +166,19 @@ def _bf16(config: dict[str, Any], case: Case) -> dict[str, Tensor]:
 
 def _emulated(case: Case, ranks: int) -> dict[str, Tensor]:
     """bf16 forward and backward of each rank's share, sums and AdamW in float32, in this process."""
-    model = tiny_model(seed=0, dtype=torch.bfloat16)
+    model = build_tiny_model(seed=0, dtype=torch.bfloat16)
     named = dict(model.named_parameters())
     main = {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
     optimizer = optimizer_factory(case.optimizer)(main.items())
     for step in range(case.steps):
-        shares = [share(case, step, rank, ranks) for rank in range(ranks)]
+        shares = [rank_microbatches(case, step, rank, ranks) for rank in range(ranks)]
         labels = torch.cat([batch["labels"][:, 1:] for part in shares for batch in part])
         tokens = int((labels != -100).sum())
         for index in range(case.microbatches):
             sums = {name: torch.zeros_like(p) for name, p in main.items()}
             for part in shares:
                 logits = model(input_ids=part[index]["input_ids"], use_cache=False).logits
-                (token_loss_sum(logits, part[index]["labels"]) / tokens).backward()
+                (sum_token_loss(logits, part[index]["labels"]) / tokens).backward()
                 for name, p in named.items():
                     sums[name] += p.grad.float()
                     p.grad = None

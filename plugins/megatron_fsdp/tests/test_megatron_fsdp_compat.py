@@ -13,10 +13,10 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from meshwright import StrategyError
 from meshwright.testing import Case
 from meshwright_megatron_fsdp._compat import wrapped, wrapping
-from meshwright_megatron_fsdp._compat.cpu_torch import hold_cpu_torch
-from meshwright_megatron_fsdp._compat.package import check_version, package
+from meshwright_megatron_fsdp._compat.cpu_torch import use_cpu_torch
+from meshwright_megatron_fsdp._compat.package import check_version, import_package
 from meshwright_testing import pool
-from meshwright_testing.case import share
+from meshwright_testing.case import rank_microbatches
 from meshwright_testing.parity import build_manager, train_steps
 
 
@@ -34,11 +34,11 @@ class _Owner:
 
 def test_torch_inside_the_package_answers_for_cuda_and_only_while_held() -> None:
     module = importlib.import_module("megatron_fsdp.param_and_grad_buffer")
-    package()
+    import_package()
     cuda = dict(vars(torch.cuda))
     first, second = _Owner(), _Owner()
-    hold_cpu_torch(first)
-    release = hold_cpu_torch(second)
+    use_cpu_torch(first)
+    release = use_cpu_torch(second)
     assert torch.cpu.Stream().record_event() is None
     assert module.torch.cuda.Stream().record_event() is not None
     assert module.torch.cuda.current_device() == 0
@@ -59,8 +59,8 @@ def test_torch_inside_the_package_answers_for_cuda_and_only_while_held() -> None
 def _gathered() -> list[list[float]]:
     """What is in the outputs when asynchronous collectives return, which gloo would still be writing to."""
     module = importlib.import_module("megatron_fsdp.param_and_grad_buffer")
-    package()
-    release = hold_cpu_torch(owner := _Owner())
+    import_package()
+    release = use_cpu_torch(owner := _Owner())
     mine = torch.full((2,), float(torch.distributed.get_rank() + 1))
     outputs = [torch.zeros(4) for _ in range(3)]
     handle = module.torch.distributed.all_gather_into_tensor(outputs[0], mine, async_op=True)
@@ -81,7 +81,7 @@ def test_collectives_on_a_cpu_are_done_when_they_return() -> None:
 
 
 def test_what_the_shorter_calls_of_the_package_leave_out() -> None:
-    arguments = inspect.signature(package().fully_shard_model).parameters
+    arguments = inspect.signature(import_package().fully_shard_model).parameters
     assert not {"suggested_communication_unit_size", "bucket_size"} & set(arguments)
     stock = importlib.import_module("megatron_fsdp.megatron_fsdp").MegatronFSDP
     # It gathers nothing over the outer axis; see `gathered`.
@@ -89,7 +89,7 @@ def test_what_the_shorter_calls_of_the_package_leave_out() -> None:
     # And its shards are checked by functions that a plan leaves out.
     module = importlib.import_module("megatron_fsdp.param_and_grad_buffer")
     source = inspect.getsource(module.make_fsdp_dtensor)
-    assert all(f"{name}(" in source for name in wrapping.ASKING)
+    assert all(f"{name}(" in source for name in wrapping.SHARD_SIZE_COLLECTIVES)
     uneven = inspect.getsource(importlib.import_module("megatron_fsdp.uneven_dtensor"))
     assert "all_gather_object" in uneven
 
@@ -100,20 +100,20 @@ def _inside() -> list[bool]:
     fsdp = manager._fsdp
     train_steps(manager, case, range(1))
     sharded = [type(p).__name__ for p in manager.model.parameters()]
-    wrapped.use_raw(fsdp)
+    wrapped.use_raw_parameters(fsdp)
     raw = [type(p).__name__ for p in manager.model.parameters()]
-    wrapped.use_sharded(fsdp)
-    batch = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)[0]
+    wrapped.use_sharded_parameters(fsdp)
+    batch = rank_microbatches(case, 0, manager.mesh.data_rank, manager.mesh.data_size)[0]
     loss = manager.module(input_ids=batch["input_ids"]).logits.sum()
-    idle = not wrapped.in_backward(fsdp)
+    idle = not wrapped.is_in_backward(fsdp)
     seen = []
     handle = fsdp.raw_param["lm_head.weight"].register_post_accumulate_grad_hook(
-        lambda p: seen.append((wrapped.in_backward(fsdp), p in wrapped.awaited(fsdp)))
+        lambda p: seen.append((wrapped.is_in_backward(fsdp), p in wrapped.find_pending_parameters(fsdp)))
     )
     loss.backward()
     handle.remove()
-    hookless = not wrapped.take_gradient_hooks(fsdp).keys() - set(fsdp.raw_param.values())
-    return [set(sharded) != set(raw), idle, seen == [(True, True)], not wrapped.in_backward(fsdp), hookless]
+    hookless = not wrapped.remove_gradient_hooks(fsdp).keys() - set(fsdp.raw_param.values())
+    return [set(sharded) != set(raw), idle, seen == [(True, True)], not wrapped.is_in_backward(fsdp), hookless]
 
 
 def test_states_and_hooks_of_a_wrapped_model() -> None:

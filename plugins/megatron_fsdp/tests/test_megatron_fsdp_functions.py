@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from meshwright import ConfigError, MeshwrightError, model_layout
 from meshwright.parallel.tensor.plan import find_plan
-from meshwright.step.tokens import token_loss_sum
+from meshwright.step.tokens import sum_token_loss
 from meshwright_megatron_fsdp import (
     HAVE_NVFSDP,
     MegatronFSDPConfig,
@@ -24,7 +24,7 @@ from meshwright_megatron_fsdp import (
     nvfsdp_strategy_parallelize,
 )
 from meshwright_testing import pool
-from meshwright_testing.models import tiny_model
+from meshwright_testing.models import build_tiny_model
 
 slow = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def _apart(
         halves: accumulate over two microbatches.
     """
     rank, ranks = mesh.get_local_rank(axis), mesh[axis].size()
-    model, alone = tiny_model(seed=0), tiny_model(seed=0)
+    model, alone = build_tiny_model(seed=0), build_tiny_model(seed=0)
     module, optimizer = function(model, mesh, _optimizer(model), *arguments, **options)
     reference = _optimizer(alone)
     for step in range(3):
@@ -58,13 +58,13 @@ def _apart(
         mine = ids[2 * rank :][:2]
         if halves:
             with module.no_sync():
-                (token_loss_sum(module(input_ids=mine[:1]).logits, mine[:1]) / (10 * ranks)).backward()
+                (sum_token_loss(module(input_ids=mine[:1]).logits, mine[:1]) / (10 * ranks)).backward()
             mine = mine[1:]
-        (token_loss_sum(module(input_ids=mine).logits, mine) / (10 * ranks)).backward()
+        (sum_token_loss(module(input_ids=mine).logits, mine) / (10 * ranks)).backward()
         optimizer.step()
         optimizer.zero_grad()
         reference.zero_grad()
-        (token_loss_sum(alone(input_ids=ids).logits, ids) / (10 * ranks)).backward()
+        (sum_token_loss(alone(input_ids=ids).logits, ids) / (10 * ranks)).backward()
         reference.step()
     with torch.no_grad():
         return float((module(input_ids=ids).logits - alone(input_ids=ids).logits).abs().max())
@@ -107,7 +107,7 @@ def _asked(cases: list[dict[str, Any]], shape: tuple[int, ...], axes: tuple[str,
     try:
         for options in cases:
             with suppress(Noted):
-                nvfsdp_strategy_parallelize(tiny_model(), mesh, **options)
+                nvfsdp_strategy_parallelize(build_tiny_model(), mesh, **options)
     finally:
         functions.MegatronFSDPManager = original
     return found
@@ -215,7 +215,7 @@ def test_the_signature_is_that_of_the_reference() -> None:
 
 
 def _own_plan(plan: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    model = tiny_model()
+    model = build_tiny_model()
     layout = model_layout(model)
     found = find_plan(model, layout, plan)
     names = [name for name in found.modules if not name.startswith("model.layers.1")]
@@ -241,8 +241,8 @@ def test_torch_styles_mean_what_ours_do() -> None:
 def _refused() -> list[str]:
     mesh, found = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), []
     for what in ("axis", "stepped", "stranger", "option"):
-        model = tiny_model()
-        optimizer = _optimizer(tiny_model() if what == "stranger" else model)
+        model = build_tiny_model()
+        optimizer = _optimizer(build_tiny_model() if what == "stranger" else model)
         if what == "stepped":
             for p in model.parameters():
                 p.grad = torch.ones_like(p)

@@ -11,9 +11,9 @@ from support.steps import built, gradient_step, refusal
 
 from meshwright import TrainingError
 from meshwright.testing import Case, assert_parity, count_collectives
-from meshwright.tracing.collectives import measure_collectives
+from meshwright.tracing.collectives import record_collectives
 from meshwright_testing import pool
-from meshwright_testing.case import share
+from meshwright_testing.case import rank_microbatches
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 slow = pytest.mark.slow
@@ -55,8 +55,8 @@ def _counts(config: dict[str, Any]) -> tuple[int, ...]:
     """all-gathers, reduce-scatters and all-reduces of large tensors in forward_backward, and all-gathers of a step."""
     case = Case(microbatches=3, ragged=False)
     manager = built("megatron_fsdp", config, {}, case)
-    step = measure_collectives(gradient_step(manager, case, 1), {"shard": manager.mesh.group("dp_shard")})
-    end = measure_collectives(manager.optimizer_step)
+    step = record_collectives(gradient_step(manager, case, 1), {"shard": manager.mesh.group("dp_shard")})
+    end = record_collectives(manager.optimizer_step)
     large = [each.kind for each in step.of(group="shard") if each.bytes > 8000]
     return *(large.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")), len(end.of("all_gather"))
 
@@ -82,7 +82,7 @@ def _when(config: dict[str, Any]) -> list[int]:
     """Reductions of one microbatch up to the moment at which backward ends."""
     case = Case(ragged=False)
     manager = build_manager("megatron_fsdp", {"zero_dp_strategy": 1, **config}, {}, case)
-    batch = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)[0]
+    batch = rank_microbatches(case, 0, manager.mesh.data_rank, manager.mesh.data_size)[0]
     logits = manager.module(input_ids=batch["input_ids"]).logits
     before = count_collectives(lambda: logits.sum().backward())
     after = count_collectives(manager.check_gradients)
@@ -98,7 +98,7 @@ def test_overlap_grad_reduce_decides_whether_backward_reduces(overlap: bool, exp
 def _dtypes(config: dict[str, Any], dtype: str) -> dict[str, set[str]]:
     case = Case(dtype=dtype)
     manager = built("megatron_fsdp", config, {}, case)
-    step = measure_collectives(gradient_step(manager, case, 1))
+    step = record_collectives(gradient_step(manager, case, 1))
     gradients = [each for each in step.of("reduce_scatter") if each.bytes > 4000]
     return {
         "sent": {str(each.dtype) for each in gradients},

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import PrepareModuleOutput
 
 from meshwright import OptimizerConfig
 from meshwright.testing import Case, assert_parity
-from meshwright.tracing.collectives import measure_collectives
+from meshwright.tracing.collectives import record_collectives
 from meshwright_testing import pool
 from meshwright_testing.cells import Cell
 
@@ -80,7 +80,7 @@ def _traffic(config: dict[str, Any]) -> dict[str, int]:
     sizes = TP2 if torch.distributed.get_world_size() == 4 else {}
     manager = built("megatron_fsdp", config, sizes, case)
     groups = {"shard": manager.mesh.group("dp_shard"), "tp": manager.mesh.group("tp")}
-    seen = measure_collectives(training_step(manager, case, 1), groups).of(group="shard")
+    seen = record_collectives(training_step(manager, case, 1), groups).of(group="shard")
     return {kind: seen.of(kind).bytes for kind in ("all_gather", "reduce_scatter")}
 
 
@@ -96,7 +96,7 @@ def _along(axis: str, config: dict[str, Any]) -> tuple[int, int, list[str]]:
     """Reductions and exchanges of a step along an axis of two ranks, and the weights of a block that it divides."""
     case = Case(ragged=False)
     manager = built("megatron_fsdp", config, {f"{axis}_size": 2}, case)
-    seen = measure_collectives(training_step(manager, case, 1), {axis: manager.mesh.group(axis)}).of(group=axis)
+    seen = record_collectives(training_step(manager, case, 1), {axis: manager.mesh.group(axis)}).of(group=axis)
     parallel = manager.tensor_parallel
     divided = {name for name, each in parallel.divisions.items() if each.is_sharded} if parallel else set()
     inside = sorted({name.split(".")[-2] for name in divided if ".layers.0." in name})

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from meshwright import ConfigError, Tokens, count_tokens
 from meshwright.base.types import Batch
-from meshwright.step.objective import Given, tried
+from meshwright.step.objective import BoundObjective, probe_objective
 from meshwright.step.tokens import Sequences
-from meshwright_testing.case import Case, share
+from meshwright_testing.case import Case, rank_microbatches
 from meshwright_testing.parity import build_manager
 from meshwright_testing.workers import pool
 
@@ -49,7 +49,9 @@ def _calls(as_method: bool) -> tuple[list[list[str]], list[int]]:
 
     manager.forward._row_loss.of_tokens = counting  # type: ignore[attr-defined]
     for step in range(3):
-        batches = [{**batch, "mine": batch["labels"][:, 0]} for batch in share(Case(microbatches=2), step, 0, 1)]
+        batches = [
+            {**batch, "mine": batch["labels"][:, 0]} for batch in rank_microbatches(Case(microbatches=2), step, 0, 1)
+        ]
         tokens = count_tokens(batches, manager.mesh)
         manager.forward_backward(batches, num_tokens=tokens, objective=counted.value if as_method else counted)
         manager.optimizer_step()
@@ -102,20 +104,20 @@ def _noisy(tokens: Tokens, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_a_mean_within_a_sequence_is_a_sum_over_sequences(rows: int) -> None:
-    assert tried(Given(_policy), _batch(rows), None, torch.float32) == ("a", "b")
+    assert probe_objective(BoundObjective(_policy), _batch(rows), None, torch.float32) == ("a", "b")
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_what_one_sequence_adds_must_not_follow_from_the_others(rows: int) -> None:
     with pytest.raises(ConfigError, match="no sum over sequences"):
-        tried(Given(_centred), _batch(rows), None, torch.float64)
+        probe_objective(BoundObjective(_centred), _batch(rows), None, torch.float64)
 
 
 def test_an_objective_that_draws_numbers_is_not_held_to_them_and_leaves_those_of_others_alone() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    assert tried(Given(_noisy), _batch(3), None, torch.float32) == ()
+    assert probe_objective(BoundObjective(_noisy), _batch(3), None, torch.float32) == ()
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -123,6 +125,6 @@ def test_rows_without_labels_are_no_reason_to_refuse() -> None:
     def nothing(tokens: Tokens, batch: Batch) -> Tensor:
         return torch.zeros(())
 
-    assert tried(Given(nothing), _batch(2, masked=True), None, torch.float32) == ()
+    assert probe_objective(BoundObjective(nothing), _batch(2, masked=True), None, torch.float32) == ()
     with pytest.raises(ConfigError, match="without a gradient"):
-        tried(Given(nothing), _batch(2), None, torch.float32)
+        probe_objective(BoundObjective(nothing), _batch(2), None, torch.float32)

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright import BatchError, MeshwrightError, count_tokens
 from meshwright.base.types import Batch
 from meshwright.step.tokens import Tokens
-from meshwright_testing.case import Case, share
+from meshwright_testing.case import Case, rank_microbatches
 from meshwright_testing.parity import build_manager, full_weights
 from meshwright_testing.workers import pool
 
@@ -97,7 +97,7 @@ class _Breaks:
 def _batches(step: int, data_rank: int, data_size: int, **columns: Callable[[Tensor], Tensor]) -> list[Batch]:
     return [
         {**batch, **{name: make(batch["input_ids"]) for name, make in columns.items()}}
-        for batch in share(Case(microbatches=2), step, data_rank, data_size)
+        for batch in rank_microbatches(Case(microbatches=2), step, data_rank, data_size)
     ]
 
 
@@ -147,7 +147,7 @@ CASES: dict[str, tuple[Any, str]] = {
     "text": (_text, "ConfigError: the objective '_text' returns a value of type str"),
     "sums": (_bad_sums, "ConfigError: the objective '_bad_sums' returns a tensor of torch.float64 *as 'each'"),
     "failing": (_failing, "ConfigError: the objective '_failing' fails: ZeroDivisionError: by nothing"),
-    "ids": (_bad_ids, "ConfigError: log_probs_of takes int64 ids of shape (B, S, K)"),
+    "ids": (_bad_ids, "ConfigError: log_probs_for takes int64 ids of shape (B, S, K)"),
     "pairs": (_Pairs(), "BatchError: *cannot be taken 5 by 5, as the objective 'pairs' takes them"),
     "needy": (_Needy(), "BatchError: *lacks the column 'rewards', which the objective 'needy' needs"),
     "count": (_Counting(), "BatchError: the count of objective 'counting' must be an int, at least 0, not 0.5"),
@@ -208,8 +208,8 @@ def _breaking(strategy: str, config: Any, sizes: Any, how: str, reads: bool) -> 
     [
         ("raises", "ConfigError in step 2: the objective 'breaking' fails: RuntimeError: the ledger is out of", True),
         ("refuses", "BatchError in step 2: the ledger is full", False),
-        ("nan", "NotFiniteError in step 2: the objective 'breaking' is not finite", True),
-        ("nan", "NotFiniteError in step 2: the objective 'breaking' is not finite", False),
+        ("nan", "NonFiniteError in step 2: the objective 'breaking' is not finite", True),
+        ("nan", "NonFiniteError in step 2: the objective 'breaking' is not finite", False),
         ("names", "ConfigError in step 2: the objective 'breaking' returns sums named ['m']", False),
         ("shape", "ConfigError in step 2: the objective 'breaking' returns a tensor of torch.float64 (1,)", True),
     ],
@@ -250,5 +250,5 @@ def test_an_evaluation_tells_what_breaks_in_it_on_all_ranks(strategy: str, confi
     assert all(each == found[0] for each in found), found
     raised, nan, stats = found[0]
     assert raised.startswith("ConfigError: the objective 'breaking' fails")
-    assert nan.startswith("NotFiniteError: the objective 'breaking' is not finite")
+    assert nan.startswith("NonFiniteError: the objective 'breaking' is not finite")
     assert "there is no 'perplexity'; there are log_probs, logsumexp" in stats

@@ -24,7 +24,7 @@ from support.objective_layouts import (
 from meshwright.testing import Case, Outcome
 from meshwright_testing import pool
 from meshwright_testing.case import TOLERANCE
-from meshwright_testing.parity import difference
+from meshwright_testing.parity import find_max_difference
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def _expected(case: Case, objective: Any = everything) -> Outcome:
 def _worst(name: str, case: Case, objective: Any = everything, **options: Any) -> float:
     layout = LAYOUTS[name]
     found = pool(layout.ranks).run(functools.partial(trained, **options), layout, case, objective)
-    return difference(found, _expected(case, objective)).worst
+    return find_max_difference(found, _expected(case, objective)).worst
 
 
 SLOW = pytest.mark.slow
@@ -104,4 +104,4 @@ def test_all_objectives_in_turns(name: str) -> None:
     (expected,) = pool(1).run(_in_turns, LAYOUTS["single"], case, EVERY)
     for found in pool(layout.ranks).run(_in_turns, layout, case, EVERY):
         for objective, mine, single in zip(EVERY, found, expected, strict=True):
-            assert difference([mine], single).worst <= TOLERANCE, objective
+            assert find_max_difference([mine], single).worst <= TOLERANCE, objective

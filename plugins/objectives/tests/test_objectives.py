@@ -21,15 +21,15 @@ from torch.nn import functional as F
 import meshwright as mw
 from meshwright.base.errors import BatchError, ConfigError, ModelError
 from meshwright.objectives import ObjectiveConfig, get_objective, list_objectives
-from meshwright.objectives.base import Columns
-from meshwright.step.tokens import Tokens, targets
+from meshwright.objectives.base import BatchColumns
+from meshwright.step.tokens import Tokens, shift_labels
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry
 from meshwright_objectives import CrossEntropy, previous_tokens
 from meshwright_objectives import plugin as objectives_plugin
 from meshwright_objectives.functions import log1mexp
 from meshwright_testing import pool
-from meshwright_testing.models import tiny_model
+from meshwright_testing.models import build_tiny_model
 
 CELL = pytest.mark.parametrize("cell", CELLS, ids=cell_id)
 
@@ -76,7 +76,7 @@ def test_rows_of_padding_and_masked_positions_count_for_nothing_whatever_they_ho
         if name not in ("logits", "labels", "position_ids") and column.dtype.is_floating_point:
             column[4:] = float("nan")
             if column.dim() > 1:
-                column[targets(padded["labels"]) == -100] = float("nan")
+                column[shift_labels(padded["labels"]) == -100] = float("nan")
     loss, sums, gradient = evaluate(objective, padded)
     wanted = evaluate(objective, first)
     torch.testing.assert_close(loss, wanted[0])
@@ -129,12 +129,12 @@ def test_cross_entropy_is_that_of_torch(smoothing, z_loss):
     del batch["weights"]
 
     def expected(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        wanted = targets(batch["labels"])
+        wanted = shift_labels(batch["labels"])
         found = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum", label_smoothing=smoothing)
         return found + z_loss * (logits.logsumexp(-1)[wanted != -100] ** 2).sum()
 
     sums = equal(cell, batch, expected)
-    wanted = targets(batch["labels"])
+    wanted = shift_labels(batch["labels"])
     distribution = torch.distributions.Categorical(logits=batch["logits"][wanted != -100])
     torch.testing.assert_close(sums["entropy"], distribution.entropy().sum())
     assert int(sums["correct"]) == int((batch["logits"].argmax(-1) == wanted).sum())
@@ -143,11 +143,11 @@ def test_cross_entropy_is_that_of_torch(smoothing, z_loss):
 
 def test_weights_multiply_targets_and_those_of_weight_0_are_not_counted():
     batch = microbatch(None)
-    kept = targets(batch["labels"]) != -100
+    kept = shift_labels(batch["labels"]) != -100
     batch["weights"][0, :6] = 0.0
 
     def expected(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        each = F.cross_entropy(logits.flatten(0, 1), targets(batch["labels"]).flatten(), reduction="none")
+        each = F.cross_entropy(logits.flatten(0, 1), shift_labels(batch["labels"]).flatten(), reduction="none")
         return (each * batch["weights"].flatten()).sum()
 
     sums = equal("cross_entropy", batch, expected)
@@ -156,7 +156,7 @@ def test_weights_multiply_targets_and_those_of_weight_0_are_not_counted():
 
 
 def mean_of_pairs(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    wanted = targets(batch["labels"])
+    wanted = shift_labels(batch["labels"])
     kept = wanted != -100
     found = logits.log_softmax(-1).gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
     mean = torch.where(kept, found, 0.0).sum(1) / kept.sum(1)
@@ -175,7 +175,7 @@ def test_orpo_is_the_odds_ratio_of_the_paper():
 @pytest.mark.parametrize("alpha", [0.0, 0.7])
 def test_unlikelihood_is_that_of_the_paper(alpha):
     def expected(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        wanted, log_probs = targets(batch["labels"]), logits.log_softmax(-1)
+        wanted, log_probs = shift_labels(batch["labels"]), logits.log_softmax(-1)
         total = F.nll_loss(log_probs.flatten(0, 1), wanted.flatten(), reduction="sum")
         for row, position in (wanted != -100).nonzero().tolist():
             for token in batch["negatives"][row, position].tolist():
@@ -218,7 +218,7 @@ def jensen_shannon(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 def test_distillation_with_some_entries_knows_the_rest(beta, rest):
     def expected(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         total = logits.new_zeros(())
-        for row, place in (targets(batch["labels"]) != -100).nonzero().tolist():
+        for row, place in (shift_labels(batch["labels"]) != -100).nonzero().tolist():
             kept = batch["teacher_ids"][row, place] != -100
             teacher = batch["teacher_log_probs"][row, place][kept].exp()
             student = logits[row, place].softmax(-1)[batch["teacher_ids"][row, place][kept]]
@@ -241,7 +241,7 @@ def test_value_is_the_larger_of_the_clipped_and_the_plain_error(clip):
         errors = [(value - wanted) ** 2]
         if clip is not None:
             errors.append((torch.clamp(value, old - clip, old + clip) - wanted) ** 2)
-        kept = targets(batch["labels"]) != -100
+        kept = shift_labels(batch["labels"]) != -100
         return 0.5 * torch.stack(errors).amax(0)[kept].sum()
 
     sums = equal(objective, microbatch(objective), expected)
@@ -258,7 +258,7 @@ def test_packed_documents_are_sequences_like_any(correction, importance, normali
     objective = get_objective({"name": "grpo", "packed": True, **options})
 
     def expected(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        wanted, total = targets(batch["labels"]), logits.new_zeros(())
+        wanted, total = shift_labels(batch["labels"]), logits.new_zeros(())
         log_probs = logits.log_softmax(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         for row in range(len(logits)):
@@ -289,7 +289,7 @@ def test_packed_documents_are_sequences_like_any(correction, importance, normali
 
     batch = microbatch(objective)
     equal(objective, batch, expected)
-    kept = targets(batch["labels"]) != -100
+    kept = shift_labels(batch["labels"]) != -100
     documents = int(kept[:, :5].any(1).sum() + kept[:, 5:].any(1).sum())
     assert objective.count(batch) == (int(kept.sum()) if normalize == "tokens" else documents)
 
@@ -377,7 +377,7 @@ class Scaled(ObjectiveConfig):
     name: ClassVar[str] = "scaled"
     factor: float = 1.0
 
-    def __call__(self, tokens: Tokens, batch: Columns) -> Tensor:
+    def __call__(self, tokens: Tokens, batch: BatchColumns) -> Tensor:
         return -self.factor * tokens.log_probs.sum()
 
 
@@ -448,7 +448,7 @@ def stepped(cell: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("cell", [stepped(cell) for cell in CELLS if cell["name"] not in ("value", "reward")])
 def test_a_step_has_the_objectives_value_and_its_gradient(cell, world):
     objective = get_objective(cell)
-    model, plain = tiny_model(), tiny_model()
+    model, plain = build_tiny_model(), build_tiny_model()
     manager = parallelized(world, model)
     manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig()))
     microbatches, total, count = [], torch.zeros((), dtype=torch.float64), 0

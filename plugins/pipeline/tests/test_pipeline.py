@@ -18,12 +18,19 @@ from transformers.modeling_outputs import CausalLMOutput
 from meshwright import BatchError, MeshwrightError, ModelError, count_tokens, get_strategy
 from meshwright.step.tokens import Outputs, Tokens
 from meshwright.testing import Case, assert_parity
-from meshwright_pipeline.run.losses import LossOfLogits, objective_of
+from meshwright_pipeline.run.losses import LogitsObjective, build_loss_objective
 from meshwright_pipeline.schedule.rules import SCHEDULES, build_schedule
 from meshwright_testing import pool
-from meshwright_testing.case import share
-from meshwright_testing.models import ROUTED_VOCAB, RoutedModel, tiny_model
-from meshwright_testing.parity import build_manager, difference, full_weights, reference, train_part, train_steps
+from meshwright_testing.case import rank_microbatches
+from meshwright_testing.models import ROUTED_VOCAB, RoutedModel, build_tiny_model
+from meshwright_testing.parity import (
+    build_manager,
+    find_max_difference,
+    full_weights,
+    run_reference,
+    train_part,
+    train_steps,
+)
 
 DEEP = Case(layers=5, tied=True)
 WIDE = Case(layers=5, tied=True, sequences=16)
@@ -156,7 +163,7 @@ def test_what_context_parallelism_cannot_divide_is_found_in_any_stage() -> None:
 
 
 def test_a_schedule_from_a_file(tmp_path: Path) -> None:
-    schedule, path = build_schedule("zbv", ranks=2, stages=4, microbatches=6), tmp_path / "own.csv"
+    schedule, path = build_schedule("zbv", num_ranks=2, num_stages=4, num_microbatches=6), tmp_path / "own.csv"
     path.write_text("\n".join(",".join(map(str, order)) for order in schedule.orders), encoding="utf-8")
     _over("single", DEEP, 2, {"pp_schedule_csv": str(path)})
 
@@ -192,8 +199,8 @@ def _unmasked(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def _smoothed_gradients(ranks: int) -> dict[str, torch.Tensor]:
     """Of a step with ragged masks, by a whole model and its own backward, or by a pipeline."""
-    model, case = tiny_model(layers=3), Case()
-    batch = share(case, 0, 0, 1)[0]
+    model, case = build_tiny_model(layers=3), Case()
+    batch = rank_microbatches(case, 0, 0, 1)[0]
     if ranks == 1:
         count = (batch["labels"][:, 1:] != -100).sum()
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
@@ -335,9 +342,9 @@ def test_state_moves_to_single_and_back(tied: bool) -> None:
     _, state = pool(2).run(train_part, *pipeline, range(2))[0]
     _, state = pool(1).run(train_part, "single", {}, {}, case, range(2, 4), state)[0]
     found = [outcome for outcome, _ in pool(2).run(train_part, *pipeline, range(4, 6), state)]
-    expected = reference(case)
+    expected = run_reference(case)
     last = type(expected)(expected.losses[4:], expected.norms[4:], [], expected.weights)
-    assert difference(found, last).worst <= 1e-9
+    assert find_max_difference(found, last).worst <= 1e-9
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float64", marks=SLOW), "bfloat16"])
@@ -410,7 +417,7 @@ def _after_refusal() -> tuple[str, dict[str, torch.Tensor]]:
     """The refusal of a bad batch, and the weights of training that goes on after it."""
     case = Case()
     manager = build_manager("pipeline", {"pp_microbatch_size": 2}, PP2, case)
-    batch = share(case, 0, 0, 1)[0]
+    batch = rank_microbatches(case, 0, 0, 1)[0]
     odd = [{key: value[:5] for key, value in batch.items()}]
     with pytest.raises(BatchError) as caught:
         manager.forward_backward(odd, num_tokens=count_tokens(odd, manager.mesh))
@@ -422,14 +429,14 @@ def test_a_loss_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWRIGHT_ALLOWED_IMPORTS", __name__)
     logits_BSV, targets_BS = torch.randn(2, 3, 7), torch.tensor([[1, 2, -100], [3, 4, -100]])
     expected = _summed(logits_BSV, targets_BS)
-    objective = objective_of(f"{__name__}._summed")
-    assert isinstance(objective, LossOfLogits)
+    objective = build_loss_objective(f"{__name__}._summed")
+    assert isinstance(objective, LogitsObjective)
     assert torch.equal(objective(Outputs(targets_BS, logits_BSV), {}), expected)
-    assert objective_of(None) is None
+    assert build_loss_objective(None) is None
 
 
 def test_training_goes_on_after_a_refused_batch() -> None:
     (first, weights), (second, _) = pool(2).run(_after_refusal)
     assert first == second
-    for name, expected in reference(Case()).weights.items():
+    for name, expected in run_reference(Case()).weights.items():
         torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-9)

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright import ConfigError
-from meshwright.base.validation import validated
-from meshwright_pipeline.config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
+from meshwright.base.validation import validate_config
+from meshwright_pipeline.config import PipelineConfig, compute_num_microbatches, compute_num_stages, resolve_schedule
 
 
 def config(**values):
-    return validated(PipelineConfig, values, where="config")
+    return validate_config(PipelineConfig, values, where="config")
 
 
 def test_each_field_is_described_and_defaults_are_those_of_the_reference():
@@ -89,7 +89,7 @@ UP, DOWN = {"round_virtual_stages_to_pp_multiple": "up"}, {"round_virtual_stages
     ],
 )
 def test_number_of_stages(values, layers, ranks, stages):
-    assert number_of_stages(config(**values), layers=layers, ranks=ranks) == stages
+    assert compute_num_stages(config(**values), num_layers=layers, pp_size=ranks) == stages
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_number_of_stages(values, layers, ranks, stages):
 )
 def test_numbers_of_stages_that_do_not_fit(values, layers, ranks, text):
     with pytest.raises(ConfigError, match=text):
-        number_of_stages(config(**values), layers=layers, ranks=ranks)
+        compute_num_stages(config(**values), num_layers=layers, pp_size=ranks)
 
 
 @given(layers=st.integers(1, 100), per_stage=st.integers(1, 20), ranks=st.integers(1, 8))
@@ -117,7 +117,7 @@ def test_rounding_gives_the_next_multiple(layers, per_stage, ranks):
             pp_schedule="interleaved1f1b", layers_per_stage=per_stage, round_virtual_stages_to_pp_multiple=how
         )
         try:
-            return number_of_stages(options, layers=layers, ranks=ranks)
+            return compute_num_stages(options, num_layers=layers, pp_size=ranks)
         except ConfigError:
             return None
 
@@ -132,9 +132,9 @@ def test_a_file_says_how_many_stages_there_are_and_where(tmp_path):
     path = tmp_path / "own.csv"
     path.write_text("0F0,1F0,,,1B0,0B0\n,,2F0,2B0\n", encoding="utf-8")
     options = config(pp_schedule_csv=str(path))
-    assert number_of_stages(options, layers=3, ranks=2) == 3
+    assert compute_num_stages(options, num_layers=3, pp_size=2) == 3
     with pytest.raises(ConfigError, match="gives 3 stages, but the model has 2 blocks"):
-        number_of_stages(options, layers=2, ranks=2)
+        compute_num_stages(options, num_layers=2, pp_size=2)
 
 
 # -- microbatches
@@ -150,7 +150,7 @@ def test_a_file_says_how_many_stages_there_are_and_where(tmp_path):
     ],
 )
 def test_number_of_microbatches(values, sequences, microbatches):
-    assert number_of_microbatches(config(**values), sequences=sequences) == microbatches
+    assert compute_num_microbatches(config(**values), num_sequences=sequences) == microbatches
 
 
 def test_sequences_that_do_not_divide():
@@ -159,15 +159,15 @@ def test_sequences_that_do_not_divide():
         ({"pp_batch_size": 4}, "6 sequences of a step.*pp_batch_size=4. Use one of 1, 2, 3, 6"),
     ):
         with pytest.raises(ConfigError, match=text):
-            number_of_microbatches(config(**values), sequences=6)
+            compute_num_microbatches(config(**values), num_sequences=6)
 
 
 def test_a_file_says_how_many_microbatches_a_run_has(tmp_path):
     path = tmp_path / "own.csv"
     path.write_text("0F0,0F1,0B0,0B1\n", encoding="utf-8")
-    assert number_of_microbatches(config(pp_schedule_csv=str(path), pp_microbatch_size=3), sequences=12) == 2
+    assert compute_num_microbatches(config(pp_schedule_csv=str(path), pp_microbatch_size=3), num_sequences=12) == 2
     both = config(pp_schedule_csv=str(path), pp_batch_size=6, pp_microbatch_size=2)
     with pytest.raises(ConfigError, match=r"pp_batch_size=6 is 3 microbatches of 2, but .*own.csv' runs 2"):
-        number_of_microbatches(both, sequences=12)
-    schedule = schedule_of(config(pp_schedule_csv=str(path)), ranks=1, stages=1, microbatches=2)
+        compute_num_microbatches(both, num_sequences=12)
+    schedule = resolve_schedule(config(pp_schedule_csv=str(path)), num_ranks=1, num_stages=1, num_microbatches=2)
     assert [str(action) for action in schedule.orders[0]] == ["0F0", "0F1", "0B0", "0B1"]

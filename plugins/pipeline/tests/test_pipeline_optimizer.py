@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from meshwright import StrategyError, load_checkpoint, save_checkpoint
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
-from meshwright.train.loop.step import groups_stepped
-from meshwright_pipeline.state.manager import NoStages
+from meshwright.train.loop.step import record_stepped_groups
+from meshwright_pipeline.state.manager import FrozenStageOptimizer
 from meshwright_run.run_file import OptimizerConfig
 from meshwright_testing import pool
-from meshwright_testing.parity import build_with_optimizer, full_weights, train_steps
+from meshwright_testing.parity import build_manager_and_optimizer, full_weights, train_steps
 
 PP2, SLOW = {"pp_size": 2}, pytest.mark.slow
 TWO_STAGES = {"pipeline": {"pp_schedule": "zbv"}}
@@ -26,7 +26,7 @@ CASE = Case(layers=5, steps=6, optimizer=OptimizerConfig(lr=1e-2, weight_decay=0
 
 
 def _built(case: Case = CASE, seed: int = 0) -> tuple[StrategyManager, Any]:
-    manager, optimizer = build_with_optimizer("single", {}, PP2, case, seed=seed, wrapper_config=TWO_STAGES)
+    manager, optimizer = build_manager_and_optimizer("single", {}, PP2, case, seed=seed, wrapper_config=TWO_STAGES)
     return manager, optimizer
 
 
@@ -34,7 +34,7 @@ def _steps(manager: StrategyManager, schedule: LambdaLR, steps: range) -> list[t
     """Loss of each step, and the rates that optimizers stepped with."""
     found = []
     for step in steps:
-        with groups_stepped() as groups:
+        with record_stepped_groups() as groups:
             (loss,) = train_steps(manager, CASE, range(step, step + 1))[0]
         found.append((loss, {group["lr"] for group in groups}))
         schedule.step()
@@ -130,7 +130,7 @@ FROZEN = Case(layers=4, steps=6, frozen=("*embed*", "*layers.0.*", "*layers.1.*"
 def _frozen(root: str) -> tuple[bool, list[Any]]:
     found = []
     for resumed in (False, True):
-        manager, optimizer = build_with_optimizer("single", {}, PP2, FROZEN)
+        manager, optimizer = build_manager_and_optimizer("single", {}, PP2, FROZEN)
         schedule = LambdaLR(optimizer, lambda step: 1 - step / 6)
         if resumed:
             load_checkpoint(manager, root, scheduler=schedule)
@@ -140,7 +140,7 @@ def _frozen(root: str) -> tuple[bool, list[Any]]:
             schedule.step()
             if step == 1:
                 save_checkpoint(manager, root, step=2, scheduler=schedule)
-    return isinstance(optimizer, NoStages), found
+    return isinstance(optimizer, FrozenStageOptimizer), found
 
 
 def test_a_rank_with_frozen_stages_knows_the_rate_of_the_others(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from meshwright.optim.config import OptimizerConfig
 from meshwright.testing import Case
 from meshwright_testing import pool
-from meshwright_testing.parity import difference, train_case
+from meshwright_testing.parity import find_max_difference, train_case
 
 SLOW = pytest.mark.slow
 SPLITTING = ["ZBVZeroBubble", *(pytest.param(name, marks=SLOW) for name in ("InterleavedZeroBubble", "DualPipeV"))]
@@ -42,4 +42,6 @@ def _apart(strategy: str, case: Case, config: dict[str, Any], schedule: str) -> 
     """How far weights are from those of the same strategy on one rank, in the same microbatches."""
     alone = pool(1).run(train_case, strategy, config, {}, case.undivided(case.sequences), "cpu")[0]
     wrapper = {"pipeline": {"pp_schedule": schedule}}
-    return difference(pool(2).run(train_case, strategy, config, {"pp_size": 2}, case, "cpu", wrapper), alone).weight
+    return find_max_difference(
+        pool(2).run(train_case, strategy, config, {"pp_size": 2}, case, "cpu", wrapper), alone
+    ).weight

@@ -13,20 +13,26 @@ from torch_orders import torch_orders
 
 from meshwright import ConfigError
 from meshwright_pipeline.schedule.order import (
-    COMPUTE,
+    COMPUTE_KINDS,
     Action,
-    Exchange,
-    Kind,
+    ActionKind,
+    P2PBatch,
     Schedule,
+    add_communication,
     bubble_fraction,
     check_actions,
-    peak_live,
-    timeline,
-    with_communication,
+    compute_timeline,
+    count_peak_live_microbatches,
 )
-from meshwright_pipeline.schedule.rules import SCHEDULES, build_schedule, read_csv, schedule_rule, sizes_in_csv
+from meshwright_pipeline.schedule.rules import (
+    SCHEDULES,
+    build_schedule,
+    find_schedule_spec,
+    read_schedule_csv,
+    read_schedule_size,
+)
 
-F, B, I, W = COMPUTE  # noqa: E741
+F, B, I, W = COMPUTE_KINDS  # noqa: E741
 
 
 def printed(schedule):
@@ -35,12 +41,12 @@ def printed(schedule):
 
 def validate(schedule):
     check_actions(schedule, lambda rank, index: f"action {index} of rank {rank}")
-    timeline(schedule)
+    compute_timeline(schedule)
 
 
 def actions(text):
     """ "0F0 1B0" as actions."""
-    return tuple(Action(Kind(cell[1]), int(cell[0]), int(cell[2])) for cell in text.split())
+    return tuple(Action(ActionKind(cell[1]), int(cell[0]), int(cell[2])) for cell in text.split())
 
 
 @st.composite
@@ -48,7 +54,9 @@ def schedules(draw):
     rule = draw(st.sampled_from(list(SCHEDULES.values())))
     ranks = draw(st.integers(1, 8))
     chunks = draw(st.integers(rule.min_chunks, rule.max_chunks or 4))
-    return build_schedule(rule.name, ranks=ranks, stages=ranks * chunks, microbatches=draw(st.integers(1, 24)))
+    return build_schedule(
+        rule.name, num_ranks=ranks, num_stages=ranks * chunks, num_microbatches=draw(st.integers(1, 24))
+    )
 
 
 # -- orders
@@ -84,13 +92,13 @@ def test_each_schedule_computes_everything_once_on_the_rank_of_its_stage_and_fin
     validate(schedule)
     held = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
     assert {len(stages) for stages in held} == {schedule.stages // schedule.ranks}
-    if schedule_rule(schedule.name).v_shaped:
+    if find_schedule_spec(schedule.name).v_shaped:
         assert all(sum(stages) == schedule.stages - 1 for stages in held)
 
 
 def test_unknown_schedule_names_the_nearest_and_all():
     with pytest.raises(ConfigError, match=r"'interleavd1f1b' is unknown. Did you mean .*Allowed.*GPipe.*DualPipeV"):
-        schedule_rule("interleavd1f1b")
+        find_schedule_spec("interleavd1f1b")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +115,7 @@ def test_unknown_schedule_names_the_nearest_and_all():
 def test_numbers_that_a_schedule_does_not_take(name, sizes, text):
     ranks, stages, microbatches = sizes
     with pytest.raises(ConfigError, match=text):
-        build_schedule(name, ranks=ranks, stages=stages, microbatches=microbatches)
+        build_schedule(name, num_ranks=ranks, num_stages=stages, num_microbatches=microbatches)
 
 
 # -- time
@@ -120,33 +128,36 @@ def test_numbers_that_a_schedule_does_not_take(name, sizes, text):
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 4), (3, 9), (4, 16), (8, 24)])
 def test_the_bubble_is_that_of_theory_divided_by_the_chunks(names, chunks, ranks, microbatches):
     for name in names:
-        idle = bubble_fraction(build_schedule(name, ranks=ranks, stages=ranks * chunks, microbatches=microbatches))
+        idle = bubble_fraction(
+            build_schedule(name, num_ranks=ranks, num_stages=ranks * chunks, num_microbatches=microbatches)
+        )
         # In parts of the time in which a rank works, (p - 1) / m without chunks.
         assert idle / (1 - idle) == pytest.approx((ranks - 1) / microbatches / chunks, abs=1e-12)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 16), (8, 32), (3, 7)])
 def test_zero_bubble_v_waits_only_for_the_first_and_last_microbatch_to_pass(ranks, microbatches):
-    v_shaped = build_schedule("zbv", ranks=ranks, stages=2 * ranks, microbatches=microbatches)
-    end = max(times[-1][2] for times in timeline(v_shaped))
+    v_shaped = build_schedule("zbv", num_ranks=ranks, num_stages=2 * ranks, num_microbatches=microbatches)
+    end = max(times[-1][2] for times in compute_timeline(v_shaped))
     # A rank works for 6 on each microbatch; rank r begins r later and ends as much earlier as others end later.
     assert end == 6 * microbatches + ranks - 1
     assert bubble_fraction(v_shaped) == pytest.approx((ranks - 1) / (6 * microbatches + ranks - 1))
     busy_from_start_to_end = [
-        sum(stop - start for _, start, stop in times) == times[-1][2] - times[0][1] for times in timeline(v_shaped)
+        sum(stop - start for _, start, stop in times) == times[-1][2] - times[0][1]
+        for times in compute_timeline(v_shaped)
     ]
     assert all(busy_from_start_to_end)
 
 
 def test_stages_and_kinds_have_costs_of_their_own():
-    schedule = build_schedule("gpipe", ranks=2, stages=2, microbatches=4)
-    times = timeline(schedule, stage_costs=[1.0, 3.0])
+    schedule = build_schedule("gpipe", num_ranks=2, num_stages=2, num_microbatches=4)
+    times = compute_timeline(schedule, stage_costs=[1.0, 3.0])
     # Stage 1 starts after one forward, and its backwards set the pace to the end.
     assert times[1][-1][2] == 1 + 4 * 9
     assert times[0][-1][2] == 1 + 4 * 9 + 2
     assert bubble_fraction(schedule, stage_costs=[1.0, 3.0]) == pytest.approx(float(1 - Fraction(12 + 36, 2 * 39)))
-    alone = build_schedule("1f1b", ranks=1, stages=1, microbatches=2)
-    assert timeline(alone, {F: 2.0, B: 5.0})[0][-1][2] == 14
+    alone = build_schedule("1f1b", num_ranks=1, num_stages=1, num_microbatches=2)
+    assert compute_timeline(alone, {F: 2.0, B: 5.0})[0][-1][2] == 14
 
 
 @pytest.mark.parametrize(
@@ -162,7 +173,10 @@ def test_stages_and_kinds_have_costs_of_their_own():
     ],
 )
 def test_peak_of_live_microbatches(name, chunks, peaks):
-    assert peak_live(build_schedule(name, ranks=4, stages=4 * chunks, microbatches=16)) == peaks
+    assert (
+        count_peak_live_microbatches(build_schedule(name, num_ranks=4, num_stages=4 * chunks, num_microbatches=16))
+        == peaks
+    )
 
 
 # -- communication
@@ -174,14 +188,18 @@ def transfers(schedule):
     for stage in range(schedule.stages - 1):
         if schedule.placement[stage] != schedule.placement[stage + 1]:
             for microbatch in range(schedule.microbatches):
-                found.add((Action(Kind.SEND_F, stage, microbatch), Action(Kind.RECV_F, stage + 1, microbatch)))
-                found.add((Action(Kind.SEND_B, stage + 1, microbatch), Action(Kind.RECV_B, stage, microbatch)))
+                found.add(
+                    (Action(ActionKind.SEND_F, stage, microbatch), Action(ActionKind.RECV_F, stage + 1, microbatch))
+                )
+                found.add(
+                    (Action(ActionKind.SEND_B, stage + 1, microbatch), Action(ActionKind.RECV_B, stage, microbatch))
+                )
     return found
 
 
 def flat(order):
     """The actions of an order, those of exchanges one by one."""
-    return [action for each in order for action in (each.transfers if isinstance(each, Exchange) else (each,))]
+    return [action for each in order for action in (each.transfers if isinstance(each, P2PBatch) else (each,))]
 
 
 def execute(schedule, orders, rng):
@@ -216,15 +234,15 @@ def execute(schedule, orders, rng):
             at[rank] += 1
             return True
         theirs = current(mine.peer)
-        if not isinstance(theirs, Exchange) or theirs.peer != rank:
+        if not isinstance(theirs, P2PBatch) or theirs.peer != rank:
             return False
         # What is sent must have been there before: nothing in an exchange waits for the rest of it.
         before = {each: set(here[each]) for each in (rank, mine.peer)}
         for one, other in zip(mine.transfers, theirs.transfers, strict=True):
-            sends = one.kind in (Kind.SEND_F, Kind.SEND_B)
+            sends = one.kind in (ActionKind.SEND_F, ActionKind.SEND_B)
             assert schedule.placement[one.peer_stage] == mine.peer
             giver, sent, taker, received = (rank, one, mine.peer, other) if sends else (mine.peer, other, rank, one)
-            kind = Kind[sent.kind.replace("SEND", "RECV")]
+            kind = ActionKind[sent.kind.replace("SEND", "RECV")]
             assert received == Action(kind, sent.peer_stage, sent.microbatch)
             value = (sent.kind[-1], sent.stage, sent.microbatch)
             assert value in before[giver], f"{sent} before its value is there"
@@ -244,7 +262,7 @@ def execute(schedule, orders, rng):
 @given(schedules(), st.randoms(use_true_random=False))
 @settings(max_examples=120, deadline=None)
 def test_transfers_are_complete_and_never_deadlock_even_where_sends_block(schedule, rng):
-    orders = with_communication(schedule)
+    orders = add_communication(schedule)
     assert execute(schedule, orders, rng) == transfers(schedule)
     computing = tuple(tuple(each for each in order if isinstance(each, Action)) for order in orders)
     assert computing == schedule.orders
@@ -253,12 +271,12 @@ def test_transfers_are_complete_and_never_deadlock_even_where_sends_block(schedu
 def moments(order):
     """What a rank does, each time with what is there then: of each stage, inputs and gradients that have come, and
     microbatches that wait for their backward, and for that of their weights."""
-    steps = [each.transfers if isinstance(each, Exchange) else (each,) for each in order]
-    comes = {Kind.RECV_F: "input", Kind.RECV_B: "gradient"}
+    steps = [each.transfers if isinstance(each, P2PBatch) else (each,) for each in order]
+    comes = {ActionKind.RECV_F: "input", ActionKind.RECV_B: "gradient"}
     received = {(comes[each.kind], each.stage) for step in steps for each in step if each.kind in comes}
     changes = {
-        Kind.RECV_F: {"input": 1},
-        Kind.RECV_B: {"gradient": 1},
+        ActionKind.RECV_F: {"input": 1},
+        ActionKind.RECV_B: {"gradient": 1},
         F: {"input": -1, "backward": 1},
         B: {"gradient": -1, "backward": -1},
         I: {"gradient": -1, "backward": -1, "weights": 1},
@@ -283,8 +301,11 @@ def test_further_microbatches_repeat_what_a_steady_schedule_does(name, chunks, r
     if not rule.min_chunks <= chunks <= (rule.max_chunks or chunks):
         return
     least, step = rule.steady(ranks)
-    made = [build_schedule(name, ranks=ranks, stages=ranks * chunks, microbatches=least + n * step) for n in range(4)]
-    for few, more, most, last in zip(*(map(moments, with_communication(each)) for each in made), strict=True):
+    made = [
+        build_schedule(name, num_ranks=ranks, num_stages=ranks * chunks, num_microbatches=least + n * step)
+        for n in range(4)
+    ]
+    for few, more, most, last in zip(*(map(moments, add_communication(each)) for each in made), strict=True):
         # Nothing is done with more or less at hand, only more often; each time by the same.
         assert few.keys() == more.keys() == most.keys() == last.keys()
         assert few <= more
@@ -302,11 +323,11 @@ def test_any_order_that_finishes_gets_transfers_that_work(schedule, rng):
         index = rng.randrange(len(orders[rank]) - 1)
         orders[rank][index : index + 2] = reversed(orders[rank][index : index + 2])
         try:
-            timeline(replace(schedule, orders=tuple(map(tuple, orders))))
+            compute_timeline(replace(schedule, orders=tuple(map(tuple, orders))))
         except ConfigError:
             orders[rank][index : index + 2] = reversed(orders[rank][index : index + 2])
     changed = replace(schedule, orders=tuple(map(tuple, orders)))
-    assert execute(changed, with_communication(changed), rng) == transfers(schedule)
+    assert execute(changed, add_communication(changed), rng) == transfers(schedule)
 
 
 # -- validation and files
@@ -333,7 +354,7 @@ def test_what_is_wrong_with_a_schedule_is_named(first, second, text):
 def write(path, schedule, *, bubbles=True):
     """A file in the format of torch, with empty cells where a rank waits."""
     rows = []
-    for times in timeline(schedule):
+    for times in compute_timeline(schedule):
         row, now = [], 0.0
         for action, start, end in times:
             row += [""] * int(start - now) * bubbles + [str(action)]
@@ -345,26 +366,26 @@ def write(path, schedule, *, bubbles=True):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_in_a_file_is_the_same_schedule(name, tmp_path):
     stages = 3 * SCHEDULES[name].min_chunks
-    schedule = build_schedule(name, ranks=3, stages=stages, microbatches=7)
+    schedule = build_schedule(name, num_ranks=3, num_stages=stages, num_microbatches=7)
     write(tmp_path / "own.csv", schedule)
-    read = read_csv(tmp_path / "own.csv", ranks=3, stages=stages, microbatches=7)
+    read = read_schedule_csv(tmp_path / "own.csv", num_ranks=3, num_stages=stages, num_microbatches=7)
     assert (read.orders, read.placement) == (schedule.orders, schedule.placement)
-    assert sizes_in_csv(tmp_path / "own.csv") == (stages, 7)
+    assert read_schedule_size(tmp_path / "own.csv") == (stages, 7)
 
 
 def test_cells_that_overlap_forward_and_backward_run_one_after_the_other(tmp_path):
     path = tmp_path / "own.csv"
     path.write_text("0F0, ,(0F1;0B0)OVERLAP_F_B,0B1\n", encoding="utf-8")
-    (order,) = read_csv(path, ranks=1, stages=1, microbatches=2).orders
+    (order,) = read_schedule_csv(path, num_ranks=1, num_stages=1, num_microbatches=2).orders
     assert order == actions("0F0 0F1 0B0 0B1")
 
 
 def test_a_file_may_place_stages_as_it_likes(tmp_path):
     path = tmp_path / "own.csv"
     path.write_text("0F0,1F0,,,1B0,0B0\n,,2F0,2B0\n", encoding="utf-8")
-    schedule = read_csv(path, ranks=2, stages=3, microbatches=1)
+    schedule = read_schedule_csv(path, num_ranks=2, num_stages=3, num_microbatches=1)
     assert schedule.placement == (0, 0, 1)
-    orders = with_communication(schedule)
+    orders = add_communication(schedule)
     # Nothing is sent between stages 0 and 1, which are on one rank.
     assert [str(each) for each in flat(orders[0])] == ["0F0", "1F0", "1SEND_F0", "1RECV_B0", "1B0", "0B0"]
 
@@ -386,13 +407,13 @@ def test_what_is_wrong_in_a_file_is_named_with_row_and_cell(text, error, tmp_pat
     path = tmp_path / "own.csv"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=error) as raised:
-        read_csv(path, ranks=2, stages=2, microbatches=1)
+        read_schedule_csv(path, num_ranks=2, num_stages=2, num_microbatches=1)
     assert "own.csv" in str(raised.value)
 
 
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"none.csv' cannot be read: .*No such file"):
-        sizes_in_csv(tmp_path / "none.csv")
+        read_schedule_size(tmp_path / "none.csv")
     (tmp_path / "empty.csv").write_text(",,\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"empty.csv' holds no action"):
-        sizes_in_csv(tmp_path / "empty.csv")
+        read_schedule_size(tmp_path / "empty.csv")

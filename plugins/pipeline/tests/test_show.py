@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from meshwright import ConfigError, MeshError, load_run
-from meshwright_pipeline.show import add_commands, view_of
+from meshwright_pipeline.show import add_commands, summarize_pipeline
 
 RUN = """
 strategy: single
@@ -72,17 +72,17 @@ def test_a_run_is_shown_in_the_terminal_and_as_a_picture(app, run_file, tmp_path
 
 def test_schedule_and_split_follow_the_options(run_file, tmp_path):
     run = load_run(run_file, [options(pp_schedule="zbv", pp_microbatch_size=2), "pp_size=2", "nproc=2"])
-    view = view_of(run)
+    view = summarize_pipeline(run)
     assert view.headline == "ZBVZeroBubble: 2 ranks, 4 stages, 4 microbatches of 2 sequences"
     assert view.schedule.placement == (0, 1, 1, 0)
     assert sum(view.costs) == pytest.approx(4)
     run = load_run(run_file, [options(layers_per_stage=3), "pp_size=3", "nproc=3"])
-    assert [len(stage.blocks) for stage in view_of(run).stages] == [3, 3, 3]
+    assert [len(stage.blocks) for stage in summarize_pipeline(run).stages] == [3, 3, 3]
     # Each data-parallel rank has its share of the sequences.
-    assert view_of(load_run(run_file, ["strategy=fsdp2", "pp_size=2", "nproc=4"])).schedule.microbatches == 4
+    assert summarize_pipeline(load_run(run_file, ["strategy=fsdp2", "pp_size=2", "nproc=4"])).schedule.microbatches == 4
     path = tmp_path / "own.csv"
     path.write_text("0F0,0F1,,0B0,0B1\n1F0,1F1,1B0,1B1\n", encoding="utf-8")
-    view = view_of(load_run(run_file, [options(pp_schedule_csv=str(path)), "pp_size=2", "nproc=2"]))
+    view = summarize_pipeline(load_run(run_file, [options(pp_schedule_csv=str(path)), "pp_size=2", "nproc=2"]))
     assert view.schedule.microbatches == 2
     assert "own.csv" in view.headline
 

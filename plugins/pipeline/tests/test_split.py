@@ -12,7 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright import ConfigError, model_layout
 from meshwright_pipeline.config import PipelineConfig
-from meshwright_pipeline.cut.split import EMBEDDING_COST, elements, ends, split_blocks, split_by_names, split_model
+from meshwright_pipeline.cut.split import (
+    EMBEDDING_COST,
+    compute_end_costs,
+    count_parameters,
+    split_blocks,
+    split_by_names,
+    split_model,
+)
 from meshwright_testing.models import TINY
 
 
@@ -143,8 +150,8 @@ def test_a_model_is_divided_by_what_its_options_say(model):
 
     assert split(3, layers_per_stage=2) == [2, 2, 2]
     head = model.get_submodule(layout.head).weight.numel()
-    assert ends(model, layout) == {"first": EMBEDDING_COST * head, "last": head}
-    assert 1.5 < head / elements(model, blocks[0]) < 2.5
+    assert compute_end_costs(model, layout) == {"first": EMBEDDING_COST * head, "last": head}
+    assert 1.5 < head / count_parameters(model, blocks[0]) < 2.5
     assert split(2) == [4, 2]
     parts = [[layout.embedding, *blocks[:1]], [*blocks[1:], "model.norm", layout.head]]
     assert split(2, module_fqns_per_model_part=parts) == [1, 5]

@@ -17,18 +17,18 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from meshwright import Mesh, MeshSizes, ModelError, count_tokens, open_world, optimizer_factory, resolve
-from meshwright.step.forward_options import forward_options
+from meshwright.step.forward_options import get_forward_options
 from meshwright.strategy.registry import model_layout
 from meshwright.testing import Case
-from meshwright.tracing.collectives import Traffic, measure_collectives
-from meshwright_pipeline.cut.stage_model import enter_stage, take_stage
-from meshwright_pipeline.cut.study import Study
-from meshwright_pipeline.run.actions import Run
-from meshwright_pipeline.schedule.order import Exchange, peak_live, with_communication
+from meshwright.tracing.collectives import CollectiveTrace, record_collectives
+from meshwright_pipeline.cut.stage_model import reduce_to_stage, register_input_hook
+from meshwright_pipeline.cut.study import PartitionAnalyzer
+from meshwright_pipeline.run.actions import ScheduleRun
+from meshwright_pipeline.schedule.order import P2PBatch, add_communication, count_peak_live_microbatches
 from meshwright_pipeline.schedule.rules import SCHEDULES, build_schedule
 from meshwright_testing import pool
-from meshwright_testing.case import share
-from meshwright_testing.models import ROUTED_VOCAB, TINY, case_model
+from meshwright_testing.case import rank_microbatches
+from meshwright_testing.models import ROUTED_VOCAB, TINY, build_case_model
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
 OVERLAP: dict[str, Any] = {"engine": "bucketed", "overlap_grad_reduce": True, "bucket_size": 40000}
@@ -58,7 +58,7 @@ def _exchanges(note: Callable[[list[torch.Tensor], list[torch.Tensor]], None]) -
         torch.distributed.batch_isend_irecv = issue
 
 
-def _traffic(options: Mapping[str, Any], case: Case) -> tuple[Traffic, list[tuple[int, int]], set[int]]:
+def _traffic(options: Mapping[str, Any], case: Case) -> tuple[CollectiveTrace, list[tuple[int, int]], set[int]]:
     """The collectives of a step, how much each of its batches sends and receives, and the sizes of these tensors."""
     manager = build_manager("pipeline", options, PP2, case)
     train_steps(manager, case, range(1))
@@ -70,19 +70,19 @@ def _traffic(options: Mapping[str, Any], case: Case) -> tuple[Traffic, list[tupl
         sizes.update(tensor.numel() * tensor.element_size() for tensor in (*sends, *receives))
 
     with _exchanges(counting):
-        traffic = measure_collectives(training_step(manager, case, 1), {"pp": manager.mesh.group("pp")})
+        traffic = record_collectives(training_step(manager, case, 1), {"pp": manager.mesh.group("pp")})
     return traffic, batches, sizes
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hidden_states_cross_each_boundary_once_and_nothing_else_does(name: str) -> None:
-    schedule = build_schedule(name, ranks=2, stages=2 * SCHEDULES[name].min_chunks, microbatches=12)
+    schedule = build_schedule(name, num_ranks=2, num_stages=2 * SCHEDULES[name].min_chunks, num_microbatches=12)
     hidden = 1 * 16 * 36 * WIDTH  # one sequence of 16 tokens, 36 wide
     # The turn of a V is on one rank.
     boundaries = sum(one != other for one, other in zip(schedule.placement, schedule.placement[1:], strict=False))
     ranks = pool(2).run(_traffic, {"pp_schedule": name}, Case(layers=4))
-    for order, (traffic, found, sizes) in zip(with_communication(schedule), ranks, strict=True):
-        assert len(found) == sum(isinstance(each, Exchange) for each in order)
+    for order, (traffic, found, sizes) in zip(add_communication(schedule), ranks, strict=True):
+        assert len(found) == sum(isinstance(each, P2PBatch) for each in order)
         # Forward on one rank, backward on the other: as many on each for two ranks in a ring.
         assert [sum(each) for each in zip(*found, strict=True)] == [12 * boundaries] * 2
         assert sizes == {hidden}
@@ -96,7 +96,7 @@ def _what_goes_out(strategy: str, config: Mapping[str, Any], schedule: str) -> s
     wrapper = {"pipeline": {"pp_schedule": schedule, "patch_stage_backward_maybe_with_nosync": strategy == "fsdp2"}}
     manager = build_manager(strategy, config, {**PP2, "dp_size": 2}, case, wrapper_config=wrapper)
     train_steps(manager, case, range(1))
-    calls = measure_collectives(training_step(manager, case, 1))
+    calls = record_collectives(training_step(manager, case, 1))
     letters = {"send": "s", "reduce_scatter": "G", "all_reduce": "G"}
     # Without agreements (integers), the norm, and the last all-reduce, of the loss and of what ranks have found.
     large = [each for each in calls if each.bytes > 64 and each.dtype.is_floating_point]
@@ -137,7 +137,7 @@ def _built(device: str, config: Any, seed: int = 3) -> nn.Module:
 
 
 def _config(**changes: Any) -> Any:
-    return case_model("llama", tied=True, seed=0, dtype=torch.float64, layers=5).config.__class__(
+    return build_case_model("llama", tied=True, seed=0, dtype=torch.float64, layers=5).config.__class__(
         **{**TINY["llama"], "num_hidden_layers": 5, "tie_word_embeddings": True, **changes}
     )
 
@@ -226,7 +226,7 @@ def _most_sent_memory_held(name: str, microbatches: int) -> tuple[int, int]:
         sent.extend(weakref.ref(tensor.untyped_storage()) for tensor in sends)
         most = max(most, sum(each() is not None for each in sent))
 
-    batches = share(case, 0, 0, 1)
+    batches = rank_microbatches(case, 0, 0, 1)
     num_tokens = count_tokens(batches, manager.mesh)
     with _exchanges(counting):
         manager.forward_backward(batches, num_tokens=num_tokens)
@@ -260,8 +260,8 @@ def test_hidden_states_cross_in_the_chosen_dtype() -> None:
 
 def _chained(model: nn.Module, parts: list[nn.Module], ids: torch.Tensor) -> torch.Tensor:
     """Logits of a chain of stages, one for each block, made of `parts`, copies of the model."""
-    layout, options = model_layout(model), forward_options(model)
-    study = Study(model, layout, options)
+    layout, options = model_layout(model), get_forward_options(model)
+    study = PartitionAnalyzer(model, layout, options)
     count = len(study.cut.blocks)
     cut = study.cut_at(range(1, count))
     assert len(parts) == count
@@ -269,9 +269,9 @@ def _chained(model: nn.Module, parts: list[nn.Module], ids: torch.Tensor) -> tor
     for index, part in enumerate(parts):
         stage = range(index, index + 1)
         boundary = cut.boundary(stage)
-        take_stage(part, cut, stage, boundary)
+        reduce_to_stage(part, cut, stage, boundary)
         if index:
-            enter_stage(part, cut, stage, boundary)
+            register_input_hook(part, cut, stage, boundary)
         boundary.start({"input_ids": ids}, passed)
         passed = part(input_ids=ids, **options)
     logits: torch.Tensor = passed.logits
@@ -287,14 +287,14 @@ def _chained(model: nn.Module, parts: list[nn.Module], ids: torch.Tensor) -> tor
 )
 def test_stages_run_one_after_the_other_give_the_logits_of_the_whole(model_type: str) -> None:
     def model() -> nn.Module:
-        return case_model(model_type, tied=None, seed=0, dtype=torch.float64).eval()
+        return build_case_model(model_type, tied=None, seed=0, dtype=torch.float64).eval()
 
     whole = model()
     # A size that no trial run has.
     ids = torch.arange(4 * 10).view(4, 10) % 100 + 1
     with torch.no_grad():
-        expected = whole(input_ids=ids, **forward_options(whole)).logits
-        blocks = len(Study(whole, model_layout(whole), forward_options(whole)).cut.blocks)
+        expected = whole(input_ids=ids, **get_forward_options(whole)).logits
+        blocks = len(PartitionAnalyzer(whole, model_layout(whole), get_forward_options(whole)).cut.blocks)
         assert torch.equal(_chained(whole, [model() for _ in range(blocks)], ids), expected)
 
 
@@ -394,7 +394,7 @@ def test_a_model_that_keeps_what_cannot_be_sent_is_refused() -> None:
     model = Carrying("kept")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with pytest.raises(ModelError, match=r"cut before blocks.1.*its logits change.*Set pp_size=1"):
-        Study(model, model_layout(model), {}).cut_at([1, 2])
+        PartitionAnalyzer(model, model_layout(model), {}).cut_at([1, 2])
     # Nothing is lost.
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
@@ -404,7 +404,9 @@ def _lengths() -> list[float]:
     manager = build_manager("pipeline", {}, PP2, Case())
     losses = []
     for length in (16, 12, 16):
-        batches = [{key: value[:, :length] for key, value in batch.items()} for batch in share(Case(), 0, 0, 1)]
+        batches = [
+            {key: value[:, :length] for key, value in batch.items()} for batch in rank_microbatches(Case(), 0, 0, 1)
+        ]
         tokens = count_tokens(batches, manager.mesh)
         losses.append(float(manager.eval_loss(batches, num_tokens=tokens)))
         losses.append(float(manager.forward_backward(batches, num_tokens=tokens)))
@@ -417,7 +419,7 @@ def _alive(name: str) -> list[int]:
     """The most microbatches between forward and backward, on each rank."""
     manager = build_manager("pipeline", {"pp_schedule": name}, PP2, Case(layers=5))
     most = 0
-    forward = Run._forward
+    forward = ScheduleRun._forward
 
     def counting(run: Any, action: Any) -> None:
         nonlocal most
@@ -425,18 +427,18 @@ def _alive(name: str) -> list[int]:
         # Weights that are put off keep their inputs.
         most = max(most, len(run._flying) + len(run._rest))
 
-    Run._forward = counting  # type: ignore[method-assign]
+    ScheduleRun._forward = counting  # type: ignore[method-assign]
     try:
         train_steps(manager, Case(layers=5), range(1))
     finally:
-        Run._forward = forward  # type: ignore[method-assign]
+        ScheduleRun._forward = forward  # type: ignore[method-assign]
     return [most]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_live_microbatches_are_those_of_the_schedule(name: str) -> None:
     stages = 2 * SCHEDULES[name].min_chunks
-    peaks = peak_live(build_schedule(name, ranks=2, stages=stages, microbatches=12))
+    peaks = count_peak_live_microbatches(build_schedule(name, num_ranks=2, num_stages=stages, num_microbatches=12))
     assert pool(2).run(_alive, name) == [[peak] for peak in peaks]
     assert {"gpipe": (12, 12), "1f1b": (2, 1)}.get(name, peaks) == peaks
 

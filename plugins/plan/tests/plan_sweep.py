@@ -22,8 +22,8 @@ from typing import Any
 from support.plan_layouts import Layout, deep_layout, deep_plan, done, planned
 
 from meshwright.strategy.registry import get_registry
-from meshwright_plan.depth import NEARLY
-from meshwright_testing.suite import layouts_of
+from meshwright_plan.depth import APPROXIMATE_KEYS
+from meshwright_testing.suite import iter_layouts
 from meshwright_testing.workers import pool
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "plan_exact.json"
@@ -87,7 +87,7 @@ DEEP = [
 
 def of_conformance() -> Iterator[Layout]:
     for name, spec in get_registry().strategies.items():
-        for _, ranks, sizes, _ in layouts_of(spec, 4):
+        for _, ranks, sizes, _ in iter_layouts(spec, 4):
             # What follows from the others is left out.
             told = {axis: size for axis, size in sizes.items() if axis != "dp_size" and size > 1}
             yield Layout(name, ranks, told, model=MOE if "ep_size" in sizes else "llama")
@@ -127,7 +127,7 @@ def compared_deep(layout: Layout) -> dict[str, Any]:
     if told is None:
         return row
     pairs = list(zip(told, whole or [], strict=True))
-    other = {key for few, all_ in pairs for key in all_ if key not in NEARLY and few.get(key) != all_[key]}
+    other = {key for few, all_ in pairs for key in all_ if key not in APPROXIMATE_KEYS and few.get(key) != all_[key]}
     off = {
         key: round(max((100 * (few[key] / all_[key] - 1) for few, all_ in pairs), key=abs), 2)
         for key in ("step_seconds", "peak_reserved_bytes")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.base.validation import validated
-from meshwright.files.parsing import assigned
-from meshwright_plan.explain.facts import Facts, facts_of
-from meshwright_plan.explain.words import sections_of
+from meshwright.base.validation import validate_config
+from meshwright.files.parsing import apply_assignments
+from meshwright_plan.explain.facts import RunFacts, collect_facts
+from meshwright_plan.explain.words import build_sections
 from meshwright_run.run_file import RunConfig
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -22,16 +22,16 @@ STEP, SAVED = "A step", "Checkpoints, signals, and going on"
 
 
 def config(*changes: str) -> RunConfig:
-    return validated(RunConfig, assigned(RUN, changes), where="a run")
+    return validate_config(RunConfig, apply_assignments(RUN, changes), where="a run")
 
 
-def said(facts: Facts) -> dict[str, str]:
-    return {title: "\n".join(lines) for title, lines in sections_of(facts).items()}
+def said(facts: RunFacts) -> dict[str, str]:
+    return {title: "\n".join(lines) for title, lines in build_sections(facts).items()}
 
 
 def test_who_holds_what_and_what_is_sent_follow_the_layout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = said(facts_of(config("strategy=fsdp2", "dp_replicate_size=2"), 4))
+    found = said(collect_facts(config("strategy=fsdp2", "dp_replicate_size=2"), 4))
     divided = "1/2 of the whole (148 kB), divided along dp_shard; ranks along dp_replicate have copies."
     assert divided in found[HOLDS]
     for sent in ("reduce-scatters among the 2 ranks of dp_shard", "all-reduces among the 2 ranks of dp_replicate"):
@@ -42,7 +42,7 @@ def test_who_holds_what_and_what_is_sent_follow_the_layout(tmp_path, monkeypatch
 
 def test_one_rank_holds_the_whole_and_sends_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    alone = facts_of(config("strategy=single"), 1)
+    alone = collect_facts(config("strategy=single"), 1)
     found = said(alone)
     assert ("divided" in found[HOLDS], found[HOLDS].count("the whole."), found[SENT]) == (False, 3, "nothing.")
     assert "in 4 passes of 2, whose gradients are added up" in found[STEP]
@@ -53,6 +53,8 @@ def test_one_rank_holds_the_whole_and_sends_nothing(tmp_path, monkeypatch):
 
 def test_learning_rates_are_those_that_the_schedule_gives(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    facts = facts_of(config("strategy=single", "optimizer.lr=0.01", "schedule={name: linear, warmup_steps: 20}"), 1)
+    facts = collect_facts(
+        config("strategy=single", "optimizer.lr=0.01", "schedule={name: linear, warmup_steps: 20}"), 1
+    )
     assert facts.rates == pytest.approx({1: 0.0, 21: 0.01, 50: 0.01 * 51 / 80, 100: 0.01 / 80})
-    assert facts_of(config("strategy=single", "steps=null", "epochs=2"), 1).rates is None
+    assert collect_facts(config("strategy=single", "steps=null", "epochs=2"), 1).rates is None

@@ -13,21 +13,31 @@ from hypothesis import strategies as some
 from meshwright.base.errors import ConfigError
 from meshwright_plan.config import PlanConfig
 from meshwright_plan.fleet import fleet as fleets
-from meshwright_plan.fleet.fleet import DAY, HOUR, PARTS, Copies, Fleet, Saves, best_every, goodput, simulate
+from meshwright_plan.fleet.fleet import (
+    DAY,
+    HOUR,
+    TIME_PARTS,
+    CheckpointSchedule,
+    FailureScenario,
+    ReplicaSchedule,
+    compute_goodput,
+    find_best_interval,
+    simulate,
+)
 
 RATE = PlanConfig().failures_per_rank_hour
-LARGE = Fleet(16_384, 8, 6.2, Saves(24, 1.0, 33.0, 35.0), RATE, 60.0, 300.0)
-COPIED = replace(LARGE, saves=replace(LARGE.saves, every=240), copies=Copies(24, 1.0, 0.9, 1.0))
+LARGE = FailureScenario(16_384, 8, 6.2, CheckpointSchedule(24, 1.0, 33.0, 35.0), RATE, 60.0, 300.0)
+COPIED = replace(LARGE, saves=replace(LARGE.saves, every=240), copies=ReplicaSchedule(24, 1.0, 0.9, 1.0))
 TWO_NODES = replace(COPIED, ranks=16, failures_per_rank_hour=RATE * 1024)
 
 
 class Walk:
     """One run that goes through each step, copy and save, with the luck that `simulate` has."""
 
-    def __init__(self, fleet: Fleet, seconds: float, seed: int) -> None:
+    def __init__(self, fleet: FailureScenario, seconds: float, seed: int) -> None:
         self.fleet, self.seconds = fleet, seconds
         self.luck = np.random.default_rng(seed)
-        self.parts = dict.fromkeys(PARTS, 0.0)
+        self.parts = dict.fromkeys(TIME_PARTS, 0.0)
         self.now = 0.0
         self.step = self.disk = self.memory = 0
         self.failures = self.from_disk = 0
@@ -84,14 +94,16 @@ class Walk:
 WALKED = {
     "as it is": LARGE,
     "never": replace(LARGE, failures_per_rank_hour=0.0),
-    "written at once": replace(LARGE, saves=Saves(7, 20.0)),
-    "saves wait": replace(LARGE, saves=Saves(3, 2.0, 50.0, 9.0)),
-    "saves are longer than attempts": replace(LARGE, saves=Saves(500, 900.0, 50_000.0, 9.0)),
+    "written at once": replace(LARGE, saves=CheckpointSchedule(7, 20.0)),
+    "saves wait": replace(LARGE, saves=CheckpointSchedule(3, 2.0, 50.0, 9.0)),
+    "saves are longer than attempts": replace(LARGE, saves=CheckpointSchedule(500, 900.0, 50_000.0, 9.0)),
     "down for long": replace(LARGE, detection_s=4000.0, restart_s=9000.0),
     "copied": COPIED,
-    "copied, saves wait": replace(COPIED, saves=Saves(4, 1.0, 90.0, 60.0), copies=Copies(2, 3.0, 12.0, 2.0)),
+    "copied, saves wait": replace(
+        COPIED, saves=CheckpointSchedule(4, 1.0, 90.0, 60.0), copies=ReplicaSchedule(2, 3.0, 12.0, 2.0)
+    ),
     "copied on two nodes, down for long": replace(TWO_NODES, detection_s=4000.0, pair_share=0.0),
-    "copied, each second failure of a pair": replace(COPIED, pair_share=0.5, copies=Copies(1, 0.3, 6.0, 2.0)),
+    "copied, each second failure of a pair": replace(COPIED, pair_share=0.5, copies=ReplicaSchedule(1, 0.3, 6.0, 2.0)),
 }
 
 
@@ -99,7 +111,7 @@ WALKED = {
 def test_a_simulated_run_is_one_that_goes_step_by_step(name):
     fleet = WALKED[name]
     for seed in range(3):
-        found = simulate([fleet], 3 * DAY, runs=1, seed=seed)
+        found = simulate([fleet], 3 * DAY, num_runs=1, seed=seed)
         walk = Walk(fleet, 3 * DAY, seed)
         assert found.means() == pytest.approx(walk.run(), abs=1e-9)
         assert sum(found.parts.values()) == pytest.approx(np.ones((1, 1)))
@@ -108,7 +120,7 @@ def test_a_simulated_run_is_one_that_goes_step_by_step(name):
 
 CLOSED = {
     "as it is": LARGE,
-    "saves wait": replace(LARGE, saves=Saves(2, 1.0, 60.0, 35.0)),
+    "saves wait": replace(LARGE, saves=CheckpointSchedule(2, 1.0, 60.0, 35.0)),
     "hardly anything is left": replace(LARGE, failures_per_rank_hour=20 * RATE),
 }
 
@@ -116,41 +128,43 @@ CLOSED = {
 @pytest.mark.parametrize("name", CLOSED)
 def test_the_closed_form_is_within_what_is_simulated(name):
     fleet = CLOSED[name]
-    found = simulate([fleet], 3000 * fleet.mtbf_s, runs=100)
+    found = simulate([fleet], 3000 * fleet.mtbf_s, num_runs=100)
     assert found.error[0] < 2e-3
     # What a run begins and ends with is not as the rest is: some 1/3000 of an attempt.
-    assert abs(found.goodput[0] - goodput(fleet)) < 4 * found.error[0] + 2e-4
+    assert abs(found.goodput[0] - compute_goodput(fleet)) < 4 * found.error[0] + 2e-4
 
 
 def test_the_closed_form_is_the_complete_model_of_daly():
-    fleet = replace(LARGE, saves=Saves(140, 34.0, 0.0, 35.0))
+    fleet = replace(LARGE, saves=CheckpointSchedule(140, 34.0, 0.0, 35.0))
     steps, mtbf, restart = 140 * 6.2, fleet.mtbf_s, 60 + 300 + 35
     took = mtbf * math.exp(restart / mtbf) * (math.exp((steps + 34) / mtbf) - 1)
-    assert goodput(fleet) == pytest.approx(steps / took, rel=1e-12)
+    assert compute_goodput(fleet) == pytest.approx(steps / took, rel=1e-12)
 
 
 @given(hold=some.floats(0.1, 1500), mtbf=some.floats(3000, 1e6))
 @settings(max_examples=30, deadline=None)
 def test_the_best_interval_is_that_of_daly(hold, mtbf):
-    fleet = replace(LARGE, step_s=0.5, failures_per_rank_hour=HOUR / mtbf / LARGE.ranks, saves=Saves(1, hold))
+    fleet = replace(
+        LARGE, step_s=0.5, failures_per_rank_hour=HOUR / mtbf / LARGE.ranks, saves=CheckpointSchedule(1, hold)
+    )
     # His series is within 1 % of the exact optimum up to a save of half the time between failures.
-    assert best_every(fleet) * 0.5 == pytest.approx(fleets.daly(hold, mtbf), rel=0.01, abs=0.6)
+    assert find_best_interval(fleet) * 0.5 == pytest.approx(fleets.daly_interval(hold, mtbf), rel=0.01, abs=0.6)
 
 
 @given(every=some.integers(1, 400), hold=some.floats(0, 100), write=some.floats(0, 400), rate=some.floats(1e-6, 1e-3))
 @settings(max_examples=30, deadline=None)
 def test_no_interval_is_better_than_the_best(every, hold, write, rate):
-    fleet = replace(LARGE, failures_per_rank_hour=rate, saves=Saves(every, hold, write))
-    best = best_every(fleet)
+    fleet = replace(LARGE, failures_per_rank_hour=rate, saves=CheckpointSchedule(every, hold, write))
+    best = find_best_interval(fleet)
     assert best * fleet.step_s >= write
     if every * fleet.step_s >= write:
-        assert goodput(replace(fleet, saves=replace(fleet.saves, every=best))) >= goodput(fleet) - 1e-12
+        assert compute_goodput(replace(fleet, saves=replace(fleet.saves, every=best))) >= compute_goodput(fleet) - 1e-12
 
 
 def test_failures_are_as_many_as_their_rate_says():
-    found = simulate([LARGE], 54 * DAY, runs=200)
+    found = simulate([LARGE], 54 * DAY, num_runs=200)
     assert found.failures.mean() == pytest.approx(419, abs=4 * math.sqrt(419 / 200))
-    same, other = (simulate([LARGE], 54 * DAY, runs=200, seed=seed).parts["useful"] for seed in (0, 4))
+    same, other = (simulate([LARGE], 54 * DAY, num_runs=200, seed=seed).parts["useful"] for seed in (0, 4))
     assert (found.parts["useful"] == same).all()
     assert (same != other).any()
 
@@ -158,10 +172,10 @@ def test_failures_are_as_many_as_their_rate_says():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"saves": Saves(25, 1.0)}, "saves every 25 steps and copies every 24 do not meet"),
-        ({"copies": Copies(24, 1.0, 200.0)}, "copy every 33 steps, or more"),
+        ({"saves": CheckpointSchedule(25, 1.0)}, "saves every 25 steps and copies every 24 do not meet"),
+        ({"copies": ReplicaSchedule(24, 1.0, 200.0)}, "copy every 33 steps, or more"),
         ({"ranks": 8}, "8 ranks are on one node"),
-        ({"pair_share": 0.9}, "pair_share=0.9 of the failures is a part of node_share=0.78"),
+        ({"pair_share": 0.9}, "pair_failure_fraction=0.9 of the failures is a part of node_failure_fraction=0.78"),
     ],
 )
 def test_a_fleet_that_cannot_be_is_refused(change, text):

@@ -12,7 +12,13 @@ import pytest
 
 from meshwright_plan.config import PlanConfig
 from meshwright_plan.fleet import advice
-from meshwright_plan.fleet.fleet import Copies, Fleet, Saves, best_every, goodput
+from meshwright_plan.fleet.fleet import (
+    CheckpointSchedule,
+    FailureScenario,
+    ReplicaSchedule,
+    compute_goodput,
+    find_best_interval,
+)
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -22,11 +28,11 @@ import fleet as benchmark  # noqa: E402
 CONTENT = json.loads(benchmark.RESULTS.read_text(encoding="utf-8"))
 
 
-def _fleet(ranks: int, restart_s: float) -> tuple[Fleet, Copies]:
+def _fleet(ranks: int, restart_s: float) -> tuple[FailureScenario, ReplicaSchedule]:
     kept = {**CONTENT["fleets"][str(ranks)], "restart_s": restart_s}
-    saves, copies = Saves(**kept.pop("saves")), Copies(**kept.pop("copies"))
-    names = Fleet.__dataclass_fields__
-    return Fleet(**{name: each for name, each in kept.items() if name in names}, saves=saves), copies
+    saves, copies = CheckpointSchedule(**kept.pop("saves")), ReplicaSchedule(**kept.pop("copies"))
+    names = FailureScenario.__dataclass_fields__
+    return FailureScenario(**{name: each for name, each in kept.items() if name in names}, saves=saves), copies
 
 
 def test_results_are_those_of_the_code() -> None:
@@ -35,12 +41,14 @@ def test_results_are_those_of_the_code() -> None:
     for found in CONTENT["curves"]:
         fleet, copies = _fleet(found["ranks"], found["restart_s"])
         if found["copied_every"] is None:
-            recommended = best_every(fleet)
-            closed = [goodput(replace(fleet, saves=replace(fleet.saves, every=each))) for each in found["every"]]
+            recommended = find_best_interval(fleet)
+            closed = [
+                compute_goodput(replace(fleet, saves=replace(fleet.saves, every=each))) for each in found["every"]
+            ]
             assert closed == pytest.approx(found["closed_form"], abs=6e-6)
             assert closed == pytest.approx(found["goodput"], abs=4 * found["error"])
         else:
-            copies, recommended = advice.copied(fleet, copies)
+            copies, recommended = advice.choose_replica_schedule(fleet, copies)
             assert copies.every == found["copied_every"]
         assert recommended == found["recommended"]["every"]
 

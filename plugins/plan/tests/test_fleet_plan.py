@@ -9,19 +9,27 @@ from typing import Any
 import pytest
 from support.plan_layouts import RUN, Layout
 
-from meshwright.base.validation import validated
+from meshwright.base.validation import validate_config
 from meshwright.checkpoint import save_checkpoint
 from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.manifest import read_manifest
-from meshwright.checkpoint.values import RANDOM
-from meshwright.files.commands import uncollected
+from meshwright.checkpoint.values import RNG_PREFIX
+from meshwright.files.commands import gc_paused
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
-from meshwright_plan.config import PlanConfig, find_device
+from meshwright_plan.config import PlanConfig, load_device_spec
 from meshwright_plan.fleet import advice
-from meshwright_plan.fleet.advice import COPIED, OWN, OWN_COPIED, RECOMMENDED, failures_of, state_bytes, told
+from meshwright_plan.fleet.advice import (
+    RECOMMENDED,
+    RECOMMENDED_REPLICATED,
+    THIS_RUN,
+    THIS_RUN_REPLICATED,
+    compute_state_bytes,
+    estimate_failure_cost,
+    render_failure_cost,
+)
 from meshwright_plan.fleet.fleet import HOUR
-from meshwright_plan.planned import job_of, plan
+from meshwright_plan.planned import build_job, plan_job
 from meshwright_run.run_file import RunConfig
 from meshwright_testing.workers import pool
 
@@ -31,23 +39,23 @@ OFTEN = {"failures_per_rank_hour": 128 * RATE}  # As often as of 16,384
 
 
 def _config(**changes: Any) -> RunConfig:
-    return validated(RunConfig, {**RUN, "steps": 1000, **changes}, where="the run file")
+    return validate_config(RunConfig, {**RUN, "steps": 1000, **changes}, where="the run file")
 
 
 @pytest.fixture(scope="module")
 def planned() -> Iterator[dict[str, Any]]:
     """A job and its plan, with steps of 5 s; no option of these tests changes it."""
-    device = find_device("h100-80gb")
-    with uncollected(), pytest.MonkeyPatch.context() as patched:
-        job = job_of(_config(), RANKS)
-        found = {**plan(job, device, [0]), "step_seconds": STEP_S}
-        size = state_bytes(job)
-        patched.setattr(advice, "state_bytes", lambda same: size if same is job else None)
+    device = load_device_spec("h100-80gb")
+    with gc_paused(), pytest.MonkeyPatch.context() as patched:
+        job = build_job(_config(), RANKS)
+        found = {**plan_job(job, device, [0]), "step_seconds": STEP_S}
+        size = compute_state_bytes(job)
+        patched.setattr(advice, "compute_state_bytes", lambda same: size if same is job else None)
         yield {"job": job, "device": device, "plan": found}
 
 
 def _failures(planned: dict[str, Any], asked: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    return failures_of(_config(plan={**OFTEN, **(asked or {})}, **changes), **planned)
+    return estimate_failure_cost(_config(plan={**OFTEN, **(asked or {})}, **changes), **planned)
 
 
 def _row(found: dict[str, Any], name: str) -> dict[str, Any]:
@@ -66,7 +74,9 @@ def _saved(layout: Layout, directory: Path) -> int:
     manager.optimizer_step()
     save_checkpoint(manager, directory, step=1)
     stored = read_index(directory, read_manifest(directory)).tensors
-    return sum(each.shape.numel() * each.dtype.itemsize for name, each in stored.items() if not name.startswith(RANDOM))
+    return sum(
+        each.shape.numel() * each.dtype.itemsize for name, each in stored.items() if not name.startswith(RNG_PREFIX)
+    )
 
 
 OF_RANKS = [
@@ -82,7 +92,7 @@ OF_RANKS = [
 @pytest.mark.parametrize("layout", OF_RANKS, ids=str)
 def test_a_checkpoint_is_as_large_as_planned(layout, tmp_path):
     first, _ = pool(2).run(_saved, layout, tmp_path / "saved")
-    assert state_bytes(layout.deep_job()) == first
+    assert compute_state_bytes(layout.deep_job()) == first
 
 
 def test_failures_of_few_ranks_hardly_matter(planned):
@@ -101,9 +111,9 @@ def test_a_save_holds_up_by_a_copy_and_takes_what_the_disks_need(planned):
     assert found["saves"]["load_s"] == pytest.approx(8 * own / 2e3)
     limited = _failures(planned, {**asked, "disk_bandwidth_total": 1e3})
     assert limited["saves"]["write_s"] == pytest.approx(found["state_bytes"] / 1e3)
-    link = find_device("h100-80gb").node.between.rate
+    link = load_device_spec("h100-80gb").node.between.rate
     assert found["copies"]["hold_s"] == pytest.approx(own / 1e3)
-    assert found["copies"]["send_s"] == pytest.approx(own / link / advice.SHARE_OF_LINK)
+    assert found["copies"]["send_s"] == pytest.approx(own / link / advice.REPLICA_LINK_FRACTION)
     at_once = _failures(planned, asked, checkpoint={"asynchronous": False})["saves"]
     assert (at_once["hold_s"], at_once["write_s"]) == (pytest.approx(share / 1e3 + 8 * share / 2e3), 0)
     assert _row(found, RECOMMENDED)["every"] * STEP_S >= found["saves"]["write_s"]
@@ -116,32 +126,37 @@ SLOW = {"copy_bandwidth": 1e3, "disk_bandwidth": 2e4}
 def test_recommended_is_what_was_computed_and_more_of_the_time_than_what_is_far_from_it(planned):
     found = _failures(planned, SLOW, checkpoint={"every": 2000})
     best = _row(found, RECOMMENDED)
-    assert {each["name"] for each in found["rows"]} == {RECOMMENDED, OWN, COPIED, OWN_COPIED}
+    assert {each["name"] for each in found["rows"]} == {
+        RECOMMENDED,
+        THIS_RUN,
+        RECOMMENDED_REPLICATED,
+        THIS_RUN_REPLICATED,
+    }
     useful = {each["name"]: each["parts"]["useful"] for each in found["rows"]}
-    assert useful[RECOMMENDED] > useful[OWN] + 0.2
-    assert useful[OWN_COPIED] > useful[OWN] + 0.2
-    copied = _row(found, COPIED)
+    assert useful[RECOMMENDED] > useful[THIS_RUN] + 0.2
+    assert useful[THIS_RUN_REPLICATED] > useful[THIS_RUN] + 0.2
+    copied = _row(found, RECOMMENDED_REPLICATED)
     assert copied["every"] > 5 * best["every"]
     assert copied["every"] % copied["copied_every"] == 0
-    (table,) = told(found, _config(plan=OFTEN))
+    (table,) = render_failure_cost(found, _config(plan=OFTEN))
     assert f"Recommended: checkpoint.every={best['every']} ({best['minutes']:.3g} min)." in table.caption
 
 
 @pytest.mark.parametrize(("every", "steps"), [("20m", 20 * 60 / STEP_S), ([100, "20m"], 100)])
 def test_a_run_that_saves_by_the_clock_saves_so_often(planned, every, steps):
-    assert _row(_failures(planned, SLOW, checkpoint={"every": every}), OWN)["every"] == steps
+    assert _row(_failures(planned, SLOW, checkpoint={"every": every}), THIS_RUN)["every"] == steps
 
 
 def test_a_run_that_copies_is_taken_as_it_copies(planned):
     plain = _failures(planned, SLOW, checkpoint={"every": 2000})
     for given, every in (({"every": 100}, 100), ({"every": 50, "bandwidth": "1GB/s"}, 50)):
-        own = _row(_failures(planned, SLOW, checkpoint={"every": 2000, "replicate": given}, max_restarts=1), OWN)
+        own = _row(_failures(planned, SLOW, checkpoint={"every": 2000, "replicate": given}, max_restarts=1), THIS_RUN)
         assert (own["copied_every"], own["every"]) == (every, pytest.approx(2000, abs=every))
-        assert own["parts"]["useful"] > _row(plain, OWN)["parts"]["useful"] + 0.1
+        assert own["parts"]["useful"] > _row(plain, THIS_RUN)["parts"]["useful"] + 0.1
     slow = plain["rank_bytes"] / (2.5 * STEP_S)  # what is sent slowly is copied as often as it can be
     found = _failures(planned, SLOW, checkpoint={"every": 2000, "replicate": {"bandwidth": slow}}, max_restarts=1)
-    assert _row(found, OWN)["copied_every"] == 3
-    assert OWN_COPIED not in {each["name"] for each in found["rows"]}
+    assert _row(found, THIS_RUN)["copied_every"] == 3
+    assert THIS_RUN_REPLICATED not in {each["name"] for each in found["rows"]}
 
 
 @pytest.mark.parametrize(

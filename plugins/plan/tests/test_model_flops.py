@@ -17,13 +17,13 @@ from meshwright.objectives import get_objective
 from meshwright.optim.build import optimizer_factory
 from meshwright.strategy.stack import resolve
 from meshwright.testing import Case
-from meshwright.train.loop.extension import Flops
-from meshwright_plan.planned import ModelFlops, model_flops
-from meshwright_plan.trace import Job
-from meshwright_run.report import describe
+from meshwright.train.loop.extension import FlopsReporter
+from meshwright_plan.planned import ModelFlops, count_model_flops
+from meshwright_plan.trace import TrainingJob
+from meshwright_run.report import format_step
 from meshwright_run.run_file import OptimizerConfig
 from meshwright_testing import pool
-from meshwright_testing.case import share
+from meshwright_testing.case import rank_microbatches
 from meshwright_testing.parity import build_manager
 
 S = 48  # Tokens of a row
@@ -43,7 +43,7 @@ def _experts(layers: int = 2, *, experts: int = 8) -> nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
-def _job(make: Any, *, layers: int = 0, with_layers: Any = None) -> Job:
+def _job(make: Any, *, layers: int = 0, with_layers: Any = None) -> TrainingJob:
     def on_meta(*given: int) -> nn.Module:
         with torch.device("meta"):
             return (with_layers if given else make)(*given)
@@ -52,11 +52,11 @@ def _job(make: Any, *, layers: int = 0, with_layers: Any = None) -> Job:
     stack, degrees = resolve("fsdp2", MeshSizes(tp_size=2), 8, config={"activation_checkpointing": "full"})
     further = on_meta if with_layers is not None else None
     optimizer = optimizer_factory(OptimizerConfig(lr=1e-3))
-    return Job(stack, degrees, on_meta, optimizer, 4, 2, S, layers=layers, with_layers=further)
+    return TrainingJob(stack, degrees, on_meta, optimizer, 4, 2, S, layers=layers, with_layers=further)
 
 
 def _of_row(make: Any, **options: Any) -> float:
-    found = model_flops(_job(make, **options))
+    found = count_model_flops(_job(make, **options))
     assert found.per_token is not None, found.why_not
     return found.per_token * (S - 1)
 
@@ -131,21 +131,23 @@ class _Unseen(nn.Embedding):
 
 
 def test_what_cannot_be_counted_says_why() -> None:
-    found = model_flops(_job(functools.partial(_Unseen, VOCAB, 8)))
+    found = count_model_flops(_job(functools.partial(_Unseen, VOCAB, 8)))
     assert found.per_token is None
     assert "it looks at what is known on real ranks alone" in found.why_not
-    found = model_flops(_job(_llama), get_objective("dpo"))
+    found = count_model_flops(_job(_llama), get_objective("dpo"))
     assert found == ModelFlops(None, "the objective 'dpo' counts something else than tokens")
-    counted = model_flops(_job(_llama), get_objective({"name": "cross_entropy", "label_smoothing": 0.1}))
-    assert counted == model_flops(_job(_llama))
+    counted = count_model_flops(_job(_llama), get_objective({"name": "cross_entropy", "label_smoothing": 0.1}))
+    assert counted == count_model_flops(_job(_llama))
 
 
 def _fitted(peak: float | None) -> list[StepResult]:
     case = Case()
     manager = build_manager("ddp", {}, {}, case)
     mesh = manager.mesh
-    flops = Flops(600.0, peak)
-    return fit(manager, Loop(lambda step: share(case, step, mesh.data_rank, mesh.data_size), 2, extensions=[flops]))
+    flops = FlopsReporter(600.0, peak)
+    return fit(
+        manager, Loop(lambda step: rank_microbatches(case, step, mesh.data_rank, mesh.data_size), 2, extensions=[flops])
+    )
 
 
 def test_mfu_is_the_part_of_what_all_devices_could_have_done() -> None:
@@ -153,5 +155,5 @@ def test_mfu_is_the_part_of_what_all_devices_could_have_done() -> None:
         for each in results:
             mfu = 600.0 * each.num_tokens / (each.seconds * 1e6 * 2)
             assert (each.flops, each.mfu) == (600.0 * each.num_tokens, pytest.approx(mfu))
-            assert f"  MFU {mfu:.1%}" in describe(each)
+            assert f"  MFU {mfu:.1%}" in format_step(each)
     assert [results[0].mfu for results in pool(2).run(_fitted, None)] == [None, None]

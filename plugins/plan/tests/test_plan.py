@@ -20,11 +20,11 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright_plan import planned as planned_module
 from meshwright_plan import stages
-from meshwright_plan.config import find_device
-from meshwright_plan.depth import Point, Report, at_full_size
-from meshwright_plan.planned import plan, representatives
-from meshwright_plan.trace import Job, Trace, traces
-from meshwright_plan.world import choices, planned_world
+from meshwright_plan.config import load_device_spec
+from meshwright_plan.depth import Point, RankReport, extrapolate_report
+from meshwright_plan.planned import choose_representative_ranks, plan_job
+from meshwright_plan.trace import StepTrace, TrainingJob, trace_job_steps
+from meshwright_plan.world import fake_world, make_routing_choices
 from meshwright_testing.workers import pool
 
 MIXED = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
@@ -67,7 +67,7 @@ def test_a_plan_is_what_real_ranks_do(layout):
 
 
 def test_each_rank_of_a_planned_world_has_what_this_one_has():
-    with planned_world(1, 4) as world:
+    with fake_world(1, 4) as world:
         mine, parts = torch.arange(8), [torch.empty(8, dtype=torch.int64) for _ in range(4)]
         dist.all_gather(parts, mine)
         assert torch.stack(parts).tolist() == [mine.tolist()] * 4
@@ -82,16 +82,16 @@ def test_each_rank_of_a_planned_world_has_what_this_one_has():
 
 
 def test_busy_experts_get_as_many_rows_as_is_said():
-    assert choices((64, 2), 8, 1.0).flatten().bincount().tolist() == [16] * 8
-    busy = choices((64, 2), 8, 1.75)
+    assert make_routing_choices((64, 2), 8, 1.0).flatten().bincount().tolist() == [16] * 8
+    busy = make_routing_choices((64, 2), 8, 1.75)
     assert busy.flatten().bincount(minlength=8).tolist() == [28, 28, 12, 12, 12, 12, 12, 12]
     assert all(len(set(row)) == 2 for row in busy.tolist())
-    assert choices((4, 2), 8, 99.0).tolist() == [[0, 1]] * 4
+    assert make_routing_choices((4, 2), 8, 99.0).tolist() == [[0, 1]] * 4
 
 
 @pytest.mark.parametrize(("device", "mib"), [("h200", 64), ("b200", 64), ("a100-80gb", 16.25), ("cpu", 0)])
 def test_workspaces_of_both_threads_are_planned(device, mib):
-    assert find_device(device).library_bytes == mib * 2**20
+    assert load_device_spec(device).library_bytes == mib * 2**20
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_workspaces_of_both_threads_are_planned(device, mib):
     [({}, 8, [0, 7]), ({"tp_size": 2}, 8, [0, 7]), ({"pp_size": 8}, 32, [0, 4, 16, 24, 28, 31]), ({}, 1, [0])],
 )
 def test_ranks_that_stand_for_all(sizes, world, ranks):
-    assert representatives(MeshSizes(**sizes).resolve(world, frozenset({"dp_shard", "tp", "pp"}))) == ranks
+    assert choose_representative_ranks(MeshSizes(**sizes).resolve(world, frozenset({"dp_shard", "tp", "pp"}))) == ranks
 
 
 @pytest.mark.slow
@@ -164,11 +164,11 @@ def traced(monkeypatch) -> list[tuple[int, int, int, list[int]]]:
     """Ranks, stages, blocks and numbers of microbatches that a plan traces."""
     found = []
 
-    def noting(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
+    def noting(job: TrainingJob, mesh: Mesh, counts: Sequence[int]) -> list[StepTrace]:
         found.append((mesh.rank, job.degrees.pp, len(job.model().model.layers), list(counts)))
-        return traces(job, mesh, counts)
+        return trace_job_steps(job, mesh, counts)
 
-    monkeypatch.setattr(planned_module, "traces", noting)
+    monkeypatch.setattr(planned_module, "trace_job_steps", noting)
     return found
 
 
@@ -177,11 +177,11 @@ def traced(monkeypatch) -> list[tuple[int, int, int, list[int]]]:
 def test_few_blocks_and_microbatches_tell_what_many_hold_and_send(
     layout, layers, microbatches, steps, traced, monkeypatch
 ):
-    job, device, rank = layout.deep_job(layers, microbatches), find_device("h100-80gb"), layout.ranks - 1
-    (few,) = plan(job, device, [rank])["ranks"]
+    job, device, rank = layout.deep_job(layers, microbatches), load_device_spec("h100-80gb"), layout.ranks - 1
+    (few,) = plan_job(job, device, [rank])["ranks"]
     assert [each[2:] for each in traced] == steps
-    monkeypatch.setattr(planned_module, "at_full_size", lambda *_: None)
-    (whole,) = plan(job, device, [rank])["ranks"]
+    monkeypatch.setattr(planned_module, "extrapolate_report", lambda *_: None)
+    (whole,) = plan_job(job, device, [rank])["ranks"]
     assert traced[len(steps) :] == [(rank, 1, layers, [microbatches])]
     check_alike(few, whole)
 
@@ -207,7 +207,7 @@ PIPELINES = [
 @pytest.mark.parametrize(("layout", "steps"), PIPELINES, ids=str)
 def test_small_pipelines_tell_what_large_ones_hold_and_send(layout, steps, traced, monkeypatch):
     if layout.layers > 10:
-        monkeypatch.setattr(stages, "DEPTHS", ((1, 2, 3),))
+        monkeypatch.setattr(stages, "SAMPLE_STAGE_DEPTHS", ((1, 2, 3),))
     told = deep_plan(layout, from_small=True)
     assert steps is None or sorted(traced) == sorted((rank, *step) for rank in range(2) for step in steps)
     assert told is not None
@@ -216,11 +216,11 @@ def test_small_pipelines_tell_what_large_ones_hold_and_send(layout, steps, trace
         check_alike(few, every, seconds=0.05)
 
 
-def _made(of: Callable[[int], Report]) -> Report | None:
-    def found(points: Sequence[Point]) -> dict[Point, Report]:
+def _made(of: Callable[[int], RankReport]) -> RankReport | None:
+    def found(points: Sequence[Point]) -> dict[Point, RankReport]:
         return {point: of(*point[0]) for point in points}
 
-    return at_full_size(found, 126, 2)
+    return extrapolate_report(found, 126, 2)
 
 
 @pytest.mark.parametrize(
@@ -234,19 +234,19 @@ def _made(of: Callable[[int], Report]) -> Report | None:
     ],
 )
 def test_what_does_not_grow_evenly_is_not_told(elsewhere, held, is_told):
-    def report(layers: int) -> Report:
+    def report(layers: int) -> RankReport:
         phases = {"forward": 20 * layers, "optimizer": elsewhere(layers)}
         return {"peak_allocated_bytes": max(phases.values()), "peak_by_phase": phases, "held_bytes": held(layers)}
 
     made = _made(report)
     assert (made is not None) == is_told
     assert made is None or made["peak_allocated_bytes"] == 20 * 126
-    assert at_full_size(lambda points: {}, 12, 4) is None
+    assert extrapolate_report(lambda points: {}, 12, 4) is None
 
 
 @pytest.mark.parametrize(("spare", "at_126"), [({2: 9, 4: 5, 6: 7}, 7 + 120), ({2: 3, 4: 9, 6: 6}, 9)])
 def test_what_is_reserved_beyond_the_peak_grows_only_where_the_largest_say_so(spare, at_126):
-    def report(layers: int) -> Report:
+    def report(layers: int) -> RankReport:
         peak = 20 * layers
         sizes = {"peak_allocated_bytes": peak, "peak_reserved_bytes": peak + spare[layers]}
         return {**sizes, "peak_by_phase": {"forward": peak}}

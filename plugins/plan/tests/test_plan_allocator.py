@@ -9,12 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.base.processes import SETTINGS
-from meshwright_plan.allocator import LARGE_GRANULE, SMALL, SMALL_GRANULE, Allocator, replay, streams
+from meshwright.base.processes import ALLOCATOR_VARIABLES
+from meshwright_plan.allocator import (
+    LARGE_BUFFER,
+    SMALL_BUFFER,
+    SMALL_SIZE,
+    Allocator,
+    assign_streams,
+    replay_allocations,
+)
 from meshwright_plan.trace import Operation
 
 MIB = 1 << 20
-sizes = st.one_of(st.integers(1, 4 * SMALL), st.integers(1, 60 * MIB))  # Of both pools
+sizes = st.one_of(st.integers(1, 4 * SMALL_SIZE), st.integers(1, 60 * MIB))  # Of both pools
 changes = st.lists(st.tuples(sizes, st.sampled_from(["compute", "gather"]), st.booleans()), max_size=60)
 
 
@@ -31,7 +38,7 @@ def test_memory_is_held_once_and_taken_in_granules(expandable, steps, random):
         allocator.change(block, size, stream)
         held[block] = size
         assert sum(held.values()) <= allocator.allocated <= allocator.reserved
-        assert (allocator.reserved - before) % SMALL_GRANULE == 0
+        assert (allocator.reserved - before) % SMALL_BUFFER == 0
         for pool in allocator._segments.values():
             # Live and free blocks do not overlap and are all that is mapped.
             ranges = sorted([*pool.live.values(), *pool._starts.items()])
@@ -56,8 +63,8 @@ def test_what_is_free_is_used_again(made):
         for block, size in enumerate(made):
             allocator.change(block, -size)
     rounded = [-(-size // 512) * 512 for size in made]
-    small, large = (sum(s for s in rounded if (s <= SMALL) is is_small) for is_small in (True, False))
-    assert taken == {-(-small // SMALL_GRANULE) * SMALL_GRANULE + -(-large // LARGE_GRANULE) * LARGE_GRANULE}
+    small, large = (sum(s for s in rounded if (s <= SMALL_SIZE) is is_small) for is_small in (True, False))
+    assert taken == {-(-small // SMALL_BUFFER) * SMALL_BUFFER + -(-large // LARGE_BUFFER) * LARGE_BUFFER}
 
 
 def test_the_smallest_that_fits_is_taken_and_the_end_last():
@@ -74,8 +81,11 @@ def test_the_smallest_that_fits_is_taken_and_the_end_last():
 
 def test_streams_do_not_share_memory_and_a_block_that_is_resized_moves():
     log = [(0, 40 * MIB), (0, -40 * MIB), (1, 40 * MIB)]
-    assert (replay(log, {}).reserved, replay(log, {1: "gather"}).reserved) == (40 * MIB, 80 * MIB)
-    allocator = replay([(0, 30 * MIB), (1, 2 * MIB), (0, -30 * MIB), (0, 36 * MIB)], {})
+    assert (replay_allocations(log, {}).reserved, replay_allocations(log, {1: "gather"}).reserved) == (
+        40 * MIB,
+        80 * MIB,
+    )
+    allocator = replay_allocations([(0, 30 * MIB), (1, 2 * MIB), (0, -30 * MIB), (0, 36 * MIB)], {})
     assert (allocator.allocated, allocator.reserved) == (38 * MIB, 80 * MIB)
 
 
@@ -83,7 +93,7 @@ def test_streams_do_not_share_memory_and_a_block_that_is_resized_moves():
 def test_the_first_operator_tells_the_stream(name, stream):
     made = [("aten.empty.memory_format", (), ((3, 8),)), (f"{name}.default", ((1, 8),), ((3, 8),))]
     operations = [Operation(name, 0, 0, (), torch.float32, None, reads, writes) for name, reads, writes in made]
-    assert streams(operations).get(3) == stream
+    assert assign_streams(operations).get(3) == stream
 
 
 def test_fixed_segments_are_taken_by_size_and_split_and_joined_as_torch_does():
@@ -106,10 +116,10 @@ def test_fixed_segments_are_taken_by_size_and_split_and_joined_as_torch_does():
 
 @pytest.mark.parametrize(("setting", "expected"), [(None, 60), ("max_split_size_mb:512", 42)])
 def test_the_environment_says_which_segments_are_planned(monkeypatch, setting, expected):
-    for name in SETTINGS:
+    for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     if setting is not None:
-        monkeypatch.setenv(SETTINGS[0], setting)
+        monkeypatch.setenv(ALLOCATOR_VARIABLES[0], setting)
     allocator = Allocator()
     allocator.change(0, 41 * MIB)
     assert allocator.reserved == expected * MIB

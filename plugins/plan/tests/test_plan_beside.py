@@ -11,8 +11,8 @@ import torch
 import yaml
 from support.commands import MODEL, command, write_run
 
-from meshwright_plan.comparison import Comparison, compare, peak_flops
-from meshwright_plan.config import DEVICES
+from meshwright_plan.comparison import PlanMonitor, create_plan_monitor, get_peak_flops
+from meshwright_plan.config import DEVICE_DIRECTORY
 from meshwright_run.run_file import load_run
 
 WIDER = {**MODEL, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -28,7 +28,7 @@ def _file(directory: Path, **changes: Any) -> Path:
 
 
 def _device(directory: Path, **changes: Any) -> str:
-    values = yaml.safe_load((DEVICES / "cpu.yaml").read_text(encoding="utf-8"))
+    values = yaml.safe_load((DEVICE_DIRECTORY / "cpu.yaml").read_text(encoding="utf-8"))
     file = directory / "device.yaml"
     file.write_text(yaml.safe_dump({**values, **changes}), encoding="utf-8")
     return str(file)
@@ -69,10 +69,10 @@ def test_ranks_of_a_launcher_have_a_plan_whose_times_are_compared_and_are_refuse
 
 def test_a_run_that_does_not_fit_is_refused_with_what_would(tmp_path, capsys):
     device = _device(tmp_path, memory_bytes=100_000)
-    refused = compare(load_run(_file(tmp_path, strategy_config={}, plan={"device": device})), 2)
+    refused = create_plan_monitor(load_run(_file(tmp_path, strategy_config={}, plan={"device": device})), 2)
     assert "--set strategy_config.activation_checkpointing=full" in str(refused.refusal)
     asked = {"device": device, "when_too_large": "warn"}
-    assert compare(load_run(_file(tmp_path, strategy_config={}, plan=asked)), 2).refusal is None
+    assert create_plan_monitor(load_run(_file(tmp_path, strategy_config={}, plan=asked)), 2).refusal is None
     assert "warning: the run does not fit" in capsys.readouterr().err
 
 
@@ -88,16 +88,16 @@ def test_a_plan_alone_starts_nothing(tmp_path):
 
 def test_a_plan_of_the_token_loss_refuses_no_run_of_another_objective_and_none_is_made_unasked(tmp_path):
     asked = {"device": _device(tmp_path, memory_bytes=1)}
-    found = compare(load_run(_file(tmp_path, plan=asked, objective="dpo")), 2)
+    found = create_plan_monitor(load_run(_file(tmp_path, plan=asked, objective="dpo")), 2)
     assert (found.plan, found.refusal) == (None, None)
-    assert compare(load_run(_file(tmp_path, plan={"enabled": False})), 2) is None
-    assert peak_flops(torch.device("cpu"), "float32") is None
+    assert create_plan_monitor(load_run(_file(tmp_path, plan={"enabled": False})), 2) is None
+    assert get_peak_flops(torch.device("cpu"), "float32") is None
 
 
 def test_where_a_plan_was_off_is_told():
     row = {"kind": "all_gather", "group": "dp_shard", "ranks": 2, "dtype": "float32", "calls": 3, "bytes": 3_000_000}
     rank = {"peak_allocated_bytes": 10_000_000, "held_bytes": 5_000_000, "collectives": [row], "step_seconds": 1.0}
-    comparison = Comparison({"ranks": [rank]}, has_time=True)
+    comparison = PlanMonitor({"ranks": [rank]}, has_time=True)
     comparison.found = copy.deepcopy(rank) | {"peak_allocated_bytes": 12_000_000}
     comparison.found["collectives"] = [{**row, "calls": 4, "bytes": 4_000_000}, {**row, "kind": "send"}]
     comparison.seconds = [9.0, 9.0, 9.0, 1.5]

@@ -15,39 +15,48 @@ import pytest
 from meshwright.base.errors import ConfigError, MeshError
 from meshwright.launch.open_world import open_world
 from meshwright_plan.calibration import measure
-from meshwright_plan.calibration.calibrate import Rates, best, calibrate, calibrate_to, device_of, written
-from meshwright_plan.calibration.fit import Sample, deviation, fit
-from meshwright_plan.calibration.measure import KINDS, Clock, Effort
-from meshwright_plan.config import Device, Node, find_device
-from meshwright_plan.time import collective_seconds
+from meshwright_plan.calibration.calibrate import (
+    MeasuredRates,
+    build_device_spec,
+    calibrate,
+    calibrate_to_file,
+    format_device_file,
+    merge_passes,
+)
+from meshwright_plan.calibration.fit import CollectiveSample, fit_node, median_relative_error
+from meshwright_plan.calibration.measure import COLLECTIVE_KINDS, CollectiveTimer, MeasurementBudget
+from meshwright_plan.config import DeviceSpec, NodeSpec, load_device_spec
+from meshwright_plan.time import estimate_collective_seconds
 from meshwright_testing.workers import pool
 
-TINY = Effort(0.002, 2, 2, (64, 128), 128, 64, stream_bytes=1 << 18, streams=3, messages=(1 << 10, 1 << 14, 1 << 18))
+TINY = MeasurementBudget(
+    0.002, 2, 2, (64, 128), 128, 64, stream_bytes=1 << 18, streams=3, messages=(1 << 10, 1 << 14, 1 << 18)
+)
 FACTORS = {"reduce_scatter": 1.9, "all_reduce": 1.2, "all_to_all": 0.8, "broadcast": 0.6, "send": 0.7}
-CPU = find_device("cpu")
+CPU = load_device_spec("cpu")
 
 
-def true_node(device: str, ranks: int, **more: Any) -> Node:
-    return find_device(device).node.model_copy(update={"ranks": ranks, "factors": FACTORS, **more})
+def true_node(device: str, ranks: int, **more: Any) -> NodeSpec:
+    return load_device_spec(device).node.model_copy(update={"ranks": ranks, "factors": FACTORS, **more})
 
 
-def fitted(samples: list[Sample], ranks: int) -> Node:
-    return fit(samples, CPU.node.model_copy(update={"ranks": ranks}))
+def fitted(samples: list[CollectiveSample], ranks: int) -> NodeSpec:
+    return fit_node(samples, CPU.node.model_copy(update={"ranks": ranks}))
 
 
-def measured(node: Node, world: int) -> list[Sample]:
+def measured(node: NodeSpec, world: int) -> list[CollectiveSample]:
     """What links of these numbers would take, without any noise."""
     groups = {tuple(range(world)), (0, 1), tuple(range(node.ranks)), tuple(range(0, world, node.ranks))}
     return [
-        Sample(kind, 1 << power, group, collective_seconds(kind, 1 << power, group, node))
+        CollectiveSample(kind, 1 << power, group, estimate_collective_seconds(kind, 1 << power, group, node))
         for group in sorted(each for each in groups if len(each) > 1)
-        for kind in KINDS
+        for kind in COLLECTIVE_KINDS
         for power in range(8, 31, 2)
         if kind != "send" or len(group) == 2
     ]
 
 
-def numbers(node: Node, levels: list[str]) -> dict[str, float]:
+def numbers(node: NodeSpec, levels: list[str]) -> dict[str, float]:
     names = [(level, name) for level in levels for name in ("rate", "ring_s", "tree_s")]
     of_links = {f"{level}.{name}": getattr(getattr(node, level), name) for level, name in names}
     return {**of_links, "ring_begin_s": node.ring_begin_s, "tree_begin_s": node.tree_begin_s, **node.factors}
@@ -65,29 +74,29 @@ def test_links_are_found_exactly_from_times_without_noise_and_nearly_with_some(d
     node = true_node(device, ranks)
     samples = measured(node, world)
     found = fitted(samples, ranks)
-    assert deviation(samples, found) < 1e-9
+    assert median_relative_error(samples, found) < 1e-9
     assert numbers(found, levels) == pytest.approx(numbers(node, levels), rel=1e-6)
     if levels == ["inside"]:
         assert found.between == CPU.node.between
         drawn = random.Random(0)
         found = fitted([replace(each, seconds=each.seconds * drawn.gauss(1, 0.05)) for each in samples], ranks)
         assert found.inside.rate == pytest.approx(node.inside.rate, rel=0.05)
-        assert deviation(samples, found) < 0.05
+        assert median_relative_error(samples, found) < 0.05
 
 
 def test_what_cannot_be_fitted_is_refused():
     with pytest.raises(MeshError, match=r"0 samples of more than one rank.*Measure on 2 ranks"):
-        fit([Sample("all_reduce", 8, (0,), 1.0)], CPU.node)
+        fit_node([CollectiveSample("all_reduce", 8, (0,), 1.0)], CPU.node)
     with pytest.raises(MeshError, match="1 of which took no time"):
-        fit([Sample("all_reduce", 8, (0, 1), 0.0)], CPU.node)
+        fit_node([CollectiveSample("all_reduce", 8, (0, 1), 0.0)], CPU.node)
 
 
 PRODUCTS = {"bfloat16": {64: 1e11, 128: 4e11}, "float16": {}, "float32": {64: 5e10, 128: 1e11}, "float64": {64: 2e10}}
-RATES = Rates(PRODUCTS, (4e10, 2e10), "float32", {"copy": 1e10, "sqrt": 4e9}, 1e-6, 2e-6, 0.25)
+RATES = MeasuredRates(PRODUCTS, (4e10, 2e10), "float32", {"copy": 1e10, "sqrt": 4e9}, 1e-6, 2e-6, 0.25)
 
 
-def made_on_ranks(samples: list[Sample]) -> Device:
-    return device_of(open_world("cpu"), CPU, "cpu", RATES, samples, 2, TINY)
+def made_on_ranks(samples: list[CollectiveSample]) -> DeviceSpec:
+    return build_device_spec(open_world("cpu"), CPU, "cpu", RATES, samples, 2, TINY)
 
 
 def test_a_file_says_what_was_measured_and_what_was_not(tmp_path):
@@ -107,15 +116,15 @@ def test_a_file_says_what_was_measured_and_what_was_not(tmp_path):
     over = device.sources["taken over"]
     assert ["products in float16" in over, "links between" in over, "links inside" in over] == [True, True, False]
     path = tmp_path / "mine.yaml"
-    path.write_text(written(device))
-    assert find_device(str(path)) == device
+    path.write_text(format_device_file(device))
+    assert load_device_spec(str(path)) == device
     alone = pool(2).run(made_on_ranks, [])[0]  # links of a single rank are those of the base
     assert alone.node == CPU.node
 
 
 def test_the_best_of_all_passes_counts():
     other = replace(RATES, products={**RATES.products, "float32": {64: 9e10}}, attention=(1e10, 9e10))
-    found = best([RATES, replace(other, kernel_s=9e-6, cpu_s=1e-6), replace(RATES, beside=0.5)])
+    found = merge_passes([RATES, replace(other, kernel_s=9e-6, cpu_s=1e-6), replace(RATES, beside=0.5)])
     assert found.products["float32"] == {64: 9e10, 128: 1e11}
     assert found.attention == (4e10, 9e10)
     assert (found.kernel_s, found.cpu_s, found.beside) == (1e-6, 1e-6, 0.25)
@@ -123,7 +132,10 @@ def test_the_best_of_all_passes_counts():
 
 def groups_of_four() -> list[tuple[str, tuple[int, ...]]]:
     world, effort = open_world("cpu"), replace(TINY, messages=(1 << 10,))
-    return [(each.kind, each.ranks) for each in measure.samples(world, Clock(world, effort), effort, 2)]
+    return [
+        (each.kind, each.ranks)
+        for each in measure.measure_collectives(world, CollectiveTimer(world, effort), effort, 2)
+    ]
 
 
 @pytest.mark.slow
@@ -150,11 +162,11 @@ def test_nodes_of_different_sizes_are_refused_on_all_ranks():
 
 PROGRAM = """
 import sys
-from meshwright_plan.calibration.calibrate import calibrate_to
+from meshwright_plan.calibration.calibrate import calibrate_to_file
 from meshwright_plan.calibration.measure import Effort
 if __name__ == "__main__":
     effort = Effort(0.001, 1, 1, (64, 128), 64, 64, 1 << 16, 3, (1 << 10, 1 << 16))
-    sys.exit(calibrate_to(sys.argv[1], ranks=2, device="cpu", effort=effort))
+    sys.exit(calibrate_to_file(sys.argv[1], ranks=2, device="cpu", effort=effort))
 """
 
 
@@ -164,12 +176,12 @@ def test_one_call_starts_ranks_that_measure_themselves_and_writes_the_file(tmp_p
     program.write_text(PROGRAM)
     done = subprocess.run([sys.executable, program, path], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    found = find_device(str(path))
+    found = load_device_spec(str(path))
     assert set(found.matmul_efficiency) == {"bfloat16", "float16", "float32", "float64"}
     for table in found.matmul_efficiency.values():
         assert (set(table), max(table.values())) == ({64, 128}, 1.0)
-    assert set(found.node.factors) == set(KINDS) - {"all_gather"}
-    assert found.sources["links"].startswith(f"{len(KINDS) * 2} collectives of 2 ranks, 1024 to 65536")
+    assert set(found.node.factors) == set(COLLECTIVE_KINDS) - {"all_gather"}
+    assert found.sources["links"].startswith(f"{len(COLLECTIVE_KINDS) * 2} collectives of 2 ranks, 1024 to 65536")
     assert "2 ranks at the same time with 1 threads each" in found.sources["measured"]
     assert 0 <= found.speed_beside_communication <= 1
     assert all(math.isfinite(each) and each > 0 for each in (found.kernel_s, found.cpu_s, found.bandwidth))
@@ -183,7 +195,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path):
         ("here.yaml", {"device": "tpu7"}, MeshError, "'tpu7' is no device name"),
     ):
         with pytest.raises(kind, match=said):
-            calibrate_to(tmp_path / path, **{"device": "cpu", **given})
+            calibrate_to_file(tmp_path / path, **{"device": "cpu", **given})
     assert not list(tmp_path.iterdir())
 
 
@@ -191,4 +203,4 @@ def test_a_launcher_says_how_many_ranks_there_are(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(MeshError, match="4 ranks are asked for, but a launcher has started 2"):
-        calibrate_to(tmp_path / "here.yaml", ranks=4, device="cpu")
+        calibrate_to_file(tmp_path / "here.yaml", ranks=4, device="cpu")

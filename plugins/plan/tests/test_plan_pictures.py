@@ -17,13 +17,29 @@ from support.tiers import mostly_slow
 
 from meshwright.base.errors import ConfigError
 from meshwright.mesh.sizes import MeshSizes
-from meshwright_plan.allocator import reserved
-from meshwright_plan.config import find_device
-from meshwright_plan.pictures.page import page, write_page
+from meshwright_plan.allocator import compute_reserved_bytes
+from meshwright_plan.config import load_device_spec
+from meshwright_plan.pictures.page import render_page, write_page
 from meshwright_plan.pictures.pngs import write_pngs
-from meshwright_plan.pictures.shown import SENDS, Shown, frontier, hidden, memory, shown, to_plan, traffic
-from meshwright_plan.planned import plan
-from meshwright_plan.time import COMPUTE, Span, Timeline, collective_seconds, members, passed
+from meshwright_plan.pictures.shown import (
+    SEND_PREFIX,
+    PlotData,
+    choose_ranks,
+    collect_plot_data,
+    collect_traffic,
+    compute_overlap,
+    find_pareto_frontier,
+    sample_memory,
+)
+from meshwright_plan.planned import plan_job
+from meshwright_plan.time import (
+    COMPUTE,
+    Timeline,
+    TimelineSpan,
+    compute_bytes_sent,
+    estimate_collective_seconds,
+    find_group_ranks,
+)
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LAYOUTS = {
@@ -34,7 +50,7 @@ LAYOUTS = {
 """Of the last one all tests are unmarked; of a single rank, it sends nothing."""
 
 
-H100 = find_device("h100-80gb")
+H100 = load_device_spec("h100-80gb")
 DEVICE = H100.model_copy(update={"node": H100.node.model_copy(update={"ranks": 2})})
 
 
@@ -45,25 +61,25 @@ FOUND = [
 
 
 @functools.cache
-def _subject(name: str) -> Shown:
+def _subject(name: str) -> PlotData:
     job = replace(LAYOUTS[name].job(), is_compiled=name == "compiled")
-    return shown(job, DEVICE, plan(job, DEVICE, [0]), FOUND)
+    return collect_plot_data(job, DEVICE, plan_job(job, DEVICE, [0]), FOUND)
 
 
 @pytest.fixture(params=mostly_slow(LAYOUTS, "compiled"))
-def subject(request) -> Shown:
+def subject(request) -> PlotData:
     return _subject(request.param)
 
 
 def test_areas_of_memory_sum_to_what_is_held_and_their_peak_is_that_of_the_trace(subject):
     for found, line in zip(subject.traces, subject.lines, strict=True):
-        every, held = memory(found, line, most=10**9), [0]
+        every, held = sample_memory(found, line, max_moments=10**9), [0]
         for _, change in found.log:
             held.append(held[-1] + change)
         assert every.totals == [held[moment] for moment in sorted({each.logged for each in found.operations})]
         assert list(every.seconds) == sorted(every.seconds)
         assert every.seconds[-1] <= line.seconds
-        for drawn in (memory(found, line, 40), every):
+        for drawn in (sample_memory(found, line, 40), every):
             assert max(drawn.totals) == drawn.totals[drawn.peak] == found.peak.bytes
             assert drawn.operators[drawn.peak] == found.peak.operator
             at_peak = {owner: each[drawn.peak] for owner, each in drawn.owners.items() if each[drawn.peak]}
@@ -72,8 +88,8 @@ def test_areas_of_memory_sum_to_what_is_held_and_their_peak_is_that_of_the_trace
 
 def test_what_is_hidden_is_what_runs_beside_computing():
     spans = [(COMPUTE, 1, 4), (COMPUTE, 6, 9), ("tp", 0, 2), ("tp", 3, 7), ("dp_shard", 0, 9), ("tp", 10, 11)]
-    line = Timeline(0, 11.0, tuple(Span(stream, "x", float(start), float(end)) for stream, start, end in spans))
-    assert (hidden(line, "tp"), hidden(line, "dp_shard")) == (1 + 1 + 1, 6)
+    line = Timeline(0, 11.0, tuple(TimelineSpan(stream, "x", float(start), float(end)) for stream, start, end in spans))
+    assert (compute_overlap(line, "tp"), compute_overlap(line, "dp_shard")) == (1 + 1 + 1, 6)
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast"])
@@ -84,9 +100,11 @@ def test_what_is_hidden_is_what_runs_beside_computing():
 )
 def test_bytes_over_links_are_those_that_take_the_time(kind, ranks):
     node, size = H100.node, 1 << 34
-    both = zip(*(passed(kind, each, ranks, node) for each in (size, 2 * size)), strict=True)
+    both = zip(*(compute_bytes_sent(kind, each, ranks, node) for each in (size, 2 * size)), strict=True)
     near, away = (more - less for less, more in both)
-    took = collective_seconds(kind, 2 * size, ranks, node) - collective_seconds(kind, size, ranks, node)
+    took = estimate_collective_seconds(kind, 2 * size, ranks, node) - estimate_collective_seconds(
+        kind, size, ranks, node
+    )
     assert took == pytest.approx(max(near / node.inside.rate, away / node.between.rate), rel=1e-9)
 
 
@@ -97,30 +115,30 @@ def test_traffic_is_that_of_all_collectives(subject):
         for each in found.operations:
             if each.call is None or (call := found.collectives[each.call]).kind.startswith("recv") or call.ranks == 1:
                 continue
-            ranks = members(call.group, found.rank, subject.degrees, call.ranks)
+            ranks = find_group_ranks(call.group, found.rank, subject.degrees, call.ranks)
             name = call.group
             if each.peer is not None:
-                name, ranks = f"{SENDS}{ranks[each.peer]}", [found.rank, ranks[each.peer]]
-            wanted[found.rank, name] += sum(passed(call.kind, call.bytes, ranks, node))
-    told = {(each.rank, each.stream): each.inside + each.between for each in traffic(subject)}
+                name, ranks = f"{SEND_PREFIX}{ranks[each.peer]}", [found.rank, ranks[each.peer]]
+            wanted[found.rank, name] += sum(compute_bytes_sent(call.kind, call.bytes, ranks, node))
+    told = {(each.rank, each.stream): each.inside + each.between for each in collect_traffic(subject)}
     assert told == {key: pytest.approx(size) for key, size in wanted.items()}
-    for each in traffic(subject):
+    for each in collect_traffic(subject):
         line = next(line for line in subject.lines if line.rank == each.rank)
         assert each.seconds == pytest.approx(line.busy(each.stream))
         assert 0 <= each.hidden <= 1 + 1e-9
     # Of a rank that is not in the plan the trace tells, unless it is of fewer blocks.
     without = replace(subject, plan={**subject.plan, "ranks": []})
-    assert [each.stream for each in traffic(without)] == [stream for _, stream in told]
-    assert traffic(replace(without, drawn_layers=1)) == []
+    assert [each.stream for each in collect_traffic(without)] == [stream for _, stream in told]
+    assert collect_traffic(replace(without, drawn_layers=1)) == []
 
 
 def test_the_frontier_has_those_that_no_other_beats():
-    assert frontier(FOUND) == [FOUND[1], FOUND[2], FOUND[4]]
-    assert frontier([{**each, "fits": False} for each in FOUND]) == []
+    assert find_pareto_frontier(FOUND) == [FOUND[1], FOUND[2], FOUND[4]]
+    assert find_pareto_frontier([{**each, "fits": False} for each in FOUND]) == []
 
 
 def test_the_page_is_well_formed_and_escaped_and_refers_to_nothing_outside(subject):
-    text = page(subject)
+    text = render_page(subject)
     assert "</script><b>" not in text
     assert "&lt;/script&gt;&lt;b&gt;" in text
     outside = re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"']*", text)
@@ -133,25 +151,27 @@ def test_the_page_is_well_formed_and_escaped_and_refers_to_nothing_outside(subje
 @pytest.mark.slow
 def test_a_deep_model_is_drawn_with_few_blocks_and_says_so():
     job = Layout("fsdp2", 2, layers=40, microbatches=1).deep_job()
-    subject = shown(job, DEVICE, plan(job, DEVICE, [0]))
+    subject = collect_plot_data(job, DEVICE, plan_job(job, DEVICE, [0]))
     assert (subject.drawn_layers, subject.layers) == (10, 40)
-    assert "a model of 10 blocks, not of all 40" in page(subject)
+    assert "a model of 10 blocks, not of all 40" in render_page(subject)
     # The trace's own, not that of all blocks.
-    assert subject.reserved == [reserved(found, workspace=DEVICE.library_bytes) for found in subject.traces]
+    assert subject.reserved == [
+        compute_reserved_bytes(found, workspace=DEVICE.library_bytes) for found in subject.traces
+    ]
     assert subject.traces[0].peak.bytes < subject.plan["peak_allocated_bytes"]
 
 
 def test_a_rank_of_each_stage_is_planned_for_pictures():
     sizes = MeshSizes(pp_size=8).resolve(32, frozenset({"dp_shard", "pp"}))
-    assert to_plan(sizes, None) == [0, 4, 8, 12, 16, 20, 24, 28, 31]
-    assert to_plan(sizes, [6, 5]) == [2, 5, 6, 10, 14, 18, 22, 26, 30]
-    assert to_plan(MeshSizes().resolve(8, frozenset({"dp_shard"})), [3]) == [3]
+    assert choose_ranks(sizes, None) == [0, 4, 8, 12, 16, 20, 24, 28, 31]
+    assert choose_ranks(sizes, [6, 5]) == [2, 5, 6, 10, 14, 18, 22, 26, 30]
+    assert choose_ranks(MeshSizes().resolve(8, frozenset({"dp_shard"})), [3]) == [3]
 
 
 def test_pictures_are_written_or_it_is_said_that_they_cannot_be(subject, tmp_path):
     written = write_pngs(tmp_path / "new", subject)
     # A single rank has no other to send to.
-    names = ["memory", "timeline", "mesh", *(["traffic"] if traffic(subject) else []), "layouts"]
+    names = ["memory", "timeline", "mesh", *(["traffic"] if collect_traffic(subject) else []), "layouts"]
     assert [path.stem for path in written] == names
     (tmp_path / "file").touch()
     for write in (lambda path: write_page(path / "page.html", subject), lambda path: write_pngs(path, subject)):

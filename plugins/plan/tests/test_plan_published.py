@@ -11,11 +11,11 @@ import torch
 from support.measures import Counting
 
 from meshwright.manager import row_loss
-from meshwright.model.layout import layout_by_structure
+from meshwright.model.layout import infer_layout
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright_plan.meter import StepMeter
-from meshwright_plan.world import planned_world
-from meshwright_testing.models import tiny_model
+from meshwright_plan.world import fake_world
+from meshwright_testing.models import build_tiny_model
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -48,10 +48,10 @@ ROW = {"model": "", "layout": {"tp": 1, "pp": 1}, "activation_checkpointing": "s
 def test_the_last_product_of_a_block_is_held_by_theirs_and_never_computed_again_by_ours():
     counts = []
     for checkpoints in (False, True):
-        model = tiny_model()
+        model = build_tiny_model()
         with code.running(ROW), Counting() as counting:
             if checkpoints:
-                checkpoint_blocks(model, layout_by_structure(model), "selective")
+                checkpoint_blocks(model, infer_layout(model), "selective")
             model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
         counts.append(counting.counts["aten.mm.default"])
     # Of seven products, theirs hold the first, third, fifth and seventh; ours the second, fourth and sixth.
@@ -69,7 +69,7 @@ def test_the_last_product_of_a_block_is_held_by_theirs_and_never_computed_again_
     ],
 )
 def test_losses_hold_what_theirs_hold(source, compiles, expected):
-    with planned_world(0, 1), code.running({**ROW, "source": source, "compile": compiles}):
+    with fake_world(0, 1), code.running({**ROW, "source": source, "compile": compiles}):
         hidden = torch.empty(4096, 8, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(8, 4096, dtype=torch.bfloat16)
         targets = torch.zeros(1, 4096, dtype=torch.int64)
@@ -78,7 +78,7 @@ def test_losses_hold_what_theirs_hold(source, compiles, expected):
         with meter:
             meter.begin()
             logits = (hidden @ weight)[None]
-            loss = row_loss.target_loss_sum(logits, targets)
+            loss = row_loss.sum_target_loss(logits, targets)
             del logits
             loss.backward()
     assert meter.peak / 4096**2 == pytest.approx(expected, rel=0.02)

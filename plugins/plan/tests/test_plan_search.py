@@ -15,15 +15,22 @@ from support.plan_layouts import SIZES
 
 from meshwright.base.errors import ConfigError, MeshwrightError, TrainingError
 from meshwright.mesh.sizes import Degrees
-from meshwright_plan.calibration.calibrate import written
-from meshwright_plan.config import Device, find_device
-from meshwright_plan.planned import job_of, plan
-from meshwright_plan.plugin import load_job
+from meshwright_plan.calibration.calibrate import format_device_file
+from meshwright_plan.config import DeviceSpec, load_device_spec
+from meshwright_plan.planned import build_job, plan_job
+from meshwright_plan.plugin import load_job_config
 from meshwright_plan.search import recommend as recommending
-from meshwright_plan.search.candidates import Candidate, Space
-from meshwright_plan.search.expect import NOISE, Estimate, Expectations, Glance, Line, answer
-from meshwright_plan.search.recommend import recommend, tables, tokens_of, write_run
-from meshwright_plan.search.search import Search
+from meshwright_plan.search.candidates import Candidate, SearchSpace
+from meshwright_plan.search.expect import (
+    NOISE_STD,
+    BayesianRegression,
+    CandidateEstimates,
+    LinearFit,
+    QuickTrace,
+    handle_request,
+)
+from meshwright_plan.search.recommend import build_tables, parse_tokens, recommend_layouts, write_run_file
+from meshwright_plan.search.search import LayoutSearch
 
 MODEL = {"model_type": "llama", **SIZES}
 # So wide that kernels, not launches and messages, take the time.
@@ -42,32 +49,38 @@ def _file(directory: Path, **changes: Any) -> Path:
 
 def _device(directory: Path, memory: int) -> str:
     """An H100 of which so many bytes are left for torch."""
-    values = find_device("h100-80gb").model_dump() | {"memory_bytes": memory, "context_bytes": 0, "workspace_bytes": 0}
+    values = load_device_spec("h100-80gb").model_dump() | {
+        "memory_bytes": memory,
+        "context_bytes": 0,
+        "workspace_bytes": 0,
+    }
     file = directory / "device.yaml"
-    file.write_text(written(Device(**values)), encoding="utf-8")
+    file.write_text(format_device_file(DeviceSpec(**values)), encoding="utf-8")
     return str(file)
 
 
-def _space(file: Path, kept: list[str], world: int, device: Device) -> Space:
-    return recommending._space(recommending._values(file, kept, None), kept, world, device)
+def _space(file: Path, kept: list[str], world: int, device: DeviceSpec) -> SearchSpace:
+    return recommending._build_search_space(recommending._load_values(file, kept, None), kept, world, device)
 
 
-def _all(space: Space) -> list[Candidate]:
+def _all(space: SearchSpace) -> list[Candidate]:
     found = []
     for candidate in space.candidates():
         found += space.wrapped(candidate) if candidate.degrees.pp > 1 else [candidate]
     return found
 
 
-def _planned(candidate: Candidate, file: Path, kept: list[str], device: Device) -> dict[str, Any] | str:
+def _planned(candidate: Candidate, file: Path, kept: list[str], device: DeviceSpec) -> dict[str, Any] | str:
     try:
-        return plan(job_of(load_job(file, [*kept, *candidate.lines]), candidate.degrees.world_size), device)
+        return plan_job(
+            build_job(load_job_config(file, [*kept, *candidate.lines]), candidate.degrees.world_size), device
+        )
     except MeshwrightError as error:
         return str(error)
 
 
-def _searched(space: Space, wanted: int) -> Search:
-    search = Search(space, recommending._Here(), 1, wanted, limit_s=600)
+def _searched(space: SearchSpace, wanted: int) -> LayoutSearch:
+    search = LayoutSearch(space, recommending._InlineExecutor(), 1, wanted, limit_s=600)
     search.run()
     return search
 
@@ -85,7 +98,7 @@ def _searched(space: Space, wanted: int) -> Search:
 )
 def test_the_best_are_those_of_planning_every_layout(kept, wide, length, tmp_path):
     model = {**MODEL, **wide, "max_position_embeddings": 512}
-    world, device = 2, find_device("h100-80gb")
+    world, device = 2, load_device_spec("h100-80gb")
     file = _file(tmp_path, batch_size=4, model=model, data={"seq_len": length})
     everything = {each.key: _planned(each, file, kept, device) for each in _all(_space(file, kept, world, device))}
     fitting = {key: each for key, each in everything.items() if isinstance(each, dict) and each["fits"]}
@@ -103,7 +116,7 @@ def test_the_best_are_those_of_planning_every_layout(kept, wide, length, tmp_pat
 @pytest.mark.slow
 def test_what_is_said_to_fit_does_and_who_is_left_out_is_counted(tmp_path):
     file = _file(tmp_path, model={**MODEL, "hidden_size": 256, "head_dim": 32, "vocab_size": 2048})
-    kept, device = [*SHARDED, "tp_size=1"], find_device("h100-80gb")
+    kept, device = [*SHARDED, "tp_size=1"], load_device_spec("h100-80gb")
     plans = {each.key: _planned(each, file, kept, device) for each in _all(_space(file, kept, 2, device))}
     sizes = {key: each["peak_reserved_bytes"] for key, each in plans.items()}
     middle = sorted(sizes.values())[len(sizes) // 2]
@@ -122,25 +135,27 @@ def test_what_does_not_fit_whole_is_sharded_and_the_lines_lead_to_the_plan_that_
     model = {**MODEL, "hidden_size": 256, "head_dim": 32, "vocab_size": 8192, "tie_word_embeddings": False}
     file = _file(tmp_path, model={**model, "dtype": "float32"})
     kept = ["pp_size=1", "cp_size=1", "micro_batch_size=2", "tp_size=1", HELD]
-    copies = job_of(load_job(file, [HELD, "strategy=ddp", "dp_replicate_size=2", "micro_batch_size=4"]), 2)
-    whole = plan(copies, find_device("h100-80gb"))["peak_reserved_bytes"]
+    copies = build_job(load_job_config(file, [HELD, "strategy=ddp", "dp_replicate_size=2", "micro_batch_size=4"]), 2)
+    whole = plan_job(copies, load_device_spec("h100-80gb"))["peak_reserved_bytes"]
     device = _device(tmp_path, whole - 1)
-    found = recommend(file, kept, 2, device, processes=1, wanted=1)
-    best, on = found["best"][0], find_device(device)
+    found = recommend_layouts(file, kept, 2, device, num_processes=1, num_best=1)
+    best, on = found["best"][0], load_device_spec(device)
     assert best["peak_reserved_bytes"] < whole
     assert "engine=torch" not in best["options"]
-    again = plan(job_of(load_job(file, best["assignments"]), 2), on)
+    again = plan_job(build_job(load_job_config(file, best["assignments"]), 2), on)
     for key in ("step_seconds", "peak_reserved_bytes", "mesh", "strategy", "tokens_per_second_per_device"):
         assert best[key] == again[key]
     assert found["is_certain"]
-    assert best["assignments"][0] in tables(found)[-2]
+    assert best["assignments"][0] in build_tables(found)[-2]
 
 
 def test_kept_settings_stay_and_others_are_searched(tmp_path):
     file = _file(
         tmp_path, strategy="fsdp2", tp_size=2, strategy_config={"loss_chunk_rows": 0, "cp_attention": "ulysses"}
     )
-    space = _space(file, ["tp_size=1", "strategy_config.activation_checkpointing=full"], 4, find_device("h100-80gb"))
+    space = _space(
+        file, ["tp_size=1", "strategy_config.activation_checkpointing=full"], 4, load_device_spec("h100-80gb")
+    )
     ours = {"ddp", "fsdp2", "megatron_fsdp"}  # other tests may have brought strategies of their own
     found = [(each, each.values["strategy"]) for each in space.candidates() if each.values["strategy"] in ours]
     assert {(each.degrees.tp, each.recomputation) for each, _ in found} == {(1, "full")}
@@ -151,7 +166,9 @@ def test_kept_settings_stay_and_others_are_searched(tmp_path):
         assert ("cp_attention" in each.values["strategy_config"]) == (strategy != "ddp")
     # The file leaves the precision open, so each strategy has its own.
     assert {each.values.get("model.dtype") for each, name in found if name == "megatron_fsdp"} == {"bfloat16"}
-    given = _space(_file(tmp_path, model={**MODEL, "dtype": "float64"}), ["pp_size=1"], 2, find_device("h100-80gb"))
+    given = _space(
+        _file(tmp_path, model={**MODEL, "dtype": "float64"}), ["pp_size=1"], 2, load_device_spec("h100-80gb")
+    )
     assert all("model.dtype" not in each.values for each in given.candidates())
 
 
@@ -159,9 +176,9 @@ def test_experts_are_divided_where_there_are_any(tmp_path):
     sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
     few = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
     experts = {"model_type": "qwen3_moe", **sizes, **few}
-    space = _space(_file(tmp_path, model=experts), ["strategy=fsdp2"], 4, find_device("h100-80gb"))
+    space = _space(_file(tmp_path, model=experts), ["strategy=fsdp2"], 4, load_device_spec("h100-80gb"))
     assert {each.ep for each in space.layouts()} == {1, 2, 4}
-    dense = _space(_file(tmp_path), ["strategy=fsdp2"], 4, find_device("h100-80gb"))
+    dense = _space(_file(tmp_path), ["strategy=fsdp2"], 4, load_device_spec("h100-80gb"))
     assert {each.ep for each in dense.layouts()} == {1}
     assert len(list(dense.layouts())) == len(set(dense.layouts())) == 15
     assert next(dense.layouts()) == Degrees(dp_shard=4)
@@ -176,8 +193,8 @@ def test_the_run_file_that_is_written_trains(tmp_path):
     more = {"device": "cpu", "threads_per_rank": 1, "output_dir": str(tmp_path / "out"), "sample": None}
     file = _file(tmp_path, data=data, model=model, steps=2, nproc=2, **more)
     kept = [*SHARDED, "tp_size=1", "micro_batch_size=2"]
-    found = recommend(file, kept, 2, "h100-80gb", batch_tokens="64", processes=1, wanted=1)
-    write_run(found["best"][0], tmp_path / "best.yaml")
+    found = recommend_layouts(file, kept, 2, "h100-80gb", batch_tokens="64", num_processes=1, num_best=1)
+    write_run_file(found["best"][0], tmp_path / "best.yaml")
     command = [sys.executable, "-m", "meshwright", "train", str(tmp_path / "best.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -196,24 +213,24 @@ def test_the_run_file_that_is_written_trains(tmp_path):
     ],
 )
 def test_what_is_wrong_is_said(arguments, text, tmp_path):
-    assert tokens_of("4M") == 4 * 2**20
+    assert parse_tokens("4M") == 4 * 2**20
     values = {"assignments": [], "gpus": 4, "device": "h100-80gb", **arguments}
     with pytest.raises(MeshwrightError, match=text):
-        recommend(_file(tmp_path), values.pop("assignments"), processes=1, **values)
+        recommend_layouts(_file(tmp_path), values.pop("assignments"), num_processes=1, **values)
 
 
 def test_where_nothing_fits_the_nearest_is_told_and_what_to_change(tmp_path):
     device = _device(tmp_path, 1 << 20)
     with pytest.raises(ConfigError, match=r"(?s)nothing fits on 2 x.*GiB too much"):
-        recommend(_file(tmp_path), [*SHARDED, "tp_size=1", "micro_batch_size=4"], 2, device, processes=1)
+        recommend_layouts(_file(tmp_path), [*SHARDED, "tp_size=1", "micro_batch_size=4"], 2, device, num_processes=1)
 
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshwright_plan.search.search.answer", os._exit)
-    monkeypatch.setattr("meshwright_plan.search.search.Search._request", lambda *_, **__: 9)
+    monkeypatch.setattr("meshwright_plan.search.search.handle_request", os._exit)
+    monkeypatch.setattr("meshwright_plan.search.search.LayoutSearch._request", lambda *_, **__: 9)
     with pytest.raises(TrainingError, match="one of the 2 processes that trace layouts has died"):
-        recommend(_file(tmp_path), [*SHARDED, "tp_size=1"], 2, "h100-80gb", processes=2)
+        recommend_layouts(_file(tmp_path), [*SHARDED, "tp_size=1"], 2, "h100-80gb", num_processes=2)
 
 
 def test_expectations_are_those_of_a_gaussian_process():
@@ -223,7 +240,7 @@ def test_expectations_are_those_of_a_gaussian_process():
     priors = {"all": (1.0, 10.0), "family": (0.5, 0.3), "other": (-0.2, 0.1)}
     features = [dict(zip(names, row, strict=True)) for row in table.tolist()]
     beside = torch.rand(12, generator=draws, dtype=torch.float64)
-    told = Estimate(priors, features, beside)
+    told = BayesianRegression(priors, features, beside)
     known = {2: 3.0, 5: 2.5, 7: 4.0}
     for number, value in known.items():
         told.learn(number, value)
@@ -231,7 +248,7 @@ def test_expectations_are_those_of_a_gaussian_process():
     spread = torch.tensor([10.0, 0.3, 0.3, 0.1], dtype=torch.float64) ** 2
     prior, both = table @ mean + beside, (table * spread) @ table.T
     at = list(known)
-    inner = torch.linalg.inv(both[at][:, at] + NOISE**2 * torch.eye(3, dtype=torch.float64))
+    inner = torch.linalg.inv(both[at][:, at] + NOISE_STD**2 * torch.eye(3, dtype=torch.float64))
     values = torch.tensor([*known.values()], dtype=torch.float64)
     expected = prior + both[:, at] @ inner @ (values - prior[at])
     variance = both.diagonal() - ((both[:, at] @ inner) * both[:, at]).sum(1)
@@ -244,13 +261,13 @@ def test_expectations_are_those_of_a_gaussian_process():
 def test_a_glance_tells_nearly_what_a_plan_does(tmp_path):
     wide = {"hidden_size": 256, "head_dim": 64, "vocab_size": 1024, "max_position_embeddings": 128}
     file = _file(tmp_path, model={**MODEL, **wide, "num_hidden_layers": 8}, data={"seq_len": 128}, batch_size=16)
-    kept, device = ["strategy=fsdp2", "pp_size=1", "cp_size=1"], find_device("h100-80gb")
+    kept, device = ["strategy=fsdp2", "pp_size=1", "cp_size=1"], load_device_spec("h100-80gb")
     space = _space(file, kept, 4, device)
-    search = Search(space, recommending._Here(), 1, 3, limit_s=600)
+    search = LayoutSearch(space, recommending._InlineExecutor(), 1, 3, limit_s=600)
     alike = [each for each in space.candidates() if (each.rows, each.recomputation) == (2, "full")]
     for sizes in ((4, 1), (2, 2)):
         each = next(each for each in alike if (each.degrees.dp_shard, each.degrees.tp) == sizes)
-        glance = answer(search._request(search._alone(each)))
+        glance = handle_request(search._request(search._alone(each)))
         whole = _planned(each, file, kept, device)
         assert glance.seconds(space.layers, each.microbatches) == pytest.approx(whole["step_seconds"], rel=0.05)
         assert glance.reserved(space.layers) == pytest.approx(whole["peak_reserved_bytes"], rel=0.1)
@@ -259,12 +276,12 @@ def test_a_glance_tells_nearly_what_a_plan_does(tmp_path):
 
 def test_a_pipeline_is_told_by_one_stage_its_bubbles_and_what_it_holds(tmp_path):
     kept = ["strategy=single", "pp_size=2", "micro_batch_size=2", HELD]
-    space = _space(_file(tmp_path), kept, 2, find_device("h100-80gb"))
+    space = _space(_file(tmp_path), kept, 2, load_device_spec("h100-80gb"))
     (whole,) = space.candidates()
     found = {each.wrapper.pp_schedule: each for each in space.wrapped(whole)}
     # Of 4 blocks: a step of 2 microbatches takes 21 s, of which each computes 8 s.
-    peaks = {"backward": Line(20, 100), "optimizer": Line(30, 50)}
-    glance = Glance(2, Line(1, 5), Line(0, 2), peaks, 8.0, Line(0, 10), Line(0, 40))
+    peaks = {"backward": LinearFit(20, 100), "optimizer": LinearFit(30, 50)}
+    glance = QuickTrace(2, LinearFit(1, 5), LinearFit(0, 2), peaks, 8.0, LinearFit(0, 10), LinearFit(0, 40))
     assert (glance.seconds(4, 5), glance.reserved(4), glance.head) == (21 + 3 * 8, 420 + 8, 0)
     # 4 microbatches of 8 s on two ranks, a bubble of one of 4 + 1 forwards and backwards; and 3 s of the rest.
     assert space.forecast(found["1F1B"], glance.head) == (pytest.approx(1 / 5), 2)
@@ -272,7 +289,7 @@ def test_a_pipeline_is_told_by_one_stage_its_bubbles_and_what_it_holds(tmp_path)
     assert glance.piped_reserved(4, 2, 2) == 220 + 8 + 80
     assert space.forecast(found["GPipe"], glance.head)[1] == 4
     assert glance.piped_reserved(4, 2, 4) == 220 + 8 + 3 * 80
-    search = Search(space, recommending._Here(), 1, 20, limit_s=600)
+    search = LayoutSearch(space, recommending._InlineExecutor(), 1, 20, limit_s=600)
     search._schedules(whole, glance)
     told = {each.candidate.wrapper.pp_schedule: each.plan for each in search.found}
     assert told["1F1B"]["step_seconds"] == pytest.approx(23)
@@ -282,24 +299,24 @@ def test_a_pipeline_is_told_by_one_stage_its_bubbles_and_what_it_holds(tmp_path)
 
 
 def test_pipelines_that_all_schedules_refuse_are_counted(tmp_path):
-    space = _space(_file(tmp_path), ["strategy=single", "pp_size=8"], 8, find_device("h100-80gb"))
+    space = _space(_file(tmp_path), ["strategy=single", "pp_size=8"], 8, load_device_spec("h100-80gb"))
     search = _searched(space, 3)
     assert not [*search.candidates, *search.found]
     assert any("stages, but the model has 4 blocks" in each for each in space.examples.values())
 
 
 def test_who_is_expected_to_hold_more_fits_less_likely(tmp_path):
-    space = _space(_file(tmp_path), ["strategy=fsdp2", "pp_size=1"], 4, find_device("h100-80gb"))
+    space = _space(_file(tmp_path), ["strategy=fsdp2", "pp_size=1"], 4, load_device_spec("h100-80gb"))
     candidates = list(space.candidates())
-    told = Expectations(space, candidates, [(0.0, 1.0)] * len(candidates))
+    told = CandidateEstimates(space, candidates, [(0.0, 1.0)] * len(candidates))
     room = space.device.memory_bytes - space.device.context_bytes
     place = {
         (each.degrees, each.rows, each.recomputation, "defer" in each.family): n for n, each in enumerate(candidates)
     }
     seen = place[Degrees(dp_shard=4), 1, False, False]
-    nothing = Line(0, 0)
+    nothing = LinearFit(0, 0)
     # Nearly all of it activations of 4 blocks.
-    told.learn_bytes(seen, Glance(2, nothing, nothing, {}, 0.0, Line(1, 0), Line(0, 0.24 * room)), room)
+    told.learn_bytes(seen, QuickTrace(2, nothing, nothing, {}, 0.0, LinearFit(1, 0), LinearFit(0, 0.24 * room)), room)
     chance = told.chance()
     assert chance[seen] == pytest.approx(0.5, abs=0.1)
     assert chance[place[Degrees(dp_shard=4), 2, False, False]] < 0.01
@@ -310,7 +327,9 @@ def test_who_is_expected_to_hold_more_fits_less_likely(tmp_path):
 @pytest.mark.slow
 def test_what_was_looked_at_is_told_when_time_is_up(tmp_path):
     kept = ["strategy=fsdp2", "pp_size=1", "cp_size=1"]
-    found = recommend(_file(tmp_path), kept, 32, "h100-80gb", max_nodes=1, processes=1, wanted=3, limit_s=0.0)
+    found = recommend_layouts(
+        _file(tmp_path), kept, 32, "h100-80gb", max_nodes=1, num_processes=1, num_best=3, time_limit_s=0.0
+    )
     # Those with which it begins, of which one is planned.
     assert (found["world_size"], found["traced"], found["planned"], found["is_certain"]) == (8, 4, 1, False)
     assert found["best"][0]["plan"] is not None

@@ -12,18 +12,27 @@ import torch
 from support.plan_layouts import Layout, planned
 from support.tiers import mostly_slow
 
-from meshwright._compat.torch import arithmetic
+from meshwright._compat.torch import count_flops
 from meshwright.base.errors import ConfigError, MeshError
 from meshwright.mesh.sizes import Degrees
 from meshwright.tracing.collectives import Collective
-from meshwright_plan.allocator import GATHER, LARGE_GRANULE, REDUCE, reserved, streams
-from meshwright_plan.config import DEVICES, Device, Link, devices, find_device
-from meshwright_plan.meter import Held, StepMeter
-from meshwright_plan.time import COMPUTE, Timeline, collective_seconds, fused, is_kernel, kernel_seconds, members, play
-from meshwright_plan.trace import Operation, Trace, touched
+from meshwright_plan.allocator import GATHER, LARGE_BUFFER, REDUCE, assign_streams, compute_reserved_bytes
+from meshwright_plan.config import DEVICE_DIRECTORY, DeviceSpec, LinkSpec, list_device_specs, load_device_spec
+from meshwright_plan.meter import MemorySnapshot, StepMeter
+from meshwright_plan.time import (
+    COMPUTE,
+    Timeline,
+    estimate_collective_seconds,
+    estimate_kernel_seconds,
+    find_group_ranks,
+    fuse_operations,
+    is_kernel,
+    simulate_timelines,
+)
+from meshwright_plan.trace import Operation, StepTrace, memory_access
 
-H100 = find_device("h100-80gb")
-LINK = Link(bandwidth=1e9, efficiency=1.0, ring_s=1e-9, tree_s=1e-9)
+H100 = load_device_spec("h100-80gb")
+LINK = LinkSpec(bandwidth=1e9, efficiency=1.0, ring_s=1e-9, tree_s=1e-9)
 NODE = H100.node.model_copy(update={"inside": LINK, "ring_begin_s": 1e-9})
 COSTS = {"bandwidth": 1e9, "bandwidth_efficiency": 1.0, "kernel_s": 1e-9, "cpu_s": 1e-9, "node": NODE}
 DEVICE = H100.model_copy(update=COSTS)  # a byte takes a nanosecond, in memory and on the link, and all else nothing
@@ -36,7 +45,7 @@ def kernel(seconds: int, reads: Iterable[int] = (), writes: Iterable[int] = (0,)
     return Operation("aten.op", 0, 0, (), torch.float32, None, *moved)
 
 
-def trace(rank: int, *steps: Operation | tuple[Operation, Collective]) -> Trace:
+def trace(rank: int, *steps: Operation | tuple[Operation, Collective]) -> StepTrace:
     operations, calls = [], []
     for step in steps:
         if isinstance(step, tuple):
@@ -44,8 +53,8 @@ def trace(rank: int, *steps: Operation | tuple[Operation, Collective]) -> Trace:
             calls.append(step[1])
         else:
             operations.append(step)
-    nothing = Held(0, {}, "")
-    return Trace(rank, nothing, nothing, tuple(calls), tuple(operations), ())
+    nothing = MemorySnapshot(0, {}, "")
+    return StepTrace(rank, nothing, nothing, tuple(calls), tuple(operations), ())
 
 
 def collective(
@@ -63,8 +72,8 @@ def message(kind: str, block: int, peer: int) -> tuple[Operation, Collective]:
     return Operation(f"c10d.{kind}", 0, 0, (), torch.float32, None, reads, writes, peer), call
 
 
-def seconds(*steps: Any, degrees: Degrees | None = None, device: Device = DEVICE) -> float:
-    return play([trace(0, *steps)], degrees or Degrees(dp_shard=2), device)[0].seconds
+def seconds(*steps: Any, degrees: Degrees | None = None, device: DeviceSpec = DEVICE) -> float:
+    return simulate_timelines([trace(0, *steps)], degrees or Degrees(dp_shard=2), device)[0].seconds
 
 
 BOTH = Degrees(dp_shard=2, tp=2)
@@ -120,7 +129,7 @@ def test_a_unit_is_gathered_when_the_one_before_the_last_is_copied_out():
         out = ((unit, 0),), ((10 + unit, 0),)
         steps.append(Operation("fsdp.split_with_sizes_copy.default", 0, 0, (), None, None, *out))
         steps.append(kernel(5, (10 + unit,), (20 + unit,)))
-    (line,) = play([trace(0, *steps)], Degrees(dp_shard=2), DEVICE)
+    (line,) = simulate_timelines([trace(0, *steps)], Degrees(dp_shard=2), DEVICE)
     begins = [span.start for span in line.spans if span.stream == "dp_shard"]
     # The third when the first's is copied out at 1, the fourth when the second's is, behind the first's computing.
     assert begins == pytest.approx([0, 1, 2, 6], abs=1e-6)
@@ -137,16 +146,16 @@ def test_a_pipeline_has_the_bubbles_of_its_schedule(stages, microbatches):
             steps.append(kernel(1, (100 + index,) if stage else (), (200 + index,)))
             steps += [message("send", 200 + index, stage + 1)] if stage < stages - 1 else []
         traces.append(trace(stage, *steps))
-    found = [line.seconds for line in play(traces, Degrees(pp=stages), DEVICE)]
+    found = [line.seconds for line in simulate_timelines(traces, Degrees(pp=stages), DEVICE)]
     assert max(found) == pytest.approx(microbatches + stages - 1, abs=1e-5)
     with pytest.raises(MeshError, match=r"ranks \[1\] wait for messages"):
-        play(traces[1:2], Degrees(pp=4), DEVICE)
+        simulate_timelines(traces[1:2], Degrees(pp=4), DEVICE)
 
 
 def test_fused_operators_read_and_write_what_others_see():
     chain = [kernel(1, (0,), (1,)), kernel(1, (1,), (2,)), kernel(1, (2,), (3,))]
     product = Operation("aten.mm.default", 1, 0, ((8, 8), (8, 8)), torch.float32, None, ((3, 0),), ((4, 0),))
-    one, same = fused([*chain, product])
+    one, same = fuse_operations([*chain, product])
     assert same is product
     assert (dict(one.reads), dict(one.writes)) == ({0: 0}, {3: S})
 
@@ -154,26 +163,26 @@ def test_fused_operators_read_and_write_what_others_see():
 def test_ranks_of_a_group():
     expected = {"tp": [4, 5, 6, 7], "dp_shard": [2, 6, 10, 14], "dp_cp": [2, 6, 10, 14], "pp": [6, 22], "ep": [6]}
     for group, found in expected.items():
-        assert members(group, 6, Degrees(pp=2, dp_shard=4, tp=4), len(found)) == found
+        assert find_group_ranks(group, 6, Degrees(pp=2, dp_shard=4, tp=4), len(found)) == found
 
 
 def test_links_between_nodes_are_slower_and_shared_by_the_ranks_of_a_node():
     node, size = H100.node, 1 << 30
     inside, both, alone = (
-        collective_seconds("all_gather", size, r, node) for r in (range(8), range(16), range(0, 128, 8))
+        estimate_collective_seconds("all_gather", size, r, node) for r in (range(8), range(16), range(0, 128, 8))
     )
     assert inside == pytest.approx(size * 7 / 8 / node.inside.rate, rel=0.05)
     assert alone == pytest.approx(size * 15 / 16 / node.between.rate, rel=0.05)
     assert inside < both < alone
-    assert collective_seconds("all_reduce", size, range(8), node) == pytest.approx(2 * inside, rel=0.05)
+    assert estimate_collective_seconds("all_reduce", size, range(8), node) == pytest.approx(2 * inside, rel=0.05)
     # What is small goes over a tree.
-    assert collective_seconds("all_reduce", 8, range(512), node) < 2 * (8 * 63 * node.inside.ring_s)
-    assert collective_seconds("all_gather", size, [3], node) == 0
+    assert estimate_collective_seconds("all_reduce", 8, range(512), node) < 2 * (8 * 63 * node.inside.ring_s)
+    assert estimate_collective_seconds("all_gather", size, [3], node) == 0
 
 
-@pytest.mark.parametrize("name", devices())
+@pytest.mark.parametrize("name", list_device_specs())
 def test_devices_are_whole(name):
-    device = find_device(name)
+    device = load_device_spec(name)
     assert set(device.matmul_efficiency) == set(device.flops) >= {"bfloat16", "float32"}
     rates = [device.matmul_rate("bfloat16", size) for size in (1, 64, 128, 1024, 4096, 1 << 20)]
     assert rates == sorted(rates)
@@ -199,37 +208,37 @@ def test_many_devices_compute_as_the_slowest_of_them():
 
 def test_a_device_of_ones_own(tmp_path):
     path = tmp_path / "mine.yaml"
-    text = (DEVICES / "cpu.yaml").read_text()
+    text = (DEVICE_DIRECTORY / "cpu.yaml").read_text()
     path.write_text(text)
-    assert find_device(str(path)) == find_device("cpu")
+    assert load_device_spec(str(path)) == load_device_spec("cpu")
     path.write_text(text.replace("memory_bytes:", "memory_byte:"))
     with pytest.raises(ConfigError, match="memory_byte"):
-        find_device(str(path))
+        load_device_spec(str(path))
 
 
 def test_the_roofline():
     rows, weights, given = torch.empty(64, 8), torch.empty(4, 8, 16), torch.empty(64, 16)
     operator = torch.ops.aten._grouped_mm.default
-    assert arithmetic(operator, (rows, weights), {}, given) == 2 * 64 * 8 * 16
-    assert arithmetic(operator, (rows.t(), given), {}, weights) == 2 * 64 * 8 * 16
-    device = find_device("a100-80gb")
+    assert count_flops(operator, (rows, weights), {}, given) == 2 * 64 * 8 * 16
+    assert count_flops(operator, (rows.t(), given), {}, weights) == 2 * 64 * 8 * 16
+    device = load_device_spec("a100-80gb")
     product = functools.partial(Operation, "aten.mm.default", bytes=0, dtype=torch.bfloat16, call=None)
     square, column = (8192, 8192), (8192, 1)
     large = product(flops=2 * 8192**3, shapes=(square, square), reads=((0, 1 << 28),), writes=((1, 1 << 27),))
     narrow = product(flops=2 * 8192**2, shapes=(square, column), reads=((0, 1 << 27),), writes=((1, 1 << 14),))
-    assert kernel_seconds(large, device) == pytest.approx(2 * 8192**3 / device.matmul_rate("bfloat16", 8192))
-    assert kernel_seconds(narrow, device) >= (1 << 27) / device.bandwidth
+    assert estimate_kernel_seconds(large, device) == pytest.approx(2 * 8192**3 / device.matmul_rate("bfloat16", 8192))
+    assert estimate_kernel_seconds(narrow, device) >= (1 << 27) / device.bandwidth
     # 16 groups of 512 rows, and the gradient of their weights.
     for shapes in (((8192, 2048), (16, 2048, 4096), (16,)), ((2048, 8192), (8192, 4096), (16,))):
         groups = product(flops=2 * 8192 * 2048 * 4096, shapes=shapes, reads=((0, 1),), writes=((1, 1),))
         expected = 2 * 8192 * 2048 * 4096 / device.matmul_rate("bfloat16", 512)
-        assert kernel_seconds(groups, device) == pytest.approx(expected)
+        assert estimate_kernel_seconds(groups, device) == pytest.approx(expected)
 
 
 FAST, SLOW = 1e15, 1e4  # Bytes a second
 
 
-def played(layout: Layout, *bandwidths: float) -> tuple[list[Trace], list[list[Timeline]]]:
+def played(layout: Layout, *bandwidths: float) -> tuple[list[StepTrace], list[list[Timeline]]]:
     """All stages' first ranks, on links without latency of each bandwidth."""
     degrees: Degrees = layout.job().degrees
     each = degrees.world_size // degrees.pp
@@ -239,7 +248,9 @@ def played(layout: Layout, *bandwidths: float) -> tuple[list[Trace], list[list[T
         free = {"bandwidth": bandwidth, "efficiency": 1.0, "ring_s": 1e-12, "tree_s": 1e-12}
         link = H100.node.inside.model_copy(update=free)
         node = {"inside": link, "between": link, "ring_begin_s": 1e-12, "tree_begin_s": 1e-12}
-        lines.append(play(traces, degrees, H100.model_copy(update={"node": H100.node.model_copy(update=node)})))
+        lines.append(
+            simulate_timelines(traces, degrees, H100.model_copy(update={"node": H100.node.model_copy(update=node)}))
+        )
     return traces, lines
 
 
@@ -258,8 +269,8 @@ def test_a_step_is_bound_by_what_is_slow_and_reserves_no_less_than_it_holds(layo
     traces, (fast, slow) = played(layout, FAST, SLOW)
     for trace, quickly, slowly in zip(traces, fast, slow, strict=True):
         # Small blocks of three streams, and one workspace.
-        assert trace.peak.bytes <= reserved(trace) <= trace.peak.bytes + 3 * (LARGE_GRANULE + (2 << 20))
-        assert reserved(trace, workspace=LARGE_GRANULE) == reserved(trace) + LARGE_GRANULE
+        assert trace.peak.bytes <= compute_reserved_bytes(trace) <= trace.peak.bytes + 3 * (LARGE_BUFFER + (2 << 20))
+        assert compute_reserved_bytes(trace, workspace=LARGE_BUFFER) == compute_reserved_bytes(trace) + LARGE_BUFFER
         sent = [span for span in slowly.spans if span.stream not in (COMPUTE, GATHER, REDUCE)]
         assert len(sent) == len([call for call in trace.collectives if call.kind != "recv"])
         carried = max(slowly.busy(span.stream) for span in sent)
@@ -278,7 +289,7 @@ def test_a_step_is_bound_by_what_is_slow_and_reserves_no_less_than_it_holds(layo
 
 def test_memory_of_streams_is_what_was_gathered_and_reduced():
     trace = planned(Layout("fsdp2", 2), 0)
-    found = streams(trace.operations)
+    found = assign_streams(trace.operations)
     sizes = dict[int, int]()
     for block, change in trace.log:
         sizes[block] = max(sizes.get(block, 0), change)
@@ -295,8 +306,8 @@ def test_parts_of_a_block_that_are_put_together_are_all_read():
     meter.see([whole])
     made = torch.cat(parts, 1)
     meter.see([made])
-    reads, writes = touched(meter, torch.ops.aten.cat.default, (list(parts), 1), {}, made)
+    reads, writes = memory_access(meter, torch.ops.aten.cat.default, (list(parts), 1), {}, made)
     assert [size for _, size in reads] == [size for _, size in writes] == [whole.nbytes]
     # Twice the same is read once.
-    reads, _ = touched(meter, torch.ops.aten.mul.Tensor, (whole, whole), {}, made)
+    reads, _ = memory_access(meter, torch.ops.aten.mul.Tensor, (whole, whole), {}, made)
     assert [size for _, size in reads] == [whole.nbytes]

@@ -41,7 +41,7 @@ def test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for(tm
             assert times == sorted(times)
             assert times[0] >= 0
     # On one clock: no stage begins before what it needs was there.
-    found = timelines.timeline_at(output / "timeline", 4)
+    found = timelines.load_timeline(output / "timeline", 4)
     at = {(kind, stage, batch): span for row in found["measured"] for kind, stage, batch, *span in row["actions"]}
     for batch in range(4):
         assert at["F", 1, batch][0] >= at["F", 0, batch][1] - 1e-3

@@ -22,17 +22,17 @@ from support.flipping import FLIPPED_AFTER, run_with_a_flip
 from support.runs import Place, output_of_rank
 
 from meshwright.base.errors import ConfigError
-from meshwright.checkpoint.manifest import Manifest, StoredFile, read_manifest, sealed, verify
-from meshwright.checkpoint.places import DEFAULT
+from meshwright.checkpoint.manifest import Manifest, StoredFile, read_manifest, serialize_manifest, verify_files
+from meshwright.checkpoint.places import DEFAULT_OPTIONS
 from meshwright_replicate import keepers, wire
-from meshwright_replicate.copier import Copier, Rooms
-from meshwright_replicate.keeper import Keeper
-from meshwright_replicate.keepers import Keepers, Node, places_of
-from meshwright_replicate.wire import Link
+from meshwright_replicate.copier import DoubleBuffer, StateReplicator
+from meshwright_replicate.keeper import ReplicaServer
+from meshwright_replicate.keepers import ReplicaClient, ReplicaNode, find_replicas
+from meshwright_replicate.wire import Connection
 from meshwright_run.fate import check_restarts
 from meshwright_run.run_file import RunConfig
 from meshwright_run.run_sections import CheckpointConfig
-from meshwright_run.start import rank_counts
+from meshwright_run.start import find_rank_counts
 from meshwright_testing import pool
 
 TOKEN = "a token"
@@ -42,7 +42,7 @@ class Local:
     """A keeper in this process, with connections as of its own node and of another."""
 
     def __init__(self) -> None:
-        self.keeper = Keeper()
+        self.keeper = ReplicaServer()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._name = f"\0meshwright-test-{self.keeper.id}"
         self._listener.bind(self._name)
@@ -50,22 +50,22 @@ class Local:
         self.keeper.listen(self._listener, is_local=True)
         self.near = self.connected()
         self.port = int(self.near.ask("serve", host="127.0.0.1", token=TOKEN)["port"])
-        self.far = Link(self.introduced(TOKEN))
+        self.far = Connection(self.introduced(TOKEN))
 
-    def connected(self) -> Link:
+    def connected(self) -> Connection:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(self._name)
-        return Link(connection)
+        return Connection(connection)
 
     def introduced(self, token: str) -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=5)
-        wire.introduce(connection, token)
+        wire.authenticate_to_server(connection, token)
         return connection
 
-    def put(self, step: int, name: str, content: bytes, link: Link | None = None, run: str = "run") -> None:
+    def put(self, step: int, name: str, content: bytes, link: Connection | None = None, run: str = "run") -> None:
         told: dict[str, Any] = {"run": run, "step": step, "name": name, "size": len(content)}
         if link is None:
-            (room,) = [Rooms().filled([torch.tensor(list(content), dtype=torch.uint8)])]
+            (room,) = [DoubleBuffer().filled([torch.tensor(list(content), dtype=torch.uint8)])]
             self.near.ask("put", room.file, **told)
         else:
             link.ask("put", None, [memoryview(content)], **told)
@@ -97,11 +97,11 @@ def test_who_has_not_the_token_is_refused(local: Local, token: str) -> None:
     with pytest.raises(OSError, match="token"):
         local.introduced(token)
     with socket.create_connection(("127.0.0.1", local.port), timeout=5) as connection:
-        wire.receive(connection)
-        wire.send(connection, {"do": "list"})
-        assert wire.receive(connection)[0].keys() == {"error"}
+        wire.receive_message(connection)
+        wire.send_message(connection, {"do": "list"})
+        assert wire.receive_message(connection)[0].keys() == {"error"}
         with pytest.raises(OSError, match="ended"):
-            wire.receive(connection)
+            wire.receive_message(connection)
 
 
 def test_a_process_of_another_user_is_refused(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,14 +114,14 @@ def test_a_keeper_without_the_token_is_not_believed() -> None:
     ours, theirs = socket.socketpair()
 
     def impostor() -> None:
-        wire.send(theirs, {"nonce": "0"})
-        wire.receive(theirs)
-        wire.send(theirs, {"proof": "0"})
+        wire.send_message(theirs, {"nonce": "0"})
+        wire.receive_message(theirs)
+        wire.send_message(theirs, {"proof": "0"})
 
     thread = threading.Thread(target=impostor)
     thread.start()
     with pytest.raises(PermissionError, match="the keeper has another token"):
-        wire.introduce(ours, TOKEN)
+        wire.authenticate_to_server(ours, TOKEN)
     thread.join()
 
 
@@ -159,14 +159,14 @@ def test_the_last_sealed_step_is_kept_and_the_one_that_is_written(local: Local) 
 def test_another_run_a_step_that_is_sealed_and_a_file_that_breaks_off_are_refused(local: Local) -> None:
     local.put(1, "a", b"x")
     with pytest.raises(OSError, match="step 1 of run 'other' is not expected"):
-        local.put(1, "a", b"y", local.far, run="other")
+        local.put(1, "a", b"y", local.far, run_id="other")
     local.seal(1)
     with pytest.raises(OSError, match="is not expected"):
         local.put(1, "b", b"y", local.far)
     with pytest.raises(OSError, match="step 2 of run 'run' is not here"):
         local.seal(2)
     connection = local.introduced(TOKEN)
-    wire.send(connection, {"do": "put", "run": "run", "step": 3, "name": "a", "size": 100})
+    wire.send_message(connection, {"do": "put", "run": "run", "step": 3, "name": "a", "size": 100})
     connection.sendall(b"x" * 50)
     connection.close()
     time.sleep(0.1)
@@ -198,13 +198,13 @@ def _listed(*kept: dict[str, int], run: str = "run", step: int = 7, manifest: bo
         f"tensors-0000{rank}.bin": StoredFile(10 + rank, hashlib.sha256(bytes(10 + rank)).hexdigest())
         for rank in (0, 1)
     }
-    text = sealed(Manifest(step, "fsdp2", {}, 2, {}, files=stored), None)
+    text = serialize_manifest(Manifest(step, "fsdp2", {}, 2, {}, files=stored), None)
     return [
         {"run": run, "steps": {str(step): {"manifest": text if manifest else None, "files": each}}} for each in kept
     ]
 
 
-NODES = (Node("a", (0,)), Node("b", (1,)))
+NODES = (ReplicaNode("a", (0,)), ReplicaNode("b", (1,)))
 FIRST, SECOND = {"tensors-00000.bin": 10}, {"tensors-00001.bin": 11}
 WHOLE = FIRST | SECOND
 
@@ -224,18 +224,20 @@ WHOLE = FIRST | SECOND
 def test_a_step_is_whole_where_some_keeper_has_each_file(kept: list[dict[str, int]], holders: list[list[int]]) -> None:
     # All ranks read a file from the same keeper.
     for here in (0, 1):
-        found = places_of(Keepers(NODES, here, TOKEN), _listed(*kept), "run", DEFAULT)
+        found = find_replicas(ReplicaClient(NODES, here, TOKEN), _listed(*kept), "run", DEFAULT_OPTIONS)
         assert [[each.holders[f"tensors-0000{rank}.bin"] for rank in (0, 1)] for each in found] == holders
         assert {each.step for each in found} <= {7}
         # Nor are other runs, and steps that are not sealed.
         for unlike in ({"run": "other"}, {"manifest": False}):
-            assert not places_of(Keepers(NODES, here, TOKEN), _listed(*kept, **unlike), "run", DEFAULT)
+            assert not find_replicas(
+                ReplicaClient(NODES, here, TOKEN), _listed(*kept, **unlike), "run", DEFAULT_OPTIONS
+            )
 
 
 def test_the_newest_step_is_first() -> None:
     steps = _listed(WHOLE, {}, step=6)[0]["steps"] | _listed(WHOLE, {}, step=10)[0]["steps"]
     listed = [{"run": "run", "steps": steps}, {"run": "", "steps": {}}]
-    found = places_of(Keepers(NODES, 0, TOKEN), listed, "run", DEFAULT)
+    found = find_replicas(ReplicaClient(NODES, 0, TOKEN), listed, "run", DEFAULT_OPTIONS)
     assert [each.step for each in found] == [10, 6]
 
 
@@ -244,13 +246,15 @@ def test_a_step_in_memory_is_read_as_a_checkpoint(local: Local, near: bool, monk
     content = bytes(range(200)) * 2000
     stored = {"tensors-00000.bin": StoredFile(len(content), hashlib.sha256(content).hexdigest())}
     local.put(3, "tensors-00000.bin", content, local.far)
-    local.seal(3, sealed(Manifest(3, "ddp", {}, 1, {}, files=stored), None))
-    monkeypatch.setattr(Keepers, "link", lambda *_: local.connected() if near else Link(local.introduced(TOKEN)))
-    keepers = Keepers((Node("a", (0,)),), 0 if near else 1, TOKEN)
-    (place,) = places_of(keepers, [local.near.ask("list")], "run", DEFAULT)
+    local.seal(3, serialize_manifest(Manifest(3, "ddp", {}, 1, {}, files=stored), None))
+    monkeypatch.setattr(
+        ReplicaClient, "link", lambda *_: local.connected() if near else Connection(local.introduced(TOKEN))
+    )
+    keepers = ReplicaClient((ReplicaNode("a", (0,)),), 0 if near else 1, TOKEN)
+    (place,) = find_replicas(keepers, [local.near.ask("list")], "run", DEFAULT_OPTIONS)
     manifest = read_manifest(place)
     assert (manifest.step, manifest.strategy) == (3, "ddp")
-    verify(place, manifest, list(manifest.files))
+    verify_files(place, manifest, list(manifest.files))
     with place.open("tensors-00000.bin") as one, place.open("tensors-00000.bin") as other:
         one.seek(150)
         assert (other.read(3), one.read(3)) == (bytes([0, 1, 2]), bytes([150, 151, 152]))
@@ -262,7 +266,7 @@ def test_a_step_in_memory_is_read_as_a_checkpoint(local: Local, near: bool, monk
 
 
 def test_rooms_hold_tensors_as_a_checkpoint_does_and_are_taken_in_turn() -> None:
-    rooms = Rooms()
+    rooms = DoubleBuffer()
     odd = torch.arange(3, dtype=torch.uint8)
     tensors = [odd, torch.randn(4, 6)[:, 1:4], torch.tensor(2.5, dtype=torch.bfloat16), torch.empty(0)]
     wanted = b"".join(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in tensors)
@@ -278,7 +282,7 @@ def _copied_here(path: str, flips: bool) -> tuple[str, int]:
     """Run with a keeper in the process of the rank; return error and exit code."""
     local = Local()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keepers, "_own_link", local.connected)
+        patch.setattr(keepers, "_connect_local", local.connected)
         error, code = run_with_a_flip(path) if flips else output_of_rank(path, None)[1:]
     local.close()
     return error, code
@@ -332,10 +336,10 @@ def test_copies_that_nobody_would_go_on_from_are_refused(monkeypatch: pytest.Mon
         return RunConfig.model_validate({**fixed, "checkpoint": {"every": 3, "replicate": "neighbour"}, **values})
 
     with pytest.raises(ConfigError, match="max_restarts=0 begins none anew"):
-        rank_counts(config())
-    assert rank_counts(config(max_restarts=1)) == [2]
+        find_rank_counts(config())
+    assert find_rank_counts(config(max_restarts=1)) == [2]
     with pytest.raises(ConfigError, match="saves no checkpoints"):
-        rank_counts(config(checkpoint={"replicate": "neighbour"}, max_restarts=1))
+        find_rank_counts(config(checkpoint={"replicate": "neighbour"}, max_restarts=1))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -351,12 +355,12 @@ def test_copies_that_do_not_fit_into_a_node_are_refused_with_both_numbers() -> N
     """Two copies of the ranks here, and two of those of the node before."""
     errors: list[Any] = []
     world = SimpleNamespace(size=3, raise_together=errors.append)
-    nodes = (*NODES, Node("c", (2,)))
+    nodes = (*NODES, ReplicaNode("c", (2,)))
     for here, expected in ((0, 2 * (10 + 30)), (1, 2 * (20 + 10)), (2, 2 * (30 + 20))):
         for limit in (expected, expected - 1):
             copier: Any = SimpleNamespace(_checked=0, _agreement=SimpleNamespace(times=1), _memory_bytes=limit)
             copier._manager = SimpleNamespace(mesh=SimpleNamespace(world=world))
-            copier._keepers, copier._every_size = Keepers(nodes, here, TOKEN), lambda _: [10, 20, 30]
-            Copier._check_memory(copier, 0)
+            copier._keepers, copier._every_size = ReplicaClient(nodes, here, TOKEN), lambda _: [10, 20, 30]
+            StateReplicator._check_memory(copier, 0)
             assert (errors[-1] is not None) == (limit < expected)
     assert "checkpoint.replicate holds 2 copies" in str(errors[1])

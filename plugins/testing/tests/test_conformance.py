@@ -16,7 +16,7 @@ from meshwright import ConfigError, MeshError
 from meshwright.mesh.sizes import CLAIMABLE_AXES
 from meshwright.testing import Cell, Result
 from meshwright_testing import conformance
-from meshwright_testing.check_report import reasons, run_cells, summary
+from meshwright_testing.check_report import format_reasons, format_summary, run_cells
 
 STRATEGIES = ["single", "ddp", "fsdp2", "megatron_fsdp", "pipeline"]
 SMALLEST = {f"{axis}=2" for axis in CLAIMABLE_AXES}
@@ -143,8 +143,8 @@ def test_results_are_reasons_and_a_last_line_and_a_resumed_check_keeps_them(tmp_
     cells = [cell for cell in conformance("ddp", ranks=2) if str(cell) == "one_rank-ragged_masks"]
     cells += [cell for cell in conformance("ddp") if cell.name.startswith("bucket_cap_mb")]
     results = run_cells(cells, json_file=file, resume=False, console=quiet)
-    assert summary(results) == "1 passed, 0 failed"
-    assert reasons(results)[0].startswith("does not apply: dp_replicate=4-bucket_cap_mb")
+    assert format_summary(results) == "1 passed, 0 failed"
+    assert format_reasons(results)[0].startswith("does not apply: dp_replicate=4-bucket_cap_mb")
     report = json.loads(file.read_text())
     assert report["cells"]["one_rank-ragged_masks"]["status"] == "passed"
     report["cells"]["one_rank-ragged_masks"].update(status="failed", detail="from the file")

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from meshwright.optim.config import OptimizerConfig
 from meshwright.testing import Case, assert_parity, compare
 from meshwright_testing import pool
-from meshwright_testing.case import Outcome, global_batch, share
-from meshwright_testing.models import case_model
+from meshwright_testing.case import Outcome, build_global_batch, rank_microbatches
+from meshwright_testing.models import build_case_model
 from meshwright_testing.parity import (
     build_manager,
-    difference,
-    reference,
+    find_max_difference,
+    run_reference,
     train_case,
     train_part,
     train_steps,
@@ -36,7 +36,7 @@ ACCUMULATING = Case(microbatches=3, tied=True)
 
 def test_one_process_is_a_loop_of_plain_torch() -> None:
     case = Case(tied=True)
-    model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64).train()
+    model = build_case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64).train()
     named = dict(model.named_parameters())
     norms = [parameter for name, parameter in named.items() if "norm" in name]
     others = [parameter for name, parameter in named.items() if "norm" not in name]
@@ -44,7 +44,7 @@ def test_one_process_is_a_loop_of_plain_torch() -> None:
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     outcome = Outcome([], [], [], {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)})
     for step in range(case.steps):
-        batch = global_batch(case, step)
+        batch = build_global_batch(case, step)
         logits = model(input_ids=batch["input_ids"]).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
         loss.backward()
@@ -52,7 +52,7 @@ def test_one_process_is_a_loop_of_plain_torch() -> None:
         outcome.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    assert difference([outcome], reference(case)).worst <= 1e-9
+    assert find_max_difference([outcome], run_reference(case)).worst <= 1e-9
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def _with_sums(layout: str, case: Case, config: dict[str, Any]) -> Any:
     # The same microbatches of one sequence under every layout, so that only the order of the sums differs.
     whole = replace(case, microbatches=12)
     expected = pool(1).run(train_case, "single", config, {}, whole)[0]
-    return difference(
+    return find_max_difference(
         pool(ranks).run(train_case, strategy, config, sizes, replace(case, microbatches=12 // ranks)), expected
     )
 
@@ -138,9 +138,9 @@ def test_state_moves_between_strategies_with_the_optimizer(first: str, second: s
     assert all(not other["model"] for _, other in others)
     strategy, ranks, sizes = LAYOUTS[second]
     parts = pool(ranks).run(train_part, strategy, {}, sizes, case, range(2, 4), state)
-    whole = reference(case)
+    whole = run_reference(case)
     expected = Outcome(whole.losses[2:], whole.norms[2:], [], whole.weights)
-    found = difference([outcome for outcome, _ in parts], expected)
+    found = find_max_difference([outcome for outcome, _ in parts], expected)
     assert found.worst <= 1e-9, found
 
 
@@ -152,7 +152,7 @@ def _loss_from_seeds(strategy: str, case: Case) -> list[float]:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_copies_built_from_different_seeds_start_from_the_first_rank(strategy: str) -> None:
     for losses in pool(2).run(_loss_from_seeds, strategy, Case()):
-        assert losses == pytest.approx(reference(Case()).losses, abs=1e-9)
+        assert losses == pytest.approx(run_reference(Case()).losses, abs=1e-9)
 
 
 # -- the harness itself
@@ -160,12 +160,12 @@ def test_copies_built_from_different_seeds_start_from_the_first_rank(strategy: s
 
 def test_harness_sees_a_wrong_option_a_nan_and_sums_of_another_order() -> None:
     """A different clipping limit is a different training."""
-    outcome = reference(Case(max_norm=0.5))
-    assert difference(pool(2).run(train_case, "ddp", {}, {}, Case(max_norm=0.4)), outcome).worst > 1e-4
-    assert not difference([replace(outcome, losses=[math.nan] * 3)], outcome).worst <= 1e-9
+    outcome = run_reference(Case(max_norm=0.5))
+    assert find_max_difference(pool(2).run(train_case, "ddp", {}, {}, Case(max_norm=0.4)), outcome).worst > 1e-4
+    assert not find_max_difference([replace(outcome, losses=[math.nan] * 3)], outcome).worst <= 1e-9
     assert compare("single", Case(), world_size=1).worst == 0.0
     # What is to the last bit with wide sums is not without.
     assert _with_sums("ddp-2", FLOAT32, {}).worst > 0.0
     case = Case(shares=(1, 2, 4, 5))
-    parts = [batch["input_ids"] for rank in range(4) for batch in share(case, 0, rank, 4)]
-    assert torch.equal(torch.cat(parts), global_batch(case, 0)["input_ids"])
+    parts = [batch["input_ids"] for rank in range(4) for batch in rank_microbatches(case, 0, rank, 4)]
+    assert torch.equal(torch.cat(parts), build_global_batch(case, 0)["input_ids"])

@@ -18,7 +18,7 @@ _BLOCK, _HEADER = 32768, 7
 
 
 def accumulated(directory: Path) -> Any:
-    """TensorBoard's own reader of a folder."""
+    """TensorBoardTracker's own reader of a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0}).Reload()

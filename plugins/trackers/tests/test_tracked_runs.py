@@ -147,7 +147,7 @@ def test_every_tracker_has_every_step_to_the_last_bit_and_the_checkpoints(runs: 
     assert {"eval/held_out", "sum/rows"} <= redone.keys()
     assert _split(trackio_points(runs.directory / "trackio", "models")) == (redone, [SAVED, STEPS])
     assert _split(mlflow_run(f"sqlite:///{runs.out / 'mlflow.db'}", "models")[1]) == (redone, [SAVED, STEPS])
-    # W&B has a file of one run for each sitting; TensorBoard what was done again as it was last, in float32.
+    # W&B has a file of one run for each sitting; TensorBoardTracker what was done again as it was last, in float32.
     files = sorted(runs.out.glob("wandb/offline-run-*/*.wandb"))
     for path, lines, saved in zip(files, runs.sittings, (SAVED, STEPS), strict=True):
         assert path.stem == f"run-{runs.id}"

@@ -30,10 +30,10 @@ from read_back import (
 from meshwright.base.errors import ConfigError
 from meshwright.events.run import RunInfo, RunSummary, SavedCheckpoint
 from meshwright.events.step import StepResult
-from meshwright_run.observers import chosen, list_trackers, tracking
+from meshwright_run.observers import attach_trackers, list_trackers, resolve_trackers
 from meshwright_trackers.config import MLflowConfig, TensorBoardConfig, TrackioConfig, WandbConfig
-from meshwright_trackers.plugin import Library, build_mlflow, build_tensorboard, build_trackio, build_wandb
-from meshwright_trackers.tracker import Background, parameters, step_metrics
+from meshwright_trackers.plugin import TrackerLibrary, build_mlflow, build_tensorboard, build_trackio, build_wandb
+from meshwright_trackers.tracker import BackgroundSender, collect_step_metrics, flatten_parameters
 
 PATIENCE_S = 240
 
@@ -64,8 +64,8 @@ def _ended(run: RunInfo, step: int, reason: Any = "done") -> RunSummary:
 def test_what_is_not_known_of_a_step_has_no_name() -> None:
     bare = {"train/loss": 2.0, "train/grad_norm": 1.5, "train/learning_rate": 0.1, "train/tokens": 8.0}
     bare |= {"speed/tokens_per_second": 16.0, "speed/tokens_per_second_per_device": 16.0, "time/step": 0.5}
-    assert step_metrics(_step(1)) == bare
-    told = step_metrics(_step(1, norms={"model.layers.0": 0.7}, world_size=2, flops=30.0, peak_flops=60.0))
+    assert collect_step_metrics(_step(1)) == bare
+    told = collect_step_metrics(_step(1, norms={"model.layers.0": 0.7}, world_size=2, flops=30.0, peak_flops=60.0))
     known = {"norm/model.layers.0": 0.7, "train/flops": 30.0, "speed/mfu": 0.5}
     assert told == bare | known | {"speed/tokens_per_second_per_device": 8.0}
 
@@ -79,7 +79,7 @@ def test_parameters_are_the_run_file_with_dots_and_no_secret_of_a_tracker() -> N
     }
     options = {"model.hidden_size": 16, "model.rope": "{}", "data.sources.0.path": "a", "data.sources.1.path": "b"}
     options |= {"data.columns": '["x", "y"]', "nproc": None}
-    told = parameters(_run(Path(), config=config))
+    told = flatten_parameters(_run(Path(), config=config))
     assert {name: value for name, value in told.items() if not name.startswith("run.")} == options
     assert (told["run.id"], told["run.mesh"]) == ("0123456789abcdef", "dp_shard=2")
 
@@ -104,7 +104,7 @@ def test_what_is_wrong_in_the_run_file_is_told_when_it_is_planned() -> None:
         ({"name": "mlflow", "runname": "x"}, "runname: unknown key. Did you mean 'run_name'?"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
-            chosen([asked])
+            resolve_trackers([asked])
 
 
 def test_a_library_that_is_missing_or_too_old_is_told_with_the_line_that_installs_it() -> None:
@@ -113,7 +113,7 @@ def test_a_library_that_is_missing_or_too_old_is_told_with_the_line_that_install
         ("pytest", (999, 0), "needs version 999.0 or later"),
     ):
         with pytest.raises(ConfigError, match=f"{told}.*{re.escape('plugins/trackers[wandb]')}"):
-            Library("wandb", (distribution,), (distribution,), version).check()
+            TrackerLibrary("wandb", (distribution,), (distribution,), version).check()
 
 
 def test_tensorboard_takes_what_is_not_finite_and_voids_what_is_done_again(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_tensorboard_takes_what_is_not_finite_and_voids_what_is_done_again(tmp_p
     second.on_run_end(_ended(_run(tmp_path), 3))
     (_, one), (_, nan), (_, inf) = tensorboard_points(tmp_path / "logs")["train/loss"]
     assert (one, math.isnan(nan), inf) == (1.0, True, -math.inf)
-    # A first sitting that has failed leaves no verdict, which TensorBoard would keep.
+    # A first sitting that has failed leaves no verdict, which TensorBoardTracker would keep.
     _, verdict = tensorboard_hparams(tmp_path / "logs")
     assert verdict.status == 1  # SUCCESS
 
@@ -208,7 +208,10 @@ def test_the_end_of_a_run_waits_for_mlflow_no_longer_than_it_is_told_to_and_a_se
         with pytest.raises(TimeoutError, match=r"not been taken after 0\.5 s"):
             tracker.on_run_end(_ended(run, 1))
     asked = [{"name": "mlflow", "tracking_uri": "http://user:password@127.0.0.1:1"}]
-    with pytest.raises(ConfigError, match="tracker 'mlflow' cannot be started"), tracking(chosen(asked), run):
+    with (
+        pytest.raises(ConfigError, match="tracker 'mlflow' cannot be started"),
+        attach_trackers(resolve_trackers(asked), run),
+    ):
         pass
 
 
@@ -277,7 +280,7 @@ def test_what_is_sent_in_the_background_is_sent_in_order_and_what_fails_is_raise
             raise ConnectionError("gone")
         sent.extend(items)
 
-    background = Background(send, name="test")
+    background = BackgroundSender(send, name="test")
     background.put(1)
     background.put(2)
     with pytest.raises(TimeoutError, match=r"not been taken after 0\.01 s"):
@@ -285,7 +288,7 @@ def test_what_is_sent_in_the_background_is_sent_in_order_and_what_fails_is_raise
     goes.set()
     background.finish(PATIENCE_S)
     assert sent == [1, 2]
-    failing = Background(send, name="test")
+    failing = BackgroundSender(send, name="test")
     failing.put(3)
     with pytest.raises(ConnectionError, match="gone"):
         failing.finish(PATIENCE_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshwright_trainer.arguments import known_arguments
+from meshwright_trainer.arguments import load_argument_rules
 
 PAGE = Path(__file__).parents[3] / "docs" / "trainer-arguments.md"
 _HEAD = """# Arguments of trainers
@@ -41,7 +41,7 @@ def _table(head: str, rows: list[tuple[str, ...]]) -> str:
 
 
 def page() -> str:
-    known = known_arguments()
+    known = load_argument_rules()
     refused = [
         (f"`{name}`", _which(rule), rule["because"], rule["instead"], rule.get("otherwise", "no effect"))
         for name, rule in known["refused"].items()

@@ -30,11 +30,11 @@ from meshwright_testing import pool
 from meshwright_trainer import MeshArguments, MeshTrainer, MeshTrainerMixin
 from meshwright_trainer.arguments import (
     NEVER_CALLED,
-    REPLACED,
+    REPLACED_METHODS,
+    apply_training_arguments,
     check_arguments,
-    known_arguments,
-    layout_options,
-    mesh_options,
+    load_argument_rules,
+    parse_mesh_options,
 )
 
 CONFIGS = (TrainingArguments, trl.SFTConfig, trl.DPOConfig, trl.RewardConfig, trl.GRPOConfig)
@@ -92,7 +92,7 @@ def test_an_argument_that_acts_does_so_on_two_ranks(tp_size, cases, tmp_path, tm
 
 
 def test_the_list_has_every_argument_and_no_other():
-    known = known_arguments()
+    known = load_argument_rules()
     sections = [list(known[name]) for name in ("acts", "no effect", "refused")]
     names = [name for section in sections for name in section]
     assert len(names) == len(set(names)), "an argument is in two tables"
@@ -152,9 +152,9 @@ def arguments_with(name: str, value: Any, directory: Path, world_size: int = 2) 
     return args, {}
 
 
-@pytest.mark.parametrize("name", known_arguments()["refused"])
+@pytest.mark.parametrize("name", load_argument_rules()["refused"])
 def test_a_refused_argument_is_refused_by_name_with_the_way_to_go(name, tmp_path):
-    rule = known_arguments()["refused"][name]
+    rule = load_argument_rules()["refused"][name]
     value = BAD[name] if name in BAD else rule["values"][0]
     args, passed = arguments_with(name, value, tmp_path)
     for other, each in rule.get("together_with", {}).items():
@@ -175,7 +175,7 @@ def test_a_refused_argument_is_refused_by_name_with_the_way_to_go(name, tmp_path
 @pytest.mark.parametrize("name", [each.value for each in OptimizerNames])
 def test_each_optimizer_of_transformers_is_taken_or_refused(name, tmp_path):
     args = TrainingArguments(**trainer_cases.arguments(tmp_path, 1, optim=name))
-    if name not in known_arguments()["refused"]["optim"]["except"]:
+    if name not in load_argument_rules()["refused"]["optim"]["except"]:
         with pytest.raises(ConfigError, match=f"optim='{name}' cannot be honoured"):
             check_arguments(args, MeshTrainer)
         return
@@ -216,14 +216,14 @@ def test_what_a_trainer_is_called_with_is_refused_and_arguments_of_a_users_own_c
         MeshTrainer(model, args, optimizers=(torch.optim.SGD(model.parameters()), None))
 
 
-@pytest.mark.parametrize("name", [*NEVER_CALLED, *REPLACED])
+@pytest.mark.parametrize("name", [*NEVER_CALLED, *REPLACED_METHODS])
 def test_a_method_that_would_never_be_called_is_refused(name, tmp_path):
     args = TrainingArguments(**trainer_cases.arguments(tmp_path, 1))
     below = type("Below", (Trainer,), {name: lambda *_, **__: None})
     with pytest.raises(ConfigError, match=f"Below.{name} would never be called"):
         check_arguments(args, type("Mine", (MeshTrainerMixin, below), {}))
     above = type("Above", (MeshTrainer,), {name: lambda *_, **__: None})
-    if name in REPLACED:
+    if name in REPLACED_METHODS:
         check_arguments(args, above)
         return
     with pytest.raises(ConfigError, match=f"Above.{name} would never be called"):
@@ -235,8 +235,8 @@ def test_a_method_that_would_never_be_called_is_refused(name, tmp_path):
 
 def laid_out(strategy: str, directory: Path, mesh: dict[str, Any] | None = None, **further: Any) -> dict[str, Any]:
     args = TrainingArguments(**trainer_cases.arguments(directory, 1, **further))
-    options = mesh_options({"strategy": strategy, **(mesh or {})})
-    return dict(layout_options(args, options, get_registry().get(strategy)).strategy_config)
+    options = parse_mesh_options({"strategy": strategy, **(mesh or {})})
+    return dict(apply_training_arguments(args, options, get_registry().get(strategy)).strategy_config)
 
 
 def test_precision_and_recomputation_are_options_of_the_strategy(tmp_path):
@@ -254,7 +254,7 @@ def test_precision_and_recomputation_are_options_of_the_strategy(tmp_path):
 
 def test_a_layout_follows_from_a_config_object(tmp_path):
     config = get_registry().get("ddp").config_cls(bucket_cap_mb=5)
-    options = mesh_options({"strategy_config": config, "dp_size": 2})
+    options = parse_mesh_options({"strategy_config": config, "dp_size": 2})
     assert (options.strategy, options.strategy_config) == ("ddp", config)
     # What has its default is as if left out.
     given = {"strategy_config": config}

@@ -24,7 +24,7 @@ import trl
 from grpo_server import write_package
 
 from meshwright.base.errors import ConfigError
-from meshwright_trainer.grpo import check_rollouts, deal_groups
+from meshwright_trainer.grpo import check_generation, set_generation_batch_size
 
 FOLDER = Path(__file__).parent
 ALL = ("greedy", "dapo", "apart", "bnpo", "dr_grpo", "lora", "cispo", "luspo", "sapo", "vespo")
@@ -107,16 +107,16 @@ def test_what_cannot_be_honoured_is_refused_by_name_before_training(name, tmp_pa
 
 def test_groups_are_of_data_ranks():
     args = SimpleNamespace(per_device_train_batch_size=4, steps_per_generation=1, do_eval=False, num_generations=8)
-    deal_groups(args, 2)
+    set_generation_batch_size(args, 2)
     assert args.generation_batch_size == 8
     with pytest.raises(ConfigError, match=r"generation_batch_size=4 over 1 data ranks .* of the 8 completions"):
-        deal_groups(args, 1)
+        set_generation_batch_size(args, 1)
 
 
 def test_tools_and_rollouts_of_ones_own_are_refused():
     trainer = SimpleNamespace(args=trl.GRPOConfig(use_cpu=True, bf16=False, report_to=[]), rollout_func=print)
     with pytest.raises(ConfigError, match="rollout_func does not go over a mesh"):
-        check_rollouts(trainer)
+        check_generation(trainer)
 
 
 # -- a server

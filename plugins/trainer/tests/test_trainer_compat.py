@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from trl.trainer.utils import add_fused_lm_head
 
 from meshwright_trainer import MeshGRPOMixin, _compat
-from meshwright_trainer.on_mesh import OnMesh
+from meshwright_trainer.on_mesh import MeshModelMixin
 
 
 def called(method: Any) -> dict[str, Any]:
@@ -26,7 +26,10 @@ def called(method: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "names"),
-    [(Trainer, OnMesh, _compat.PRIVATE), (trl.GRPOTrainer, MeshGRPOMixin, _compat.PRIVATE_OF_GRPO)],
+    [
+        (Trainer, MeshModelMixin, _compat.OVERRIDDEN_METHODS),
+        (trl.GRPOTrainer, MeshGRPOMixin, _compat.OVERRIDDEN_GRPO_METHODS),
+    ],
     ids=["HF", "GRPO"],
 )
 def test_private_methods_are_called_by_their_trainer_and_take_what_ours_take(theirs, ours, names):
@@ -40,7 +43,7 @@ def test_private_methods_are_called_by_their_trainer_and_take_what_ours_take(the
 
 
 def test_functions_that_stand_for_a_process_are_imported_where_they_are_replaced():
-    for module, names in _compat.GATHERED.items():
+    for module, names in _compat.REPLACED_FUNCTIONS.items():
         found = importlib.import_module(module)
         assert all(callable(getattr(found, name)) for name in names)
         # What gathers over processes by another function would gather over ranks.
@@ -51,7 +54,7 @@ def test_functions_that_stand_for_a_process_are_imported_where_they_are_replaced
 
 def test_what_is_noted_behind_completions_and_how_weights_are_sent_is_trls():
     generation = importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
-    assert f"self.{_compat.STREAMED}()" in inspect.getsource(generation.sync_weights)
+    assert f"self.{_compat.WEIGHT_ITERATOR}()" in inspect.getsource(generation.sync_weights)
     source = inspect.getsource(trl.GRPOTrainer)
     for text in ("self._step += 1", "self._current_train_step_time", "self._is_vlm"):
         assert text in source
@@ -62,19 +65,19 @@ def test_a_fused_head_is_a_forward_on_the_instance():
     before = model.forward.__func__
     add_fused_lm_head(model)
     assert "forward" in vars(model)
-    _compat.without_fused_head(model)
+    _compat.remove_fused_head(model)
     assert model.forward.__func__ is before
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     add_fused_lm_head(adapted.get_base_model())
-    _compat.without_fused_head(adapted)
+    _compat.remove_fused_head(adapted)
     assert "forward" not in vars(model)
 
 
 def test_one_device_is_used_without_a_launcher(tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     assert hasattr(args, "_n_gpu")
-    _compat.one_device(args)
+    _compat.use_one_device(args)
     assert args.n_gpu <= 1
     several: Any = SimpleNamespace(_setup_devices=None, _n_gpu=4)
-    _compat.one_device(several)
+    _compat.use_one_device(several)
     assert several._n_gpu == 1

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 import meshwright_trainer
 from meshwright.launch.open_world import open_world
-from meshwright_testing.models import case_model, tiny_model
+from meshwright_testing.models import build_case_model, build_tiny_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -38,11 +38,11 @@ def digits() -> PreTrainedTokenizerFast:
 
 
 def model(**changes: Any) -> Any:
-    return prepared(tiny_model(**changes))
+    return prepared(build_tiny_model(**changes))
 
 
 def routed() -> Any:
-    return prepared(case_model("mixtral", tied=False, seed=0, dtype=torch.float64))
+    return prepared(build_case_model("mixtral", tied=False, seed=0, dtype=torch.float64))
 
 
 def prepared(made: Any) -> Any:

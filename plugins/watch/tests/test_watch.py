@@ -23,13 +23,13 @@ from support.commands import invoke
 from support.watched import event, make_ranks, make_run, make_timeline, start, step_line, write_lines
 
 from meshwright.base.errors import ConfigError
-from meshwright_run.observers import stragglers
+from meshwright_run.observers import find_stragglers
 from meshwright_run.report import read_metrics
 from meshwright_watch import answers as timelines
 from meshwright_watch import server
-from meshwright_watch.answers import compare
-from meshwright_watch.columns import Columns, Tail, chosen, parse_lines
-from meshwright_watch.run import Ranks, WatchedRun, watched
+from meshwright_watch.answers import compare_columns
+from meshwright_watch.columns import FileTail, MetricColumns, choose_points, parse_lines
+from meshwright_watch.run import RankMetrics, WatchedRun, open_runs
 
 MOST = 1 << 20
 NUMBERS = st.one_of(st.floats(-1e6, 1e6), st.just(math.nan))
@@ -50,7 +50,7 @@ def test_a_file_that_is_another_is_read_from_its_beginning(change: Callable[[Pat
     path = tmp_path / "lines"
     path.write_bytes(b"first\nsecond\n")
     path.with_suffix(".new").write_bytes(b"other and longer than before\nmore of it\n")
-    tail = Tail(path)
+    tail = FileTail(path)
     tail.read(MOST)
     change(path)
     part = tail.read(MOST)
@@ -61,7 +61,7 @@ def test_a_file_that_is_another_is_read_from_its_beginning(change: Callable[[Pat
 
 def test_each_line_is_read_once_in_bounded_parts_and_a_torn_one_when_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    tail, found = Tail(path), []
+    tail, found = FileTail(path), []
     assert tail.read(MOST).lines == []
     path.write_bytes(b"".join(b"%05d\n" % number for number in range(1000)) + b"x" * 5000 + b"\n")
     for _ in range(200):
@@ -71,7 +71,7 @@ def test_each_line_is_read_once_in_bounded_parts_and_a_torn_one_when_it_is_compl
             break
     assert found == path.read_bytes().splitlines()
     # Of a window, the first line is torn.
-    assert Tail(path, window=5016).read(MOST).lines == [b"00998", b"00999", b"x" * 5000]
+    assert FileTail(path, window=5016).read(MOST).lines == [b"00998", b"00999", b"x" * 5000]
     for written, lines in ((b"one\nthr", [b"one"]), (b"ee\nfour", [b"three"])):
         with path.open("ab") as file:
             file.write(written)
@@ -84,7 +84,7 @@ def test_lines_that_hold_no_object_are_counted_and_left_out() -> None:
     # Two that are wrong only together.
     assert parse_lines([b'{"a": 1}, {"b": 2}', b'{"c": 3}']) == ([{"c": 3}], 1)
     bad = [{"step": "1"}, {"step": True}, {"step": 0}, {"step": -3}, {"step": 1.0}, {"step": 1 << 60}, {}]
-    assert Columns().add(bad) == len(bad)
+    assert MetricColumns().add(bad) == len(bad)
 
 
 # -- columns
@@ -97,7 +97,7 @@ def test_columns_are_those_of_reading_line_by_line(given_lines: list[tuple[int, 
     keys: list[dict[str, Any]] = [{"a": 1.5}, {"a": 2, "g": {"x": 3.0}}]
     keys += [{"g": {"x": None, "y": 10**400}}, {"a": "text", "g": {"x": True}}]
     values = [{"a": 1.5}, {"a": 2.0, "g/x": 3.0}, {"g/x": math.nan, "g/y": math.inf}, {}]
-    columns, records = Columns(), [{"step": step, **keys[kind]} for step, kind in given_lines]
+    columns, records = MetricColumns(), [{"step": step, **keys[kind]} for step, kind in given_lines]
     for begin in range(0, len(records), batch):
         columns.add(records[begin : begin + batch])
     expected: dict[int, dict[str, float]] = {}
@@ -114,7 +114,7 @@ def test_columns_are_those_of_reading_line_by_line(given_lines: list[tuple[int, 
 @given(st.lists(NUMBERS, min_size=1, max_size=400), st.integers(2, 60), st.integers(1, 1000))
 def test_the_lowest_and_highest_of_all_are_drawn_whatever_is_left_out(numbers, points, begin):
     values = np.array(numbers)
-    places = chosen(np.arange(begin, begin + len(values)), values, points)
+    places = choose_points(np.arange(begin, begin + len(values)), values, points)
     assert (np.diff(places) > 0).all()
     assert (places[0], places[-1]) == (0, len(values) - 1)
     assert len(places) <= 3 * points + 2
@@ -147,12 +147,14 @@ def _column(values: list[float], first: int = 1) -> tuple[np.ndarray, np.ndarray
 
 def test_the_first_differing_step_and_the_first_that_has_parted() -> None:
     span = (None, None, 100)
-    found = compare(_column([1.0, 2.0, 3.0, math.nan, 5.0]), _column([1.0, 2.0 + 1e-9, 3.0, math.nan, 5.1]), *span)
+    found = compare_columns(
+        _column([1.0, 2.0, 3.0, math.nan, 5.0]), _column([1.0, 2.0 + 1e-9, 3.0, math.nan, 5.1]), *span
+    )
     assert (found["steps"], found["first"]) == (5, {"step": 2, "one": 2.0, "other": 2.0 + 1e-9})
     assert (found["parted"]["step"], found["largest"]) == (5, pytest.approx(0.1 / 5.1))
     assert (found["x"], found["y"][0]) == ([1, 2, 3, 4, 5], 0.0)
     # A lost value is a difference, and steps of one run alone are not compared.
-    found = compare(_column([1.0, 2.0, 3.0]), _column([2.0, math.nan], first=2), *span)
+    found = compare_columns(_column([1.0, 2.0, 3.0]), _column([2.0, math.nan], first=2), *span)
     assert found["first"] == found["parted"] == {"step": 3, "one": 3.0, "other": None}
     assert (found["steps"], found["largest"], found["x"]) == (2, None, [2, 3])
 
@@ -171,15 +173,15 @@ def test_the_first_differing_step_and_the_first_that_has_parted() -> None:
     ],
 )
 def test_stragglers_by_median_absolute_deviations(seconds: list[float], expected: list[int]) -> None:
-    found = stragglers(list(range(len(seconds))), "seconds", np.array(seconds), step_seconds=1.0)
+    found = find_stragglers(list(range(len(seconds))), "seconds", np.array(seconds), step_s=1.0)
     assert [each.rank for each in found] == expected
 
 
 def test_the_history_of_a_rank_continues_where_its_file_does(tmp_path: Path) -> None:
     make_ranks(tmp_path, 2, 300)
-    ranks, path = Ranks(tmp_path / "ranks"), tmp_path / "ranks" / "00001.jsonl"
+    ranks, path = RankMetrics(tmp_path / "ranks"), tmp_path / "ranks" / "00001.jsonl"
     values = [json.loads(line)["seconds"] for line in path.read_text().splitlines()[-50:]]
-    spans = [ranks.look(last=50)["parts"]["seconds"][name][1] for name in ("low", "median", "high")]
+    spans = [ranks.look(num_steps=50)["parts"]["seconds"][name][1] for name in ("low", "median", "high")]
     assert spans == pytest.approx([min(values), np.median(values), max(values)], abs=0)
 
     def steps(rank: int, low: int | None = None, high: int | None = None) -> list[int]:
@@ -189,7 +191,7 @@ def test_the_history_of_a_rank_continues_where_its_file_does(tmp_path: Path) -> 
     # One more on either side, to which lines go.
     assert (steps(1), steps(1, 100, 110)) == ([*range(1, 301)], [*range(99, 112)])
     write_lines(path, [{"step": step, "seconds": 9.0} for step in (299, 300, 301)])
-    assert (steps(1), ranks.look(last=3)["parts"]["seconds"]["low"][1]) == ([*range(1, 302)], 9.0)
+    assert (steps(1), ranks.look(num_steps=3)["parts"]["seconds"]["low"][1]) == ([*range(1, 302)], 9.0)
     write_lines(path, [{"step": 201, "seconds": 2.0}])
     assert [steps(rank) for rank in (1, 0, 1)] == [[*range(1, 202)], [*range(1, 301)], [*range(1, 202)]]
     # Written anew, by a run that has resumed elsewhere: nothing is left of what was before.
@@ -200,14 +202,14 @@ def test_the_history_of_a_rank_continues_where_its_file_does(tmp_path: Path) -> 
 
 def test_a_timeline_is_on_the_clock_of_all_its_ranks(tmp_path: Path) -> None:
     make_timeline(tmp_path, steps=(10, 20))
-    found = timelines.timeline_at(tmp_path / "timeline")
+    found = timelines.load_timeline(tmp_path / "timeline")
     assert (found["steps"], found["step"]) == ([10, 20], 20)
     first, second = found["measured"]
     assert first["actions"][0] == ["F", 0, 0, 0.0, pytest.approx(0.011)]
     # Its step began a millisecond later.
     assert second["actions"][0][3] == pytest.approx(0.01 + 0.001, abs=1e-6)
     assert found["planned"]["schedule"] == "1F1B"
-    assert timelines.timeline_at(tmp_path / "none") == {"planned": None, "steps": [], "step": None, "measured": []}
+    assert timelines.load_timeline(tmp_path / "none") == {"planned": None, "steps": [], "step": None, "measured": []}
 
 
 # -- a run
@@ -230,7 +232,7 @@ def test_a_run_is_followed_while_it_continues(tmp_path: Path) -> None:
     assert state() == ("running", 6)
     assert run.state()["versions"] != versions
     steps, losses = run.metrics.column("loss")
-    known = read_metrics(metrics, until=100, steps=100)
+    known = read_metrics(metrics, last_step=100, num_steps=100)
     assert (steps.tolist(), losses.tolist()) == ([each.step for each in known], [each.loss for each in known])
     write_lines(tmp_path / "events.jsonl", [event("end", 6, reason="done")])
     assert state() == ("done", 6)
@@ -260,10 +262,10 @@ def test_how_a_run_has_ended(events, holder, expected, why, tmp_path):
 
 def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
     one, other = (make_run(tmp_path / name / "a", 3) for name in ("runs", "more"))
-    assert [run.name for run in watched([one, other])] == ["runs/a", "more/a"]
+    assert [run.name for run in open_runs([one, other])] == ["runs/a", "more/a"]
     for path, text in (("runs/b", r"no directory of a run.*Runs beside it: .*runs/a"), ("runs", "Name those to watch")):
         with pytest.raises(ConfigError, match=text):
-            watched([tmp_path / path])
+            open_runs([tmp_path / path])
     code, told = invoke("watch", one, "--host", "no.such.host.invalid", "--port", 1, "--no-browser")
     assert (code, "cannot be served on" in told) == (2, True), told
 
@@ -279,7 +281,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
     make_ranks(one, 6, slow=2)
     make_timeline(one)
     write_lines(one / "events.jsonl", [event("fault", 300, rank=0, kind="E", message="</script>", ended=math.nan)])
-    page = server.application(watched([one, other]), host="127.0.0.1", port=1, token="t")
+    page = server.build_application(open_runs([one, other]), host="127.0.0.1", port=1, token="t")
     return TestClient(page, base_url="http://127.0.0.1:1", cookies={"meshwright-1": "t"})
 
 
@@ -332,7 +334,7 @@ def test_the_page_and_its_parts_come_from_this_server_alone(client: TestClient) 
     for part in ("/web/page.js", "/web/page.css", "/web/vendor/uPlot.iife.min.js", "/web/vendor/uPlot.min.css"):
         assert part in page.text
         assert client.get(part).status_code == 200
-    for path in server.WEB.glob("*.*"):
+    for path in server.WEB_DIRECTORY.glob("*.*"):
         text = path.read_text(encoding="utf-8").replace("http://www.w3.org", "")
         assert not re.search("innerHTML|https?://", text), path
     assert client.post("/api/state").status_code == client.delete("/").status_code == 405

@@ -16,7 +16,7 @@ import pytest
 from support.watched import event, make_ranks, make_run, make_timeline, start, step_line, write_lines
 
 from meshwright_watch import server
-from meshwright_watch.run import watched
+from meshwright_watch.run import open_runs
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
@@ -44,10 +44,10 @@ def opened(browser) -> Iterator[Callable[..., Any]]:
     contexts = []
 
     def open_page(*directories: Path, ready: str = "#steps canvas") -> Any:
-        listener = server.listening("127.0.0.1", 0, default=0)
+        listener = server.open_listener("127.0.0.1", 0, default=0)
         options = {"host": "127.0.0.1", "token": "t"}
         threading.Thread(
-            target=server.serve, args=(watched(directories), listener), kwargs=options, daemon=True
+            target=server.serve, args=(open_runs(directories), listener), kwargs=options, daemon=True
         ).start()
         contexts.append(browser.new_context(color_scheme="light", viewport={"width": 1400, "height": 900}))
         page = contexts[-1].new_page()
@@ -56,8 +56,8 @@ def opened(browser) -> Iterator[Callable[..., Any]]:
         page.on("console", lambda told: errors.append(told.text) if told.type == "error" else None)
         # Nothing of elsewhere is asked for.
         page.on("request", lambda asked: errors.append(asked.url) if not asked.url.startswith(url) else None)
-        url = server.address(listener, "").partition("?")[0]
-        page.goto(server.address(listener, "t"))
+        url = server.format_url(listener, "").partition("?")[0]
+        page.goto(server.format_url(listener, "t"))
         page.wait_for_selector(ready)
         return page
 

@@ -26,53 +26,53 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from ..._compat.torch import all_gather, reduce_scatter
-from ..._compat.transformers import attention_of
+from ..._compat.transformers import get_attention_function
 from ...base.errors import ModelError
-from ...tensors.ops import with_attribute
-from ..tensor.collectives import Exchange
-from .probe import Observer
+from ...tensors.ops import temporary_attribute
+from ..tensor.collectives import AllToAll
+from .probe import AttentionProbe
 
-Way = Literal["allgather", "ulysses"]
+CPAttentionMethod = Literal["allgather", "ulysses"]
 
 
 @dataclass(frozen=True)
-class Share:
+class SequenceShard:
     """This rank's share of each sequence: its place on the axis `cp`, and how positions are exchanged."""
 
     group: dist.ProcessGroup
     size: int
     rank: int
-    way: Way
+    way: CPAttentionMethod
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
         """Return this rank's positions of a sequence, whose length 2 x `size` divides; int64."""
-        return local_part(torch.arange(length, device=device), 0, self.rank, self.size)
+        return shard_positions(torch.arange(length, device=device), 0, self.rank, self.size)
 
     def starts(self, length: int) -> tuple[int, int]:
         """Return the first positions of this rank's two chunks."""
         chunk = length // (2 * self.size)
         return self.rank * chunk, (2 * self.size - 1 - self.rank) * chunk
 
-    def own(self, whole: Tensor) -> Tensor:
+    def own(self, full: Tensor) -> Tensor:
         """Return this rank's positions of a tensor (B, S, ...)."""
-        return local_part(whole, 1, self.rank, self.size)
+        return shard_positions(full, 1, self.rank, self.size)
 
 
-def local_part(whole: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
+def shard_positions(full: Tensor, dim: int, rank: int, num_ranks: int) -> Tensor:
     """Return a rank's positions of a tensor that has all of them along `dim`."""
-    chunks = whole.chunk(2 * ranks, dim)
-    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], dim)
+    chunks = full.chunk(2 * num_ranks, dim)
+    return torch.cat([chunks[rank], chunks[2 * num_ranks - 1 - rank]], dim)
 
 
-def put_together(parts: Sequence[Tensor] | Tensor, dim: int) -> Tensor:
+def unshard_positions(parts: Sequence[Tensor] | Tensor, dim: int) -> Tensor:
     """Return all positions in order along `dim`, from the parts of all ranks."""
     halves = [part.chunk(2, dim) for part in parts]
     return torch.cat([first for first, _ in halves] + [last for _, last in reversed(halves)], dim)
 
 
-def divided(whole: Tensor, dim: int, ranks: int) -> Tensor:
+def shard_for_all_ranks(full: Tensor, dim: int, num_ranks: int) -> Tensor:
     """Return the parts of all ranks, stacked along a new first dim."""
-    return torch.stack([local_part(whole, dim, rank, ranks) for rank in range(ranks)])
+    return torch.stack([shard_positions(full, dim, rank, num_ranks) for rank in range(num_ranks)])
 
 
 class GatherPositions(torch.autograd.Function):
@@ -81,45 +81,45 @@ class GatherPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, dim: int = 2) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return put_together(all_gather(part[None], 0, group), dim)
+        return unshard_positions(all_gather(part[None], 0, group), dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        parts = divided(grad, ctx.dim, dist.get_world_size(ctx.group))
+        parts = shard_for_all_ranks(grad, ctx.dim, dist.get_world_size(ctx.group))
         return reduce_scatter(parts, 0, ctx.group)[0], None, None
 
 
-def joined_positions(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_positions(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather (B, P, ...) to (B, S, ...) on all ranks, with a gradient if it is floating point."""
-    if part.is_floating_point():
-        whole: Tensor = GatherPositions.apply(part, group, 1)
+    if local.is_floating_point():
+        whole: Tensor = GatherPositions.apply(local, group, 1)
         return whole
     # A bool is sent as a byte.
-    return put_together(all_gather(part.to(torch.uint8)[None], 0, group), 1).to(part.dtype)
+    return unshard_positions(all_gather(local.to(torch.uint8)[None], 0, group), 1).to(local.dtype)
 
 
-def of_last_tokens(part_BK: Tensor, real_BP: Tensor, share: Share) -> Tensor:
+def gather_last_tokens(part_BK: Tensor, real_BP: Tensor, sequence_shard: SequenceShard) -> Tensor:
     """Return for each sequence what the rank with its last token (padding aside) has, on all ranks, with a gradient.
 
     `part_BK` is what this rank has of each sequence; `real_BP` are its tokens that are no padding, bool.
     """
-    positions_P = share.positions(share.size * real_BP.shape[1], part_BK.device)
-    every_RB = all_gather(positions_P.where(real_BP, -1).amax(1)[None], 0, share.group)
+    positions_P = sequence_shard.positions(sequence_shard.size * real_BP.shape[1], part_BK.device)
+    every_RB = all_gather(positions_P.where(real_BP, -1).amax(1)[None], 0, sequence_shard.group)
     # A rank has two pieces of each sequence; the value is put into the second one.
-    pieces = joined_positions(torch.stack([torch.zeros_like(part_BK), part_BK], 1), share.group)
-    second_B = 2 * share.size - 1 - every_RB.argmax(0)
+    pieces = gather_positions(torch.stack([torch.zeros_like(part_BK), part_BK], 1), sequence_shard.group)
+    second_B = 2 * sequence_shard.size - 1 - every_RB.argmax(0)
     return pieces[torch.arange(len(part_BK), device=part_BK.device), second_B]
 
 
-def heads_for_positions(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+def scatter_heads(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange all heads of this rank's positions for this rank's heads of all: (B, H, P, D) to (B, H/n, S, D)."""
-    by_rank = torch.stack(part.chunk(dist.get_world_size(group), 1))
-    return put_together(Exchange.apply(by_rank, None, None, group), 2)
+    by_rank = torch.stack(local.chunk(dist.get_world_size(group), 1))
+    return unshard_positions(AllToAll.apply(by_rank, None, None, group), 2)
 
 
-def positions_for_heads(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_heads(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange back an output that has positions before heads: (B, S, H/n, D) to (B, P, H, D)."""
-    received = Exchange.apply(divided(part, 1, dist.get_world_size(group)), None, None, group)
+    received = AllToAll.apply(shard_for_all_ranks(local, 1, dist.get_world_size(group)), None, None, group)
     return torch.cat(received.unbind(0), 2)
 
 
@@ -127,12 +127,12 @@ def positions_for_heads(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 # Keywords of transformers' attention functions that mean the same for a part of the queries. `sliding_window` is in the
 # mask already.
-KNOWN = frozenset(
+SUPPORTED_OPTIONS = frozenset(
     {"dropout", "scaling", "sliding_window", "softcap", "position_ids", "cache_position", "use_cache"}
     | {"output_router_logits"}
 )
-PER_HEAD = frozenset({"s_aux", "sinks"})
-LARGEST_MASK = 2**24
+PER_HEAD_OPTIONS = frozenset({"s_aux", "sinks"})
+MAX_MASK_ELEMENTS = 2**24
 """Elements of a mask; with more, queries are taken in blocks, which are recomputed in backward."""
 
 MaskFunction = Callable[..., Tensor]
@@ -149,8 +149,8 @@ class PositionMask:
     full sequence, and of it on this rank; `is_causal`: a query attends to exactly its own position and all before.
     """
 
-    share: Share
-    observer: Observer | None
+    share: SequenceShard
+    observer: AttentionProbe | None
     make: Callable[..., Tensor]
     function: MaskFunction
     length: int
@@ -164,14 +164,19 @@ class PositionMask:
         device, exchanges = self.arguments["device"], self.share.way == "ulysses"
         return torch.arange(self.length, device=device) if exchanges else self.share.positions(self.length, device)
 
-    def of(self, rows: Tensor, keys: int | None = None) -> Tensor:
-        """Return the mask of queries at `rows` and the first `keys` keys: (B, 1, rows, keys)."""
+    def of(self, query_positions: Tensor, num_keys: int | None = None) -> Tensor:
+        """Return the mask of queries at `query_positions` and the first `num_keys` keys: (B, 1, rows, keys)."""
 
         def at_rows(sequence: Any, head: Any, query: Any, key: Any) -> Tensor:
-            return self.function(sequence, head, rows[query], key)
+            return self.function(sequence, head, query_positions[query], key)
 
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        lengths = {"q_length": rows.shape[0], "kv_length": keys or self.length, "q_offset": 0, "kv_offset": 0}
+        lengths = {
+            "q_length": query_positions.shape[0],
+            "kv_length": num_keys or self.length,
+            "q_offset": 0,
+            "kv_offset": 0,
+        }
         return self.make(mask_function=at_rows, **lengths, **skips, **self.arguments)
 
     @functools.cached_property
@@ -194,22 +199,22 @@ def attend(
     The query is (B, H, P, D) of this rank, keys and values have as many heads or fewer, and the mask is a PositionMask.
     An option that is not known to be right for a part of the positions raises ModelError. Returns (B, P, H, D).
     """
-    mask = _checked_mask(module, query, key, attention_mask)
+    mask = _check_mask(module, query, key, attention_mask)
     without_mask = mask.is_causal and implementation == "sdpa"
     _check_options(module, options, mask.share.way, without_mask=without_mask)
     exchanges = mask.share.way == "ulysses"
-    copies = _copies_of_heads(module, query.shape[1], key.shape[1], mask.share.size) if exchanges else 1
-    layer = _Layer(attention_of(module, implementation), module, mask, options, without_mask)
+    copies = _count_head_copies(module, query.shape[1], key.shape[1], mask.share.size) if exchanges else 1
+    layer = _AttentionCall(get_attention_function(module, implementation), module, mask, options, without_mask)
     if mask.observer is not None:
         return mask.observer.attend(query, key, value), None
     return layer.exchanged(query, key, value, copies) if exchanges else layer.gathered(query, key, value), None
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _AttentionCall:
     """One call of one layer, whose attention function is `core`.
 
-    `without_mask`: transformers would give it no mask, and it would assume a causal one.
+    `skips_mask`: transformers would give it no mask, and it would assume a causal one.
     """
 
     core: Callable[..., tuple[Tensor, Any]]
@@ -229,28 +234,28 @@ class _Layer:
         parts = zip(query.split(self.mask.part // 2, 2), starts, strict=True)
         return torch.cat([output for rows, start in parts for output in self._causal(rows, key, value, start)], 1)
 
-    def exchanged(self, query: Tensor, key: Tensor, value: Tensor, copies: int) -> Tensor:
+    def exchanged(self, query: Tensor, key: Tensor, value: Tensor, num_copies: int) -> Tensor:
         group = self.mask.share.group
-        if copies > 1:
+        if num_copies > 1:
             # Each rank gets the heads that its queries read.
-            key, value = (each.repeat_interleave(copies, 1) for each in (key, value))
-        query, key, value = (heads_for_positions(each, group) for each in (query, key, value))
+            key, value = (each.repeat_interleave(num_copies, 1) for each in (key, value))
+        query, key, value = (scatter_heads(each, group) for each in (query, key, value))
         if self.without_mask:
-            return positions_for_heads(self._run(query, key, value, None), group)
-        return positions_for_heads(self._masked(query, key, value), group)
+            return gather_heads(self._run(query, key, value, None), group)
+        return gather_heads(self._masked(query, key, value), group)
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         # From the tensors' shapes: in recomputation nothing else knows how many query heads read a key head.
         name, groups = "num_key_value_groups", query.shape[1] // key.shape[1]
         is_set = getattr(self.module, name, None) in (None, groups)
-        with nullcontext() if is_set else with_attribute(self.module, name, groups):
+        with nullcontext() if is_set else temporary_attribute(self.module, name, groups):
             return self.core(self.module, query, key, value, mask, **self.options)[0]
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, start: int) -> Iterator[Tensor]:
         """Attend from consecutive positions, from `start` on, each to all keys up to its own."""
         count = query.shape[2]
         keys = start + count
-        step = max(1, LARGEST_MASK // keys)
+        step = max(1, MAX_MASK_ELEMENTS // keys)
         if query.device.type != "cpu" and count > 1:
             # Kernels know this mask and make no tensor of it.
             yield self._run(query, key[:, :, :keys], value[:, :, :keys], causal_lower_right(count, keys))
@@ -264,7 +269,7 @@ class _Layer:
                 yield self._block(part, key, value, rows, first + len(rows))
 
     def _masked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        step = max(1, LARGEST_MASK // (query.shape[0] * self.mask.length))
+        step = max(1, MAX_MASK_ELEMENTS // (query.shape[0] * self.mask.length))
         if step >= query.shape[2]:
             return self._run(query, key, value, self.mask.whole)
         parts = zip(query.split(step, 2), self.mask.rows.split(step), strict=True)
@@ -285,13 +290,15 @@ class _Layer:
         return output
 
 
-def _copies_of_heads(module: nn.Module, heads: int, kv_heads: int, ranks: int) -> int:
+def _count_head_copies(module: nn.Module, heads: int, kv_heads: int, num_ranks: int) -> int:
     """Return how many copies of each key head make their number divisible by the ranks; raises ModelError."""
     name = type(module).__name__
     divides = f"cp_attention='ulysses' divides the heads of attention, but {name}"
     advice = "Set cp_attention=allgather, or choose another cp_size."
-    if heads % ranks:
-        raise ModelError(f"{divides} has {heads} of them on each rank, which cp_size={ranks} does not divide. {advice}")
+    if heads % num_ranks:
+        raise ModelError(
+            f"{divides} has {heads} of them on each rank, which cp_size={num_ranks} does not divide. {advice}"
+        )
     own = [each for each, parameter in module.named_parameters(recurse=False) if heads in parameter.shape]
     if own:
         raise ModelError(f"{divides} holds {own[0]} for all of them. {advice}")
@@ -301,10 +308,10 @@ def _copies_of_heads(module: nn.Module, heads: int, kv_heads: int, ranks: int) -
             f"divided by cp_attention='ulysses'. {advice}"
         )
     groups = heads // kv_heads
-    return next(each for each in range(1, groups + 1) if not groups % each and not kv_heads * each % ranks)
+    return next(each for each in range(1, groups + 1) if not groups % each and not kv_heads * each % num_ranks)
 
 
-def _checked_mask(module: nn.Module, query: Tensor, key: Tensor, mask: Any) -> PositionMask:
+def _check_mask(module: nn.Module, query: Tensor, key: Tensor, mask: Any) -> PositionMask:
     name = type(module).__name__
     if not isinstance(mask, PositionMask):
         raise ModelError(
@@ -325,12 +332,12 @@ def _check_options(module: nn.Module, options: Mapping[str, Any], way: str, *, w
         is_tensor = isinstance(value, Tensor)
         if not is_tensor and not value:
             continue
-        if option in PER_HEAD and way == "ulysses":
+        if option in PER_HEAD_OPTIONS and way == "ulysses":
             raise ModelError(
                 f"{name} gives its attention {option}, for all heads, which cp_attention='ulysses' divides. "
                 f"Set cp_attention=allgather."
             )
-        if option not in KNOWN | PER_HEAD | {"is_causal"}:
+        if option not in SUPPORTED_OPTIONS | PER_HEAD_OPTIONS | {"is_causal"}:
             shown = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)[:80]
             raise ModelError(
                 f"{name} gives its attention {option}={shown}, of which it is not known whether it is right on "

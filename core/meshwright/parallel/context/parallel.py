@@ -2,7 +2,7 @@
 
 During a step the model's attention setting names functions of this package (`attention.attend`, `make_mask`), and the
 model is called with this rank's positions of each sequence. Nothing else of the model changes, so a model that mixes
-positions elsewhere would compute something else: `try_out` finds that before the first step.
+positions elsewhere would compute something else: `probe` finds that before the first step.
 """
 
 from __future__ import annotations
@@ -19,29 +19,37 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..._compat.transformers import (
     LENGTH_DEPENDENT,
-    attention_setting,
-    for_documents,
-    mask_maker,
-    nested_configs,
+    collect_nested_configs,
+    get_attention_setting,
+    get_mask_function,
+    isolate_documents,
     register_attention,
-    set_attention,
+    set_attention_setting,
 )
 from ...base.errors import BatchError, ModelError
 from ...base.types import Batch
 from ...model.layout import ModelLayout
-from ...step.axis import Axis, Trial
-from ...step.tokens import TARGETS, targets
-from ...tensors.ops import with_attribute
-from .attention import MaskFunction, PositionMask, Share, Way, attend, joined_positions, of_last_tokens
-from .probe import Finding, Observer, find_defect, numbered, real_tokens
+from ...step.axis import Axis, ProbeInputs
+from ...step.tokens import TARGETS, shift_labels
+from ...tensors.ops import temporary_attribute
+from .attention import (
+    CPAttentionMethod,
+    MaskFunction,
+    PositionMask,
+    SequenceShard,
+    attend,
+    gather_last_tokens,
+    gather_positions,
+)
+from .probe import AttentionProbe, ProbeResult, find_real_tokens, number_positions, probe_model
 
 _PREFIX = "meshwright_"
-_WHOLE_POSITIONS = "whole_position_ids"
-_MASKS = "masks_tokens"
+_FULL_POSITION_IDS = "whole_position_ids"
+_HAS_MASKED_TOKENS = "masks_tokens"
 """Key of a divided batch: a tensor with one element if the attention mask has zeros, else none; missing where
 finding out would wait for the device."""
-_DIVIDED = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
-_SERVED = ("eager", "sdpa")
+_SHARDED_KEYS = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
+_SUPPORTED_ATTENTION = ("eager", "sdpa")
 
 
 class ContextParallel(Axis):
@@ -60,15 +68,15 @@ class ContextParallel(Axis):
     divides_batches = divides_sequences = True
 
     def __init__(
-        self, model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, attention: Way = "allgather"
+        self, model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, attention: CPAttentionMethod = "allgather"
     ) -> None:
-        self.share = Share(mesh.get_group(), mesh.size(), mesh.get_local_rank(), attention)
-        self.observer: Observer | None = None
+        self.share = SequenceShard(mesh.get_group(), mesh.size(), mesh.get_local_rank(), attention)
+        self.observer: AttentionProbe | None = None
         # Sharding changes the class.
         self._name = type(model).__name__
         self._model, self._layout = model, layout
-        self._finding: Finding | None = None
-        self._configs = nested_configs(model)
+        self._finding: ProbeResult | None = None
+        self._configs = collect_nested_configs(model)
         _check_configs(model, self._configs)
 
     # -- batches
@@ -84,25 +92,29 @@ class ContextParallel(Axis):
         """
         ids, labels = batch["input_ids"], batch["labels"]
         given, mask = batch.get("position_ids"), batch.get("attention_mask")
-        whole = numbered(ids, self._finding.padding if self._finding is not None else None) if given is None else given
+        whole = (
+            number_positions(ids, self._finding.padding if self._finding is not None else None)
+            if given is None
+            else given
+        )
         divided = {
             "input_ids": self.own(ids),
-            TARGETS: self.own(targets(labels)),
+            TARGETS: self.own(shift_labels(labels)),
             "position_ids": self.own(whole.expand(ids.shape)),
             "attention_mask": torch.ones_like(ids) if mask is None else mask,
         }
         if mask is None or mask.device.type == "cpu":
-            divided[_MASKS] = ids.new_empty(int(mask is not None and not bool(mask.all())))
+            divided[_HAS_MASKED_TOKENS] = ids.new_empty(int(mask is not None and not bool(mask.all())))
         # transformers looks for documents only without a mask. An accelerator's answer would have to be waited for.
         on_cpu = ids.device.type == "cpu"
         if given is not None and mask is None and not (on_cpu and bool((given.diff(dim=-1) == 1).all())):
-            divided[_WHOLE_POSITIONS] = whole.expand(ids.shape)
+            divided[_FULL_POSITION_IDS] = whole.expand(ids.shape)
         return divided
 
     def check_batch(self, batch: Batch) -> None:
         count, length = batch["input_ids"].shape
         for name, tensor in batch.items():
-            if name not in _DIVIDED:
+            if name not in _SHARDED_KEYS:
                 raise BatchError(
                     f"the batch holds {name}, of which it is not known how cp_size={self.share.size} divides it. "
                     f"Leave it out, or set cp_size=1."
@@ -120,15 +132,15 @@ class ContextParallel(Axis):
                 f"cannot divide. Give position_ids beside it."
             )
 
-    def own(self, whole: Tensor) -> Tensor:
-        return self.share.own(whole)
+    def own(self, full: Tensor) -> Tensor:
+        return self.share.own(full)
 
-    def joined(self, part: Tensor) -> Tensor:
-        return joined_positions(part, self.share.group)
+    def joined(self, local: Tensor) -> Tensor:
+        return gather_positions(local, self.share.group)
 
-    def joined_sequences(self, part: Tensor) -> Tensor:
+    def joined_sequences(self, local: Tensor) -> Tensor:
         """Return for each sequence what the rank with its last token gives, padding aside: such a head takes that."""
-        return of_last_tokens(part, real_tokens(self._model, self._ids_BS), self.share)
+        return gather_last_tokens(local, find_real_tokens(self._model, self._ids_BS), self.share)
 
     @property
     def sharers(self) -> int:  # type: ignore[override]
@@ -139,59 +151,71 @@ class ContextParallel(Axis):
     @contextmanager
     def around_step(self) -> Iterator[None]:
         """Let the model attend as `attention.attend` does and keep no KV cache, and restore its settings."""
-        before = [(config, attention_setting(config), getattr(config, "use_cache", None)) for config in self._configs]
+        before = [
+            (config, get_attention_setting(config), getattr(config, "use_cache", None)) for config in self._configs
+        ]
         try:
             for config, name, use_cache in before:
                 if name is not None and not name.startswith(_PREFIX):
-                    set_attention(config, _registered(name))
+                    set_attention_setting(config, _register_attention(name))
                 if use_cache:
                     # Not every forward takes the keyword.
                     config.use_cache = False
             yield
         finally:
             for config, name, use_cache in before:
-                set_attention(config, name)
+                set_attention_setting(config, name)
                 if use_cache:
                     config.use_cache = use_cache
 
     @contextmanager
     def around_forward(self, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        global _running
-        rest = {name: value for name, value in inputs.items() if name not in (_WHOLE_POSITIONS, _MASKS)}
+        global _current_forward
+        rest = {name: value for name, value in inputs.items() if name not in (_FULL_POSITION_IDS, _HAS_MASKED_TOKENS)}
         self._ids_BS = inputs["input_ids"]
         part = inputs["input_ids"].shape[1]
         length = inputs["attention_mask"].shape[1] if "attention_mask" in inputs else part
-        masks = bool(inputs[_MASKS].numel()) if _MASKS in inputs else None
-        outer, _running = _running, _Running(self, length, part, inputs.get(_WHOLE_POSITIONS), masks)
+        masks = bool(inputs[_HAS_MASKED_TOKENS].numel()) if _HAS_MASKED_TOKENS in inputs else None
+        outer, _current_forward = (
+            _current_forward,
+            _ForwardState(self, length, part, inputs.get(_FULL_POSITION_IDS), masks),
+        )
         try:
             yield rest
         finally:
-            _running = outer
+            _current_forward = outer
 
     # -- before the first step
 
     @contextmanager
-    def alone(self) -> Iterator[Observer]:
+    def alone(self) -> Iterator[AttentionProbe]:
         """Let each position attend to itself, without communication, and record what attention is given."""
-        observer = Observer()
-        with with_attribute(self, "observer", observer):
+        observer = AttentionProbe()
+        with temporary_attribute(self, "observer", observer):
             yield observer
 
     def is_open(self) -> bool:
         return self._finding is None or self._finding.defect is not None
 
-    def try_out(self, trial: Trial) -> ModelError | None:
+    def try_out(self, inputs: ProbeInputs) -> ModelError | None:
         """Find out whether the model mixes positions in its attention alone, on a few tokens; nothing of it remains."""
-        ids_BS = trial.microbatch["input_ids"]
+        ids_BS = inputs.microbatch["input_ids"]
         with self.alone() as observer:
-            self._finding = find_defect(
-                self._name, self._model, self._layout, observer, ids_BS, trial.outputs, trial.multiple, self.share.size
+            self._finding = probe_model(
+                self._name,
+                self._model,
+                self._layout,
+                observer,
+                ids_BS,
+                inputs.outputs,
+                inputs.multiple,
+                self.share.size,
             )
         return None if self._finding.defect is None else ModelError(f"{self._finding.defect} Set cp_size=1.")
 
 
 @dataclass(frozen=True)
-class _Running:
+class _ForwardState:
     """The forward that is running, for the masks that the model makes.
 
     `length` and `part` are positions of a full sequence, and of it on this rank; `positions_BS` those of full
@@ -205,11 +229,11 @@ class _Running:
     masks: bool | None
 
 
-_running: _Running | None = None
+_current_forward: _ForwardState | None = None
 
 
 @functools.cache
-def _registered(implementation: str) -> str:
+def _register_attention(implementation: str) -> str:
     """Register our functions with transformers in place of an attention of its own, and return their name."""
     name = _PREFIX + implementation
     attention = torch.compiler.disable(functools.partial(attend, implementation))
@@ -238,29 +262,29 @@ def make_mask(
     There are `q_length` positions on this rank, and `kv_length` in the full sequence, since `attention_mask`, bool (B,
     S), is whole; it is None where the batch has none and the model is being checked.
     """
-    if _running is None:
+    if _current_forward is None:
         raise ModelError(
             "the model makes an attention mask outside of its forward (in recomputation, say), where context "
             "parallelism does not know its positions. Set cp_size=1."
         )
-    if (kv_length, q_length) != (_running.length, _running.part):
+    if (kv_length, q_length) != (_current_forward.length, _current_forward.part):
         raise ModelError(
             f"the model makes an attention mask of {q_length} queries and {kv_length} keys, where this rank has "
-            f"{_running.part} of {_running.length} positions. Set cp_size=1."
+            f"{_current_forward.part} of {_current_forward.length} positions. Set cp_size=1."
         )
     if use_vmap:
         raise ModelError(
             "the model adds a rule of its own to its attention masks, which may be about the positions of one rank. "
             "Set cp_size=1."
         )
-    masks = False if attention_mask is None else _running.masks
+    masks = False if attention_mask is None else _current_forward.masks
     is_whole = bool(attention_mask.all()) if masks is None and attention_mask is not None else not masks
     is_causal = allow_is_causal_skip and is_whole and (local_size is None or kv_length < local_size)
-    if _running.positions_BS is not None:
-        mask_function, is_documents = for_documents(mask_function, _running.positions_BS)
+    if _current_forward.positions_BS is not None:
+        mask_function, is_documents = isolate_documents(mask_function, _current_forward.positions_BS)
         is_causal = is_causal and not is_documents
     arguments = {"batch_size": batch_size, "attention_mask": None if is_whole else attention_mask, **rest}
-    parallel, make = _running.parallel, mask_maker(implementation)
+    parallel, make = _current_forward.parallel, get_mask_function(implementation)
     return PositionMask(
         parallel.share, parallel.observer, make, mask_function, kv_length, q_length, is_causal, arguments
     )
@@ -268,19 +292,19 @@ def make_mask(
 
 def _check_configs(model: nn.Module, configs: list[Any]) -> None:
     name = type(model).__name__
-    settings = {setting for setting in map(attention_setting, configs) if setting is not None}
+    settings = {setting for setting in map(get_attention_setting, configs) if setting is not None}
     if not settings:
         raise ModelError(
             f"{name} has no attention of transformers (config._attn_implementation), which context parallelism "
             f"divides. Set cp_size=1."
         )
     for setting in sorted(settings):
-        if setting not in _SERVED:
+        if setting not in _SUPPORTED_ATTENTION:
             raise ModelError(
                 f"{name} uses attn_implementation={setting!r}, which context parallelism cannot divide. Build the "
-                f"model with one of {', '.join(_SERVED)}, or set cp_size=1."
+                f"model with one of {', '.join(_SUPPORTED_ATTENTION)}, or set cp_size=1."
             )
-    for kind in (each for config in configs for each in _rope_types(config.to_dict())):
+    for kind in (each for config in configs for each in _iter_rope_types(config.to_dict())):
         if kind in LENGTH_DEPENDENT:
             raise ModelError(
                 f"{name} has rope_type={kind!r}, which scales all positions by the last one of a forward, and each "
@@ -288,9 +312,9 @@ def _check_configs(model: nn.Module, configs: list[Any]) -> None:
             )
 
 
-def _rope_types(value: Any) -> Iterator[str]:
+def _iter_rope_types(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         if isinstance(value.get("rope_type"), str):
             yield value["rope_type"]
         for each in value.values():
-            yield from _rope_types(each)
+            yield from _iter_rope_types(each)

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from ...base.errors import MeshwrightError
 from ...model.layout import ModelLayout
 
-TOKENS = 4
-Call = Callable[[dict[str, Tensor]], Any]
+NUM_PROBE_TOKENS = 4
+CallModel = Callable[[dict[str, Tensor]], Any]
 
 
-class Observer:
+class AttentionProbe:
     """Replacement of attention: each position attends to itself, and what attention is given is recorded in `seen`."""
 
     def __init__(self) -> None:
@@ -43,10 +43,10 @@ class Observer:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeResult:
     """What the runs have shown: what is wrong with the model, or None.
 
-    `follows_mask`: it computes positions from an attention mask where it is given none; `padding`: the token id after
+    `positions_follow_mask`: it computes positions from an attention mask where it is given none; `padding`: the token id after
     which it numbers real tokens by itself (see `numbered`), None for from 0.
     """
 
@@ -55,109 +55,109 @@ class Finding:
     padding: int | None = None
 
 
-def numbered(ids_BS: Tensor, padding: int | None) -> Tensor:
-    """Return a model's default positions: from 0, or real tokens from `padding` + 1."""
-    if padding is None:
+def number_positions(ids_BS: Tensor, padding_id: int | None) -> Tensor:
+    """Return a model's default positions: from 0, or real tokens from `padding_id` + 1."""
+    if padding_id is None:
         return torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
-    real = (ids_BS != padding).long()
-    return real.cumsum(1) * real + padding
+    real = (ids_BS != padding_id).long()
+    return real.cumsum(1) * real + padding_id
 
 
-def find_defect(
+def probe_model(
     name: str,
     model: nn.Module,
     layout: ModelLayout,
-    observer: Observer,
+    attention_probe: AttentionProbe,
     ids_BS: Tensor,
-    call: Call,
-    multiple: int,
-    ranks: int,
-) -> Finding:
+    call_model: CallModel,
+    length_multiple: int,
+    num_ranks: int,
+) -> ProbeResult:
     """Find what is wrong with a model, and how it numbers positions. Collective as its forward is.
 
-    The model, possibly sharded, is run by `call` on a few of the tokens, a multiple of `multiple`, with the observer as
-    its attention. Attention masks are `ranks` (of cp) times as long as this rank's positions.
+    The model, possibly sharded, is run by `call_model` on a few of the tokens, a multiple of `length_multiple`, with the observer as
+    its attention. Attention masks are `num_ranks` (of cp) times as long as this rank's positions.
     """
-    length = multiple * -(-TOKENS // multiple)
+    length = length_multiple * -(-NUM_PROBE_TOKENS // length_multiple)
     ids = ids_BS[:1].repeat(1, -(-length // ids_BS.shape[1]))[:, :length].contiguous()
     # As far from the start as positions may be.
-    far = min(length * ranks, max(length, ids_BS.shape[1])) - 1
+    far = min(length * num_ranks, max(length, ids_BS.shape[1])) - 1
     try:
-        return _found(name, _Probe(model, layout, observer, call), ids, far, ranks)
+        return _run_checks(name, _ProbeRunner(model, layout, attention_probe, call_model), ids, far, num_ranks)
     except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
         raise
     except Exception as error:
         # Whatever a model's own code does with unusual masks or positions.
         reason = (str(error).strip().splitlines() or [""])[0]
-        return Finding(f"{name} cannot run on a part of the positions ({type(error).__name__}: {reason}).")
+        return ProbeResult(f"{name} cannot run on a part of the positions ({type(error).__name__}: {reason}).")
 
 
-def _found(name: str, probe: _Probe, ids: Tensor, far: int, ranks: int) -> Finding:
+def _run_checks(name: str, probe: _ProbeRunner, ids: Tensor, last_position: int, ranks: int) -> ProbeResult:
     length = ids.shape[1]
     chosen = length // 2
     others = [each for each in range(length) if each != chosen]
     alone = probe.run({"input_ids": ids})
-    if probe.logits is not None and probe.logits.dim() != 3 and not _takes_last(probe, ids):
-        return Finding(
+    if probe.logits is not None and probe.logits.dim() != 3 and not _reads_last_token(probe, ids):
+        return ProbeResult(
             f"{name} gives logits {tuple(probe.logits.shape)}, one for each sequence: behind its head {probe.head} it "
             f"takes something else than the last position that is no padding."
         )
     changed = ids.clone()
     changed[0, chosen] += 1 if int(ids[0, chosen]) == 0 else -1
-    replaced = probe.run({"input_ids": changed}, not_a_number=[chosen])
+    replaced = probe.run({"input_ids": changed}, nan_positions=[chosen])
     if any(bool(each[:, others].isnan().any()) for each in replaced):
-        return Finding(f"{name} mixes positions outside of attention, which context parallelism cannot divide.")
-    if not _alike(_steady(alone), _steady(replaced), others):
-        return Finding(f"{name} lets one token act on other positions outside of attention.")
+        return ProbeResult(f"{name} mixes positions outside of attention, which context parallelism cannot divide.")
+    if not _are_close(_select_comparable(alone), _select_comparable(replaced), others):
+        return ProbeResult(f"{name} lets one token act on other positions outside of attention.")
     whole = torch.ones((1, length * ranks), dtype=torch.int64, device=ids.device)
     padded = whole.clone()
     padded[:, -1] = 0
-    for padding in (None, _padding(probe.model)):
-        given = probe.run({"input_ids": ids, "position_ids": numbered(ids, padding), "attention_mask": padded})
-        if _alike(alone, given, range(length)):
+    for padding in (None, _get_padding_id(probe.model)):
+        given = probe.run({"input_ids": ids, "position_ids": number_positions(ids, padding), "attention_mask": padded})
+        if _are_close(alone, given, range(length)):
             break
     else:
-        return Finding(
+        return ProbeResult(
             f"{name} computes something else with position_ids and attention_mask than without, where both say the "
             f"same, so context parallelism cannot give it a part of the positions."
         )
-    equal = {"input_ids": ids[:, :1].expand_as(ids).contiguous(), "position_ids": torch.full_like(ids, far)}
-    alike = probe.run({**equal, "attention_mask": whole}, equal=True)
-    if not all(_alike([each], [each[:, :1].expand_as(each)], range(length)) for each in _steady(alike)):
-        return Finding(f"{name} counts positions by itself and not by position_ids.")
+    equal = {"input_ids": ids[:, :1].expand_as(ids).contiguous(), "position_ids": torch.full_like(ids, last_position)}
+    alike = probe.run({**equal, "attention_mask": whole}, has_equal_positions=True)
+    if not all(_are_close([each], [each[:, :1].expand_as(each)], range(length)) for each in _select_comparable(alike)):
+        return ProbeResult(f"{name} counts positions by itself and not by position_ids.")
     padded = torch.ones_like(ids)
     padded[:, 0] = 0
     masked = probe.run({"input_ids": ids, "attention_mask": padded})
-    return Finding(None, follows_mask=not _alike(alone, masked, range(1, length)), padding=padding)
+    return ProbeResult(None, follows_mask=not _are_close(alone, masked, range(1, length)), padding=padding)
 
 
-def _takes_last(probe: _Probe, ids: Tensor) -> bool:
+def _reads_last_token(probe: _ProbeRunner, ids: Tensor) -> bool:
     """Return whether the output of a sequence is what the head gives for the last position that is no padding."""
-    padding, padded = _padding(probe.model), ids.clone()
+    padding, padded = _get_padding_id(probe.model), ids.clone()
     padded[:, -1] = int(ids[0, -1]) if padding is None else padding
     places = torch.arange(1, ids.shape[1] + 1, device=ids.device)
     for given in (ids, padded):
-        position = int((real_tokens(probe.model, given)[0] * places).argmax())
+        position = int((find_real_tokens(probe.model, given)[0] * places).argmax())
         others = [each for each in range(ids.shape[1]) if each != position]
         for changed, is_changed in (([position], True), (others, False)):
-            probe.run({"input_ids": given}, not_a_number=changed)
+            probe.run({"input_ids": given}, nan_positions=changed)
             if probe.logits is None or bool(probe.logits.isnan().any()) != is_changed:
                 return False
     return True
 
 
-def real_tokens(model: nn.Module, ids_BS: Tensor) -> Tensor:
+def find_real_tokens(model: nn.Module, ids_BS: Tensor) -> Tensor:
     """Return which tokens are no padding to a model that looks for the last of them; bool, (B, S)."""
-    padding = _padding(model)
+    padding = _get_padding_id(model)
     return torch.ones_like(ids_BS, dtype=torch.bool) if padding is None else ids_BS != padding
 
 
-def _padding(model: nn.Module) -> int | None:
+def _get_padding_id(model: nn.Module) -> int | None:
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     return padding if isinstance(padding, int) else None
 
 
-class _Probe:
+class _ProbeRunner:
     """Runs of a model.
 
     `logits` are those of the last run, None for a pipeline stage that has none; `head` is the last module with
@@ -166,8 +166,10 @@ class _Probe:
 
     logits: Tensor | None = None
 
-    def __init__(self, model: nn.Module, layout: ModelLayout, observer: Observer, call: Call) -> None:
-        self.model, self._observer, self._call = model, observer, call
+    def __init__(
+        self, model: nn.Module, layout: ModelLayout, attention_probe: AttentionProbe, call_model: CallModel
+    ) -> None:
+        self.model, self._observer, self._call = model, attention_probe, call_model
         self._embedding = model.get_submodule(layout.embedding) if layout.embedding else None
         self._blocks = [model.get_submodule(stack[0]) for stack in layout.stacks]
         # A later stage of a pipeline is given hidden states, whatever they are.
@@ -177,7 +179,7 @@ class _Probe:
         self._starts_within = self._embedding is None or not any(True for _ in self._embedding.parameters())
 
     def run(
-        self, inputs: dict[str, Tensor], *, not_a_number: list[int] | None = None, equal: bool = False
+        self, inputs: dict[str, Tensor], *, nan_positions: list[int] | None = None, has_equal_positions: bool = False
     ) -> list[Tensor]:
         """Return what attention is given and what the model returns, each (1, P, ...)."""
         self._observer.seen.clear()
@@ -187,7 +189,7 @@ class _Probe:
             torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
             torch.compiler.set_stance("force_eager"),
             torch.no_grad(),
-            self._changed(not_a_number, equal=equal and self._starts_within),
+            self._changed(nan_positions, has_equal_positions=has_equal_positions and self._starts_within),
         ):
             torch.manual_seed(0)
             outputs = self._call(inputs)
@@ -199,16 +201,16 @@ class _Probe:
         return seen + [each.detach() for each in floating if each.dim() > 1 and each.shape[1] == length]
 
     @contextmanager
-    def _changed(self, not_a_number: list[int] | None, *, equal: bool) -> Iterator[None]:
+    def _changed(self, nan_positions: list[int] | None, *, has_equal_positions: bool) -> Iterator[None]:
 
         def change(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() != 3:
                 return value
-            if equal:
+            if has_equal_positions:
                 return value[:, :1].expand_as(value).contiguous()
-            if not_a_number is not None:
+            if nan_positions is not None:
                 value = value.clone()
-                value[:, not_a_number] = torch.nan
+                value[:, nan_positions] = torch.nan
             return value
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -218,12 +220,12 @@ class _Probe:
             if self._starts_within:
                 for block in self._blocks:
                     hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-            elif self._embedding is not None and not_a_number is not None:
+            elif self._embedding is not None and nan_positions is not None:
                 hooks.callback(self._embedding.register_forward_hook(lambda module, args, out: change(out)).remove)
             yield
 
 
-def _steady(run: list[Tensor]) -> list[Tensor]:
+def _select_comparable(run: list[Tensor]) -> list[Tensor]:
     """Return what can be compared between positions: in half precision only what the first attention is given.
 
     Behind that, the rounding of another batch may send a token to another expert.
@@ -231,7 +233,7 @@ def _steady(run: list[Tensor]) -> list[Tensor]:
     return run[:3] if any(each.dtype in (torch.float16, torch.bfloat16) for each in run) else run
 
 
-def _alike(first: Sequence[Tensor], second: Sequence[Tensor], rows: Sequence[int]) -> bool:
+def _are_close(first: Sequence[Tensor], second: Sequence[Tensor], rows: Sequence[int]) -> bool:
     if [each.shape for each in first] != [each.shape for each in second]:
         return False
     chosen = list(rows)

@@ -20,7 +20,7 @@ from ...step.rows import Vocabulary
 
 
 def chunk_sizes(size: int, count: int) -> list[int]:
-    """Return how `torch.chunk`, and so `Shard`, cuts `size` for `count` ranks; the last ones may be empty."""
+    """Return how `torch.chunk`, and so `OptimizerShard`, cuts `size` for `count` ranks; the last ones may be empty."""
     step = -(-size // count)
     return [max(0, min(step, size - rank * step)) for rank in range(count)]
 
@@ -56,11 +56,11 @@ class Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.size, ctx.group = dim, tensor.shape[dim], group
-        return _own(tensor, dim, group)
+        return _get_local_chunk(tensor, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather(grad, ctx.dim, ctx.size, ctx.group), None, None
+        return gather_uneven(grad, ctx.dim, ctx.size, ctx.group), None, None
 
 
 class Gather(torch.autograd.Function):
@@ -69,14 +69,14 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return gather(tensor, dim, size, group)
+        return gather_uneven(tensor, dim, size, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _own(grad, ctx.dim, ctx.group), None, None, None
+        return _get_local_chunk(grad, ctx.dim, ctx.group), None, None, None
 
 
-class GatherForParts(torch.autograd.Function):
+class GatherWithPartialGrad(torch.autograd.Function):
     """`Gather` for use in parts: partial gradients are summed and scattered.
 
     Args:
@@ -84,10 +84,10 @@ class GatherForParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, whole: Tensor | None, dim: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, gathered: Tensor | None, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        if whole is not None:
-            return whole.view_as(whole)
+        if gathered is not None:
+            return gathered.view_as(gathered)
         return all_gather(tensor, dim, group)
 
     @staticmethod
@@ -108,7 +108,7 @@ class ReduceScatter(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-class Exchange(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """Send `sends[r]` entries of the first dim to each rank r and receive `receives[r]`; None: equally many."""
 
     @staticmethod
@@ -123,7 +123,7 @@ class Exchange(torch.autograd.Function):
         return all_to_all(grad, ctx.group, ctx.receives, ctx.sends), None, None, None
 
 
-def gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+def gather_uneven(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
     """Gather all ranks' chunks along `dim`, which has `size` entries in all and need not divide; without autograd."""
     sizes = chunk_sizes(size, dist.get_world_size(group))
     if len(set(sizes)) == 1:
@@ -135,7 +135,7 @@ def gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Ten
     return torch.cat([gathered.narrow(dim, rank * sizes[0], size) for rank, size in enumerate(sizes)], dim)
 
 
-def _own(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def _get_local_chunk(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     sizes = chunk_sizes(tensor.shape[dim], dist.get_world_size(group))
     rank = dist.get_rank(group)
     return tensor.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
@@ -150,16 +150,16 @@ class ShardedVocabulary(Vocabulary):
     start: int = 0
 
     @classmethod
-    def over(cls, group: dist.ProcessGroup, entries: int) -> ShardedVocabulary:
+    def over(cls, group: dist.ProcessGroup, num_entries: int) -> ShardedVocabulary:
         """Return this rank's part."""
-        sizes = chunk_sizes(entries, dist.get_world_size(group))
-        return cls(entries, group, sum(sizes[: dist.get_rank(group)]))
+        sizes = chunk_sizes(num_entries, dist.get_world_size(group))
+        return cls(num_entries, group, sum(sizes[: dist.get_rank(group)]))
 
-    def size(self, local: int) -> int:
+    def size(self, local_size: int) -> int:
         return self.entries
 
     def each(self, local: Tensor) -> Tensor:
         return all_gather(local[None], 0, self.group)
 
     def gathered(self, logits: Tensor) -> Tensor:
-        return gather(logits, -1, self.entries, self.group)
+        return gather_uneven(logits, -1, self.entries, self.group)

@@ -21,32 +21,40 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from ..._compat.peft import LowRank, base_name, low_rank, saved_copies, sum_norms, wrapped, wrappers
-from ..._compat.torch import all_reduce, own_parameters
+from ..._compat.peft import (
+    LoraLayer,
+    describe_lora_layer,
+    iter_tuner_layers,
+    list_copies,
+    patch_dora_norms,
+    to_base_name,
+    unwrap_base_layer,
+)
+from ..._compat.torch import all_reduce, get_own_parameters
 from ...base.errors import ConfigError
-from ...model.forward_order import Layer
+from ...model.forward_order import WrapOrder
 from ...model.layout import ModelLayout
-from ...tensors.ops import in_place_of
-from .. import Forward, wrap_forward
+from ...tensors.ops import temporary_parameters
+from .. import ForwardMethod, wrap_forward_if
 from .collectives import chunk_sizes
-from .styles import STYLES, Around, Style
+from .styles import STYLES, TensorParallelContext, TensorParallelStyle
 
-PARTIAL = "replicated_with_grad_allreduce"
-OUT = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_colwise")
+PARTIAL_GRAD_STYLE = "replicated_with_grad_allreduce"
+COLUMN_STYLES = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_colwise")
 """Styles that divide a layer's output."""
-IN = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise", "embedding_rowwise")
+ROW_STYLES = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise", "embedding_rowwise")
 """Styles that divide a layer's input."""
 
 
 @dataclass
-class Plan:
+class TensorParallelPlan:
     """Styles by the full names of modules and parameters.
 
     Attributes:
         source: of the plan, for errors.
         parameters: style of each parameter: its own, or its module's.
-        shards_positions: whether a style of torch in the plan asks for sequence parallelism.
-        is_given: whether a user or a plugin wrote it.
+        uses_sequence_parallel: whether a style of torch in the plan asks for sequence parallelism.
+        is_user_provided: whether a user or a plugin wrote it.
     """
 
     source: str
@@ -55,24 +63,24 @@ class Plan:
     shards_positions: bool = False
     is_given: bool = False
 
-    def style(self, module: str) -> Style | None:
+    def style(self, module: str) -> TensorParallelStyle | None:
         """Return the style of a module, if it has one."""
         name = self.modules.get(module)
         return None if name is None else STYLES[name]
 
     def names(self, module: str, model: nn.Module) -> list[str]:
         """Return the styles of a module, or of its original and trained copies."""
-        return [self.modules[each] for each, _ in spread(model, module, "replicate") if each in self.modules]
+        return [self.modules[each] for each, _ in expand_style(model, module, "replicate") if each in self.modules]
 
     def name(self, module: str, style: str, model: nn.Module) -> None:
         """Set the style of a module and of its parameters."""
-        for name, parameters in spread(model, module, style):
+        for name, parameters in expand_style(model, module, style):
             self.modules[name] = style
             self.parameters.update(parameters)
 
     def drop(self, module: str, model: nn.Module) -> None:
         """Leave a module and its parameters replicated."""
-        for name, parameters in spread(model, module, "replicate"):
+        for name, parameters in expand_style(model, module, "replicate"):
             self.modules.pop(name, None)
             for parameter in parameters:
                 self.parameters.pop(parameter, None)
@@ -82,38 +90,43 @@ class Plan:
         return any(each == module or each.startswith(f"{module}.") for each in self.modules)
 
 
-def spellings(name: str) -> Iterator[str]:
+def iter_aliases(name: str) -> Iterator[str]:
     """Yield what a plan may call a module or parameter: its name, or that in the base model of an adapted one."""
-    yield from (name, wildcards(name))
+    yield from (name, replace_indices(name))
     # A wrapper has the name of the layer it wraps; layers inside of it have no name in a plan.
     if not name.endswith((".base_layer", ".modules_to_save")):
-        yield from (base_name(name), wildcards(base_name(name)))
+        yield from (to_base_name(name), replace_indices(to_base_name(name)))
 
 
-def wildcards(name: str) -> str:
+def replace_indices(name: str) -> str:
     """Replace each number in a name by `*`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def without_base_layer(name: str) -> str:
+def strip_base_layer(name: str) -> str:
     """Return the name of the outermost wrapper of a layer."""
     return re.sub(r"(\.base_layer)+$", "", name)
 
 
-def check_layers_are_named(plan: Plan, model: nn.Module) -> None:
+def check_layers_have_styles(plan: TensorParallelPlan, model: nn.Module) -> None:
     """Raise ConfigError if a plan shards the weight of a layer, but has no style for the layer's communication."""
     for name, style in plan.parameters.items():
         path = name.rpartition(".")[0]
         owner = path.removesuffix(".base_layer")
         is_layer = type(model.get_submodule(path)) in (nn.Linear, nn.Embedding, Conv1D)
-        if is_layer and style in (*OUT, *IN) and owner not in plan.modules and not is_read(model, owner):
+        if (
+            is_layer
+            and style in (*COLUMN_STYLES, *ROW_STYLES)
+            and owner not in plan.modules
+            and not is_weight_read(model, owner)
+        ):
             raise ConfigError(
                 f"{plan.source} gives the parameter {name!r} the style {style!r}, but the layer {owner!r} none, so "
                 f"nothing puts the parts together. Give the style to {owner!r}."
             )
 
 
-def gather_parts(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
+def gather_column_outputs(plan: TensorParallelPlan, model: nn.Module, layout: ModelLayout) -> None:
     """Gather the output of column-parallel layers outside of blocks, above all heads, unless a layer takes it in parts.
 
     The model's caller sees that output, and the loss of some of the logits would differ between ranks.
@@ -126,7 +139,7 @@ def gather_parts(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
             plan.name(name, "colwise_gather_output", model)
 
 
-def is_read(model: nn.Module, name: str) -> bool:
+def is_weight_read(model: nn.Module, name: str) -> bool:
     """Return whether the code around a layer reads its weight, which must be full then, instead of calling it."""
     parent, _, own = name.rpartition(".")
     try:
@@ -139,79 +152,81 @@ def is_read(model: nn.Module, name: str) -> bool:
 # -- adapters
 
 
-def spread(model: nn.Module, module: str, style: str) -> Iterator[tuple[str, dict[str, str]]]:
+def expand_style(model: nn.Module, module: str, style: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the modules that a style is put around, each with the styles of its parameters.
 
     That is one module, unless there is a trained copy of it.
     """
-    for name in saved_copies(model, module):
+    for name in list_copies(model, module):
         outer = model.get_submodule(name)
-        around = low_rank(outer)
-        path = path_of_layer(model, name) if around is not None else name
+        around = describe_lora_layer(outer)
+        path = get_base_layer_name(model, name) if around is not None else name
         styles = {f"{path}.{each}": style for each, _ in model.get_submodule(path).named_parameters(recurse=False)}
         if around is not None and around.parameter is None:
-            styles |= {f"{name}.{each}": own for each, own in _of_adapter(around, style)}
+            styles |= {f"{name}.{each}": own for each, own in _iter_adapter_styles(around, style)}
         yield name, styles
 
 
-def of_parameters(model: nn.Module, parameters: Mapping[str, str], leave: Iterable[str]) -> dict[str, str]:
+def find_adapter_styles(model: nn.Module, parameters: Mapping[str, str], excluded: Iterable[str]) -> dict[str, str]:
     """Return the styles of adapters of single parameters, from the parameters' own styles.
 
-    `leave` names modules that are divided otherwise, whose inputs the ranks share.
+    `excluded` names modules that are divided otherwise, whose inputs the ranks share.
     """
     found: dict[str, str] = {}
-    left = set(leave)
+    left = set(excluded)
     for name, module in model.named_modules():
-        around = low_rank(module)
+        around = describe_lora_layer(module)
         if around is not None and around.parameter is not None:
-            path = path_of_layer(model, name)
-            style = PARTIAL if path in left else parameters.get(f"{path}.{around.parameter}")
-            found |= {f"{name}.{each}": s for each, s in _of_adapter(around, style)} if style is not None else {}
+            path = get_base_layer_name(model, name)
+            style = PARTIAL_GRAD_STYLE if path in left else parameters.get(f"{path}.{around.parameter}")
+            found |= (
+                {f"{name}.{each}": s for each, s in _iter_adapter_styles(around, style)} if style is not None else {}
+            )
     return found
 
 
-def has_other_wrappers(model: nn.Module) -> bool:
+def has_unknown_wrappers(model: nn.Module) -> bool:
     """Return whether a layer is wrapped by something that is no low-rank adapter."""
-    return any(low_rank(layer) is None for _, layer in wrappers(model))
+    return any(describe_lora_layer(layer) is None for _, layer in iter_tuner_layers(model))
 
 
-def parts_of_wrappers(model: nn.Module) -> set[str]:
+def find_wrapped_modules(model: nn.Module) -> set[str]:
     """Return the modules within a tuner's wrappers."""
-    return {f"{name}.{each}" for name, layer in wrappers(model) for each, _ in layer.named_modules() if each}
+    return {f"{name}.{each}" for name, layer in iter_tuner_layers(model) for each, _ in layer.named_modules() if each}
 
 
-def layer_at(model: nn.Module, name: str) -> nn.Module:
+def get_base_layer(model: nn.Module, name: str) -> nn.Module:
     """Return the base model's layer at a name, inside of an adapter."""
-    module = model.get_submodule(saved_copies(model, name)[0])
-    return wrapped(module) if low_rank(module) is not None else module
+    module = model.get_submodule(list_copies(model, name)[0])
+    return unwrap_base_layer(module) if describe_lora_layer(module) is not None else module
 
 
-def path_of_layer(model: nn.Module, name: str) -> str:
+def get_base_layer_name(model: nn.Module, name: str) -> str:
     """Return the name of a layer inside of a tuner's wrappers."""
     outer = model.get_submodule(name)
-    while outer is not wrapped(outer):
+    while outer is not unwrap_base_layer(outer):
         outer, name = outer.base_layer, f"{name}.base_layer"
     return name
 
 
-def _of_adapter(layer: LowRank, style: str) -> Iterator[tuple[str, str]]:
+def _iter_adapter_styles(layer: LoraLayer, style: str) -> Iterator[tuple[str, str]]:
     """Yield names within the wrapper, and styles, of the parameters of an adapter whose base has a style."""
-    divides_out, divides_in = style in OUT, style in IN
+    divides_out, divides_in = style in COLUMN_STYLES, style in ROW_STYLES
     if layer.is_transposed:
         divides_out, divides_in = divides_in, divides_out
     packed = "packed_" if style.startswith("packed") else ""
-    whole = PARTIAL if divides_out or divides_in else style
+    whole = PARTIAL_GRAD_STYLE if divides_out or divides_in else style
     for name in layer.outer:
         yield name, f"{packed}colwise" if divides_out else whole
     for name in layer.inner:
         yield name, f"{packed}rowwise" if divides_in else whole
 
 
-def readers_of(model: nn.Module, modules: set[nn.Module]) -> set[nn.Module]:
+def replace_by_wrappers(model: nn.Module, modules: set[nn.Module]) -> set[nn.Module]:
     """Replace modules that are never called, because a wrapper reads their parameters, by the wrapper."""
     found = set(modules)
-    for _, layer in wrappers(model):
-        adapter = low_rank(layer)
+    for _, layer in iter_tuner_layers(model):
+        adapter = describe_lora_layer(layer)
         if adapter is not None:
             read = {layer.get_submodule(each.rpartition(".")[0]) for each in (*adapter.outer, *adapter.inner)}
             read = {each for each in read if adapter.parameter is not None or isinstance(each, nn.ParameterDict)}
@@ -219,25 +234,27 @@ def readers_of(model: nn.Module, modules: set[nn.Module]) -> set[nn.Module]:
     return found
 
 
-def divide_input(parallel: Around, adapter: LowRank, is_active: Callable[[], bool]) -> None:
+def shard_adapter_input(tp: TensorParallelContext, adapter: LoraLayer, is_active: Callable[[], bool]) -> None:
     """Let the adapter of a layer whose input is divided compute this rank's part while `is_active()`; in place."""
-    wrap = functools.partial(wrap_forward, layer=Layer.TENSOR, is_active=is_active)
+    wrap = functools.partial(wrap_forward_if, order=WrapOrder.TENSOR, is_active=is_active)
     for bias in adapter.biases:
-        wrap(bias, run=functools.partial(_with_share_of_bias, parallel.size, bias))
+        wrap(bias, wrapper=functools.partial(_run_with_split_bias, tp.size, bias))
     for dropout in adapter.dropouts:
-        wrap(dropout, run=functools.partial(_dropped, parallel, adapter, dropout))
+        wrap(dropout, wrapper=functools.partial(_run_sharded_dropout, tp, adapter, dropout))
     for magnitude in adapter.magnitudes:
-        sum_norms(magnitude, lambda squares: all_reduce(squares, "sum", parallel.group), is_active)
+        patch_dora_norms(magnitude, lambda squares: all_reduce(squares, "sum", tp.group), is_active)
 
 
-def _with_share_of_bias(size: int, module: nn.Module, forward: Forward, x: Tensor) -> Any:
+def _run_with_split_bias(size: int, module: nn.Module, forward: ForwardMethod, x: Tensor) -> Any:
     """Add an equal part of the bias on each rank."""
-    bias = own_parameters(module)["bias"]
-    with in_place_of([(module, "bias", None if bias is None else bias / size)]):
+    bias = get_own_parameters(module)["bias"]
+    with temporary_parameters([(module, "bias", None if bias is None else bias / size)]):
         return forward(x)
 
 
-def _dropped(parallel: Around, layer: LowRank, module: Any, forward: Forward, x: Tensor) -> Any:
+def _run_sharded_dropout(
+    parallel: TensorParallelContext, layer: LoraLayer, module: Any, forward: ForwardMethod, x: Tensor
+) -> Any:
     """Apply this rank's part of a mask that is drawn for the full input."""
     if not module.training or module.p == 0:
         return x

@@ -17,23 +17,30 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..._compat.peft import low_rank
-from ..._compat.torch import after_backward, all_reduce, is_sharded
+from ..._compat.peft import describe_lora_layer
+from ..._compat.torch import all_reduce, is_sharded, queue_after_backward
 from ...base.errors import ModelError, StrategyError
-from ...model.forward_order import Layer
+from ...model.forward_order import WrapOrder
 from ...model.layout import ModelLayout
 from ...step.axis import Axis
-from ...strategy.hooks import StyleName
+from ...strategy.hooks import StyleSpec
 from ...strategy.registry import model_layout
-from ...tensors.norms import each_norm
-from ...tensors.ops import with_attribute
-from ...tensors.state import DTENSORS, Parts
-from .. import Forward, explained, wrap_forward
+from ...tensors.norms import compute_tensor_norms
+from ...tensors.ops import temporary_attribute
+from ...tensors.state import DTENSOR_LAYOUT, ShardLayout
+from .. import ForwardMethod, reraise_as_model_error, wrap_forward_if
 from .collectives import Copy
-from .module_styles import divide_input, of_parameters, readers_of, without_base_layer
-from .placements import Division, LocalParameters, Slot, check_heads, cuts_of, placements_of
-from .plan import find_plan, keep_small_layers_whole, text_config
-from .sequence_stream import Stream, find_parts
+from .module_styles import find_adapter_styles, replace_by_wrappers, shard_adapter_input, strip_base_layer
+from .placements import (
+    LocalParameters,
+    ParameterSharding,
+    ParameterSlot,
+    find_parameter_views,
+    find_placements,
+    find_shared_heads,
+)
+from .plan import find_plan, get_text_config, replicate_small_layers
+from .sequence_stream import ResidualStream, plan_sequence_parallel
 
 
 class TensorParallel(Axis):
@@ -46,9 +53,9 @@ class TensorParallel(Axis):
         plan: see `meshwright.parallel.tensor.plan.find_plan`.
         sequence_parallel: shard the positions between the parallel parts of blocks; styles of torch in the plan whose
             layouts do so turn it on, too.
-        plain: make parameters plain local tensors, for strategies that take no DTensors. Gradients of replicated
+        use_plain_tensors: make parameters plain local tensors, for strategies that take no DTensors. Gradients of replicated
             parameters are then full.
-        leave: modules whose parameters are sharded otherwise, and are DTensors when `apply` is called.
+        excluded: modules whose parameters are sharded otherwise, and are DTensors when `apply` is called.
 
     Attributes:
         divisions: how each parameter is sharded, by each of its names.
@@ -63,42 +70,42 @@ class TensorParallel(Axis):
         layout: ModelLayout,
         mesh: DeviceMesh,
         *,
-        plan: Mapping[str, StyleName] | str | None = None,
+        plan: Mapping[str, StyleSpec] | str | None = None,
         sequence_parallel: bool = False,
-        plain: bool = False,
-        leave: Sequence[str] = (),
+        use_plain_tensors: bool = False,
+        excluded: Sequence[str] = (),
     ) -> None:
         self.mesh, self.group, self.size, self.rank = mesh, mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self.active, self.text_config = True, text_config(model)
-        self._model, self._layout, self._plain = model, layout, plain
+        self.active, self.text_config = True, get_text_config(model)
+        self._model, self._layout, self._plain = model, layout, use_plain_tensors
         self._has_run = self._in_step = False
         self._plan = find_plan(model, layout, plan, sequence_parallel=sequence_parallel)
-        for name in leave:
-            self._plan.drop(without_base_layer(name), model)
+        for name in excluded:
+            self._plan.drop(strip_base_layer(name), model)
         sequence_parallel = sequence_parallel or self._plan.shards_positions
-        keep_small_layers_whole(self._plan, model, self.size)
-        self._plan.parameters.update(of_parameters(model, self._plan.parameters, leave))
-        self._heads = check_heads(model, self._plan, self.size, self.rank)
-        placements = placements_of(model, layout, self._plan, self._heads, self.size)
+        replicate_small_layers(self._plan, model, self.size)
+        self._plan.parameters.update(find_adapter_styles(model, self._plan.parameters, excluded))
+        self._heads = find_shared_heads(model, self._plan, self.size, self.rank)
+        placements = find_placements(model, layout, self._plan, self._heads, self.size)
         shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
-        self.divisions = {name: Division(mesh, placements[name], shape) for name, shape in shapes.items()}
-        parts = find_parts(model, layout, self._plan) if sequence_parallel else None
-        self._cuts = cuts_of(self._plan, self._heads, parts)
+        self.divisions = {name: ParameterSharding(mesh, placements[name], shape) for name, shape in shapes.items()}
+        parts = plan_sequence_parallel(model, layout, self._plan) if sequence_parallel else None
+        self._cuts = find_parameter_views(self._plan, self._heads, parts)
         # Tensors, and what layers get that use them in parts, as long as the module runs that has made them.
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._local = LocalParameters(model, mesh, plain=plain)
-        self._blocks: dict[nn.Module, list[Slot]] = {}
-        self._stream = Stream(model, parts, self._copies, self.group) if parts is not None else None
+        self._local = LocalParameters(model, mesh, use_plain_tensors=use_plain_tensors)
+        self._blocks: dict[nn.Module, list[ParameterSlot]] = {}
+        self._stream = ResidualStream(model, parts, self._copies, self.group) if parts is not None else None
         head = self._plan.names(layout.head, model) if layout.head else []
         self.divides_vocabulary = any(style in ("colwise_gather_output", "colwise_rep") for style in head)
 
     # -- set up
 
-    def apply(self, separate: Iterable[str] = ()) -> None:
+    def apply(self, separate_modules: Iterable[str] = ()) -> None:
         """Shard the parameters in place and put the communication around the modules.
 
         Args:
-            separate: modules that a strategy gathers by themselves, besides blocks and the model; with plain
+            separate_modules: modules that a strategy gathers by themselves, besides blocks and the model; with plain
                 parameters, everything that it gathers at once.
         """
         self._local.distribute(self.divisions, self._cuts)
@@ -108,9 +115,9 @@ class TensorParallel(Axis):
             if style is not None and style.run is not None:
                 self._wrap(modules[name], functools.partial(style.run, self, modules[name]))
         for name, module in modules.items():
-            adapter = low_rank(module)
+            adapter = describe_lora_layer(module)
             if adapter is not None and any(self.divisions[f"{name}.{each}"].is_sharded for each in adapter.inner):
-                divide_input(self, adapter, lambda: self.active)
+                shard_adapter_input(self, adapter, lambda: self.active)
         for shared in self._heads:
             attention = modules[shared.attention]
             self._wrap(attention, functools.partial(_run_with_groups, attention, shared.groups))
@@ -119,12 +126,12 @@ class TensorParallel(Axis):
                 self._wrap(modules[name], functools.partial(self._stream.run_region, name))
             for name in self._stream.parts.blocks:
                 self._wrap(modules[name], functools.partial(self._stream.run_block, name))
-        own = {self._model.get_submodule(name) for name in separate}
+        own = {self._model.get_submodule(name) for name in separate_modules}
         blocks = {self._model.get_submodule(name) for name in self._layout.blocks}
         if self._plain:
             # A module that is gathered just before it runs must hold its parameters until then.
             gathered = {module for each in own for module in each.modules()}
-            own |= readers_of(self._model, self._local.cut_modules) - gathered
+            own |= replace_by_wrappers(self._model, self._local.cut_modules) - gathered
         # Submodules first.
         for module in reversed(list(self._model.modules())):
             if module in blocks:
@@ -140,10 +147,10 @@ class TensorParallel(Axis):
     def localize_blocks(self) -> None:
         """Wrap blocks once more, outside of wrappers that must see local tensors too; see `local_parameters`."""
         for block, slots in self._blocks.items():
-            self._localize(block, slots, Layer.LOCAL)
+            self._localize(block, slots, WrapOrder.LOCAL)
 
-    def _localize(self, module: nn.Module, slots: list[Slot], layer: Layer = Layer.TENSOR) -> None:
-        def run(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    def _localize(self, module: nn.Module, slots: list[ParameterSlot], layer: WrapOrder = WrapOrder.TENSOR) -> None:
+        def run(forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
             known = len(self._copies)
             try:
                 with self._local.inside(slots):
@@ -153,7 +160,7 @@ class TensorParallel(Axis):
 
         self._wrap(module, run, layer)
 
-    def _explained(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    def _explained(self, forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
         is_first, self._has_run = not self._has_run, True
 
         def tell(reason: str) -> str:
@@ -163,11 +170,11 @@ class TensorParallel(Axis):
                 f"give styles to both, or colwise_gather_output and rowwise_split_input."
             )
 
-        with explained(tell, is_first=is_first):
+        with reraise_as_model_error(tell, is_first=is_first):
             return forward(*args, **kwargs)
 
-    def _wrap(self, module: nn.Module, run: Forward, layer: Layer = Layer.TENSOR) -> None:
-        wrap_forward(module, layer, run, lambda: self.active)
+    def _wrap(self, module: nn.Module, run: ForwardMethod, layer: WrapOrder = WrapOrder.TENSOR) -> None:
+        wrap_forward_if(module, layer, run, lambda: self.active)
 
     # -- use
 
@@ -177,7 +184,7 @@ class TensorParallel(Axis):
 
         For parameters that a strategy has gathered over its own axes.
         """
-        with self._local.whole(), with_attribute(self, "active", False):
+        with self._local.whole(), temporary_attribute(self, "active", False):
             yield
 
     def check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
@@ -195,16 +202,21 @@ class TensorParallel(Axis):
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
     def around_step(self) -> AbstractContextManager[None]:
-        return with_attribute(self, "_in_step", True)
+        return temporary_attribute(self, "_in_step", True)
 
     def check_by_hand(self, module: nn.Module) -> None:
-        """Raise `gradient_defect`, if any, at the end of the first backward of a hand-written loop."""
+        """Raise `find_gradient_error`, if any, at the end of the first backward of a hand-written loop."""
 
         def at_end() -> None:
             # Called once for each output.
             is_reduced = any(self._is_replicated(name, p.grad) for name, p in self._model.named_parameters())
             # A manager checks this itself, at the end of its first step.
-            if handles and is_reduced and not self._in_step and (defect := self.gradient_defect(DTENSORS)) is not None:
+            if (
+                handles
+                and is_reduced
+                and not self._in_step
+                and (defect := self.gradient_defect(DTENSOR_LAYOUT)) is not None
+            ):
                 raise defect
             if handles and (is_reduced or self._in_step):
                 handles.pop().remove()
@@ -213,11 +225,11 @@ class TensorParallel(Axis):
             values = output.values() if isinstance(output, Mapping) else output
             for each in values if not isinstance(values, Tensor) else (values,):
                 if isinstance(each, Tensor) and each.requires_grad:
-                    each.register_hook(lambda grad: after_backward(at_end))
+                    each.register_hook(lambda grad: queue_after_backward(at_end))
 
         handles = [module.register_forward_hook(hook)]
 
-    def gradient_defect(self, parts: Parts) -> StrategyError | None:
+    def gradient_defect(self, shard_layout: ShardLayout) -> StrategyError | None:
         """Return an error if replicated parameters have gradients that differ between ranks. Collective.
 
         They do only if the plan leaves out a parameter that meets sharded activations.
@@ -225,7 +237,7 @@ class TensorParallel(Axis):
         named = [(name, p) for name, p in self._model.named_parameters() if self._is_replicated(name, p.grad)]
         if not named:
             return None
-        stacked = each_norm([p.grad for _, p in named], [parts.groups(p) for _, p in named])
+        stacked = compute_tensor_norms([p.grad for _, p in named], [shard_layout.groups(p) for _, p in named])
         high, low = all_reduce(torch.stack([stacked, -stacked]), "max", self.group)
         # Half-precision kernels may differ a little.
         differs = (high + low).abs() > 1e-2 * high
@@ -265,13 +277,13 @@ class TensorParallel(Axis):
         return self._stream is not None and self._stream.scatters(module, output)
 
 
-def parallelize_tensors(
+def apply_tensor_parallel(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: Mapping[str, StyleName] | str | None = None,
+    plan: Mapping[str, StyleSpec] | str | None = None,
     *,
     sequence_parallel: bool = False,
-    separate: Iterable[str] = (),
+    separate_modules: Iterable[str] = (),
 ) -> TensorParallel:
     """Apply tensor parallelism to a model, for hand-written loops; see `TensorParallel` and its `apply`.
 
@@ -280,10 +292,10 @@ def parallelize_tensors(
     if mesh.ndim != 1:
         raise StrategyError(f"tensor parallelism takes one axis of a mesh, not {mesh.ndim}. Give mesh['tp'].")
     parallel = TensorParallel(model, model_layout(model), mesh, plan=plan, sequence_parallel=sequence_parallel)
-    parallel.apply(separate)
+    parallel.apply(separate_modules)
     return parallel
 
 
-def _run_with_groups(attention: nn.Module, groups: int, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    with with_attribute(attention, "num_key_value_groups", groups):
+def _run_with_groups(attention: nn.Module, groups: int, forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
+    with temporary_attribute(attention, "num_key_value_groups", groups):
         return forward(*args, **kwargs)

@@ -26,24 +26,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ..._compat.torch import is_packed, is_sharded, own_parameters
+from ..._compat.torch import get_own_parameters, is_packed_shard, is_sharded
 from ...base.errors import ModelError
-from ...mesh.sizes import divisors
+from ...mesh.sizes import format_divisors
 from ...model.layout import ModelLayout
-from ...tensors.ops import in_place_of
-from ...tensors.pieces import Piece, pieces_within
-from ...tensors.state import whole_tensor
+from ...tensors.ops import temporary_parameters
+from ...tensors.pieces import LocalChunk, to_global_chunks
+from ...tensors.state import gather_full_tensor
 from .collectives import Copy, chunk_sizes
-from .module_styles import Plan
-from .plan import text_config
-from .sequence_stream import SequenceParts
-from .styles import PACKED_PARTS, STYLES
+from .module_styles import TensorParallelPlan
+from .plan import get_text_config
+from .sequence_stream import SequenceParallelPlan
+from .styles import NUM_PACKED_PARTS, STYLES
 
-Slot: TypeAlias = "tuple[nn.Module, str]"
+ParameterSlot: TypeAlias = "tuple[nn.Module, str]"
 
 
 @dataclass(frozen=True)
-class Division:
+class ParameterSharding:
     """How one parameter of a full `shape` is placed on the mesh `tp`: sharded, perhaps in packed parts, or whole."""
 
     mesh: DeviceMesh
@@ -54,37 +54,37 @@ class Division:
     def is_sharded(self) -> bool:
         return is_sharded(self.placement)
 
-    def part(self, whole: Tensor) -> Tensor:
+    def part(self, full: Tensor) -> Tensor:
         """Return this rank's shard of a tensor that all ranks have, contiguous, in memory of its own."""
-        part = distribute_tensor(whole, self.mesh, [self.placement], src_data_rank=None).to_local()
+        part = distribute_tensor(full, self.mesh, [self.placement], src_data_rank=None).to_local()
         return part.clone(memory_format=torch.contiguous_format)
 
-    def whole(self, part: Tensor) -> Tensor:
+    def whole(self, shard: Tensor) -> Tensor:
         """Gather the full tensor on every rank. Collective where it is sharded."""
-        return whole_tensor(self.distributed(part)) if self.is_sharded else part
+        return gather_full_tensor(self.distributed(shard)) if self.is_sharded else shard
 
-    def pieces(self, pieces: list[Piece], shape: torch.Size) -> list[Piece]:
+    def pieces(self, chunks: list[LocalChunk], shape: torch.Size) -> list[LocalChunk]:
         """Return rectangles of the full tensor from those of this rank's shard, which has `shape`."""
         if not self.is_sharded:
-            return pieces
-        return pieces_within(pieces, self.distributed(torch.empty(shape, device="meta")))
+            return chunks
+        return to_global_chunks(chunks, self.distributed(torch.empty(shape, device="meta")))
 
-    def distributed(self, part: Tensor) -> DTensor:
+    def distributed(self, shard: Tensor) -> DTensor:
         """Wrap this rank's shard in a DTensor."""
         stride = torch.empty(self.shape, device="meta").stride()
-        return DTensor.from_local(part, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
+        return DTensor.from_local(shard, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
 
 
-def packed_dim(parameter: Tensor) -> int | None:
+def get_packed_dim(parameter: Tensor) -> int | None:
     """Return the dim along which a parameter holds packed parts that are sharded each; None for all others.
 
     A strategy must not shard that dim further: torch puts the parts together in a wrong order.
     """
-    return parameter.placements[-1].dim if is_packed(parameter) else None
+    return parameter.placements[-1].dim if is_packed_shard(parameter) else None
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class ParameterView:
     """How a module sees a parameter: with partial gradients, or only some rows (int64) of a replicated one."""
 
     partial: bool = False
@@ -92,19 +92,19 @@ class Cut:
 
 
 class LocalParameters:
-    """The parameters of one model on the mesh `tp`; `plain`: they stay plain tensors instead of DTensors."""
+    """The parameters of one model on the mesh `tp`; `use_plain_tensors`: they stay plain tensors instead of DTensors."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, plain: bool = False) -> None:
-        self._model, self._mesh, self._plain = model, mesh, plain
-        self._cuts: dict[Slot, Cut] = {}
-        self._placed: dict[Cut, Tensor] = {}
-        self._divisions: dict[Slot, Division] = {}
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, use_plain_tensors: bool = False) -> None:
+        self._model, self._mesh, self._plain = model, mesh, use_plain_tensors
+        self._cuts: dict[ParameterSlot, ParameterView] = {}
+        self._placed: dict[ParameterView, Tensor] = {}
+        self._divisions: dict[ParameterSlot, ParameterSharding] = {}
         self._taken: set[nn.Module] = set()
 
-    def distribute(self, divisions: Mapping[str, Division], cuts: Mapping[str, Cut]) -> None:
+    def distribute(self, shardings: Mapping[str, ParameterSharding], views: Mapping[str, ParameterView]) -> None:
         """Shard every parameter; only this rank's shard stays in memory.
 
-        `divisions` are by each name of each parameter, equal for tied names; `cuts` say where a module sees something
+        `shardings` are by each name of each parameter, equal for tied names; `views` say where a module sees something
         else than the local shard.
         """
         made: dict[int, nn.Parameter] = {}
@@ -113,45 +113,45 @@ class LocalParameters:
                 continue
             owner, _, own = name.rpartition(".")
             module = self._model.get_submodule(owner)
-            self._divisions[module, own] = divisions[name]
-            if name in cuts:
-                self._cuts[module, own] = cuts[name]
+            self._divisions[module, own] = shardings[name]
+            if name in views:
+                self._cuts[module, own] = views[name]
             if id(parameter) not in made:
-                part = divisions[name].part(parameter.detach())
-                part = part if self._plain else divisions[name].distributed(part)
+                part = shardings[name].part(parameter.detach())
+                part = part if self._plain else shardings[name].distributed(part)
                 made[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
                 made[id(parameter)].__dict__.update(parameter.__dict__)
-            own_parameters(module)[own] = made[id(parameter)]
+            get_own_parameters(module)[own] = made[id(parameter)]
 
     @property
     def cut_modules(self) -> set[nn.Module]:
         """The modules that see something else of a parameter than the local shard."""
         return {module for module, _ in self._cuts}
 
-    def take(self, module: nn.Module) -> list[Slot]:
+    def take(self, module: nn.Module) -> list[ParameterSlot]:
         """Claim the parameters of a module and its submodules for `inside`, except those claimed already."""
         self._taken.add(module)
         return list(self._slots(module))
 
-    def _slots(self, module: nn.Module) -> Iterator[Slot]:
+    def _slots(self, module: nn.Module) -> Iterator[ParameterSlot]:
         yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
         for child in module.children():
             if child not in self._taken:
                 yield from self._slots(child)
 
     @contextmanager
-    def inside(self, slots: Iterable[Slot]) -> Iterator[None]:
+    def inside(self, slots: Iterable[ParameterSlot]) -> Iterator[None]:
         """Put local tensors in place of gathered parameters; see [Note: local parameters]."""
-        local: dict[tuple[int, Cut], Tensor] = {}
+        local: dict[tuple[int, ParameterView], Tensor] = {}
         placed: list[tuple[nn.Module, str, Tensor]] = []
         for module, name in slots:
-            parameter = own_parameters(module)[name]
-            cut = self._cuts.get((module, name), _WHOLE)
-            if self._is_gathered(parameter) and not (self._plain and cut is _WHOLE):
+            parameter = get_own_parameters(module)[name]
+            cut = self._cuts.get((module, name), _DEFAULT_VIEW)
+            if self._is_gathered(parameter) and not (self._plain and cut is _DEFAULT_VIEW):
                 if (key := (id(parameter), cut)) not in local:
                     local[key] = self._localized(parameter, cut)
                 placed.append((module, name, local[key]))
-        with in_place_of(placed):
+        with temporary_parameters(placed):
             yield
 
     @contextmanager
@@ -160,15 +160,15 @@ class LocalParameters:
         made: dict[int, nn.Parameter] = {}
         placed: list[tuple[nn.Module, str, Tensor]] = []
         for module in self._model.modules():
-            for name, parameter in own_parameters(module).items():
+            for name, parameter in get_own_parameters(module).items():
                 if not self._is_gathered(parameter):
                     continue
                 if id(parameter) not in made:
                     value = parameter.detach()
-                    full = self._divisions[module, name].whole(value) if self._plain else whole_tensor(value)
+                    full = self._divisions[module, name].whole(value) if self._plain else gather_full_tensor(value)
                     made[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                 placed.append((module, name, made[id(parameter)]))
-        with in_place_of(placed):
+        with temporary_parameters(placed):
             yield
 
     def _is_gathered(self, parameter: Tensor | None) -> bool:
@@ -177,25 +177,25 @@ class LocalParameters:
             return self._plain and parameter is not None
         return parameter.device_mesh.ndim == 1 and parameter.device_mesh == self._mesh
 
-    def _localized(self, parameter: Tensor, cut: Cut) -> Tensor:
+    def _localized(self, parameter: Tensor, view: ParameterView) -> Tensor:
         if isinstance(parameter, DTensor):
-            local: Tensor = parameter.to_local(grad_placements=[Partial()] if cut.partial else None)
+            local: Tensor = parameter.to_local(grad_placements=[Partial()] if view.partial else None)
         else:
-            local = Copy.apply(parameter, self._mesh.get_group()) if cut.partial else parameter
-        if cut.rows is None:
+            local = Copy.apply(parameter, self._mesh.get_group()) if view.partial else parameter
+        if view.rows is None:
             return local
-        if cut not in self._placed or self._placed[cut].device != local.device:
+        if view not in self._placed or self._placed[view].device != local.device:
             # Once: a copy to a device waits for it.
-            self._placed[cut] = cut.rows.to(local.device)
-        return local.index_select(0, self._placed[cut])
+            self._placed[view] = view.rows.to(local.device)
+        return local.index_select(0, self._placed[view])
 
 
-_WHOLE = Cut()
+_DEFAULT_VIEW = ParameterView()
 
 
 # -- heads
 
-_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_HEAD_COUNT_ATTRIBUTES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 
 @dataclass(frozen=True)
@@ -211,14 +211,14 @@ class SharedHeads:
     groups: int
 
 
-def check_heads(model: nn.Module, plan: Plan, size: int, rank: int) -> list[SharedHeads]:
+def find_shared_heads(model: nn.Module, plan: TensorParallelPlan, size: int, rank: int) -> list[SharedHeads]:
     """Return attention modules whose key and value heads the ranks do not divide; raises ModelError for query heads."""
     shared = []
     parents = dict.fromkeys(name.rpartition(".")[0] for name, style in plan.modules.items() if style == "colwise")
-    config = text_config(model)
+    config = get_text_config(model)
     for name in parents:
         attention = model.get_submodule(name)
-        counts = (getattr(attention, each, None) for each in _COUNTS)
+        counts = (getattr(attention, each, None) for each in _HEAD_COUNT_ATTRIBUTES)
         heads = next((each for each in counts if isinstance(each, int) and each > 0), None)
         if heads is None and not any(hasattr(attention, each) for each in ("num_key_value_groups", "head_dim")):
             # No attention.
@@ -232,14 +232,16 @@ def check_heads(model: nn.Module, plan: Plan, size: int, rank: int) -> list[Shar
         if isinstance(heads, int) and heads % size:
             raise ModelError(
                 f"{name} has {heads} attention heads, which tp_size={size} does not divide. Set tp_size to one of "
-                f"{divisors(heads)}."
+                f"{format_divisors(heads)}."
             )
         if groups is not None and kv_heads % size:
-            shared.append(_share(model, plan, name, kv_heads, groups, size, rank))
+            shared.append(_build_shared_heads(model, plan, name, kv_heads, groups, size, rank))
     return shared
 
 
-def _share(model: nn.Module, plan: Plan, name: str, kv_heads: int, groups: int, size: int, rank: int) -> SharedHeads:
+def _build_shared_heads(
+    model: nn.Module, plan: TensorParallelPlan, name: str, kv_heads: int, groups: int, size: int, rank: int
+) -> SharedHeads:
     count = kv_heads * groups // size
     read = [(rank * count + index) // groups for index in range(count)]
     distinct = list(dict.fromkeys(read))
@@ -260,8 +262,8 @@ def _share(model: nn.Module, plan: Plan, name: str, kv_heads: int, groups: int, 
 # -- placements
 
 
-def placements_of(
-    model: nn.Module, layout: ModelLayout, plan: Plan, heads: list[SharedHeads], size: int
+def find_placements(
+    model: nn.Module, layout: ModelLayout, plan: TensorParallelPlan, heads: list[SharedHeads], size: int
 ) -> dict[str, Placement]:
     """Return the placement of each parameter by each of its names; ModelError if the ranks cannot divide it so."""
     replicated = {name for shared in heads for name in shared.rows}
@@ -272,7 +274,7 @@ def placements_of(
         placements[name] = Replicate()
         if style is not None and name not in replicated:
             placements[name] = STYLES[style].place(model.get_submodule(owner), own, parameter)
-        _check_divides_parameter(name, parameter, placements[name], size)
+        _check_divisible(name, parameter, placements[name], size)
     for names in layout.tied:
         different = {str(placements[name]): name for name in names if name in placements}
         if len(different) > 1:
@@ -285,13 +287,13 @@ def placements_of(
     return placements
 
 
-def _check_divides_parameter(name: str, parameter: Tensor, placement: Placement, size: int) -> None:
+def _check_divisible(name: str, parameter: Tensor, placement: Placement, size: int) -> None:
     if not is_sharded(placement):
         return
     features = parameter.shape[placement.dim]
-    if not placement.is_shard() and features % (PACKED_PARTS * size):
+    if not placement.is_shard() and features % (NUM_PACKED_PARTS * size):
         raise ModelError(
-            f"{name} holds {PACKED_PARTS} packed parts of {features // PACKED_PARTS} features each, which "
+            f"{name} holds {NUM_PACKED_PARTS} packed parts of {features // NUM_PACKED_PARTS} features each, which "
             f"tp_size={size} does not divide. Choose a tp_size that does, or replicate it in a tp_plan."
         )
     if placement.is_shard() and chunk_sizes(features, size)[-1] == 0:
@@ -301,10 +303,12 @@ def _check_divides_parameter(name: str, parameter: Tensor, placement: Placement,
         )
 
 
-def cuts_of(plan: Plan, heads: list[SharedHeads], parts: SequenceParts | None) -> dict[str, Cut]:
+def find_parameter_views(
+    plan: TensorParallelPlan, heads: list[SharedHeads], sequence_plan: SequenceParallelPlan | None
+) -> dict[str, ParameterView]:
     """Return what modules see of their parameters, where that is not simply the local shard."""
     partial = {name for name, style in plan.parameters.items() if STYLES[style].partial}
-    if parts is not None:
-        partial |= parts.on_shard
+    if sequence_plan is not None:
+        partial |= sequence_plan.on_shard
     rows = {name: index for shared in heads for name, index in shared.rows.items()}
-    return {name: Cut(name in partial or name in rows, rows.get(name)) for name in partial | rows.keys()}
+    return {name: ParameterView(name in partial or name in rows, rows.get(name)) for name in partial | rows.keys()}

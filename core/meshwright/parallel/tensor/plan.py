@@ -17,61 +17,68 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 from transformers.pytorch_utils import Conv1D
 
-from ..._compat.peft import base_name
-from ...base.errors import ConfigError, MissingPlanError, ModelError, nearest
+from ..._compat.peft import to_base_name
+from ...base.errors import ConfigError, MissingPlanError, ModelError, suggest_match
 from ...files.class_paths import import_class_from_path
 from ...model.layout import ModelLayout
-from ...strategy.hooks import StyleName
+from ...strategy.hooks import StyleSpec
 from ...strategy.registry import Registry, get_registry, model_layout
 from .collectives import chunk_sizes
 from .module_styles import (
-    Plan,
-    check_layers_are_named,
-    gather_parts,
-    has_other_wrappers,
-    is_read,
-    layer_at,
-    parts_of_wrappers,
-    spellings,
-    wildcards,
-    without_base_layer,
+    TensorParallelPlan,
+    check_layers_have_styles,
+    find_wrapped_modules,
+    gather_column_outputs,
+    get_base_layer,
+    has_unknown_wrappers,
+    is_weight_read,
+    iter_aliases,
+    replace_indices,
+    strip_base_layer,
 )
-from .styles import STYLES, NamedStyle, out_features, own_style, shards_positions, translate_to_torch_parallel_style
+from .styles import (
+    STYLES,
+    NamedStyle,
+    get_out_features,
+    resolve_style,
+    translate_to_torch_parallel_style,
+    uses_sequence_parallel,
+)
 
 
 def find_plan(
     model: nn.Module,
     layout: ModelLayout,
-    given: Mapping[str, StyleName] | str | None = None,
+    user_plan: Mapping[str, StyleSpec] | str | None = None,
     *,
     sequence_parallel: bool = False,
     registry: Registry | None = None,
-) -> Plan:
+) -> TensorParallelPlan:
     """Return the plan for an unsharded model: the given one, the first that a plugin of `registry` gives, or its own.
 
-    `given` is a dict from names to styles, in which `*` stands for a number, or an import path of such a dict, or of a
+    `user_plan` is a dict from names to styles, in which `*` stands for a number, or an import path of such a dict, or of a
     function that returns one, which is called with the model if it takes an argument.
 
     Raises:
-        ConfigError: `given` names a style or a module that does not exist, or a style of torch that no style of
+        ConfigError: `user_plan` names a style or a module that does not exist, or a style of torch that no style of
             meshwright is equal to.
         ModelError: a plan names a style that its module cannot have.
     """
-    if isinstance(given, str):
-        return _expanded(model, layout, imported_plan(given, model), f"tp_plan={given!r}", strict=True)
-    if given is not None:
-        return _expanded(model, layout, given, "tp_plan", strict=True)
+    if isinstance(user_plan, str):
+        return _expand_plan(model, layout, import_plan(user_plan, model), f"tp_plan={user_plan!r}", is_strict=True)
+    if user_plan is not None:
+        return _expand_plan(model, layout, user_plan, "tp_plan", is_strict=True)
     registry = registry or get_registry()
     answer = registry.hook.tp_plan(model=model, layout=layout, sequence_parallel=sequence_parallel)
     if answer is not None:
-        return _expanded(model, layout, answer, "a plugin's tp_plan hook", strict=True)
-    own = plans_within(model)
-    plan = _expanded(model, layout, own, f"the tp_plan of {type(model).__name__}", strict=False)
-    _correct(plan, model)
-    ends = {base_name(each) for each in (layout.head, layout.embedding) if each}
-    if all(base_name(name) in ends for name in plan.modules) or has_other_wrappers(model):
-        plan = Plan("structure")
-        for name in _linear_layers(model, layout):
+        return _expand_plan(model, layout, answer, "a plugin's tp_plan hook", is_strict=True)
+    own = merge_model_plans(model)
+    plan = _expand_plan(model, layout, own, f"the tp_plan of {type(model).__name__}", is_strict=False)
+    _apply_corrections(plan, model)
+    ends = {to_base_name(each) for each in (layout.head, layout.embedding) if each}
+    if all(to_base_name(name) in ends for name in plan.modules) or has_unknown_wrappers(model):
+        plan = TensorParallelPlan("structure")
+        for name in _iter_linear_layers(model, layout):
             plan.name(name, "colwise_gather_output", model)
     _add_vocabulary(plan, model, layout)
     _add_activations(plan, model)
@@ -84,18 +91,18 @@ def find_plan(
     return plan
 
 
-def keep_small_layers_whole(plan: Plan, model: nn.Module, size: int) -> None:
+def replicate_small_layers(plan: TensorParallelPlan, model: nn.Module, size: int) -> None:
     """Drop layers whose output is gathered from the plan where a rank would have an empty shard.
 
     `fully_shard` cannot reduce parameters without elements.
     """
     for name, style in list(plan.modules.items()):
         is_gathered = style in ("colwise_gather_output", "colwise_rep")
-        if is_gathered and chunk_sizes(out_features(model.get_submodule(name)), size)[-1] == 0:
+        if is_gathered and chunk_sizes(get_out_features(model.get_submodule(name)), size)[-1] == 0:
             plan.drop(name, model)
 
 
-def plans_within(model: nn.Module) -> dict[str, StyleName]:
+def merge_model_plans(model: nn.Module) -> dict[str, StyleSpec]:
     """Merge the plans of the models of transformers in a model; outer ones override inner ones."""
     plans = [(name, getattr(module, "tp_plan", None)) for name, module in reversed(list(model.named_modules()))]
     return {
@@ -106,7 +113,7 @@ def plans_within(model: nn.Module) -> dict[str, StyleName]:
     }
 
 
-def imported_plan(path: str, model: nn.Module) -> Mapping[str, StyleName]:
+def import_plan(path: str, model: nn.Module) -> Mapping[str, StyleSpec]:
     """Return the plan at an import path, a dict or what a function gives; ConfigError if there is none."""
     found = import_class_from_path(path, kind=("dict", "function"))
     if callable(found):
@@ -125,78 +132,83 @@ def imported_plan(path: str, model: nn.Module) -> Mapping[str, StyleName]:
     return found
 
 
-def _expanded(
-    model: nn.Module, layout: ModelLayout, values: Mapping[str, StyleName], source: str, *, strict: bool
-) -> Plan:
+def _expand_plan(
+    model: nn.Module, layout: ModelLayout, values: Mapping[str, StyleSpec], source: str, *, is_strict: bool
+) -> TensorParallelPlan:
     """Match modules and parameters of the model with the names of a plan, and translate styles of torch."""
     for name, style in values.items():
         if isinstance(style, str) and style not in STYLES:
             raise ConfigError(
-                f"{source} gives {name!r} the unknown style {style!r}.{nearest(style, STYLES)} "
+                f"{source} gives {name!r} the unknown style {style!r}.{suggest_match(style, STYLES)} "
                 f"Known: {', '.join(STYLES)}."
             )
         if not isinstance(style, str | ParallelStyle):
             raise ConfigError(
                 f"{source} gives {name!r} a {type(style).__name__}, not a style's name or a ParallelStyle of torch."
             )
-    plan, met = Plan(source, shards_positions=shards_positions(values.values()), is_given=strict), set()
+    plan, met = (
+        TensorParallelPlan(source, shards_positions=uses_sequence_parallel(values.values()), is_given=is_strict),
+        set(),
+    )
     for name, module in model.named_modules():
-        key = next((each for each in spellings(name) if each in values), None)
+        key = next((each for each in iter_aliases(name) if each in values), None)
         if key is not None and name:
             met.add(key)
-            style = own_style(values[key], name, layer_at(model, name), is_head=name == layout.head, source=source)
+            style = resolve_style(
+                values[key], name, get_base_layer(model, name), is_head=name == layout.head, source=source
+            )
             # The placeholder of a layer on another pipeline stage has nothing to shard.
             if style is not None and (not STYLES[style].needs or any(True for _ in module.parameters())):
                 plan.name(name, style, model)
         for parameter, _ in module.named_parameters(recurse=False):
             full = f"{name}.{parameter}" if name else parameter
-            own = next((each for each in spellings(full) if each in values), None)
+            own = next((each for each in iter_aliases(full) if each in values), None)
             if own is not None:
                 met.add(own)
-                style = own_style(values[own], full, module, is_head=full == layout.head, source=source)
+                style = resolve_style(values[own], full, module, is_head=full == layout.head, source=source)
                 if style is not None:
                     plan.parameters[full] = style
         # Names on other pipeline stages.
         elsewhere = (f"{name}.{each}" for each in getattr(module, "names_elsewhere", ()))
-        met.update(each for full in elsewhere for each in spellings(full))
+        met.update(each for full in elsewhere for each in iter_aliases(full))
     unmet = [name for name in values if name not in met]
-    if strict and unmet:
-        names = {wildcards(name) for name, _ in model.named_modules()}
+    if is_strict and unmet:
+        names = {replace_indices(name) for name, _ in model.named_modules()}
         raise ConfigError(
             f"{source} names {unmet[0]!r}, which is no module or parameter of {type(model).__name__}."
-            f"{nearest(unmet[0], names)} `*` stands for the number of a layer."
+            f"{suggest_match(unmet[0], names)} `*` stands for the number of a layer."
         )
     for name in plan.modules:
         style = plan.style(name)
-        module = layer_at(model, name)
+        module = get_base_layer(model, name)
         if style is not None and style.needs and not any(hasattr(module, each) for each in style.needs):
             raise ModelError(
                 f"{source} gives {name} ({type(module).__name__}) the style {plan.modules[name]!r}, which needs a "
                 f"module with {' or '.join(style.needs)}. Change the plan."
             )
-    if strict:
-        check_layers_are_named(plan, model)
-    gather_parts(plan, model, layout)
+    if is_strict:
+        check_layers_have_styles(plan, model)
+    gather_column_outputs(plan, model, layout)
     return plan
 
 
-def _linear_layers(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
+def _iter_linear_layers(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
     """Yield the linear layers of blocks, whose outputs are gathered, whatever stands between them."""
-    within = parts_of_wrappers(model)
+    within = find_wrapped_modules(model)
     for block in layout.blocks:
         for name, _ in model.get_submodule(block).named_modules(prefix=block):
             # Subclasses may compute something else.
-            is_linear = name not in within and type(layer_at(model, name)) in (nn.Linear, Conv1D)
-            if is_linear and not is_read(model, name):
+            is_linear = name not in within and type(get_base_layer(model, name)) in (nn.Linear, Conv1D)
+            if is_linear and not is_weight_read(model, name):
                 yield name
 
 
-def _correct(plan: Plan, model: nn.Module) -> None:
-    corrections = _corrections().get(getattr(text_config(model), "model_type", ""), {})
+def _apply_corrections(plan: TensorParallelPlan, model: nn.Module) -> None:
+    corrections = _load_corrections().get(getattr(get_text_config(model), "model_type", ""), {})
     for names in (plan.modules, plan.parameters):
         for name in names:
             for end, style in corrections.items():
-                if f".{wildcards(base_name(name))}".endswith(f".{end}"):
+                if f".{replace_indices(to_base_name(name))}".endswith(f".{end}"):
                     names[name] = style
     for name, style in list(plan.modules.items()):
         # A module's parameters follow it.
@@ -205,26 +217,26 @@ def _correct(plan: Plan, model: nn.Module) -> None:
 
 
 @functools.cache
-def _corrections() -> dict[str, dict[str, str]]:
+def _load_corrections() -> dict[str, dict[str, str]]:
     return dict(yaml.safe_load((Path(__file__).parent / "corrections.yaml").read_text()))
 
 
-def _add_vocabulary(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
+def _add_vocabulary(plan: TensorParallelPlan, model: nn.Module, layout: ModelLayout) -> None:
     """Shard embedding and head along the vocabulary where the plan does not name them, tied or not."""
     # Without a head of its own, a model may use the embedding's weight in unknown ways.
     if layout.embedding is None or layout.head is None or layout.head == layout.embedding:
         return
-    embedding, head = layer_at(model, layout.embedding), layer_at(model, layout.head)
+    embedding, head = get_base_layer(model, layout.embedding), get_base_layer(model, layout.head)
     if isinstance(embedding, nn.Embedding) and not plan.names(layout.embedding, model):
         plan.name(layout.embedding, "embedding_rowwise", model)
     if type(head) is nn.Linear and not plan.names(layout.head, model):
         plan.name(layout.head, "colwise_gather_output", model)
 
 
-def _add_activations(plan: Plan, model: nn.Module) -> None:
+def _add_activations(plan: TensorParallelPlan, model: nn.Module) -> None:
     """Sum the gradients of parameters that meet sharded activations but are in no plan: those of activation functions
     between column- and row-parallel layers, and of what follows the lookup within an embedding."""
-    within = parts_of_wrappers(model)
+    within = find_wrapped_modules(model)
     for name, style in list(plan.modules.items()):
         if style == "embedding_rowwise":
             for child, module in model.get_submodule(name).named_modules(prefix=name):
@@ -239,14 +251,14 @@ def _add_activations(plan: Plan, model: nn.Module) -> None:
                 plan.name(path, "replicated_with_grad_allreduce", model)
 
 
-def _add_tied(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
+def _add_tied(plan: TensorParallelPlan, model: nn.Module, layout: ModelLayout) -> None:
     """If one name of a tied parameter is sharded, shard the others too; if that may be wrong, shard none."""
     for names in layout.tied:
         owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
         if not any(name in plan.parameters for name in names):
             continue
         for name, owner in owners.items():
-            module = without_base_layer(name.rpartition(".")[0])
+            module = strip_base_layer(name.rpartition(".")[0])
             if name in plan.parameters:
                 continue
             if isinstance(owner, nn.Embedding):
@@ -263,7 +275,7 @@ def _add_tied(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
                 break
 
 
-def text_config(model: nn.Module) -> Any:
+def get_text_config(model: nn.Module) -> Any:
     """Return the configuration of a model of transformers, or of its text part."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -284,18 +296,18 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     Raises:
         MissingPlanError: the model has no plan.
     """
-    if not plans_within(model):
+    if not merge_model_plans(model):
         raise MissingPlanError(
             f"{type(model).__name__} has no tensor-parallel plan of its own (tp_plan). Give one as a dict."
         )
     plan = find_plan(model, model_layout(model), registry=Registry([]))
     # What follows from the styles of modules is not repeated.
-    implied = Plan(plan.source)
+    implied = TensorParallelPlan(plan.source)
     for name, style in plan.modules.items():
         implied.name(name, style, model)
     single = {name: style for name, style in plan.parameters.items() if implied.parameters.get(name) != style}
-    modules = _merged(plan.modules, [name for name, _ in model.named_modules()])
-    parameters = _merged(single, [name for name, _ in model.named_parameters(remove_duplicate=False)])
+    modules = _merge_wildcards(plan.modules, [name for name, _ in model.named_modules()])
+    parameters = _merge_wildcards(single, [name for name, _ in model.named_parameters(remove_duplicate=False)])
     found: dict[str, ParallelStyle] = {}
     for name, style in (modules | parameters).items():
         try:
@@ -305,11 +317,12 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     return found
 
 
-def _merged(styles: dict[str, str], names: list[str]) -> dict[str, str]:
+def _merge_wildcards(styles: dict[str, str], names: list[str]) -> dict[str, str]:
     """Merge the entries of names that differ in numbers alone, where all of them have one style."""
     alike: dict[str, set[str | None]] = {}
     for name in names:
-        alike.setdefault(wildcards(name), set()).add(styles.get(name))
+        alike.setdefault(replace_indices(name), set()).add(styles.get(name))
     return {
-        wildcards(name) if len(alike.get(wildcards(name), ())) == 1 else name: style for name, style in styles.items()
+        replace_indices(name) if len(alike.get(replace_indices(name), ())) == 1 else name: style
+        for name, style in styles.items()
     }

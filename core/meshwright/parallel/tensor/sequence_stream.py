@@ -18,21 +18,21 @@ from torch import Tensor, nn
 
 from ...base.errors import ModelError
 from ...model.layout import ModelLayout
-from ...tensors.ops import with_attribute
-from .. import Forward, explained
-from .collectives import Gather, GatherForParts, Split
-from .module_styles import Plan, path_of_layer
+from ...tensors.ops import temporary_attribute
+from .. import ForwardMethod, reraise_as_model_error
+from .collectives import Gather, GatherWithPartialGrad, Split
+from .module_styles import TensorParallelPlan, get_base_layer_name
 
-_CHAIN = ("colwise", "rowwise", "packed_colwise", "replicated_with_grad_allreduce")
+_CHAIN_STYLES = ("colwise", "rowwise", "packed_colwise", "replicated_with_grad_allreduce")
 
 
 @dataclass
-class SequenceParts:
+class SequenceParallelPlan:
     """Names of what sequence parallelism changes in a model.
 
     The stream is scattered at the entry of the `first` of each stack's blocks, and gathered at the exit of the `last`;
     regions within blocks get the full sequence, and what their row-parallel layers (`scattering`) sum is scattered. The
-    parameters `on_shard` meet only this rank's positions.
+    parameters `partial_grad_parameters` meet only this rank's positions.
     """
 
     first: set[str]
@@ -43,7 +43,7 @@ class SequenceParts:
     on_shard: set[str] = field(default_factory=set)
 
 
-def find_parts(model: nn.Module, layout: ModelLayout, plan: Plan) -> SequenceParts:
+def plan_sequence_parallel(model: nn.Module, layout: ModelLayout, plan: TensorParallelPlan) -> SequenceParallelPlan:
     """Divide every stack that the plan shards; raises ModelError where that is impossible."""
     stacks = [stack for stack in layout.stacks if any(map(plan.has_inside, stack))]
     if not stacks:
@@ -52,11 +52,11 @@ def find_parts(model: nn.Module, layout: ModelLayout, plan: Plan) -> SequencePar
             f"nothing to shard along the sequence. Set sequence_parallel=false, or give a tp_plan."
         )
     blocks = [block for stack in stacks for block in stack]
-    found = SequenceParts({stack[0] for stack in stacks}, {stack[-1] for stack in stacks}, blocks)
+    found = SequenceParallelPlan({stack[0] for stack in stacks}, {stack[-1] for stack in stacks}, blocks)
     for block in blocks:
         own = model.get_submodule(block).named_parameters(recurse=False)
         found.on_shard |= {f"{block}.{name}" for name, _ in own}
-        for name, part in _parts(block, model.get_submodule(block)):
+        for name, part in _iter_called_modules(block, model.get_submodule(block)):
             if not plan.has_inside(name) and _is_pointwise(part):
                 found.on_shard |= {f"{name}.{each}" for each, _ in part.named_parameters(recurse=False)}
                 continue
@@ -66,20 +66,20 @@ def find_parts(model: nn.Module, layout: ModelLayout, plan: Plan) -> SequencePar
                     f"MLP module, so its positions cannot be sharded. Set sequence_parallel=false."
                 )
             found.regions.append(name)
-            end = _end_of_chain(name, part, plan)
+            end = _find_chain_end(name, part, plan)
             if end is not None:
                 found.scattering.add(end)
                 # Added to this rank's positions only.
-                found.on_shard.add(f"{path_of_layer(model, end)}.bias")
+                found.on_shard.add(f"{get_base_layer_name(model, end)}.bias")
     return found
 
 
-def _parts(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _iter_called_modules(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules with parameters that a block calls; lists are not called."""
     for name, child in module.named_children():
         path = f"{prefix}.{name}"
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _parts(path, child)
+            yield from _iter_called_modules(path, child)
         elif any(True for _ in child.parameters()):
             yield path, child
 
@@ -90,27 +90,31 @@ def _is_pointwise(module: nn.Module) -> bool:
     return len(own) == len(list(module.parameters())) and all(parameter.dim() <= 1 for parameter in own)
 
 
-def _end_of_chain(name: str, part: nn.Module, plan: Plan) -> str | None:
+def _find_chain_end(name: str, part: nn.Module, plan: TensorParallelPlan) -> str | None:
     """Return the row-parallel layer that ends a part whose parameters all belong to a chain of sharded layers."""
     parameters = [plan.parameters.get(f"{name}.{each}") for each, _ in part.named_parameters()]
     modules = {each: style for each, style in plan.modules.items() if each == name or each.startswith(f"{name}.")}
     rows = [each for each, style in modules.items() if style == "rowwise"]
-    if len(rows) != 1 or not all(style in _CHAIN for style in (*parameters, *modules.values())):
+    if len(rows) != 1 or not all(style in _CHAIN_STYLES for style in (*parameters, *modules.values())):
         return None
     return rows[0]
 
 
-class Stream:
+class ResidualStream:
     """The residual stream of a model, sharded along the sequence; made before the model's modules are wrapped.
 
     `copies` gets what is gathered, and with it the gradient rule for uses in parts.
     """
 
     def __init__(
-        self, model: nn.Module, parts: SequenceParts, copies: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup
+        self,
+        model: nn.Module,
+        plan: SequenceParallelPlan,
+        copies: list[tuple[Tensor, Tensor]],
+        group: dist.ProcessGroup,
     ) -> None:
-        self.parts, self._copies, self._group, self._size = parts, copies, group, dist.get_world_size(group)
-        self._scattering = {model.get_submodule(name) for name in parts.scattering}
+        self.parts, self._copies, self._group, self._size = plan, copies, group, dist.get_world_size(group)
+        self._scattering = {model.get_submodule(name) for name in plan.scattering}
         # B sequences of S positions on all ranks together.
         self._shape: tuple[int, int] | None = None
         self._ran: set[str] = set()
@@ -119,16 +123,16 @@ class Stream:
         """Return whether a row-parallel layer's sum is scattered along the sequence."""
         return self._shape is not None and module in self._scattering and output.shape[:-1] == self._shape
 
-    def run_block(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    def run_block(self, name: str, forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
         """Run a block; scatter before the first of its stack, gather after the last."""
         batch, length = self._given_shape(name, args, kwargs)
         # What else comes position by position is divided like the stream.
         args = tuple(self._split(value, batch, length) for value in args)
         kwargs = {key: self._split(value, batch, length) for key, value in kwargs.items()}
         fails = f"{name} cannot run on a part of the positions"
-        with with_attribute(self, "_shape", (batch, length)):
+        with temporary_attribute(self, "_shape", (batch, length)):
             # A block that mixes positions fails on all ranks alike.
-            with explained(
+            with reraise_as_model_error(
                 lambda reason: f"{fails} ({reason}). Set sequence_parallel=false.", is_first=name not in self._ran
             ):
                 output = forward(*args, **kwargs)
@@ -136,7 +140,7 @@ class Stream:
             is_last = name in self.parts.last
             return _map_hidden(output, batch, length // self._size, self._gathered) if is_last else output
 
-    def run_region(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    def run_region(self, name: str, forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
         """Run a part of a block on all positions. Raises ModelError if it is not given the stream."""
         if self._shape is None:
             return forward(*args, **kwargs)
@@ -168,7 +172,7 @@ class Stream:
         """Gather the full sequence; uses of it in parts find their own gradient rule in the copies."""
         length = part.shape[1] * self._size
         whole: Tensor = Gather.apply(part, 1, length, self._group)
-        self._copies.append((whole, GatherForParts.apply(part, whole.detach(), 1, self._group)))
+        self._copies.append((whole, GatherWithPartialGrad.apply(part, whole.detach(), 1, self._group)))
         return whole
 
 

@@ -33,19 +33,19 @@ from torch.distributed import ReduceOp
 from ...base.errors import BatchError, CheckpointError
 from ...base.types import Batch, Objective
 from ...mesh.mesh import Mesh
-from ...step.agreement import defects_told
+from ...step.agreement import has_reported_errors
 from ...strategy.contract import StrategyManager
-from .options import Loop, raise_on_all, steps_in_a_pass
+from .options import Loop, count_steps_per_epoch, raise_on_all_ranks
 
 if TYPE_CHECKING:
     from ...base.stopping import StopSignals
 
 
-class PassEnds(BatchError):
+class EpochEnded(BatchError):
     """A pass has ended on this rank; the next draw begins another."""
 
 
-class StopsBefore(Exception):
+class StopRequested(Exception):
     """All ranks stop before a step, since a rank has noted a signal."""
 
     def __init__(self, number: int) -> None:
@@ -53,16 +53,16 @@ class StopsBefore(Exception):
         self.number = number
 
 
-def step_seed(seed: int, step: int, data_rank: int) -> int:
+def derive_step_seed(seed: int, step: int, data_rank: int) -> int:
     """Return the seed of a step's random numbers: different for each data rank, equal for ranks that share a batch."""
     state = np.random.SeedSequence(seed, spawn_key=(step, data_rank)).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
 
 
-class Passes:
+class EpochBatches:
     """The microbatches of each step, from an iterable; see [Note: passes]. Called with consecutive steps.
 
-    `state` is as of `state()`, before the first step that is asked for; None: see [Note: going on in a pass]. `seed`
+    `state` is as of `state()`, before the first step that is asked for; None: see [Note: going on in a pass]. `seed_for_step`
     returns the seed for a step; None: generators are left alone.
     """
 
@@ -70,18 +70,18 @@ class Passes:
         self,
         source: Iterable[Batch],
         *,
-        accumulate: int = 1,
+        gradient_accumulation_steps: int = 1,
         state: Mapping[str, Any] | None = None,
-        seed: Callable[[int], int] | None = None,
+        seed_for_step: Callable[[int], int] | None = None,
     ) -> None:
-        self._source, self._accumulate, self._seed = source, accumulate, seed
+        self._source, self._accumulate, self._seed = source, gradient_accumulation_steps, seed_for_step
         self._state = state
         self._number, self._given = 0, 0
         self._iterator: Iterator[Batch] | None = None
         self._is_placed = False
 
     def __call__(self, step: int) -> list[Batch]:
-        """Return the microbatches of a step; PassEnds: the pass has no more."""
+        """Return the microbatches of a step; EpochEnded: the pass has no more."""
         if not self._is_placed:
             self._is_placed = True
             self._place(step)
@@ -116,7 +116,7 @@ class Passes:
         self._iterator, self._given = None, 0
         self._number += 1
         if not found:
-            raise PassEnds("a pass over the batches has ended.")
+            raise EpochEnded("a pass over the batches has ended.")
         # All ranks have as few of this step, or it is refused.
         return found
 
@@ -132,13 +132,13 @@ class Passes:
             self._number, self._given = int(self._state["pass"]), int(self._state["given"])
             self._source.load_state_dict(self._state["source"])  # type: ignore[attr-defined]
             return
-        each, done = steps_in_a_pass(self._source, self._accumulate), 0
+        each, done = count_steps_per_epoch(self._source, self._accumulate), 0
         if each and all(getattr(part, "generator", None) is None for part in self._parts()):
             self._number, done = step // each, step // each * each
         while done < step:
             if self._iterator is None:
                 self._reseed(done)
-            with suppress(PassEnds):
+            with suppress(EpochEnded):
                 self._drawn()
                 done += 1
         self._reseed(step)
@@ -159,10 +159,10 @@ def _check_batch(batch: Any) -> None:
         raise BatchError(f"a microbatch holds what is no tensor: {', '.join(wrong)}. Leave it out in collate_fn.")
 
 
-def end_together(error: Exception | None, mesh: Mesh, step: int) -> bool:
+def check_epoch_end(error: Exception | None, mesh: Mesh, step: int) -> bool:
     """Whether a pass has ended on all ranks, and drawing has failed on none. Collective; asked when some rank has found
     something wrong with a step. `error` is what this rank has met in drawing."""
-    world, ended = mesh.world, isinstance(error, PassEnds)
+    world, ended = mesh.world, isinstance(error, EpochEnded)
     count, failed = world.reduce_ints([ended, error is not None and not ended])
     if failed or count in (0, world.size):
         return not failed and count > 0
@@ -176,19 +176,19 @@ def end_together(error: Exception | None, mesh: Mesh, step: int) -> bool:
     )
 
 
-def states_of_ranks(own: Mapping[str, Any] | None, mesh: Mesh) -> dict[str, Any] | None:
+def gather_loader_states(own_state: Mapping[str, Any] | None, mesh: Mesh) -> dict[str, Any] | None:
     """Return the states of the iterables of all data ranks; None where they have none. Collective."""
     found: list[Any] = [None] * mesh.world.size
     mesh.world.reduce_ints([0])
-    dist.all_gather_object(found, (mesh.data_rank, own), group=mesh.world.group)
+    dist.all_gather_object(found, (mesh.data_rank, own_state), group=mesh.world.group)
     states = dict(reversed(found))
     if all(state is None for state in states.values()):
         return None
     return {"of_data_ranks": [states[rank] for rank in range(mesh.data_size)]}
 
 
-def state_of_rank(state: Mapping[str, Any] | None, mesh: Mesh) -> Mapping[str, Any] | None:
-    """Return this data rank's state of those of `states_of_ranks`."""
+def select_loader_state(state: Mapping[str, Any] | None, mesh: Mesh) -> Mapping[str, Any] | None:
+    """Return this data rank's state of those of `gather_loader_states`."""
     if state is None:
         return None
     states: Sequence[Mapping[str, Any]] = state["of_data_ranks"]
@@ -200,7 +200,7 @@ def state_of_rank(state: Mapping[str, Any] | None, mesh: Mesh) -> Mapping[str, A
     return states[mesh.data_rank]
 
 
-class _Drawn(NamedTuple):
+class _PrefetchedStep(NamedTuple):
     """A step that has begun; `generator` and `state` are as of after drawing, `signal` is why nothing was drawn."""
 
     step: int
@@ -212,10 +212,10 @@ class _Drawn(NamedTuple):
     signal: int
 
 
-class Ahead:
+class BatchPrefetcher:
     """The microbatches of one loop, step by step; the next step is drawn while the device computes this one.
 
-    An error in drawing is raised when the step's turn comes. `state` is that of `Passes`, after the step taken last.
+    An error in drawing is raised when the step's turn comes. `state` is that of `EpochBatches`, after the step taken last.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Ahead:
     ) -> None:
         self._manager, self._batches, self._seed = manager, batches, seed
         self._objective, self._signals = objective, signals
-        self._drawn: _Drawn | None = None
+        self._drawn: _PrefetchedStep | None = None
         self.state: dict[str, Any] | None = None
         self._seconds = 0.0
 
@@ -237,7 +237,7 @@ class Ahead:
         """Draw a step, counted from 0, and announce it to the other ranks without waiting for them. Collective."""
         self._drawn = self._begun(step)
 
-    def _begun(self, step: int) -> _Drawn:
+    def _begun(self, step: int) -> _PrefetchedStep:
         before = torch.get_rng_state()
         if self._seed is not None:
             # The generators of accelerators stay as they are: the current step may need them.
@@ -249,7 +249,7 @@ class Ahead:
         start = time.perf_counter()
         try:
             drawn = () if noted else self._batches(step)
-            if isinstance(self._batches, Passes):
+            if isinstance(self._batches, EpochBatches):
                 state = self._batches.state()
             microbatches = drawn
         except Exception as caught:
@@ -259,7 +259,7 @@ class Ahead:
         torch.set_rng_state(before)
         # No microbatches tell the others that something is wrong.
         num_tokens = self._manager.announce(microbatches, objective=self._objective)
-        return _Drawn(step, microbatches, num_tokens, error, generator, state, noted)
+        return _PrefetchedStep(step, microbatches, num_tokens, error, generator, state, noted)
 
     def take_seconds(self) -> float:
         """Return what drawing has taken since the last call, without waiting for other ranks."""
@@ -267,7 +267,7 @@ class Ahead:
         return seconds
 
     def take(self, step: int) -> tuple[Sequence[Batch], Tensor]:
-        """Return the microbatches of a step and their `num_tokens`, and seed all generators. Collective; StopsBefore: a
+        """Return the microbatches of a step and their `num_tokens`, and seed all generators. Collective; StopRequested: a
         rank has noted a signal, and nothing has changed since the step before."""
         drawn, self._drawn = self._drawn, None
         if drawn is None or drawn.step != step:
@@ -280,33 +280,33 @@ class Ahead:
         torch.set_rng_state(drawn.generator)
         if drawn.error is not None:
             # Where a pass has ended here, another rank has failed in drawing, and raises the cause.
-            error = None if isinstance(drawn.error, PassEnds) else drawn.error
+            error = None if isinstance(drawn.error, EpochEnded) else drawn.error
             what = f"the microbatches of step {step + 1} cannot be drawn"
-            raise_on_all(self._manager.mesh.world, error, BatchError, what)
+            raise_on_all_ranks(self._manager.mesh.world, error, BatchError, what)
         return drawn.microbatches, drawn.num_tokens
 
-    def _ends(self, drawn: _Drawn) -> bool:
+    def _ends(self, drawn: _PrefetchedStep) -> bool:
         """Whether a pass has ended, so that the step is to be drawn from the next one. Collective."""
-        in_passes = isinstance(self._batches, Passes)
-        if (self._signals is None and not in_passes) or not defects_told(drawn.num_tokens):
+        in_passes = isinstance(self._batches, EpochBatches)
+        if (self._signals is None and not in_passes) or not has_reported_errors(drawn.num_tokens):
             return False
         if self._signals is not None:
             (number,) = self._manager.mesh.world.reduce_ints([drawn.signal], ReduceOp.MAX)
             if number:
-                raise StopsBefore(number)
-        return in_passes and end_together(drawn.error, self._manager.mesh, drawn.step)
+                raise StopRequested(number)
+        return in_passes and check_epoch_end(drawn.error, self._manager.mesh, drawn.step)
 
     def _seed_of(self, step: int, seed: int) -> int:
-        return step_seed(seed, step, self._manager.mesh.data_rank)
+        return derive_step_seed(seed, step, self._manager.mesh.data_rank)
 
 
-def begun_ahead(manager: StrategyManager, loop: Loop) -> Ahead:
+def build_prefetcher(manager: StrategyManager, loop: Loop) -> BatchPrefetcher:
     """Return what draws the microbatches of a loop."""
     source, mesh, run_seed = loop.batches, manager.mesh, loop.seed
     if not callable(source):
         if not isinstance(source, Iterable):
             raise BatchError(f"batches must be a function of the step, or an iterable, not {type(source).__name__}.")
-        state = state_of_rank((loop.state or {}).get("batches"), mesh)
-        seed = None if run_seed is None else lambda step: step_seed(run_seed, step, mesh.data_rank)
-        source = Passes(source, accumulate=loop.accumulate, state=state, seed=seed)
-    return Ahead(manager, source, seed=run_seed, objective=loop.objective, signals=loop.signals)
+        state = select_loader_state((loop.state or {}).get("batches"), mesh)
+        seed = None if run_seed is None else lambda step: derive_step_seed(run_seed, step, mesh.data_rank)
+        source = EpochBatches(source, gradient_accumulation_steps=loop.accumulate, state=state, seed_for_step=seed)
+    return BatchPrefetcher(manager, source, seed=run_seed, objective=loop.objective, signals=loop.signals)

@@ -11,17 +11,17 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from ...base.errors import StrategyError
-from ...optim.config import AVERAGED, EMAConfig
+from ...optim.config import EMA_SUFFIX, EMAConfig
 from ...strategy.contract import StrategyManager
-from ...tensors.state import Averages
+from ...tensors.state import EMAWeights
 from .extension import LoopExtension
 
 
 @runtime_checkable
-class Averaging(Protocol):
+class SupportsEMA(Protocol):
     """What a manager implements that can keep averages; those that derive from `DataParallelManager` do."""
 
-    def keep_averages(self) -> Sequence[Averages]:
+    def keep_averages(self) -> Sequence[EMAWeights]:
         """Begin with the current weights, of each part of the model that this rank trains. From then on the averages
         are a part of `sharded_state` and of `loading`."""
 
@@ -38,24 +38,24 @@ class EMA(LoopExtension):
 
     Args:
         manager: with its optimizer.
-        step: steps that the optimizer has done before.
+        start_step: steps that the optimizer has done before.
 
     Raises:
         StrategyError: the manager has no optimizer, keeps an average already, or is of a strategy that cannot.
     """
 
-    def __init__(self, manager: StrategyManager, config: EMAConfig | None = None, *, step: int = 0) -> None:
-        if not isinstance(manager, Averaging):
+    def __init__(self, manager: StrategyManager, config: EMAConfig | None = None, *, start_step: int = 0) -> None:
+        if not isinstance(manager, SupportsEMA):
             raise StrategyError(
                 f"strategy {manager.strategy!r} keeps no averages of weights: {type(manager).__name__} has not "
-                f"keep_averages and averaged. Leave ema out, or derive its manager from DataParallelManager."
+                f"enable_ema and averaged. Leave ema out, or derive its manager from DataParallelManager."
             )
         self.config = config or EMAConfig()
         self._manager = manager
         optimizer = manager.optimizer
         self._averages = tuple(manager.keep_averages())
         for each in self._averages:
-            each.counts[0] = step
+            each.counts[0] = start_step
         optimizer.register_step_post_hook(self._after_optimizer_step)
 
     def _after_optimizer_step(self, *_: Any) -> None:
@@ -75,8 +75,8 @@ class EMA(LoopExtension):
         for bit. Not for training. Collective."""
         return self._manager.averaged()
 
-    def evaluate(self, losses: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def evaluate(self, compute_losses: Callable[[], dict[str, float]]) -> dict[str, float]:
         if not self.config.evaluate:
             return {}
         with self.in_place():
-            return {f"{name}{AVERAGED}": loss for name, loss in losses().items()}
+            return {f"{name}{EMA_SUFFIX}": loss for name, loss in compute_losses().items()}

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from ...events.step import StepResult
 
 if TYPE_CHECKING:
-    from ...checkpoint.places import Access, Key, Place
+    from ...checkpoint.places import SigningKey, StorageOptions, StorageReader
     from ...mesh.world import World
     from ...strategy.contract import StrategyManager
 
-Moment: TypeAlias = Literal["whole", "clipped"]
+GradientStage: TypeAlias = Literal["whole", "clipped"]
 """Of a step's gradients: after the backward pass, and after clipping."""
 
 
@@ -31,37 +31,37 @@ class LoopExtension:
         """Return the context in which a step runs, counted from 0 in this call of `fit`."""
         return nullcontext()
 
-    def on_gradients(self, moment: Moment) -> None:
+    def on_gradients(self, stage: GradientStage) -> None:
         """Look at the gradients of a step."""
 
     def after_step(self, result: StepResult) -> StepResult:
         """Look at a step before it is evaluated and reported, and return its result, perhaps with more in it."""
         return result
 
-    def evaluate(self, losses: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def evaluate(self, compute_losses: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Return further losses to report with an evaluation."""
         return {}
 
     def before_save(self, step: int, state: Mapping[str, Any]) -> None:
         """Called before the state after a step is saved or copied."""
 
-    def end_step(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
-        """Called last in a step, after a checkpoint that was due. `extra` prepares the state to be copied, and returns
+    def end_step(self, step: int, prepare_extra: Callable[[], dict[str, Any]]) -> None:
+        """Called last in a step, after a checkpoint that was due. `prepare_extra` prepares the state to be copied, and returns
         what belongs into a checkpoint beside the state of the manager; collective."""
 
     def on_rewind(self, step: int) -> None:
         """Called when an earlier state has been loaded."""
 
 
-class Around(LoopExtension):
+class StepContext(LoopExtension):
     """Run each step within a context that may measure something: further entries of `StepResult.times`."""
 
     def __init__(
         self,
-        around: Callable[[int], AbstractContextManager[object]] | None,
-        measured: Callable[[], Mapping[str, float]] | None = None,
+        create_context: Callable[[int], AbstractContextManager[object]] | None,
+        read_times: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        self._around, self._measured = around, measured
+        self._around, self._measured = create_context, read_times
 
     def around_step(self, index: int) -> AbstractContextManager[object]:
         return nullcontext() if self._around is None else self._around(index)
@@ -72,7 +72,7 @@ class Around(LoopExtension):
 
 
 @dataclass
-class Flops(LoopExtension):
+class FlopsReporter(LoopExtension):
     """Report the model's FLOPs of each step, and the peak of a device."""
 
     per_token: float | None
@@ -83,10 +83,10 @@ class Flops(LoopExtension):
         return replace(result, flops=flops, peak_flops=self.peak)
 
 
-class StateCopies(Protocol):
-    """Copies of training state that outlive the processes of a run; see the hook `open_state_copies`."""
+class StateReplication(Protocol):
+    """Copies of training state that outlive the processes of a run; see the hook `open_state_replication`."""
 
-    def places(self, world: World, run: str, access: Access) -> Sequence[tuple[int, Place]]:
+    def places(self, world: World, run: str, access: StorageOptions) -> Sequence[tuple[int, StorageReader]]:
         """Return the step and the place of each copy of a run, the newest first. Collective."""
 
     def copying(
@@ -94,20 +94,20 @@ class StateCopies(Protocol):
         manager: StrategyManager,
         scheduler: Any,
         *,
-        run: str,
-        start: int,
+        run_id: str,
+        start_step: int,
         every: int,
         bandwidth: float | None,
-        key: Key | None,
-        tell: Callable[..., object],
+        signing_key: SigningKey | None,
+        report: Callable[..., object],
     ) -> AbstractContextManager[LoopExtension]:
         """Copy the state of the training steps within the context. Collective.
 
         Args:
             run: id of the run.
-            start: number of steps done before.
+            start_step: number of steps done before.
             every: steps between copies.
             bandwidth: bytes a second that each rank sends; None: as many as there can be.
-            key: with which copies are signed.
-            tell: called with the facts of each copy, by name.
+            signing_key: with which copies are signed.
+            report: called with the facts of each copy, by name.
         """

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import BatchError, CheckpointError, TrainingError
 from ...base.stopping import Stopped
-from ...checkpoint import first_whole, load_checkpoint
-from ...checkpoint.manifest import exists
-from ...checkpoint.places import path_or_url
-from ...events.run import BadStep, Evaluation, Fault, Reason, RunInfo, RunSummary, SavedCheckpoint
+from ...checkpoint import find_first_valid, load_checkpoint
+from ...checkpoint.manifest import storage_exists
+from ...checkpoint.places import to_path_or_url
+from ...events.run import BadStep, EndReason, Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
 from ...events.step import StepResult
 from ...files.terminal import warn
 from ...step.agreement import count_tokens
 from ...strategy.contract import StrategyManager
 from ...strategy.registry import get_registry
-from ...tensors.ops import moments_of
-from .batches import StopsBefore, begun_ahead, states_of_ranks
-from .extension import Around, LoopExtension, Moment
-from .monitors import BAD_STEPS, STATE, Bad, BadSteps, Rewinds, Watch
-from .options import Loop, agree_on, done_on_all, is_due, raise_on_all
-from .step import Stopwatch, marked_part, train_step
+from ...tensors.ops import make_event_recorder
+from .batches import StopRequested, build_prefetcher, gather_loader_states
+from .extension import GradientStage, LoopExtension, StepContext
+from .monitors import BAD_STEPS_KEY, LOOP_STATE_KEY, BadStepDetector, BadStepInfo, MetricMonitor, RollbackRequested
+from .options import Loop, is_due, raise_on_all_ranks, run_on_all_ranks, validate_across_ranks
+from .step import Stopwatch, profiler_phase, train_step
 from .verifying import Verifier
 
 if TYPE_CHECKING:
@@ -57,38 +57,38 @@ def fit(manager: StrategyManager, loop: Loop) -> list[StepResult]:
         CheckpointError: as of `Checkpointer.save`.
         Stopped: a rank has noted one of `loop.signals`; on all ranks. If there is a checkpointer, it has saved.
     """
-    return _Course(manager, loop).run()
+    return _TrainingLoop(manager, loop).run()
 
 
-class _Course:
+class _TrainingLoop:
     """One call of `fit`."""
 
     def __init__(self, manager: StrategyManager, loop: Loop) -> None:
         self.manager, self.world = manager, manager.mesh.world
-        steps, has_callbacks = agree_on(loop, manager.mesh)
+        steps, has_callbacks = validate_across_ranks(loop, manager.mesh)
         self.loop = loop = replace(loop, steps=steps, epochs=None)
         self.is_asked = has_callbacks or loop.save_after_s is not None
-        self.watch = Watch(loop.early_stopping, loop.checkpointer, loop.state)
-        self.sets = done_on_all(
+        self.watch = MetricMonitor(loop.early_stopping, loop.checkpointer, loop.state)
+        self.sets = run_on_all_ranks(
             self.world,
             lambda: {name: list(batches) for name, batches in loop.held_out.items()},
             BatchError,
-            "the microbatches of held_out cannot be drawn",
+            "the microbatches of eval_sets cannot be drawn",
         )
         self.tokens = {name: count_tokens(each, manager.mesh, loop.objective) for name, each in self.sets.items()}
-        self.bad_steps = BadSteps(loop.on_bad_step, (loop.state or {}).get(BAD_STEPS))
-        self.ahead = begun_ahead(manager, loop)
-        self.saves = Saves(manager, loop)
+        self.bad_steps = BadStepDetector(loop.on_bad_step, (loop.state or {}).get(BAD_STEPS_KEY))
+        self.ahead = build_prefetcher(manager, loop)
+        self.saves = RollbackPoints(manager, loop)
         self.extensions = self._extensions()
         for each in self.extensions:
             each.begin(self.state())
         self.saved_at = clock()
-        self.info, self.progress = _info(manager, loop), self.world.progress
-        self.reason: Reason = "done"
+        self.info, self.progress = _build_run_info(manager, loop), self.world.progress
+        self.reason: EndReason = "done"
         self.last: StepResult | None = None
         self.last_losses: dict[str, float] = {}
         self.began = time.monotonic()
-        self.stopwatch = Stopwatch(moments_of(manager.mesh.device), self.progress)
+        self.stopwatch = Stopwatch(make_event_recorder(manager.mesh.device), self.progress)
         self.saving: dict[str, float] = {}
         self.own_s = 0.0
 
@@ -98,7 +98,7 @@ class _Course:
             Verifier(self.manager, loop.verify_every) if loop.verify_every is not None else None,
             self.saves if loop.on_bad_step.do == "rewind" else None,
             loop.ema,
-            Around(loop.around, loop.measured) if loop.around is not None or loop.measured is not None else None,
+            StepContext(loop.around, loop.measured) if loop.around is not None or loop.measured is not None else None,
         ]
         return [*(each for each in own if each is not None), *loop.extensions]
 
@@ -106,15 +106,15 @@ class _Course:
         """Run the steps, and call observers when they begin and end, however they do."""
         hook, rank = get_registry().hook, self.manager.mesh.rank
         start = partial(hook.on_run_start, run=self.info, mesh=self.manager.mesh)
-        done_on_all(self.world, start, TrainingError, "an observer fails at the start of the run")
+        run_on_all_ranks(self.world, start, TrainingError, "an observer fails at the start of the run")
         try:
             results = self.steps()
         except BaseException as error:
             self.reason = "signal" if isinstance(error, Stopped) else "failed"
             if self.reason == "failed":
                 fault = Fault(self.done, rank, type(error).__name__, str(error), time.time())
-                _warn_of_errors(lambda: hook.on_fault(fault=fault))
-            _warn_of_errors(lambda: hook.on_run_end(summary=self.summary()))
+                _call_without_raising(lambda: hook.on_fault(fault=fault))
+            _call_without_raising(lambda: hook.on_run_end(summary=self.summary()))
             raise
         hook.on_run_end(summary=self.summary())
         return results
@@ -144,11 +144,11 @@ class _Course:
                 break
             try:
                 result = self.step(step)
-            except StopsBefore as stop:
+            except StopRequested as stop:
                 if self.loop.signals is None:
                     raise
                 raise self.stopped(stop.number, self.loop.signals, results) from None
-            if isinstance(result, Bad):
+            if isinstance(result, BadStepInfo):
                 self.rewind(result, results)
                 continue
             # What this rank took by itself: observers and callbacks of the step before, drawing, the optimizer.
@@ -178,10 +178,10 @@ class _Course:
                 break
         return results
 
-    def step(self, step: int) -> StepResult | Bad:
+    def step(self, step: int) -> StepResult | BadStepInfo:
         """Run a step; a bad one may take the run back."""
 
-        def look(moment: Moment) -> None:
+        def look(moment: GradientStage) -> None:
             for each in self.extensions:
                 each.on_gradients(moment)
 
@@ -190,24 +190,24 @@ class _Course:
                 for each in self.extensions:
                     held.enter_context(each.around_step(step - self.loop.start))
                 result = train_step(
-                    self.manager, self.loop, step, self.ahead, self.stopwatch, self.bad_steps, look=look
+                    self.manager, self.loop, step, self.ahead, self.stopwatch, self.bad_steps, on_gradients=look
                 )
-        except Rewinds as rewinds:
+        except RollbackRequested as rewinds:
             return rewinds.bad
         if result.skipped:
-            self.tell_of_bad(Bad(result.step, result.skipped))
+            self.tell_of_bad(BadStepInfo(result.step, result.skipped))
         return result
 
-    def tell_of_bad(self, bad: Bad, back_to: int | None = None) -> None:
+    def tell_of_bad(self, bad: BadStepInfo, rollback_step: int | None = None) -> None:
         rank, count = self.manager.mesh.rank, self.bad_steps.count
-        told = BadStep(bad.step, self.loop.num_steps, bad.reason, rank, count, back_to)
-        get_registry().hook.on_bad_step(bad=told)
+        told = BadStep(bad.step, self.loop.num_steps, bad.reason, rank, count, rollback_step)
+        get_registry().hook.on_bad_step(bad_step=told)
 
-    def rewind(self, bad: Bad, results: list[StepResult]) -> None:
+    def rewind(self, bad: BadStepInfo, results: list[StepResult]) -> None:
         """Go back to a checkpoint, and leave out the batches since then. Collective."""
         to, state = self.saves.go_back(bad)
-        self.watch = Watch(self.loop.early_stopping, self.loop.checkpointer, state)
-        self.bad_steps.rewound(bad, state, to=to)
+        self.watch = MetricMonitor(self.loop.early_stopping, self.loop.checkpointer, state)
+        self.bad_steps.rewound(bad, state, step=to)
         while results and results[-1].step > to:
             results.pop()
         for each in self.extensions:
@@ -218,7 +218,7 @@ class _Course:
         """Return the result with the losses of the sets, and tell observers of them. Collective."""
         start = time.perf_counter()
         self.progress.enter("evaluation")
-        with marked_part("evaluation"):
+        with profiler_phase("evaluation"):
             losses = self.losses()
             for each in self.extensions:
                 losses |= each.evaluate(self.losses)
@@ -250,7 +250,7 @@ class _Course:
         is_late = after is not None and self.world.rank == 0 and clock() - self.saved_at >= after
         wanted, late, failed = self.world.reduce_ints([any(wishes), is_late, error is not None])
         if failed:
-            raise_on_all(self.world, error, TrainingError, f"a callback fails after step {result.step}")
+            raise_on_all_ranks(self.world, error, TrainingError, f"a callback fails after step {result.step}")
         return bool(wanted), bool(late)
 
     def state(self) -> dict[str, Any]:
@@ -264,11 +264,11 @@ class _Course:
         start = time.perf_counter()
         self.progress.enter("save")
         extra = self.extra(result.step)
-        with marked_part("save"):
+        with profiler_phase("save"):
             loop.checkpointer.save(result.step, scheduler=loop.scheduler, extra=extra, evaluations=result.evaluations)
         self.saved_at = clock()
         self.saving["save"] = seconds = time.perf_counter() - start
-        place = path_or_url(loop.checkpointer.place(result.step))
+        place = to_path_or_url(loop.checkpointer.place(result.step))
         get_registry().hook.on_checkpoint(checkpoint=SavedCheckpoint(result.step, place, seconds, result.rank, is_best))
 
     def extra(self, step: int) -> dict[str, Any]:
@@ -278,13 +278,13 @@ class _Course:
             each.before_save(step, state)
         extra: dict[str, Any] = {}
         if not callable(self.loop.batches):
-            state["batches"] = states_of_ranks(self.ahead.state, self.manager.mesh)
+            state["batches"] = gather_loader_states(self.ahead.state, self.manager.mesh)
         if (tell := self.loop.extra) is not None:
             drawn, what = step + self.bad_steps.left_out, f"extra of the loop fails after step {step}"
-            extra = dict(done_on_all(self.world, lambda: tell(drawn), CheckpointError, what))
-        return {**extra, STATE: state}
+            extra = dict(run_on_all_ranks(self.world, lambda: tell(drawn), CheckpointError, what))
+        return {**extra, LOOP_STATE_KEY: state}
 
-    def stopped(self, number: int, signals: StopSignals, results: list[StepResult]) -> Stopped:
+    def stopped(self, signum: int, signals: StopSignals, results: list[StepResult]) -> Stopped:
         """Save what is not saved, and wait until it is on disk everywhere. Collective."""
         step, checkpointer = results[-1].step if results else self.loop.start, self.loop.checkpointer
         saved, is_late = not results, False
@@ -300,10 +300,10 @@ class _Course:
         signals.settle()
         # Who leaves first would take connections with it that others may still need.
         self.world.reduce_ints([0])
-        return Stopped(number, step=step, saved=saved, exit_code=signals.exit_code, too_late=is_late)
+        return Stopped(signum, step=step, saved=saved, exit_code=signals.exit_code, has_skipped_save=is_late)
 
 
-class Saves(LoopExtension):
+class RollbackPoints(LoopExtension):
     """Goes back to checkpoints that the same processes have saved. For each it keeps what is not in it: learning rates,
     the schedule, and what the loop remembers. Settings of the optimizer that a run has changed since stay as they are.
     """
@@ -320,22 +320,22 @@ class Saves(LoopExtension):
         rates = [group["lr"] for group in self._manager.optimizer.param_groups]
         self._known[step] = deepcopy((rates, scheduler and scheduler.state_dict(), dict(state)))
 
-    def go_back(self, bad: Bad) -> tuple[int, Mapping[str, Any]]:
+    def go_back(self, bad: BadStepInfo) -> tuple[int, Mapping[str, Any]]:
         """Load the newest valid checkpoint before a step; return its step, and the loop's state then. Collective."""
         checkpointer, world = self._loop.checkpointer, self._manager.mesh.world
         if checkpointer is None:
             raise TrainingError("on_bad_step=rewind needs a checkpointer.")
         checkpointer.wait()
         steps = sorted((step for step in self._known if step < bad.step), reverse=True)
-        there = world.from_first(lambda: [step for step in steps if exists(checkpointer.place(step))])
-        found, _ = first_whole([checkpointer.place(step) for step in there], world)
+        there = world.from_first(lambda: [step for step in steps if storage_exists(checkpointer.place(step))])
+        found, _ = find_first_valid([checkpointer.place(step) for step in there], world)
         if found is None:
             raise TrainingError(
                 f"step {bad.step}: {bad.reason}, and there is no checkpoint to go back to: on_bad_step=rewind goes "
                 f"back to what this sitting has saved or begun with. No parameter was changed by this step. Lower "
                 f"checkpoint.every, or set on_bad_step=skip."
             )
-        load_checkpoint(self._manager, found, keep_settings=True)
+        load_checkpoint(self._manager, found, keep_group_settings=True)
         to = next(step for step in there if checkpointer.place(step) == found)
         rates, schedule, state = deepcopy(self._known[to])
         if self._loop.scheduler is not None:
@@ -345,20 +345,20 @@ class Saves(LoopExtension):
         return to, state
 
 
-def _warn_of_errors(tell: Callable[[], Any]) -> None:
+def _call_without_raising(notify: Callable[[], Any]) -> None:
     """Call observers while another error is raised, which theirs must not hide."""
     try:
-        tell()
+        notify()
     except Exception as error:
         warn(f"an observer fails at the end of the run: {type(error).__name__}: {error}", stacklevel=2)
 
 
-def _info(manager: StrategyManager, loop: Loop) -> RunInfo:
+def _build_run_info(manager: StrategyManager, loop: Loop) -> RunInfo:
     mesh = manager.mesh
     if loop.run is not None:
         return replace(loop.run, rank=mesh.rank)
     return RunInfo(
-        id=mesh.world.from_first(new_id),
+        id=mesh.world.from_first(generate_run_id),
         name="run",
         strategy=manager.strategy,
         mesh=str(mesh.degrees),
@@ -371,6 +371,6 @@ def _info(manager: StrategyManager, loop: Loop) -> RunInfo:
     )
 
 
-def new_id() -> str:
+def generate_run_id() -> str:
     """Return an id that no other run has."""
     return uuid.uuid4().hex

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from ...checkpoint import Checkpointer
     from ...events.step import StepResult
 
-BAD_STEPS = "bad_steps"
+BAD_STEPS_KEY = "bad_steps"
 """Key of their state in that of a loop."""
-LEAST_KNOWN = 20
+MIN_GOOD_STEPS = 20
 """Good steps that must be known before one can be far from them."""
 MAD_TO_SIGMA = 1.4826
 """Standard deviation of a normal distribution in median absolute deviations."""
-LEAST_SPREAD = 1e-3
+MIN_RELATIVE_DEVIATION = 1e-3
 """Least deviation, relative to the median."""
 
 
@@ -53,27 +53,27 @@ class BadStepConfig(FrozenModel):
         description="Bad is also a loss or norm that is so many standard deviations, told by the median absolute "
         "deviation, above the median of the good steps before; null: only what is not finite.",
     )
-    window: Annotated[Size, Field(ge=LEAST_KNOWN)] = Field(default=100, description="How many good steps count.")
+    window: Annotated[Size, Field(ge=MIN_GOOD_STEPS)] = Field(default=100, description="How many good steps count.")
     limit: Size = Field(default=10, description="So many bad steps without a good one that is further end the run.")
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadStepInfo:
     """A skipped step: its number from 1, and why."""
 
     step: int
     reason: str
 
 
-class Rewinds(Exception):
+class RollbackRequested(Exception):
     """A bad step takes all ranks back to a checkpoint; its gradients were dropped."""
 
-    def __init__(self, bad: Bad) -> None:
+    def __init__(self, bad: BadStepInfo) -> None:
         super().__init__(bad)
         self.bad = bad
 
 
-class BadSteps:
+class BadStepDetector:
     """Judges the steps of a run."""
 
     def __init__(self, config: BadStepConfig, state: Mapping[str, Any] | None = None) -> None:
@@ -90,9 +90,9 @@ class BadSteps:
             return {}
         counts = {"left_out": self.left_out, "count": self.count}
         counts |= {"since_good": self._since_good, "furthest": self._furthest}
-        return {BAD_STEPS: {**counts, "losses": list(self._losses), "norms": list(self._norms)}}
+        return {BAD_STEPS_KEY: {**counts, "losses": list(self._losses), "norms": list(self._norms)}}
 
-    def judge(self, step: int, loss: float, norm: float) -> Bad | None:
+    def judge(self, step: int, loss: float, norm: float) -> BadStepInfo | None:
         """Judge a step; None if it is good."""
         reason = self._reason(loss, norm)
         if reason is not None:
@@ -104,7 +104,7 @@ class BadSteps:
             self._furthest, self._since_good = step, 0
         return None
 
-    def bad(self, step: int, reason: str) -> Bad:
+    def bad(self, step: int, reason: str) -> BadStepInfo:
         """Note a bad step."""
         if self.config.do == "stop":
             raise TrainingError(
@@ -118,21 +118,21 @@ class BadSteps:
                 f"step {step}: {reason}. There were {self._since_good} bad steps without a good one that is further, "
                 f"and on_bad_step.limit={self.config.limit}. Lower optimizer.lr, look at the data, or raise the limit."
             )
-        return Bad(step, reason)
+        return BadStepInfo(step, reason)
 
-    def rewound(self, bad: Bad, state: Mapping[str, Any], *, to: int) -> None:
-        """Go back to the state after step `to`, and leave out the batches since then."""
-        self.left_out += bad.step - to
-        then = BadSteps(self.config, state.get(BAD_STEPS))
+    def rewound(self, bad: BadStepInfo, state: Mapping[str, Any], *, step: int) -> None:
+        """Go back to the state after step `step`, and leave out the batches since then."""
+        self.left_out += bad.step - step
+        then = BadStepDetector(self.config, state.get(BAD_STEPS_KEY))
         self._losses, self._norms = then._losses, then._norms
 
     def _reason(self, loss: float, norm: float) -> str | None:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"the loss is {loss} and the gradient norm {norm}"
-        if self.config.deviations is None or len(self._losses) < LEAST_KNOWN:
+        if self.config.deviations is None or len(self._losses) < MIN_GOOD_STEPS:
             return None
         for name, value, known in (("loss", loss, self._losses), ("gradient norm", norm, self._norms)):
-            far, median = deviations_above(value, known)
+            far, median = compute_deviations_above(value, known)
             if far > self.config.deviations:
                 return (
                     f"the {name} {value:.6g} is {far:.1f} standard deviations above the median {median:.6g} of the "
@@ -141,15 +141,15 @@ class BadSteps:
         return None
 
 
-def deviations_above(value: float, known: deque[float]) -> tuple[float, float]:
+def compute_deviations_above(value: float, history: deque[float]) -> tuple[float, float]:
     """Return how many standard deviations a value lies above the median of others, and that median."""
-    median = statistics.median(known)
-    spread = MAD_TO_SIGMA * statistics.median(abs(each - median) for each in known)
-    least = max(LEAST_SPREAD * abs(median), math.ulp(0.0))
+    median = statistics.median(history)
+    spread = MAD_TO_SIGMA * statistics.median(abs(each - median) for each in history)
+    least = max(MIN_RELATIVE_DEVIATION * abs(median), math.ulp(0.0))
     return (value - median) / max(spread, least), median
 
 
-STATE = "loop"
+LOOP_STATE_KEY = "loop"
 """Key of what `fit` remembers in `Manifest.extra`."""
 
 
@@ -173,18 +173,18 @@ class EarlyStopping:
             raise ConfigError(f"min_delta of early_stopping must be at least 0 and finite, not {self.min_delta!r}.")
 
 
-class Watch:
+class MetricMonitor:
     """Looks at the evaluations of a run."""
 
     def __init__(
-        self, stopping: EarlyStopping | None, checkpointer: Checkpointer | None, state: Mapping[str, Any] | None
+        self, early_stopping: EarlyStopping | None, checkpointer: Checkpointer | None, state: Mapping[str, Any] | None
     ) -> None:
-        self._stopping, self._count, self._best_of = stopping, 0, ""
+        self._stopping, self._count, self._best_of = early_stopping, 0, ""
         if checkpointer is not None and checkpointer.keep_best:
             self._count, self._best_of = checkpointer.keep_best, checkpointer.best_of
-        seen = _of_set(state, "early_stopping", "" if stopping is None else stopping.set)
+        seen = _state_for_set(state, "early_stopping", "" if early_stopping is None else early_stopping.set)
         self._lowest, self._waited = seen.get("lowest"), int(seen.get("waited", 0))
-        best = _of_set(state, "best", self._best_of).get("values", ())
+        best = _state_for_set(state, "best", self._best_of).get("values", ())
         self._best = sorted((float(value), int(step)) for value, step in best)
 
     @property
@@ -216,6 +216,6 @@ class Watch:
         return state
 
 
-def _of_set(state: Mapping[str, Any] | None, key: str, name: str) -> Mapping[str, Any]:
+def _state_for_set(state: Mapping[str, Any] | None, key: str, name: str) -> Mapping[str, Any]:
     found: Mapping[str, Any] = (state or {}).get(key) or {}
     return found if found.get("set") == name else {}

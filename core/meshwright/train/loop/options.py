@@ -14,15 +14,15 @@ from ...base.errors import CheckpointError, ConfigError, MeshwrightError
 from ...base.types import Batch, Objective
 from ...checkpoint import Checkpointer, Manifest
 from ...checkpoint.extra import check_loop
-from ...checkpoint.values import decoded
+from ...checkpoint.values import decode_values
 from ...events.run import RunInfo
 from ...events.step import StepResult
 from ...mesh.mesh import Mesh
 from ...mesh.world import World
-from ...optim.config import AVERAGED
+from ...optim.config import EMA_SUFFIX
 from .ema import EMA
 from .extension import LoopExtension
-from .monitors import STATE, BadStepConfig, EarlyStopping
+from .monitors import LOOP_STATE_KEY, BadStepConfig, EarlyStopping
 
 if TYPE_CHECKING:
     from ...base.stopping import StopSignals
@@ -47,17 +47,17 @@ class Loop:
         objective: minimized and evaluated; None: the token loss.
         max_grad_norm: limit of the total gradient norm; None: the norm is only measured.
         grad_norm_type: p of the norm.
-        held_out: this rank's microbatches of each evaluation set by name; equally many on each rank. Read once.
+        eval_sets: this rank's microbatches of each evaluation set by name; equally many on each rank. Read once.
         ema: averages of the weights, evaluated too as "NAME_ema" unless its config says otherwise.
         eval_every: steps between evaluations; None: only after the last step.
         early_stopping: when to stop early; None: never.
         callbacks: called in order after each step; ranks may have different ones.
         checkpointer: saves after the last step, after the steps that its `keep_best` selects, and as the next two say.
         save_every: steps between checkpoints.
-        save_after_s: seconds since the last checkpoint, by the clock of the first rank.
+        save_every_s: seconds since the last checkpoint, by the clock of the first rank.
         extra: `extra(drawn)` returns further JSON values for a checkpoint; `drawn` counts the batches drawn so far, see
             [Note: draws] in `monitors`.
-        start: steps already done; see `going_on`.
+        start: steps already done; see `resume_from`.
         state: what `fit` has put into the checkpoint to resume from.
         seed: the random numbers of a step follow from it, the step and the data rank, so that a resumed run draws what
             it would have drawn; None: the generators are left alone.
@@ -111,7 +111,7 @@ class Loop:
             raise ConfigError(f"give either steps or epochs, not steps={self.steps} and epochs={self.epochs}.")
         if self.steps is not None:
             return self.steps
-        each = steps_in_a_pass(self.batches, self.accumulate)
+        each = count_steps_per_epoch(self.batches, self.accumulate)
         if each is None:
             raise ConfigError(
                 f"epochs={self.epochs} needs batches that have a length, which {type(self.batches).__name__} has not. "
@@ -123,7 +123,7 @@ class Loop:
     def evaluated_sets(self) -> list[str]:
         """Names of the losses that an evaluation gives."""
         averaged = self.ema is not None and self.ema.config.evaluate
-        return [*self.held_out, *(f"{name}{AVERAGED}" for name in self.held_out if averaged)]
+        return [*self.held_out, *(f"{name}{EMA_SUFFIX}" for name in self.held_out if averaged)]
 
     def going_on(self, manifest: Manifest) -> Loop:
         """Return the loop that resumes from a checkpoint that has been loaded.
@@ -131,49 +131,51 @@ class Loop:
         Raises:
             CheckpointError: what `fit` has saved of itself has other types.
         """
-        state = decoded(manifest.extra.get(STATE))
+        state = decode_values(manifest.extra.get(LOOP_STATE_KEY))
         try:
             check_loop(state or {})
         except ValueError as error:
             raise CheckpointError(
-                f"the manifest of step {manifest.step} has values of other types: {STATE}.{error}. Go on from another "
+                f"the manifest of step {manifest.step} has values of other types: {LOOP_STATE_KEY}.{error}. Go on from another "
                 f"checkpoint."
             ) from None
         return replace(self, start=manifest.step, state=state)
 
-    def evaluates_after(self, done: int) -> bool:
-        """Whether the sets are evaluated after `done` steps."""
-        return bool(self.held_out) and is_due(done, self.eval_every, self.num_steps)
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the sets are evaluated after `step` steps."""
+        return bool(self.held_out) and is_due(step, self.eval_every, self.num_steps)
 
 
-def is_due(done: int, every: int | None, steps: int) -> bool:
+def is_due(step: int, every: int | None, num_steps: int) -> bool:
     """Whether something that happens every so many steps, and after the last one, is due."""
-    return done == steps or (every is not None and done % every == 0)
+    return step == num_steps or (every is not None and step % every == 0)
 
 
-def steps_in_a_pass(batches: Any, accumulate: int) -> int | None:
+def count_steps_per_epoch(batches: Any, gradient_accumulation_steps: int) -> int | None:
     """Return the optimizer steps of one pass; None for a function, or where the length is unknown."""
     try:
-        return -(-len(batches) // accumulate)
+        return -(-len(batches) // gradient_accumulation_steps)
     except (TypeError, NotImplementedError):
         return None
 
 
-def raise_on_all(world: World, error: Exception | None, kind: type[MeshwrightError], what: str) -> NoReturn:
+def raise_on_all_ranks(
+    world: World, error: Exception | None, error_cls: type[MeshwrightError], failure: str
+) -> NoReturn:
     """Raise an error that some rank has met, where all know that some has. Collective.
 
-    An unexpected one is raised as it is, with its own traceback, and the other ranks raise `kind`, which begins with
-    `what`: "... cannot be drawn".
+    An unexpected one is raised as it is, with its own traceback, and the other ranks raise `error_cls`, which begins with
+    `failure`: "... cannot be drawn".
     """
     if error is None or isinstance(error, MeshwrightError):
         world.raise_any(error)
     with suppress(MeshwrightError):
-        world.raise_any(kind(f"{what}: {type(error).__name__}: {error}"))
+        world.raise_any(error_cls(f"{failure}: {type(error).__name__}: {error}"))
     raise error
 
 
-def done_on_all(world: World, work: Callable[[], T], kind: type[MeshwrightError], what: str) -> T:
-    """Run `work`, which must not be collective and may fail in any way; see `raise_on_all`. Collective."""
+def run_on_all_ranks(world: World, work: Callable[[], T], error_cls: type[MeshwrightError], failure: str) -> T:
+    """Run `work`, which must not be collective and may fail in any way; see `raise_on_all_ranks`. Collective."""
     found: list[T] = []
     error: Exception | None = None
     try:
@@ -181,15 +183,15 @@ def done_on_all(world: World, work: Callable[[], T], kind: type[MeshwrightError]
     except Exception as caught:
         error = caught
     if world.reduce_ints([error is not None])[0]:
-        raise_on_all(world, error, kind, what)
+        raise_on_all_ranks(world, error, error_cls, failure)
     return found[0]
 
 
-def agree_on(loop: Loop, mesh: Mesh) -> tuple[int, bool]:
+def validate_across_ranks(loop: Loop, mesh: Mesh) -> tuple[int, bool]:
     """Refuse a loop that cannot run, or that differs between ranks, and return the number of the last step, and whether
     any rank has callbacks. Collective."""
     world = mesh.world
-    mine = world.together(lambda: told_of(loop))
+    mine = world.together(lambda: collect_shared_options(loop))
     found: list[Any] = [None] * world.size
     dist.all_gather_object(found, (mine, len(loop.callbacks)), group=world.group)
     for name in mine:
@@ -200,17 +202,17 @@ def agree_on(loop: Loop, mesh: Mesh) -> tuple[int, bool]:
     return loop.num_steps, any(count for _, count in found)
 
 
-_AT_LEAST_ONE = ("steps", "epochs", "accumulate", "eval_every", "save_every", "norms_every", "verify_every")
-_EQUAL = (
+_POSITIVE_OPTIONS = ("steps", "epochs", "accumulate", "eval_every", "save_every", "norms_every", "verify_every")
+_SHARED_OPTIONS = (
     *("start", "accumulate", "max_grad_norm", "grad_norm_type", "eval_every", "early_stopping", "save_every"),
     *("save_after_s", "norms_every", "seed", "on_bad_step", "verify_every"),
 )
 
 
-def told_of(loop: Loop) -> dict[str, Any]:
+def collect_shared_options(loop: Loop) -> dict[str, Any]:
     """Return by name what must be equal on all ranks; a loop that cannot run is a ConfigError."""
     steps, checkpointer = loop.num_steps, loop.checkpointer
-    for name, lowest in {**dict.fromkeys(_AT_LEAST_ONE, 1), "start": 0}.items():
+    for name, lowest in {**dict.fromkeys(_POSITIVE_OPTIONS, 1), "start": 0}.items():
         value = getattr(loop, name)
         if value is not None and (type(value) is not int or value < lowest):
             raise ConfigError(f"{name} of the loop must be an int, at least {lowest}, not {value!r}.")
@@ -218,7 +220,7 @@ def told_of(loop: Loop) -> dict[str, Any]:
         raise ConfigError(f"the loop is to start after step {loop.start}, but has {steps} steps. Raise steps.")
     if not isinstance(loop.held_out, Mapping):
         raise ConfigError(
-            f"held_out of the loop must map names to microbatches, such as {{'held_out': batches}}, not "
+            f"eval_sets of the loop must map names to microbatches, such as {{'eval_sets': batches}}, not "
             f"{type(loop.held_out).__name__}."
         )
     if callable(loop.batches) and loop.accumulate != 1:
@@ -226,29 +228,29 @@ def told_of(loop: Loop) -> dict[str, Any]:
     if checkpointer is None and loop.on_bad_step.do == "rewind":
         raise ConfigError("on_bad_step=rewind needs a checkpointer to go back with: give the loop one, or set skip.")
     if checkpointer is None and (loop.save_every is not None or loop.save_after_s is not None):
-        raise ConfigError("save_every and save_after_s need a checkpointer: give the loop one, or leave them out.")
+        raise ConfigError("save_every and save_every_s need a checkpointer: give the loop one, or leave them out.")
     if loop.save_after_s is not None and not loop.save_after_s > 0:
-        raise ConfigError(f"save_after_s must be above 0, in seconds, not {loop.save_after_s!r}.")
-    _check_sets(loop)
+        raise ConfigError(f"save_every_s must be above 0, in seconds, not {loop.save_after_s!r}.")
+    _check_eval_sets(loop)
     return {
         "steps": steps,
         "the kind of batches": "a function" if callable(loop.batches) else "an iterable",
-        "the number of steps in a pass": steps_in_a_pass(loop.batches, loop.accumulate),
+        "the number of steps in a pass": count_steps_per_epoch(loop.batches, loop.accumulate),
         "scheduler": loop.scheduler is not None,
-        "the names of held_out": list(loop.held_out),
+        "the names of eval_sets": list(loop.held_out),
         "ema": loop.ema and loop.ema.config,
         "checkpointer": checkpointer and (checkpointer.keep_best, checkpointer.best_of),
         "signals": loop.signals and loop.signals.names,
-        **{name: getattr(loop, name) for name in _EQUAL},
+        **{name: getattr(loop, name) for name in _SHARED_OPTIONS},
     }
 
 
-def _check_sets(loop: Loop) -> None:
+def _check_eval_sets(loop: Loop) -> None:
     names, stopping, checkpointer = loop.evaluated_sets, loop.early_stopping, loop.checkpointer
     known = ", ".join(names) or "none"
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"held_out of the loop has a set {twice!r}, which is what averages are called. Rename it.")
+        raise ConfigError(f"eval_sets of the loop has a set {twice!r}, which is what averages are called. Rename it.")
     if stopping is not None and stopping.set not in names:
         raise ConfigError(f"early_stopping looks at the set {stopping.set!r}; the loop's are: {known}.")
     if stopping is not None and loop.eval_every is None:

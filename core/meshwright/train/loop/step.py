@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..._compat.torch import marked
-from ...base.errors import NotFiniteError, TrainingError
-from ...events.step import MARK, StepResult
+from ..._compat.torch import record_if_profiling
+from ...base.errors import NonFiniteError, TrainingError
+from ...events.step import PROFILER_PREFIX, StepResult
 from ...strategy.contract import StrategyManager
-from ...tensors.ops import is_accelerator, moments_of
-from .batches import Ahead, begun_ahead
-from .extension import Moment
-from .monitors import Bad, BadStepConfig, BadSteps, Rewinds
+from ...tensors.ops import is_accelerator, make_event_recorder
+from .batches import BatchPrefetcher, build_prefetcher
+from .extension import GradientStage
+from .monitors import BadStepConfig, BadStepDetector, BadStepInfo, RollbackRequested
 from .options import Loop
 
 if TYPE_CHECKING:
@@ -46,19 +46,19 @@ def train_step(
     manager: StrategyManager,
     loop: Loop,
     step: int,
-    ahead: Ahead | None = None,
+    prefetcher: BatchPrefetcher | None = None,
     stopwatch: Stopwatch | None = None,
-    bad_steps: BadSteps | None = None,
+    bad_step_detector: BadStepDetector | None = None,
     *,
-    look: Callable[[Moment], None] = lambda _: None,
+    on_gradients: Callable[[GradientStage], None] = lambda _: None,
 ) -> StepResult:
-    """Run one optimizer step, counted from 0; see `fit`. `ahead` draws the next step within this one; `look` is called
-    when the gradients are "whole" and when they are "clipped"; without `bad_steps` a bad step is an error."""
-    stopwatch = stopwatch or Stopwatch(moments_of(manager.mesh.device), manager.mesh.world.progress)
+    """Run one optimizer step, counted from 0; see `fit`. `prefetcher` draws the next step within this one; `on_gradients` is called
+    when the gradients are "whole" and when they are "clipped"; without `bad_step_detector` a bad step is an error."""
+    stopwatch = stopwatch or Stopwatch(make_event_recorder(manager.mesh.device), manager.mesh.world.progress)
     stopwatch.begin(step + 1)
-    bad_steps = bad_steps or BadSteps(BadStepConfig())
-    draw = step + bad_steps.left_out
-    microbatches, num_tokens = (ahead or begun_ahead(manager, loop)).take(draw)
+    bad_step_detector = bad_step_detector or BadStepDetector(BadStepConfig())
+    draw = step + bad_step_detector.left_out
+    microbatches, num_tokens = (prefetcher or build_prefetcher(manager, loop)).take(draw)
     stopwatch.end("data", "forward_backward")
     loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)
     sums, norms = manager.last_sums, dict[str, float]()
@@ -67,17 +67,19 @@ def train_step(
     if measures:
         norms = manager.gradient_norms()
         stopwatch.end("norms", "clip")
-    look("whole")
+    on_gradients("whole")
     grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
-    look("clipped")
-    stopwatch.end("clip", "read" if ahead is None else "data")
-    if ahead is not None:
+    on_gradients("clipped")
+    stopwatch.end("clip", "read" if prefetcher is None else "data")
+    if prefetcher is not None:
         if step + 1 < loop.num_steps:
-            ahead.begin(draw + 1)
+            prefetcher.begin(draw + 1)
         stopwatch.end("data", "read")
-    loss_value, norm_value, sum_values, bad = _judged(manager, bad_steps, step + 1, loss, grad_norm, sums)
+    loss_value, norm_value, sum_values, bad = _read_and_check(
+        manager, bad_step_detector, step + 1, loss, grad_norm, sums
+    )
     stopwatch.end("read", "optimizer")
-    scheduled = _stepped(manager, loop, step + 1, bad, rewinds=bad_steps.config.do == "rewind")
+    scheduled = _step_optimizer(manager, loop, step + 1, bad, rolls_back=bad_step_detector.config.do == "rewind")
     stopwatch.end("optimizer")
     # By parameter group: under its name, if that is unique, or else its number.
     names = [group.get("name") for group in manager.optimizer.param_groups]
@@ -96,45 +98,52 @@ def train_step(
         times=stopwatch.take(),
         learning_rates=dict(zip(told, map(float, scheduled), strict=False)),
         norms=norms,
-        memory=memory_now(manager.mesh.device),
+        memory=read_memory_usage(manager.mesh.device),
         skipped="" if bad is None else bad.reason,
         world_size=manager.mesh.world.size,
     )
 
 
-def _judged(
-    manager: StrategyManager, bad_steps: BadSteps, step: int, loss: Tensor, norm: Tensor, sums: Mapping[str, Tensor]
-) -> tuple[float, float, dict[str, float], Bad | None]:
+def _read_and_check(
+    manager: StrategyManager,
+    bad_step_detector: BadStepDetector,
+    step: int,
+    loss: Tensor,
+    norm: Tensor,
+    sums: Mapping[str, Tensor],
+) -> tuple[float, float, dict[str, float], BadStepInfo | None]:
     """Read loss, norm and sums, with the one wait for the device, and judge the step before the optimizer's step."""
     try:
         loss_value, norm_value, *sum_values = manager.read(loss, norm, *sums.values())
-    except NotFiniteError as error:
-        if bad_steps.config.do == "stop":
+    except NonFiniteError as error:
+        if bad_step_detector.config.do == "stop":
             raise
-        return math.nan, math.nan, dict.fromkeys(sums, math.nan), bad_steps.bad(step, str(error))
-    bad = bad_steps.judge(step, loss_value, norm_value)
+        return math.nan, math.nan, dict.fromkeys(sums, math.nan), bad_step_detector.bad(step, str(error))
+    bad = bad_step_detector.judge(step, loss_value, norm_value)
     return loss_value, norm_value, dict(zip(sums, sum_values, strict=True)), bad
 
 
-def _stepped(manager: StrategyManager, loop: Loop, step: int, bad: Bad | None, *, rewinds: bool) -> list[Any]:
+def _step_optimizer(
+    manager: StrategyManager, loop: Loop, step: int, bad: BadStepInfo | None, *, rolls_back: bool
+) -> list[Any]:
     """Step the optimizer unless the step is bad, and return the learning rates of its groups."""
     scheduler, groups = loop.scheduler, manager.optimizer.param_groups
     scheduled = [group["lr"] for group in groups] if scheduler is None else scheduler.get_last_lr()
     if bad is None:
-        with groups_stepped() as stepped:
+        with record_stepped_groups() as stepped:
             manager.optimizer_step()
-        check_rates(scheduled, stepped, step=step)
+        check_learning_rates(scheduled, stepped, step=step)
     else:
         manager.drop_gradients()
-        if rewinds:
-            raise Rewinds(bad)
+        if rolls_back:
+            raise RollbackRequested(bad)
     if scheduler is not None:
         scheduler.step()
     return scheduled
 
 
 @contextmanager
-def groups_stepped() -> Iterator[list[dict[str, Any]]]:
+def record_stepped_groups() -> Iterator[list[dict[str, Any]]]:
     """Collect the parameter groups of each optimizer that steps within the context, as they are when it does.
 
     A strategy may wrap the optimizer, or step others in its place; torch calls its hook for all of them. Groups are
@@ -153,7 +162,7 @@ def groups_stepped() -> Iterator[list[dict[str, Any]]]:
         handle.remove()
 
 
-def check_rates(scheduled: Sequence[Any], stepped: Sequence[Mapping[str, Any]], *, step: int) -> None:
+def check_learning_rates(scheduled: Sequence[Any], stepped: Sequence[Mapping[str, Any]], *, step: int) -> None:
     """Refuse to go on where a step was made with a learning rate that is not the schedule's."""
     told = {float(rate) for rate in scheduled}
     used = {float(group["lr"]) for group in stepped if group["params"] and "lr" in group}
@@ -170,7 +179,7 @@ def check_rates(scheduled: Sequence[Any], stepped: Sequence[Mapping[str, Any]], 
         )
 
 
-def memory_now(device: torch.device) -> dict[str, int]:
+def read_memory_usage(device: torch.device) -> dict[str, int]:
     """Return bytes in use by kind, see `StepResult.memory`, as far as the system tells.
 
     Source: proc(5), getrusage(2), torch.accelerator.
@@ -187,13 +196,13 @@ def memory_now(device: torch.device) -> dict[str, int]:
     return found
 
 
-ON_DEVICE = ("forward_backward", "norms", "clip", "optimizer")
+DEVICE_PHASES = ("forward_backward", "norms", "clip", "optimizer")
 """Parts whose work is done by the device."""
 
 
-def marked_part(name: str) -> AbstractContextManager[object]:
+def profiler_phase(name: str) -> AbstractContextManager[object]:
     """Name a part of a run for torch's profiler; does nothing where none runs."""
-    return marked(MARK + name)
+    return record_if_profiling(PROFILER_PREFIX + name)
 
 
 class Stopwatch:
@@ -201,38 +210,38 @@ class Stopwatch:
 
     def __init__(
         self,
-        moment: Callable[[], Any] | None,
+        record_event: Callable[[], Any] | None,
         progress: Progress | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._moment, self._clock, self._progress = moment, clock, progress
+        self._moment, self._clock, self._progress = record_event, clock, progress
         self._times: dict[str, float] = defaultdict(float)
         self._spans: list[tuple[str, Any, Any]] = []
         self._began = self._since = clock()
         self._event: Any = None
         self._mark = ExitStack()
 
-    def begin(self, step: int = 0, part: str = "data") -> None:
+    def begin(self, step: int = 0, phase: str = "data") -> None:
         """Begin a step, counted from 1, and its first part."""
         if self._progress is not None:
-            self._progress.begin(step, part)
-        self._marks(part)
+            self._progress.begin(step, phase)
+        self._marks(phase)
         self._began = self._since = self._clock()
 
-    def end(self, part: str, then: str | None = None) -> None:
+    def end(self, phase: str, next_phase: str | None = None) -> None:
         """End the current part. A part may come in pieces."""
         if self._progress is not None:
-            self._progress.enter(then or "callbacks")
-        self._marks(then)
+            self._progress.enter(next_phase or "callbacks")
+        self._marks(next_phase)
         now = self._clock()
         if self._moment is not None:
             event = self._moment()
-            if part in ON_DEVICE and self._event is not None:
-                self._spans.append((part, self._event, event))
+            if phase in DEVICE_PHASES and self._event is not None:
+                self._spans.append((phase, self._event, event))
             self._event = event
-        if self._moment is None or part not in ON_DEVICE:
-            self._times[part] += now - self._since
+        if self._moment is None or phase not in DEVICE_PHASES:
+            self._times[phase] += now - self._since
         self._since = now
 
     @property
@@ -244,7 +253,7 @@ class Stopwatch:
         # A step that has failed leaves its last mark open; the next one closes it.
         self._mark.close()
         if part is not None:
-            self._mark.enter_context(marked_part(part))
+            self._mark.enter_context(profiler_phase(part))
 
     def take(self) -> dict[str, float]:
         """Return the seconds by part that are known by now; see [Note: device times]."""

@@ -27,14 +27,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...base.errors import TrainingError
-from ...checkpoint.values import flat
+from ...checkpoint.values import flatten_state
 from ...events.step import StepResult
 from ...strategy.contract import StrategyManager
 from ...tensors.ops import fingerprint
-from .extension import LoopExtension, Moment
+from .extension import GradientStage, LoopExtension
 
 
-class Key(NamedTuple):
+class ChunkKey(NamedTuple):
     """What a fingerprint is of: a rectangle of an unsharded tensor."""
 
     name: str
@@ -53,7 +53,7 @@ class Verifier(LoopExtension):
 
     def __init__(self, manager: StrategyManager, every: int) -> None:
         self._manager, self._every = manager, every
-        self._rest: dict[Key, int] = {}
+        self._rest: dict[ChunkKey, int] = {}
         self._clipped: list[int] = []
         self._changed: list[str] = []
         self.forget()
@@ -64,8 +64,8 @@ class Verifier(LoopExtension):
         """Take the current state as right: it was just computed or loaded."""
         self._rest, self._clipped = self._state(), []
 
-    def on_gradients(self, moment: Moment) -> None:
-        if moment == "clipped":
+    def on_gradients(self, stage: GradientStage) -> None:
+        if stage == "clipped":
             self._clipped = self._gradients()
 
     def after_step(self, result: StepResult) -> StepResult:
@@ -90,7 +90,7 @@ class Verifier(LoopExtension):
         dist.gather_object(told, every if world.rank == 0 else None, group=world.group, group_dst=0)
         box: list[Any] = [None]
         if world.rank == 0:
-            odd, number = judged([values for _, values, _ in every])
+            odd, number = find_outlier_ranks([values for _, values, _ in every])
             changed = [(rank, host, names) for rank, (names, _, host) in enumerate(every) if names]
             if changed or odd:
                 box = [(changed, odd, number, [host for *_, host in every])]
@@ -100,42 +100,42 @@ class Verifier(LoopExtension):
         changed, odd, number, hosts = box[0]
         names: list[Any] = [None] * world.size
         dist.all_gather_object(names, numbers[number][0] if number in numbers else "", group=world.group)
-        raise TrainingError(_told(step, changed, odd, next(filter(None, names), ""), hosts))
+        raise TrainingError(_format_corruption(step, changed, odd, next(filter(None, names), ""), hosts))
 
     def _look(self) -> None:
         self._note(self._state())
         if self._clipped and self._gradients() != self._clipped:
             self._changed.append("a gradient between clipping and the optimizer's step")
 
-    def _note(self, found: Mapping[Key, int]) -> None:
+    def _note(self, found: Mapping[ChunkKey, int]) -> None:
         for key, value in self._rest.items():
             if found.get(key, value) != value:
                 self._changed.append(f"{key.name} between two steps of the optimizer")
 
-    def _state(self) -> dict[Key, int]:
+    def _state(self) -> dict[ChunkKey, int]:
         pieces = {
-            Key(name, tuple(piece.offsets), tuple(piece.sizes)): piece.tensor
-            for name, sharded in flat(self._manager.sharded_state()).items()
+            ChunkKey(name, tuple(piece.offsets), tuple(piece.sizes)): piece.tensor
+            for name, sharded in flatten_state(self._manager.sharded_state()).items()
             for piece in sharded.pieces
         }
-        return dict(zip(pieces, _read([*pieces.values()]), strict=True))
+        return dict(zip(pieces, _fingerprint_all([*pieces.values()]), strict=True))
 
     def _gradients(self) -> list[int]:
         groups = self._manager.optimizer.param_groups
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-        return _read([each.to_local() if isinstance(each, DTensor) else each for each in gradients])
+        return _fingerprint_all([each.to_local() if isinstance(each, DTensor) else each for each in gradients])
 
 
-def _read(tensors: Sequence[Tensor]) -> list[int]:
+def _fingerprint_all(tensors: Sequence[Tensor]) -> list[int]:
     """Return fingerprints, with one wait for the device."""
     found: list[int] = torch.stack([fingerprint(each) for each in tensors]).tolist() if tensors else []
     return found
 
 
-def judged(every: Sequence[Mapping[int, int]]) -> tuple[list[int], int]:
+def find_outlier_ranks(fingerprints_by_rank: Sequence[Mapping[int, int]]) -> tuple[list[int], int]:
     """Find the ranks whose fingerprints differ from the majority's."""
     holders: dict[int, dict[int, int]] = defaultdict(dict)
-    for rank, found in enumerate(every):
+    for rank, found in enumerate(fingerprints_by_rank):
         for key, value in found.items():
             holders[key][rank] = value
     for key, values in holders.items():
@@ -146,16 +146,20 @@ def judged(every: Sequence[Mapping[int, int]]) -> tuple[list[int], int]:
     return [], 0
 
 
-def _told(
-    step: int, changed: Sequence[tuple[int, str, Sequence[str]]], odd: Sequence[int], name: str, hosts: Sequence[str]
+def _format_corruption(
+    step: int,
+    changed: Sequence[tuple[int, str, Sequence[str]]],
+    outlier_ranks: Sequence[int],
+    name: str,
+    hosts: Sequence[str],
 ) -> str:
     lines = [f"silent corruption, found after step {step}:"]
     for rank, host, names in changed:
         more = f" and {len(names) - 1} more" if names[1:] else ""
         lines.append(f"  rank {rank} on {host}: bits have changed by themselves in {names[0]}{more}")
-    if odd:
-        ranks = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in odd)
-        verb = "hold" if odd[1:] else "holds"
+    if outlier_ranks:
+        ranks = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in outlier_ranks)
+        verb = "hold" if outlier_ranks[1:] else "holds"
         lines.append(f"  {ranks} {verb} other bits of {name} than the other replicas")
     lines.append(
         "Nothing of this was saved. Take the machine out, and start the same command again: it goes on from the "

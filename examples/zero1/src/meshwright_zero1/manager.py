@@ -13,12 +13,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from meshwright import DataParallelManager, StrategyError
 from meshwright.plugin import (
+    HighPrecisionAccumulator,
     OptimizerState,
     ShardedState,
-    WideSums,
-    loading_optimizer,
-    sharded_model,
-    sharded_optimizer,
+    get_sharded_model_state,
+    get_sharded_optimizer_state,
+    load_sharded_optimizer,
 )
 
 
@@ -28,7 +28,7 @@ class Zero1Manager(DataParallelManager):
     def __init__(self, config, mesh):
         super().__init__(config, mesh)
         self.group = mesh.group("dp_replicate")
-        self.sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+        self.sums = HighPrecisionAccumulator(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
         self.zero = None
 
     def shard(self, model):
@@ -62,16 +62,16 @@ class Zero1Manager(DataParallelManager):
     def build_optimizer(self, factory):
         return super().build_optimizer(lambda named_parameters: self.divided(factory(named_parameters)))
 
-    def divided(self, whole):
+    def divided(self, optimizer):
         def owned(groups, **_):
             # The factory's own optimizer, left with what this rank owns: every class works, with all its options.
-            whole.param_groups = groups
-            for parameter in set(whole.state).difference(*(group["params"] for group in groups)):
-                del whole.state[parameter]  # Adagrad makes its state at once.
-            return whole
+            optimizer.param_groups = groups
+            for parameter in set(optimizer.state).difference(*(group["params"] for group in groups)):
+                del optimizer.state[parameter]  # Adagrad makes its state at once.
+            return optimizer
 
-        groups = [dict(group) for group in whole.param_groups]
-        self.zero = ZeroRedundancyOptimizer(groups, owned, process_group=self.group, **whole.defaults)
+        groups = [dict(group) for group in optimizer.param_groups]
+        self.zero = ZeroRedundancyOptimizer(groups, owned, process_group=self.group, **optimizer.defaults)
         return self.zero
 
     # -- state, by name of parameter; each rank has the optimizer state of those that it owns
@@ -82,7 +82,7 @@ class Zero1Manager(DataParallelManager):
         if not full:
             return {"state": values, "param_groups": groups}
         parts = [{}] * self.zero.world_size if self.zero.rank == 0 else None
-        dist.gather_object({name: on_cpu(values[name]) for name in values}, parts, None, self.group, 0)
+        dist.gather_object({name: move_to_cpu(values[name]) for name in values}, parts, None, self.group, 0)
         merged = {name: value for part in parts or () for name, value in part.items()}
         return {"state": merged, "param_groups": groups} if parts else {}
 
@@ -107,9 +107,9 @@ class Zero1Manager(DataParallelManager):
             group.update({**found[0], "params": group["params"]})
 
     def sharded_state(self):
-        state = ShardedState(sharded_model(self.model, self.parts))
+        state = ShardedState(get_sharded_model_state(self.model, self.parts))
         if self.zero is not None:
-            state.optimizer = sharded_optimizer(self.zero.optim, self.names, self.parts)
+            state.optimizer = get_sharded_optimizer_state(self.zero.optim, self.names, self.parts)
             # What is owned has its settings since the last step only.
             state.optimizer.groups = [{**group, "params": self.names_in(group)} for group in self.zero.param_groups]
         return state
@@ -127,8 +127,8 @@ class Zero1Manager(DataParallelManager):
             for every in (optimizer.tensors, optimizer.values)
         )
         mine = OptimizerState(tensors, values, optimizer.groups)
-        with loading_optimizer(self.zero.optim, self.names, mine, self.parts) as target:
-            yield ShardedState(sharded_model(self.model, self.parts), target)
+        with load_sharded_optimizer(self.zero.optim, self.names, mine, self.parts) as target:
+            yield ShardedState(get_sharded_model_state(self.model, self.parts), target)
 
     def names_in(self, group):
         return [self.names[parameter] for parameter in group["params"]]
@@ -139,5 +139,5 @@ class Zero1Manager(DataParallelManager):
         return box[0]
 
 
-def on_cpu(values):
+def move_to_cpu(values):
     return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()}

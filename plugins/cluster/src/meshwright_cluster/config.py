@@ -8,20 +8,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from meshwright.plugin import FrozenModel, Size
-from meshwright_run.secrets import FromEnvironment, is_secret, without_assigned
+from meshwright_run.secrets import FromEnvironment, is_secret, redact_assignments
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-Word = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]*$")]  # Text on one line
+SingleLineText = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]*$")]  # Text on one line
 Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[MGT]$")]
 
 
 class SlurmSection(FrozenModel):
     """What Slurm takes."""
 
-    partition: Word | None = Field(default=None, description="Where to queue; null: the cluster's default.")
-    account: Word | None = Field(default=None, description="Who pays.")
-    qos: Word | None = Field(default=None, description="Quality of service.")
-    constraint: Word | None = Field(default=None, description="Features that nodes must have.")
+    partition: SingleLineText | None = Field(default=None, description="Where to queue; null: the cluster's default.")
+    account: SingleLineText | None = Field(default=None, description="Who pays.")
+    qos: SingleLineText | None = Field(default=None, description="Quality of service.")
+    constraint: SingleLineText | None = Field(default=None, description="Features that nodes must have.")
     options: list[Annotated[str, Field(pattern=r"^--[a-z][^\x00-\x1f\x7f]*$")]] = Field(
         default=[], description="Further options of sbatch, such as --exclusive."
     )
@@ -33,19 +33,21 @@ class KubernetesSection(FrozenModel):
     kind: Literal["JobSet", "TrainJob", "PyTorchJob"] = Field(
         default="JobSet", description="Of the job; Kubeflow's v2 and v1."
     )
-    namespace: Word | None = Field(default=None, description="null: that of kubectl's context.")
-    image: Word | None = Field(default=None, description="With meshwright and what the strategy needs.")
-    claim: Word | None = Field(
+    namespace: SingleLineText | None = Field(default=None, description="null: that of kubectl's context.")
+    image: SingleLineText | None = Field(default=None, description="With meshwright and what the strategy needs.")
+    claim: SingleLineText | None = Field(
         default=None, description="A volume claim that all pods can write, on which output_dir is."
     )
     mount: Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f]*$")] = Field(
         default="/data", description="Where the claim is seen."
     )
-    queue: Word | None = Field(default=None, description="A local queue of Kueue.")
-    runtime: Word = Field(default="torch-distributed", description="Of a TrainJob: the cluster's training runtime.")
-    gpu_resource: Word = Field(default="nvidia.com/gpu", description="What a GPU is called.")
+    queue: SingleLineText | None = Field(default=None, description="A local queue of Kueue.")
+    runtime: SingleLineText = Field(
+        default="torch-distributed", description="Of a TrainJob: the cluster's training runtime."
+    )
+    gpu_resource: SingleLineText = Field(default="nvidia.com/gpu", description="What a GPU is called.")
     node_selector: dict[str, str] = Field(default={}, description="Labels that nodes must have.")
-    service_account: Word | None = None
+    service_account: SingleLineText | None = None
 
 
 class SkyPilotSection(FrozenModel):
@@ -54,21 +56,23 @@ class SkyPilotSection(FrozenModel):
     accelerators: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$")] | None = Field(
         default=None, description="The type alone, such as H100; how many follows from the ranks. null: CPUs."
     )
-    infra: Word | None = Field(default=None, description="Such as aws/us-east-1 or kubernetes; null: the cheapest.")
-    image: Word | None = Field(default=None, description="A machine image, or docker:NAME.")
+    infra: SingleLineText | None = Field(
+        default=None, description="Such as aws/us-east-1 or kubernetes; null: the cheapest."
+    )
+    image: SingleLineText | None = Field(default=None, description="A machine image, or docker:NAME.")
     use_spot: bool = Field(
         default=True, description="Machines that may be taken away; the job is begun anew elsewhere."
     )
     mounts: dict[str, str] = Field(
         default={}, description="Where buckets are seen, such as {/data: s3://bucket}; output_dir is below one of them."
     )
-    workdir: Word | None = Field(default=None, description="A directory that is copied to all machines.")
+    workdir: SingleLineText | None = Field(default=None, description="A directory that is copied to all machines.")
 
 
 class RaySection(FrozenModel):
     """What Ray takes."""
 
-    address: Word | None = Field(
+    address: SingleLineText | None = Field(
         default=None, description="Of the dashboard, such as http://head:8265; null: as ray finds it."
     )
 
@@ -101,8 +105,8 @@ class LaunchConfig(FrozenModel):
         description="How often a job that has failed is begun anew, besides those that were pre-empted. Slurm's "
         "are not: only pre-empted ones, and those whose time was up.",
     )
-    python: Word = Field(default="python", description="The interpreter on the nodes that has meshwright.")
-    setup: list[Word] = Field(
+    python: SingleLineText = Field(default="python", description="The interpreter on the nodes that has meshwright.")
+    setup: list[SingleLineText] = Field(
         default=[], description="Lines of shell before the ranks start, such as module load cuda."
     )
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str | FromEnvironment] = Field(
@@ -119,11 +123,15 @@ class LaunchConfig(FrozenModel):
         return None if self.time_limit is None else int(self.time_limit[:-1]) * _SECONDS[self.time_limit[-1]]
 
 
-def without_secrets(hidden: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+def redact_launch(redacted: dict[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section to be written: secret variables as `{from_env: NAME}`, and secrets in `setup` hidden."""
     env = {
-        name: {"from_env": name} if isinstance(value, str) and is_secret(name, value) else hidden["env"][name]
-        for name, value in (whole.get("env") or {}).items()
+        name: {"from_env": name} if isinstance(value, str) and is_secret(name, value) else redacted["env"][name]
+        for name, value in (original.get("env") or {}).items()
     }
-    setup = [without_assigned(each) if isinstance(each, str) else each for each in hidden.get("setup") or []]
-    return {**hidden, **({"env": env} if "env" in hidden else {}), **({"setup": setup} if "setup" in hidden else {})}
+    setup = [redact_assignments(each) if isinstance(each, str) else each for each in redacted.get("setup") or []]
+    return {
+        **redacted,
+        **({"env": env} if "env" in redacted else {}),
+        **({"setup": setup} if "setup" in redacted else {}),
+    }

@@ -25,12 +25,12 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.plugin import ConfigError, as_yaml, write_whole
+from meshwright.plugin import ConfigError, to_yaml, write_atomically
 
 from . import Target, kubernetes, ray
-from .job import RUN_FILE, Job
+from .job import RUN_FILE, ClusterJob
 
-_INSTALL = {
+_INSTALL_HINTS = {
     "sbatch": "Submit from a login node of the cluster",
     "kubectl": "Install kubectl",
     "ray": "pip install 'ray[train]'",
@@ -38,44 +38,48 @@ _INSTALL = {
 }
 
 
-def files_of(job: Job, to: Target) -> dict[str, str]:
+def render_job_files(job: ClusterJob, target: Target) -> dict[str, str]:
     """Return texts by file name, the submitted file first."""
-    run = {RUN_FILE: as_yaml(dict(job.values))}
-    if to == "slurm":
-        return {SCRIPT: batch_script(job), **run}
-    if to == "kubernetes":
+    run = {RUN_FILE: to_yaml(dict(job.values))}
+    if target == "slurm":
+        return {SLURM_SCRIPT: render_slurm_script(job), **run}
+    if target == "kubernetes":
         # The run file is in the manifest.
-        return {kubernetes.MANIFEST: "---\n".join(as_yaml(each, blocks=True) for each in kubernetes.manifests(job))}
-    if to == "ray":
-        return {ray.DRIVER: ray.driver(job), **run}
-    return {TASK: as_yaml(task(job), blocks=True), **run}
+        return {
+            kubernetes.MANIFEST_FILE: "---\n".join(
+                to_yaml(each, use_block_style=True) for each in kubernetes.build_manifests(job)
+            )
+        }
+    if target == "ray":
+        return {ray.DRIVER_FILE: ray.render_driver(job), **run}
+    return {SKYPILOT_TASK: to_yaml(build_skypilot_task(job), use_block_style=True), **run}
 
 
-def submission(job: Job, to: Target) -> list[str]:
+def build_submit_command(job: ClusterJob, target: Target) -> list[str]:
     """Return the command that submits the files."""
-    if to == "slurm":
-        return ["sbatch", str(job.directory / SCRIPT)]
-    if to == "kubernetes":
-        return ["kubectl", "apply", "-f", str(job.directory / kubernetes.MANIFEST)]
-    if to == "ray":
+    if target == "slurm":
+        return ["sbatch", str(job.directory / SLURM_SCRIPT)]
+    if target == "kubernetes":
+        return ["kubectl", "apply", "-f", str(job.directory / kubernetes.MANIFEST_FILE)]
+    if target == "ray":
         address = job.launch.ray.address
         at = [] if address is None else ["--address", address]
-        run = ["--", job.launch.python, ray.DRIVER]
+        run = ["--", job.launch.python, ray.DRIVER_FILE]
         return ["ray", "job", "submit", *at, "--no-wait", "--working-dir", str(job.directory), *run]
-    return ["sky", "jobs", "launch", "--yes", "--detach-run", str(job.directory / TASK)]
+    return ["sky", "jobs", "launch", "--yes", "--detach-run", str(job.directory / SKYPILOT_TASK)]
 
 
-def write(job: Job, files: dict[str, str]) -> None:
+def write_job_files(job: ClusterJob, files: dict[str, str]) -> None:
     """Write the files into the job's directory; raise ConfigError if it cannot be written."""
     try:
         job.directory.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            write_whole(job.directory / name, text, mode=0o600 if job.has_secrets else 0o666)
+            write_atomically(job.directory / name, text, mode=0o600 if job.has_secrets else 0o666)
     except OSError as error:
         raise ConfigError(f"--out={str(job.directory)!r} cannot be written: {error.strerror}. Name another.") from None
 
 
-def submit(command: list[str]) -> int:
+def run_submit_command(command: list[str]) -> int:
     check_can_submit(command)
     return subprocess.run(command, check=False).returncode
 
@@ -83,16 +87,16 @@ def submit(command: list[str]) -> int:
 def check_can_submit(command: list[str]) -> None:
     if shutil.which(command[0]) is None:
         raise ConfigError(
-            f"{command[0]} is not installed here, so the job cannot be submitted. {_INSTALL[command[0]]}; or leave "
+            f"{command[0]} is not installed here, so the job cannot be submitted. {_INSTALL_HINTS[command[0]]}; or leave "
             f"--submit out, and submit the files from where it is."
         )
 
 
-SCRIPT = "job.sbatch"
+SLURM_SCRIPT = "job.sbatch"
 
 
-def batch_script(job: Job) -> str:
-    options = "\n".join(f"#SBATCH {option}" for option in _options(job))
+def render_slurm_script(job: ClusterJob) -> str:
+    options = "\n".join(f"#SBATCH {option}" for option in _iter_slurm_options(job))
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
     command = [job.launch.python, "-m", "meshwright", "train", str(job.directory / RUN_FILE)]
     setup = "".join(f"{line}\n" for line in job.launch.setup)
@@ -115,7 +119,7 @@ exit "$code"
 """
 
 
-def _options(job: Job) -> Iterator[str]:
+def _iter_slurm_options(job: ClusterJob) -> Iterator[str]:
     launch, slurm = job.launch, job.launch.slurm
     yield f"--job-name={shlex.quote(job.name)}"
     # Relative paths of the run file are relative to the current directory.
@@ -142,11 +146,11 @@ def _options(job: Job) -> Iterator[str]:
     yield from slurm.options
 
 
-TASK = "job.yaml"
-_RUN_FILE = f"~/.meshwright/{RUN_FILE}"
+SKYPILOT_TASK = "job.yaml"
+_REMOTE_RUN_FILE = f"~/.meshwright/{RUN_FILE}"
 
 
-def task(job: Job) -> dict[str, Any]:
+def build_skypilot_task(job: ClusterJob) -> dict[str, Any]:
     launch, sky = job.launch, job.launch.skypilot
     resources: dict[str, Any] = {"use_spot": sky.use_spot}
     if sky.accelerators is not None:
@@ -166,15 +170,15 @@ def task(job: Job) -> dict[str, Any]:
     if sky.workdir is not None:
         found["workdir"] = sky.workdir
     buckets = {place: {"source": source, "mode": "MOUNT"} for place, source in sky.mounts.items()}
-    found["file_mounts"] = {_RUN_FILE: str(job.directory / RUN_FILE), **buckets}
+    found["file_mounts"] = {_REMOTE_RUN_FILE: str(job.directory / RUN_FILE), **buckets}
     found["envs"] = job.environment
-    return {**found, "run": _script(job)}
+    return {**found, "run": _render_skypilot_script(job)}
 
 
-def _script(job: Job) -> str:
+def _render_skypilot_script(job: ClusterJob) -> str:
     command = job.torchrun("RUN", node_rank="RANK", address="FIRST")
     # The machine's shell replaces these words, and nothing else.
-    shell = {"RUN": f'"$HOME/{_RUN_FILE[2:]}"', "--node-rank=RANK": '--node-rank="$SKYPILOT_NODE_RANK"'}
+    shell = {"RUN": f'"$HOME/{_REMOTE_RUN_FILE[2:]}"', "--node-rank=RANK": '--node-rank="$SKYPILOT_NODE_RANK"'}
     shell["--master-addr=FIRST"] = '--master-addr="$first"'
     words = " ".join(shell.get(word, shlex.quote(word)) for word in command)
     return "\n".join([*job.launch.setup, 'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', f"exec {words}", ""])

@@ -17,21 +17,21 @@ from typing import Any
 
 from meshwright.plugin import ConfigError, Degrees, resolve
 from meshwright_run.data.order import check_batch_size
-from meshwright_run.run_file import RunConfig, hidden
-from meshwright_run.secrets import HIDDEN, FromEnvironment, is_secret, resolved, without_assigned
+from meshwright_run.run_file import RunConfig, redact
+from meshwright_run.secrets import REDACTED, FromEnvironment, is_secret, redact_assignments, resolve_environment
 
 from . import Target
 from .config import LaunchConfig
 
 RUN_FILE = "run.yaml"
-PORT = 29500  # torchrun's default; where the first machine listens
-_OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-_STOP_S = 30  # Time for a launcher to end, besides the grace period
-_EARLY_S = 60  # Slurm may signal so much earlier than it is told to (man sbatch)
+MASTER_PORT = 29500  # torchrun's default; where the first machine listens
+_NODE_LOCAL_PATHS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+_LAUNCHER_STOP_S = 30  # Time for a launcher to end, besides the grace period
+_SLURM_SIGNAL_EARLY_S = 60  # Slurm may signal so much earlier than it is told to (man sbatch)
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """A run file as a job."""
 
     values: Mapping[str, Any]  # of the run file, with changes; `config` is the same, validated
@@ -56,79 +56,87 @@ class Job:
     @property
     def environment(self) -> dict[str, str]:
         ours = {"OMP_NUM_THREADS": str(self.threads), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-        given: dict[str, str] = resolved(self.launch.env, "launch.env")
+        given: dict[str, str] = resolve_environment(self.launch.env, "launch.env")
         if self.hides_secrets:
-            given |= dict.fromkeys(self._secret_names(given), HIDDEN)
+            given |= dict.fromkeys(self._secret_names(given), REDACTED)
         return {**ours, **given}
 
     @property
     def has_secrets(self) -> bool:
         """Whether the job's files hold values that others should not read."""
-        names = self._secret_names(resolved(self.launch.env, "launch.env"))
-        return bool(names) or hidden(self.values) != dict(self.values)
+        names = self._secret_names(resolve_environment(self.launch.env, "launch.env"))
+        return bool(names) or redact(self.values) != dict(self.values)
 
-    def _secret_names(self, given: Mapping[str, str]) -> list[str]:
+    def _secret_names(self, env: Mapping[str, str]) -> list[str]:
         is_given = {name: isinstance(value, FromEnvironment) for name, value in self.launch.env.items()}
-        return [name for name, value in given.items() if is_given[name] or is_secret(name, value)]
+        return [name for name, value in env.items() if is_given[name] or is_secret(name, value)]
 
-    def shown(self) -> Job:
-        launch = self.launch.model_copy(update={"setup": [without_assigned(each) for each in self.launch.setup]})
-        return replace(self, values=hidden(self.values), launch=launch, hides_secrets=True)
+    def shown(self) -> ClusterJob:
+        launch = self.launch.model_copy(update={"setup": [redact_assignments(each) for each in self.launch.setup]})
+        return replace(self, values=redact(self.values), launch=launch, hides_secrets=True)
 
     @property
     def kill_after_s(self) -> int:
         """Seconds from the signal to the end of a machine's processes, including their launcher."""
-        return self.launch.grace_s + _STOP_S
+        return self.launch.grace_s + _LAUNCHER_STOP_S
 
     def torchrun(self, run_file: str, *, node_rank: str | None = None, address: str | None = None) -> list[str]:
         """Return the command of one machine, which replaces `node_rank` and `address`; None: PET_* are set."""
         command = [self.launch.python, "-m", "torch.distributed.run"]
         if node_rank is not None and address is not None:
             command += [f"--nnodes={self.launch.nodes}", f"--nproc-per-node={self.ranks_per_node}"]
-            command += [f"--node-rank={node_rank}", f"--master-addr={address}", f"--master-port={PORT}"]
+            command += [f"--node-rank={node_rank}", f"--master-addr={address}", f"--master-port={MASTER_PORT}"]
         # By default it kills ranks that are saving.
         command += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
         command += [f"--shutdown-timeout={self.launch.grace_s}"]
         return [*command, "-m", "meshwright", "train", run_file]
 
 
-def plan_job(values: Mapping[str, Any], config: RunConfig, to: Target, directory: Path | None = None) -> Job:
+def build_job(
+    values: Mapping[str, Any], config: RunConfig, target: Target, directory: Path | None = None
+) -> ClusterJob:
     """Check that a run can be a job; see [Note: what a job needs]."""
     launch = config.section(LaunchConfig) or LaunchConfig()
-    gpus, ranks = _on_each_node(config, launch)
+    gpus, ranks = _resolve_gpus_and_ranks(config, launch)
     options: dict[str, Any] = {"config": config.strategy_config, "wrapper_config": config.wrapper_config}
     degrees = resolve(config.strategy, config, launch.nodes * ranks, **options)[1]
     micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
     check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
-    _check_goes_on(config, to)
-    if to == "slurm" and launch.time_limit_s is not None and launch.time_limit_s <= launch.grace_s + _EARLY_S:
+    _check_resumable(config, target)
+    if (
+        target == "slurm"
+        and launch.time_limit_s is not None
+        and launch.time_limit_s <= launch.grace_s + _SLURM_SIGNAL_EARLY_S
+    ):
         raise ConfigError(
             f"launch.time_limit={launch.time_limit} is over as soon as it has begun: the signal comes launch.grace_s="
-            f"{launch.grace_s} s before, or up to {_EARLY_S} s sooner. Raise the one or lower the other."
+            f"{launch.grace_s} s before, or up to {_SLURM_SIGNAL_EARLY_S} s sooner. Raise the one or lower the other."
         )
-    _check_storage(config, launch, to)
+    _check_storage(config, launch, target)
     directory = directory and directory.absolute()
     # Raises where a variable that is taken from the environment is not set.
-    resolved(launch.env, "launch.env")
+    resolve_environment(launch.env, "launch.env")
     texts = {"--out": str(directory or ""), "the current directory": os.getcwd(), "launch": launch.model_dump()}
-    for where, text in _texts(texts):
+    for where, text in _iter_texts(texts):
         if any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in text):
             raise ConfigError(
                 f"{where}={text!r} has control characters, which the files of a job cannot have. Leave them out."
             )
-    if to == "skypilot":
-        for where, text in _texts({"--out": str(directory or ""), "launch.skypilot": launch.skypilot.model_dump()}):
+    if target == "skypilot":
+        for where, text in _iter_texts(
+            {"--out": str(directory or ""), "launch.skypilot": launch.skypilot.model_dump()}
+        ):
             if "$" in text:
                 raise ConfigError(f"{where}={text!r} has a $, which SkyPilot takes for a variable. Leave it out.")
-    name = launch.name or _name(config.output_dir)
+    name = launch.name or _derive_name(config.output_dir)
     place = directory or Path("launch") / name
     # A single rank has no launcher, and would start as many ranks as there are devices.
     alone = {"nproc": 1} if launch.nodes * ranks == 1 else {}
     values = {key: value for key, value in values.items() if key != "launch"} | alone
-    return Job(values, config, launch, ranks, gpus, degrees, name, place.absolute())
+    return ClusterJob(values, config, launch, ranks, gpus, degrees, name, place.absolute())
 
 
-def _on_each_node(config: RunConfig, launch: LaunchConfig) -> tuple[int, int]:
+def _resolve_gpus_and_ranks(config: RunConfig, launch: LaunchConfig) -> tuple[int, int]:
     ranks = launch.ranks_per_node or launch.gpus_per_node or (config.nproc if config.nproc != "auto" else None)
     if ranks is None:
         raise ConfigError(
@@ -149,7 +157,7 @@ def _on_each_node(config: RunConfig, launch: LaunchConfig) -> tuple[int, int]:
     return gpus, ranks
 
 
-def _check_goes_on(config: RunConfig, to: Target) -> None:
+def _check_resumable(config: RunConfig, target: Target) -> None:
     saving = config.checkpoint
     if not saving.saves:
         raise ConfigError(
@@ -160,43 +168,43 @@ def _check_goes_on(config: RunConfig, to: Target) -> None:
         raise ConfigError(
             "resume=never would remove, each time that the job is begun anew, what has been done. Set resume=auto."
         )
-    if to in ("ray", "skypilot") and not saving.saves_in_time:
+    if target in ("ray", "skypilot") and not saving.saves_in_time:
         raise ConfigError(
-            f"the run saves only when a signal comes, and {to} takes machines away without one. Set checkpoint.every."
+            f"the run saves only when a signal comes, and {target} takes machines away without one. Set checkpoint.every."
         )
-    if to in ("slurm", "kubernetes") and "SIGTERM" not in saving.stops_on.signals:
+    if target in ("slurm", "kubernetes") and "SIGTERM" not in saving.stops_on.signals:
         raise ConfigError(
-            f"checkpoint.on_signal.signals={saving.stops_on.signals}, but {to} announces the end of a job by SIGTERM. "
+            f"checkpoint.on_signal.signals={saving.stops_on.signals}, but {target} announces the end of a job by SIGTERM. "
             f"Add it, or leave on_signal out."
         )
-    if to == "slurm" and saving.stops_on.exit_code in (0, 1, 2, 128 + signal.SIGKILL):
+    if target == "slurm" and saving.stops_on.exit_code in (0, 1, 2, 128 + signal.SIGKILL):
         raise ConfigError(
             f"checkpoint.on_signal.exit_code={saving.stops_on.exit_code} is also that of a run that has ended, failed "
             f"or been killed; the job could not tell whether to queue again. Leave it out: it is 143 then."
         )
 
 
-def _check_storage(config: RunConfig, launch: LaunchConfig, to: Target) -> None:
+def _check_storage(config: RunConfig, launch: LaunchConfig, target: Target) -> None:
     path = PurePosixPath(config.output_dir)
-    shared = launch.nodes > 1 or to in ("kubernetes", "skypilot")
+    shared = launch.nodes > 1 or target in ("kubernetes", "skypilot")
     why = "and checkpoints would be in parts" if launch.nodes > 1 else "and the next one would not find checkpoints"
     # Ray runs a job in a temporary copy of the working directory.
-    if (shared or to == "ray") and not path.is_absolute():
+    if (shared or target == "ray") and not path.is_absolute():
         raise ConfigError(
             f"output_dir={config.output_dir!r} is relative, so each machine has its own, {why}. Name a "
             f"directory on shared storage by its whole path."
         )
-    if shared and is_of_one_machine(config.output_dir):
+    if shared and is_node_local(config.output_dir):
         raise ConfigError(
             f"output_dir={config.output_dir!r} is a machine's own, {why}. Name a directory on shared storage."
         )
     places: Sequence[str] | None = None
-    if to == "kubernetes":
+    if target == "kubernetes":
         if launch.kubernetes.image is None or launch.kubernetes.claim is None:
             missing = "image" if launch.kubernetes.image is None else "claim"
             raise ConfigError(f"Kubernetes needs launch.kubernetes.{missing}. Set it, such as by --set.")
         places, key = [launch.kubernetes.mount], "launch.kubernetes.mount"
-    elif to == "skypilot":
+    elif target == "skypilot":
         places, key = list(launch.skypilot.mounts), "launch.skypilot.mounts"
     if places is not None and not any(_is_below(path, each) for each in places):
         raise ConfigError(
@@ -205,29 +213,29 @@ def _check_storage(config: RunConfig, launch: LaunchConfig, to: Target) -> None:
         )
 
 
-def is_of_one_machine(path: str) -> bool:
+def is_node_local(path: str) -> bool:
     """Return whether a directory is certainly local to one machine."""
-    return any(_is_below(PurePosixPath(path), place) for place in _OF_ONE_MACHINE)
+    return any(_is_below(PurePosixPath(path), place) for place in _NODE_LOCAL_PATHS)
 
 
-def _texts(values: Any, where: str = "") -> Iterator[tuple[str, str]]:
+def _iter_texts(values: Any, where: str = "") -> Iterator[tuple[str, str]]:
     """All texts in nested values, and their keys, with the path of each."""
     if isinstance(values, str):
         yield where, values
     elif isinstance(values, Mapping):
         for key, value in values.items():
             yield where or str(key), str(key)
-            yield from _texts(value, f"{where}.{key}" if where else str(key))
+            yield from _iter_texts(value, f"{where}.{key}" if where else str(key))
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from _texts(value, where)
+            yield from _iter_texts(value, where)
 
 
-def _is_below(path: PurePosixPath, place: str) -> bool:
-    return PurePosixPath(place) in (path, *path.parents)
+def _is_below(path: PurePosixPath, parent: str) -> bool:
+    return PurePosixPath(parent) in (path, *path.parents)
 
 
-def _name(output_dir: str) -> str:
+def _derive_name(output_dir: str) -> str:
     """A name that every cluster accepts: that of a Kubernetes service begins with a letter."""
     plain = re.sub(r"[^a-z0-9]+", "-", Path(output_dir).name.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"run-{plain}"

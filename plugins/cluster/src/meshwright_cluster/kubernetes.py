@@ -13,19 +13,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.plugin import as_yaml
+from meshwright.plugin import to_yaml
 
-from .job import PORT, RUN_FILE, Job
+from .job import MASTER_PORT, RUN_FILE, ClusterJob
 
-MANIFEST = "job.yaml"
-_SETTINGS = "/etc/meshwright"  # Where a pod sees the run file
-_RANKS, _STORAGE, _RUN, _SHARED = "ranks", "storage", "run", "shm"
+MANIFEST_FILE = "job.yaml"
+_RUN_FILE_DIRECTORY = "/etc/meshwright"  # Where a pod sees the run file
+_RANKS_JOB, _STORAGE_VOLUME, _RUN_FILE_VOLUME, _SHM_VOLUME = "ranks", "storage", "run", "shm"
 
 
-def manifests(job: Job) -> list[dict[str, Any]]:
+def build_manifests(job: ClusterJob) -> list[dict[str, Any]]:
     """Return the run file as a ConfigMap, and the job."""
     kind = job.launch.kubernetes.kind
-    spec = {"JobSet": _job_set, "TrainJob": _train_job, "PyTorchJob": _pytorch_job}[kind](job)
+    spec = {"JobSet": _build_job_set, "TrainJob": _build_train_job, "PyTorchJob": _build_pytorch_job}[kind](job)
     version = {
         "JobSet": "jobset.x-k8s.io/v1alpha2",
         "TrainJob": "trainer.kubeflow.org/v1alpha1",
@@ -33,18 +33,23 @@ def manifests(job: Job) -> list[dict[str, Any]]:
     }[kind]
     queue = job.launch.kubernetes.queue
     labels = {} if queue is None else {"labels": {"kueue.x-k8s.io/queue-name": queue}}
-    data = {RUN_FILE: as_yaml(dict(job.values))}
+    data = {RUN_FILE: to_yaml(dict(job.values))}
     return [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job, _settings(job)), "data": data},
-        {"apiVersion": version, "kind": kind, "metadata": {**_metadata(job, job.name), **labels}, "spec": spec},
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": _build_metadata(job, _get_config_map_name(job)),
+            "data": data,
+        },
+        {"apiVersion": version, "kind": kind, "metadata": {**_build_metadata(job, job.name), **labels}, "spec": spec},
     ]
 
 
-def _settings(job: Job) -> str:
+def _get_config_map_name(job: ClusterJob) -> str:
     return f"{job.name}-run"
 
 
-def _metadata(job: Job, name: str) -> dict[str, Any]:
+def _build_metadata(job: ClusterJob, name: str) -> dict[str, Any]:
     namespace = job.launch.kubernetes.namespace
     return {"name": name, **({} if namespace is None else {"namespace": namespace})}
 
@@ -52,14 +57,14 @@ def _metadata(job: Job, name: str) -> dict[str, Any]:
 # -- kinds
 
 
-def _job_set(job: Job) -> dict[str, Any]:
+def _build_job_set(job: ClusterJob) -> dict[str, Any]:
     launch = job.launch
     node_rank = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
-    container = _container(
+    container = _build_container(
         job,
         "ranks",
         # The name of the first pod in the set's headless service.
-        _torchrun(job, node_rank="$(NODE_RANK)", address=f"{job.name}-{_RANKS}-0-0.{job.name}"),
+        _build_torchrun_command(job, node_rank="$(NODE_RANK)", address=f"{job.name}-{_RANKS_JOB}-0-0.{job.name}"),
         [{"name": "NODE_RANK", "valueFrom": node_rank}],
     )
     spec: dict[str, Any] = {
@@ -70,7 +75,7 @@ def _job_set(job: Job) -> dict[str, Any]:
         "podFailurePolicy": {
             "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
         },
-        "template": {"spec": {**_pod(job), "restartPolicy": "Never", "containers": [container]}},
+        "template": {"spec": {**_build_pod(job), "restartPolicy": "Never", "containers": [container]}},
     }
     if launch.time_limit_s is not None:
         spec["activeDeadlineSeconds"] = launch.time_limit_s
@@ -86,24 +91,24 @@ def _job_set(job: Job) -> dict[str, Any]:
             ],
         },
         "network": {"enableDNSHostnames": True, "subdomain": job.name, "publishNotReadyAddresses": True},
-        "replicatedJobs": [{"name": _RANKS, "replicas": 1, "template": {"spec": spec}}],
+        "replicatedJobs": [{"name": _RANKS_JOB, "replicas": 1, "template": {"spec": spec}}],
     }
 
 
-def _train_job(job: Job) -> dict[str, Any]:
+def _build_train_job(job: ClusterJob) -> dict[str, Any]:
     launch, kubernetes = job.launch, job.launch.kubernetes
     # Mounts cannot be set in the trainer, so the runtime's own container is patched.
-    pod = {**_pod(job), "containers": [{"name": "node", "volumeMounts": _mounts(job)}]}
+    pod = {**_build_pod(job), "containers": [{"name": "node", "volumeMounts": _build_volume_mounts(job)}]}
     patch = {"spec": {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]}}
     spec: dict[str, Any] = {
         "runtimeRef": {"name": kubernetes.runtime},
         "trainer": {
             "image": kubernetes.image,
-            "command": _command(job, _torchrun(job)),
-            "env": _environment(job),
+            "command": _build_command(job, _build_torchrun_command(job)),
+            "env": _build_env(job),
             "numNodes": launch.nodes,
             "numProcPerNode": job.ranks_per_node,
-            "resourcesPerNode": _resources(job),
+            "resourcesPerNode": _build_resources(job),
         },
         "runtimePatches": [{"manager": "meshwright.io/launch", "trainingRuntimeSpec": {"template": patch}}],
     }
@@ -112,12 +117,15 @@ def _train_job(job: Job) -> dict[str, Any]:
     return spec
 
 
-def _pytorch_job(job: Job) -> dict[str, Any]:
+def _build_pytorch_job(job: ClusterJob) -> dict[str, Any]:
     launch = job.launch
     # The operator's RANK is the pod's number, until torchrun sets it for each rank.
-    command = _torchrun(job, node_rank="$(RANK)", address="$(MASTER_ADDR)")
-    container = {**_container(job, "pytorch", command), "ports": [{"name": "pytorchjob-port", "containerPort": PORT}]}
-    pod = {"spec": {**_pod(job), "containers": [container]}}
+    command = _build_torchrun_command(job, node_rank="$(RANK)", address="$(MASTER_ADDR)")
+    container = {
+        **_build_container(job, "pytorch", command),
+        "ports": [{"name": "pytorchjob-port", "containerPort": MASTER_PORT}],
+    }
+    pod = {"spec": {**_build_pod(job), "containers": [container]}}
 
     def replica(count: int) -> dict[str, Any]:
         return {"replicas": count, "restartPolicy": "OnFailure", "template": pod}
@@ -134,15 +142,15 @@ def _pytorch_job(job: Job) -> dict[str, Any]:
 # -- pods
 
 
-def _pod(job: Job) -> dict[str, Any]:
+def _build_pod(job: ClusterJob) -> dict[str, Any]:
     kubernetes = job.launch.kubernetes
     pod: dict[str, Any] = {
         "terminationGracePeriodSeconds": job.kill_after_s,
         "volumes": [
-            {"name": _STORAGE, "persistentVolumeClaim": {"claimName": kubernetes.claim}},
-            {"name": _RUN, "configMap": {"name": _settings(job)}},
+            {"name": _STORAGE_VOLUME, "persistentVolumeClaim": {"claimName": kubernetes.claim}},
+            {"name": _RUN_FILE_VOLUME, "configMap": {"name": _get_config_map_name(job)}},
             # For NCCL and data workers; a pod's default is 64 MB.
-            {"name": _SHARED, "emptyDir": {"medium": "Memory"}},
+            {"name": _SHM_VOLUME, "emptyDir": {"medium": "Memory"}},
         ],
     }
     if kubernetes.node_selector:
@@ -152,48 +160,50 @@ def _pod(job: Job) -> dict[str, Any]:
     return pod
 
 
-def _container(job: Job, name: str, command: list[str], variables: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def _build_container(
+    job: ClusterJob, name: str, command: list[str], variables: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     return {
         "name": name,
         "image": job.launch.kubernetes.image,
-        "command": _command(job, command),
-        "env": [*_environment(job), *variables],
-        "resources": _resources(job),
-        "volumeMounts": _mounts(job),
+        "command": _build_command(job, command),
+        "env": [*_build_env(job), *variables],
+        "resources": _build_resources(job),
+        "volumeMounts": _build_volume_mounts(job),
     }
 
 
-def _command(job: Job, command: list[str]) -> list[str]:
+def _build_command(job: ClusterJob, command: list[str]) -> list[str]:
     """The command after the lines of `launch.setup`; it replaces the shell, so that signals reach it."""
     if not job.launch.setup:
         return command
-    return ["bash", "-c", _plain("\n".join([*job.launch.setup, 'exec "$@"'])), "bash", *command]
+    return ["bash", "-c", _escape_dollars("\n".join([*job.launch.setup, 'exec "$@"'])), "bash", *command]
 
 
-def _torchrun(job: Job, **variables: str) -> list[str]:
+def _build_torchrun_command(job: ClusterJob, **variables: str) -> list[str]:
     """The command, in which Kubernetes replaces these variables and nothing else."""
-    words = job.torchrun(f"{_SETTINGS}/{RUN_FILE}", **variables)
-    return [_plain(words[0]), *words[1:]]
+    words = job.torchrun(f"{_RUN_FILE_DIRECTORY}/{RUN_FILE}", **variables)
+    return [_escape_dollars(words[0]), *words[1:]]
 
 
-def _plain(text: str) -> str:
+def _escape_dollars(text: str) -> str:
     """Escape text for commands and variables, in which Kubernetes replaces $(NAME), and $$ by one $."""
     return text.replace("$", "$$")
 
 
-def _mounts(job: Job) -> list[dict[str, Any]]:
+def _build_volume_mounts(job: ClusterJob) -> list[dict[str, Any]]:
     return [
-        {"name": _STORAGE, "mountPath": job.launch.kubernetes.mount},
-        {"name": _RUN, "mountPath": _SETTINGS, "readOnly": True},
-        {"name": _SHARED, "mountPath": "/dev/shm"},
+        {"name": _STORAGE_VOLUME, "mountPath": job.launch.kubernetes.mount},
+        {"name": _RUN_FILE_VOLUME, "mountPath": _RUN_FILE_DIRECTORY, "readOnly": True},
+        {"name": _SHM_VOLUME, "mountPath": "/dev/shm"},
     ]
 
 
-def _environment(job: Job) -> list[dict[str, Any]]:
-    return [{"name": name, "value": _plain(value)} for name, value in job.environment.items()]
+def _build_env(job: ClusterJob) -> list[dict[str, Any]]:
+    return [{"name": name, "value": _escape_dollars(value)} for name, value in job.environment.items()]
 
 
-def _resources(job: Job) -> dict[str, Any]:
+def _build_resources(job: ClusterJob) -> dict[str, Any]:
     launch = job.launch
     asked: dict[str, Any] = {}
     if launch.cpus_per_rank is not None:

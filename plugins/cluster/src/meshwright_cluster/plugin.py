@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
-from meshwright.plugin import RunSection, Traceback, hookimpl, say, told
+from meshwright.plugin import RunSection, TracebackOption, echo, exit_on_error, hookimpl
 
 from . import TARGETS, Target
-from .config import LaunchConfig, without_secrets
+from .config import LaunchConfig, redact_launch
 
 
 def launch(
     run_file: Annotated[Path, typer.Argument(help="A run file (YAML), with or without a section `launch`.")],
-    to: Annotated[Target, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")],
+    target: Annotated[Target, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")],
     nodes: Annotated[int | None, typer.Option("--nodes", help="Machines; short for launch.nodes.")] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option("--gpus-per-node", help="And ranks; short for launch.gpus_per_node.")
@@ -28,40 +28,40 @@ def launch(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as launch.slurm.partition=gpu."),
     ] = None,
-    out: Annotated[
+    output_dir: Annotated[
         Path | None, typer.Option("--out", help="Directory of the files; launch/NAME is the default.")
     ] = None,
-    submits: Annotated[bool, typer.Option("--submit", help="Submit the job, by the cluster's own command.")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the job, by the cluster's own command.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files, and write nothing.")] = False,
-    traceback: Traceback = False,
+    traceback: TracebackOption = False,
 ) -> None:
     """Make a run file a job of a cluster: Slurm, Kubernetes, Ray or SkyPilot."""
     short = {"nodes": nodes, "gpus_per_node": gpus_per_node, "ranks_per_node": ranks_per_node}
-    with told(traceback):
+    with exit_on_error(traceback):
         from meshwright_run.run_file import load_run, read_values
 
-        from .files import check_can_submit, files_of, submission, submit, write
-        from .job import is_of_one_machine, plan_job
+        from .files import build_submit_command, check_can_submit, render_job_files, run_submit_command, write_job_files
+        from .job import build_job, is_node_local
 
         given = [f"launch.{name}={value}" for name, value in short.items() if value is not None]
         changes = [*(assignments or []), *given]
         config = load_run(run_file, changes)
-        job = plan_job(read_values(run_file, changes), config, to, out)
-        files, command = files_of(job, to), submission(job, to)
+        job = build_job(read_values(run_file, changes), config, target, output_dir)
+        files, command = render_job_files(job, target), build_submit_command(job, target)
         if dry_run:
-            for name, text in files_of(job.shown(), to).items():
-                say(f"# {job.directory / name}\n{text}\n")
+            for name, text in render_job_files(job.shown(), target).items():
+                echo(f"# {job.directory / name}\n{text}\n")
             return
-        if is_of_one_machine(config.output_dir):
-            say(f"note: {config.output_dir} is this machine's own; the job can go on only here\n", stderr=True)
-        if submits:
+        if is_node_local(config.output_dir):
+            echo(f"note: {config.output_dir} is this machine's own; the job can go on only here\n", stderr=True)
+        if submit:
             check_can_submit(command)
-        write(job, files)
-        say(f"{job.launch.nodes} x {job.ranks_per_node} ranks: {config.strategy} on {job.degrees}\n")
-        say(f"written {', '.join(str(job.directory / name) for name in files)}\n")
-        if submits:
-            raise SystemExit(submit(command))
-        say(f"submit  {shlex.join(command)}\n")
+        write_job_files(job, files)
+        echo(f"{job.launch.nodes} x {job.ranks_per_node} ranks: {config.strategy} on {job.degrees}\n")
+        echo(f"written {', '.join(str(job.directory / name) for name in files)}\n")
+        if submit:
+            raise SystemExit(run_submit_command(command))
+        echo(f"submit  {shlex.join(command)}\n")
 
 
 @hookimpl
@@ -72,4 +72,4 @@ def register_commands(app: typer.Typer) -> None:
 @hookimpl
 def register_run_sections() -> list[RunSection]:
     description = "What `meshwright launch` tells a cluster."
-    return [RunSection("launch", LaunchConfig, description, without_secrets=without_secrets)]
+    return [RunSection("launch", LaunchConfig, description, without_secrets=redact_launch)]

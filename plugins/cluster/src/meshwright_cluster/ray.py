@@ -10,22 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.plugin import validated
+from meshwright.plugin import validate_config
 from meshwright_run.run_file import RunConfig
 
-from .job import RUN_FILE, Job
+from .job import RUN_FILE, ClusterJob
 
-DRIVER = "job.py"
+DRIVER_FILE = "job.py"
 
 
-def train(values: Mapping[str, Any]) -> None:
+def train_worker(values: Mapping[str, Any]) -> None:
     """Run the values of a run file in a worker of Ray Train, in the process group of all ranks. Collective."""
     from meshwright_run.run_rank import run_rank
 
-    run_rank(None, validated(RunConfig, values, where="the run file"))
+    run_rank(None, validate_config(RunConfig, values, where="the run file"))
 
 
-def driver(job: Job) -> str:
+def render_driver(job: ClusterJob) -> str:
     launch = job.launch
     resources = {} if launch.cpus_per_rank is None else {"CPU": launch.cpus_per_rank}
     backend = "cpu:gloo,cuda:nccl" if job.gpus_per_node else "gloo"

@@ -10,10 +10,10 @@ SHIMS = ("buffer_option",)
 """What torch 2.13 needs no longer; see `meshwright._compat.torch`."""
 
 
-def buffer_option(is_synced: bool) -> dict[str, bool]:
+def broadcast_buffers_kwargs(enabled: bool) -> dict[str, bool]:
     """Return DistributedDataParallel's argument for broadcasting rank 0's buffers before each forward.
 
     `broadcast_buffers` also governs the broadcast at construction, which `init_sync=False` switches off.
     """
     known = inspect.signature(DistributedDataParallel).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": is_synced}
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": enabled}

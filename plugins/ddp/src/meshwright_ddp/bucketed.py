@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.plugin import Findings, Mesh, ModelError, WeightGradients, check_reduce_dtype
+from meshwright.plugin import DeferredWeightGradients, GradientReport, Mesh, ModelError, check_reduce_dtype
 
-from .buckets import make_buckets, make_buffers
-from .collectives import ParameterGather, make_groups
+from .buckets import build_buckets, build_buffers
+from .collectives import ParamGatherScheduler, build_groups
 from .config import DistributedDataParallelConfig
-from .gradient_sync import GradientSync
-from .optimizer import Shards
+from .gradient_sync import BucketGradSync
+from .optimizer import OptimizerShardLayout
 
 
 class BucketedDataParallel(nn.Module):
@@ -31,11 +31,11 @@ class BucketedDataParallel(nn.Module):
     In a loop of your own: forward and backward (under `no_sync` for all microbatches but the last), `finish_grad_sync`,
     which sets the gradients, the optimizer's step and its `zero_grad`. Divide each rank's loss by the tokens of the
     global batch: gradients are summed. With the distributed optimizer parameters are views of `buffers`, and `shards`
-    are what this rank's optimizer steps. Gradients are reduced in `gradient_dtype`; None: the config's, or else that of
+    are what this rank's optimizer steps. Gradients are reduced in `grad_dtype`; None: the config's, or else that of
     each parameter.
     """
 
-    shards: Shards | None = None
+    shards: OptimizerShardLayout | None = None
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class BucketedDataParallel(nn.Module):
         config: DistributedDataParallelConfig,
         mesh: Mesh,
         *,
-        gradient_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         config.check_not_handed_over()
@@ -55,13 +55,13 @@ class BucketedDataParallel(nn.Module):
                     f"grad_reduce_in_fp32=true is coarser than the gradients of {name} ({parameter.dtype}). "
                     f"Set grad_reduce_in_fp32=false."
                 )
-        groups = make_groups(mesh, config.num_distributed_optimizer_instances)
+        groups = build_groups(mesh, config.num_distributed_optimizer_instances)
         self.module = module
         self.config = config
-        self.buffers = make_buffers(parameters, config, groups, gradient_dtype)
-        self.buckets = make_buckets(self.buffers, config, groups)
+        self.buffers = build_buffers(parameters, config, groups, grad_dtype)
+        self.buckets = build_buckets(self.buffers, config, groups)
         forward = self.buckets[::-1]
-        self.gather = ParameterGather(
+        self.gather = ParamGatherScheduler(
             module,
             [bucket.gather for bucket in forward if bucket.gather is not None],
             {slot.parameter: index for index, bucket in enumerate(forward) for slot in bucket.slots},
@@ -69,12 +69,12 @@ class BucketedDataParallel(nn.Module):
             align=config.align_param_gather,
         )
         if config.use_distributed_optimizer:
-            self.shards = Shards(self.buffers, groups)
-        self._delayed = WeightGradients()
+            self.shards = OptimizerShardLayout(self.buffers, groups)
+        self._delayed = DeferredWeightGradients()
         if config.delay_wgrad_compute:
             self._delayed.collected = []
             self._delayed.watch(module)
-        self._sync = GradientSync(self.buckets, config, mesh.world)
+        self._sync = BucketGradSync(self.buckets, config, mesh.world)
         self._world = mesh.world
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ class BucketedDataParallel(nn.Module):
         if findings is not None:
             findings.tell(self._world)
 
-    def reduce_gradients(self, *, force_all_reduce: bool = False, allow_unused: bool = False) -> Findings | None:
+    def reduce_gradients(self, *, force_all_reduce: bool = False, allow_unused: bool = False) -> GradientReport | None:
         """Do what `finish_grad_sync` does before ranks exchange their findings; None where the step was finished
         before.
 

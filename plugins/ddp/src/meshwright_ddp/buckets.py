@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from meshwright.plugin import ModelError
 
-from .collectives import BucketGather, Groups, Reduction
+from .collectives import BucketAllGather, BucketReduction, DataParallelGroups
 from .config import DistributedDataParallelConfig
 
 PARAMETER_ALIGNMENT = 64
@@ -72,24 +72,24 @@ class BucketLayout:
         return (low - start, high - start) if low < high else (0, 0)
 
 
-def bucket_layout(
+def compute_bucket_layout(
     numels: Sequence[int],
     *,
     bucket_size: int | None,
     dp_size: int,
-    distributed_optimizer: bool,
-    shared_embeddings: Collection[int] = frozenset(),
+    use_distributed_optimizer: bool,
+    separate_params: Collection[int] = frozenset(),
     pad_for_high_busbw: bool = False,
 ) -> BucketLayout:
     """Lay out parameters of these sizes, in registration order, in one buffer that W = `dp_size` ranks share.
 
     A bucket ends with the parameter that brings it to `bucket_size` (None: one bucket). With the distributed optimizer,
     parameters are aligned, buckets are padded so that W divides them (`pad_for_high_busbw`: to a multiple of 2^16,
-    too), and the parameters at the indices `shared_embeddings` get a bucket each.
+    too), and the parameters at the indices `separate_params` get a bucket each.
     """
     layout = BucketLayout([], [], [(0, 0, 0)] * len(numels), dp_size)
-    if not distributed_optimizer:
-        shared_embeddings, start_multiple, end_multiple = (), 1, 1
+    if not use_distributed_optimizer:
+        separate_params, start_multiple, end_multiple = (), 1, 1
     else:
         start_multiple = PARAMETER_ALIGNMENT
         end_multiple = math.lcm(dp_size, BUCKET_ALIGNMENT, HIGH_BUSBW_ALIGNMENT if pad_for_high_busbw else 1)
@@ -104,12 +104,12 @@ def bucket_layout(
 
     for index in reversed(range(len(numels))):
         start = _round_up(position, start_multiple)
-        if index in shared_embeddings and not is_empty:
+        if index in separate_params and not is_empty:
             start = bucket_start = close(start)
         position = start + numels[index]
         layout.param_ranges[index] = (start, position, len(layout.buckets))
         is_full = bucket_size is not None and position - bucket_start >= bucket_size
-        is_empty = is_full or index in shared_embeddings
+        is_empty = is_full or index in separate_params
         if is_empty:
             position = bucket_start = close(position)
     if not is_empty:
@@ -117,7 +117,7 @@ def bucket_layout(
     return layout
 
 
-def default_bucket_size(dp_size: int) -> int:
+def compute_default_bucket_size(dp_size: int) -> int:
     return max(MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * dp_size)
 
 
@@ -129,7 +129,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 @dataclass(eq=False)
-class Buffer:
+class ParamAndGradBuffer:
     """The flat tensors of the parameters of one dtype."""
 
     names: list[str]
@@ -145,52 +145,52 @@ class Buffer:
         return self.gradients[start:end].view(self.parameters[index].shape)
 
 
-def make_buffers(
+def build_buffers(
     parameters: Mapping[str, nn.Parameter],
     config: DistributedDataParallelConfig,
-    groups: Groups,
-    gradient_dtype: torch.dtype | None = None,
-) -> list[Buffer]:
+    groups: DataParallelGroups,
+    grad_dtype: torch.dtype | None = None,
+) -> list[ParamAndGradBuffer]:
     """Make a buffer for each dtype of the trainable `parameters`, given by name in registration order.
 
     With the distributed optimizer the parameters move into their buffer, keeping identity and values. Gradients are
-    reduced in `gradient_dtype`; None: the config's, or else the parameters' own.
+    reduced in `grad_dtype`; None: the config's, or else the parameters' own.
     """
-    if gradient_dtype is None and config.gradient_dtype is not None:
-        gradient_dtype = getattr(torch, config.gradient_dtype)
-    size = _bucket_size(config, sum(parameter.numel() for parameter in parameters.values()), groups.ranks)
+    if grad_dtype is None and config.gradient_dtype is not None:
+        grad_dtype = getattr(torch, config.gradient_dtype)
+    size = _choose_bucket_size(config, sum(parameter.numel() for parameter in parameters.values()), groups.ranks)
     by_dtype: dict[torch.dtype, list[tuple[int, str, nn.Parameter]]] = {}
     for index, (name, parameter) in enumerate(parameters.items()):
         by_dtype.setdefault(parameter.dtype, []).append((index, name, parameter))
     buffers = []
     for dtype, members in by_dtype.items():
         order, names, own = (list(column) for column in zip(*members, strict=True))
-        layout = bucket_layout(
+        layout = compute_bucket_layout(
             [parameter.numel() for parameter in own],
             bucket_size=size,
             dp_size=groups.size,
-            distributed_optimizer=config.use_distributed_optimizer,
+            use_distributed_optimizer=config.use_distributed_optimizer,
             # Set by the code that ties parameters over pipeline stages.
-            shared_embeddings={i for i, parameter in enumerate(own) if getattr(parameter, "shared_embedding", False)},
+            separate_params={i for i, parameter in enumerate(own) if getattr(parameter, "shared_embedding", False)},
             pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
         )
-        gradients = torch.zeros(layout.numel, dtype=gradient_dtype or dtype, device=own[0].device)
-        values = _moved(own, layout) if config.use_distributed_optimizer else None
-        buffers.append(Buffer(names, own, layout, gradients, values, order))
+        gradients = torch.zeros(layout.numel, dtype=grad_dtype or dtype, device=own[0].device)
+        values = _move_into_buffer(own, layout) if config.use_distributed_optimizer else None
+        buffers.append(ParamAndGradBuffer(names, own, layout, gradients, values, order))
     return buffers
 
 
-def _bucket_size(config: DistributedDataParallelConfig, numel: int, ranks: int) -> int | None:
+def _choose_bucket_size(config: DistributedDataParallelConfig, numel: int, ranks: int) -> int | None:
     if not config.overlap_grad_reduce:
         return None
     if config.num_buckets is None:
-        return config.bucket_size or default_bucket_size(ranks)
+        return config.bucket_size or compute_default_bucket_size(ranks)
     if config.num_buckets > numel:
         raise ModelError(f"num_buckets={config.num_buckets}, but the model trains {numel} elements. Use fewer.")
     return numel // config.num_buckets
 
 
-def _moved(parameters: list[nn.Parameter], layout: BucketLayout) -> Tensor:
+def _move_into_buffer(parameters: list[nn.Parameter], layout: BucketLayout) -> Tensor:
     values = torch.zeros(layout.numel, dtype=parameters[0].dtype, device=parameters[0].device)
     for parameter, (start, end, _) in zip(parameters, layout.param_ranges, strict=True):
         view = values[start:end].view(parameter.shape)
@@ -203,7 +203,7 @@ def _moved(parameters: list[nn.Parameter], layout: BucketLayout) -> Tensor:
 
 
 @dataclass(eq=False)
-class Slot:
+class GradSlot:
     """Where the gradients of one parameter go."""
 
     name: str
@@ -216,11 +216,11 @@ class Slot:
 class Bucket:
     """A bucket and its state in the current step; see [Note: when a bucket is ready]."""
 
-    slots: list[Slot]
-    reduction: Reduction
-    gather: BucketGather | None = None
-    counts: Counter[Slot] = field(default_factory=Counter)
-    reference: Counter[Slot] | None = None
+    slots: list[GradSlot]
+    reduction: BucketReduction
+    gather: BucketAllGather | None = None
+    counts: Counter[GradSlot] = field(default_factory=Counter)
+    reference: Counter[GradSlot] | None = None
     missing: int = 0
     is_dispatched: bool = False
 
@@ -231,7 +231,7 @@ class Bucket:
         self.counts.clear()
         self.missing = len(self.slots)
 
-    def count(self, slot: Slot) -> None:
+    def count(self, slot: GradSlot) -> None:
         self.counts[slot] += 1
         if self.reference is not None and self.counts[slot] == self.reference[slot]:
             self.missing -= 1
@@ -243,28 +243,30 @@ class Bucket:
             self.reference = Counter(self.counts)
 
 
-def make_buckets(buffers: Sequence[Buffer], config: DistributedDataParallelConfig, groups: Groups) -> list[Bucket]:
+def build_buckets(
+    buffers: Sequence[ParamAndGradBuffer], config: DistributedDataParallelConfig, groups: DataParallelGroups
+) -> list[Bucket]:
     """Make the buckets of all buffers, in the order in which backward is expected to complete them."""
     found: list[tuple[int, Bucket]] = []
     for buffer in buffers:
-        slots = [_slot(buffer, index, config) for index in range(len(buffer.parameters))]
+        slots = [_build_slot(buffer, index, config) for index in range(len(buffer.parameters))]
         for (start, end), members in zip(buffer.layout.buckets, buffer.layout.members, strict=True):
-            reduction = Reduction(
+            reduction = BucketReduction(
                 buffer.gradients[start:end],
                 groups,
                 average=config.average_in_collective,
                 scatter=config.use_distributed_optimizer,
-                wide=config.reduce_scatter_with_fp32_accumulation,
+                sum_in_fp32=config.reduce_scatter_with_fp32_accumulation,
             )
-            gather = None if buffer.values is None else BucketGather(buffer.values[start:end], groups.shard)
+            gather = None if buffer.values is None else BucketAllGather(buffer.values[start:end], groups.shard)
             found.append((buffer.first[members[0]], Bucket([slots[i] for i in members], reduction, gather)))
     return [bucket for _, bucket in sorted(found, key=lambda each: each[0], reverse=True)]
 
 
-def _slot(buffer: Buffer, index: int, config: DistributedDataParallelConfig) -> Slot:
+def _build_slot(buffer: ParamAndGradBuffer, index: int, config: DistributedDataParallelConfig) -> GradSlot:
     name, gradient = buffer.names[index], buffer.gradient(index)
     patterns = config.param_name_patterns_for_fp32_local_accumulation
     local = gradient
     if any(pattern == "all" or fnmatchcase(name, pattern) for pattern in patterns):
         local = torch.zeros_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
-    return Slot(name, buffer.parameters[index], gradient, local)
+    return GradSlot(name, buffer.parameters[index], gradient, local)

@@ -25,7 +25,7 @@ from meshwright.plugin import ROOT_AXES, Mesh, MeshError, all_gather_single, red
 
 
 @dataclass(frozen=True)
-class Groups:
+class DataParallelGroups:
     """The ranks over which gradients are summed: the sharding group, and the owners of the same part elsewhere."""
 
     shard: dist.ProcessGroup
@@ -45,48 +45,48 @@ class Groups:
         return self.size * (dist.get_world_size(self.across) if self.across is not None else 1)
 
 
-def make_groups(mesh: Mesh, instances: int) -> Groups:
+def build_groups(mesh: Mesh, num_instances: int) -> DataParallelGroups:
     """Divide the ranks of `dp_replicate` into instances of neighbouring ranks. Collective."""
     ranks = mesh.degrees.dp_replicate
-    if ranks % instances:
+    if ranks % num_instances:
         raise MeshError(
-            f"num_distributed_optimizer_instances={instances} does not divide the {ranks} ranks of dp_replicate. "
+            f"num_distributed_optimizer_instances={num_instances} does not divide the {ranks} ranks of dp_replicate. "
             f"Use a divisor."
         )
-    if instances == 1:
-        return Groups(mesh.group("dp_replicate"))
+    if num_instances == 1:
+        return DataParallelGroups(mesh.group("dp_replicate"))
     every = mesh.device_mesh.mesh.transpose(0, ROOT_AXES.index("dp_replicate"))
     divided = DeviceMesh(
         mesh.device.type,
-        every.reshape(instances, ranks // instances, -1),
+        every.reshape(num_instances, ranks // num_instances, -1),
         mesh_dim_names=("instance", "shard", "others"),
     )
-    return Groups(divided["shard"].get_group(), divided["instance"].get_group())
+    return DataParallelGroups(divided["shard"].get_group(), divided["instance"].get_group())
 
 
-class Reduction:
+class BucketReduction:
     """Reduces one bucket of gradients, 1-D, in place.
 
     With `average` the collective averages; gradients stay sums, since they are multiplied by the ranks before. With
-    `scatter`, only the part that this rank owns holds the result. `wide` sends parts to their owners as they are and
+    `scatter`, only the part that this rank owns holds the result. `sum_in_fp32` sends parts to their owners as they are and
     sums them there in float32 at least.
     """
 
     def __init__(
         self,
         gradients: Tensor,
-        groups: Groups,
+        groups: DataParallelGroups,
         *,
         average: bool = False,
         scatter: bool = False,
-        wide: bool = False,
+        sum_in_fp32: bool = False,
     ) -> None:
         self.gradients = gradients
         self.averages = average
         self._op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         self._groups = groups
         self._scatter = scatter
-        self._wide = wide
+        self._wide = sum_in_fp32
         size = gradients.numel() // groups.size if scatter else gradients.numel()
         rank = groups.rank if scatter else 0
         self._own = gradients[rank * size : (rank + 1) * size]
@@ -144,7 +144,7 @@ class Reduction:
             self._work = reduce_scatter_single(self._own, self.gradients, op=self._op, group=group, async_op=True)
 
 
-class BucketGather:
+class BucketAllGather:
     """Fills one bucket of parameter values from its owners, in place; each rank has updated its own part."""
 
     def __init__(self, values: Tensor, group: dist.ProcessGroup) -> None:
@@ -167,7 +167,7 @@ class BucketGather:
             self.is_stale = False
 
 
-class ParameterGather:
+class ParamGatherScheduler:
     """Gathers all buckets of a model, in the given order; see [Note: order of gathers].
 
     `overlap`: gather in forward, each bucket while modules of the one before run; else right after each update.
@@ -177,8 +177,8 @@ class ParameterGather:
     def __init__(
         self,
         model: nn.Module,
-        gathers: Sequence[BucketGather],
-        place: Mapping[nn.Parameter, int],
+        gathers: Sequence[BucketAllGather],
+        bucket_by_parameter: Mapping[nn.Parameter, int],
         *,
         overlap: bool,
         align: bool,
@@ -194,7 +194,9 @@ class ParameterGather:
         if overlap:
             for module in model.modules():
                 own = module.parameters(recurse=False)
-                self._needs[module] = {place[parameter] for parameter in own if parameter in place}
+                self._needs[module] = {
+                    bucket_by_parameter[parameter] for parameter in own if parameter in bucket_by_parameter
+                }
                 module.register_forward_pre_hook(self._before)
 
     def parameters_changed(self) -> None:

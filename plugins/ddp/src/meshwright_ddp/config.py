@@ -12,18 +12,18 @@ from meshwright.plugin import (
     StrategyConfig,
     StrategyError,
     activation_field,
-    nearest,
+    suggest_match,
     warn_deprecated,
 )
 
-Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 AXES = frozenset({"dp_replicate"})
 """What the strategy shards."""
 COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
 
 # Options that are refused, and what they need.
-_MISSING = {
+_UNSUPPORTED_OPTIONS = {
     "fp8_param_gather": "parameters in fp8, which Transformer Engine brings",
     "reuse_grad_buf_for_mxfp8_param_ag": "parameters in mxfp8, which Transformer Engine brings",
     "nccl_ub": "Megatron's allocator for user buffers of NCCL",
@@ -41,7 +41,7 @@ _MEGATRON_FSDP_ONLY = (
 )
 
 # Options that act only with others.
-_NEEDS: Mapping[str, tuple[str, ...]] = {
+_REQUIRED_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "overlap_param_gather": ("use_distributed_optimizer", "overlap_grad_reduce"),
     "align_param_gather": ("overlap_param_gather",),
     "pad_buckets_for_high_nccl_busbw": ("use_distributed_optimizer",),
@@ -52,7 +52,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 }
 
 # Pairs that exclude each other, with the reason.
-_EXCLUDE = {
+_EXCLUSIVE_OPTIONS = {
     ("bucket_size", "num_buckets"): "both say how large buckets are",
     ("reduce_scatter_with_fp32_accumulation", "num_distributed_optimizer_instances"): "instances sum their parts twice",
     ("reduce_scatter_with_fp32_accumulation", "average_in_collective"): "the pieces are summed outside the collective",
@@ -125,7 +125,7 @@ class DistributedDataParallelConfig(StrategyConfig):
     reuse_grad_buf_for_mxfp8_param_ag: bool = Field(default=False, description="Refused: needs Transformer Engine.")
     use_megatron_fsdp: bool = Field(default=False, description="Hand over to the strategy megatron_fsdp.")
     use_custom_fsdp: bool = Field(default=False, description="Old name of use_megatron_fsdp, with a warning.")
-    data_parallel_sharding_strategy: Sharding = Field(
+    data_parallel_sharding_strategy: ShardingStrategy = Field(
         default="no_shard", description="With use_megatron_fsdp: what it shards."
     )
     gradient_reduce_div_fusion: bool = Field(
@@ -138,7 +138,7 @@ class DistributedDataParallelConfig(StrategyConfig):
     keep_fp8_transpose_cache: bool = Field(default=False, description="With use_megatron_fsdp only.")
     nccl_ub: bool = Field(default=False, description="Refused without use_megatron_fsdp: needs Megatron's allocator.")
     fsdp_double_buffer: bool = Field(default=False, description="With use_megatron_fsdp only.")
-    outer_dp_sharding_strategy: Sharding = Field(
+    outer_dp_sharding_strategy: ShardingStrategy = Field(
         default="no_shard",
         description="With use_megatron_fsdp: what is sharded over num_distributed_optimizer_instances, too: optim.",
     )
@@ -179,7 +179,7 @@ class DistributedDataParallelConfig(StrategyConfig):
 
     def _check_combinations(self) -> None:
         if self.use_custom_fsdp:
-            warn_deprecated("use_custom_fsdp", since="0.1.0", removed_in="1.0.0", instead="Set use_megatron_fsdp=true.")
+            warn_deprecated("use_custom_fsdp", since="0.1.0", removed_in="1.0.0", remedy="Set use_megatron_fsdp=true.")
         changed = self.changed
         if self.hands_over:
             return
@@ -189,16 +189,16 @@ class DistributedDataParallelConfig(StrategyConfig):
                     f"{name}={getattr(self, name)} acts only with use_megatron_fsdp. "
                     f"Set use_megatron_fsdp=true, or leave {name} out"
                 )
-        for name, missing in _MISSING.items():
+        for name, missing in _UNSUPPORTED_OPTIONS.items():
             if name in changed:
                 raise ValueError(f"{name}=true needs {missing}; it is not available here. Leave {name} out")
-        for name, needed in _NEEDS.items():
+        for name, needed in _REQUIRED_OPTIONS.items():
             for other in needed:
                 if name in changed and other not in changed:
                     raise ValueError(
                         f"{name}={getattr(self, name)} acts only with {other}. Set {other}=true, or leave {name} out"
                     )
-        for (one, two), reason in _EXCLUDE.items():
+        for (one, two), reason in _EXCLUSIVE_OPTIONS.items():
             if one in changed and two in changed:
                 raise ValueError(f"{one} and {two} do not go together: {reason}. Leave one out")
         if self.grad_reduce_in_fp32 and self.reduce_dtype == "float64":
@@ -208,9 +208,9 @@ class DistributedDataParallelConfig(StrategyConfig):
 _BUCKETED_ONLY = tuple(
     name for name in DistributedDataParallelConfig.model_fields if name not in StrategyConfig.model_fields
 )
-_LATER = ("num_buckets", "param_name_patterns_for_fp32_local_accumulation")
+_KEYWORD_ONLY = ("num_buckets", "param_name_patterns_for_fp32_local_accumulation")
 """Options of later versions of Megatron-Core, by name only."""
-DistributedDataParallelConfig.positional = tuple(name for name in _BUCKETED_ONLY if name not in _LATER)
+DistributedDataParallelConfig.positional = tuple(name for name in _BUCKETED_ONLY if name not in _KEYWORD_ONLY)
 
 
 class DDPConfig(DistributedDataParallelConfig):
@@ -254,10 +254,10 @@ class DDPConfig(DistributedDataParallelConfig):
     )
 
     @classmethod
-    def variants(cls, *, is_dtype_open: bool, **_: Any) -> list[dict[str, Any]]:
+    def variants(cls, *, is_dtype_free: bool, **_: Any) -> list[dict[str, Any]]:
         """Options worth planning; see [Note: variants] in `meshwright_plan.search.candidates`."""
-        wide: dict[str, Any] = {"model.dtype": "float32"} if is_dtype_open else {}
-        half = {"model.dtype": "bfloat16", "grad_reduce_in_fp32": True} if is_dtype_open else {}
+        wide: dict[str, Any] = {"model.dtype": "float32"} if is_dtype_free else {}
+        half = {"model.dtype": "bfloat16", "grad_reduce_in_fp32": True} if is_dtype_free else {}
         bucketed = {"engine": "bucketed", "overlap_grad_reduce": True}
         divided = {"use_distributed_optimizer": True, "overlap_param_gather": True}
         # Only the distributed optimizer has masters for half types.
@@ -267,7 +267,7 @@ class DDPConfig(DistributedDataParallelConfig):
     @classmethod
     def _check_hook(cls, value: str | None) -> str | None:
         if value is not None and value not in COMM_HOOKS:
-            raise ValueError(f"is no hook.{nearest(value, COMM_HOOKS)} Allowed: {', '.join(COMM_HOOKS)}, or null")
+            raise ValueError(f"is no hook.{suggest_match(value, COMM_HOOKS)} Allowed: {', '.join(COMM_HOOKS)}, or null")
         return value
 
     @model_validator(mode="before")
@@ -300,5 +300,5 @@ class DDPConfig(DistributedDataParallelConfig):
                 )
 
 
-_SHARED = ("engine", "activation_checkpointing", "backend", *StrategyConfig.model_fields)
-_TORCH_ONLY = tuple(name for name in DDPConfig.model_fields if name not in (*_BUCKETED_ONLY, *_SHARED))
+_COMMON_OPTIONS = ("engine", "activation_checkpointing", "backend", *StrategyConfig.model_fields)
+_TORCH_ONLY = tuple(name for name in DDPConfig.model_fields if name not in (*_BUCKETED_ONLY, *_COMMON_OPTIONS))

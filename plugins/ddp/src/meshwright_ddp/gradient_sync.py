@@ -17,27 +17,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.plugin import Findings, MeshwrightError, NotFiniteError, StrategyError, TrainingError, World, warn
+from meshwright.plugin import GradientReport, MeshwrightError, NonFiniteError, StrategyError, TrainingError, World, warn
 
-from .buckets import Bucket, Slot
+from .buckets import Bucket, GradSlot
 from .config import DistributedDataParallelConfig
 
-LEARNED = 100
+NUM_REFERENCE_NORMS = 100
 """Number of first norms that set the largest one to be expected."""
-LARGE = 10.0
+LARGE_NORM_FACTOR = 10.0
 """A norm is large from so many times the largest expected one."""
 
 
-class GradientChecks:
+class GradChecker:
     """Checks of each bucket's gradients on this rank, before they are reduced.
 
     Norms stay on their device until the host reads the step's findings, so nothing waits in backward, and all ranks
     stop together.
     """
 
-    def __init__(self, *, nonfinite: bool, large: bool) -> None:
-        self._nonfinite = nonfinite
-        self._large = large
+    def __init__(self, *, check_nonfinite: bool, check_large: bool) -> None:
+        self._nonfinite = check_nonfinite
+        self._large = check_large
         self._seen: list[tuple[int, Sequence[str], Tensor]] = []
         self._learned = 0
         self._largest = 0.0
@@ -70,36 +70,36 @@ class GradientChecks:
             start += len(mine)
             if not all(map(math.isfinite, mine)):
                 if self._nonfinite:
-                    return _nonfinite(bucket, names, mine)
+                    return _nonfinite_error(bucket, names, mine)
             elif self._large:
                 self._judge(math.hypot(*mine), bucket, names)
         return None
 
     def _judge(self, norm: float, bucket: int, names: Sequence[str]) -> None:
-        if self._learned < LEARNED:
+        if self._learned < NUM_REFERENCE_NORMS:
             self._learned += 1
             self._largest = max(self._largest, norm)
-        elif norm >= LARGE * self._largest:
+        elif norm >= LARGE_NORM_FACTOR * self._largest:
             warn(
                 f"check_for_large_grads: the gradients of bucket {bucket} ({names[-1]} to {names[0]}) have norm "
-                f"{norm:.3g} on this rank before the data-parallel collective, at least {LARGE:g} times the largest "
-                f"of the first {LEARNED} norms ({self._largest:.3g}).",
+                f"{norm:.3g} on this rank before the data-parallel collective, at least {LARGE_NORM_FACTOR:g} times the largest "
+                f"of the first {NUM_REFERENCE_NORMS} norms ({self._largest:.3g}).",
                 stacklevel=2,
             )
 
 
-def _nonfinite(bucket: int, names: Sequence[str], norms: Sequence[float]) -> NotFiniteError:
+def _nonfinite_error(bucket: int, names: Sequence[str], norms: Sequence[float]) -> NonFiniteError:
     culprits = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
     kind = "NaN" if any(map(math.isnan, norms)) else "Inf"
     told = ", ".join(culprits[:3]) + (f" and {len(culprits) - 3} more" if len(culprits) > 3 else "")
-    return NotFiniteError(
+    return NonFiniteError(
         f"the gradient norm of bucket {bucket} is {kind} before the data-parallel collective "
         f"(check_for_nan_in_grad), from {told}. Lower the learning rate, clip "
         f"gradients, or look at the data of this step; nothing was stepped."
     )
 
 
-class GradientSync:
+class BucketGradSync:
     """Take gradients from `.grad` by hooks on the parameters, and reduce them over the ranks of one stage."""
 
     def __init__(self, buckets: Sequence[Bucket], config: DistributedDataParallelConfig, world: World) -> None:
@@ -108,17 +108,19 @@ class GradientSync:
         self._overlap = config.overlap_grad_reduce
         self._one_at_a_time = config.reduce_scatter_with_fp32_accumulation
         self._world = world
-        self._checks = GradientChecks(nonfinite=config.check_for_nan_in_grad, large=config.check_for_large_grads)
+        self._checks = GradChecker(
+            check_nonfinite=config.check_for_nan_in_grad, check_large=config.check_for_large_grads
+        )
         self._is_last = True
         self.begin_step()
         # Weak, since Python's garbage collector does not see through hooks, and buckets hold process groups.
         arrived = weakref.WeakMethod(self.take_gradient)
         for parameter in self._places:
-            parameter.register_post_accumulate_grad_hook(partial(_call, arrived))
+            parameter.register_post_accumulate_grad_hook(partial(_call_weak_method, arrived))
 
     def begin_step(self) -> None:
         """Discard what the buffers hold and count anew. A gradient that comes after `finish` does so, too."""
-        self._added: set[Slot] = set()
+        self._added: set[GradSlot] = set()
         self._checks.forget()
         self._next = 0
         self._defect: MeshwrightError | None = None
@@ -181,13 +183,13 @@ class GradientSync:
             bucket.finish()
         self.is_finished = True
 
-    def findings(self, trained: Callable[[nn.Parameter], nn.Parameter]) -> Findings:
-        """Return what this rank has seen in the step; `trained` maps a parameter to what the optimizer trains of it."""
+    def findings(self, optimizer_parameter: Callable[[nn.Parameter], nn.Parameter]) -> GradientReport:
+        """Return what this rank has seen in the step; `optimizer_parameter` maps a parameter to what the optimizer trains of it."""
         defect, is_wrong = self._defect, self._checks.is_wrong()
         if self._overlap:
             is_wrong = True if defect is not None else is_wrong if is_wrong is not None else False
-        return Findings(
-            trained=[[trained(parameter)] for parameter in self._places],
+        return GradientReport(
+            trained=[[optimizer_parameter(parameter)] for parameter in self._places],
             used=[slot in self._added for _, slot in self._places.values()],
             is_wrong=is_wrong,
             values=self._checks.norms(),
@@ -222,7 +224,7 @@ class GradientSync:
         return None
 
 
-def _call(method: weakref.WeakMethod[Any], parameter: nn.Parameter) -> None:
+def _call_weak_method(method: weakref.WeakMethod[Any], parameter: nn.Parameter) -> None:
     function = method()
     if function is not None:
         function(parameter)

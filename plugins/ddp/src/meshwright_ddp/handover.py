@@ -14,7 +14,7 @@ from meshwright.plugin import (
     StrategyManager,
     UnknownStrategyError,
     get_strategy,
-    validated,
+    validate_config,
 )
 
 from .config import DDPConfig
@@ -22,20 +22,20 @@ from .config import DDPConfig
 TARGET = "megatron_fsdp"
 
 # The values of data_parallel_sharding_strategy are its ZeRO stages.
-_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-_INSTANCES = "num_distributed_optimizer_instances"
+_ZERO_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_INSTANCES_OPTION = "num_distributed_optimizer_instances"
 # Options that are dealt with here.
-_OWN = (
+_TRANSLATED_OPTIONS = (
     "use_megatron_fsdp",
     "use_custom_fsdp",
     "engine",
     "data_parallel_sharding_strategy",
     "use_distributed_optimizer",
-    _INSTANCES,
+    _INSTANCES_OPTION,
 )
 
 
-def hand_over(config: DDPConfig, mesh: Mesh) -> StrategyManager:
+def delegate_to_megatron_fsdp(config: DDPConfig, mesh: Mesh) -> StrategyManager:
     """Build the manager of `megatron_fsdp` with all options, over the same ranks.
 
     Each option keeps its value, also where it is our default, which need not be theirs. Overlap is on where a stage
@@ -52,35 +52,37 @@ def hand_over(config: DDPConfig, mesh: Mesh) -> StrategyManager:
         raise StrategyError(
             f"{TARGET}, to which use_megatron_fsdp hands over, cannot train one stage of a pipeline. Set pp_size=1."
         )
-    options = _options(config, spec.config_cls)
+    options = _build_options(config, spec.config_cls)
     ranks, instances = mesh.degrees.dp, config.num_distributed_optimizer_instances
     if ranks % instances:
-        raise MeshError(f"{_INSTANCES}={instances} does not divide the {ranks} data-parallel ranks. Use a divisor.")
+        raise MeshError(
+            f"{_INSTANCES_OPTION}={instances} does not divide the {ranks} data-parallel ranks. Use a divisor."
+        )
     if instances == 1 and config.outer_dp_sharding_strategy != "no_shard":
         raise StrategyError(
             f"outer_dp_sharding_strategy={config.outer_dp_sharding_strategy} shards over instances of the distributed "
-            f"optimizer, of which there is one. Set {_INSTANCES} to a divisor of the {ranks} data-parallel ranks, or "
+            f"optimizer, of which there is one. Set {_INSTANCES_OPTION} to a divisor of the {ranks} data-parallel ranks, or "
             f"leave outer_dp_sharding_strategy out."
         )
     degrees = MeshSizes(dp_size=ranks, dp_replicate_size=instances).resolve(mesh.world.size, spec.axes)
-    theirs = validated(spec.config_cls, options, where=f"options of {TARGET!r}")
+    theirs = validate_config(spec.config_cls, options, where=f"options of {TARGET!r}")
     return spec.build(theirs, Mesh(degrees, mesh.world))
 
 
-def _options(config: DDPConfig, theirs: type[BaseModel]) -> dict[str, Any]:
-    stage = _STAGES[config.data_parallel_sharding_strategy]
+def _build_options(config: DDPConfig, config_cls: type[BaseModel]) -> dict[str, Any]:
+    stage = _ZERO_STAGES[config.data_parallel_sharding_strategy]
     if config.use_distributed_optimizer and stage == 0:
         raise StrategyError(
             "use_distributed_optimizer=true shards the optimizer's state, but data_parallel_sharding_strategy=no_shard "
             "does not. Set data_parallel_sharding_strategy to optim or more, or leave use_distributed_optimizer out."
         )
     for name in config.changed:
-        if name not in (*_OWN, *theirs.model_fields):
+        if name not in (*_TRANSLATED_OPTIONS, *config_cls.model_fields):
             raise StrategyError(
                 f"{name}={getattr(config, name)} is no option of {TARGET}, to which use_megatron_fsdp hands over. "
                 f"Leave it out."
             )
-    options = {name: value for name, value in config.to_dict().items() if name in theirs.model_fields}
+    options = {name: value for name, value in config.to_dict().items() if name in config_cls.model_fields}
     options.pop("data_parallel_sharding_strategy", None)
     return {
         **options,

@@ -13,45 +13,45 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from meshwright.plugin import ConfigError, WideSums, check_arguments
+from meshwright.plugin import ConfigError, HighPrecisionAccumulator, check_argument_types
 
-Hook: TypeAlias = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+CommHook: TypeAlias = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
-def sum_hook(group: dist.ProcessGroup) -> Hook:
+def build_sum_hook(group: dist.ProcessGroup) -> CommHook:
     """Return a hook that all-reduces each bucket by SUM, in its own dtype."""
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        return _summed(buffer, buffer, group)
+        return _all_reduce_into(buffer, buffer, group)
 
     return hook
 
 
-def wide_sum_hook(group: dist.ProcessGroup, sums: WideSums) -> Hook:
+def build_high_precision_sum_hook(group: dist.ProcessGroup, accumulator: HighPrecisionAccumulator) -> CommHook:
     """Return a hook that adds the waiting sums of earlier microbatches, sums in their dtype and rounds once."""
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        wide = buffer.to(sums.dtype)
+        wide = buffer.to(accumulator.dtype)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             start = gradient.storage_offset() - buffer.storage_offset()
-            sums.add_waiting(parameter, wide.as_strided(gradient.size(), gradient.stride(), start))
-        return _summed(wide, buffer, group)
+            accumulator.add_waiting(parameter, wide.as_strided(gradient.size(), gradient.stride(), start))
+        return _all_reduce_into(wide, buffer, group)
 
     return hook
 
 
-def compressing_hook(name: str, options: Mapping[str, Any], group: dist.ProcessGroup) -> tuple[Any, Hook]:
+def build_compression_hook(name: str, options: Mapping[str, Any], group: dist.ProcessGroup) -> tuple[Any, CommHook]:
     """Return the state and the hook of one of `config.COMM_HOOKS`; `options` are PowerSGDState's arguments."""
     if name != "power_sgd":
         dtype = torch.float16 if name == "fp16_compress" else torch.bfloat16
 
         def rounding(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            return _summed(bucket.buffer().to(dtype), bucket.buffer(), group)
+            return _all_reduce_into(bucket.buffer().to(dtype), bucket.buffer(), group)
 
         return None, rounding
-    check_arguments(powerSGD_hook.PowerSGDState, options, where="comm_hook_options")
+    check_argument_types(powerSGD_hook.PowerSGDState, options, where="comm_hook_options")
     try:
         powers = powerSGD_hook.PowerSGDState(process_group=group, **options)
     except (TypeError, ValueError) as error:
@@ -65,7 +65,7 @@ def compressing_hook(name: str, options: Mapping[str, Any], group: dist.ProcessG
     return powers, summing
 
 
-def _summed(values: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
+def _all_reduce_into(values: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
     """All-reduce `values`, which may be the bucket's buffer itself, into the buffer."""
     future = dist.all_reduce(values, group=group, async_op=True).get_future()
 

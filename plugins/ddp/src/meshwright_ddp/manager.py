@@ -12,24 +12,24 @@ from torch.optim import Optimizer
 
 from meshwright.plugin import (
     Batch,
+    ChunkedTensor,
     DataParallelManager,
-    Findings,
+    GradientReport,
     Gradients,
     Mesh,
     OptimizerFactory,
     OptimizerState,
-    Sharded,
     ShardedState,
-    TensorKind,
-    as_config,
-    as_mesh,
+    TensorMeta,
     checkpoint_blocks,
+    coerce_config,
+    from_device_mesh,
 )
 
 from .bucketed import BucketedDataParallel
 from .config import AXES, DDPConfig, DistributedDataParallelConfig
-from .optimizer import ShardGradients, Shards
-from .torch_engine import StageEngine, TorchEngine
+from .optimizer import OptimizerShardLayout, ShardGradients
+from .torch_engine import PipelineStageEngine, TorchEngine
 
 
 class DDPManager(DataParallelManager):
@@ -40,7 +40,7 @@ class DDPManager(DataParallelManager):
 
     Args:
         config: options, or a mapping of them; the reference's class alone means the bucketed engine.
-        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.mesh.as_mesh`.
+        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.mesh.from_device_mesh`.
 
     Raises:
         MeshError: a DeviceMesh that is not understood, or another backend than the config says.
@@ -49,27 +49,27 @@ class DDPManager(DataParallelManager):
 
     config: DDPConfig
     runs_in_pipeline: ClassVar[bool] = True
-    _torch: TorchEngine | StageEngine | None = None
+    _torch: TorchEngine | PipelineStageEngine | None = None
     _bucketed: BucketedDataParallel | None = None
 
     def __init__(
         self, config: DDPConfig | DistributedDataParallelConfig | Mapping[str, Any], device_mesh: Mesh | DeviceMesh
     ) -> None:
-        own = as_config(DDPConfig, config, where="DDPManager")
+        own = coerce_config(DDPConfig, config, where="DDPManager")
         own.check_not_handed_over()
-        mesh = as_mesh(device_mesh, AXES)
+        mesh = from_device_mesh(device_mesh, AXES)
         super().__init__(own, mesh)
         mesh.check_backend(own.backend)
 
     @property
-    def _shards(self) -> Shards | None:
+    def _shards(self) -> OptimizerShardLayout | None:
         return self._bucketed.shards if self._bucketed is not None else None
 
     def shard(self, model: nn.Module) -> nn.Module:
         model.to(self.mesh.device)
         self.activations = checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)
         if self.config.engine == "torch" and self.in_pipeline:
-            self._torch = StageEngine(self, self.config)
+            self._torch = PipelineStageEngine(self, self.config)
             return model
         if self.config.engine == "torch":
             self._torch = TorchEngine(model, self.config, self.mesh)
@@ -107,12 +107,12 @@ class DDPManager(DataParallelManager):
         return self._bucketed is None or not self._bucketed.config.overlap_grad_reduce
 
     def reduce_gradients(self) -> None:
-        if isinstance(self._torch, StageEngine):
+        if isinstance(self._torch, PipelineStageEngine):
             self._torch.reduce()
         elif self._bucketed is not None:
             self._bucketed.start_grad_sync()
 
-    def check_gradients(self) -> Findings | None:
+    def check_gradients(self) -> GradientReport | None:
         return self._bucketed.reduce_gradients(allow_unused=True) if self._bucketed is not None else None
 
     def trainable(self) -> Iterator[nn.Parameter]:
@@ -123,7 +123,7 @@ class DDPManager(DataParallelManager):
 
     def make_gradients(self) -> Gradients:
         shards, wide = self._shards, self.config.reduce_dtype is not None
-        return super().make_gradients() if shards is None else ShardGradients(shards, self.mesh, wide=wide)
+        return super().make_gradients() if shards is None else ShardGradients(shards, self.mesh, use_float64=wide)
 
     # -- the distributed optimizer
 
@@ -176,12 +176,12 @@ class DDPManager(DataParallelManager):
         self._take_masters(state)
         return state
 
-    def parameter_pieces(self) -> dict[str, Sharded | None]:
+    def parameter_pieces(self) -> dict[str, ChunkedTensor | None]:
         self._gather()
         return super().parameter_pieces()
 
     @contextmanager
-    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
+    def loading(self, optimizer: OptimizerState[TensorMeta] | None) -> Iterator[ShardedState]:
         self._gather()
         with super().loading(optimizer) as target:
             self._take_masters(target)

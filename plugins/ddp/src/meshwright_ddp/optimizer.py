@@ -16,17 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.plugin import Gradients, Mesh, Parts, Piece, Sharded, StrategyError, copy_all, stretch_pieces
-from meshwright.plugin import Groups as NormGroups
+from meshwright.plugin import (
+    ChunkedTensor,
+    Gradients,
+    LocalChunk,
+    Mesh,
+    ShardLayout,
+    StrategyError,
+    copy_all,
+    get_flat_range_chunks,
+)
+from meshwright.plugin import ShardGroups as NormGroups
 
-from .buckets import Buffer
-from .collectives import Groups
+from .buckets import ParamAndGradBuffer
+from .collectives import DataParallelGroups
 
-HALF = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(eq=False)
-class Shard:
+class OptimizerShard:
     """What this rank owns of one parameter: the elements start to end of it, flattened."""
 
     name: str
@@ -50,27 +59,29 @@ class Shard:
         self.tensor.grad = self.gradient.to(self.tensor.dtype)
 
 
-class Shards(Parts):
+class OptimizerShardLayout(ShardLayout):
     """This rank's shards of all trainable parameters, in registration order.
 
     As `Parts` it describes optimizer state, too: what has the shape of a shard is divided like the shard; the rest
     (counters of steps) is the same on all ranks.
     """
 
-    def __init__(self, buffers: Sequence[Buffer], groups: Groups) -> None:
+    def __init__(self, buffers: Sequence[ParamAndGradBuffer], groups: DataParallelGroups) -> None:
         self.group = groups.shard
         placed = {
-            order: _shard(buffer, index, groups.rank) for buffer in buffers for index, order in enumerate(buffer.first)
+            order: _build_shard(buffer, index, groups.rank)
+            for buffer in buffers
+            for index, order in enumerate(buffer.first)
         }
         self._shards = [placed[order] for order in sorted(placed)]
         self._masters = [shard for shard in self._shards if shard.is_master]
         self._of = {shard.tensor: shard for shard in self._shards}
         self._tensors = {shard.parameter: shard.tensor for shard in self._shards}
 
-    def __iter__(self) -> Iterator[Shard]:
+    def __iter__(self) -> Iterator[OptimizerShard]:
         return iter(self._shards)
 
-    def __getitem__(self, trained: nn.Parameter) -> Shard:
+    def __getitem__(self, trained: nn.Parameter) -> OptimizerShard:
         """Return the shard whose tensor is `trained`."""
         return self._of[trained]
 
@@ -97,38 +108,38 @@ class Shards(Parts):
         dist.all_reduce(flat, group=self.group)
         return flat.view(shard.parameter.shape)
 
-    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+    def part(self, full: Tensor, parameter: Tensor) -> Tensor:
         """Copy the shard's stretch of what has the parameter's shape, 1-D. No communication."""
         shard = self._of.get(parameter)
-        if shard is None or whole.shape != shard.parameter.shape:
-            return whole
-        if whole.dim() == 0:
+        if shard is None or full.shape != shard.parameter.shape:
+            return full
+        if full.dim() == 0:
             raise StrategyError(
                 f"{shard.name} has no dimensions, so its optimizer state cannot be told from counters of steps. Give "
                 f"it the shape (1,), or set use_distributed_optimizer=false."
             )
-        return whole.reshape(-1)[shard.start : shard.end].clone()
+        return full.reshape(-1)[shard.start : shard.end].clone()
 
-    def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
+    def pieces(self, value: Tensor, parameter: Tensor) -> list[LocalChunk]:
         """Return rectangles of the parameter's shape, at most 2 x dims - 1 of them, as views."""
         shard = self._divided(value, parameter)
         if shard is None:
             return super().pieces(value, parameter)
-        return stretch_pieces(value, shard.start, shard.parameter.shape)
+        return get_flat_range_chunks(value, shard.start, shard.parameter.shape)
 
     def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
         shard = self._divided(value, parameter)
         return value.shape if shard is None else shard.parameter.shape
 
-    def _divided(self, value: Tensor, parameter: Tensor) -> Shard | None:
+    def _divided(self, value: Tensor, parameter: Tensor) -> OptimizerShard | None:
         shard = self._of.get(parameter)
         return shard if shard is not None and value.shape == shard.tensor.shape else None
 
     # -- masters: float32 values of parameters of half types
 
-    def sharded_masters(self) -> dict[str, Sharded]:
+    def sharded_masters(self) -> dict[str, ChunkedTensor]:
         return {
-            shard.name: Sharded(
+            shard.name: ChunkedTensor(
                 shard.parameter.shape, shard.tensor.dtype, tuple(self.pieces(shard.tensor, shard.tensor))
             )
             for shard in self._masters
@@ -165,21 +176,21 @@ class Shards(Parts):
                 shard.tensor.data.copy_(value)
 
 
-def _shard(buffer: Buffer, index: int, rank: int) -> Shard:
+def _build_shard(buffer: ParamAndGradBuffer, index: int, rank: int) -> OptimizerShard:
     parameter = buffer.parameters[index]
     start, end = buffer.layout.owned(index, rank)
     values = parameter.detach().view(-1)[start:end]
-    if parameter.dtype in HALF:
+    if parameter.dtype in HALF_DTYPES:
         values = values.float()
     gradient = buffer.gradient(index).view(-1)[start:end]
-    return Shard(buffer.names[index], parameter, start, end, nn.Parameter(values), gradient)
+    return OptimizerShard(buffer.names[index], parameter, start, end, nn.Parameter(values), gradient)
 
 
 class ShardGradients(Gradients):
     """The gradients of shards, whose norm is that of the whole gradients; see `Gradients`."""
 
-    def __init__(self, shards: Shards, mesh: Mesh, *, wide: bool) -> None:
-        super().__init__(lambda: (shard.tensor for shard in shards), shards, mesh, wide=wide)
+    def __init__(self, shards: OptimizerShardLayout, mesh: Mesh, *, use_float64: bool) -> None:
+        super().__init__(lambda: (shard.tensor for shard in shards), shards, mesh, use_float64=use_float64)
         self._shards = shards
 
     def groups_of(self, parameter: nn.Parameter) -> NormGroups:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:
     if config.hands_over:
-        from .handover import hand_over
+        from .handover import delegate_to_megatron_fsdp
 
-        return hand_over(config, mesh)
+        return delegate_to_megatron_fsdp(config, mesh)
     from .manager import DDPManager
 
     return DDPManager(config, mesh)

@@ -1,6 +1,6 @@
 """The engine `torch`: torch's DistributedDataParallel with hooks that sum; a stage of a pipeline does without it.
 
-torch's class does not know the order in which a stage's forwards and backwards follow, so `StageEngine` sums gradients
+torch's class does not know the order in which a stage's forwards and backwards follow, so `PipelineStageEngine` sums gradients
 in buckets after the last backward. Nothing overlaps with backward there; with the bucketed engine it does.
 Source: Li et al. 2020, arXiv:2006.15704; torch.nn.parallel.DistributedDataParallel.
 """
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.plugin import DataParallelManager, Mesh, StrategyError, WideSums
+from meshwright.plugin import DataParallelManager, HighPrecisionAccumulator, Mesh, StrategyError
 
-from ._compat import buffer_option
-from .buckets import bucket_layout
+from ._compat import broadcast_buffers_kwargs
+from .buckets import compute_bucket_layout
 from .config import DDPConfig
-from .hooks import compressing_hook, sum_hook, wide_sum_hook
+from .hooks import build_compression_hook, build_high_precision_sum_hook, build_sum_hook
 
 
 class TorchEngine:
@@ -28,14 +28,17 @@ class TorchEngine:
 
     def __init__(self, model: nn.Module, config: DDPConfig, mesh: Mesh) -> None:
         self._model = model
-        self._sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+        self._sums = HighPrecisionAccumulator(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
         self._may_leave_out = config.find_unused_parameters or config.static_graph
         group = mesh.group("dp_replicate")
         # Made first: its options may be refused. DDP averages by default; [Note: the gradient rule] wants the sum.
         if config.comm_hook is not None:
-            state, hook = compressing_hook(config.comm_hook, config.comm_hook_options, group)
+            state, hook = build_compression_hook(config.comm_hook, config.comm_hook_options, group)
         else:
-            state, hook = None, sum_hook(group) if self._sums is None else wide_sum_hook(group, self._sums)
+            state, hook = (
+                None,
+                build_sum_hook(group) if self._sums is None else build_high_precision_sum_hook(group, self._sums),
+            )
         self.module = DistributedDataParallel(
             model,
             device_ids=None if mesh.device.type == "cpu" else [mesh.device.index],
@@ -46,7 +49,7 @@ class TorchEngine:
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,
-            **buffer_option(config.broadcast_buffers),
+            **broadcast_buffers_kwargs(config.broadcast_buffers),
         )
         self.module.register_comm_hook(state, hook)
 
@@ -78,7 +81,7 @@ class TorchEngine:
             self._sums.take(parameter for parameter in self._model.parameters() if parameter.requires_grad)
 
 
-_FOR_TORCH_ALONE = (
+_DDP_WRAPPER_OPTIONS = (
     "gradient_as_bucket_view",
     "find_unused_parameters",
     "static_graph",
@@ -87,11 +90,11 @@ _FOR_TORCH_ALONE = (
 )
 
 
-class StageEngine:
+class PipelineStageEngine:
     """Sums the gradients of one stage."""
 
     def __init__(self, manager: DataParallelManager, config: DDPConfig) -> None:
-        for name in _FOR_TORCH_ALONE:
+        for name in _DDP_WRAPPER_OPTIONS:
             if name in config.changed:
                 raise StrategyError(
                     f"{name}={getattr(config, name)!r} acts within torch's DistributedDataParallel, which a "
@@ -100,7 +103,7 @@ class StageEngine:
         self._manager = manager
         self._group = manager.mesh.group("dp_replicate")
         self._bucket_bytes = int(config.bucket_cap_mb * 2**20)
-        self._sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+        self._sums = HighPrecisionAccumulator(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
 
     def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -125,11 +128,11 @@ class StageEngine:
         for dtype, own in by_dtype.items():
             # The layout reverses them for backward, which has ended here.
             own.reverse()
-            layout = bucket_layout(
+            layout = compute_bucket_layout(
                 [parameter.numel() for parameter in own],
                 bucket_size=-(-self._bucket_bytes // dtype.itemsize),
                 dp_size=1,
-                distributed_optimizer=False,
+                use_distributed_optimizer=False,
             )
             for members in layout.members:
                 yield [own[index] for index in reversed(members)]

@@ -11,17 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.plugin import (
-    JsonFile,
-    Traceback,
+    JsonOption,
+    TracebackOption,
+    echo,
+    exit_on_error,
+    exit_process,
+    gc_paused,
     hookimpl,
-    join,
-    leave,
-    say,
-    started_by_launcher,
-    tell,
-    told,
-    uncollected,
-    write,
+    is_launched,
+    join_launcher,
+    report_results,
+    write_output_file,
 )
 
 
@@ -33,25 +33,25 @@ def replay(
         int | None,
         typer.Option("--compare-rank", min=0, help="A data rank whose work another does, too, compared bit for bit."),
     ] = None,
-    json_file: JsonFile = None,
-    traceback: Traceback = False,
+    json_file: JsonOption = None,
+    traceback: TracebackOption = False,
 ) -> None:
     """Do a step of a run again, from the checkpoint before it: 0 if it comes to the same, 1 if not."""
-    with told(traceback, everywhere=True):
-        join()
-    with told(traceback):
-        if not started_by_launcher():
-            from meshwright_run.launch.local import warm_up
+    with exit_on_error(traceback, on_all_ranks=True):
+        join_launcher()
+    with exit_on_error(traceback):
+        if not is_launched():
+            from meshwright_run.launch.local import start_fork_server
 
-            warm_up(["meshwright_diagnose.replay.start"])
-        with uncollected():
-            from .replay.render import shown
-            from .replay.start import replay as replayed
+            start_fork_server(["meshwright_diagnose.replay.start"])
+        with gc_paused():
+            from .replay.render import render_replay
+            from .replay.start import replay_step as replayed
 
         found = replayed(run, step, single=single, compare_rank=compare_rank, show_traceback=traceback)
         if os.environ.get("RANK", "0") == "0":
-            tell(shown(found), found.as_values(), json_file)
-    leave(found.exit_code)
+            report_results(render_replay(found), found.as_values(), json_file)
+    exit_process(found.exit_code)
 
 
 def diff(
@@ -67,24 +67,24 @@ def diff(
     float64: Annotated[
         bool, typer.Option("--float64", help="Do it again in float64, both from one checkpoint, to 1e-9.")
     ] = False,
-    json_file: JsonFile = None,
-    traceback: Traceback = False,
+    json_file: JsonOption = None,
+    traceback: TracebackOption = False,
 ) -> None:
     """Find where two runs part: the first step, number, tensor and module. 0 if they agree, 1 if not."""
-    with told(traceback):
+    with exit_on_error(traceback):
         if not no_replay:
-            from meshwright_run.launch.local import warm_up
+            from meshwright_run.launch.local import start_fork_server
 
-            warm_up(["meshwright_diagnose.replay.start"])
-        with uncollected():
-            from .replay.diff import diff as compare
-            from .replay.render import compared
+            start_fork_server(["meshwright_diagnose.replay.start"])
+        with gc_paused():
+            from .replay.diff import diff_runs as compare
+            from .replay.render import render_diff
 
         found = compare(
             one, other, rtol=rtol, step=step, replays=not no_replay, float64=float64, show_traceback=traceback
         )
-        tell(compared(found), found.as_values(), json_file)
-    leave(found.exit_code)
+        report_results(render_diff(found), found.as_values(), json_file)
+    exit_process(found.exit_code)
 
 
 def doctor(
@@ -92,76 +92,90 @@ def doctor(
         Path | None, typer.Option("--dir", help="Look at a directory, too, in which runs would leave their results.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
-    traceback: Traceback = False,
+    traceback: TracebackOption = False,
 ) -> None:
     """Look at versions, devices, backends, links, files and clocks, and say what is wrong and how to mend it.
 
     Starts two ranks on this machine; under torchrun and the like it joins the ranks that are there.
     """
-    with told(traceback, everywhere=True):
-        join()
-    with told(traceback):
-        with uncollected():
-            from .doctor.checks import as_lines, as_plain, exit_code
-            from .doctor.examine import of_launched_ranks, of_local_ranks, of_machine
+    with exit_on_error(traceback, on_all_ranks=True):
+        join_launcher()
+    with exit_on_error(traceback):
+        with gc_paused():
+            from .doctor.checks import find_exit_code, format_results, to_dict
+            from .doctor.examine import check_launched_ranks, check_local_ranks, check_machine
 
-        if started_by_launcher():
-            code, found = of_launched_ranks(directory)
+        if is_launched():
+            code, found = check_launched_ranks(directory)
         else:
-            code, found = 0, [*of_machine(directory), *of_local_ranks()]
+            code, found = 0, [*check_machine(directory), *check_local_ranks()]
         if found and os.environ.get("RANK", "0") == "0":
-            text = json.dumps(as_plain(found), indent=2) if as_json else "\n".join(as_lines(found))
-            say(f"{text}\n")
+            text = json.dumps(to_dict(found), indent=2) if as_json else "\n".join(format_results(found))
+            echo(f"{text}\n")
             sys.stdout.flush()
-    leave(code or exit_code(found))
+    exit_process(code or find_exit_code(found))
 
 
-Profile = Annotated[
+ProfilePath = Annotated[
     Path, typer.Argument(help="A run directory, or a trace (rank-*.json.gz) or summary.json in its directory profile.")
 ]
-Rank = Annotated[int | None, typer.Option(min=0, help="Of which rank, in a directory; default: the first there is.")]
-Rows = Annotated[int, typer.Option(min=1, help="How many operators to show.")]
+RankOption = Annotated[
+    int | None, typer.Option(min=0, help="Of which rank, in a directory; default: the first there is.")
+]
+RowsOption = Annotated[int, typer.Option(min=1, help="How many operators to show.")]
 SvgFile = Annotated[Path | None, typer.Option("--svg", help="Draw what is shown here.")]
 
 
 def show(
-    profile: Profile, rank: Rank = None, rows: Rows = 12, json_file: JsonFile = None, svg_file: SvgFile = None
+    profile: ProfilePath,
+    rank: RankOption = None,
+    rows: RowsOption = 12,
+    json_file: JsonOption = None,
+    svg_file: SvgFile = None,
 ) -> None:
     """Show what the time of profiled steps went to: parts, communication, operators, memory."""
-    with told(traceback=False):
-        from meshwright_run.profile.show import shown
-        from meshwright_run.profile.summary import as_values, load_summary
+    with exit_on_error(show_traceback=False):
+        from meshwright_run.profile.show import render_summary
+        from meshwright_run.profile.summary import load_summary, summary_to_dict
 
         summary = load_summary(profile, rank=rank)
-        _tell(shown(summary, rows=rows), as_values(summary), json_file, svg_file, title=f"profile show {profile}")
+        _output(
+            render_summary(summary, rows=rows),
+            summary_to_dict(summary),
+            json_file,
+            svg_file,
+            title=f"profile show {profile}",
+        )
 
 
 def compare(
     before: Annotated[Path, typer.Argument(metavar="A", help="A run directory, a trace, or a summary.json.")],
     after: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
-    rank: Rank = None,
-    rows: Rows = 12,
-    json_file: JsonFile = None,
+    rank: RankOption = None,
+    rows: RowsOption = 12,
+    json_file: JsonOption = None,
     svg_file: SvgFile = None,
 ) -> None:
     """Put two profiles side by side: what got slower, and what faster, by what makes most of the difference."""
-    with told(traceback=False):
-        from meshwright_run.profile.show import compare as compared_of
-        from meshwright_run.profile.show import compared
+    with exit_on_error(show_traceback=False):
+        from meshwright_run.profile.show import compare_profiles as compared_of
+        from meshwright_run.profile.show import render_comparison
         from meshwright_run.profile.summary import load_summary
 
         first, second = (load_summary(path, rank=rank) for path in (before, after))
         comparison = compared_of(first, second, (str(before), str(after)))
-        what = compared(comparison, rows=rows)
-        _tell(what, comparison.as_values(), json_file, svg_file, title=f"profile compare {before} {after}")
+        what = render_comparison(comparison, rows=rows)
+        _output(what, comparison.as_values(), json_file, svg_file, title=f"profile compare {before} {after}")
 
 
-def _tell(what: Any, values: dict[str, Any], json_file: Path | None, svg_file: Path | None, *, title: str) -> None:
-    from meshwright_run.profile.show import as_svg
+def _output(
+    renderable: Any, values: dict[str, Any], json_file: Path | None, svg_file: Path | None, *, title: str
+) -> None:
+    from meshwright_run.profile.show import to_svg
 
-    tell(what, values, json_file)
+    report_results(renderable, values, json_file)
     if svg_file is not None:
-        write(svg_file, as_svg(what, title=title))
+        write_output_file(svg_file, to_svg(renderable, title=title))
 
 
 @hookimpl

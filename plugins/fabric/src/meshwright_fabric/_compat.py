@@ -11,12 +11,12 @@ from lightning.fabric.strategies import DDPStrategy
 from meshwright.plugin import StrategyError
 
 
-def refuse_accumulation(strategy: DDPStrategy) -> None:
+def forbid_no_backward_sync(strategy: DDPStrategy) -> None:
     """Let `fabric.no_backward_sync` raise an error with the remedy; None in its place only warns."""
-    strategy._backward_sync_control = SimpleNamespace(no_backward_sync=_refuse)
+    strategy._backward_sync_control = SimpleNamespace(no_backward_sync=_raise_if_enabled)
 
 
-def _refuse(module: Any, enabled: bool) -> AbstractContextManager[None]:
+def _raise_if_enabled(module: Any, enabled: bool) -> AbstractContextManager[None]:
     if enabled:
         raise StrategyError(
             "no_backward_sync has no place under MeshStrategy: the loss is divided by the tokens of the whole step. "

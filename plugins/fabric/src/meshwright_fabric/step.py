@@ -17,7 +17,7 @@ from meshwright import Objective, StrategyManager
 from meshwright.plugin import StrategyError
 
 
-class _Announced(torch.autograd.Function):
+class _LossWithGradients(torch.autograd.Function):
     """A loss whose gradients exist already; its backward checks that the loss was not changed."""
 
     @staticmethod
@@ -48,22 +48,22 @@ class StepModule(nn.Module):
         self._manager = manager
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def forward(self, *given: Any, objective: Objective | None = None, **others: Any) -> Tensor:
+    def forward(self, *args: Any, objective: Objective | None = None, **kwargs: Any) -> Tensor:
         """Compute the loss of a step, with gradients, or without and in evaluation mode under `torch.no_grad()`.
 
         The one argument is a list of this data rank's microbatches, with `input_ids` and `labels`. Returns the mean
         loss per token of the global batch [nats], or the objective's sum over its count; equal on all ranks.
         """
-        if len(given) != 1 or others or isinstance(given[0], (Mapping, Tensor)):
+        if len(args) != 1 or kwargs or isinstance(args[0], (Mapping, Tensor)):
             raise StrategyError(
                 "under MeshStrategy a model is called once a step, with the list of this rank's microbatches, each "
                 "with input_ids and labels, and returns their loss: loss = model([batch, batch])."
             )
-        microbatches = list(given[0])
+        microbatches = list(args[0])
         num_tokens = self._manager.announce(microbatches, objective=objective)
         if not torch.is_grad_enabled():
             return self._manager.eval_loss(microbatches, num_tokens=num_tokens, objective=objective)
         loss = self._manager.forward_backward(microbatches, num_tokens=num_tokens, objective=objective)
         self.is_backward_due = True
-        announced: Tensor = _Announced.apply(self._anchor, loss, self)
+        announced: Tensor = _LossWithGradients.apply(self._anchor, loss, self)
         return announced

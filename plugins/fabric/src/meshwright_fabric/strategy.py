@@ -20,17 +20,17 @@ from meshwright import Mesh, MeshSizes, StrategyManager, load_checkpoint, open_w
 from meshwright.plugin import (
     CheckpointError,
     ConfigError,
-    Sizes,
+    MeshSizeKwargs,
     StrategyError,
     TrainingError,
-    decoded,
-    load_schedule,
-    note_rates,
+    decode_values,
+    load_scheduler_state,
     read_manifest,
-    validated,
+    store_base_rates,
+    validate_config,
 )
 
-from ._compat import refuse_accumulation
+from ._compat import forbid_no_backward_sync
 from .step import StepModule
 
 
@@ -52,14 +52,14 @@ class MeshStrategy(DDPStrategy):
         config: Mapping[str, Any] | BaseModel | None = None,
         wrapper_config: Mapping[str, Mapping[str, Any]] | None = None,
         timeout_s: float = 600.0,
-        **sizes: Unpack[Sizes],
+        **sizes: Unpack[MeshSizeKwargs],
     ) -> None:
         # Gloo besides NCCL serves CPU tensors: small messages, and checkpoints.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else None
         super().__init__(process_group_backend=backend, timeout=timedelta(seconds=timeout_s))
-        refuse_accumulation(self)
+        forbid_no_backward_sync(self)
         name = strategy if strategy is not None or isinstance(config, BaseModel) else "fsdp2"
-        self._wanted = (name, validated(MeshSizes, sizes, where="MeshStrategy"))
+        self._wanted = (name, validate_config(MeshSizes, sizes, where="MeshStrategy"))
         self._config, self._wrapper_config = config, wrapper_config
         self._module: StepModule | None = None
         self._names: dict[nn.Parameter, str] = {}
@@ -108,7 +108,7 @@ class MeshStrategy(DDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         if scheduler is not None:
-            raise StrategyError(_SCHEDULER)
+            raise StrategyError(_SCHEDULER_ERROR)
         return self.setup_module(module), [self.setup_optimizer(each) for each in optimizers], None
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -124,7 +124,7 @@ class MeshStrategy(DDPStrategy):
                 "parameters. Set up a new one, and then load a checkpoint (fabric.load)."
             )
         if any("initial_lr" in group for group in optimizer.param_groups):
-            raise StrategyError(_SCHEDULER)
+            raise StrategyError(_SCHEDULER_ERROR)
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         group_of = {}
         for number, group in enumerate(optimizer.param_groups):
@@ -194,8 +194,8 @@ class MeshStrategy(DDPStrategy):
         others = self._others(state)
         for value in others.values():
             if isinstance(value, LRScheduler):
-                note_rates(value)
-        others = {name: _stored(value) for name, value in others.items()}
+                store_base_rates(value)
+        others = {name: _to_state(value) for name, value in others.items()}
         save_checkpoint(self.manager, Path(path), step=self.steps, extra=others)
 
     def load_checkpoint(
@@ -203,7 +203,7 @@ class MeshStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         others = self._others(state)
         together = self.mesh.world.together
-        stored = decoded(together(lambda: read_manifest(Path(path))).extra)
+        stored = decode_values(together(lambda: read_manifest(Path(path))).extra)
         missing = sorted(others.keys() - stored.keys())
         if missing and strict:
             raise CheckpointError(f"the checkpoint {path} has no {', '.join(missing)}; it has {sorted(stored)}.")
@@ -211,7 +211,7 @@ class MeshStrategy(DDPStrategy):
         for name in sorted(others.keys() & stored.keys()):
             value, saved = others[name], stored.pop(name)
             if isinstance(value, LRScheduler):
-                together(partial(load_schedule, value, saved))
+                together(partial(load_scheduler_state, value, saved))
             elif hasattr(value, "load_state_dict"):
                 value.load_state_dict(saved)
             else:
@@ -233,11 +233,11 @@ class MeshStrategy(DDPStrategy):
         return {name: value for name, value in given.items() if all(value is not each for each in needed.values())}
 
 
-_SCHEDULER = (
+_SCHEDULER_ERROR = (
     "the schedule was made for an optimizer that is replaced by fabric.setup, since its parameters are. Make it from "
     "the optimizer that fabric.setup returns: scheduler = LambdaLR(optimizer, ...)."
 )
 
 
-def _stored(value: Any) -> Any:
+def _to_state(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 # These modules import torch, which listing strategies and validating a config must not.
-_MODULE_OF = {
+_LAZY_IMPORTS = {
     "FSDP2Manager": ".manager",
     "_destroy_dist_connection": ".functions",
     "_patch_is_packed_sequence_for_training": ".forward",
@@ -49,6 +49,6 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
+    if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
+    return getattr(importlib.import_module(_LAZY_IMPORTS[name], __name__), name)

@@ -20,12 +20,12 @@ SHIMS = ("reduce_unused",)
 
 
 @contextmanager
-def held_after_forward(units: list[FSDPModule]) -> Iterator[None]:
+def keep_unsharded_after_forward(units: list[FSDPModule]) -> Iterator[None]:
     """Let units keep their gathered parameters after forward, and restore their policy on leaving.
 
     `set_reshard_after_forward` takes no number of ranks, so what it sets is saved and restored.
     """
-    groups = [group for unit in units for group in _parameter_groups(unit)]
+    groups = [group for unit in units for group in _find_param_groups(unit)]
     before = [group.post_forward_mesh_info for group in groups]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -36,12 +36,12 @@ def held_after_forward(units: list[FSDPModule]) -> Iterator[None]:
             group.post_forward_mesh_info = info
 
 
-def begin_at(root: FSDPModule) -> None:
+def init_root(root: FSDPModule) -> None:
     """Make the root the root, as its first forward does; `generate` of peft's wrapper runs units without that."""
     root._get_fsdp_state()._lazy_init()
 
 
-def _parameter_groups(unit: FSDPModule) -> list[Any]:
+def _find_param_groups(unit: FSDPModule) -> list[Any]:
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -49,7 +49,7 @@ def _parameter_groups(unit: FSDPModule) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def reduce_unused(unit: FSDPModule) -> None:
+def reduce_unused_params(unit: FSDPModule) -> None:
     """Count the gradient of a parameter that this rank does not use as zero in the sum over ranks.
 
     `set_reduce_scatter_unused_params` does so where torch has it. Otherwise zeros replace missing gradients when the
@@ -58,7 +58,7 @@ def reduce_unused(unit: FSDPModule) -> None:
     if hasattr(unit, "set_reduce_scatter_unused_params"):
         unit.set_reduce_scatter_unused_params(True, recurse=False)
         return
-    for group in _parameter_groups(unit):
+    for group in _find_param_groups(unit):
         group.post_backward = partial(_post_backward_with_zeros, group, group.post_backward)
 
 
@@ -78,13 +78,13 @@ def _post_backward_with_zeros(group: Any, post_backward: Callable[..., None], *a
     post_backward(*args)
 
 
-def add_up(units: list[FSDPModule]) -> None:
+def upcast_accumulated_grads(units: list[FSDPModule]) -> None:
     """Add waiting gradients to the sums in `reduce_dtype`, as the end of each unit's backward does.
 
     Gradients that come after it would be summed in their own dtype. Parameters of a unit that have none yet get zeros,
     since a unit with sums of two dtypes is not reduced.
     """
-    for group in (each for unit in units for each in _parameter_groups(unit)):
+    for group in (each for unit in units for each in _find_param_groups(unit)):
         gathered = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
         for parameter in gathered:
             parameter.accumulate_unsharded_grad_if_needed()
@@ -96,13 +96,13 @@ def add_up(units: list[FSDPModule]) -> None:
                 parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=parameter.reduce_dtype)
 
 
-def reduce_now(root: FSDPModule) -> None:
+def reduce_accumulated_grads(root: FSDPModule) -> None:
     """Reduce the accumulated gradients, as the end of a backward does and torch's pipeline runtime, too."""
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 @contextmanager
-def never_packed() -> Iterator[bool]:
+def disable_packed_sequence_check() -> Iterator[bool]:
     """Let transformers' private check for packed sequences answer False wherever it is imported, if it exists."""
     from transformers import modeling_flash_attention_utils as home
 
@@ -121,7 +121,7 @@ def never_packed() -> Iterator[bool]:
             vars(module)["_is_packed_sequence"] = original
 
 
-def overlap_tensor_parallel(group: dist.ProcessGroup) -> None:
+def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
     """Let compiled code overlap the collectives of a `tp` group on CUDA with its matrix products.
 
     Not run on a GPU yet (docs/gpu.md); written from the sources of torch 2.11 and 2.13.

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from meshwright.plugin import (
-    DTYPES,
-    NO_FLOAT16,
-    ROUNDS_ANEW,
+    CHANGES_ROUNDING,
+    FLOAT16_REFUSAL,
+    TRAINING_DTYPES,
     ActivationCheckpointing,
     ConfigError,
     StrategyConfig,
     activation_field,
     allow_functions,
     check_import,
-    nearest,
+    suggest_match,
     warn,
 )
 
@@ -29,7 +29,7 @@ allow_functions("meshwright_fsdp2.get_hf_tp_shard_plan")
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp", "ep"})
 """What the strategy shards."""
-_POLICIES: Mapping[str, Mapping[str, str]] = {
+_POLICY_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "MixedPrecisionPolicy": {
         "param_dtype": "dtype",
         "reduce_dtype": "dtype",
@@ -38,7 +38,7 @@ _POLICIES: Mapping[str, Mapping[str, str]] = {
     },
     "CPUOffloadPolicy": {"pin_memory": "bool"},
 }
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+_POLICY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "MixedPrecisionPolicy": {"_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "cast_forward_inputs": True},
     "CPUOffloadPolicy": {"_target_": "torch.distributed.fsdp.CPUOffloadPolicy", "pin_memory": True},
 }
@@ -47,10 +47,12 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 def _policy_schema(name: str) -> dict[str, Any]:
     kinds: dict[str, dict[str, Any]] = {
-        "dtype": {"anyOf": [{"enum": [*DTYPES, *(f"torch.{each}" for each in DTYPES)]}, {"type": "null"}]},
+        "dtype": {
+            "anyOf": [{"enum": [*TRAINING_DTYPES, *(f"torch.{each}" for each in TRAINING_DTYPES)]}, {"type": "null"}]
+        },
         "bool": {"type": "boolean"},
     }
-    properties = {"_target_": {"type": "string"}} | {key: kinds[kind] for key, kind in _POLICIES[name].items()}
+    properties = {"_target_": {"type": "string"}} | {key: kinds[kind] for key, kind in _POLICY_ARGUMENTS[name].items()}
     policy = {"type": "object", "properties": properties, "additionalProperties": False}
     # A class of the user's own has arguments of its own.
     own = {"type": "object", "properties": {"_target_": {"not": {"pattern": rf"^torch\..*\.{name}$"}}}}
@@ -117,12 +119,12 @@ class FSDP2Config(StrategyConfig):
         description="Backend of the process group for the mesh's device, which is checked. nccl means what the device "
         "uses: nccl on CUDA, gloo on a CPU.",
     )
-    enable_async_tensor_parallel: Annotated[bool, ROUNDS_ANEW] = Field(
+    enable_async_tensor_parallel: Annotated[bool, CHANGES_ROUNDING] = Field(
         default=False,
         description="Overlap communication of tensor parallelism with its matrix products. CUDA only; sets "
         "sequence_parallel and enable_compile, with a warning where they are false.",
     )
-    enable_compile: Annotated[bool, ROUNDS_ANEW] = Field(
+    enable_compile: Annotated[bool, CHANGES_ROUNDING] = Field(
         default=False,
         description="Compile each block with torch.compile; with ep_size above 1 in parts, around its experts, and "
         "not with activation_checkpointing.",
@@ -144,16 +146,16 @@ class FSDP2Config(StrategyConfig):
     )
 
     @classmethod
-    def variants(cls, *, degrees: Degrees, microbatches: int, is_dtype_open: bool, **_: Any) -> list[dict[str, Any]]:
+    def variants(cls, *, degrees: Degrees, microbatches: int, is_dtype_free: bool, **_: Any) -> list[dict[str, Any]]:
         """Options worth planning on a mesh; see [Note: variants] in `meshwright_plan.search.candidates`."""
         options: dict[str, Any] = {"sequence_parallel": True} if degrees.tp > 1 else {}
-        if is_dtype_open:
+        if is_dtype_free:
             options |= {"model.dtype": "float32"}
             options |= {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
         # Blocks that stay gathered, or cast, for a step; and shards of gradients between microbatches.
         found = [options, options | {"reshard_after_forward": False}]
         if degrees.dp_shard * degrees.cp == 1:
-            return found if is_dtype_open else [options]
+            return found if is_dtype_free else [options]
         return found if microbatches == 1 else [*found, options | {"defer_fsdp_grad_sync": False}]
 
     @field_validator("reshard_after_forward", mode="before")
@@ -170,20 +172,20 @@ class FSDP2Config(StrategyConfig):
     @field_validator("autocast_dtype", mode="before")
     @classmethod
     def _name_dtype(cls, value: Any) -> Any:
-        name = value if value is None else dtype_name(value)
+        name = value if value is None else normalize_dtype(value)
         if name == "float16":
-            raise ValueError(f"cannot be float16: {NO_FLOAT16}. Use bfloat16")
+            raise ValueError(f"cannot be float16: {FLOAT16_REFUSAL}. Use bfloat16")
         return name
 
     @field_validator("mp_policy")
     @classmethod
     def _check_mp_policy(cls, value: Any) -> Any:
-        return _checked_policy(value, "MixedPrecisionPolicy")
+        return _validate_policy(value, "MixedPrecisionPolicy")
 
     @field_validator("offload_policy")
     @classmethod
     def _check_offload_policy(cls, value: Any) -> Any:
-        return _checked_policy(value, "CPUOffloadPolicy")
+        return _validate_policy(value, "CPUOffloadPolicy")
 
     @model_validator(mode="after")
     def _check_combinations(self) -> FSDP2Config:
@@ -202,38 +204,38 @@ class FSDP2Config(StrategyConfig):
             if missing:
                 told = " and ".join(f"{name}=true" for name in missing)
                 warn(f"enable_async_tensor_parallel=true needs {told}, and has set so.", stacklevel=2)
-        theirs = policy_value(self.mp_policy, "reduce_dtype")
-        if self.reduce_dtype and theirs is not None and dtype_name(theirs) != self.reduce_dtype:
+        theirs = get_policy_value(self.mp_policy, "reduce_dtype")
+        if self.reduce_dtype and theirs is not None and normalize_dtype(theirs) != self.reduce_dtype:
             raise ValueError(
-                f"reduce_dtype={self.reduce_dtype} and mp_policy.reduce_dtype={dtype_name(theirs)} differ. Give one"
+                f"reduce_dtype={self.reduce_dtype} and mp_policy.reduce_dtype={normalize_dtype(theirs)} differ. Give one"
             )
         return self
 
 
-_OWN = (*StrategyConfig.model_fields, "cp_attention", "reshard_after_forward")
-FSDP2Config.positional = tuple(name for name in FSDP2Config.model_fields if name not in _OWN)
+_NOT_POSITIONAL = (*StrategyConfig.model_fields, "cp_attention", "reshard_after_forward")
+FSDP2Config.positional = tuple(name for name in FSDP2Config.model_fields if name not in _NOT_POSITIONAL)
 
 
-def dtype_name(value: Any) -> Any:
+def normalize_dtype(value: Any) -> Any:
     """Return the name of a dtype ("bfloat16" for "torch.bfloat16"), and any other value as it is."""
     is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
     return str(value).removeprefix("torch.") if is_dtype or isinstance(value, str) else value
 
 
-def policy_value(policy: Any, key: str) -> Any:
+def get_policy_value(policy: Any, key: str) -> Any:
     """Return an argument of a policy, an object or a mapping; None where it has none."""
     return policy.get(key) if isinstance(policy, Mapping) else getattr(policy, key, None)
 
 
-def _checked_policy(value: Any, name: str) -> Any:
+def _validate_policy(value: Any, name: str) -> Any:
     """Return a policy object as it is, and a mapping with dtypes by their plain names."""
     if value is None:
         return value
     # Torch's class, or a subclass, without importing torch.
     if any(cls.__name__ == name and cls.__module__.startswith("torch.distributed.fsdp") for cls in type(value).__mro__):
-        for key, kind in _POLICIES[name].items():
-            if kind == "dtype" and dtype_name(getattr(value, key)) == "float16":
-                raise ValueError(f"{key} cannot be float16: {NO_FLOAT16}")
+        for key, kind in _POLICY_ARGUMENTS[name].items():
+            if kind == "dtype" and normalize_dtype(getattr(value, key)) == "float16":
+                raise ValueError(f"{key} cannot be float16: {FLOAT16_REFUSAL}")
         return value
     if not isinstance(value, Mapping):
         raise ValueError(f"must be a {name} of torch.distributed.fsdp, or a mapping of its arguments")
@@ -246,17 +248,17 @@ def _checked_policy(value: Any, name: str) -> Any:
         if str(target).rpartition(".")[2] != name:
             # A class of the user's own is checked when it is imported, with torch.
             return dict(value)
-    known = _POLICIES[name]
+    known = _POLICY_ARGUMENTS[name]
     for key, each in value.items():
         if key == "_target_":
             continue
         if key not in known:
-            raise ValueError(f"unknown key {key!r}.{nearest(str(key), known)} Allowed: {', '.join(known)}")
+            raise ValueError(f"unknown key {key!r}.{suggest_match(str(key), known)} Allowed: {', '.join(known)}")
         if known[key] == "bool" and not isinstance(each, bool):
             raise ValueError(f"{key}={each!r} must be true or false")
-        if known[key] == "dtype" and each is not None and dtype_name(each) not in DTYPES:
-            raise ValueError(f"{key}={each!r} is not one of {', '.join(DTYPES)}; {NO_FLOAT16}")
+        if known[key] == "dtype" and each is not None and normalize_dtype(each) not in TRAINING_DTYPES:
+            raise ValueError(f"{key}={each!r} is not one of {', '.join(TRAINING_DTYPES)}; {FLOAT16_REFUSAL}")
     # In the form of torch's object, which means the same.
-    given = {**_DEFAULTS[name], **{key: each for key, each in value.items() if each is not None}}
+    given = {**_POLICY_DEFAULTS[name], **{key: each for key, each in value.items() if each is not None}}
     ordered = {key: given[key] for key in ("_target_", *known) if key in given}
-    return {key: dtype_name(each) if known.get(key) == "dtype" else each for key, each in ordered.items()}
+    return {key: normalize_dtype(each) if known.get(key) == "dtype" else each for key, each in ordered.items()}

@@ -3,7 +3,7 @@
 [Note: wide stream] With `autocast_dtype` and a wider `output_dtype`, the embedding's output and the hidden states that
 enter and leave each block have `output_dtype`. Within a block autocast casts the operands of matrix products, so what a
 branch adds is narrow, and what it is added to stays wide. CUDA's autocast runs norms in float32. The CPU's does not,
-and its norms take no input wider than their weights, so `widen_norms` applies the rule.
+and its norms take no input wider than their weights, so `compute_norms_in_float32` applies the rule.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwright.plugin import Batch, BatchError, Layer, ModelLayout, StrategyError, put_around
+from meshwright.plugin import Batch, BatchError, ModelLayout, StrategyError, WrapOrder, wrap_forward
 
-from ._compat import never_packed
+from ._compat import disable_packed_sequence_check
 
 
-def surround_forward(model: nn.Module, around: Callable[[Mapping[str, Any]], AbstractContextManager[Any]]) -> None:
+def run_forward_in_context(
+    model: nn.Module, build_context: Callable[[Mapping[str, Any]], AbstractContextManager[Any]]
+) -> None:
     """Run the model's own forward in the context of its arguments by name, inside the hooks of sharding."""
 
     def surrounding(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,32 +34,32 @@ def surround_forward(model: nn.Module, around: Callable[[Mapping[str, Any]], Abs
         @functools.wraps(forward)
         def surrounded(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind_partial(*args).arguments if args else {}
-            with around({**arguments, **kwargs}):
+            with build_context({**arguments, **kwargs}):
                 return forward(*args, **kwargs)
 
         return surrounded
 
-    put_around(model, Layer.STRATEGY, surrounding)
+    wrap_forward(model, WrapOrder.STRATEGY, surrounding)
 
 
-def widen_stream(model: nn.Module, layout: ModelLayout, dtype: torch.dtype) -> None:
+def cast_residual_stream(model: nn.Module, layout: ModelLayout, dtype: torch.dtype) -> None:
     """Cast hidden states that leave the embedding or enter blocks, before sharding; see [Note: wide stream]."""
     if layout.embedding is not None:
         model.get_submodule(layout.embedding).register_forward_hook(lambda _, args, output: _cast(output, dtype))
     for block in dict.fromkeys(map(model.get_submodule, layout.blocks)):
-        block.register_forward_pre_hook(functools.partial(_widened, dtype), with_kwargs=True)
+        block.register_forward_pre_hook(functools.partial(_cast_block_input, dtype), with_kwargs=True)
 
 
-def widen_norms(model: nn.Module) -> None:
+def compute_norms_in_float32(model: nn.Module) -> None:
     """Let torch's norms compute in float32; those with a forward of their own compute in their weights' dtype."""
     for module in model.modules():
         if type(module).forward in (nn.LayerNorm.forward, nn.GroupNorm.forward):
-            put_around(module, Layer.STRATEGY, functools.partial(_in_float32, module))
+            wrap_forward(module, WrapOrder.STRATEGY, functools.partial(_build_float32_norm, module))
         elif isinstance(module, nn.LayerNorm | nn.GroupNorm):
             module.register_forward_pre_hook(lambda norm, args: (_cast(args[0], norm.weight.dtype), *args[1:]))
 
 
-def _widened(
+def _cast_block_input(
     dtype: torch.dtype, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     # Hidden states come first, by position or by name; masks and angles keep their dtype.
@@ -70,7 +72,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _in_float32(norm: nn.LayerNorm | nn.GroupNorm, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _build_float32_norm(norm: nn.LayerNorm | nn.GroupNorm, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def forward(hidden: Tensor) -> Tensor:
         weight, bias = (None if each is None else each.float() for each in (norm.weight, norm.bias))
@@ -82,9 +84,9 @@ def _in_float32(norm: nn.LayerNorm | nn.GroupNorm, original: Callable[..., Tenso
 
 
 @contextmanager
-def without_packed_check() -> Iterator[None]:
+def skip_packed_sequence_check() -> Iterator[None]:
     """Let transformers take no sequence for packed, and put the check back on leaving."""
-    with never_packed() as found:
+    with disable_packed_sequence_check() as found:
         if not found:
             raise StrategyError(
                 "patch_is_packed_sequence=true, but this version of transformers has no check to be patched. "
@@ -108,10 +110,10 @@ def check_not_packed(microbatches: Sequence[Batch]) -> None:
 
 
 # Held, or the check would be put back with it.
-_for_good = ExitStack()
+_process_wide_patches = ExitStack()
 
 
 @functools.cache
 def _patch_is_packed_sequence_for_training() -> None:
     """Let the check answer False for the rest of the process, for loops of the reference. Not for packed data."""
-    _for_good.enter_context(without_packed_check())
+    _process_wide_patches.enter_context(skip_packed_sequence_check())

@@ -18,27 +18,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.plugin import (
-    DeferredModel,
+    CheckpointMode,
+    DeferredWeights,
     MeshError,
-    Mode,
     ModelError,
+    apply_tensor_parallel,
     check_trainable,
     checkpoint_blocks,
-    fill,
-    is_meta,
-    layout_by_structure,
+    has_meta_tensors,
+    infer_layout,
+    load_weights,
     materialize,
     model_layout,
-    parallelize_tensors,
-    same_generator,
+    sync_rng,
     warn,
 )
 
-from ._compat import held_after_forward
+from ._compat import keep_unsharded_after_forward
 from .config import FSDP2Config
 from .sharding import shard_units
-from .unit_options import UnitOptions, offload
-from .units import separate_names
+from .unit_options import UnitOptions, build_offload_policy
+from .units import find_nested_unit_modules
 
 
 def fsdp2_strategy_parallelize(
@@ -48,7 +48,7 @@ def fsdp2_strategy_parallelize(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: CPUOffloadPolicy | None = None,
     sequence_parallel: bool = False,
-    activation_checkpointing: bool | Mode = False,
+    activation_checkpointing: bool | CheckpointMode = False,
     cpu_offload: bool = False,
     tp_shard_plan: dict[str, Any] | str | None = None,
     dp_mesh_name: str | tuple[str, ...] = "data_parallel",
@@ -76,7 +76,7 @@ def fsdp2_strategy_parallelize(
         ModelError: the model cannot be trained so.
         StrategyError: memory is pinned on a CPU; or, from the first `backward()`, the plan leaves out a parameter.
     """
-    dp_mesh, tp_mesh = _meshes(device_mesh, dp_mesh_name, tp_mesh_name, dp_cp_mesh_name)
+    dp_mesh, tp_mesh = _select_meshes(device_mesh, dp_mesh_name, tp_mesh_name, dp_cp_mesh_name)
     if tp_mesh is None and (sequence_parallel or tp_shard_plan is not None) and device_mesh.get_rank() == 0:
         warn(
             f"sequence_parallel and tp_shard_plan act on nothing here: no axis {tp_mesh_name!r} has 2 or more ranks.",
@@ -86,15 +86,15 @@ def fsdp2_strategy_parallelize(
     policy = mp_policy or MixedPrecisionPolicy(param_dtype, reduce_dtype=wide, output_dtype=wide)
     if cpu_offload and offload_policy is None:
         offload_policy = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu")
-    offloading = offload(FSDP2Config(offload_policy=offload_policy), torch.device(device_mesh.device_type))
+    offloading = build_offload_policy(FSDP2Config(offload_policy=offload_policy), torch.device(device_mesh.device_type))
     options = UnitOptions(dp_mesh, policy, offloading)
     check_trainable(model)
-    with _weights_afterwards(model, device_mesh.device_type, options):
+    with _init_weights_after_sharding(model, device_mesh.device_type, options):
         layout, tensor_parallel = model_layout(model), None
         if tp_mesh is not None:
-            separate = separate_names(model, layout)
-            tensor_parallel = parallelize_tensors(
-                model, tp_mesh, tp_shard_plan, sequence_parallel=sequence_parallel, separate=separate
+            separate = find_nested_unit_modules(model, layout)
+            tensor_parallel = apply_tensor_parallel(
+                model, tp_mesh, tp_shard_plan, sequence_parallel=sequence_parallel, separate_modules=separate
             )
         checkpoint_blocks(model, layout, activation_checkpointing)
         shard_units(model, layout, options, tensor_parallel=tensor_parallel)
@@ -127,23 +127,23 @@ def apply_fsdp_sharding_recursively(
     """
     holder = nn.ModuleDict({"blocks": module}) if isinstance(module, nn.ModuleList) else module
     options = UnitOptions(mesh, mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy())
-    layout = replace(layout_by_structure(holder), stacks=tuple(_lists(holder)))
-    shard_units(holder, layout, options, with_root=False)
+    layout = replace(infer_layout(holder), stacks=tuple(_find_module_lists(holder)))
+    shard_units(holder, layout, options, shard_root=False)
 
 
-def _lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, ...]]:
+def _find_module_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, ...]]:
     """Yield the names of the members to shard of each outermost ModuleList with parameters."""
     for name, child in module.named_children():
         if not isinstance(child, nn.ModuleList):
-            yield from _lists(child, f"{prefix}{name}.")
-        elif members := tuple(_members(child, f"{prefix}{name}.")):
+            yield from _find_module_lists(child, f"{prefix}{name}.")
+        elif members := tuple(_list_members(child, f"{prefix}{name}.")):
             yield members
 
 
-def _members(container: nn.Module, prefix: str) -> Iterator[str]:
+def _list_members(container: nn.Module, prefix: str) -> Iterator[str]:
     for name, member in container.named_children():
         if isinstance(member, nn.ModuleList | nn.ModuleDict):
-            yield from _members(member, f"{prefix}{name}.")
+            yield from _list_members(member, f"{prefix}{name}.")
         elif type(member).forward is nn.Module.forward:
             raise ModelError(
                 f"{prefix}{name} is a {type(member).__name__} without a forward, so nothing gathers its parameters. "
@@ -161,7 +161,7 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
     ranks that share the model.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    with held_after_forward(units):
+    with keep_unsharded_after_forward(units):
         for unit in units:
             unit.unshard()
         try:
@@ -178,29 +178,29 @@ def _destroy_dist_connection() -> None:
 
 
 @contextmanager
-def _weights_afterwards(model: nn.Module, device_type: str, options: UnitOptions) -> Iterator[None]:
+def _init_weights_after_sharding(model: nn.Module, device_type: str, options: UnitOptions) -> Iterator[None]:
     """Draw the weights of a model on the meta device after it has been sharded inside."""
-    if not is_meta(model):
+    if not has_meta_tensors(model):
         yield
         return
-    same_generator(device_type)
-    deferred = DeferredModel(model)
+    sync_rng(device_type)
+    deferred = DeferredWeights(model)
     yield
-    materialize(model, device_type, parameters_on="cpu" if options.offloads else None)
-    fill(model, deferred)
+    materialize(model, device_type, parameter_device="cpu" if options.offloads else None)
+    load_weights(model, deferred)
 
 
-def _meshes(
+def _select_meshes(
     mesh: DeviceMesh, dp_name: str | tuple[str, ...], tp_name: str, dp_cp_name: str
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return what to shard over, and the axis of tensor parallelism, if it has 2 or more ranks."""
-    dp_mesh = _axis(mesh, dp_cp_name) or _axis(mesh, dp_name)
+    dp_mesh = _find_submesh(mesh, dp_cp_name) or _find_submesh(mesh, dp_name)
     if dp_mesh is None:
         raise MeshError(
             f"the mesh has no axis {dp_name!r}; its axes are {mesh.mesh_dim_names}. "
             f"Give the name of one as dp_mesh_name."
         )
-    tp_mesh = _axis(mesh, tp_name)
+    tp_mesh = _find_submesh(mesh, tp_name)
     if tp_mesh is not None and tp_mesh.size() == 1:
         tp_mesh = None
     # Along other axes gradients would not be summed, and ranks would diverge silently.
@@ -216,7 +216,7 @@ def _meshes(
     return dp_mesh, tp_mesh
 
 
-def _axis(mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh | None:
+def _find_submesh(mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh | None:
     try:
         return mesh if mesh.mesh_dim_names == (name,) else mesh[name]
     except (KeyError, RuntimeError):

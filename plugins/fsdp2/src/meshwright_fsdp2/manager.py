@@ -23,29 +23,35 @@ from meshwright.plugin import (
     ContextParallel,
     DataParallelManager,
     ExpertParallel,
-    Findings,
+    GradientReport,
     Mesh,
     MeshError,
     OptimizerFactory,
     StrategyError,
     TensorParallel,
-    as_config,
-    as_mesh,
     check_expert_parallel,
     checkpoint_blocks,
+    coerce_config,
     compile_blocks,
-    needs_equal_operators,
-    recompute_option_text,
-    split_by_mesh,
-    tell_idle_options,
+    format_activation_option,
+    from_device_mesh,
+    needs_identical_operators,
+    split_groups_by_mesh,
+    warn_unused_options,
 )
 
-from ._compat import add_up, overlap_tensor_parallel, reduce_now
+from ._compat import enable_async_tensor_parallel, reduce_accumulated_grads, upcast_accumulated_grads
 from .config import AXES, FSDP2Config
-from .forward import check_not_packed, surround_forward, widen_norms, widen_stream, without_packed_check
-from .sharding import Sharding, Usage, shard_units
-from .unit_options import UnitOptions, sums_dtype
-from .units import Unit, find_units, separate_names, units_by_dtype
+from .forward import (
+    cast_residual_stream,
+    check_not_packed,
+    compute_norms_in_float32,
+    run_forward_in_context,
+    skip_packed_sequence_check,
+)
+from .sharding import ParameterUsage, ShardedUnits, shard_units
+from .unit_options import UnitOptions, find_accumulation_dtype
+from .units import FSDPUnit, find_nested_unit_modules, find_units, split_units_by_dtype
 
 
 class FSDP2Manager(DataParallelManager):
@@ -53,7 +59,7 @@ class FSDP2Manager(DataParallelManager):
 
     Args:
         config: options, or a mapping of them.
-        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.mesh.as_mesh`.
+        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.mesh.from_device_mesh`.
         moe_mesh: the expert mesh, to be checked against the one that follows from the degrees; None: that one.
 
     Raises:
@@ -77,15 +83,15 @@ class FSDP2Manager(DataParallelManager):
         device_mesh: Mesh | DeviceMesh,
         moe_mesh: DeviceMesh | None = None,
     ) -> None:
-        config = as_config(FSDP2Config, config, where="FSDP2Manager")
-        mesh = as_mesh(device_mesh, AXES, moe_mesh)
+        config = coerce_config(FSDP2Config, config, where="FSDP2Manager")
+        mesh = from_device_mesh(device_mesh, AXES, moe_mesh)
         if moe_mesh is not None:
             mesh.check_expert_mesh(moe_mesh)
         super().__init__(config, mesh)
         mesh.check_backend(config.backend)
         _check_options(config, mesh)
         along_tp = ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel")
-        tell_idle_options(config, mesh, along={"tp": along_tp, "cp": ("cp_attention",)})
+        warn_unused_options(config, mesh, by_axis={"tp": along_tp, "cp": ("cp_attention",)})
         self._options = UnitOptions.of_config(config, mesh)
 
     def check_model(self, model: nn.Module) -> None:
@@ -94,7 +100,7 @@ class FSDP2Manager(DataParallelManager):
     def shard(self, model: nn.Module) -> nn.Module:
         # What one rank finds wrong here (its compiler, say) is reported on all.
         self.mesh.world.together(lambda: self._prepare(model))
-        self._sharding: Sharding = shard_units(
+        self._sharding: ShardedUnits = shard_units(
             model,
             self.layout,
             self._options,
@@ -108,14 +114,14 @@ class FSDP2Manager(DataParallelManager):
         if self.tensor_parallel is not None and not self.in_pipeline:
             self.tensor_parallel.check_by_hand(model)
         self._surround_forward(model)
-        self._usage = Usage(model, self._sharding.named_modules)
+        self._usage = ParameterUsage(model, self._sharding.named_modules)
         return model
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
         """Build the optimizer over the shards, DTensors; experts get groups of their own if groups step as a whole."""
         optimizer = super().build_optimizer(factory)
         if self.expert_parallel is not None:
-            split_by_mesh(optimizer)
+            split_groups_by_mesh(optimizer)
         return optimizer
 
     @property
@@ -126,9 +132,9 @@ class FSDP2Manager(DataParallelManager):
         if self.mesh.degrees.cp > 1:
             context = ContextParallel(model, self.layout, self.mesh["cp"], attention=self.config.cp_attention)
             self.axes.append(context)
-        if needs_equal_operators(self.config.activation_checkpointing):
+        if needs_identical_operators(self.config.activation_checkpointing):
             units = find_units(model, self.layout)
-            _check_selective([*(inner for inner, _ in units_by_dtype(model, units)), *units])
+            _check_selective_checkpointing([*(inner for inner, _ in split_units_by_dtype(model, units)), *units])
         if self.mesh.degrees.ep > 1:
             self.expert_parallel = ExpertParallel(model, self.mesh)
         if self.mesh.degrees.tp > 1:
@@ -138,21 +144,21 @@ class FSDP2Manager(DataParallelManager):
                 self.mesh["tp"],
                 plan=self.config.tp_plan,
                 sequence_parallel=self.config.sequence_parallel,
-                leave=self.expert_parallel.names if self.expert_parallel is not None else (),
+                excluded=self.expert_parallel.names if self.expert_parallel is not None else (),
             )
         if self.expert_parallel is not None:
             self.expert_parallel.apply()
         if self.tensor_parallel is not None:
-            self.tensor_parallel.apply(separate_names(model, self.layout))
+            self.tensor_parallel.apply(find_nested_unit_modules(model, self.layout))
         self.axes += [axis for axis in (self.tensor_parallel, self.expert_parallel) if axis is not None]
         keep_choices = self.expert_parallel is not None
         mode = self.config.activation_checkpointing
-        self.activations = checkpoint_blocks(model, self.layout, mode, keep_choices=keep_choices)
+        self.activations = checkpoint_blocks(model, self.layout, mode, save_routing=keep_choices)
         self._compile(model)
         if self._options.stream is not None:
-            widen_stream(model, self.layout, self._options.stream)
+            cast_residual_stream(model, self.layout, self._options.stream)
             if self.mesh.device.type == "cpu":
-                widen_norms(model)
+                compute_norms_in_float32(model)
 
     def maybe_compile(self, model: nn.Module) -> None:
         """Do nothing, for loops of the reference: `parallelize` has compiled each block if `enable_compile` says so."""
@@ -162,12 +168,12 @@ class FSDP2Manager(DataParallelManager):
         if self.config.enable_compile:
             experts = self.expert_parallel.names if self.expert_parallel is not None else ()
             if self.mesh.world.computes:
-                compile_blocks(model, self.layout, device=self.mesh.device, leave=experts)
+                compile_blocks(model, self.layout, device=self.mesh.device, excluded=experts)
             if self.tensor_parallel is not None:
                 # Outside of what is traced: compiled code sees plain tensors.
                 self.tensor_parallel.localize_blocks()
             if self.config.enable_async_tensor_parallel and self.mesh.degrees.tp > 1:
-                overlap_tensor_parallel(self.mesh.group("tp"))
+                enable_async_tensor_parallel(self.mesh.group("tp"))
 
     def after_eval(self) -> None:
         # No backward frees what forward keeps for it, which would be stale after a step.
@@ -186,7 +192,7 @@ class FSDP2Manager(DataParallelManager):
             return
         self._is_in_step = True
         try:
-            with without_packed_check():
+            with skip_packed_sequence_check():
                 yield
         finally:
             self._is_in_step = False
@@ -194,10 +200,10 @@ class FSDP2Manager(DataParallelManager):
     def _surround_forward(self, model: nn.Module) -> None:
         """Apply options about forward to the model's own, so that they act in a loop by hand, too."""
         if self.config.patch_is_packed_sequence:
-            surround_forward(model, self._unpacked_by_hand)
+            run_forward_in_context(model, self._unpacked_by_hand)
         if self.config.autocast_dtype is not None:
             dtype = getattr(torch, self.config.autocast_dtype)
-            surround_forward(model, lambda inputs: torch.autocast(self.mesh.device.type, dtype=dtype))
+            run_forward_in_context(model, lambda inputs: torch.autocast(self.mesh.device.type, dtype=dtype))
 
     @contextmanager
     def _unpacked_by_hand(self, inputs: Batch) -> Iterator[None]:
@@ -206,7 +212,7 @@ class FSDP2Manager(DataParallelManager):
             yield
             return
         self.mesh.world.together(lambda: check_not_packed([inputs]))
-        with without_packed_check():
+        with skip_packed_sequence_check():
             yield
 
     @contextmanager
@@ -221,7 +227,7 @@ class FSDP2Manager(DataParallelManager):
             # What forward has gathered, and cast, serves the whole step; the optimizer needs shards.
             root.set_reshard_after_backward(is_last)
         if is_last or defer is not True:
-            add_up(self._sharding.modules)
+            upcast_accumulated_grads(self._sharding.modules)
         yield
 
     @contextmanager
@@ -235,14 +241,14 @@ class FSDP2Manager(DataParallelManager):
     def after_weights(self) -> None:
         # For FSDP this microbatch has ended; these gradients would be summed with the next one's in their own dtype.
         if self.reduces_once:
-            add_up(self._sharding.modules)
+            upcast_accumulated_grads(self._sharding.modules)
         else:
             with self.sync_gradients(is_last=False):
-                reduce_now(self._sharding.root)
+                reduce_accumulated_grads(self._sharding.root)
 
     @property
     def sums_dtype(self) -> str | None:
-        return sums_dtype(self.config)
+        return find_accumulation_dtype(self.config)
 
     @property
     def reduces_once(self) -> bool:
@@ -254,9 +260,9 @@ class FSDP2Manager(DataParallelManager):
 
     def reduce_gradients(self) -> None:
         with self.sync_gradients(is_last=True):
-            reduce_now(self._sharding.root)
+            reduce_accumulated_grads(self._sharding.root)
 
-    def check_gradients(self) -> Findings:
+    def check_gradients(self) -> GradientReport:
         return self._usage.findings()
 
     @contextmanager
@@ -266,7 +272,7 @@ class FSDP2Manager(DataParallelManager):
             yield parts
 
 
-def _check_selective(units: Sequence[Unit]) -> None:
+def _check_selective_checkpointing(units: Sequence[FSDPUnit]) -> None:
     # Units within a block are gathered at different points of forward and of recomputation, and selective
     # recomputation needs the same operators in both.
     inner = next((unit for unit in units if not unit.is_block and not unit.is_root), None)
@@ -286,7 +292,7 @@ def _check_options(config: FSDP2Config, mesh: Mesh) -> None:
         )
     if config.enable_compile and isinstance(config.activation_checkpointing, ActivationOptions):
         raise StrategyError(
-            f"activation_checkpointing={recompute_option_text(config.activation_checkpointing)} acts on operators one "
+            f"activation_checkpointing={format_activation_option(config.activation_checkpointing)} acts on operators one "
             f"by one, but with enable_compile=true a compiled block decides by itself what it holds. Set "
             f"enable_compile=false, or activation_checkpointing to full or selective."
         )

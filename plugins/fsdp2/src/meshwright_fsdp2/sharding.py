@@ -24,18 +24,18 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwright.plugin import ExpertParallel, Findings, ModelLayout, TensorParallel
+from meshwright.plugin import ExpertParallel, GradientReport, ModelLayout, TensorParallel
 
-from ._compat import begin_at, held_after_forward, reduce_unused
+from ._compat import init_root, keep_unsharded_after_forward, reduce_unused_params
 from .unit_options import UnitOptions
-from .units import Unit, find_units, units_by_dtype
+from .units import FSDPUnit, find_units, split_units_by_dtype
 
 
 @dataclass(frozen=True)
-class Sharding:
+class ShardedUnits:
     """A model's units after `fully_shard`."""
 
-    units: tuple[tuple[Unit, FSDPModule], ...]
+    units: tuple[tuple[FSDPUnit, FSDPModule], ...]
     model: nn.Module
 
     @property
@@ -79,8 +79,8 @@ class Sharding:
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """Hold all parameters whole, also after a forward."""
-        begin_at(self.root)
-        with held_after_forward(self.modules):
+        init_root(self.root)
+        with keep_unsharded_after_forward(self.modules):
             for module in self.modules:
                 module.unshard()
             try:
@@ -94,17 +94,17 @@ def shard_units(
     layout: ModelLayout,
     options: UnitOptions,
     *,
-    with_root: bool = True,
+    shard_root: bool = True,
     tensor_parallel: TensorParallel | None = None,
     expert_parallel: ExpertParallel | None = None,
-) -> Sharding:
+) -> ShardedUnits:
     """Shard `model`, on any device, in place; without the root, what is in no other unit is left alone."""
     experts = expert_parallel.names if expert_parallel is not None else ()
-    found = find_units(model, layout, experts)[: None if with_root else -1]
-    apart = units_by_dtype(model, found)
-    own = [(_of_dtype(model, unit), unit, around) for unit, around in apart]
+    found = find_units(model, layout, experts)[: None if shard_root else -1]
+    apart = split_units_by_dtype(model, found)
+    own = [(_select_by_dtype(model, unit), unit, around) for unit, around in apart]
     frozen = [all(not p.requires_grad for p in model.get_submodule(unit.names[0]).parameters()) for unit in found]
-    done: list[tuple[Unit, FSDPModule]] = []
+    done: list[tuple[FSDPUnit, FSDPModule]] = []
     kept_out = {parameter for parameters, _, _ in own for parameter in parameters}
     for unit in found:
         done.append((unit, _fully_shard(model, unit, options.arguments(unit, tensor_parallel), kept_out)))
@@ -115,56 +115,58 @@ def shard_units(
                 module = _fully_shard(model, inner, options.arguments(inner, tensor_parallel), others)
                 done.insert(len(done) - 1, (inner, module))
     for _, module in done if options.sends_halves else ():
-        module.set_custom_reduce_scatter(HalfMessages())
+        module.set_custom_reduce_scatter(BFloat16ReduceScatter())
     for unit, is_frozen in zip(found, frozen, strict=True):
         if is_frozen and (unit.is_block or unit.is_experts):
             # torch gathers a unit before its backward even where it has none, as a frozen tower before what trains.
-            model.get_submodule(unit.names[0]).register_forward_hook(_note_gradient)
-    return Sharding(tuple(done), model)
+            model.get_submodule(unit.names[0]).register_forward_hook(_set_unshard_in_backward)
+    return ShardedUnits(tuple(done), model)
 
 
-def _of_dtype(model: nn.Module, unit: Unit) -> set[nn.Parameter]:
+def _select_by_dtype(model: nn.Module, unit: FSDPUnit) -> set[nn.Parameter]:
     modules = [model.get_submodule(name) for name in unit.names]
     return {p for module in modules for p in module.parameters() if p.requires_grad and p.dtype == unit.dtype}
 
 
-def _fully_shard(model: nn.Module, unit: Unit, arguments: Mapping[str, Any], without: set[nn.Parameter]) -> FSDPModule:
+def _fully_shard(
+    model: nn.Module, unit: FSDPUnit, arguments: Mapping[str, Any], ignored_params: set[nn.Parameter]
+) -> FSDPModule:
     # One module under several names is gathered for each of its forwards; several modules, from the first forward to
     # the last.
     distinct = list(dict.fromkeys(model.get_submodule(name) for name in unit.names))
-    sharded = fully_shard(distinct[0] if len(distinct) == 1 else distinct, **arguments, ignored_params=without)
+    sharded = fully_shard(distinct[0] if len(distinct) == 1 else distinct, **arguments, ignored_params=ignored_params)
     module: FSDPModule = sharded[0] if isinstance(sharded, list) else sharded
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     # Ranks may use different parameters: the others count as zero in the sum.
-    reduce_unused(module)
+    reduce_unused_params(module)
     return module
 
 
 # -- frozen units: gathered for backward only if their output requires a gradient
 
 
-def _note_gradient(unit: nn.Module, args: Any, output: Any) -> None:
+def _set_unshard_in_backward(unit: nn.Module, args: Any, output: Any) -> None:
     if isinstance(unit, FSDPModule):
-        unit.set_unshard_in_backward(_may_need_gradient(output))
+        unit.set_unshard_in_backward(_may_require_grad(output))
 
 
-def _may_need_gradient(value: Any) -> bool:
+def _may_require_grad(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.requires_grad
     if value is None or isinstance(value, bool | int | float | str):
         return False
     if isinstance(value, dict):
-        return any(map(_may_need_gradient, value.values()))
+        return any(map(_may_require_grad, value.values()))
     if isinstance(value, tuple | list):
-        return any(map(_may_need_gradient, value))
+        return any(map(_may_require_grad, value))
     if is_dataclass(value):
-        return any(_may_need_gradient(getattr(value, each.name)) for each in fields(value))
+        return any(_may_require_grad(getattr(value, each.name)) for each in fields(value))
     # An unknown object may hold tensors.
     return True
 
 
-class HalfMessages:
+class BFloat16ReduceScatter:
     """A reduce-scatter for one unit whose gradients travel in bfloat16 and are summed in float32.
 
     Each rank rounds what it sends, once, and the receiver adds up in the order of the ranks. A reduce-scatter in
@@ -189,7 +191,7 @@ class HalfMessages:
         torch.sum(received.view(group.size(), -1), 0, dtype=output_tensor.dtype, out=output_tensor)
 
 
-class Usage:
+class ParameterUsage:
     """Records which gathered parameters get a gradient; `modules` are those of units, each under its first name. See
     [Note: usage].
     """
@@ -226,9 +228,9 @@ class Usage:
         # Another name of a parameter is watched by its first.
         return axes == self._axes.get(fqn, axes)
 
-    def findings(self) -> Findings:
+    def findings(self) -> GradientReport:
         """Return which parameters got a gradient on this rank, after the backwards of a step."""
         trained = {name: parameter for name, parameter in self._named.items() if parameter.requires_grad}
         used = [name in self._used for name in trained]
         self._used.clear()
-        return Findings([[parameter] for parameter in trained.values()], used)
+        return GradientReport([[parameter] for parameter in trained.values()], used)

@@ -17,32 +17,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.plugin import Mesh, ModelError, StrategyError, TensorParallel, instantiate, packed_dim
+from meshwright.plugin import Mesh, ModelError, StrategyError, TensorParallel, get_packed_dim, instantiate
 
 from .config import FSDP2Config
-from .units import Unit
+from .units import FSDPUnit
 
-_Placement: TypeAlias = "Callable[[nn.Parameter], Shard | None]"
+_PlacementFn: TypeAlias = "Callable[[nn.Parameter], Shard | None]"
 
 
 # -- the policies of a config, as torch's objects
 
 
-def mixed_precision(config: FSDP2Config) -> MixedPrecisionPolicy:
+def build_mixed_precision_policy(config: FSDP2Config) -> MixedPrecisionPolicy:
     """Return the policy of the root: the config's `mp_policy`, with its `reduce_dtype`."""
-    policy = _made(config.mp_policy, MixedPrecisionPolicy) or MixedPrecisionPolicy()
-    sums = sums_dtype(config)
+    policy = _instantiate_policy(config.mp_policy, MixedPrecisionPolicy) or MixedPrecisionPolicy()
+    sums = find_accumulation_dtype(config)
     return policy if sums is None else replace(policy, reduce_dtype=getattr(torch, sums))
 
 
-def sums_dtype(config: FSDP2Config) -> str | None:
+def find_accumulation_dtype(config: FSDP2Config) -> str | None:
     """Return the dtype in which gradients are summed: `reduce_dtype`, except bfloat16, in which they only travel."""
     return "float32" if config.reduce_dtype == "bfloat16" else config.reduce_dtype
 
 
-def offload(config: FSDP2Config, device: torch.device) -> OffloadPolicy:
+def build_offload_policy(config: FSDP2Config, device: torch.device) -> OffloadPolicy:
     """Return the offload policy of all units on a mesh of this device."""
-    policy = _made(config.offload_policy, CPUOffloadPolicy)
+    policy = _instantiate_policy(config.offload_policy, CPUOffloadPolicy)
     if policy is not None and policy.pin_memory and device.type == "cpu":
         raise StrategyError(
             "offload_policy has pin_memory=True, but the mesh is on the CPU, where there is no accelerator to pin "
@@ -51,12 +51,12 @@ def offload(config: FSDP2Config, device: torch.device) -> OffloadPolicy:
     return policy or OffloadPolicy()
 
 
-def _made(value: Any, expected: type) -> Any:
+def _instantiate_policy(value: Any, expected: type) -> Any:
     return instantiate(value, expected=expected) if isinstance(value, Mapping) else value
 
 
-def _stream_dtype(config: FSDP2Config) -> torch.dtype | None:
-    output = mixed_precision(config).output_dtype
+def _find_residual_dtype(config: FSDP2Config) -> torch.dtype | None:
+    output = build_mixed_precision_policy(config).output_dtype
     if config.autocast_dtype is None or output is None:
         return None
     return output if output.itemsize > getattr(torch, config.autocast_dtype).itemsize else None
@@ -83,26 +83,26 @@ class UnitOptions:
             experts = mesh.expert_mesh["dp_replicate", "ep_shard"] if copies else mesh.expert_mesh["ep_shard"]
         return cls(
             mesh["dp_replicate", shard] if copies else mesh[shard],
-            mixed_precision(config),
-            offload(config, mesh.device),
+            build_mixed_precision_policy(config),
+            build_offload_policy(config, mesh.device),
             config.reshard_after_forward,
             experts,
             config.reduce_dtype == "bfloat16",
-            _stream_dtype(config),
+            _find_residual_dtype(config),
         )
 
     @property
     def offloads(self) -> bool:
         return isinstance(self.offload_policy, CPUOffloadPolicy)
 
-    def arguments(self, unit: Unit, tensor_parallel: TensorParallel | None) -> dict[str, Any]:
+    def arguments(self, unit: FSDPUnit, tensor_parallel: TensorParallel | None) -> dict[str, Any]:
         """Return the arguments of `fully_shard` for one unit, without `ignored_params`."""
         if unit.is_experts and self.expert_mesh is not None:
             mesh = self.expert_mesh
-            place: _Placement | None = _place_experts(mesh.shape[-1])
+            place: _PlacementFn | None = _build_expert_placement_fn(mesh.shape[-1])
         else:
             mesh = self.mesh
-            place = _place_packed(mesh.shape[-1]) if tensor_parallel is not None else None
+            place = _build_packed_placement_fn(mesh.shape[-1]) if tensor_parallel is not None else None
         return {
             "mesh": mesh,
             "reshard_after_forward": self._reshard(unit, mesh.shape[-1]),
@@ -111,7 +111,7 @@ class UnitOptions:
             "shard_placement_fn": place,
         }
 
-    def policy(self, unit: Unit) -> MixedPrecisionPolicy:
+    def policy(self, unit: FSDPUnit) -> MixedPrecisionPolicy:
         policy = self.mp_policy
         if unit.dtype is not None:
             # Kept as they are, and summed in `reduce_dtype` where that is no coarser.
@@ -129,7 +129,7 @@ class UnitOptions:
             return replace(policy, output_dtype=self.stream if unit.is_block else None, cast_forward_inputs=False)
         return replace(policy, output_dtype=None)
 
-    def _reshard(self, unit: Unit, shards: int) -> bool | int:
+    def _reshard(self, unit: FSDPUnit, shards: int) -> bool | int:
         reshard = not unit.is_last if self.reshard_after_forward is None else self.reshard_after_forward
         if unit.is_experts and not isinstance(reshard, bool) and reshard >= shards:
             # A number of ranks is that of `dp_shard`; experts may have fewer, which then all keep them.
@@ -137,11 +137,11 @@ class UnitOptions:
         return reshard
 
 
-def _place_packed(shards: int) -> _Placement:
+def _build_packed_placement_fn(shards: int) -> _PlacementFn:
     """Shard the first dim, but another one where tensor parallelism has sharded packed parts along the first."""
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        if packed_dim(parameter) != 0:
+        if get_packed_dim(parameter) != 0:
             return None
         divided = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] % shards == 0]
         if not divided:
@@ -155,7 +155,7 @@ def _place_packed(shards: int) -> _Placement:
     return place
 
 
-def _place_experts(shards: int) -> _Placement:
+def _build_expert_placement_fn(shards: int) -> _PlacementFn:
     """Shard the first dim, that of experts, or another one where each rank of `ep` has too few experts."""
 
     def place(parameter: nn.Parameter) -> Shard | None:

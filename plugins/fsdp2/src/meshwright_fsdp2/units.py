@@ -20,7 +20,7 @@ from meshwright.plugin import ModelError, ModelLayout
 
 
 @dataclass(frozen=True)
-class Unit:
+class FSDPUnit:
     """Modules that are gathered together."""
 
     names: tuple[str, ...]
@@ -34,26 +34,26 @@ class Unit:
         return self.names == ("",)
 
 
-def find_units(model: nn.Module, layout: ModelLayout, experts: Collection[str] = ()) -> list[Unit]:
+def find_units(model: nn.Module, layout: ModelLayout, experts: Collection[str] = ()) -> list[FSDPUnit]:
     """Return the units of a model before sharding, each before those that contain it; the root comes last."""
-    across = [names for names in layout.tied if len({_block_of(name, layout) for name in names}) > 1]
-    inside = [names for names in across if None not in {_block_of(name, layout) for name in names}]
-    rooted = {_block_of(name, layout) for names in across if names not in inside for name in names}
-    shared = _shared_modules(model, layout, inside)
+    across = [names for names in layout.tied if len({_find_block(name, layout) for name in names}) > 1]
+    inside = [names for names in across if None not in {_find_block(name, layout) for name in names}]
+    rooted = {_find_block(name, layout) for names in across if names not in inside for name in names}
+    shared = _find_shared_modules(model, layout, inside)
     taken = {name for names in shared for name in names} | rooted
     last = {stack[-1] for stack in layout.stacks}
-    units = [Unit((name,), is_last=_block_of(name, layout) in last, is_experts=True) for name in experts]
-    units += [Unit(names, is_last=False) for names in shared]
+    units = [FSDPUnit((name,), is_last=_find_block(name, layout) in last, is_experts=True) for name in experts]
+    units += [FSDPUnit(names, is_last=False) for names in shared]
     for stack in layout.stacks:
-        units += [Unit((name,), is_last=name == stack[-1], is_block=True) for name in stack if name not in taken]
-    return [*units, Unit(("",), is_last=True)]
+        units += [FSDPUnit((name,), is_last=name == stack[-1], is_block=True) for name in stack if name not in taken]
+    return [*units, FSDPUnit(("",), is_last=True)]
 
 
-def units_by_dtype(model: nn.Module, units: Sequence[Unit]) -> list[tuple[Unit, Unit]]:
+def split_units_by_dtype(model: nn.Module, units: Sequence[FSDPUnit]) -> list[tuple[FSDPUnit, FSDPUnit]]:
     """Return the units that [Note: units by dtype] splits off those of `find_units`, each with the unit around it."""
     names = {name for unit in units for name in unit.names}
     taken: set[nn.Parameter] = set()
-    found: list[tuple[Unit, Unit]] = []
+    found: list[tuple[FSDPUnit, FSDPUnit]] = []
     for unit in units:
         owners: dict[torch.dtype, dict[str, int]] = {}
         for name in unit.names:
@@ -66,7 +66,7 @@ def units_by_dtype(model: nn.Module, units: Sequence[Unit]) -> list[tuple[Unit, 
         most = max(owners, key=lambda dtype: sum(owners[dtype].values()), default=None)
         for dtype, sizes in owners.items():
             if dtype != most:
-                places = [_place_within(model, unit, leaf, names) for leaf in sizes]
+                places = [_find_owning_module(model, unit, leaf, names) for leaf in sizes]
                 if None in places:
                     told = " and ".join(f"{next(iter(owned))} ({each})" for each, owned in owners.items())
                     raise ModelError(
@@ -80,7 +80,7 @@ def units_by_dtype(model: nn.Module, units: Sequence[Unit]) -> list[tuple[Unit, 
     return found
 
 
-def _place_within(model: nn.Module, unit: Unit, parameter: str, taken: Collection[str]) -> str | None:
+def _find_owning_module(model: nn.Module, unit: FSDPUnit, parameter: str, unit_names: Collection[str]) -> str | None:
     """Return the outermost module within a unit that is called, holds a parameter and is no unit itself."""
     if len(unit.names) > 1:
         return None
@@ -88,25 +88,32 @@ def _place_within(model: nn.Module, unit: Unit, parameter: str, taken: Collectio
     parts = parameter.removeprefix(prefix).split(".")[:-1]
     for count in range(1, len(parts) + 1):
         name = prefix + ".".join(parts[:count])
-        if name not in taken and not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict):
+        if name not in unit_names and not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict):
             return name
     return None
 
 
-def separate_names(model: nn.Module, layout: ModelLayout) -> list[str]:
+def find_nested_unit_modules(model: nn.Module, layout: ModelLayout) -> list[str]:
     """Return the modules other than experts that are gathered by themselves within blocks, before sharding."""
     units = find_units(model, layout)
     shared = [unit for unit in units if not (unit.is_block or unit.is_root or unit.is_experts)]
-    return [name for unit in (*shared, *(inner for inner, _ in units_by_dtype(model, units))) for name in unit.names]
+    return [
+        name for unit in (*shared, *(inner for inner, _ in split_units_by_dtype(model, units))) for name in unit.names
+    ]
 
 
-def _shared_modules(model: nn.Module, layout: ModelLayout, tied: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _find_shared_modules(
+    model: nn.Module, layout: ModelLayout, tied: Sequence[tuple[str, ...]]
+) -> list[tuple[str, ...]]:
     """Return the largest modules within blocks that hold shared parameters only, grouped by what they share."""
     all_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shared_names = {name for names in tied for name in names}
     groups: list[set[str]] = []
     for names in tied:
-        group = {_largest(name, _block_of(name, layout) or "", all_names, shared_names) for name in names}
+        group = {
+            _find_largest_shared_module(name, _find_block(name, layout) or "", all_names, shared_names)
+            for name in names
+        }
         # Sets that meet become one.
         for other in [each for each in groups if each & group]:
             groups.remove(other)
@@ -116,7 +123,7 @@ def _shared_modules(model: nn.Module, layout: ModelLayout, tied: Sequence[tuple[
     return [tuple(sorted(group, key=order.__getitem__)) for group in groups]
 
 
-def _largest(parameter: str, block: str, all_names: Sequence[str], shared: set[str]) -> str:
+def _find_largest_shared_module(parameter: str, block: str, all_names: Sequence[str], shared: set[str]) -> str:
     module = parameter.rpartition(".")[0]
     while module != block:
         parent = module.rpartition(".")[0]
@@ -126,5 +133,5 @@ def _largest(parameter: str, block: str, all_names: Sequence[str], shared: set[s
     return module
 
 
-def _block_of(name: str, layout: ModelLayout) -> str | None:
+def _find_block(name: str, layout: ModelLayout) -> str | None:
     return next((block for block in layout.blocks if name.startswith(f"{block}.")), None)

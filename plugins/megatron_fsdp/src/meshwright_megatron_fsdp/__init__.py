@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 # These modules import torch, which listing strategies and validating a config must not.
-_MODULE_OF = {
+_LAZY_IMPORTS = {
     "MegatronFSDPManager": ".manager",
     "megatron_fsdp_strategy_parallelize": ".functions",
     "nvfsdp_strategy_parallelize": ".functions",
@@ -31,6 +31,6 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
+    if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
+    return getattr(importlib.import_module(_LAZY_IMPORTS[name], __name__), name)

@@ -10,27 +10,33 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
-from meshwright.plugin import DTYPES, NO_FLOAT16, ActivationCheckpointing, StrategyConfig, activation_field
+from meshwright.plugin import (
+    FLOAT16_REFUSAL,
+    TRAINING_DTYPES,
+    ActivationCheckpointing,
+    StrategyConfig,
+    activation_field,
+)
 
 if TYPE_CHECKING:
     from meshwright.plugin import Degrees
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp"})
 """What the strategy shards."""
-STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+ZERO_STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron-Core's names of the ZeRO stages 0 to 3."""
 
 
-def _dtype_name(value: Any) -> Any:
+def _normalize_dtype(value: Any) -> Any:
     """The name of a dtype, given by its name, with or without "torch.", or as torch.dtype."""
     name = str(value).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"must be one of {', '.join(DTYPES)}; {NO_FLOAT16}")
+    if name not in TRAINING_DTYPES:
+        raise ValueError(f"must be one of {', '.join(TRAINING_DTYPES)}; {FLOAT16_REFUSAL}")
     return name
 
 
 # Not a Literal, every value of which the conformance suite would take for exact.
-Dtype = Annotated[str, BeforeValidator(_dtype_name), WithJsonSchema({"enum": list(DTYPES)})]
+DtypeName = Annotated[str, BeforeValidator(_normalize_dtype), WithJsonSchema({"enum": list(TRAINING_DTYPES)})]
 
 
 class MegatronFSDPConfig(StrategyConfig):
@@ -141,29 +147,29 @@ class MegatronFSDPConfig(StrategyConfig):
     disable_symmetric_registration: bool = Field(
         default=False, description="With nccl_ub: register buffers without symmetric windows."
     )
-    main_params_dtype: Dtype | None = Field(
+    main_params_dtype: DtypeName | None = Field(
         default=None,
         description="Dtype of the weights that the optimizer trains; null: what preserve_fp32_weights says.",
     )
-    main_grads_dtype: Dtype | None = Field(
+    main_grads_dtype: DtypeName | None = Field(
         default=None, description="Dtype in which gradients are accumulated; null: what grad_reduce_in_fp32 says."
     )
-    grad_comm_dtype: Dtype | None = Field(
+    grad_comm_dtype: DtypeName | None = Field(
         default=None, description="Dtype in which gradients are sent; null: the one in which they are accumulated."
     )
 
     @classmethod
-    def variants(cls, *, degrees: Degrees, is_dtype_open: bool, **_: Any) -> list[dict[str, Any]]:
+    def variants(cls, *, degrees: Degrees, is_dtype_free: bool, **_: Any) -> list[dict[str, Any]]:
         """Options worth planning on a mesh; see [Note: variants] in `meshwright_plan.search.candidates`."""
         options: dict[str, Any] = {"sequence_parallel": True} if degrees.tp > 1 else {}
-        if is_dtype_open:
+        if is_dtype_free:
             options |= {"model.dtype": "bfloat16", "preserve_fp32_weights": True, "grad_reduce_in_fp32": True}
         return [options | {"zero_dp_strategy": stage} for stage in (3, 2, 1)]
 
     @property
     def zero(self) -> int:
         name = self.data_parallel_sharding_strategy
-        return self.zero_dp_strategy if name is None else STAGES.index(name)
+        return self.zero_dp_strategy if name is None else ZERO_STAGES.index(name)
 
     @property
     def shards_outer(self) -> bool:
@@ -230,6 +236,6 @@ class MegatronFSDPConfig(StrategyConfig):
 
 
 # Those of the reference, which end with `backend`.
-_OWN = (*StrategyConfig.model_fields, "cp_attention")
-_NAMES = [name for name in MegatronFSDPConfig.model_fields if name not in _OWN]
-MegatronFSDPConfig.positional = tuple(_NAMES[: _NAMES.index("backend") + 1])
+_NOT_IN_REFERENCE = (*StrategyConfig.model_fields, "cp_attention")
+_REFERENCE_FIELDS = [name for name in MegatronFSDPConfig.model_fields if name not in _NOT_IN_REFERENCE]
+MegatronFSDPConfig.positional = tuple(_REFERENCE_FIELDS[: _REFERENCE_FIELDS.index("backend") + 1])

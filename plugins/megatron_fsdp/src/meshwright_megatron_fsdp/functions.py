@@ -11,22 +11,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.plugin import ConfigError, Mesh, MeshError, MeshSizes, StrategyError, open_world, validated, warn
+from meshwright.plugin import ConfigError, Mesh, MeshError, MeshSizes, StrategyError, open_world, validate_config, warn
 
-from ._compat.cpu_torch import hold_cpu_torch
+from ._compat.cpu_torch import use_cpu_torch
 from .config import MegatronFSDPConfig
 from .manager import MegatronFSDPManager
 
 # Older names of fields of MegatronFSDPConfig.
-_OLD_NAMES = {
+_RENAMED_OPTIONS = {
     "nvfsdp_unit_modules": "megatron_fsdp_unit_modules",
     "tp_shard_plan": "tp_plan",
     "init_nvfsdp_with_meta_device": "init_fsdp_with_meta_device",
     "keep_fp8_transpose_cache_when_using_custom_fsdp": "keep_fp8_transpose_cache",
 }
-_UNITS = "megatron_fsdp_unit_modules"
+_UNITS_OPTION = "megatron_fsdp_unit_modules"
 # The reference's names of strategies that shard parameters. Gradients and optimizer state lie where those are.
-_STRATEGIES = ("params", "grads_params")
+_STRATEGY_ALIASES = ("params", "grads_params")
 
 
 def megatron_fsdp_strategy_parallelize(
@@ -60,15 +60,15 @@ def megatron_fsdp_strategy_parallelize(
         ConfigError, StrategyError, ModelError: an option cannot act; as for MegatronFSDPManager.
         MeshError: another axis has more than one rank, or there is no axis `dp_mesh_name`.
     """
-    options = _by_name(arguments) | options
-    axes = [options.pop(name, default) for name, default in _AXES.items()]
-    renamed = {_OLD_NAMES.get(name, name): value for name, value in options.items()}
-    if renamed.get(_UNITS) is None:
-        renamed[_UNITS] = [f"{type(model).__module__}.{type(model).__qualname__}"]
-    renamed |= _named_strategy(renamed.get("data_parallel_sharding_strategy"))
-    config = validated(MegatronFSDPConfig, renamed, where="options of 'megatron_fsdp'")
+    options = _bind_positional(arguments) | options
+    axes = [options.pop(name, default) for name, default in _AXIS_OPTIONS.items()]
+    renamed = {_RENAMED_OPTIONS.get(name, name): value for name, value in options.items()}
+    if renamed.get(_UNITS_OPTION) is None:
+        renamed[_UNITS_OPTION] = [f"{type(model).__module__}.{type(model).__qualname__}"]
+    renamed |= _resolve_strategy_alias(renamed.get("data_parallel_sharding_strategy"))
+    config = validate_config(MegatronFSDPConfig, renamed, where="options of 'megatron_fsdp'")
     world = open_world(device_mesh.device_type)
-    tp_size = _check_mesh(device_mesh, *axes)
+    tp_size = _find_tp_size(device_mesh, *axes)
     manager = MegatronFSDPManager(config, Mesh(MeshSizes(tp_size=tp_size).resolve(world.size), world))
     names = {parameter: name for name, parameter in model.named_parameters()}
     if optimizer is not None:
@@ -76,11 +76,11 @@ def megatron_fsdp_strategy_parallelize(
     module = manager.parallelize(model)
     if device_mesh.device_type == "cpu":
         # The caller has no manager to keep.
-        hold_cpu_torch(module)
+        use_cpu_torch(module)
     if optimizer is None:
         return module, None
     given = optimizer
-    return module, manager.build_optimizer(lambda named: _moved(given, names, named))
+    return module, manager.build_optimizer(lambda named: _rebind_parameters(given, names, named))
 
 
 def nvfsdp_strategy_parallelize(
@@ -113,29 +113,31 @@ def nvfsdp_strategy_parallelize(
 
 
 _PARAMETERS = inspect.signature(nvfsdp_strategy_parallelize).parameters
-_ORDER = [name for name, each in _PARAMETERS.items() if each.kind is each.POSITIONAL_OR_KEYWORD][3:]
-_AXES = {name: _PARAMETERS[name].default for name in ("dp_mesh_name", "cp_mesh_name", "tp_mesh_name")}
+_POSITIONAL_OPTIONS = [name for name, each in _PARAMETERS.items() if each.kind is each.POSITIONAL_OR_KEYWORD][3:]
+_AXIS_OPTIONS = {name: _PARAMETERS[name].default for name in ("dp_mesh_name", "cp_mesh_name", "tp_mesh_name")}
 
 
-def _by_name(arguments: Sequence[Any]) -> dict[str, Any]:
-    if len(arguments) > len(_ORDER):
-        raise ConfigError(f"{len(arguments)} options by position, but there are {len(_ORDER)}: {', '.join(_ORDER)}.")
-    return dict(zip(_ORDER, arguments, strict=False))
+def _bind_positional(arguments: Sequence[Any]) -> dict[str, Any]:
+    if len(arguments) > len(_POSITIONAL_OPTIONS):
+        raise ConfigError(
+            f"{len(arguments)} options by position, but there are {len(_POSITIONAL_OPTIONS)}: {', '.join(_POSITIONAL_OPTIONS)}."
+        )
+    return dict(zip(_POSITIONAL_OPTIONS, arguments, strict=False))
 
 
-def _named_strategy(given: Any) -> dict[str, str]:
-    if given not in _STRATEGIES:
+def _resolve_strategy_alias(strategy: Any) -> dict[str, str]:
+    if strategy not in _STRATEGY_ALIASES:
         return {}
     if dist.get_rank() == 0:
         warn(
-            f"data_parallel_sharding_strategy={given!r} shards the optimizer state, too, which lies where the "
+            f"data_parallel_sharding_strategy={strategy!r} shards the optimizer state, too, which lies where the "
             f"parameters are: it acts as 'optim_grads_params'.",
             stacklevel=3,
         )
     return {"data_parallel_sharding_strategy": "optim_grads_params"}
 
 
-def _check_mesh(mesh: DeviceMesh, dp_mesh_name: str, cp_mesh_name: str, tp_mesh_name: str) -> int:
+def _find_tp_size(mesh: DeviceMesh, dp_mesh_name: str, cp_mesh_name: str, tp_mesh_name: str) -> int:
     """The ranks of tensor parallelism."""
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=True))
@@ -159,7 +161,7 @@ def _check_optimizer(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> No
         raise StrategyError("the optimizer has parameters that are not the model's. Make it from model.parameters().")
 
 
-def _moved(
+def _rebind_parameters(
     optimizer: Optimizer, names: dict[nn.Parameter, str], named: Iterable[tuple[str, nn.Parameter]]
 ) -> Optimizer:
     sharded = dict(named)

@@ -19,36 +19,42 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.plugin import (
+    ChunkedTensor,
     ContextParallel,
     DataParallelManager,
-    Division,
-    Findings,
+    GradientReport,
     Mesh,
     MeshError,
     ModelError,
     OptimizerFactory,
-    Sharded,
+    ParameterSharding,
     StrategyError,
     TensorParallel,
-    as_config,
-    as_mesh,
     checkpoint_blocks,
-    is_meta,
-    tell_idle_options,
+    coerce_config,
+    from_device_mesh,
+    has_meta_tensors,
     uses_expandable_segments,
     warn,
+    warn_unused_options,
 )
 
-from ._compat.cpu_torch import hold_cpu_torch
-from ._compat.package import has_nccl_allocator, package
-from ._compat.wrapped import gathered, slots, units_without_buffer, use_sharded, wait_for_gathers
-from ._compat.wrapping import wrap
+from ._compat.cpu_torch import use_cpu_torch
+from ._compat.package import has_nccl_allocator, import_package
+from ._compat.wrapped import (
+    count_units_without_double_buffer,
+    find_shard_ranges,
+    unshard_parameters,
+    use_sharded_parameters,
+    wait_for_prefetched_gathers,
+)
+from ._compat.wrapping import wrap_model
 from .config import AXES, MegatronFSDPConfig
-from .reduction import Reduction
-from .shards import Shards
-from .units import find_dtypes, find_units, stand_in
+from .reduction import GradientReducer
+from .shards import MegatronShardLayout
+from .units import build_mixed_precision_policy, find_units, replace_meta_parameters
 
-_WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
+_UNUSED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "calculate_per_token_loss": "the loss is per token of the global batch under every strategy",
         "gradient_reduce_div_fusion": "gradients are summed, and nothing divides them",
@@ -65,7 +71,7 @@ class MegatronFSDPManager(DataParallelManager):
 
     Args:
         config: options, or a mapping of them.
-        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.mesh.as_mesh`.
+        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.mesh.from_device_mesh`.
         moe_mesh: must be None: experts are not sharded along a mesh of their own yet.
 
     Raises:
@@ -84,25 +90,25 @@ class MegatronFSDPManager(DataParallelManager):
         device_mesh: Mesh | DeviceMesh,
         moe_mesh: DeviceMesh | None = None,
     ) -> None:
-        config = as_config(MegatronFSDPConfig, config, where="MegatronFSDPManager")
+        config = coerce_config(MegatronFSDPConfig, config, where="MegatronFSDPManager")
         if moe_mesh is not None:
             raise MeshError("moe_mesh is not supported yet: experts are not sharded over ep. Leave it out.")
-        mesh = as_mesh(device_mesh, AXES)
+        mesh = from_device_mesh(device_mesh, AXES)
         super().__init__(config, mesh)
-        package()
+        import_package()
         mesh.check_backend(config.backend)
         _check_options(config, mesh)
         along = {"tp": ("sequence_parallel", "tp_plan"), "cp": ("cp_attention",)}
-        tell_idle_options(config, mesh, along=along, never=_WITHOUT_EFFECT)
+        warn_unused_options(config, mesh, by_axis=along, unsupported=_UNUSED_OPTIONS)
 
     def shard(self, model: nn.Module) -> nn.Module:
         config, mesh = self.config, self.mesh
-        if config.init_fsdp_with_meta_device and not is_meta(model):
+        if config.init_fsdp_with_meta_device and not has_meta_tensors(model):
             raise ModelError(
                 "init_fsdp_with_meta_device=true, but the model has memory for its weights. Build it under "
                 "torch.device('meta'), or set init_fsdp_with_meta_device=false, which takes both."
             )
-        policy = find_dtypes(config, model)
+        policy = build_mixed_precision_policy(config, model)
         units = find_units(model, self.layout, config.megatron_fsdp_unit_modules)
         if mesh.degrees.cp > 1:
             context = mesh.world.together(
@@ -114,20 +120,20 @@ class MegatronFSDPManager(DataParallelManager):
             self.tensor_parallel = mesh.world.together(lambda: self._divide(model, units))
             self.axes.append(self.tensor_parallel)
         self.activations = checkpoint_blocks(model, self.layout, config.activation_checkpointing)
-        if is_meta(model):
+        if has_meta_tensors(model):
             # Where parameters are not sharded, they keep this memory.
-            stand_in(model, mesh.device, without_memory=config.zero == 3)
+            replace_meta_parameters(model, mesh.device, without_memory=config.zero == 3)
         if mesh.device.type == "cpu":
-            hold_cpu_torch(self)
-        self._fsdp = wrap(model, mesh, config, units=units, policy=policy)
+            use_cpu_torch(self)
+        self._fsdp = wrap_model(model, mesh, config, units=units, policy=policy)
         self._warn_of_unequal_units()
-        self.parts = self._shards = Shards(slots(self._fsdp), self._divisions())
-        self._reduction = Reduction(self._fsdp, units, config, mesh)
+        self.parts = self._shards = MegatronShardLayout(find_shard_ranges(self._fsdp), self._divisions())
+        self._reduction = GradientReducer(self._fsdp, units, config, mesh)
         self._reduction.set_last(True)
         return self._fsdp
 
     def _warn_of_unequal_units(self) -> None:
-        unlike, total = units_without_buffer(self._fsdp)
+        unlike, total = count_units_without_double_buffer(self._fsdp)
         if self.mesh.rank != 0 or not self.config.fsdp_double_buffer:
             return
         remedy = "Name equal classes in megatron_fsdp_unit_modules, or set fsdp_double_buffer=False."
@@ -148,12 +154,12 @@ class MegatronFSDPManager(DataParallelManager):
             self.mesh["tp"],
             plan=config.tp_plan,
             sequence_parallel=config.sequence_parallel,
-            plain=True,
+            use_plain_tensors=True,
         )
         parallel.apply([name for name, module in model.named_modules() if module in units])
         return parallel
 
-    def _divisions(self) -> dict[nn.Parameter, Division]:
+    def _divisions(self) -> dict[nn.Parameter, ParameterSharding]:
         parallel = self.tensor_parallel
         if parallel is None:
             return {}
@@ -163,7 +169,7 @@ class MegatronFSDPManager(DataParallelManager):
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
         """Build the optimizer, whose step waits for the reduction and drops the gradients, over sharded parameters."""
         self._require_model()
-        use_sharded(self._fsdp)
+        use_sharded_parameters(self._fsdp)
         optimizer = super().build_optimizer(factory)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -175,20 +181,20 @@ class MegatronFSDPManager(DataParallelManager):
         yield
         self._reduction.set_last(True)
 
-    def check_gradients(self) -> Findings:
+    def check_gradients(self) -> GradientReport:
         return self._reduction.end()
 
     def after_eval(self) -> None:
         # No backward frees what forward has gathered, which would be stale after a step.
-        wait_for_gathers(self._fsdp)
+        wait_for_prefetched_gathers(self._fsdp)
         if self.config.overlap_param_gather:
             self._fsdp.synchronize_param_gather()
-        use_sharded(self._fsdp)
+        use_sharded_parameters(self._fsdp)
 
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:
         self._require_model()
-        with gathered(self._fsdp), super().unshard() as parts:
+        with unshard_parameters(self._fsdp), super().unshard() as parts:
             yield parts
 
     def load_state_dict(self, state: Any, *, full: bool = False) -> None:
@@ -198,7 +204,7 @@ class MegatronFSDPManager(DataParallelManager):
     def after_loading(self) -> None:
         self._install()
 
-    def parameter_pieces(self) -> dict[str, Sharded | None]:
+    def parameter_pieces(self) -> dict[str, ChunkedTensor | None]:
         """Return pieces in the dtypes in which modules compute, to which main weights are rounded after a step."""
         pieces, named = super().parameter_pieces(), dict(self.model.named_parameters())
         return {

@@ -19,14 +19,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 
-from meshwright.plugin import Findings, Mesh, MeshwrightError, NotFiniteError, StrategyError
+from meshwright.plugin import GradientReport, Mesh, MeshwrightError, NonFiniteError, StrategyError
 
-from ._compat.wrapped import awaited, begin_backward, in_backward, take_gradient_hooks, tensors_in, wait_for_gathers
+from ._compat.wrapped import (
+    begin_backward,
+    find_pending_parameters,
+    flatten_tensors,
+    is_in_backward,
+    remove_gradient_hooks,
+    wait_for_prefetched_gathers,
+)
 from .config import MegatronFSDPConfig
-from .shards import like
+from .shards import build_dtensor_like
 
 
-class Reduction:
+class GradientReducer:
     """The reduction of one model's gradients."""
 
     def __init__(self, fsdp: Any, units: Iterable[nn.Module], config: MegatronFSDPConfig, mesh: Mesh) -> None:
@@ -36,7 +43,7 @@ class Reduction:
         self._factor = mesh.data_size * mesh.degrees.cp if config.average_in_collective else 1
         self._sharded: dict[str, nn.Parameter] = dict(fsdp.param_and_grad_buffer.optimizer_named_parameters)
         raw = {self._sharded[name]: parameter for name, parameter in fsdp.raw_param.items()}
-        self._reduce = take_gradient_hooks(fsdp)
+        self._reduce = remove_gradient_hooks(fsdp)
         self._names = {p: name for name, p in fsdp.raw_param.items() if p in self._reduce}
         self._units = {
             unit: [raw[p] for p in dict.fromkeys(unit.parameters()) if raw[p] in self._reduce] for unit in units
@@ -54,7 +61,7 @@ class Reduction:
         # Weak, since Python's garbage collector does not see through these hooks: the model would stay for ever.
         arrived = weakref.WeakMethod(self._arrived)
         for parameter in self._reduce:
-            parameter.register_post_accumulate_grad_hook(functools.partial(_call, arrived))
+            parameter.register_post_accumulate_grad_hook(functools.partial(_call_weak_method, arrived))
 
     def set_last(self, is_last: bool) -> None:
         """Say whether the next backward is the last one of its step, during which gradients are reduced."""
@@ -65,15 +72,15 @@ class Reduction:
         self._endless.clear()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in tensors_in(output):
+        for tensor in flatten_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin)
 
     def _before_unit(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
         # Not while backward computes activations again.
-        if not torch.is_grad_enabled() or in_backward(self._fsdp):
+        if not torch.is_grad_enabled() or is_in_backward(self._fsdp):
             return
-        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        inputs = [tensor for tensor in flatten_tensors((args, kwargs)) if tensor.requires_grad]
         if not inputs:
             self._endless.add(unit)
             return
@@ -86,9 +93,9 @@ class Reduction:
 
     def _arrived(self, parameter: Tensor) -> None:
         if self._config.report_nan_in_param_grad and parameter.grad is not None:
-            flag = _is_wrong(parameter.grad)
+            flag = _has_nonfinite(parameter.grad)
             self._wrong[parameter] = flag | self._wrong[parameter] if parameter in self._wrong else flag
-        if parameter not in awaited(self._fsdp):
+        if parameter not in find_pending_parameters(self._fsdp):
             self._late.add(parameter)
         self._used.add(parameter)
 
@@ -97,12 +104,12 @@ class Reduction:
         self._uses[unit] -= 1
         if self._uses[unit] > 0 or unit in self._endless:
             return
-        waiting = awaited(self._fsdp)
+        waiting = find_pending_parameters(self._fsdp)
         for parameter in self._units[unit]:
             if parameter in waiting:
                 self._reduce[parameter](parameter)
 
-    def end(self) -> Findings:
+    def end(self) -> GradientReport:
         """Wait for the reduction, and put the gradients on the sharded parameters. Collective.
 
         All ranks have gradients of all parameters, DTensors like the sharded parameters, possibly empty.
@@ -112,69 +119,71 @@ class Reduction:
             fsdp.grad_reduce_pipeline.reduce_gradients(
                 list(self._names), outer_fsdp_group_grad_reduce=fsdp.dist_index.use_hybrid_fsdp
             )
-        wait_for_gathers(fsdp)
+        wait_for_prefetched_gathers(fsdp)
         fsdp.finish_grad_sync()
         if self._factor != 1:
             fsdp.scale_gradients(self._factor)
         trained = {name: self._sharded[name] for name in self._names.values()}
         used = [parameter in self._used for parameter in self._names]
         late = [name for parameter, name in self._names.items() if parameter in self._late]
-        flags = {(self._names[parameter], _BEFORE): flag for parameter, flag in self._wrong.items()}
+        flags = {(self._names[parameter], _NONFINITE_BEFORE_REDUCTION): flag for parameter, flag in self._wrong.items()}
         if self._config.check_for_nan_in_grad:
-            flags |= {(name, _AFTER): _is_wrong(p.grad) for name, p in trained.items() if p.grad is not None}
+            flags |= {(name, _NONFINITE): _has_nonfinite(p.grad) for name, p in trained.items() if p.grad is not None}
         for parameter in trained.values():
-            _fill(parameter)
+            _fill_missing_gradient(parameter)
         self._used.clear()
         self._late.clear()
         self._wrong.clear()
         self.is_pending = False
         # One kernel to put them together, and one to look at them.
         values = torch.stack([*flags.values()]) if flags else None
-        return Findings(
+        return GradientReport(
             trained=[[parameter] for parameter in trained.values()],
             used=used,
             is_wrong=values.any() if values is not None and not late else bool(late),
             values=values,
-            error=functools.partial(_error, late, list(flags)),
+            error=functools.partial(_find_error, late, list(flags)),
             void=self._fsdp.zero_grad_buffer,
         )
 
 
-_BEFORE = "holds a NaN or infinity on a rank, before it is reduced"
-_AFTER = "holds a NaN or infinity"
+_NONFINITE_BEFORE_REDUCTION = "holds a NaN or infinity on a rank, before it is reduced"
+_NONFINITE = "holds a NaN or infinity"
 
 
-def _error(late: Sequence[str], flags: Sequence[tuple[str, str]], values: Sequence[float]) -> MeshwrightError | None:
+def _find_error(
+    late: Sequence[str], flags: Sequence[tuple[str, str]], values: Sequence[float]
+) -> MeshwrightError | None:
     found = {
         what: [name for (name, each), value in zip(flags, values, strict=True) if value and each == what]
-        for what in (_BEFORE, _AFTER)
+        for what in (_NONFINITE_BEFORE_REDUCTION, _NONFINITE)
     }
     if late:
-        told = f"the gradient of {_named(late)} came after the backward of its unit had ended"
+        told = f"the gradient of {_format_names(late)} came after the backward of its unit had ended"
         return StrategyError(f"{told}. Name other megatron_fsdp_unit_modules.")
     for what, names in found.items():
         if names:
             remedy = "Lower the learning rate, or look at the data; nothing was trained in this step."
-            return NotFiniteError(f"the gradient of {_named(names)} {what}. {remedy}")
+            return NonFiniteError(f"the gradient of {_format_names(names)} {what}. {remedy}")
     return None
 
 
-def _named(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _fill(parameter: nn.Parameter) -> None:
+def _fill_missing_gradient(parameter: nn.Parameter) -> None:
     """Give zeros to a parameter without gradient: it is not used here, or this rank's part is empty."""
     if parameter.grad is None and isinstance(parameter, DTensor):
-        parameter.grad = like(parameter, torch.zeros_like(parameter.detach().to_local()))
+        parameter.grad = build_dtensor_like(parameter, torch.zeros_like(parameter.detach().to_local()))
 
 
-def _is_wrong(gradient: Tensor) -> Tensor:
+def _has_nonfinite(gradient: Tensor) -> Tensor:
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return ~local.isfinite().all()
 
 
-def _call(method: weakref.WeakMethod[Any], parameter: Tensor) -> None:
+def _call_weak_method(method: weakref.WeakMethod[Any], parameter: Tensor) -> None:
     function = method()
     if function is not None:
         function(parameter)

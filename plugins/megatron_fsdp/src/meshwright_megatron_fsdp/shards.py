@@ -13,24 +13,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.plugin import Division, Groups, Parts, Piece, stretch_pieces, tensor_pieces, whole_tensor
+from meshwright.plugin import (
+    LocalChunk,
+    ParameterSharding,
+    ShardGroups,
+    ShardLayout,
+    gather_full_tensor,
+    get_flat_range_chunks,
+    get_local_chunks,
+)
 
-from ._compat.wrapped import Slot
+from ._compat.wrapped import ShardRange
 
 
-class Shards(Parts):
+class MegatronShardLayout(ShardLayout):
     """The parts of a sharded parameter, or of a tensor of its shape (a gradient, optimizer state); see `Parts`."""
 
     def __init__(
-        self, slots: Mapping[nn.Parameter, Slot], divisions: Mapping[nn.Parameter, Division] | None = None
+        self,
+        shard_ranges: Mapping[nn.Parameter, ShardRange],
+        divisions: Mapping[nn.Parameter, ParameterSharding] | None = None,
     ) -> None:
-        self._slots: Mapping[Tensor, Slot] = dict(slots)
-        self._divisions: Mapping[Tensor, Division] = dict(divisions or {})
+        self._slots: Mapping[Tensor, ShardRange] = dict(shard_ranges)
+        self._divisions: Mapping[Tensor, ParameterSharding] = dict(divisions or {})
 
     def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
         slot = self._slots.get(parameter)
         if slot is None or not isinstance(value, DTensor):
-            return whole_tensor(value)
+            return gather_full_tensor(value)
         local = value.to_local()
         if slot.group is None:
             part = local.view(parameter.shape)
@@ -42,16 +52,16 @@ class Shards(Parts):
         division = self._divisions.get(parameter)
         return part if division is None else division.whole(part)
 
-    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """Copy this rank's elements into a DTensor like the parameter, in `whole`'s dtype. No communication."""
+    def part(self, full: Tensor, parameter: Tensor) -> Tensor:
+        """Copy this rank's elements into a DTensor like the parameter, in `full`'s dtype. No communication."""
         slot = self._slots.get(parameter)
-        if slot is None or not isinstance(parameter, DTensor) or self.shape(parameter, parameter) != whole.shape:
-            return whole
+        if slot is None or not isinstance(parameter, DTensor) or self.shape(parameter, parameter) != full.shape:
+            return full
         division = self._divisions.get(parameter)
-        part = whole if division is None else division.part(whole)
+        part = full if division is None else division.part(full)
         # A copy, so that optimizer state does not keep all of the whole tensor.
         local = part.flatten()[slot.start : slot.end].clone().view(parameter.detach().to_local().shape)
-        return like(parameter, local)
+        return build_dtensor_like(parameter, local)
 
     def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
         """Return the parameter's shape before tensor parallelism, for what has its shape now."""
@@ -61,17 +71,17 @@ class Shards(Parts):
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         if not isinstance(parameter, DTensor):
             return super().empty(parameter, dtype)
-        return like(parameter, torch.empty_like(parameter.detach().to_local(), dtype=dtype))
+        return build_dtensor_like(parameter, torch.empty_like(parameter.detach().to_local(), dtype=dtype))
 
-    def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
+    def pieces(self, value: Tensor, parameter: Tensor) -> list[LocalChunk]:
         slot = self._slots.get(parameter)
         if slot is None or not isinstance(value, DTensor):
-            return tensor_pieces(value)
+            return get_local_chunks(value)
         local = value.detach().to_local()
         if slot.group is None:
-            pieces = tensor_pieces(local.view(parameter.shape))
+            pieces = get_local_chunks(local.view(parameter.shape))
         else:
-            pieces = stretch_pieces(local.flatten(), slot.start, parameter.shape)
+            pieces = get_flat_range_chunks(local.flatten(), slot.start, parameter.shape)
         division = self._divisions.get(parameter)
         return pieces if division is None else division.pieces(pieces, parameter.shape)
 
@@ -80,7 +90,7 @@ class Shards(Parts):
         slot = self._slots.get(parameter)
         return parameter.dtype if slot is None else slot.dtype
 
-    def groups(self, parameter: Tensor) -> Groups:
+    def groups(self, parameter: Tensor) -> ShardGroups:
         """Return the ranks that share its buffer, and those of `tp`, as far as each divides it."""
         slot, division = self._slots[parameter], self._divisions.get(parameter)
         along_dp = (slot.group,) if slot.group is not None else ()
@@ -88,10 +98,10 @@ class Shards(Parts):
         return along_dp + along_tp
 
 
-def like(parameter: DTensor, local: Tensor) -> DTensor:
+def build_dtensor_like(parameter: DTensor, local_tensor: Tensor) -> DTensor:
     """Make a DTensor of the parameter's mesh, placements and shape around a local part of any dtype."""
     return DTensor.from_local(
-        local,
+        local_tensor,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

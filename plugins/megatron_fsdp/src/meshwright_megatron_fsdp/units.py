@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.plugin import ModelError, ModelLayout, materialize, replace_parameters
 
-from ._compat.package import package
+from ._compat.package import import_package
 from .config import MegatronFSDPConfig
 
 
@@ -24,9 +24,9 @@ def find_units(model: nn.Module, layout: ModelLayout, classes: Sequence[str] | N
         return list(dict.fromkeys(model.get_submodule(name) for name in layout.blocks))
     found = []
     for name in classes:
-        if name in _names(type(model)):
+        if name in _class_names(type(model)):
             return []
-        modules = [module for module in model.modules() if name in _names(type(module))]
+        modules = [module for module in model.modules() if name in _class_names(type(module))]
         if not modules:
             known = sorted({type(module).__name__ for module in model.modules()})
             raise ModelError(
@@ -37,11 +37,11 @@ def find_units(model: nn.Module, layout: ModelLayout, classes: Sequence[str] | N
     return list(dict.fromkeys(found))
 
 
-def _names(cls: type) -> tuple[str, str]:
+def _class_names(cls: type) -> tuple[str, str]:
     return cls.__name__, f"{cls.__module__}.{cls.__qualname__}"
 
 
-def find_dtypes(config: MegatronFSDPConfig, model: nn.Module) -> Any:
+def build_mixed_precision_policy(config: MegatronFSDPConfig, model: nn.Module) -> Any:
     """Return the package's policy of dtypes to train, accumulate and send in; None: those of the parameters.
 
     At least one parameter of the model trains.
@@ -54,10 +54,10 @@ def find_dtypes(config: MegatronFSDPConfig, model: nn.Module) -> Any:
         )
     of_model = functools.reduce(torch.promote_types, (p.dtype for p in model.parameters() if p.requires_grad))
     at_least_fp32 = torch.promote_types(of_model, torch.float32)
-    main_params = _dtype(config.main_params_dtype) or (at_least_fp32 if config.preserve_fp32_weights else None)
+    main_params = _find_dtype(config.main_params_dtype) or (at_least_fp32 if config.preserve_fp32_weights else None)
     main_grads = (
-        _dtype(config.main_grads_dtype)
-        or _dtype(config.reduce_dtype)
+        _find_dtype(config.main_grads_dtype)
+        or _find_dtype(config.reduce_dtype)
         or (at_least_fp32 if config.grad_reduce_in_fp32 else None)
     )
     for option, dtype in (("main_params_dtype", main_params), ("main_grads_dtype", main_grads)):
@@ -69,14 +69,14 @@ def find_dtypes(config: MegatronFSDPConfig, model: nn.Module) -> Any:
     if main_grads not in (None, of_model) and main_params is None:
         # A parameter takes gradients of its own dtype only; the main copy's are cast to it.
         main_params = of_model
-    return package().MixedPrecisionPolicy(main_params, main_grads, _dtype(config.grad_comm_dtype))
+    return import_package().MixedPrecisionPolicy(main_params, main_grads, _find_dtype(config.grad_comm_dtype))
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
+def _find_dtype(name: str | None) -> torch.dtype | None:
     return getattr(torch, name) if name else None
 
 
-def stand_in(model: nn.Module, device: torch.device, *, without_memory: bool) -> None:
+def replace_meta_parameters(model: nn.Module, device: torch.device, *, without_memory: bool) -> None:
     """Replace parameters on the meta device in place; tied parameters stay tied.
 
     The package copies each parameter into its buffers when it wraps a model, and drops it. So until the shards get

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshwright.plugin import IGNORED_LABEL, ModelError, Sequences, Tokens, targets
+from meshwright.plugin import IGNORE_INDEX, ModelError, Sequences, Tokens, shift_labels
 
-ABSENT = -1e30
+MASKED_LOG_PROB = -1e30
 """The log-probability of a missing entry: its exponential is 0, and no difference of two is NaN."""
 
 
@@ -34,7 +34,7 @@ def log1mexp(value: Tensor) -> Tensor:
     return torch.where(small, near, far)
 
 
-def at_targets(tokens: Sequences, values: Tensor, like: Tensor) -> Tensor:
+def mask_to_targets(tokens: Sequences, values: Tensor, like: Tensor) -> Tensor:
     """Return a column (B,) or (B, S) at the positions that predict a label, 0 elsewhere, in the dtype of `like`;
     (B, S).
     """
@@ -49,27 +49,27 @@ def sequence_log_probs(tokens: Tokens, values: Tensor | None = None) -> Tensor:
         return tokens.sequence_sum(own_BS)
     if values.dim() == 1:
         return torch.where(tokens.mask.any(1), values.to(own_BS.dtype), 0.0)
-    return tokens.sequence_sum(at_targets(tokens, values, own_BS))
+    return tokens.sequence_sum(mask_to_targets(tokens, values, own_BS))
 
 
-def lengths(tokens: Sequences) -> Tensor:
+def count_targets(tokens: Sequences) -> Tensor:
     """Return the number of targets of each row, at least 1, int64, (B,)."""
     return tokens.sequence_sum(tokens.mask).clamp(min=1)
 
 
-def pairs(values_B: Tensor) -> tuple[Tensor, Tensor]:
+def split_pairs(values_B: Tensor) -> tuple[Tensor, Tensor]:
     """Split rows, of which 2i is chosen and 2i + 1 rejected, into chosen and rejected, each (P,)."""
     chosen_P, rejected_P = values_B.unflatten(0, (-1, 2)).unbind(1)
     return chosen_P, rejected_P
 
 
-def kept_pairs(tokens: Sequences) -> Tensor:
+def find_valid_pairs(tokens: Sequences) -> Tensor:
     """Return which pairs have any target, bool, (P,)."""
-    chosen_P, rejected_P = pairs(tokens.mask.any(1))
+    chosen_P, rejected_P = split_pairs(tokens.mask.any(1))
     return chosen_P | rejected_P
 
 
-def reward_sums(chosen_P: Tensor, rejected_P: Tensor, kept_P: Tensor) -> dict[str, Tensor]:
+def sum_rewards(chosen_P: Tensor, rejected_P: Tensor, valid_P: Tensor) -> dict[str, Tensor]:
     """Return sums over the kept pairs of rewards, margins and accuracies, under trl's names, without gradients."""
     chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
     each = {
@@ -78,27 +78,27 @@ def reward_sums(chosen_P: Tensor, rejected_P: Tensor, kept_P: Tensor) -> dict[st
         "rewards/margins": chosen_P - rejected_P,
         "rewards/accuracies": (chosen_P > rejected_P).to(chosen_P.dtype),
     }
-    return total(each, kept_P)
+    return masked_sums(each, valid_P)
 
 
-def total(each: Mapping[str, Tensor], kept: Tensor) -> dict[str, Tensor]:
+def masked_sums(values: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
     """Sum each value over what is kept, without gradients."""
-    return {name: value.detach().where(kept, 0.0).sum() for name, value in each.items()}
+    return {name: value.detach().where(mask, 0.0).sum() for name, value in values.items()}
 
 
-def absent(ids_BSK: Tensor, kept_BS: Tensor) -> tuple[Tensor, Tensor]:
+def mask_ids(ids_BSK: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
     """Return ids without those at masked positions, and which are left, bool; both (B, S, K)."""
-    ids_BSK = ids_BSK.where(kept_BS[..., None], IGNORED_LABEL)
-    return ids_BSK, ids_BSK != IGNORED_LABEL
+    ids_BSK = ids_BSK.where(mask_BS[..., None], IGNORE_INDEX)
+    return ids_BSK, ids_BSK != IGNORE_INDEX
 
 
-def with_rest(log_probs_BSK: Tensor) -> Tensor:
+def append_tail(log_probs_BSK: Tensor) -> Tensor:
     """Append the log-probability of all other entries, at least that of 1e-7; (B, S, K + 1)."""
     known_BS1 = log_probs_BSK.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
     return torch.cat([log_probs_BSK, log1mexp(known_BS1)], -1)
 
 
-def divergence(student_BSK: Tensor, teacher_BSK: Tensor, beta: float) -> Tensor:
+def generalized_jsd(student_BSK: Tensor, teacher_BSK: Tensor, beta: float) -> Tensor:
     """Return the generalised Jensen-Shannon divergence of distributions given by their logarithms [nats], (B, S).
 
     `beta` 0 is KL(teacher || student), 1 is KL(student || teacher).
@@ -111,8 +111,8 @@ def divergence(student_BSK: Tensor, teacher_BSK: Tensor, beta: float) -> Tensor:
     return beta * _kl(teacher_BSK, mixture_BSK) + (1 - beta) * _kl(student_BSK, mixture_BSK)
 
 
-def _kl(of_BSK: Tensor, to_BSK: Tensor) -> Tensor:
-    return (of_BSK.exp() * (of_BSK - to_BSK)).sum(-1)
+def _kl(p_BSK: Tensor, q_BSK: Tensor) -> Tensor:
+    return (p_BSK.exp() * (p_BSK - q_BSK)).sum(-1)
 
 
 def previous_tokens(input_ids: Tensor, count: int, *, position_ids: Tensor | None = None) -> Tensor:
@@ -144,18 +144,18 @@ def previous_tokens(input_ids: Tensor, count: int, *, position_ids: Tensor | Non
         before_SS[:-1] &= ids_S != ids_S[1:, None]
         before_SS[-1] = False
         latest_SK = torch.where(before_SS, places_S, -1).topk(min(count, len(places_S)), dim=1).values
-        ids_SK = torch.where(latest_SK >= 0, ids_S[latest_SK.clamp(min=0)], IGNORED_LABEL)
-        found.append(F.pad(ids_SK, (0, count - ids_SK.shape[1]), value=IGNORED_LABEL))
+        ids_SK = torch.where(latest_SK >= 0, ids_S[latest_SK.clamp(min=0)], IGNORE_INDEX)
+        found.append(F.pad(ids_SK, (0, count - ids_SK.shape[1]), value=IGNORE_INDEX))
     return torch.stack(found)
 
 
-def documents_with_targets(batch: Mapping[str, Tensor]) -> int:
+def count_documents_with_targets(batch: Mapping[str, Tensor]) -> int:
     """Count the documents of a whole microbatch that have a target; rows are split by `position_ids`."""
-    sequences = Sequences(targets(batch["labels"]), batch.get("position_ids"))
+    sequences = Sequences(shift_labels(batch["labels"]), batch.get("position_ids"))
     return int((sequences.document_sum(sequences.mask) > 0).sum())
 
 
-def feature(logits: Tensor, dims: int, name: str) -> Tensor:
+def select_head_output(logits: Tensor, dims: int, name: str) -> Tensor:
     """Return the one feature of a head, at least float32, without its dim; raises ModelError for other heads."""
     if logits.dim() != dims or logits.shape[-1] != 1:
         kind, shape = ("tokens", "(B, S, 1)") if dims == 3 else ("sequences", "(B, 1)")
@@ -172,36 +172,38 @@ def feature(logits: Tensor, dims: int, name: str) -> Tensor:
 PairLoss = Callable[[Tensor, Tensor, float, float], Tensor]
 
 
-def smoothed(margin_P: Tensor, label_smoothing: float) -> Tensor:
+def smoothed_preference_loss(margin_P: Tensor, label_smoothing: float) -> Tensor:
     """Return the cross entropy of the margin's sigmoid with label smoothing."""
     loss_P = -(1 - label_smoothing) * log_sigmoid(margin_P)
     return loss_P - label_smoothing * log_sigmoid(-margin_P) if label_smoothing else loss_P
 
 
-def _robust(chosen_P: Tensor, rejected_P: Tensor, beta: float, wrong: float) -> Tensor:
+def _robust_loss(chosen_P: Tensor, rejected_P: Tensor, beta: float, label_smoothing: float) -> Tensor:
     margin_P = beta * (chosen_P - rejected_P)
-    return (-(1 - wrong) * log_sigmoid(margin_P) + wrong * log_sigmoid(-margin_P)) / (1 - 2 * wrong)
+    return (-(1 - label_smoothing) * log_sigmoid(margin_P) + label_smoothing * log_sigmoid(-margin_P)) / (
+        1 - 2 * label_smoothing
+    )
 
 
-def _exo(chosen_P: Tensor, rejected_P: Tensor, beta: float, wrong: float) -> Tensor:
+def _exo_loss(chosen_P: Tensor, rejected_P: Tensor, beta: float, label_smoothing: float) -> Tensor:
     margin_P = beta * (chosen_P - rejected_P)
-    right_P = margin_P.sigmoid() * (log_sigmoid(margin_P) - math.log1p(-wrong))
-    return right_P + (-margin_P).sigmoid() * (log_sigmoid(-margin_P) - math.log(wrong))
+    right_P = margin_P.sigmoid() * (log_sigmoid(margin_P) - math.log1p(-label_smoothing))
+    return right_P + (-margin_P).sigmoid() * (log_sigmoid(-margin_P) - math.log(label_smoothing))
 
 
-def _nca(chosen_P: Tensor, rejected_P: Tensor, beta: float, wrong: float) -> Tensor:
+def _nca_loss(chosen_P: Tensor, rejected_P: Tensor, beta: float, label_smoothing: float) -> Tensor:
     chosen_P, rejected_P = beta * chosen_P, beta * rejected_P
     return -log_sigmoid(chosen_P) - 0.5 * log_sigmoid(-chosen_P) - 0.5 * log_sigmoid(-rejected_P)
 
 
 PAIR_LOSSES: Mapping[str, PairLoss] = MappingProxyType(
     {
-        "sigmoid": lambda c, r, beta, wrong: smoothed(beta * (c - r), wrong),
-        "robust": _robust,
+        "sigmoid": lambda c, r, beta, wrong: smoothed_preference_loss(beta * (c - r), wrong),
+        "robust": _robust_loss,
         "hinge": lambda c, r, beta, wrong: (1 - beta * (c - r)).relu(),
         "ipo": lambda c, r, beta, wrong: (c - r - 1 / (2 * beta)) ** 2,
-        "exo_pair": _exo,
-        "nca_pair": _nca,
+        "exo_pair": _exo_loss,
+        "nca_pair": _nca_loss,
         "bco_pair": lambda c, r, beta, wrong: -log_sigmoid(beta * c) - log_sigmoid(-beta * r),
         "sppo_hard": lambda c, r, beta, wrong: (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2,
         "apo_zero": lambda c, r, beta, wrong: 1 - (beta * c).sigmoid() + (beta * r).sigmoid(),

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from meshwright.plugin import Column, Columns, Fraction, NotNegative, ObjectiveConfig, On, Positive, Sums, predicted
+from meshwright.plugin import (
+    BatchColumns,
+    Column,
+    ExtraSums,
+    Fraction,
+    InputKind,
+    NonNegativeFloat,
+    ObjectiveConfig,
+    PositiveFloat,
+    get_target_mask,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +26,7 @@ if TYPE_CHECKING:
 
 Normalize: TypeAlias = Literal["sequence", "tokens", "constant"]
 Correction: TypeAlias = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-OLD = Column("old_log_probs", ("B S",))
+OLD_LOG_PROBS = Column("old_log_probs", ("B S",))
 
 
 class GRPO(ObjectiveConfig):
@@ -39,7 +49,7 @@ class GRPO(ObjectiveConfig):
     right for one update per rollout; `reference_log_probs` (B, S) where beta > 0; `sampling_log_probs` (B, S) with a
     correction; `position_ids` where packed.
     Sums: `clip_ratio/low_mean`, `clip_ratio/high_mean`, `clip_ratio/region_mean`, `kl` where beta > 0, `entropy` if it
-    takes part or `log_entropy`; divided by `num_tokens`, means over tokens (`tokens`) or over means of sequences.
+    takes part or `report_entropy`; divided by `num_tokens`, means over tokens (`tokens`) or over means of sequences.
     Sources: Shao et al. 2024, arXiv:2402.03300; DAPO, Yu et al. 2025, arXiv:2503.14476; Dr. GRPO, Liu et al. 2025,
     arXiv:2503.20783; GSPO, Zheng et al. 2025, arXiv:2507.18071; Schulman 2020, "Approximating KL divergence", k3.
     In trl: GRPOTrainer with loss_type="grpo", "dapo" or "dr_grpo"; importance_sampling_level, epsilon, epsilon_high,
@@ -49,12 +59,12 @@ class GRPO(ObjectiveConfig):
     name: ClassVar[str] = "grpo"
 
     clip_low: Fraction = Field(default=0.2, description="How far a ratio may fall below 1.")
-    clip_high: NotNegative = Field(default=0.2, description="How far it may rise above 1.")
+    clip_high: NonNegativeFloat = Field(default=0.2, description="How far it may rise above 1.")
     delta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = Field(
         default=None, description="Highest ratio where the advantage is negative; null: none."
     )
-    beta: NotNegative = Field(default=0.0, description="Factor of the KL divergence from a reference.")
-    entropy: NotNegative = Field(default=0.0, description="Factor of the entropy, which is rewarded.")
+    beta: NonNegativeFloat = Field(default=0.0, description="Factor of the KL divergence from a reference.")
+    entropy: NonNegativeFloat = Field(default=0.0, description="Factor of the entropy, which is rewarded.")
     importance: Literal["token", "sequence"] = Field(default="token", description="Of what the ratio is taken.")
     normalize: Normalize = Field(default="sequence", description="What the sum is divided by.")
     max_tokens: int | None = Field(
@@ -62,8 +72,8 @@ class GRPO(ObjectiveConfig):
     )
     packed: bool = Field(default=False, description="Sequences are documents of rows.")
     correction: Correction | None = Field(default=None, description="For rollouts of another engine; null: none.")
-    correction_min: NotNegative | None = Field(default=None, description="Lowest correction; null: none.")
-    correction_max: Positive | None = Field(default=3.0, description="Highest one; null: none.")
+    correction_min: NonNegativeFloat | None = Field(default=None, description="Lowest correction; null: none.")
+    correction_max: PositiveFloat | None = Field(default=3.0, description="Highest one; null: none.")
     log_entropy: bool = Field(default=False, description="Sum the entropy also where it does not take part.")
 
     @model_validator(mode="after")
@@ -87,22 +97,22 @@ class GRPO(ObjectiveConfig):
     def takes(self) -> tuple[Column, ...]:
         found = [
             Column("advantages", ("B S",) if self.packed else ("B", "B S")),
-            Column(OLD.name, OLD.shapes, needed=False),
+            Column(OLD_LOG_PROBS.name, OLD_LOG_PROBS.shapes, needed=False),
         ]
         found += [Column("reference_log_probs", ("B S",))] if self.beta else []
         found += [Column("sampling_log_probs", ("B S",))] if self.correction else []
         return tuple(found)
 
-    def count(self, batch: Columns) -> int:
+    def count(self, batch: BatchColumns) -> int:
         if self.normalize == "tokens":
             return super().count(batch)
         if not self.packed:
-            return int(predicted(batch).any(1).sum())
-        from .functions import documents_with_targets
+            return int(get_target_mask(batch).any(1).sum())
+        from .functions import count_documents_with_targets
 
-        return documents_with_targets(batch)
+        return count_documents_with_targets(batch)
 
-    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
+    def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
         return _PolicyLoss(self, tokens, batch).result()
 
 
@@ -121,7 +131,7 @@ class PPO(GRPO):
 
     @property
     def takes(self) -> tuple[Column, ...]:
-        return tuple(OLD if each.name == OLD.name else each for each in super().takes)
+        return tuple(OLD_LOG_PROBS if each.name == OLD_LOG_PROBS.name else each for each in super().takes)
 
 
 class Value(ObjectiveConfig):
@@ -135,29 +145,29 @@ class Value(ObjectiveConfig):
     """
 
     name: ClassVar[str] = "value"
-    on: ClassVar[On] = "outputs"
+    on: ClassVar[InputKind] = "outputs"
 
-    clip: Positive | None = Field(default=0.2, description="How far a value may move; null: any.")
+    clip: PositiveFloat | None = Field(default=0.2, description="How far a value may move; null: any.")
 
     @property
     def takes(self) -> tuple[Column, ...]:
         old = () if self.clip is None else (Column("old_values", ("B S",)),)
         return Column("returns", ("B S",)), *old
 
-    def __call__(self, outputs: Outputs, batch: Columns) -> tuple[Tensor, Sums]:
-        from .functions import at_targets, feature, total
+    def __call__(self, outputs: Outputs, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
+        from .functions import mask_to_targets, masked_sums, select_head_output
 
-        value_BS, kept_BS = feature(outputs.logits, 3, self.name).where(outputs.mask, 0.0), outputs.mask
-        returns_BS = at_targets(outputs, batch["returns"], value_BS)
+        value_BS, kept_BS = select_head_output(outputs.logits, 3, self.name).where(outputs.mask, 0.0), outputs.mask
+        returns_BS = mask_to_targets(outputs, batch["returns"], value_BS)
         error_BS = (value_BS - returns_BS) ** 2
         each = {"value": value_BS}
         if self.clip is not None:
-            old_BS = at_targets(outputs, batch["old_values"], value_BS)
+            old_BS = mask_to_targets(outputs, batch["old_values"], value_BS)
             # Clamping leaves a value inside the range unchanged, without rounding.
             clipped_BS = (value_BS.clamp(old_BS - self.clip, old_BS + self.clip) - returns_BS) ** 2
             each["clipfrac"] = (clipped_BS > error_BS).to(error_BS.dtype)
             error_BS = error_BS.maximum(clipped_BS)
-        return 0.5 * error_BS.sum(), total(each, kept_BS)
+        return 0.5 * error_BS.sum(), masked_sums(each, kept_BS)
 
 
 class _PolicyLoss:
@@ -170,12 +180,12 @@ class _PolicyLoss:
     Shapes: B rows of a microbatch, S positions of each, D sequences: rows, or the documents in them.
     """
 
-    def __init__(self, options: GRPO, tokens: Tokens, batch: Columns) -> None:
+    def __init__(self, options: GRPO, tokens: Tokens, batch: BatchColumns) -> None:
         self.options, self._tokens, self._batch = options, tokens, batch
         self._log_probs_BS = tokens.log_probs
         self._advantages_BS = self._column("advantages")
 
-    def result(self) -> tuple[Tensor, Sums]:
+    def result(self) -> tuple[Tensor, ExtraSums]:
         """Return the sum, scalar, and further sums."""
         options, dtype = self.options, self._log_probs_BS.dtype
         loss_D, (low, high) = self._surrogate()
@@ -234,9 +244,9 @@ class _PolicyLoss:
         return bounded if kind.endswith("truncate") else factor.where(bounded == factor, 0.0)
 
     def _column(self, name: str) -> Tensor:
-        from .functions import at_targets
+        from .functions import mask_to_targets
 
-        return at_targets(self._tokens, self._batch[name], self._log_probs_BS)
+        return mask_to_targets(self._tokens, self._batch[name], self._log_probs_BS)
 
     def _sum(self, values_BS: Tensor) -> Tensor:
         return self._tokens.document_sum(values_BS) if self.options.packed else self._tokens.sequence_sum(values_BS)

@@ -11,17 +11,25 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from meshwright.plugin import Column, Columns, NotNegative, On, Positive, SequenceObjective, Sums
+from meshwright.plugin import (
+    BatchColumns,
+    Column,
+    ExtraSums,
+    InputKind,
+    NonNegativeFloat,
+    PositiveFloat,
+    SequenceObjective,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from meshwright.plugin import Outputs, Tokens
 
-REFERENCE = Column("reference_log_probs", ("B", "B S"))
-BETA = "Factor of the log-ratios: how far the model may go from the reference."
-SMOOTHED = ("sigmoid", "robust", "exo_pair")
-Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
+REFERENCE_LOG_PROBS = Column("reference_log_probs", ("B", "B S"))
+BETA_DESCRIPTION = "Factor of the log-ratios: how far the model may go from the reference."
+SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair")
+LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 PairLossName = Literal[
     "sigmoid",
     "robust",
@@ -66,21 +74,21 @@ class DPO(SequenceObjective):
     rows: ClassVar[int] = 2
 
     loss: PairLossName = Field(default="sigmoid", description="What is made of a pair.")
-    beta: Positive = Field(default=0.1, description=BETA)
-    label_smoothing: Smoothing = Field(
+    beta: PositiveFloat = Field(default=0.1, description=BETA_DESCRIPTION)
+    label_smoothing: LabelSmoothing = Field(
         default=0.0, description="How often a label is wrong; for sigmoid, robust and exo_pair."
     )
     reference_free: bool = Field(default=False, description="Compare with nothing; the column is not needed.")
-    rpo_alpha: NotNegative = Field(
+    rpo_alpha: NonNegativeFloat = Field(
         default=0.0, description="Factor of the chosen answer's mean negative log-probability."
     )
 
     @model_validator(mode="after")
     def _check_smoothing(self) -> DPO:
-        if self.label_smoothing and self.loss not in SMOOTHED:
+        if self.label_smoothing and self.loss not in SMOOTHED_LOSSES:
             raise ValueError(
                 f"label_smoothing={self.label_smoothing:g} means nothing to loss={self.loss!r}. Set it to 0, or loss "
-                f"to one of {', '.join(SMOOTHED)}"
+                f"to one of {', '.join(SMOOTHED_LOSSES)}"
             )
         if self.loss == "exo_pair" and not self.label_smoothing:
             raise ValueError("loss='exo_pair' takes a logarithm of label_smoothing: set it above 0, such as 1e-3")
@@ -88,22 +96,30 @@ class DPO(SequenceObjective):
 
     @property
     def takes(self) -> tuple[Column, ...]:
-        return () if self.reference_free else (REFERENCE,)
+        return () if self.reference_free else (REFERENCE_LOG_PROBS,)
 
-    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
-        from .functions import PAIR_LOSSES, kept_pairs, lengths, pairs, reward_sums, sequence_log_probs, total
+    def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
+        from .functions import (
+            PAIR_LOSSES,
+            count_targets,
+            find_valid_pairs,
+            masked_sums,
+            sequence_log_probs,
+            split_pairs,
+            sum_rewards,
+        )
 
-        own_B, kept_P = sequence_log_probs(tokens), kept_pairs(tokens)
-        ratio_B = own_B if self.reference_free else own_B - sequence_log_probs(tokens, batch[REFERENCE.name])
+        own_B, kept_P = sequence_log_probs(tokens), find_valid_pairs(tokens)
+        ratio_B = own_B if self.reference_free else own_B - sequence_log_probs(tokens, batch[REFERENCE_LOG_PROBS.name])
         by_length = self.loss in ("ipo", "sigmoid_norm")
-        chosen_P, rejected_P = pairs(ratio_B / lengths(tokens) if by_length else ratio_B)
+        chosen_P, rejected_P = split_pairs(ratio_B / count_targets(tokens) if by_length else ratio_B)
         loss_P = PAIR_LOSSES[self.loss](chosen_P, rejected_P, self.beta, self.label_smoothing)
-        each = dict(zip(("logps/chosen", "logps/rejected"), pairs(own_B), strict=True))
+        each = dict(zip(("logps/chosen", "logps/rejected"), split_pairs(own_B), strict=True))
         if self.rpo_alpha:
-            each["nll"] = -pairs(own_B / lengths(tokens))[0]
+            each["nll"] = -split_pairs(own_B / count_targets(tokens))[0]
             loss_P = loss_P + self.rpo_alpha * each["nll"]
-        chosen_P, rejected_P = pairs(self.beta * ratio_B)
-        return loss_P.where(kept_P, 0.0).sum(), reward_sums(chosen_P, rejected_P, kept_P) | total(each, kept_P)
+        chosen_P, rejected_P = split_pairs(self.beta * ratio_B)
+        return loss_P.where(kept_P, 0.0).sum(), sum_rewards(chosen_P, rejected_P, kept_P) | masked_sums(each, kept_P)
 
 
 class KTO(SequenceObjective):
@@ -127,28 +143,28 @@ class KTO(SequenceObjective):
     name: ClassVar[str] = "kto"
 
     loss: Literal["kto", "apo_zero_unpaired"] = Field(default="kto", description="Whether kl takes part.")
-    beta: Positive = Field(default=0.1, description=BETA)
-    desirable_weight: NotNegative = Field(default=1.0, description="Of wanted answers.")
-    undesirable_weight: NotNegative = Field(default=1.0, description="Of others.")
+    beta: PositiveFloat = Field(default=0.1, description=BETA_DESCRIPTION)
+    desirable_weight: NonNegativeFloat = Field(default=1.0, description="Of wanted answers.")
+    undesirable_weight: NonNegativeFloat = Field(default=1.0, description="Of others.")
 
     @property
     def takes(self) -> tuple[Column, ...]:
         kl = (Column("reference_kl", ("B",)),) if self.loss == "kto" else ()
-        return REFERENCE, Column("desirable", ("B",), "bool"), *kl
+        return REFERENCE_LOG_PROBS, Column("desirable", ("B",), "bool"), *kl
 
-    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
-        from .functions import sequence_log_probs, total
+    def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
+        from .functions import masked_sums, sequence_log_probs
 
         own_B, kept_B, wanted_B = sequence_log_probs(tokens), tokens.mask.any(1), batch["desirable"]
-        ratio_B = own_B - sequence_log_probs(tokens, batch[REFERENCE.name])
+        ratio_B = own_B - sequence_log_probs(tokens, batch[REFERENCE_LOG_PROBS.name])
         kl_B = batch["reference_kl"].to(own_B.dtype).clamp(min=0).where(kept_B, 0.0) if self.loss == "kto" else 0.0
         good_B = wanted_B.to(own_B.dtype)
         sign_B, weight_B = 2 * good_B - 1, good_B * self.desirable_weight + (1 - good_B) * self.undesirable_weight
         loss_B = weight_B * (1 - (self.beta * sign_B * (ratio_B - kl_B)).sigmoid())
         each = {"rewards": self.beta * ratio_B, "logps": own_B, "count": own_B.new_ones(own_B.shape)}
-        sums: Sums = {}
+        sums: ExtraSums = {}
         for side, kept in (("chosen", kept_B & wanted_B), ("rejected", kept_B & ~wanted_B)):
-            sums |= {f"{name}/{side}": value for name, value in total(each, kept).items()}
+            sums |= {f"{name}/{side}": value for name, value in masked_sums(each, kept).items()}
         return loss_B.where(kept_B, 0.0).sum(), sums
 
 
@@ -167,21 +183,30 @@ class ORPO(SequenceObjective):
     name: ClassVar[str] = "orpo"
     rows: ClassVar[int] = 2
 
-    beta: NotNegative = Field(default=0.1, description="Factor of the odds ratio.")
+    beta: NonNegativeFloat = Field(default=0.1, description="Factor of the odds ratio.")
 
-    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
-        from .functions import kept_pairs, lengths, log1mexp, log_sigmoid, pairs, reward_sums, sequence_log_probs, total
+    def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
+        from .functions import (
+            count_targets,
+            find_valid_pairs,
+            log1mexp,
+            log_sigmoid,
+            masked_sums,
+            sequence_log_probs,
+            split_pairs,
+            sum_rewards,
+        )
 
-        own_B, kept_P = sequence_log_probs(tokens), kept_pairs(tokens)
+        own_B, kept_P = sequence_log_probs(tokens), find_valid_pairs(tokens)
         # A row without targets has probability 1, whose odds are infinite.
-        mean_B = (own_B / lengths(tokens)).where(tokens.mask.any(1), -1.0)
-        chosen_P, rejected_P = pairs(mean_B)
+        mean_B = (own_B / count_targets(tokens)).where(tokens.mask.any(1), -1.0)
+        chosen_P, rejected_P = split_pairs(mean_B)
         odds_P = (chosen_P - rejected_P) - (log1mexp(chosen_P) - log1mexp(rejected_P))
         ratio_P = log_sigmoid(odds_P)
         each = {"logps/chosen": chosen_P, "logps/rejected": rejected_P, "nll": -chosen_P}
         each |= {"log_odds_ratio": ratio_P, "log_odds_chosen": odds_P}
-        rewards = reward_sums(self.beta * chosen_P, self.beta * rejected_P, kept_P)
-        return (-chosen_P - self.beta * ratio_P).where(kept_P, 0.0).sum(), rewards | total(each, kept_P)
+        rewards = sum_rewards(self.beta * chosen_P, self.beta * rejected_P, kept_P)
+        return (-chosen_P - self.beta * ratio_P).where(kept_P, 0.0).sum(), rewards | masked_sums(each, kept_P)
 
 
 class SimPO(SequenceObjective):
@@ -199,22 +224,30 @@ class SimPO(SequenceObjective):
     name: ClassVar[str] = "simpo"
     rows: ClassVar[int] = 2
 
-    beta: Positive = Field(default=2.0, description="Factor of the mean log-probabilities.")
-    gamma: NotNegative = Field(default=0.5, description="By how much the chosen one is to be better.")
-    label_smoothing: Smoothing = Field(default=0.0, description="How often a label is wrong.")
-    sft_weight: NotNegative = Field(default=0.0, description="Factor of the chosen answer's cross entropy.")
+    beta: PositiveFloat = Field(default=2.0, description="Factor of the mean log-probabilities.")
+    gamma: NonNegativeFloat = Field(default=0.5, description="By how much the chosen one is to be better.")
+    label_smoothing: LabelSmoothing = Field(default=0.0, description="How often a label is wrong.")
+    sft_weight: NonNegativeFloat = Field(default=0.0, description="Factor of the chosen answer's cross entropy.")
 
-    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
-        from .functions import kept_pairs, lengths, pairs, reward_sums, sequence_log_probs, smoothed, total
+    def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
+        from .functions import (
+            count_targets,
+            find_valid_pairs,
+            masked_sums,
+            sequence_log_probs,
+            smoothed_preference_loss,
+            split_pairs,
+            sum_rewards,
+        )
 
-        kept_P = kept_pairs(tokens)
-        chosen_P, rejected_P = pairs(sequence_log_probs(tokens) / lengths(tokens))
-        loss_P = smoothed(self.beta * (chosen_P - rejected_P) - self.gamma, self.label_smoothing)
+        kept_P = find_valid_pairs(tokens)
+        chosen_P, rejected_P = split_pairs(sequence_log_probs(tokens) / count_targets(tokens))
+        loss_P = smoothed_preference_loss(self.beta * (chosen_P - rejected_P) - self.gamma, self.label_smoothing)
         if self.sft_weight:
             loss_P = loss_P - self.sft_weight * chosen_P
         each = {"logps/chosen": chosen_P, "logps/rejected": rejected_P, "nll": -chosen_P}
-        rewards = reward_sums(self.beta * chosen_P, self.beta * rejected_P, kept_P)
-        return loss_P.where(kept_P, 0.0).sum(), rewards | total(each, kept_P)
+        rewards = sum_rewards(self.beta * chosen_P, self.beta * rejected_P, kept_P)
+        return loss_P.where(kept_P, 0.0).sum(), rewards | masked_sums(each, kept_P)
 
 
 class Reward(SequenceObjective):
@@ -231,24 +264,24 @@ class Reward(SequenceObjective):
     """
 
     name: ClassVar[str] = "reward"
-    on: ClassVar[On] = "outputs"
+    on: ClassVar[InputKind] = "outputs"
     rows: ClassVar[int] = 2
 
-    center: NotNegative = Field(default=0.0, description="Factor of the square of a pair's sum.")
+    center: NonNegativeFloat = Field(default=0.0, description="Factor of the square of a pair's sum.")
 
     @property
     def takes(self) -> tuple[Column, ...]:
         return (Column("margin", ("B",), needed=False),)
 
-    def __call__(self, outputs: Outputs, batch: Columns) -> tuple[Tensor, Sums]:
-        from .functions import feature, kept_pairs, log_sigmoid, pairs, reward_sums
+    def __call__(self, outputs: Outputs, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
+        from .functions import find_valid_pairs, log_sigmoid, select_head_output, split_pairs, sum_rewards
 
-        kept_P = kept_pairs(outputs)
-        chosen_P, rejected_P = pairs(feature(outputs.logits, 2, self.name))
+        kept_P = find_valid_pairs(outputs)
+        chosen_P, rejected_P = split_pairs(select_head_output(outputs.logits, 2, self.name))
         margin_P = chosen_P - rejected_P
         if "margin" in batch:
-            margin_P = margin_P - pairs(batch["margin"].to(margin_P.dtype))[0].where(kept_P, 0.0)
+            margin_P = margin_P - split_pairs(batch["margin"].to(margin_P.dtype))[0].where(kept_P, 0.0)
         loss_P = -log_sigmoid(margin_P)
         if self.center:
             loss_P = loss_P + self.center * (chosen_P + rejected_P) ** 2
-        return loss_P.where(kept_P, 0.0).sum(), reward_sums(chosen_P, rejected_P, kept_P)
+        return loss_P.where(kept_P, 0.0).sum(), sum_rewards(chosen_P, rejected_P, kept_P)

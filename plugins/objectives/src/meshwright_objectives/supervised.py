@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from meshwright.plugin import Column, Columns, Fraction, NotNegative, ObjectiveConfig, Positive, Sums, predicted
+from meshwright.plugin import (
+    BatchColumns,
+    Column,
+    ExtraSums,
+    Fraction,
+    NonNegativeFloat,
+    ObjectiveConfig,
+    PositiveFloat,
+    get_target_mask,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +45,7 @@ class CrossEntropy(ObjectiveConfig):
     name: ClassVar[str] = "cross_entropy"
 
     label_smoothing: Fraction = Field(default=0.0, description="Part of the target that all tokens share evenly.")
-    z_loss: NotNegative = Field(default=0.0, description="Factor of the squared logsumexp; 1e-4 in the paper.")
+    z_loss: NonNegativeFloat = Field(default=0.0, description="Factor of the squared logsumexp; 1e-4 in the paper.")
     sums: list[Literal["correct", "entropy"]] = Field(
         default=[], description="What else is summed; each costs a little."
     )
@@ -45,14 +54,14 @@ class CrossEntropy(ObjectiveConfig):
     def takes(self) -> tuple[Column, ...]:
         return (Column("weights", ("B S",), needed=False),)
 
-    def count(self, batch: Columns) -> int:
-        counted = predicted(batch)
+    def count(self, batch: BatchColumns) -> int:
+        counted = get_target_mask(batch)
         if "weights" in batch:
             counted = counted & (batch["weights"][:, :-1] != 0)
         return int(counted.sum())
 
-    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
-        from .functions import at_targets, total
+    def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
+        from .functions import mask_to_targets, masked_sums
 
         loss_BS = -tokens.log_probs
         if self.label_smoothing:
@@ -62,14 +71,14 @@ class CrossEntropy(ObjectiveConfig):
             loss_BS = loss_BS + self.z_loss * tokens.logsumexp**2
         kept_BS, each = tokens.mask, {}
         if "weights" in batch:
-            weights_BS = at_targets(tokens, batch["weights"], loss_BS)
+            weights_BS = mask_to_targets(tokens, batch["weights"], loss_BS)
             loss_BS, kept_BS = loss_BS * weights_BS, kept_BS & (weights_BS != 0)
             each["weights"] = weights_BS
         if "correct" in self.sums:
             each["correct"] = tokens.is_top1.to(loss_BS.dtype)
         if "entropy" in self.sums:
             each["entropy"] = tokens.entropy
-        return loss_BS.where(kept_BS, 0.0).sum(), total(each, kept_BS)
+        return loss_BS.where(kept_BS, 0.0).sum(), masked_sums(each, kept_BS)
 
 
 class Unlikelihood(ObjectiveConfig):
@@ -84,21 +93,21 @@ class Unlikelihood(ObjectiveConfig):
 
     name: ClassVar[str] = "unlikelihood"
 
-    alpha: NotNegative = Field(default=1.0, description="Factor of the second term.")
+    alpha: NonNegativeFloat = Field(default=1.0, description="Factor of the second term.")
 
     @property
     def takes(self) -> tuple[Column, ...]:
         return (Column("negatives", ("B S K",), "int"),)
 
-    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
-        from .functions import ABSENT, absent, total
+    def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
+        from .functions import MASKED_LOG_PROB, mask_ids, masked_sums
 
         nll_BS, kept_BS = -tokens.log_probs, tokens.mask
-        ids_BSK, valid_BSK = absent(batch["negatives"], kept_BS)
-        log_probs_BSK = tokens.log_probs_of(ids_BSK).where(valid_BSK, ABSENT)
+        ids_BSK, valid_BSK = mask_ids(batch["negatives"], kept_BS)
+        log_probs_BSK = tokens.log_probs_of(ids_BSK).where(valid_BSK, MASKED_LOG_PROB)
         unlikely_BS = -(-log_probs_BSK.expm1()).clamp(min=1e-5).log().sum(-1)
         each = {"nll": nll_BS, "unlikelihood": unlikely_BS}
-        return (nll_BS + self.alpha * unlikely_BS).sum(), total(each, kept_BS)
+        return (nll_BS + self.alpha * unlikely_BS).sum(), masked_sums(each, kept_BS)
 
 
 class Distill(ObjectiveConfig):
@@ -125,7 +134,7 @@ class Distill(ObjectiveConfig):
     rest: Literal["entry", "renormalize"] = Field(
         default="entry", description="What the mass outside of the teacher's entries is: one entry, or nothing."
     )
-    temperature: Positive = Field(default=1.0, description="Of both; other than 1 with renormalize.")
+    temperature: PositiveFloat = Field(default=1.0, description="Of both; other than 1 with renormalize.")
     weight: Fraction = Field(default=1.0, description="Of the divergence; 1 - weight is the cross entropy's.")
 
     @model_validator(mode="after")
@@ -141,27 +150,27 @@ class Distill(ObjectiveConfig):
     def takes(self) -> tuple[Column, ...]:
         return Column("teacher_ids", ("B S K",), "int"), Column("teacher_log_probs", ("B S K",))
 
-    def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
-        from .functions import ABSENT, absent, divergence, total
+    def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
+        from .functions import MASKED_LOG_PROB, generalized_jsd, mask_ids, masked_sums
 
         kept_BS = tokens.mask
-        ids_BSK, valid_BSK = absent(batch["teacher_ids"], kept_BS)
+        ids_BSK, valid_BSK = mask_ids(batch["teacher_ids"], kept_BS)
         student_BSK = tokens.log_probs_of(ids_BSK)
-        teacher_BSK = batch["teacher_log_probs"].to(student_BSK.dtype).clamp(min=ABSENT)
+        teacher_BSK = batch["teacher_log_probs"].to(student_BSK.dtype).clamp(min=MASKED_LOG_PROB)
         student_BSK, teacher_BSK = (
-            self._as_whole(each.where(valid_BSK, ABSENT)) for each in (student_BSK, teacher_BSK)
+            self._as_whole(each.where(valid_BSK, MASKED_LOG_PROB)) for each in (student_BSK, teacher_BSK)
         )
-        found_BS = divergence(student_BSK, teacher_BSK, self.beta).where(valid_BSK.any(-1), 0.0)
+        found_BS = generalized_jsd(student_BSK, teacher_BSK, self.beta).where(valid_BSK.any(-1), 0.0)
         loss_BS, each = found_BS, {"divergence": found_BS}
         if self.weight < 1:
             each["nll"] = -tokens.log_probs
             loss_BS = self.weight * found_BS + (1 - self.weight) * each["nll"]
-        return loss_BS.sum(), total(each, kept_BS)
+        return loss_BS.sum(), masked_sums(each, kept_BS)
 
     def _as_whole(self, log_probs_BSK: Tensor) -> Tensor:
         """Log-probabilities of a full distribution, (B, S, K) or (B, S, K + 1)."""
-        from .functions import with_rest
+        from .functions import append_tail
 
         if self.rest == "entry":
-            return with_rest(log_probs_BSK)
+            return append_tail(log_probs_BSK)
         return (log_probs_BSK / self.temperature).log_softmax(-1)

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from meshwright.plugin import DTYPES, NO_FLOAT16, ConfigError, FrozenModel, check_import
+from meshwright.plugin import FLOAT16_REFUSAL, TRAINING_DTYPES, ConfigError, FrozenModel, check_import
 
-from .schedule.order import Schedule, bubble_fraction, peak_live
-from .schedule.rules import SCHEDULES, build_schedule, read_csv, schedule_rule, sizes_in_csv
+from .schedule.order import Schedule, bubble_fraction, count_peak_live_microbatches
+from .schedule.rules import SCHEDULES, build_schedule, find_schedule_spec, read_schedule_csv, read_schedule_size
 
 if TYPE_CHECKING:
     from meshwright.plugin import Degrees
 
 # What torch calls the schedules that a file describes.
-_FROM_FILE = ("pipelineschedulesingle", "pipelineschedulemulti")
+_CSV_SCHEDULE_NAMES = ("pipelineschedulesingle", "pipelineschedulemulti")
 
 
 class PipelineConfig(FrozenModel):
@@ -70,7 +70,10 @@ class PipelineConfig(FrozenModel):
         "stage, as is the default; true: an error where the inner strategy's options say otherwise.",
     )
     dtype: Annotated[
-        Any, WithJsonSchema({"anyOf": [{"enum": [*DTYPES, *(f"torch.{each}" for each in DTYPES)]}, {"type": "null"}]})
+        Any,
+        WithJsonSchema(
+            {"anyOf": [{"enum": [*TRAINING_DTYPES, *(f"torch.{each}" for each in TRAINING_DTYPES)]}, {"type": "null"}]}
+        ),
     ] = Field(default=None, description="Dtype in which hidden states cross a boundary; null: the model's own.")
     scale_grads_in_schedule: bool = Field(
         default=False, description="Divide the gradients by the number of microbatches once the schedule has run."
@@ -101,17 +104,19 @@ class PipelineConfig(FrozenModel):
                 found.append(options)
         return found
 
-    def forecast(self, *, layers: int, ranks: int, sequences: int, head: float = 0.0) -> tuple[float, float]:
+    def forecast(self, *, layers: int, pp_size: int, sequences: int, head_cost: float = 0.0) -> tuple[float, float]:
         """The bubble fraction of a schedule whose stages have equally many blocks, and the most live microbatches.
 
-        `sequences` are those of a step on each data-parallel rank, and `head` is the time of what the last stage
+        `sequences` are those of a step on each data-parallel rank, and `head_cost` is the time of what the last stage
         computes beside its blocks, as a number of blocks.
         """
-        stages = number_of_stages(self, layers=layers, ranks=ranks)
-        microbatches = number_of_microbatches(self, sequences=sequences)
-        schedule = schedule_of(self, ranks=ranks, stages=stages, microbatches=microbatches)
-        costs = [layers / stages] * (stages - 1) + [layers / stages + head]
-        return bubble_fraction(schedule, stage_costs=costs), max(peak_live(schedule)) * ranks / stages
+        stages = compute_num_stages(self, num_layers=layers, pp_size=pp_size)
+        microbatches = compute_num_microbatches(self, num_sequences=sequences)
+        schedule = resolve_schedule(self, num_ranks=pp_size, num_stages=stages, num_microbatches=microbatches)
+        costs = [layers / stages] * (stages - 1) + [layers / stages + head_cost]
+        return bubble_fraction(schedule, stage_costs=costs), max(
+            count_peak_live_microbatches(schedule)
+        ) * pp_size / stages
 
     @property
     def run_size(self) -> int | None:
@@ -123,8 +128,10 @@ class PipelineConfig(FrozenModel):
     @classmethod
     def _name_dtype(cls, value: Any) -> Any:
         name = str(value).removeprefix("torch.")
-        if value is not None and name not in DTYPES:
-            raise ValueError(f"must be one of {', '.join(DTYPES)}, as a name or a torch.dtype; {NO_FLOAT16}")
+        if value is not None and name not in TRAINING_DTYPES:
+            raise ValueError(
+                f"must be one of {', '.join(TRAINING_DTYPES)}, as a name or a torch.dtype; {FLOAT16_REFUSAL}"
+            )
         return None if value is None else name
 
     @field_validator("loss_fn")
@@ -150,12 +157,12 @@ class PipelineConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> PipelineConfig:
-        names_file = (self.pp_schedule or "").lower() in _FROM_FILE
+        names_file = (self.pp_schedule or "").lower() in _CSV_SCHEDULE_NAMES
         if self.pp_schedule_csv is None:
             if self.pp_schedule is None or names_file:
                 raise ValueError(f"pp_schedule={self.pp_schedule!r} needs a file. Set pp_schedule_csv, or a schedule")
             try:
-                schedule_rule(self.pp_schedule)
+                find_schedule_spec(self.pp_schedule)
             except ConfigError as error:
                 raise ValueError(str(error)) from None
         elif self.pp_schedule not in (None, type(self).model_fields["pp_schedule"].default) and not names_file:
@@ -170,7 +177,7 @@ class PipelineConfig(FrozenModel):
         if self.run_size is not None and self.run_size % self.pp_microbatch_size:
             raise ValueError(
                 f"pp_batch_size={self.pp_batch_size} does not divide into microbatches of "
-                f"pp_microbatch_size={self.pp_microbatch_size}. Use one of {_divisors(self.pp_batch_size)}"
+                f"pp_microbatch_size={self.pp_microbatch_size}. Use one of {_format_divisors(self.pp_batch_size)}"
             )
         return self
 
@@ -178,7 +185,7 @@ class PipelineConfig(FrozenModel):
 PipelineConfig.positional = tuple(PipelineConfig.model_fields)
 
 
-class CountedBlocks(PipelineConfig):
+class BlockCountConfig(PipelineConfig):
     """Options under which each stage has as many blocks as is said, in the place of other options that divide."""
 
     blocks_per_stage: tuple[int, ...]
@@ -210,37 +217,37 @@ def check_options(config: PipelineConfig, degrees: Degrees) -> None:
         )
 
 
-def number_of_stages(config: PipelineConfig, *, layers: int, ranks: int) -> int:
+def compute_num_stages(config: PipelineConfig, *, num_layers: int, pp_size: int) -> int:
     """Stages of a model of so many blocks, on all ranks of the pipeline axis together."""
-    source, stages = _stages_asked(config, layers, ranks)
+    source, stages = _requested_num_stages(config, num_layers, pp_size)
     # A file may place stages as it likes, several on one rank and one on another.
     if config.pp_schedule_csv is None:
-        rule = schedule_rule(str(config.pp_schedule))
-        chunks, rest = divmod(stages, ranks)
+        rule = find_schedule_spec(str(config.pp_schedule))
+        chunks, rest = divmod(stages, pp_size)
         if rest:
             rounding = (
                 " or set round_virtual_stages_to_pp_multiple to 'up' or 'down'" if config.layers_per_stage else ""
             )
             raise ConfigError(
-                f"{source} gives {stages} stages, which is no multiple of pp_size={ranks}. Change it{rounding}."
+                f"{source} gives {stages} stages, which is no multiple of pp_size={pp_size}. Change it{rounding}."
             )
         if chunks < rule.min_chunks or (rule.max_chunks and chunks > rule.max_chunks):
             raise ConfigError(
-                f"{source} gives {stages} stages, {chunks} on each of {ranks} ranks, but "
+                f"{source} gives {stages} stages, {chunks} on each of {pp_size} ranks, but "
                 f"pp_schedule={config.pp_schedule!r} takes {rule.chunks_allowed} on a rank. "
-                f"Change one of them{_fitting_layers(layers, ranks, rule.min_chunks)}."
+                f"Change one of them{_layers_per_stage_hint(num_layers, pp_size, rule.min_chunks)}."
             )
-    if stages > layers:
+    if stages > num_layers:
         raise ConfigError(
-            f"{source} gives {stages} stages, but the model has {layers} blocks, and each stage needs one. "
+            f"{source} gives {stages} stages, but the model has {num_layers} blocks, and each stage needs one. "
             f"Use fewer pipeline ranks, a schedule with one stage on a rank (1f1b, gpipe), or a deeper model."
         )
     return stages
 
 
-def _stages_asked(config: PipelineConfig, layers: int, ranks: int) -> tuple[str, int]:
+def _requested_num_stages(config: PipelineConfig, layers: int, ranks: int) -> tuple[str, int]:
     """Which option decides, with its value, and the number of stages that it gives."""
-    if isinstance(config, CountedBlocks):
+    if isinstance(config, BlockCountConfig):
         return "blocks_per_stage", len(config.blocks_per_stage)
     if config.module_fqns_per_model_part is not None:
         return "module_fqns_per_model_part", len(config.module_fqns_per_model_part)
@@ -258,32 +265,32 @@ def _stages_asked(config: PipelineConfig, layers: int, ranks: int) -> tuple[str,
             )
         return source, stages
     if config.pp_schedule_csv is not None:
-        return f"pp_schedule_csv={config.pp_schedule_csv!r}", sizes_in_csv(config.pp_schedule_csv)[0]
-    return f"pp_schedule={config.pp_schedule!r}", ranks * schedule_rule(str(config.pp_schedule)).min_chunks
+        return f"pp_schedule_csv={config.pp_schedule_csv!r}", read_schedule_size(config.pp_schedule_csv)[0]
+    return f"pp_schedule={config.pp_schedule!r}", ranks * find_schedule_spec(str(config.pp_schedule)).min_chunks
 
 
-def _fitting_layers(layers: int, ranks: int, chunks: int) -> str:
+def _layers_per_stage_hint(layers: int, ranks: int, chunks: int) -> str:
     """A hint of a layers_per_stage that gives `chunks` stages on each rank, if there is one."""
     fitting = -(-layers // (ranks * chunks))
     return f", for instance layers_per_stage={fitting}" if -(-layers // fitting) == ranks * chunks else ""
 
 
-def number_of_microbatches(config: PipelineConfig, *, sequences: int) -> int:
+def compute_num_microbatches(config: PipelineConfig, *, num_sequences: int) -> int:
     """Microbatches of one run of the schedule, for the sequences of a step on each data-parallel rank."""
-    batch, size = config.run_size or sequences, config.pp_microbatch_size
-    if sequences % batch:
+    batch, size = config.run_size or num_sequences, config.pp_microbatch_size
+    if num_sequences % batch:
         raise ConfigError(
-            f"{sequences} sequences of a step on each data-parallel rank do not divide into runs of "
-            f"pp_batch_size={batch}. Use one of {_divisors(sequences)}, or leave it out to run all together."
+            f"{num_sequences} sequences of a step on each data-parallel rank do not divide into runs of "
+            f"pp_batch_size={batch}. Use one of {_format_divisors(num_sequences)}, or leave it out to run all together."
         )
     if batch % size:
         raise ConfigError(
             f"a batch of {batch} sequences does not divide into microbatches of pp_microbatch_size={size}. "
-            f"Use one of {_divisors(batch)}, or another batch size."
+            f"Use one of {_format_divisors(batch)}, or another batch size."
         )
     if config.pp_schedule_csv is None:
         return batch // size
-    _, microbatches = sizes_in_csv(config.pp_schedule_csv)
+    _, microbatches = read_schedule_size(config.pp_schedule_csv)
     if config.run_size is not None and batch // size != microbatches:
         raise ConfigError(
             f"pp_batch_size={batch} is {batch // size} microbatches of {size}, but "
@@ -293,11 +300,15 @@ def number_of_microbatches(config: PipelineConfig, *, sequences: int) -> int:
     return microbatches
 
 
-def schedule_of(config: PipelineConfig, *, ranks: int, stages: int, microbatches: int) -> Schedule:
+def resolve_schedule(config: PipelineConfig, *, num_ranks: int, num_stages: int, num_microbatches: int) -> Schedule:
     if config.pp_schedule_csv is not None:
-        return read_csv(config.pp_schedule_csv, ranks=ranks, stages=stages, microbatches=microbatches)
-    return build_schedule(str(config.pp_schedule), ranks=ranks, stages=stages, microbatches=microbatches)
+        return read_schedule_csv(
+            config.pp_schedule_csv, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
+        )
+    return build_schedule(
+        str(config.pp_schedule), num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
+    )
 
 
-def _divisors(number: int) -> str:
+def _format_divisors(number: int) -> str:
     return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)

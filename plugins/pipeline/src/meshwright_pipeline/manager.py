@@ -17,59 +17,59 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.plugin import (
     CLAIMABLE_AXES,
-    OF_MODEL,
+    MODEL_KEYS,
     Batch,
+    BatchRequirements,
+    BoundObjective,
     ConfigError,
     DataParallelManager,
-    Ending,
-    Given,
     Mesh,
     Objective,
-    Recorder,
-    Steps,
+    ObjectiveAccumulator,
+    StatisticsRecorder,
+    StepBookkeeping,
+    StepReduction,
     StrategyManager,
-    Tally,
-    Terms,
     TokenStatistic,
     Weights,
-    agree,
-    announce,
-    as_config,
-    as_mesh,
-    check_clip,
-    check_new,
-    check_nothing_pending,
+    begin_step_sync,
+    build_merger,
+    check_clip_options,
+    check_no_pending_gradients,
+    check_not_owned,
     check_trainable,
-    forward_takes,
-    frozen_share,
+    coerce_config,
+    compute_frozen_share,
+    finish_step_sync,
+    from_device_mesh,
+    get_forward_arguments,
     get_strategy,
-    merging_of,
+    model_inputs,
     model_layout,
-    note_ties,
     require_model,
-    split_whole,
-    without_columns,
+    split_unsharded_columns,
+    sync_tie_config,
 )
 
 from .config import PipelineConfig, check_options
-from .cut.split import InStages, in_stages
-from .run.actions import TimelineRecorder, run_all
-from .run.losses import objective_of
-from .run.orders import check_sizes, converted, cut_batch, filled_up
-from .run.stage import PipelineStage, check_activations, choose_activations
-from .start import Setting, Stages, take_apart, take_as_given
-from .state.copies import Copies
-from .state.manager import StatefulStages
-from .state.names import Names
+from .cut.split import PipelineCostModel, build_cost_model
+from .run.actions import PipelineTimelineRecorder, run_step
+from .run.losses import build_loss_objective
+from .run.orders import check_batch_sizes, map_microbatches, pad_microbatches, split_batch
+from .run.stage import PipelineStage, check_activation_budget, choose_activations
+from .start import StagedModel, StageFactory, split_into_stages, use_given_stage
+from .state.copies import SharedParameters
+from .state.manager import StagedStateManager
+from .state.names import StagedParameterNames
 
 
-class PipelineManager(StatefulStages):
+class PipelineManager(StagedStateManager):
     """Pipeline parallelism around another strategy; see `StrategyManager`.
 
     Args:
         config: options, or a mapping of them.
         device_mesh: of all ranks; a `meshwright.Mesh`, or a DeviceMesh of torch with an axis `pp`, see
-            `meshwright.mesh.mesh.as_mesh`.
+            `meshwright.mesh.mesh.from_device_mesh`.
         inner: makes a manager of the inner strategy on the mesh of a stage; or a strategy's name, with its defaults.
 
     Raises:
@@ -86,48 +86,50 @@ class PipelineManager(StatefulStages):
         device_mesh: Mesh | DeviceMesh,
         inner: Callable[[Mesh], StrategyManager] | str = "single",
     ) -> None:
-        config = as_config(PipelineConfig, config, where="PipelineManager")
+        config = coerce_config(PipelineConfig, config, where="PipelineManager")
         if isinstance(inner, str):
             spec = get_strategy(inner)
             inner, axes = (lambda mesh: spec.build(spec.config_cls(), mesh)), spec.axes | {"pp"}
         else:
             axes = frozenset(CLAIMABLE_AXES)
-        mesh = as_mesh(device_mesh, axes)
+        mesh = from_device_mesh(device_mesh, axes)
         check_options(config, mesh.degrees)
         self.config, self.mesh = config, mesh
-        self._setting, self._loss = Setting(config, mesh, inner), objective_of(config.loss_fn)
+        self._setting, self._loss = StageFactory(config, mesh, inner), build_loss_objective(config.loss_fn)
         if self._loss is not None and mesh.degrees.tp > 1:
             raise ConfigError(
                 f"loss_fn with tp_size={mesh.degrees.tp}: the logits are divided over the ranks of tp, and only the "
                 f"token loss knows how. Set tp_size=1, or leave loss_fn out."
             )
-        self._model: Stages | None = None
+        self._model: StagedModel | None = None
         self._tried_out: set[bool] = set()
         self._gradients_are_checked = False
         self._longest = 0
-        self._steps, self._recorder = Steps(mesh, self._trainable), Recorder()
-        self.timeline = TimelineRecorder(mesh.device, mesh.axis_rank("pp"))
+        self._steps, self._recorder = StepBookkeeping(mesh, self._trainable), StatisticsRecorder()
+        self.timeline = PipelineTimelineRecorder(mesh.device, mesh.axis_rank("pp"))
         """See `meshwright_run.journal`."""
 
     # -- the model
 
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
-        check_new(model, has_model=self._model is not None)
-        note_ties(model)
+        check_not_owned(model, has_model=self._model is not None)
+        sync_tie_config(model)
         taken_apart = self.config.patch_inner_model
-        self.mesh.world.together(lambda: check_trainable(model, may_be_frozen=not taken_apart, router_loss=taken_apart))
+        self.mesh.world.together(
+            lambda: check_trainable(model, may_be_frozen=not taken_apart, supports_router_loss=taken_apart)
+        )
         self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
-        self._taken_names = forward_takes(model) if taken_apart else OF_MODEL
+        self._taken_names = get_forward_arguments(model) if taken_apart else MODEL_KEYS
         self._loss_dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-        self.merging = merging_of(model) if taken_apart else None
-        take = take_apart if taken_apart else take_as_given
+        self.merging = build_merger(model) if taken_apart else None
+        take = split_into_stages if taken_apart else use_given_stage
         self._model = take(model, weights, self._setting)
-        check_activations(self._stages, self._model.orders, self.config.pp_schedule)
-        self._copies = Copies(self._model.names, self._managers, self._model.orders.placement, self.mesh)
+        check_activation_budget(self._stages, self._model.orders, self.config.pp_schedule)
+        self._copies = SharedParameters(self._model.names, self._managers, self._model.orders.placement, self.mesh)
         return next(iter(self._managers.values())).module
 
     @property
-    def _taken(self) -> Stages:
+    def _taken(self) -> StagedModel:
         return require_model(self._model)
 
     @property
@@ -139,12 +141,12 @@ class PipelineManager(StatefulStages):
         return {index: stage.manager for index, stage in self._stages.items()}
 
     @property
-    def _names(self) -> Names:
+    def _names(self) -> StagedParameterNames:
         return self._taken.names
 
-    def in_stages(self, model: nn.Module) -> InStages | None:
+    def in_stages(self, model: nn.Module) -> PipelineCostModel | None:
         """What a plan needs to know of the stages of a model; see `meshwright_plan.stages.InStages`."""
-        return in_stages(model, model_layout(model), self.config, self.mesh.degrees.pp)
+        return build_cost_model(model, model_layout(model), self.config, self.mesh.degrees.pp)
 
     # -- steps
 
@@ -155,15 +157,15 @@ class PipelineManager(StatefulStages):
         given = self._given(objective)
         pieces = self._pieces(microbatches, num_tokens, given)
         managers = self._managers.values()
-        check_nothing_pending(self._trainable())
+        check_no_pending_gradients(self._trainable())
         for manager in managers:
             if not manager.module.training:
                 manager.module.train()
-        with self._around(without_columns(given, microbatches)):
+        with self._around(model_inputs(given, microbatches)):
             tally = self._tally(pieces[0], given)
-            inputs = converted(pieces, lambda piece: without_columns(given, [piece])[0])
+            inputs = map_microbatches(pieces, lambda piece: model_inputs(given, [piece])[0])
             choose_activations(self._stages, self._taken.orders, inputs, self.mesh.world)
-            losses = self._run(pieces, given, train=True)
+            losses = self._run(pieces, given, is_training=True)
         # Only the first step may find that a stage's gradients are not what they should be.
         together = self.mesh.world.together
         finishing = {index: manager.finish_gradients for index, manager in self._managers.items()}
@@ -189,20 +191,20 @@ class PipelineManager(StatefulStages):
         require_model(self._model)
         self._evaluated(microbatches, None, self._steps.noting(self._recorder, self._taken_names))
         sizes = [batch["labels"].shape for batch in microbatches]
-        return _regrouped(self._recorder, sizes, self.mesh, self._loss_dtype)
+        return _gather_token_stats(self._recorder, sizes, self.mesh, self._loss_dtype)
 
     def _evaluated(
-        self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: Given | None
-    ) -> tuple[list[Tensor], Tally | None]:
+        self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: BoundObjective | None
+    ) -> tuple[list[Tensor], ObjectiveAccumulator | None]:
         pieces = self._pieces(microbatches, num_tokens, given)
         managers = self._managers.values()
         before = [manager.module.training for manager in managers]
         for manager in managers:
             manager.module.eval()
         try:
-            with self._around(without_columns(given, microbatches)), torch.no_grad():
+            with self._around(model_inputs(given, microbatches)), torch.no_grad():
                 tally = self._tally(pieces[0], given)
-                losses = self._run(pieces, given, train=False)
+                losses = self._run(pieces, given, is_training=False)
         finally:
             for manager, training in zip(managers, before, strict=True):
                 manager.module.train(training)
@@ -219,33 +221,35 @@ class PipelineManager(StatefulStages):
     def last_sums(self) -> Mapping[str, Tensor]:
         return self._steps.last_sums
 
-    def _given(self, objective: Objective | None) -> Given | None:
+    def _given(self, objective: Objective | None) -> BoundObjective | None:
         require_model(self._model)
         return self._steps.given(self._loss if objective is None else objective, self._taken_names)
 
-    def _pieces(self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: Given | None) -> list[Batch]:
+    def _pieces(
+        self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: BoundObjective | None
+    ) -> list[Batch]:
         """The step's microbatches as the schedule takes them, equally many on all ranks."""
         size = self.config.pp_microbatch_size
-        agreed = agree(microbatches, num_tokens, self.mesh, self._terms(given))
+        agreed = finish_step_sync(microbatches, num_tokens, self.mesh, self._terms(given))
         self._longest = agreed.longest
-        pieces = [piece for batch in agreed.microbatches for piece in cut_batch(batch, size)]
+        pieces = [piece for batch in agreed.microbatches for piece in split_batch(batch, size)]
         for stage in self._stages.values():
             stage.begin_step(agreed.num_tokens, microbatches=agreed.most)
         # Ranks of one stage gather and reduce together, so all run the same schedule.
         length = self._taken.orders.run_length(agreed.most)
-        return filled_up(pieces, -(-agreed.most // length) * length)
+        return pad_microbatches(pieces, -(-agreed.most // length) * length)
 
-    def _run(self, pieces: Sequence[Batch], given: Given | None, *, train: bool) -> list[Tensor]:
+    def _run(self, microbatches: Sequence[Batch], given: BoundObjective | None, *, is_training: bool) -> list[Tensor]:
         """The losses of the pieces, on the last stage's rank."""
         orders, forward = self._taken.orders, next(iter(self._managers.values())).forward
         has_last = any(stage.is_last for stage in self._stages.values())
 
         def part(piece: Batch) -> Batch:
             divided = forward.divide(piece, given)
-            return forward.on_device(divided if has_last else split_whole(divided)[0])
+            return forward.on_device(divided if has_last else split_unsharded_columns(divided)[0])
 
-        batches = converted(pieces, part)
-        return run_all(self._stages, orders, self.mesh, batches, train=train, recorder=self.timeline)
+        batches = map_microbatches(microbatches, part)
+        return run_step(self._stages, orders, self.mesh, batches, is_training=is_training, recorder=self.timeline)
 
     @contextmanager
     def _around(self, microbatches: Sequence[Batch]) -> Iterator[None]:
@@ -254,14 +258,14 @@ class PipelineManager(StatefulStages):
                 contexts.enter_context(manager.in_step(microbatches, self._longest))
             yield
 
-    def _tally(self, piece: Batch, given: Given | None) -> Tally | None:
-        """See `Forward.try_out`; each stage finds what is wrong with its part, and the last how it takes the loss, and
+    def _tally(self, piece: Batch, given: BoundObjective | None) -> ObjectiveAccumulator | None:
+        """See `Forward.probe`; each stage finds what is wrong with its part, and the last how it takes the loss, and
         what is wrong with an objective."""
         takes_loss = given is None or given.on == "tokens"
-        stages, (inputs,) = self._stages.values(), without_columns(given, [piece])
+        stages, (inputs,) = self._stages.values(), model_inputs(given, [piece])
         if takes_loss not in self._tried_out:
             for stage in stages:
-                self.mesh.world.together(lambda stage=stage: stage.try_out(inputs, takes_loss=takes_loss))  # type: ignore[misc]
+                self.mesh.world.together(lambda stage=stage: stage.try_out(inputs, needs_token_loss=takes_loss))  # type: ignore[misc]
             self._tried_out.add(takes_loss)
         last = next((stage for stage in stages if stage.is_last), None)
         tally = self._steps.tally(given, None if last is None else functools.partial(last.try_objective, piece))
@@ -269,12 +273,12 @@ class PipelineManager(StatefulStages):
             stage.minimize(tally)
         return tally
 
-    def _terms(self, given: Given | None) -> Terms:
+    def _terms(self, given: BoundObjective | None) -> BatchRequirements:
         size = self.config.pp_microbatch_size
         multiple = max(manager.forward.sequence_multiple for manager in self._managers.values())
-        frozen = frozen_share(self.mesh, self._copies.frozen())
+        frozen = compute_frozen_share(self.mesh, self._copies.frozen())
         # Methods, which are equal from step to step: else a step that was announced would be agreed on again.
-        return Terms(
+        return BatchRequirements(
             self._vocab_size, multiple, self._check_batches, self._count, objective=given, rows=size, frozen=frozen
         )
 
@@ -282,19 +286,24 @@ class PipelineManager(StatefulStages):
         return sum(batch["input_ids"].shape[0] // self.config.pp_microbatch_size for batch in microbatches)
 
     def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
-        return announce(microbatches, self.mesh, self._terms(self._given(objective)))
+        return begin_step_sync(microbatches, self.mesh, self._terms(self._given(objective)))
 
     def _check_batches(self, microbatches: Sequence[Batch]) -> None:
-        check_sizes(microbatches, self.config)
+        check_batch_sizes(microbatches, self.config)
         for manager in self._managers.values():
             manager.check_step(microbatches)
 
-    def _summed(self, losses: Sequence[Tensor], tally: Tally | None, ending: Ending) -> Tensor:
+    def _summed(self, losses: Sequence[Tensor], tally: ObjectiveAccumulator | None, ending: StepReduction) -> Tensor:
         mesh, alike = self.mesh, self.mesh.group("tp") if self.mesh.degrees.tp > 1 else None
         sharers = next(iter(self._managers.values())).forward.sharers
         further = None if tally is None else tally.sums / sharers
         total = ending.add_up(
-            losses, mesh.device, further=further, over=mesh.group("dp_cp"), alike=alike, stages=mesh.group("pp")
+            losses,
+            mesh.device,
+            extra_sums=further,
+            group=mesh.group("dp_cp"),
+            replica_group=alike,
+            stage_group=mesh.group("pp"),
         )
         return self._steps.loss(total, tally, ending).to(self._loss_dtype)
 
@@ -303,7 +312,7 @@ class PipelineManager(StatefulStages):
         return self._copies.norms_by_part()
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
-        check_clip(max_norm, norm_type)
+        check_clip_options(max_norm, norm_type)
         norm = self._copies.total_norm(norm_type)
         if max_norm is not None:
             for manager in self._managers.values():
@@ -311,8 +320,8 @@ class PipelineManager(StatefulStages):
         return norm
 
 
-def _regrouped(
-    recorder: Recorder, sizes: Sequence[torch.Size], mesh: Mesh, dtype: torch.dtype
+def _gather_token_stats(
+    recorder: StatisticsRecorder, sizes: Sequence[torch.Size], mesh: Mesh, dtype: torch.dtype
 ) -> list[dict[str, Tensor]]:
     """What the last stage's recorder has found, for each microbatch (B, S) of the step. Collective."""
     names, counts = recorder.names, [size.numel() for size in sizes]

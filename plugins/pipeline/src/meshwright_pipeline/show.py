@@ -13,29 +13,37 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.plugin import ConfigError, new_console
+from meshwright.plugin import ConfigError, create_console
 
-from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
-from .cut.split import elements, ends, split_model
-from .schedule.order import UNIT_COSTS, Kind, Schedule, Times, bubble_fraction, peak_live, timeline
+from .config import PipelineConfig, compute_num_microbatches, compute_num_stages, resolve_schedule
+from .cut.split import compute_end_costs, count_parameters, split_model
+from .schedule.order import (
+    UNIT_COSTS,
+    ActionKind,
+    Schedule,
+    Timeline,
+    bubble_fraction,
+    compute_timeline,
+    count_peak_live_microbatches,
+)
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from meshwright import RunConfig
 
-LOOKS = {
-    Kind.FORWARD: ("#4c78c8", "forward"),
-    Kind.BACKWARD: ("#2f9e6e", "backward"),
-    Kind.BACKWARD_INPUT: ("#35b0b8", "backward, input"),
-    Kind.BACKWARD_WEIGHT: ("#e09f3e", "backward, weight"),
+ACTION_STYLES = {
+    ActionKind.FORWARD: ("#4c78c8", "forward"),
+    ActionKind.BACKWARD: ("#2f9e6e", "backward"),
+    ActionKind.BACKWARD_INPUT: ("#35b0b8", "backward, input"),
+    ActionKind.BACKWARD_WEIGHT: ("#e09f3e", "backward, weight"),
 }
 """Colour and name of each kind of action."""
-BUBBLE = "#d9dde3"
+BUBBLE_COLOR = "#d9dde3"
 
 
 @dataclass(frozen=True)
-class StageView:
+class StageSummary:
     """What one stage holds."""
 
     blocks: tuple[str, ...]
@@ -46,17 +54,17 @@ class StageView:
 
 
 @dataclass(frozen=True)
-class View:
+class PipelineSummary:
     """A run's pipeline; times are in forwards of an average stage."""
 
     schedule: Schedule
-    stages: tuple[StageView, ...]
+    stages: tuple[StageSummary, ...]
     microbatch_size: int
     """Sequences."""
 
     @cached_property
-    def times(self) -> Times:
-        return timeline(self.schedule, stage_costs=self.costs)
+    def times(self) -> Timeline:
+        return compute_timeline(self.schedule, stage_costs=self.costs)
 
     @property
     def costs(self) -> list[float]:
@@ -67,9 +75,9 @@ class View:
         return max(rank[-1][2] for rank in self.times)
 
     @property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[ActionKind]:
         used = {action.kind for order in self.schedule.orders for action in order}
-        return [kind for kind in LOOKS if kind in used]
+        return [kind for kind in ACTION_STYLES if kind in used]
 
     def bubble_of(self, rank: int) -> float:
         """The share of the whole time in which a rank waits, from 0 to 1."""
@@ -91,7 +99,7 @@ class View:
         return f"bubble: {divided:.1%} of all ranks' time with this split, {equal:.1%} if stages were equal"
 
 
-def view_of(config: RunConfig) -> View:
+def summarize_pipeline(config: RunConfig) -> PipelineSummary:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -115,66 +123,67 @@ def view_of(config: RunConfig) -> View:
     layout = model_layout(model)
     # A model of several modalities has several stacks, and only a run shows which of them text goes through.
     blocks = max(layout.stacks, key=len, default=())
-    count = number_of_stages(options, layers=len(blocks), ranks=degrees.pp)
+    count = compute_num_stages(options, num_layers=len(blocks), pp_size=degrees.pp)
     split = split_model(model, layout, options, count, blocks=blocks)
-    microbatches = number_of_microbatches(options, sequences=config.batch_size // degrees.dp)
-    return View(
-        schedule_of(options, ranks=degrees.pp, stages=count, microbatches=microbatches),
-        tuple(_stages(model, layout, [[blocks[index] for index in part] for part in split])),
+    microbatches = compute_num_microbatches(options, num_sequences=config.batch_size // degrees.dp)
+    return PipelineSummary(
+        resolve_schedule(options, num_ranks=degrees.pp, num_stages=count, num_microbatches=microbatches),
+        tuple(_summarize_stages(model, layout, [[blocks[index] for index in part] for part in split])),
         options.pp_microbatch_size,
     )
 
 
-def _stages(model: Any, layout: Any, blocks: Sequence[Sequence[str]]) -> list[StageView]:
-    at_ends = ends(model, layout)
-    parameters = [sum(elements(model, block) for block in part) for part in blocks]
+def _summarize_stages(model: Any, layout: Any, blocks: Sequence[Sequence[str]]) -> list[StageSummary]:
+    at_ends = compute_end_costs(model, layout)
+    parameters = [sum(count_parameters(model, block) for block in part) for part in blocks]
     costs = [float(count) for count in parameters]
     for stage, module, cost in ((0, layout.embedding, at_ends["first"]), (-1, layout.head, at_ends["last"])):
-        parameters[stage] += elements(model, module)
+        parameters[stage] += count_parameters(model, module)
         costs[stage] += cost
     mean = sum(costs) / len(costs)
     return [
-        StageView(tuple(part), count, cost / mean) for part, count, cost in zip(blocks, parameters, costs, strict=True)
+        StageSummary(tuple(part), count, cost / mean)
+        for part, count, cost in zip(blocks, parameters, costs, strict=True)
     ]
 
 
 # ---- in the terminal
 
 
-def as_tables(view: View) -> list[Any]:
+def render_tables(summary: PipelineSummary) -> list[Any]:
     """What rich prints before the timeline: tables of the split and of the ranks, and the bubbles in words."""
     from rich.table import Table
 
-    split = Table("stage", "rank", "blocks", "parameters", "cost", title=view.headline, title_justify="left")
-    for index, stage in enumerate(view.stages):
+    split = Table("stage", "rank", "blocks", "parameters", "cost", title=summary.headline, title_justify="left")
+    for index, stage in enumerate(summary.stages):
         first, *rest = stage.blocks
         last = f" to {rest[-1].rpartition('.')[2]}" if rest else ""
-        held, owner = f"{first}{last} ({len(stage.blocks)})", view.schedule.placement[index]
+        held, owner = f"{first}{last} ({len(stage.blocks)})", summary.schedule.placement[index]
         split.add_row(str(index), str(owner), held, f"{stage.parameters:,}", f"{stage.cost:.2f}")
     ranks = Table("rank", "stages", "bubble", "peak of live microbatches")
-    for rank, peak in enumerate(peak_live(view.schedule)):
-        stages = ", ".join(map(str, view.schedule.stages_of(rank)))
-        ranks.add_row(str(rank), stages, f"{view.bubble_of(rank):.1%}", str(peak))
-    return [split, ranks, view.bubbles]
+    for rank, peak in enumerate(count_peak_live_microbatches(summary.schedule)):
+        stages = ", ".join(map(str, summary.schedule.stages_of(rank)))
+        ranks.add_row(str(rank), stages, f"{summary.bubble_of(rank):.1%}", str(peak))
+    return [split, ranks, summary.bubbles]
 
 
-def as_lines(view: View, width: int) -> list[Text]:
+def render_timeline(summary: PipelineSummary, width: int) -> list[Text]:
     """The timeline, a line for each rank: letters of the actions, lower case for all but a rank's first stage; and
     what they mean."""
     from rich.text import Text
 
-    schedule = view.schedule
-    bubble = f"#808080 on {BUBBLE}"
-    styles = {kind: f"bold #ffffff on {colour}" for kind, (colour, _) in LOOKS.items()}
-    shortest = min(min(view.costs) * cost for cost in UNIT_COSTS.values())
+    schedule = summary.schedule
+    bubble = f"#808080 on {BUBBLE_COLOR}"
+    styles = {kind: f"bold #ffffff on {colour}" for kind, (colour, _) in ACTION_STYLES.items()}
+    shortest = min(min(summary.costs) * cost for cost in UNIT_COSTS.values())
     margin = len(f"rank {schedule.ranks - 1} ")
-    columns = max(1, min(width - margin, round(view.end / shortest)))
+    columns = max(1, min(width - margin, round(summary.end / shortest)))
     lines = []
-    for rank, times in enumerate(view.times):
+    for rank, times in enumerate(summary.times):
         first = schedule.stages_of(rank)[0]
         line = Text(f"rank {rank} ".rjust(margin))
         for column in range(columns):
-            now = (column + 0.5) * view.end / columns
+            now = (column + 0.5) * summary.end / columns
             action = next((each for each, start, end in times if start <= now < end), None)
             if action is None:
                 line.append("·", style=bubble)
@@ -183,8 +192,8 @@ def as_lines(view: View, width: int) -> list[Text]:
                 line.append(letter if action.stage == first else letter.lower(), style=styles[action.kind])
         lines.append(line)
     legend = Text(" " * margin)
-    for kind in view.kinds:
-        legend.append(str(kind), style=styles[kind]).append(f" {LOOKS[kind][1]}  ")
+    for kind in summary.kinds:
+        legend.append(str(kind), style=styles[kind]).append(f" {ACTION_STYLES[kind][1]}  ")
     legend.append("·", style=bubble).append(" bubble")
     if schedule.stages > schedule.ranks:
         legend.append("  lower case: not the rank's first stage")
@@ -194,35 +203,44 @@ def as_lines(view: View, width: int) -> list[Text]:
 # ---- as a picture
 
 
-def draw(view: View, path: Path) -> None:
+def draw_timeline(summary: PipelineSummary, path: Path) -> None:
     """Write a PNG (or what else the name's ending says) of ranks over time."""
     # The object interface draws without a display and without global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    ranks = view.schedule.ranks
+    ranks = summary.schedule.ranks
     figure = Figure(figsize=(14, 1.8 + 0.55 * ranks), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.barh(range(ranks), [view.end] * ranks, height=0.9, color=BUBBLE)
-    for rank, times in enumerate(view.times):
-        first = view.schedule.stages_of(rank)[0]
+    axes.barh(range(ranks), [summary.end] * ranks, height=0.9, color=BUBBLE_COLOR)
+    for rank, times in enumerate(summary.times):
+        first = summary.schedule.stages_of(rank)[0]
         for action, start, end in times:
             alpha = 1.0 if action.stage == first else 0.65
             axes.barh(
-                rank, end - start, left=start, height=0.9, color=LOOKS[action.kind][0], alpha=alpha, edgecolor="#ffffff"
+                rank,
+                end - start,
+                left=start,
+                height=0.9,
+                color=ACTION_STYLES[action.kind][0],
+                alpha=alpha,
+                edgecolor="#ffffff",
             )
             # Numbers that would run into each other are left out.
-            if (end - start) / view.end > 0.008:
+            if (end - start) / summary.end > 0.008:
                 axes.text((start + end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=7)
-    axes.set_yticks(range(ranks), [f"rank {rank}\npeak {peak}" for rank, peak in enumerate(peak_live(view.schedule))])
+    axes.set_yticks(
+        range(ranks),
+        [f"rank {rank}\npeak {peak}" for rank, peak in enumerate(count_peak_live_microbatches(summary.schedule))],
+    )
     axes.invert_yaxis()
-    axes.set(xlabel="time [forwards of an average stage]", xlim=(0, view.end))
-    axes.set_title(f"{view.headline}\n{view.bubbles}", loc="left", fontsize=9)
-    patches = [Patch(color=LOOKS[kind][0], label=LOOKS[kind][1]) for kind in view.kinds]
-    patches.append(Patch(color=BUBBLE, label="bubble"))
-    if view.schedule.stages > ranks:
+    axes.set(xlabel="time [forwards of an average stage]", xlim=(0, summary.end))
+    axes.set_title(f"{summary.headline}\n{summary.bubbles}", loc="left", fontsize=9)
+    patches = [Patch(color=ACTION_STYLES[kind][0], label=ACTION_STYLES[kind][1]) for kind in summary.kinds]
+    patches.append(Patch(color=BUBBLE_COLOR, label="bubble"))
+    if summary.schedule.stages > ranks:
         patches.append(Patch(color="#000000", alpha=0.3, label="paler: not the rank's first stage"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
     try:
@@ -254,14 +272,14 @@ def add_commands(app: typer.Typer) -> None:
     ) -> None:
         """Show the schedule of a run: the split, what each rank does when, bubbles, and live microbatches."""
 
-        console = new_console()
+        console = create_console()
         from meshwright import load_run
 
-        view = view_of(load_run(run_file, assignments or []))
-        for each in as_tables(view):
+        view = summarize_pipeline(load_run(run_file, assignments or []))
+        for each in render_tables(view):
             console.print(each, highlight=False)
-        for line in as_lines(view, console.width):
+        for line in render_timeline(view, console.width):
             console.print(line, no_wrap=True, crop=True)
         if out is not None:
-            draw(view, out)
+            draw_timeline(view, out)
             console.print(f"drawn: {out}", highlight=False)

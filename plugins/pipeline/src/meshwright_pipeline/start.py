@@ -17,47 +17,47 @@ from meshwright.plugin import (
     ModelError,
     ModelLayout,
     RouterLoss,
-    Routers,
+    RouterModules,
     StrategyError,
     StrategyManager,
     Weights,
-    asks_for_router_loss,
-    equal_weights,
     find_routers,
-    forward_options,
-    is_meta,
+    get_forward_options,
+    has_meta_tensors,
+    has_router_loss,
     model_layout,
+    sync_initial_weights,
 )
 
-from .config import PipelineConfig, number_of_stages
-from .cut.boundary import Cut
+from .config import PipelineConfig, compute_num_stages
+from .cut.boundary import ModelPartition
 from .cut.split import split_model
-from .cut.stage_model import own_parameters, separate_parts, take_stage
-from .cut.study import Study
-from .cut.trial_runs import trial_values, try_stages
-from .run.orders import Orders
-from .run.stage import GivenStage, PipelineStage, StageRouters
-from .state.names import Names, first_names, trained_parts
+from .cut.stage_model import copy_for_stages, reduce_to_stage, unshare_parameters
+from .cut.study import PartitionAnalyzer
+from .cut.trial_runs import probe_stages, temporary_weights
+from .run.orders import RankSchedule
+from .run.stage import PipelineStage, StageRouters, UserStage
+from .state.names import StagedParameterNames, find_first_names, find_trainable_parts
 
 
 @dataclass(frozen=True)
-class Setting:
+class StageFactory:
     """What a pipeline has besides the model; `inner` makes a manager of the inner strategy on the mesh of a stage."""
 
     config: PipelineConfig
     mesh: Mesh
     inner: Callable[[Mesh], StrategyManager]
 
-    def orders(self, stages: int) -> Orders:
+    def orders(self, stages: int) -> RankSchedule:
         degrees = self.mesh.degrees
-        return Orders(self.config, stages=stages, ranks=degrees.pp, rank=self.mesh.axis_rank("pp"))
+        return RankSchedule(self.config, num_stages=stages, pp_size=degrees.pp, pp_rank=self.mesh.axis_rank("pp"))
 
     def stage_manager(self) -> DataParallelManager:
         manager = self.inner(self.mesh.stage())
         if not (isinstance(manager, DataParallelManager) and manager.runs_in_pipeline):
             raise StrategyError(
                 f"{type(manager).__name__} cannot train one stage of a pipeline: it does not say that it can run many "
-                f"forwards before their backwards (runs_in_pipeline). Set pp_size=1, or use another strategy."
+                f"forwards before their backwards (supports_pipeline). Set pp_size=1, or use another strategy."
             )
         if self.config.patch_stage_backward_maybe_with_nosync and not manager.reduces_once:
             raise StrategyError(
@@ -67,7 +67,7 @@ class Setting:
             )
         return manager
 
-    def options(self, index: int, orders: Orders) -> dict[str, Any]:
+    def options(self, index: int, orders: RankSchedule) -> dict[str, Any]:
         return {
             "is_first": index == 0,
             "is_last": index == len(orders.placement) - 1,
@@ -77,41 +77,41 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Stages:
+class StagedModel:
     """A model in stages, as one rank knows it; `here` are its own, by their numbers, ascending."""
 
     here: Mapping[int, PipelineStage]
-    orders: Orders
-    names: Names
+    orders: RankSchedule
+    names: StagedParameterNames
 
 
-def take_apart(model: nn.Module, weights: Weights | None, setting: Setting) -> Stages:
+def split_into_stages(model: nn.Module, weights: Weights | None, factory: StageFactory) -> StagedModel:
     """Make stages of a whole model, which is taken apart in place. Collective.
 
     The model is the same on all ranks, and may be on the meta device. What cannot be cut, divided or trained is refused
     on all ranks, before anything is changed.
     """
-    mesh = setting.mesh
-    weights = equal_weights(model, weights, mesh)
+    mesh = factory.mesh
+    weights = sync_initial_weights(model, weights, mesh)
     layout = model_layout(model)
-    with trial_values(model, weights, mesh.device):
-        cut, split, found = mesh.world.together(lambda: _divided(model, layout, setting))
+    with temporary_weights(model, weights, mesh.device):
+        cut, split, found = mesh.world.together(lambda: _analyze_and_split(model, layout, factory))
     sums = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
-    orders = setting.orders(len(split))
-    names = Names.of_model(model, layout, cut, split)
+    orders = factory.orders(len(split))
+    names = StagedParameterNames.of_model(model, layout, cut, split)
     # All that may be refused, before the model is taken apart.
-    managers = {index: setting.stage_manager() for index in orders.here}
+    managers = {index: factory.stage_manager() for index in orders.here}
     for manager in managers.values():
         manager.check_model(model)
-    parts = dict(zip(managers, separate_parts(model, len(managers)), strict=True))
+    parts = dict(zip(managers, copy_for_stages(model, len(managers)), strict=True))
     stages: dict[int, PipelineStage] = {}
     for index, part in parts.items():
         boundary = cut.boundary(split[index])
-        take_stage(part, cut, split[index], boundary)
+        reduce_to_stage(part, cut, split[index], boundary)
         routers = StageRouters(*found, sums) if found is not None else None
-        options = setting.options(index, orders)
+        options = factory.options(index, orders)
         stages[index] = PipelineStage(managers[index], boundary, **options, routers=routers)
-    own_parameters(list(parts.values()))
+    unshare_parameters(list(parts.values()))
     # NCCL wants the first collective of a group to be of all its ranks, which a batch between two is not.
     dist.all_reduce(torch.zeros((), device=mesh.device), group=mesh.group("pp"))
     for index, part in parts.items():
@@ -119,41 +119,41 @@ def take_apart(model: nn.Module, weights: Weights | None, setting: Setting) -> S
         mesh.world.together(
             lambda stage=stage, part=part, blocks=blocks: stage.parallelize(part, cut, blocks, weights)  # type: ignore[misc]
         )
-    return Stages(stages, orders, names)
+    return StagedModel(stages, orders, names)
 
 
-def _divided(
-    model: nn.Module, layout: ModelLayout, setting: Setting
-) -> tuple[Cut, tuple[range, ...], tuple[RouterLoss, Routers] | None]:
+def _analyze_and_split(
+    model: nn.Module, layout: ModelLayout, factory: StageFactory
+) -> tuple[ModelPartition, tuple[range, ...], tuple[RouterLoss, RouterModules] | None]:
     """How the model is cut, the blocks of each stage, and the router loss and its routers, where the model has one."""
-    study = Study(model, layout, forward_options(model, in_parts=True))
+    study = PartitionAnalyzer(model, layout, get_forward_options(model, is_partial=True))
     routers = None
-    if asks_for_router_loss(model):
+    if has_router_loss(model):
         loss = RouterLoss(model.config)
         routers = (loss, find_routers(model, loss, study.run_with_router_logits))
     blocks, runs_in = study.cut.blocks, study.cut.runs_in
-    count = number_of_stages(setting.config, layers=len(blocks), ranks=setting.mesh.degrees.pp)
-    split = split_model(model, layout, setting.config, count, blocks=blocks, runs_in=runs_in)
+    count = compute_num_stages(factory.config, num_layers=len(blocks), pp_size=factory.mesh.degrees.pp)
+    split = split_model(model, layout, factory.config, count, blocks=blocks, runs_in=runs_in)
     return study.cut_at([part.start for part in split[1:]]), tuple(split), routers
 
 
-def take_as_given(model: nn.Module, weights: Weights | None, setting: Setting) -> Stages:
+def use_given_stage(model: nn.Module, weights: Weights | None, factory: StageFactory) -> StagedModel:
     """Take a module with its weights for a stage; see [Note: given stages] in `cut.trial_runs`. Collective."""
-    config, mesh = setting.config, setting.mesh
+    config, mesh = factory.config, factory.mesh
     ranks, index = mesh.degrees.pp, mesh.axis_rank("pp")
     unfilled = "a stage that is given with patch_inner_model=false must have its weights, but is on the meta device."
-    mesh.world.raise_together(ModelError(unfilled) if is_meta(model) else None)
-    if number_of_stages(config, layers=4 * ranks, ranks=ranks) != ranks:
+    mesh.world.raise_together(ModelError(unfilled) if has_meta_tensors(model) else None)
+    if compute_num_stages(config, num_layers=4 * ranks, pp_size=ranks) != ranks:
         raise ConfigError(
             f"patch_inner_model=false gives each rank one stage, and pp_schedule={config.pp_schedule!r} takes "
             f"more. Use 1f1b or gpipe."
         )
-    orders = setting.orders(ranks)
+    orders = factory.orders(ranks)
     known: list[Any] = [None] * ranks
-    mine = (first_names(model), trained_parts(model, model_layout(model)), list(model.state_dict()))
+    mine = (find_first_names(model), find_trainable_parts(model, model_layout(model)), list(model.state_dict()))
     dist.all_gather_object(known, mine, group=mesh.group("pp"))
-    names = Names.of_stages(known)
-    boundary = try_stages(model, mesh, forward_options(model))
-    stage = GivenStage(setting.stage_manager(), boundary, **setting.options(index, orders))
+    names = StagedParameterNames.of_stages(known)
+    boundary = probe_stages(model, mesh, get_forward_options(model))
+    stage = UserStage(factory.stage_manager(), boundary, **factory.options(index, orders))
     mesh.world.together(lambda: stage.parallelize_as_given(model, weights))
-    return Stages({index: stage}, orders, names)
+    return StagedModel({index: stage}, orders, names)

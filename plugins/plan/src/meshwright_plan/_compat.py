@@ -1,6 +1,6 @@
 """Private names of torch that planning needs: fake tensors and fake process groups, with which torch tests itself.
 
-[Note: fake tensors] `Fakes` calls torch's mode without entering it, since an entered mode gives no memory to storages
+[Note: fake tensors] `FakeTensorDispatcher` calls torch's mode without entering it, since an entered mode gives no memory to storages
 either, not even to messages of Python objects. torch's cache of results by shape computes a key that takes as long as
 all the rest; a shorter key here leads to its entry (`_cache_key`, `cache`, `_output_from_cache_entry` of torch 2.13).
 """
@@ -26,13 +26,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where the result of an operator does not follow from shapes."""
-_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SCALAR_TYPES = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Arguments besides tensors; numbers that are equal may be of different types."""
 
 
-class Fakes:
+class FakeTensorDispatcher:
     """Makes tensors with a shape, dtype and device, but no memory; see [Note: fake tensors]."""
 
     _known: ClassVar[dict[tuple[Any, ...], tuple[Any, Any, Any] | None]] = {}
@@ -42,7 +42,7 @@ class Fakes:
 
     def computed(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            func, args, kwargs = _of_groups(args, kwargs)
+            func, args, kwargs = _rewrite_grouped_mm(args, kwargs)
         parts: list[Any] = [func, torch.get_default_dtype()]
         has_key = self._add(parts, args) and self._add(parts, tuple(kwargs.items()))
         short = tuple(parts)
@@ -60,25 +60,25 @@ class Fakes:
                 return self._mode.dispatch(func, types, args, kwargs)
             return self._mode._output_from_cache_entry(*known, func, args)
         finally:
-            # It keeps weak references to what it makes, and `nn.Module.to` refuses tensors that have some.
+            # It keeps weak references to what it makes, and `nn.SourceModule.to` refuses tensors that have some.
             self._mode.fake_tensor_converter.tensor_memo.clear()
 
-    def _add(self, found: list[Any], values: Sequence[Any]) -> bool:
+    def _add(self, key: list[Any], values: Sequence[Any]) -> bool:
         """Add values to a key; False if it would not determine the result."""
         for value in values:
             if isinstance(value, FakeTensor):
                 if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
                     return False
-                found += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.requires_grad)
-                found += (value.fake_device, type(value), value.untyped_storage().nbytes())
+                key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.requires_grad)
+                key += (value.fake_device, type(value), value.untyped_storage().nbytes())
             elif isinstance(value, Tensor):
                 return False
             elif isinstance(value, list | tuple):
-                found.append(len(value))
-                if not self._add(found, value):
+                key.append(len(value))
+                if not self._add(key, value):
                     return False
-            elif value is None or isinstance(value, _PLAIN):
-                found += (type(value), value)
+            elif value is None or isinstance(value, _SCALAR_TYPES):
+                key += (type(value), value)
             else:
                 return False
         return True
@@ -90,7 +90,7 @@ class Fakes:
         return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode
 
 
-def _of_groups(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _rewrite_grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Make a grouped product's result, rows at multiples of 16 bytes; fake tensors are refused in all but bfloat16."""
     left, right = args[:2]
     if left.dim() == right.dim() == 2:
@@ -107,22 +107,22 @@ def _of_groups(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tupl
     return torch.ops.aten.new_empty_strided.default, (left, size, stride), {}
 
 
-def handed_on(func: Any, given: Sequence[Tensor]) -> Tensor | None:
+def pass_through_collective(func: Any, tensors: Sequence[Tensor]) -> Tensor | None:
     """Return the result of an operator that wraps or waits for a collective, without memory; None for others."""
     if func.namespace != "_c10d_functional":
         return None
     name = str(func)
     if name == "_c10d_functional._wrap_tensor_autograd.default":
-        return AsyncCollectiveTensor(given[0])
-    return given[0] if name == "_c10d_functional.wait_tensor.default" else None
+        return AsyncCollectiveTensor(tensors[0])
+    return tensors[0] if name == "_c10d_functional.wait_tensor.default" else None
 
 
-def start_fake_group(rank: int, size: int) -> None:
+def init_fake_process_group(rank: int, size: int) -> None:
     """Join a process group of any size that sends nothing, and leaves receive buffers as they are."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore(), timeout=timedelta(seconds=600))
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1

@@ -23,22 +23,22 @@ from collections.abc import Iterable, Mapping
 
 from meshwright.plugin import uses_expandable_segments
 
-from .trace import Operation, Trace
+from .trace import Operation, StepTrace
 
-ROUND_TO = 512
-SMALL = 1 << 20
-SMALL_GRANULE, LARGE_GRANULE = 2 << 20, 20 << 20
+MIN_BLOCK_SIZE = 512
+SMALL_SIZE = 1 << 20
+SMALL_BUFFER, LARGE_BUFFER = 2 << 20, 20 << 20
 COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
 
 
-class _Pool:
+class _BlockPool:
     """Held and free blocks of one pool: `mapped` bytes of the device, and (start, bytes) of each `live` block."""
 
     def __init__(self, *, is_small: bool, is_expandable: bool) -> None:
         self.mapped = 0
         self.live: dict[int, tuple[int, int]] = {}
         self._is_small, self._is_expandable = is_small, is_expandable
-        self._least_left = 0 if is_small or is_expandable else SMALL
+        self._least_left = 0 if is_small or is_expandable else SMALL_SIZE
         self._next = 0
         self._sizes: list[tuple[int, int]] = []  # free blocks by size, and by both of their ends
         self._starts: dict[int, int] = {}
@@ -73,7 +73,7 @@ class _Pool:
 
     def _grown(self, size: int) -> tuple[int, int]:
         """Map new memory behind the free block at the end, and return both as one free block."""
-        granule = SMALL_GRANULE if self._is_small else LARGE_GRANULE
+        granule = SMALL_BUFFER if self._is_small else LARGE_BUFFER
         start = self._ends.get(self.mapped, self.mapped)
         free = self.mapped - start
         if free:
@@ -83,8 +83,8 @@ class _Pool:
         return start, free + missing
 
     def _segment(self, size: int) -> tuple[int, int]:
-        multiple = -(-size // SMALL_GRANULE) * SMALL_GRANULE
-        free = SMALL_GRANULE if self._is_small else LARGE_GRANULE if size < LARGE_GRANULE // 2 else multiple
+        multiple = -(-size // SMALL_BUFFER) * SMALL_BUFFER
+        free = SMALL_BUFFER if self._is_small else LARGE_BUFFER if size < LARGE_BUFFER // 2 else multiple
         self.mapped += free
         start = self._next
         self._next += free + 1  # with a gap of one byte, blocks of two segments are no neighbours
@@ -105,36 +105,36 @@ class Allocator:
 
     def __init__(self, *, expandable: bool | None = None) -> None:
         self._is_expandable = uses_expandable_segments() if expandable is None else expandable
-        self._segments: dict[tuple[str, bool], _Pool] = {}
-        self._of: dict[int, _Pool] = {}
+        self._segments: dict[tuple[str, bool], _BlockPool] = {}
+        self._of: dict[int, _BlockPool] = {}
         self.allocated = 0
 
     @property
     def reserved(self) -> int:
         return sum(each.mapped for each in self._segments.values())
 
-    def change(self, block: int, change: int, stream: str = COMPUTE) -> None:
-        """Allocate a block (`change` > 0), or free it; a block that is resized is freed first."""
-        if change > 0:
-            size = -(-change // ROUND_TO) * ROUND_TO
-            is_small = size <= SMALL
+    def change(self, block: int, delta: int, stream: str = COMPUTE) -> None:
+        """Allocate a block (`delta` > 0), or free it; a block that is resized is freed first."""
+        if delta > 0:
+            size = -(-delta // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE
+            is_small = size <= SMALL_SIZE
             if (stream, is_small) not in self._segments:
-                self._segments[stream, is_small] = _Pool(is_small=is_small, is_expandable=self._is_expandable)
+                self._segments[stream, is_small] = _BlockPool(is_small=is_small, is_expandable=self._is_expandable)
             self._of[block] = self._segments[stream, is_small]
             self._of[block].take(block, size)
             self.allocated += self._of[block].live[block][1]
-        elif change < 0:
+        elif delta < 0:
             segment = self._of.pop(block)
             self.allocated -= segment.live[block][1]
             segment.free(block)
 
 
-def reserved(found: Trace, *, workspace: int = 0) -> int:
+def compute_reserved_bytes(trace: StepTrace, *, workspace: int = 0) -> int:
     """Return the bytes that the allocator has reserved after a step; `workspace` bytes are held throughout."""
-    return replay(found.log, streams(found.operations), workspace=workspace).reserved
+    return replay_allocations(trace.log, assign_streams(trace.operations), workspace=workspace).reserved
 
 
-def replay(log: Iterable[tuple[int, int]], streams: Mapping[int, str], *, workspace: int = 0) -> Allocator:
+def replay_allocations(log: Iterable[tuple[int, int]], streams: Mapping[int, str], *, workspace: int = 0) -> Allocator:
     """Return an allocator after all changes of a log; blocks not in `streams` are of the computing stream."""
     allocator = Allocator()
     allocator.change(-1, workspace)
@@ -149,7 +149,7 @@ def replay(log: Iterable[tuple[int, int]], streams: Mapping[int, str], *, worksp
     return allocator
 
 
-def streams(operations: Iterable[Operation]) -> dict[int, str]:
+def assign_streams(operations: Iterable[Operation]) -> dict[int, str]:
     """Return the streams of blocks of other streams; see [Note: streams of sharded data parallelism]."""
     found: dict[int, str] = {}
     seen: set[int] = set()

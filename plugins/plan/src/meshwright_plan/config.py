@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from meshwright.plugin import ConfigError, FinitePositive, FrozenModel, nearest, parse_yaml, read_text, validated
+from meshwright.plugin import (
+    ConfigError,
+    FinitePositive,
+    FrozenModel,
+    parse_yaml,
+    read_text,
+    suggest_match,
+    validate_config,
+)
 
 if TYPE_CHECKING:
     from meshwright_run.run_file import RunConfig
@@ -67,22 +75,22 @@ class PlanConfig(FrozenModel):
     )
 
 
-def asked_of(config: RunConfig) -> PlanConfig:
+def get_plan_config(config: RunConfig) -> PlanConfig:
     return config.section(PlanConfig) or PlanConfig()
 
 
-DEVICES = Path(__file__).parent / "devices"
+DEVICE_DIRECTORY = Path(__file__).parent / "devices"
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Part = Annotated[float, Field(gt=0, le=1)]
-Speed = Annotated[float, Field(ge=0, le=1)]
-RANGE_OF_EIGHT = 2.847  # Mean range of eight normally distributed numbers, in standard deviations
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+UnitFraction = Annotated[float, Field(ge=0, le=1)]
+EXPECTED_RANGE_OF_EIGHT = 2.847  # Mean range of eight normally distributed numbers, in standard deviations
 
 
-class Link(FrozenModel):
+class LinkSpec(FrozenModel):
     """A link between devices."""
 
     bandwidth: Positive = Field(description="Bytes a second that one device sends, while it receives as many.")
-    efficiency: Part = Field(description="The part of it that large messages reach.")
+    efficiency: PositiveFraction = Field(description="The part of it that large messages reach.")
     ring_s: Positive = Field(description="Seconds of a step of a ring.")
     tree_s: Positive = Field(description="Seconds of a step of a tree, which carries little.")
 
@@ -91,12 +99,12 @@ class Link(FrozenModel):
         return self.bandwidth * self.efficiency
 
 
-class Node(FrozenModel):
+class NodeSpec(FrozenModel):
     """A machine with its devices, and its links to others."""
 
     ranks: int = Field(ge=1, description="Devices in a node; ranks fill nodes in their order.")
-    inside: Link = Field(description="Between devices of a node: NVLink, PCIe.")
-    between: Link = Field(description="Between nodes, of each device: InfiniBand, RoCE, Ethernet.")
+    inside: LinkSpec = Field(description="Between devices of a node: NVLink, PCIe.")
+    between: LinkSpec = Field(description="Between nodes, of each device: InfiniBand, RoCE, Ethernet.")
     ring_begin_s: Positive = Field(description="Seconds until a collective on a ring has begun.")
     tree_begin_s: Positive = Field(description="Likewise on a tree.")
     factors: Mapping[str, Positive] = Field(
@@ -106,20 +114,20 @@ class Node(FrozenModel):
     )
 
 
-class Device(FrozenModel):
+class DeviceSpec(FrozenModel):
     """One kind of accelerator and the nodes that it is in."""
 
     name: str
     memory_bytes: int = Field(gt=0)
     bandwidth: Positive = Field(description="Bytes a second of its memory.")
-    bandwidth_efficiency: Part = Field(description="The part of it that kernels reach.")
+    bandwidth_efficiency: PositiveFraction = Field(description="The part of it that kernels reach.")
     flops: Mapping[str, Positive] = Field(description="Peak of matrix products, by dtype.")
-    matmul_efficiency: Mapping[str, Mapping[int, Part]] = Field(
+    matmul_efficiency: Mapping[str, Mapping[int, PositiveFraction]] = Field(
         description="The part of the peak that products reach, by dtype and by the smallest of their three sizes: of "
         "the largest class that is not larger."
     )
-    attention_efficiency: Part = Field(description="The part that fused attention reaches in forward.")
-    attention_backward_efficiency: Part = Field(description="Likewise in backward.")
+    attention_efficiency: PositiveFraction = Field(description="The part that fused attention reaches in forward.")
+    attention_backward_efficiency: PositiveFraction = Field(description="Likewise in backward.")
     spread: float = Field(
         default=0.0,
         ge=0,
@@ -142,10 +150,10 @@ class Device(FrozenModel):
         description="Whether it is the host itself, which issues nothing while it computes, and whose allocator keeps "
         "nothing that is freed.",
     )
-    speed_beside_communication: Speed = Field(
+    speed_beside_communication: UnitFraction = Field(
         default=1.0, description="The part of its speed at which it computes while a collective runs."
     )
-    node: Node
+    node: NodeSpec
     sources: Mapping[str, str] = Field(description="Where figures are from.")
 
     @property
@@ -157,7 +165,7 @@ class Device(FrozenModel):
 
     def pace(self, count: int) -> float:
         """Return the speed of the slowest of `count` devices relative to one: Blom's estimate, for normal speeds."""
-        return 1 - self.spread / RANGE_OF_EIGHT * NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+        return 1 - self.spread / EXPECTED_RANGE_OF_EIGHT * NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
     def matmul_rate(self, dtype: str, smallest: int) -> float:
         """Return the operations a second of a product in a dtype of `flops`, by the `smallest` of its three sizes."""
@@ -168,17 +176,17 @@ class Device(FrozenModel):
         return self.flops[dtype] * part
 
 
-def devices() -> list[str]:
-    return sorted(path.stem for path in DEVICES.glob("*.yaml"))
+def list_device_specs() -> list[str]:
+    return sorted(path.stem for path in DEVICE_DIRECTORY.glob("*.yaml"))
 
 
-def find_device(name: str) -> Device:
+def load_device_spec(name: str) -> DeviceSpec:
     """Return a device by its name in `devices`, or by the path of its YAML file (".yaml" or ".yml")."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else DEVICES / f"{name}.yaml"
+    path = Path(name) if name.endswith((".yaml", ".yml")) else DEVICE_DIRECTORY / f"{name}.yaml"
     if not path.is_file():
-        known = devices()
+        known = list_device_specs()
         raise ConfigError(
-            f"there is no device {name!r}.{nearest(name, known)} Devices: {', '.join(known)}; or the path of a YAML "
+            f"there is no device {name!r}.{suggest_match(name, known)} Devices: {', '.join(known)}; or the path of a YAML "
             f"file."
         )
     try:
@@ -187,4 +195,4 @@ def find_device(name: str) -> Device:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping of keys to values, not {type(values).__name__}.")
-    return validated(Device, values, where=str(path))
+    return validate_config(DeviceSpec, values, where=str(path))

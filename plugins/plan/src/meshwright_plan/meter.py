@@ -27,30 +27,30 @@ import torch
 from torch import Tensor
 
 from meshwright.plugin import (
-    NAMESPACES,
-    Block,
-    Meter,
-    Observer,
+    COLLECTIVE_NAMESPACES,
+    MemoryMeter,
+    OperationObserver,
+    StorageRecord,
     UncompiledMode,
+    get_operation_name,
+    get_storage,
     is_on_meta,
-    name_of,
-    settle,
-    storage_of,
-    tensors_in,
+    list_tensors,
+    wait_for_gloo_threads,
 )
 
-from ._compat import in_backward
+from ._compat import is_in_backward
 
 OWNERS = ("parameters", "gradients", "optimizer", "gathered", "activations", "communication", "temporary", "other")
 LIBRARIES = "libraries"  # Owner of workspaces of libraries in a plan, which operators do not show
-ROUND_TO = 512  # Multiple of bytes in which CUDA's allocator counts memory
-_MAKES_OF_NUMBERS = "aten.lift_fresh"
+MIN_BLOCK_SIZE = 512  # Multiple of bytes in which CUDA's allocator counts memory
+_LIFT_FRESH = "aten.lift_fresh"
 _NEW_EMPTY = torch.ops.aten.new_empty.default
-_MAKES_EMPTY = ("aten.empty", "aten.new_empty", "aten.zeros", "aten.new_zeros")
+_EMPTY_FACTORIES = ("aten.empty", "aten.new_empty", "aten.zeros", "aten.new_zeros")
 
 
 @dataclass(frozen=True)
-class Held:
+class MemorySnapshot:
     """Bytes of a rank at one moment; for a peak also those of activations by module, and the most in each phase."""
 
     bytes: int
@@ -60,14 +60,16 @@ class Held:
     phases: Mapping[str, int] = field(default_factory=dict)
 
 
-class StepMeter(Meter, UncompiledMode):
+class StepMeter(MemoryMeter, UncompiledMode):
     """Log what happens to memory in a step; nothing is compiled meanwhile. `is_real`: collectives run."""
 
     def __init__(self, *, is_real: bool = False) -> None:
-        super().__init__(round_to=ROUND_TO)
+        super().__init__(round_to=MIN_BLOCK_SIZE)
         self._is_real = is_real
         self.phase, self.module = "other", ""
-        self.after: Observer | None = None  # observer of each operation once its memory is logged: one mode for both
+        self.after: OperationObserver | None = (
+            None  # observer of each operation once its memory is logged: one mode for both
+        )
         self._made: dict[int, str] = {}
         self._forwards: dict[int, str] = {}
         self._owned: dict[int, str] = {}
@@ -88,7 +90,7 @@ class StepMeter(Meter, UncompiledMode):
     @property
     def step_phase(self) -> str:
         if self.phase == "activations":
-            return "backward" if in_backward() else "forward"
+            return "backward" if is_in_backward() else "forward"
         return "optimizer"
 
     def begin(self) -> None:
@@ -106,7 +108,7 @@ class StepMeter(Meter, UncompiledMode):
         tensors = list(tensors)
         self.see(tensors)
         for tensor in tensors:
-            block = self.live.get(id(storage_of(tensor)))
+            block = self.live.get(id(get_storage(tensor)))
             if block is not None:
                 self._owned.setdefault(block.number, owner)
 
@@ -123,20 +125,20 @@ class StepMeter(Meter, UncompiledMode):
             self.after.observe(operation, args, kwargs, result)
 
     def _write_down(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        before, name, given = len(self._blocks), name_of(operation), list(tensors_in((args, kwargs)))
-        if self.phase != "other" and not name.startswith(_MAKES_OF_NUMBERS):
+        before, name, given = len(self._blocks), get_operation_name(operation), list(list_tensors((args, kwargs)))
+        if self.phase != "other" and not name.startswith(_LIFT_FRESH):
             self._note_foreign(given)
-        self.see(given if operation.is_view else [*given, *tensors_in(result)])  # as in `Meter.observe`
-        if name.startswith(_MAKES_EMPTY):
+        self.see(given if operation.is_view else [*given, *list_tensors(result)])  # as in `Meter.observe`
+        if name.startswith(_EMPTY_FACTORIES):
             self._empty.update(self._blocks[before:])
-        elif operation.namespace in NAMESPACES:
+        elif operation.namespace in COLLECTIVE_NAMESPACES:
             makes_anew = operation.namespace != "c10d" and not operation.overloadpacket.__name__.endswith("_")
             self._empty.update(self._blocks[before:])
             self._note_messages(result if makes_anew else (), always=True)
             self._note_messages((args, kwargs), always=False)
         phase = self.step_phase
         if self._is_real and self.total > self.peaks.get(phase, 0):
-            settle()
+            wait_for_gloo_threads()
         self.peaks[phase] = max(self.total, self.peaks.get(phase, 0))
         # Of equal moments the last, as in `testing.memory`.
         if self.total >= self.peak and operation.namespace != "profiler":
@@ -146,19 +148,19 @@ class StepMeter(Meter, UncompiledMode):
         if id(storage) not in self._foreign:
             super().take_up(storage)
 
-    def _note_foreign(self, given: Iterable[Tensor]) -> None:
-        for tensor in given:
+    def _note_foreign(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
             if tensor.layout is torch.strided and not is_on_meta(tensor):
-                storage = storage_of(tensor)
+                storage = get_storage(tensor)
                 key = id(storage)
                 if key not in self.live and key not in self._foreign:
                     self._foreign[key] = weakref.ref(storage, lambda _, key=key: self._foreign.pop(key))  # type: ignore[misc]
 
-    def changed(self, block: Block, change: int) -> None:
+    def changed(self, block: StorageRecord, change: int) -> None:
         self._blocks.append(block.number)
         self._changes.append(change)
         if block.number not in self._made:
-            is_backward = self.phase == "activations" and in_backward()
+            is_backward = self.phase == "activations" and is_in_backward()
             self._made[block.number] = "temporary" if is_backward else self.phase
             self._forwards[block.number] = self.module
         elif block.size == change > 0:
@@ -166,20 +168,20 @@ class StepMeter(Meter, UncompiledMode):
 
     def _note_messages(self, values: Any, *, always: bool) -> None:
         """Note what was made for a collective: empty tensors, or with `always` all of them."""
-        for tensor in tensors_in(values):
+        for tensor in list_tensors(values):
             if tensor.layout is torch.strided and not is_on_meta(tensor):
-                block = self.live.get(id(storage_of(tensor)))
+                block = self.live.get(id(get_storage(tensor)))
                 if block is None or self._made.get(block.number) == "gathered":
                     continue
                 if always or block.number in self._empty:
                     self._made[block.number] = "communication"
 
-    def at_peak(self) -> Held:
+    def at_peak(self) -> MemorySnapshot:
         owners, activations = self._owners(self._peak_at)
-        return Held(self.peak, owners, self._operator, activations, dict(self.peaks))
+        return MemorySnapshot(self.peak, owners, self._operator, activations, dict(self.peaks))
 
-    def now(self) -> Held:
-        return Held(self.total, self._owners(len(self._blocks))[0], "")
+    def now(self) -> MemorySnapshot:
+        return MemorySnapshot(self.total, self._owners(len(self._blocks))[0], "")
 
     def owners(self) -> dict[int, str]:
         return {number: self._owner(number) for number in self._blocks}

@@ -23,51 +23,55 @@ from torch import nn
 from meshwright.plugin import (
     EMA,
     BatchError,
+    BoundObjective,
     Collective,
     Degrees,
-    Given,
     Mesh,
     MeshSizes,
     MeshwrightError,
     Objective,
-    Observer,
+    OperationObserver,
     StrategyError,
     StrategyManager,
-    adapted_on_meta,
-    arithmetic,
-    check_names,
+    add_adapters_on_meta,
+    build_model_config,
+    check_target_names,
+    count_flops,
+    get_operation_name,
+    has_meta_tensors,
+    init_model,
     is_attention,
-    is_meta,
-    model_config,
-    name_of,
-    new_model,
     optimizer_factory,
+    probe_optimizer,
+    real_compute,
     resolve,
-    try_optimization,
-    with_values,
 )
-from meshwright_run.preflight import RunModel, data_and_model_config, find_model
-from meshwright_run.run_file import RunConfig, layout_of
+from meshwright_run.preflight import ResolvedModel, prepare_data_and_model_config, resolve_model
+from meshwright_run.run_file import RunConfig, resolve_layout
 
-from .allocator import reserved
-from .config import Device
-from .depth import DEPTHS, Numbers, Point, at_full_size
+from .allocator import compute_reserved_bytes
+from .config import DeviceSpec
+from .depth import SAMPLE_DEPTHS, Coordinates, Point, extrapolate_report
 from .meter import LIBRARIES
-from .stages import InStages, from_small
-from .time import Timeline, play, stage_ranks
-from .trace import Job, NoValues, Trace, traces
-from .world import planned_world
+from .stages import StageCostModel, extrapolate_ranks
+from .time import Timeline, find_pipeline_ranks, simulate_timelines
+from .trace import NoWeights, StepTrace, TrainingJob, trace_job_steps
+from .world import fake_world
 
-LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes")
+MAX_OVER_RANKS = ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes")
 
 
-def plan(job: Job, device: Device, ranks: Sequence[int] | None = None) -> dict[str, Any]:
+def plan_job(job: TrainingJob, device: DeviceSpec, ranks: Sequence[int] | None = None) -> dict[str, Any]:
     """Trace ranks of a job (None: those that stand for all), play their step on a device, and return plain values."""
-    asked = representatives(job.degrees) if ranks is None else list(ranks)
-    reports = _stages(job, device, asked) if job.degrees.pp > 1 else [_report(job, device, rank) for rank in asked]
+    asked = choose_representative_ranks(job.degrees) if ranks is None else list(ranks)
+    reports = (
+        _report_stages(job, device, asked)
+        if job.degrees.pp > 1
+        else [_report_rank(job, device, rank) for rank in asked]
+    )
     busiest = max(reports, key=lambda each: sum(row["bytes"] for row in each["collectives"]))
     seconds = max(each["step_seconds"] for each in reports)
-    largest = {key: max(each[key] for each in reports) for key in LARGEST}
+    largest = {key: max(each[key] for each in reports) for key in MAX_OVER_RANKS}
     tokens = job.microbatches * job.rows * job.length * job.degrees.dp
     return {
         "strategy": str(job.stack),
@@ -75,7 +79,7 @@ def plan(job: Job, device: Device, ranks: Sequence[int] | None = None) -> dict[s
         "mesh": str(job.degrees),
         "device": device.name,
         "memory_bytes": device.memory_bytes,
-        "fits": fits(largest["peak_reserved_bytes"], device),
+        "fits": fits_in_memory(largest["peak_reserved_bytes"], device),
         **largest,
         "step_seconds": seconds,
         "tokens_per_second_per_device": tokens / seconds / job.degrees.world_size,
@@ -84,34 +88,34 @@ def plan(job: Job, device: Device, ranks: Sequence[int] | None = None) -> dict[s
     }
 
 
-def fits(reserved_bytes: int, device: Device) -> bool:
+def fits_in_memory(reserved_bytes: int, device: DeviceSpec) -> bool:
     """Return whether a device has so much besides what torch's allocator does not know of."""
     return reserved_bytes <= device.memory_bytes - device.context_bytes
 
 
-def representatives(degrees: Degrees) -> list[int]:
+def choose_representative_ranks(degrees: Degrees) -> list[int]:
     """Return ranks such that each other one is like one of them: of the first two, middle and last two stages."""
     of_stage = degrees.world_size // degrees.pp
     stages = {stage for stage in (0, 1, degrees.pp // 2, degrees.pp - 2, degrees.pp - 1) if 0 <= stage < degrees.pp}
     return sorted({*(stage * of_stage for stage in stages), degrees.world_size - 1})
 
 
-def trace_rank(job: Job, rank: int) -> Trace:
+def trace_rank(job: TrainingJob, rank: int) -> StepTrace:
     """Trace the step of one rank of a job, which need not exist."""
     return trace_steps(job, rank, [job.microbatches])[0]
 
 
-def trace_steps(job: Job, rank: int, counts: Sequence[int]) -> list[Trace]:
+def trace_steps(job: TrainingJob, rank: int, counts: Sequence[int]) -> list[StepTrace]:
     """Trace a step with each number of microbatches, ascending; see `trace_rank`."""
-    with tracing(job, rank) as mesh:
-        return traces(job, mesh, counts)
+    with tracing_mesh(job, rank) as mesh:
+        return trace_job_steps(job, mesh, counts)
 
 
 @contextmanager
-def tracing(job: Job, rank: int) -> Iterator[Mesh]:
+def tracing_mesh(job: TrainingJob, rank: int) -> Iterator[Mesh]:
     """Give a mesh on which a job is traced; raise StrategyError for any error within that is not meshwright's."""
     # A mesh of its own: what is made once for a mesh belongs to the first job on it.
-    with planned_mesh(job, rank) as mesh:
+    with fake_mesh(job, rank) as mesh:
         try:
             yield mesh
         except MeshwrightError:
@@ -126,20 +130,20 @@ def tracing(job: Job, rank: int) -> Iterator[Mesh]:
 
 
 @contextmanager
-def planned_mesh(job: Job, rank: int) -> Iterator[Mesh]:
-    with planned_world(rank, job.degrees.world_size, imbalance=job.expert_imbalance) as world:
-        with with_values():
+def fake_mesh(job: TrainingJob, rank: int) -> Iterator[Mesh]:
+    with fake_world(rank, job.degrees.world_size, imbalance=job.expert_imbalance) as world:
+        with real_compute():
             mesh = Mesh(job.degrees, world)
         yield mesh
 
 
 @contextmanager
-def after_step(job: Job, rank: int) -> Iterator[StrategyManager]:
+def manager_after_step(job: TrainingJob, rank: int) -> Iterator[StrategyManager]:
     """Give the manager of a job whose model has trained a step on a planned rank."""
-    with tracing(job, rank) as mesh:
+    with tracing_mesh(job, rank) as mesh:
         model, manager = job.built(mesh)
         batches = [job.batch(model)]
-        manager.parallelize(model, NoValues())
+        manager.parallelize(model, NoWeights())
         del model
         manager.build_optimizer(job.optimizer)
         if job.ema is not None:
@@ -150,100 +154,104 @@ def after_step(job: Job, rank: int) -> Iterator[StrategyManager]:
         yield manager
 
 
-def _report(job: Job, device: Device, rank: int) -> dict[str, Any]:
+def _report_rank(job: TrainingJob, device: DeviceSpec, rank: int) -> dict[str, Any]:
     """Report one rank; from fewer blocks and microbatches where these determine it."""
     known: dict[Point, dict[str, Any]] = {}
 
     def found(points: Sequence[Point]) -> Mapping[Point, dict[str, Any]]:
-        missing: dict[Numbers, list[int]] = {}
+        missing: dict[Coordinates, list[int]] = {}
         for blocks, (count,) in sorted(set(points) - known.keys()):
             missing.setdefault(blocks, []).append(count)
         for blocks, counts in missing.items():
             small = job.at_depth(*blocks) if blocks else job
             for count, each in zip(counts, trace_steps(small, rank, counts), strict=True):
-                known[blocks, (count,)] = _alone(each, small, device)
+                known[blocks, (count,)] = _report_trace(each, small, device)
         return known
 
     layers = job.layers if job.with_layers is not None and job.layers else None
-    return at_full_size(found, layers, job.microbatches) or _alone(trace_rank(job, rank), job, device)
+    return extrapolate_report(found, layers, job.microbatches) or _report_trace(trace_rank(job, rank), job, device)
 
 
-def _alone(found: Trace, job: Job, device: Device) -> dict[str, Any]:
-    return _of_rank(found, _played([found], job, device)[0], device)
+def _report_trace(trace: StepTrace, job: TrainingJob, device: DeviceSpec) -> dict[str, Any]:
+    return _build_report(trace, _simulate([trace], job, device)[0], device)
 
 
-def _stages(job: Job, device: Device, asked: Sequence[int]) -> list[dict[str, Any]]:
+def _report_stages(job: TrainingJob, device: DeviceSpec, requested_ranks: Sequence[int]) -> list[dict[str, Any]]:
     """Report ranks of a pipeline; from small pipelines where these determine them."""
-    stages = _in_stages(job)
+    stages = _get_cost_model(job)
     if stages is not None:
-        reports = from_small(job, stages, asked, device, trace_steps, lambda found, line: _of_rank(found, line, device))
+        reports = extrapolate_ranks(
+            job, stages, requested_ranks, device, trace_steps, lambda found, line: _build_report(found, line, device)
+        )
         if reports is not None:
             return reports
     # All stages are played together; ranks of one stage take the same time.
-    together = stage_ranks(asked[0], job.degrees)
-    traces = {rank: trace_rank(job, rank) for rank in sorted({*together, *asked})}
-    lines = {line.rank: line for line in _played([traces[rank] for rank in together], job, device)}
+    together = find_pipeline_ranks(requested_ranks[0], job.degrees)
+    traces = {rank: trace_rank(job, rank) for rank in sorted({*together, *requested_ranks})}
+    lines = {line.rank: line for line in _simulate([traces[rank] for rank in together], job, device)}
     of_stage = job.degrees.world_size // job.degrees.pp
     lines = {rank: lines[rank if rank in lines else together[rank // of_stage]] for rank in traces}
-    return [_of_rank(found, lines[rank], device) for rank, found in traces.items()]
+    return [_build_report(found, lines[rank], device) for rank, found in traces.items()]
 
 
-def _in_stages(job: Job) -> InStages | None:
+def _get_cost_model(job: TrainingJob) -> StageCostModel | None:
     if job.with_layers is None or not job.layers:
         return None
-    with planned_mesh(job, 0) as mesh, with_values():
+    with fake_mesh(job, 0) as mesh, real_compute():
         ask = getattr(job.stack.build(mesh), "in_stages", None)
-        found: InStages | None = None if ask is None else ask(job.model())
+        found: StageCostModel | None = None if ask is None else ask(job.model())
     return found if found is not None and sum(found.blocks) == job.layers else None
 
 
-def _played(traces: Sequence[Trace], job: Job, device: Device) -> list[Timeline]:
-    return play(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
+def _simulate(traces: Sequence[StepTrace], job: TrainingJob, device: DeviceSpec) -> list[Timeline]:
+    return simulate_timelines(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
 
 
-def reserved_of(found: Trace, device: Device) -> int:
+def get_reserved_bytes(trace: StepTrace, device: DeviceSpec) -> int:
     """Return the bytes that are taken from a device for a step; a host returns what is freed."""
-    return found.peak.bytes if device.is_host else reserved(found, workspace=device.library_bytes)
+    return trace.peak.bytes if device.is_host else compute_reserved_bytes(trace, workspace=device.library_bytes)
 
 
-def _of_rank(found: Trace, line: Timeline, device: Device) -> dict[str, Any]:
+def _build_report(trace: StepTrace, timeline: Timeline, device: DeviceSpec) -> dict[str, Any]:
     library = device.library_bytes
     libraries = {LIBRARIES: library} if library else {}
     by_dtype: dict[str, int] = {}
     phases: dict[str, list[Collective]] = {}
-    for each in found.operations:
+    for each in trace.operations:
         if each.flops:
             name = str(each.dtype).removeprefix("torch.")
             by_dtype[name] = by_dtype.get(name, 0) + each.flops
         if each.call is not None:
-            phases.setdefault(each.phase, []).append(found.collectives[each.call])
+            phases.setdefault(each.phase, []).append(trace.collectives[each.call])
     return {
-        "rank": found.rank,
-        "peak_allocated_bytes": found.peak.bytes + library,
-        "peak_reserved_bytes": reserved_of(found, device),
-        "held_bytes": found.after.bytes + library,
-        "peak_operator": found.peak.operator,
+        "rank": trace.rank,
+        "peak_allocated_bytes": trace.peak.bytes + library,
+        "peak_reserved_bytes": get_reserved_bytes(trace, device),
+        "held_bytes": trace.after.bytes + library,
+        "peak_operator": trace.peak.operator,
         "library_bytes": library,
-        "peak_by_phase": {phase: most + library for phase, most in found.peak.phases.items()},
-        "peak_by_owner": {**found.peak.owners, **libraries},
-        "held_by_owner": {**found.after.owners, **libraries},
-        "activations_by_module": dict(found.peak.activations),
+        "peak_by_phase": {phase: most + library for phase, most in trace.peak.phases.items()},
+        "peak_by_owner": {**trace.peak.owners, **libraries},
+        "held_by_owner": {**trace.after.owners, **libraries},
+        "activations_by_module": dict(trace.peak.activations),
         "flops": sum(by_dtype.values()),
         "flops_by_dtype": by_dtype,
-        "step_seconds": line.seconds,
-        "busy_seconds": {name: line.busy(name) for name in dict.fromkeys(span.stream for span in line.spans)},
-        "gradients_bytes": most_of(found, "gradients"),
-        "collectives": sums_of(found.collectives),
-        "collectives_by_phase": [{"phase": phase, **row} for phase, calls in phases.items() for row in sums_of(calls)],
+        "step_seconds": timeline.seconds,
+        "busy_seconds": {name: timeline.busy(name) for name in dict.fromkeys(span.stream for span in timeline.spans)},
+        "gradients_bytes": compute_owner_peak(trace, "gradients"),
+        "collectives": summarize_collectives(trace.collectives),
+        "collectives_by_phase": [
+            {"phase": phase, **row} for phase, calls in phases.items() for row in summarize_collectives(calls)
+        ],
     }
 
 
-def most_of(found: Trace, owner: str) -> int:
+def compute_owner_peak(trace: StepTrace, owner: str) -> int:
     """Return the most bytes that an owner has in a step; see [Note: owners] in `meter`."""
-    return max(accumulate((change for block, change in found.log if found.owners.get(block) == owner), initial=0))
+    return max(accumulate((change for block, change in trace.log if trace.owners.get(block) == owner), initial=0))
 
 
-def sums_of(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
+def summarize_collectives(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
     """Return calls and bytes of each kind of collective over each group, in the order of their first calls."""
     rows: dict[tuple[str, str, int, str], dict[str, Any]] = {}
     for each in collectives:
@@ -263,51 +271,51 @@ class ModelFlops:
     why_not: str = ""
 
 
-def model_flops(job: Job, objective: Objective | None = None) -> ModelFlops:
+def count_model_flops(job: TrainingJob, objective: Objective | None = None) -> ModelFlops:
     """Return what the model of a job needs for each token, in any layout; objectives are counted as the token loss."""
-    if objective is not None and not _counts_tokens(Given(objective)):
-        return ModelFlops(None, f"the {Given(objective).name} counts something else than tokens")
+    if objective is not None and not _counts_tokens(BoundObjective(objective)):
+        return ModelFlops(None, f"the {BoundObjective(objective).name} counts something else than tokens")
     try:
         stack, degrees = resolve("single", MeshSizes(), 1, config={"loss_chunk_rows": 0})
         alone = replace(job, stack=stack, degrees=degrees, rows=1, microbatches=1)
-        return ModelFlops(_of_row(alone) / max(1, job.length - 1))
+        return ModelFlops(_count_row_flops(alone) / max(1, job.length - 1))
     except MeshwrightError as error:
         return ModelFlops(None, str(error))
 
 
-def _counts_tokens(given: Given) -> bool:
+def _counts_tokens(objective: BoundObjective) -> bool:
     """Return whether an objective is divided by the number of targets, as far as a few rows tell."""
-    ids = torch.ones((given.rows, 4), dtype=torch.int64)
+    ids = torch.ones((objective.rows, 4), dtype=torch.int64)
     try:
-        return given.count([{"input_ids": ids, "labels": ids}]) in (None, given.rows * 3)
+        return objective.count([{"input_ids": ids, "labels": ids}]) in (None, objective.rows * 3)
     except BatchError:
         return False
 
 
-def _of_row(job: Job) -> int:
-    of = functools.cache(lambda blocks: _traced(job.at_depth(blocks)))
-    for first, second, check in DEPTHS:
+def _count_row_flops(job: TrainingJob) -> int:
+    of = functools.cache(lambda blocks: _count_traced_flops(job.at_depth(blocks)))
+    for first, second, check in SAMPLE_DEPTHS:
         if job.with_layers is None or job.layers <= first + second + check:
             break
         growth = (of(second) - of(first)) / (second - first)
         if of(second) + growth * (check - second) == of(check):
             return int(of(check)) + round(growth * (job.layers - check))
-    return _traced(job)
+    return _count_traced_flops(job)
 
 
-def _traced(job: Job) -> int:
-    products = _Products()
-    with tracing(job, 0) as mesh:
+def _count_traced_flops(job: TrainingJob) -> int:
+    products = _FlopCounter()
+    with tracing_mesh(job, 0) as mesh:
         model, manager = job.built(mesh)
         batches = [job.batch(model)]
-        module = manager.parallelize(model, NoValues() if is_meta(model) else None)
+        module = manager.parallelize(model, NoWeights() if has_meta_tensors(model) else None)
         module.register_forward_pre_hook(products.begin)
         with products:
             manager.forward_backward(batches, num_tokens=manager.announce(batches))
     return products.flops
 
 
-class _Products(Observer):
+class _FlopCounter(OperationObserver):
     """Sum of products from the first forward on that a backward follows: the model may be tried before."""
 
     def __init__(self) -> None:
@@ -320,24 +328,26 @@ class _Products(Observer):
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         if not self._has_begun:
             return
-        found = arithmetic(operation, args, kwargs, result)
-        if found and is_attention(operation) and "backward" in name_of(operation):
+        found = count_flops(operation, args, kwargs, result)
+        if found and is_attention(operation) and "backward" in get_operation_name(operation):
             found = found * 4 // 5
         self.flops += found
 
 
-def job_of(config: RunConfig, world_size: int) -> Job:
+def build_job(config: RunConfig, world_size: int) -> TrainingJob:
     """Return what a run would do on so many ranks."""
-    stack, degrees, rows = layout_of(config, world_size)
+    stack, degrees, rows = resolve_layout(config, world_size)
     steps = config.steps or 1
-    try_optimization(config.optimizer, config.schedule.over(steps), steps, device=torch.device("cpu"))
-    found = find_model(config.model)
+    probe_optimizer(config.optimizer, config.schedule.over(steps), steps, device=torch.device("cpu"))
+    found = resolve_model(config.model)
     if found.directory is None and "vocab_size" not in config.model:
-        hf_config = data_and_model_config(config, found)[1]  # the tokenizer has the number
+        hf_config = prepare_data_and_model_config(config, found)[1]  # the tokenizer has the number
     else:
-        hf_config = model_config(config.model, tokenizer=None, seq_len=config.data.seq_len, directory=found.directory)
-    make = functools.partial(_model, found, hf_config, found.dtype(config.model))
-    return Job(
+        hf_config = build_model_config(
+            config.model, tokenizer=None, seq_len=config.data.seq_len, directory=found.directory
+        )
+    make = functools.partial(_build_model, found, hf_config, found.dtype(config.model))
+    return TrainingJob(
         stack,
         degrees,
         functools.partial(make, None),
@@ -355,7 +365,7 @@ def job_of(config: RunConfig, world_size: int) -> Job:
     )
 
 
-def _model(found: RunModel, hf_config: Any, dtype: torch.dtype, layers: int | None) -> nn.Module:
+def _build_model(run_model: ResolvedModel, hf_config: Any, dtype: torch.dtype, layers: int | None) -> nn.Module:
     hf_config = copy.deepcopy(hf_config)
     if layers is not None:
         text = hf_config.get_text_config()
@@ -363,9 +373,9 @@ def _model(found: RunModel, hf_config: Any, dtype: torch.dtype, layers: int | No
         if getattr(text, "layer_types", None) is not None:
             text.layer_types = text.layer_types[:layers]
     with torch.device("meta"):
-        model = new_model(hf_config, dtype, 0)
-    if found.adapters is None:
+        model = init_model(hf_config, dtype, 0)
+    if run_model.adapters is None:
         return model
-    check_names(found.adapters.config, model, where="model.peft")
-    adapted: nn.Module = adapted_on_meta(model, {"default": copy.deepcopy(found.adapters.config)})
+    check_target_names(run_model.adapters.config, model, where="model.peft")
+    adapted: nn.Module = add_adapters_on_meta(model, {"default": copy.deepcopy(run_model.adapters.config)})
     return adapted

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from meshwright.plugin import (
-    Assignments,
     ConfigError,
-    RunFile,
+    RunFileArgument,
     RunSection,
-    Traceback,
+    SetOption,
+    TracebackOption,
+    create_console,
+    create_output_console,
+    exit_on_error,
+    exit_process,
+    gc_paused,
     hookimpl,
-    join,
-    leave,
-    new_console,
-    output_console,
-    started_by_launcher,
-    told,
-    uncollected,
-    validated,
+    is_launched,
+    join_launcher,
+    validate_config,
 )
 
 from .config import PlanConfig
@@ -32,10 +32,10 @@ from .config import PlanConfig
 if TYPE_CHECKING:
     from meshwright_run.run_file import RunConfig
 
-    from .comparison import Comparison
+    from .comparison import PlanMonitor
 
-DEVICE = "h100-80gb"
-Files: TypeAlias = tuple[Path | None, Path | None]
+DEFAULT_DEVICE = "h100-80gb"
+OutputFiles: TypeAlias = tuple[Path | None, Path | None]
 
 
 def plan(
@@ -53,7 +53,7 @@ def plan(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page of pictures here.")] = None,
     png_directory: Annotated[Path | None, typer.Option("--png", help="Write the pictures into this directory.")] = None,
-    assignments: Assignments = None,
+    assignments: SetOption = None,
     ranks: Annotated[
         list[int] | None, typer.Option("--rank", help="Trace this rank; default: ranks that stand for all.")
     ] = None,
@@ -72,62 +72,73 @@ def plan(
     calibrated_ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, help="With --calibrate: ranks that compute at the same time.")
     ] = None,
-    traceback: Traceback = False,
+    traceback: TracebackOption = False,
 ) -> None:
     """Plan a run: memory, traffic and time of its ranks, by the code that would run, on tensors without memory."""
     file, changes, pictures = run_file or Path(), assignments or [], (html_file, png_directory)
-    with told(traceback):
-        _check_one_wish(run_file, world=world, gpus=gpus, calibrate=calibrate)
-        _check_belonging("gpus", gpus, batch_tokens=batch_tokens, max_nodes=max_nodes, write=run_out)
-        _check_belonging("calibrate", calibrate, ranks=calibrated_ranks)
-        _check_belonging("world", world, rank=ranks)
+    with exit_on_error(traceback):
+        _check_one_mode(run_file, world=world, gpus=gpus, calibrate=calibrate)
+        _check_requires("gpus", gpus, batch_tokens=batch_tokens, max_nodes=max_nodes, write=run_out)
+        _check_requires("calibrate", calibrate, ranks=calibrated_ranks)
+        _check_requires("world", world, rank=ranks)
         if calibrate is not None:
-            from .calibration.calibrate import calibrate_to
+            from .calibration.calibrate import calibrate_to_file
 
-            join()
-            leave(calibrate_to(calibrate, base=device, ranks=calibrated_ranks, show_traceback=traceback))
-        device = device or DEVICE
+            join_launcher()
+            exit_process(calibrate_to_file(calibrate, base=device, ranks=calibrated_ranks, show_traceback=traceback))
+        device = device or DEFAULT_DEVICE
         if gpus is None:
-            _write(_planned(load_job(file, changes), world or 1, device, ranks, expert_imbalance, pictures), json_file)
+            _write_json(
+                _plan_and_print(load_job_config(file, changes), world or 1, device, ranks, expert_imbalance, pictures),
+                json_file,
+            )
         else:
             options = {"batch_tokens": batch_tokens, "max_nodes": max_nodes, "expert_imbalance": expert_imbalance}
             _search(file, changes, gpus, device, options, (json_file, run_out), pictures)
 
 
 def _search(
-    file: Path, changes: list[str], gpus: int, device: str, options: dict[str, Any], written: Files, pictures: Files
+    file: Path,
+    changes: list[str],
+    gpus: int,
+    device: str,
+    options: dict[str, Any],
+    output_files: OutputFiles,
+    plot_files: OutputFiles,
 ) -> None:
     """Recommend layouts; write them as JSON, the best as a run file, and pictures of the best."""
-    from .search.recommend import recommend, tables, write_run
+    from .search.recommend import build_tables, recommend_layouts, write_run_file
 
-    found = recommend(file, changes, gpus, device, **options)
-    show(tables(found))
-    _write(found, written[0])
+    found = recommend_layouts(file, changes, gpus, device, **options)
+    print_parts(build_tables(found))
+    _write_json(found, output_files[0])
     best = found["best"][0]
-    if written[1] is not None:
-        write_run(best, written[1])
-    if any(each is not None for each in pictures):
-        config = load_job(file, best["assignments"])
-        _planned(config, found["world_size"], device, None, options["expert_imbalance"], pictures, found["layouts"])
+    if output_files[1] is not None:
+        write_run_file(best, output_files[1])
+    if any(each is not None for each in plot_files):
+        config = load_job_config(file, best["assignments"])
+        _plan_and_print(
+            config, found["world_size"], device, None, options["expert_imbalance"], plot_files, found["layouts"]
+        )
 
 
-def load_job(run_file: Path, assignments: list[str]) -> RunConfig:
+def load_job_config(run_file: Path, assignments: list[str]) -> RunConfig:
     """Load a run file, which may leave out how long the run is."""
-    from meshwright_run.run_file import RunConfig, read_job
+    from meshwright_run.run_file import RunConfig, read_unbounded_values
 
-    return validated(RunConfig, read_job(run_file, assignments), where=str(run_file))
+    return validate_config(RunConfig, read_unbounded_values(run_file, assignments), where=str(run_file))
 
 
-def check_job(config: RunConfig, world: int) -> None:
+def check_job_config(config: RunConfig, world: int) -> None:
     """Check a run on so many ranks, as far as possible without torch."""
-    from meshwright_run.run_file import check_model, layout_of
+    from meshwright_run.run_file import check_new_model, resolve_layout
 
-    layout_of(config, world)
-    check_model(config.model, config.data.seq_len)
+    resolve_layout(config, world)
+    check_new_model(config.model, config.data.seq_len)
 
 
-def _check_one_wish(run_file: Path | None, **wishes: Any) -> None:
-    given = [f"--{name}" for name, value in wishes.items() if value is not None]
+def _check_one_mode(run_file: Path | None, **modes: Any) -> None:
+    given = [f"--{name}" for name, value in modes.items() if value is not None]
     if len(given) != 1:
         told_of = " and ".join(given) or "none of them"
         raise ConfigError(
@@ -142,38 +153,38 @@ def _check_one_wish(run_file: Path | None, **wishes: Any) -> None:
         )
 
 
-def _check_belonging(wish: str, value: Any, **options: Any) -> None:
+def _check_requires(mode: str, value: Any, **options: Any) -> None:
     for name, given in options.items():
         if given is not None and value is None:
-            raise ConfigError(f"--{name.replace('_', '-')} belongs to --{wish}. Leave it out, or give that.")
+            raise ConfigError(f"--{name.replace('_', '-')} belongs to --{mode}. Leave it out, or give that.")
 
 
-def _planned(
-    config: RunConfig, world: int, device: str, ranks: Any, imbalance: float, pictures: Files, layouts: Any = ()
+def _plan_and_print(
+    config: RunConfig, world: int, device: str, ranks: Any, imbalance: float, plot_files: OutputFiles, layouts: Any = ()
 ) -> dict[str, Any]:
-    with uncollected():
-        check_job(config, world)  # frequent mistakes are found before all that is imported to trace a step
-        from .config import find_device
-        from .fleet.advice import failures_of
-        from .fleet.advice import told as told_of_failures
-        from .planned import job_of
-        from .planned import plan as planned
-        from .report import tables
+    with gc_paused():
+        check_job_config(config, world)  # frequent mistakes are found before all that is imported to trace a step
+        from .config import load_device_spec
+        from .fleet.advice import estimate_failure_cost
+        from .fleet.advice import render_failure_cost as told_of_failures
+        from .planned import build_job
+        from .planned import plan_job as planned
+        from .report import build_tables
 
-    on = find_device(device)
-    job = replace(job_of(config, world), expert_imbalance=imbalance)
-    page, directory = pictures
+    on = load_device_spec(device)
+    job = replace(build_job(config, world), expert_imbalance=imbalance)
+    page, directory = plot_files
     draws = page is not None or directory is not None
     if draws:
-        from .pictures.shown import shown, to_plan
+        from .pictures.shown import choose_ranks, collect_plot_data
 
-        ranks = to_plan(job.degrees, ranks)
+        ranks = choose_ranks(job.degrees, ranks)
     found = planned(job, on, ranks)
-    show(tables(found))
-    failures = failures_of(config, job, on, found)
-    show(told_of_failures(failures, config))
+    print_parts(build_tables(found))
+    failures = estimate_failure_cost(config, job, on, found)
+    print_parts(told_of_failures(failures, config))
     if draws:
-        subject = shown(job, on, found, layouts)
+        subject = collect_plot_data(job, on, found, layouts)
         if page is not None:
             from .pictures.page import write_page
 
@@ -185,43 +196,43 @@ def _planned(
     return {**found, "failures": failures}
 
 
-def _write(found: dict[str, Any], json_file: Path | None) -> None:
+def _write_json(result: dict[str, Any], json_file: Path | None) -> None:
     if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def show(parts: list[Any]) -> None:
-    console = output_console(200)
+def print_parts(parts: list[Any]) -> None:
+    console = create_output_console(200)
     for part in parts:
         console.print(part, highlight=False)
 
 
 def explain(
-    run_file: RunFile,
+    run_file: RunFileArgument,
     world: Annotated[
         int | None, typer.Option(min=1, help="Ranks, which need not be there; default: as many as `train` would start.")
     ] = None,
-    assignments: Assignments = None,
-    traceback: Traceback = False,
+    assignments: SetOption = None,
+    traceback: TracebackOption = False,
 ) -> None:
     """Say in words what a run will do: who holds what, what is sent when, and what comes of it. Starts nothing."""
-    with told(traceback):
+    with exit_on_error(traceback):
         from meshwright_run.run_file import load_run
 
         config = load_run(run_file, assignments or [])
         if world is not None:
-            check_job(config, world)
+            check_job_config(config, world)
         if os.environ.get("RANK", "0") != "0":
             return
-        with uncollected():
-            from meshwright_run.preflight import processes
+        with gc_paused():
+            from meshwright_run.preflight import count_local_ranks
 
-            from .explain.facts import facts_of
-            from .explain.words import sections_of
+            from .explain.facts import collect_facts
+            from .explain.words import build_sections
 
-        count = world or (int(os.environ["WORLD_SIZE"]) if started_by_launcher() else processes(config))
-        console = new_console()
-        for title, lines in sections_of(facts_of(config, count)).items():
+        count = world or (int(os.environ["WORLD_SIZE"]) if is_launched() else count_local_ranks(config))
+        console = create_console()
+        for title, lines in build_sections(collect_facts(config, count)).items():
             console.print(title, style="bold", markup=False, highlight=False)
             for line in lines:
                 console.print(f"  {line}", markup=False, highlight=False, soft_wrap=not console.is_terminal)
@@ -241,15 +252,15 @@ def register_run_sections() -> list[RunSection]:
 
 
 @hookimpl
-def monitor_run(config: RunConfig, ranks: int) -> Comparison | None:
-    from .comparison import compare
+def monitor_run(config: RunConfig, ranks: int) -> PlanMonitor | None:
+    from .comparison import create_plan_monitor
 
-    return compare(config, ranks)
+    return create_plan_monitor(config, ranks)
 
 
 @hookimpl
-def show_plan(config: RunConfig, ranks: int) -> list[Any]:
-    from .comparison import plan_of
-    from .report import tables
+def render_plan(config: RunConfig, ranks: int) -> list[Any]:
+    from .comparison import build_plan
+    from .report import build_tables
 
-    return tables(plan_of(config, ranks))
+    return build_tables(build_plan(config, ranks))

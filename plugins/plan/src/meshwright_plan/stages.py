@@ -24,20 +24,22 @@ from pydantic import BaseModel
 from meshwright.plugin import MeshwrightError
 
 from .allocator import COMPUTE
-from .config import Device
-from .depth import Net, NotLinear, Numbers, Point, Report, are_alike, mixed
-from .time import Timeline, play
-from .trace import Job, Trace
+from .config import DeviceSpec
+from .depth import Coordinates, Extrapolation, NotLinearError, Point, RankReport, combine_reports, reports_match
+from .time import Timeline, simulate_timelines
+from .trace import StepTrace, TrainingJob
 
-Steps: TypeAlias = Callable[[Job, int, Sequence[int]], list[Trace]]  # of a rank, with each number of microbatches
-Reporting: TypeAlias = Callable[[Trace, Timeline], Report]
-DEPTHS = ((2, 3, 4), (4, 6, 8))  # Blocks of a stage, the last to check
-FEW, MORE, CHECK = 3, 4, 5  # Ranks of small pipelines, the last to check
-MESHES = 4096  # Tolerance for lists of ranks, which grow with the pipeline in steps [bytes]
+TraceSteps: TypeAlias = Callable[
+    [TrainingJob, int, Sequence[int]], list[StepTrace]
+]  # of a rank, with each number of microbatches
+BuildReport: TypeAlias = Callable[[StepTrace, Timeline], RankReport]
+SAMPLE_STAGE_DEPTHS = ((2, 3, 4), (4, 6, 8))  # Blocks of a stage, the last to check
+FEW_RANKS, MORE_RANKS, CHECK_RANKS = 3, 4, 5  # Ranks of small pipelines, the last to check
+RANK_LIST_TOLERANCE = 4096  # Tolerance for lists of ranks, which grow with the pipeline in steps [bytes]
 
 
-class InStages(Protocol):
-    """What the `in_stages(model)` of a strategy that divides models into stages returns."""
+class StageCostModel(Protocol):
+    """What the `build_cost_model(model)` of a strategy that divides models into stages returns."""
 
     blocks: tuple[int, ...]  # of each stage
 
@@ -54,51 +56,58 @@ class InStages(Protocol):
         """Return the time of a step from the costs of a sequence on each stage [s], if messages take none."""
 
 
-def from_small(
-    job: Job, stages: InStages, asked: Sequence[int], device: Device, steps: Steps, report: Reporting
-) -> list[Report] | None:
+def extrapolate_ranks(
+    job: TrainingJob,
+    stages: StageCostModel,
+    requested_ranks: Sequence[int],
+    device: DeviceSpec,
+    trace_steps: TraceSteps,
+    build_report: BuildReport,
+) -> list[RankReport] | None:
     """Return the reports of ranks of a pipeline; None if small ones do not determine them, or are no smaller."""
-    known: dict[tuple[Point, int], Trace] = {}
+    known: dict[tuple[Point, int], StepTrace] = {}
     of_stage = job.degrees.world_size // job.degrees.pp
-    for net, further in _nets(job, stages):
-        small = _SmallPipelines(job, stages, device, steps, report, net, further, asked[0] % of_stage, known)
+    for net, further in _list_extrapolations(job, stages):
+        small = _SmallPipelines(
+            job, stages, device, trace_steps, build_report, net, further, requested_ranks[0] % of_stage, known
+        )
         try:
-            return small.of_ranks(asked)
-        except (NotLinear, MeshwrightError):
+            return small.of_ranks(requested_ranks)
+        except (NotLinearError, MeshwrightError):
             continue  # small ones may be refused where large ones are not
     return None
 
 
-def _nets(job: Job, stages: InStages) -> Iterator[tuple[Net, Point | None]]:
+def _list_extrapolations(job: TrainingJob, stages: StageCostModel) -> Iterator[tuple[Extrapolation, Point | None]]:
     ranks, rows, count = job.degrees.pp, job.rows, job.microbatches
-    held = _parts(stages.placement(ranks, count * rows), stages.blocks)
+    held = _group_by_rank(stages.placement(ranks, count * rows), stages.blocks)
     if len({*map(len, held)}) > 1:
         return
     directions = 1 if all(len({*part}) == 1 for part in held) else len(held[0])
     frames = []
-    for least, more, check in DEPTHS:
+    for least, more, check in SAMPLE_STAGE_DEPTHS:
         if min(stages.blocks) >= least and sum(stages.blocks) > check * len(stages.blocks):
             start = (least,) * directions
             others = ((*start[:each], more, *start[each + 1 :]) for each in range(directions))
             frames.append(((start, *others), (check,) * directions))
-    steady = {each: stages.steady(each, rows) for each in (FEW, MORE, CHECK, ranks)}
+    steady = {each: stages.steady(each, rows) for each in (FEW_RANKS, MORE_RANKS, CHECK_RANKS, ranks)}
     own = steady[ranks]
     is_steady = own is not None and count >= own[0] and (count - own[0]) % own[1] == 0
-    if ranks > CHECK and is_steady and frames:
-        (few, step), (more, _), (check, _) = (steady[each] or (0, 0) for each in (FEW, MORE, CHECK))
+    if ranks > CHECK_RANKS and is_steady and frames:
+        (few, step), (more, _), (check, _) = (steady[each] or (0, 0) for each in (FEW_RANKS, MORE_RANKS, CHECK_RANKS))
         blocks, last = frames[0]
-        corners = (few, FEW), (few + step, FEW), (more, MORE)
-        yield Net(blocks, corners, (last, (few + 2 * step, FEW))), (blocks[0], (check, CHECK))
-    counts: tuple[Numbers, ...] = ((count,),)
+        corners = (few, FEW_RANKS), (few + step, FEW_RANKS), (more, MORE_RANKS)
+        yield Extrapolation(blocks, corners, (last, (few + 2 * step, FEW_RANKS))), (blocks[0], (check, CHECK_RANKS))
+    counts: tuple[Coordinates, ...] = ((count,),)
     if own is not None and is_steady and count > own[0] + 2 * own[1]:
         counts = tuple((own[0] + place * own[1],) for place in range(3))
     for blocks, last in frames:
-        yield Net(blocks, counts[:2], (last, counts[-1])), None
+        yield Extrapolation(blocks, counts[:2], (last, counts[-1])), None
     if len(counts) > 1:
-        yield Net(((),), counts[:2], ((), counts[-1])), None
+        yield Extrapolation(((),), counts[:2], ((), counts[-1])), None
 
 
-def _parts(placement: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
+def _group_by_rank(placement: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
     found: dict[int, list[int]] = defaultdict(list)
     for rank, count in zip(placement, blocks, strict=True):
         found[rank].append(count)
@@ -109,20 +118,20 @@ def _parts(placement: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
 class _SmallPipelines:
     """The small pipelines of a net; `further` is one more point to check, `first` a place within stages."""
 
-    job: Job
-    stages: InStages
-    device: Device
-    steps: Steps
-    report: Reporting
-    net: Net
+    job: TrainingJob
+    stages: StageCostModel
+    device: DeviceSpec
+    steps: TraceSteps
+    report: BuildReport
+    net: Extrapolation
     further: Point | None
     first: int
-    known: dict[tuple[Point, int], Trace]
+    known: dict[tuple[Point, int], StepTrace]
     played: dict[tuple[Point, int | None], dict[int, Timeline]] = field(default_factory=dict)
-    told: dict[tuple[Point, int], Report] = field(default_factory=dict)
+    told: dict[tuple[Point, int], RankReport] = field(default_factory=dict)
 
-    def of_ranks(self, asked: Sequence[int]) -> list[Report]:
-        of_stage, first, wanted = self.of_stage, self.first, {*asked}
+    def of_ranks(self, requested_ranks: Sequence[int]) -> list[RankReport]:
+        of_stage, first, wanted = self.of_stage, self.first, {*requested_ranks}
         # Most that does not grow evenly shows on one rank.
         self._trace(self.net.points, lambda ranks: {first})
         self._check(self.net.check, {first})
@@ -131,15 +140,15 @@ class _SmallPipelines:
         self._trace([self.net.check], lambda ranks: self._small(wanted, ranks))
         if self.further is not None:
             self._trace([self.further], lambda ranks: {first, of_stage + first})
-            self._check(self.further, {first, of_stage + first}, within=MESHES)
-        return [self._report(rank) for rank in asked]
+            self._check(self.further, {first, of_stage + first}, tolerance=RANK_LIST_TOLERANCE)
+        return [self._report(rank) for rank in requested_ranks]
 
-    def _check(self, point: Point, ranks: set[int], *, within: int = 0) -> None:
+    def _check(self, point: Point, ranks: set[int], *, tolerance: int = 0) -> None:
         """Check ranks of the first two stages, which are the same in all small pipelines."""
         for rank in ranks:
             found = {each: self._told(each, rank) for each in (*self.net.corners, point)}
-            if not are_alike(self.net.between(point, found), found[point], within=within):
-                raise NotLinear
+            if not reports_match(self.net.between(point, found), found[point], tolerance=tolerance):
+                raise NotLinearError
 
     # -- sizes and places
 
@@ -162,7 +171,7 @@ class _SmallPipelines:
         steady = self.stages.steady(ranks, self.job.rows)
         return self.stages.placement(ranks, (self.job.microbatches if steady is None else steady[0]) * self.job.rows)
 
-    def _counts(self, blocks: Numbers, ranks: int) -> list[int]:
+    def _counts(self, blocks: Coordinates, ranks: int) -> list[int]:
         if not blocks:
             return list(self.stages.blocks)
         seen: dict[int, int] = defaultdict(int)
@@ -188,11 +197,11 @@ class _SmallPipelines:
 
     # -- traces and timelines
 
-    def _trace(self, points: Sequence[Point], wanted: Callable[[int], set[int]]) -> None:
-        missing: dict[tuple[Numbers, int, int], list[Point]] = defaultdict(list)
+    def _trace(self, points: Sequence[Point], select_ranks: Callable[[int], set[int]]) -> None:
+        missing: dict[tuple[Coordinates, int, int], list[Point]] = defaultdict(list)
         for point in points:
             ranks = self.ranks(point)
-            for rank in sorted(wanted(ranks)):
+            for rank in sorted(select_ranks(ranks)):
                 if (point, rank) not in self.known:
                     missing[point[0], ranks, rank].append(point)
         for (blocks, ranks, rank), steps in missing.items():
@@ -200,7 +209,7 @@ class _SmallPipelines:
             found = self.steps(self._job(blocks, ranks), rank, [int(point[1][0]) for point in steps])
             self.known.update({(point, rank): each for point, each in zip(steps, found, strict=True)})
 
-    def _job(self, blocks: Numbers, ranks: int) -> Job:
+    def _job(self, blocks: Coordinates, ranks: int) -> TrainingJob:
         if not blocks:
             return self.job
         counts = self._counts(blocks, ranks)
@@ -208,13 +217,15 @@ class _SmallPipelines:
         stack = replace(self.job.stack, wrappers=(replace(outer, config=self.stages.with_blocks(counts)), *others))
         return replace(self.job.at_depth(sum(counts)), stack=stack, degrees=replace(self.job.degrees, pp=ranks))
 
-    def _play(self, traces: Sequence[Trace], ranks: int, *, waits: bool) -> list[Timeline]:
+    def _play(self, traces: Sequence[StepTrace], ranks: int, *, waits_for_messages: bool) -> list[Timeline]:
         job, degrees = self.job, replace(self.job.degrees, pp=ranks)
-        return play(traces, degrees, self.device, is_compiled=job.is_compiled, chunked=job.chunked, waits=waits)
+        return simulate_timelines(
+            traces, degrees, self.device, is_compiled=job.is_compiled, chunked=job.chunked, waits=waits_for_messages
+        )
 
     def _alone(self, point: Point, rank: int) -> Timeline:
         if (point, rank) not in self.played:
-            (line,) = self._play([self.known[point, rank]], self.ranks(point), waits=False)
+            (line,) = self._play([self.known[point, rank]], self.ranks(point), waits_for_messages=False)
             self.played[point, rank] = {rank: line}
         return self.played[point, rank][rank]
 
@@ -222,31 +233,33 @@ class _SmallPipelines:
         if (point, None) not in self.played:
             ranks = self.ranks(point)
             traces = [self.known[point, self.first + stage * self.of_stage] for stage in range(ranks)]
-            self.played[point, None] = dict(enumerate(self._play(traces, ranks, waits=True)))
+            self.played[point, None] = dict(enumerate(self._play(traces, ranks, waits_for_messages=True)))
         return self.played[point, None]
 
     # -- reports
 
-    def _report(self, rank: int) -> Report:
+    def _report(self, rank: int) -> RankReport:
         stage, within = divmod(rank, self.of_stage)
         ranks, count = self.job.degrees.pp, self.job.microbatches
-        part = _parts(self._placement(ranks), self.stages.blocks)[stage]
-        blocks: Numbers = () if not self.net.blocks[0] else tuple(part[: len(self.net.blocks[0])])
+        part = _group_by_rank(self._placement(ranks), self.stages.blocks)[stage]
+        blocks: Coordinates = () if not self.net.blocks[0] else tuple(part[: len(self.net.blocks[0])])
         target = blocks, (count, ranks) if self.is_short else (count,)
         terms = []
-        for place, (_, weight) in enumerate(self._places(rank, FEW)):
+        for place, (_, weight) in enumerate(self._places(rank, FEW_RANKS)):
             found = {
                 point: self._told(point, self._places(rank, self.ranks(point))[place][0], is_timed=True)
                 for point in self.net.points
             }
             terms.append((weight, self.net.at(target, found)))
-        made = mixed(terms)
+        made = combine_reports(terms)
         made["step_seconds"] += self._ordered(list(self.stages.blocks), ranks, count)
         busy = made["busy_seconds"]
-        made["busy_seconds"] = _renamed(busy, lambda away: (stage + away) % ranks * self.of_stage + within)
+        made["busy_seconds"] = _rename_message_streams(
+            busy, lambda away: (stage + away) % ranks * self.of_stage + within
+        )
         return {**made, "rank": rank}
 
-    def _told(self, point: Point, rank: int, *, is_timed: bool = False) -> Report:
+    def _told(self, point: Point, rank: int, *, is_timed: bool = False) -> RankReport:
         """Return the report of a rank of a small pipeline; its seconds are those that the schedule leaves out."""
         ranks, stage = self.ranks(point), rank // self.of_stage
         if (point, rank) not in self.told:
@@ -258,7 +271,7 @@ class _SmallPipelines:
             away = (to // self.of_stage - stage) % ranks
             return -1 if away == ranks - 1 else away
 
-        report["busy_seconds"] = _renamed(report["busy_seconds"], distance)
+        report["busy_seconds"] = _rename_message_streams(report["busy_seconds"], distance)
         if is_timed and point in self.net.corners:
             ordered = self._ordered(self._counts(point[0], ranks), ranks, int(point[1][0]))
             report["step_seconds"] = self._together(point)[stage].seconds - ordered
@@ -286,14 +299,14 @@ class _SmallPipelines:
         """A stage without ends, if there is one."""
         return 1 if self.few > 2 else 0
 
-    def _sequence(self, blocks: Numbers, stage: int) -> float:
+    def _sequence(self, blocks: Coordinates, stage: int) -> float:
         counts = [point for point in self.net.corners if point[0] == blocks][:2]
         ends = [self._alone(point, self.first + stage * self.of_stage).seconds for point in counts]
         sizes = [int(point[1][0]) * self.job.rows for point in counts]
         return (ends[-1] - ends[0]) / (sizes[-1] - sizes[0]) if len(ends) > 1 else ends[0] / sizes[0]
 
-    def _blocks_of(self, blocks: Numbers, stage: int) -> int:
-        return sum(_parts(self._placement(self.few), self._counts(blocks, self.few))[stage])
+    def _blocks_of(self, blocks: Coordinates, stage: int) -> int:
+        return sum(_group_by_rank(self._placement(self.few), self._counts(blocks, self.few))[stage])
 
     @functools.cached_property
     def _of_block(self) -> float:
@@ -321,6 +334,6 @@ class _SmallPipelines:
         return seconds["forward"] / sum(seconds.values())
 
 
-def _renamed(busy: dict[str, float], place: Callable[[int], int]) -> dict[str, float]:
+def _rename_message_streams(busy: dict[str, float], rename: Callable[[int], int]) -> dict[str, float]:
     """Return seconds of streams; those of messages, named by a rank or a distance, are named anew."""
-    return {f"to {place(int(name[3:]))}" if name.startswith("to ") else name: busy[name] for name in busy}
+    return {f"to {rename(int(name[3:]))}" if name.startswith("to ") else name: busy[name] for name in busy}

@@ -19,7 +19,7 @@ it; whoever reads it waits. Bubbles follow from this.
 [Note: rings and trees] A ring over n ranks on m nodes takes n - 1 steps to gather or to reduce and scatter, of which
 m - 1 go between nodes, and twice as many to do both. Each device passes nearly the whole tensor on inside of its node;
 what enters a node is shared by the group's devices there, each over its own rail. A tree reduces and sends back in
-steps that grow with log2(m), at `TREE_RATE` times the rate of a ring: small messages take it. This is the model by
+steps that grow with log2(m), at `TREE_BANDWIDTH_RATIO` times the rate of a ring: small messages take it. This is the model by
 which NCCL chooses among its algorithms (NVIDIA/nccl, src/graph/tuning.cc).
 
 [Note: causal attention] An attention has two products of each pair of a query and a key that act on each other, and its
@@ -44,16 +44,16 @@ from typing import Any, TypeAlias
 
 from meshwright.plugin import EXPERT_AXES, ROOT_AXES, VIEWS, Degrees, MeshError
 
-from .allocator import COMPUTE, GATHER, REDUCE, streams
-from .config import Device, Node
-from .trace import Operation, Trace
+from .allocator import COMPUTE, GATHER, REDUCE, assign_streams
+from .config import DeviceSpec, NodeSpec
+from .trace import Operation, StepTrace
 
-MESSAGES = ("send", "recv", "recv_any_source")
-TREE_RATE = 0.5 / 3.8
+MESSAGE_KINDS = ("send", "recv", "recv_any_source")
+TREE_BANDWIDTH_RATIO = 0.5 / 3.8
 """Rate of a tree by that of a ring: it sends up and down, and short messages carry flags with their data."""
 
 
-def members(group: str, rank: int, degrees: Degrees, size: int) -> list[int]:
+def find_group_ranks(group: str, rank: int, degrees: Degrees, size: int) -> list[int]:
     """Return the ranks of the group (axis, view, or else neighbours) of `size` ranks that `rank` is in."""
     for axes in (ROOT_AXES, EXPERT_AXES):
         wanted = VIEWS.get(group, (group,))
@@ -72,16 +72,16 @@ def members(group: str, rank: int, degrees: Degrees, size: int) -> list[int]:
     return list(range(first, first + size))
 
 
-def collective_seconds(kind: str, size: float, ranks: Sequence[int], node: Node) -> float:
+def estimate_collective_seconds(kind: str, size: float, ranks: Sequence[int], node: NodeSpec) -> float:
     """Return the time of one collective of a tensor of `size` bytes, once all ranks have come to it."""
     count, nodes = len(ranks), len({rank // node.ranks for rank in ranks})
     if count == 1:
         return 0.0
-    size = size * node.factors.get("send" if kind in MESSAGES else kind, 1.0)
+    size = size * node.factors.get("send" if kind in MESSAGE_KINDS else kind, 1.0)
     outer = node.inside if nodes == 1 else node.between
-    if kind in MESSAGES:
+    if kind in MESSAGE_KINDS:
         return outer.ring_s + size / outer.rate
-    near, away = passed(kind, size, ranks, node)
+    near, away = compute_bytes_sent(kind, size, ranks, node)
     carried = max(near / node.inside.rate, away / node.between.rate)
     if kind == "all_to_all":
         return node.ring_begin_s + outer.ring_s + carried
@@ -90,12 +90,12 @@ def collective_seconds(kind: str, size: float, ranks: Sequence[int], node: Node)
     ring = node.ring_begin_s + (rounds * ring_steps + carried)
     if kind not in ("all_reduce", "broadcast"):
         return ring
-    rate = (node.inside.rate if nodes == 1 else min(node.inside.rate, here * node.between.rate)) * TREE_RATE
+    rate = (node.inside.rate if nodes == 1 else min(node.inside.rate, here * node.between.rate)) * TREE_BANDWIDTH_RATIO
     steps = (here - 1) * node.inside.tree_s + math.log2(nodes) * node.between.tree_s
     return min(ring, node.tree_begin_s + rounds * steps + size / rate)
 
 
-def passed(kind: str, size: float, ranks: Sequence[int], node: Node) -> tuple[float, float]:
+def compute_bytes_sent(kind: str, size: float, ranks: Sequence[int], node: NodeSpec) -> tuple[float, float]:
     """Return the bytes that each device sends inside of its node and to other nodes, on a ring."""
     count, nodes = len(ranks), len({rank // node.ranks for rank in ranks})
     if count == 1 or kind.startswith("recv"):
@@ -111,25 +111,25 @@ def passed(kind: str, size: float, ranks: Sequence[int], node: Node) -> tuple[fl
 
 
 VIEW_COST = 0.2  # Host time of an operator that issues no kernel, in operators
-ALLOCATES = ("aten.empty", "aten.new_empty", "aten.lift_fresh", "prim.")
-_PICKS = ("embedding", "index_select", "index.Tensor", "gather.default", "slice_scatter")
+HOST_ONLY_PREFIXES = ("aten.empty", "aten.new_empty", "aten.lift_fresh", "prim.")
+_GATHER_OPS = ("embedding", "index_select", "index.Tensor", "gather.default", "slice_scatter")
 
 
 def is_kernel(operation: Operation) -> bool:
     """Return whether the device has work to do: the host alone makes views and empty tensors."""
-    return bool(operation.writes) and not operation.name.startswith(ALLOCATES)
+    return bool(operation.writes) and not operation.name.startswith(HOST_ONLY_PREFIXES)
 
 
-def kernel_seconds(operation: Operation, device: Device, pace: float = 1.0) -> float:
-    """Return the time of an operator by itself; its arithmetic runs at `pace` times the speed of the device."""
+def estimate_kernel_seconds(operation: Operation, device: DeviceSpec, relative_speed: float = 1.0) -> float:
+    """Return the time of an operator by itself; its arithmetic runs at `relative_speed` times the speed of the device."""
     moved = sum(size for _, size in (*operation.reads, *operation.writes))
-    if any(name in operation.name for name in _PICKS):
+    if any(name in operation.name for name in _GATHER_OPS):
         moved = min(moved, 2 * sum(size for _, size in operation.writes))
     memory = moved / (device.bandwidth * device.bandwidth_efficiency)
-    return max(device.kernel_s, memory, _arithmetic(operation, device) / pace)
+    return max(device.kernel_s, memory, _estimate_arithmetic_seconds(operation, device) / relative_speed)
 
 
-def _arithmetic(operation: Operation, device: Device) -> float:
+def _estimate_arithmetic_seconds(operation: Operation, device: DeviceSpec) -> float:
     if not operation.flops:
         return 0.0
     dtype = str(operation.dtype).removeprefix("torch.")
@@ -145,21 +145,21 @@ def _arithmetic(operation: Operation, device: Device) -> float:
     return operation.flops / device.matmul_rate(known, min(*sizes, max(sizes) // groups) if sizes else 1)
 
 
-def fused(operations: Sequence[Operation]) -> list[Operation]:
+def fuse_operations(operations: Sequence[Operation]) -> list[Operation]:
     """Return the operations that compiled code runs; see [Note: fusion]."""
     last = {block: place for place, each in enumerate(operations) for block, _ in (*each.reads, *each.writes)}
     found: list[Operation] = []
     chain: list[Operation] = []
     for place, each in enumerate(operations):
         if each.flops or each.call is not None or each.name.startswith("fsdp."):
-            found += [*_joined(chain, place, last), each]
+            found += [*_fuse_chain(chain, place, last), each]
             chain = []
         else:
             chain.append(each)
-    return found + _joined(chain, len(operations), last)
+    return found + _fuse_chain(chain, len(operations), last)
 
 
-def _joined(chain: Iterable[Operation], end: int, last: dict[int, int]) -> list[Operation]:
+def _fuse_chain(chain: Iterable[Operation], end: int, last: dict[int, int]) -> list[Operation]:
     """Join a chain that ends before the place `end` into one operation; none if it writes nothing that is read."""
     kernels = [each for each in chain if is_kernel(each)]
     reads: dict[int, int] = {}
@@ -178,11 +178,11 @@ def _joined(chain: Iterable[Operation], end: int, last: dict[int, int]) -> list[
     return [Operation("fused", 0, size, (), dtype, None, tuple(reads.items()), kept, logged=logged, phase=phase)]
 
 
-Message: TypeAlias = tuple[int, int, int]  # Ranks from and to, and the number of the message between them
+MessageId: TypeAlias = tuple[int, int, int]  # Ranks from and to, and the number of the message between them
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """One operator on a stream, from `start` to `end` [s]; `logged` and `phase` are those of the operation."""
 
     stream: str
@@ -199,16 +199,18 @@ class Timeline:
 
     rank: int
     seconds: float
-    spans: tuple[Span, ...]
+    spans: tuple[TimelineSpan, ...]
 
     def busy(self, stream: str = COMPUTE) -> float:
         return sum(each.end - each.start for each in self.spans if each.stream == stream)
 
 
-def play(traces: Sequence[Trace], degrees: Degrees, device: Device, **options: Any) -> list[Timeline]:
+def simulate_timelines(
+    traces: Sequence[StepTrace], degrees: Degrees, device: DeviceSpec, **options: Any
+) -> list[Timeline]:
     """Play a step on ranks that exchange messages only with each other; `options` are those of `_Rank`."""
-    sent: dict[Message, float] = {}
-    ranks = [_Rank(trace, degrees, device, sent, **options) for trace in traces]
+    sent: dict[MessageId, float] = {}
+    ranks = [_RankSimulator(trace, degrees, device, sent, **options) for trace in traces]
     waiting = {rank.trace.rank: rank.run() for rank in ranks}
     while waiting:
         known = len(sent)
@@ -221,24 +223,24 @@ def play(traces: Sequence[Trace], degrees: Degrees, device: Device, **options: A
 
 
 @dataclass
-class _Rank:
-    trace: Trace
+class _RankSimulator:
+    trace: StepTrace
     degrees: Degrees
-    device: Device
-    sent: dict[Message, float]
+    device: DeviceSpec
+    sent: dict[MessageId, float]
     is_compiled: bool = False  # whether operators without products are fused
     chunked: Collection[str] = ()  # groups whose collectives pass parts, computing on one while others are passed
     waits: bool = True  # False: messages are there when they are asked for
     host: float = 0.0
     free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     made: dict[int, tuple[str, float]] = field(default_factory=dict)
-    coming: dict[int, Message] = field(default_factory=dict)
+    coming: dict[int, MessageId] = field(default_factory=dict)
     copied_out: list[float] = field(default_factory=list)
     reduced: float = 0.0
     carried: list[tuple[float, float]] = field(default_factory=list)
     longest: float = 0.0
     numbers: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimelineSpan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pace = self.device.pace(self.degrees.world_size)  # see [Note: the slowest]
@@ -247,11 +249,11 @@ class _Rank:
     def end(self) -> float:
         return max(self.host, *self.free.values())
 
-    def run(self) -> Iterator[Message]:
+    def run(self) -> Iterator[MessageId]:
         """Play all operators; yield each message that must have been sent before the next is asked for."""
         operations = self.trace.operations
-        of_stream = streams(operations)
-        for each in fused(operations) if self.is_compiled else operations:
+        of_stream = assign_streams(operations)
+        for each in fuse_operations(operations) if self.is_compiled else operations:
             for block, _ in (*each.reads, *each.writes):
                 message = self.coming.get(block)
                 if message is not None and each.call is None:
@@ -265,82 +267,84 @@ class _Rank:
             else:
                 self.host += VIEW_COST * self.device.cpu_s
 
-    def _compute(self, each: Operation, of_stream: dict[int, str]) -> None:
-        touched = [block for block, _ in (*each.reads, *each.writes)]
+    def _compute(self, operation: Operation, of_stream: dict[int, str]) -> None:
+        touched = [block for block, _ in (*operation.reads, *operation.writes)]
         after = 0.0
         if self.device.is_host:
             stream = COMPUTE
-        elif each.name.startswith("fsdp.all_gather_copy_in"):
+        elif operation.name.startswith("fsdp.all_gather_copy_in"):
             stream = GATHER
             after = self.copied_out[-2] if len(self.copied_out) > 1 else 0.0
         else:
             stream = REDUCE if all(of_stream.get(block) == REDUCE for block in touched) else COMPUTE
-        if each.name.startswith("fsdp.chunk_cat") and not self.device.is_host:
+        if operation.name.startswith("fsdp.chunk_cat") and not self.device.is_host:
             after = self.reduced
-        end = self._put(stream, each, kernel_seconds(each, self.device, self.pace), after)
-        if each.name.startswith("fsdp.split_with_sizes_copy"):
+        end = self._put(stream, operation, estimate_kernel_seconds(operation, self.device, self.pace), after)
+        if operation.name.startswith("fsdp.split_with_sizes_copy"):
             self.copied_out.append(end)
 
-    def _communicate(self, each: Operation, of_stream: dict[int, str]) -> None:
-        call = self.trace.collectives[each.call or 0]
-        ranks = members(call.group, self.trace.rank, self.degrees, call.ranks)
-        if each.peer is not None:
-            self._exchange(each, call.kind, ranks[each.peer], call.bytes)
+    def _communicate(self, operation: Operation, of_stream: dict[int, str]) -> None:
+        call = self.trace.collectives[operation.call or 0]
+        ranks = find_group_ranks(call.group, self.trace.rank, self.degrees, call.ranks)
+        if operation.peer is not None:
+            self._exchange(operation, call.kind, ranks[operation.peer], call.bytes)
             return
-        took = collective_seconds(call.kind, call.bytes, ranks, self.device.node)
-        end = self._put(call.group, each, took)
+        took = estimate_collective_seconds(call.kind, call.bytes, ranks, self.device.node)
+        end = self._put(call.group, operation, took)
         if call.group in self.chunked:
-            self.made |= {block: (call.group, end - took * (1 - 1 / call.ranks)) for block, _ in each.writes}
-        if any(of_stream.get(block) == REDUCE for block, _ in each.writes):
+            self.made |= {block: (call.group, end - took * (1 - 1 / call.ranks)) for block, _ in operation.writes}
+        if any(of_stream.get(block) == REDUCE for block, _ in operation.writes):
             self.reduced = end
 
-    def _exchange(self, each: Operation, kind: str, peer: int, size: int) -> None:
+    def _exchange(self, operation: Operation, kind: str, peer: int, size: int) -> None:
         ends = (self.trace.rank, peer) if kind == "send" else (peer, self.trace.rank)
         message = (*ends, self.numbers[ends])
         self.numbers[ends] += 1
         if kind == "send":
-            self.sent[message] = self._put(f"to {peer}", each, collective_seconds(kind, size, ends, self.device.node))
+            self.sent[message] = self._put(
+                f"to {peer}", operation, estimate_collective_seconds(kind, size, ends, self.device.node)
+            )
         else:
             self.host += self.device.cpu_s
             if self.waits:
-                self.coming |= {block: message for block, _ in each.writes}
+                self.coming |= {block: message for block, _ in operation.writes}
 
-    def _put(self, stream: str, each: Operation, took: float, after: float = 0.0) -> float:
+    def _put(self, stream: str, operation: Operation, duration: float, not_before: float = 0.0) -> float:
         """Put an operator on a stream, behind what it needs, and return its end."""
         self.host += self.device.cpu_s
-        known = [self.made[block] for block, _ in (*each.reads, *each.writes) if block in self.made]
+        known = [self.made[block] for block, _ in (*operation.reads, *operation.writes) if block in self.made]
         ready = max((time for other, time in known if other != stream), default=0.0)
-        start = max(self.host, self.free[stream], ready, after)
-        if each.call is None:
-            end = self._computed(start, took)
+        start = max(self.host, self.free[stream], ready, not_before)
+        if operation.call is None:
+            end = self._computed(start, duration)
             self.host = end if self.device.is_host else self.host
         else:
-            end = start + took
+            end = start + duration
             bisect.insort(self.carried, (start, end))
-            self.longest = max(self.longest, took)
+            self.longest = max(self.longest, duration)
         self.free[stream] = end
-        self.made |= {block: (stream, end) for block, _ in each.writes}
-        self.spans.append(Span(stream, each.name, start, end, each.logged, each.phase))
+        self.made |= {block: (stream, end) for block, _ in operation.writes}
+        self.spans.append(TimelineSpan(stream, operation.name, start, end, operation.logged, operation.phase))
         return end
 
-    def _computed(self, now: float, left: float) -> float:
-        """Return when `left` seconds of computing are done that begin `now`; see [Note: hosts]."""
+    def _computed(self, now: float, duration: float) -> float:
+        """Return when `duration` seconds of computing are done that begin `now`; see [Note: hosts]."""
         speed = self.device.speed_beside_communication
-        if speed == 1 or not left:
-            return now + left
+        if speed == 1 or not duration:
+            return now + duration
         for start, end in self.carried[bisect.bisect(self.carried, (now - self.longest,)) :]:
-            if left <= start - now:
+            if duration <= start - now:
                 break
-            left -= max(0.0, start - now)
+            duration -= max(0.0, start - now)
             now = max(now, start)
             beside = max(0.0, end - now) * speed
-            if left <= beside:
-                return now + left / speed
-            left -= beside
+            if duration <= beside:
+                return now + duration / speed
+            duration -= beside
             now = max(now, end)
-        return now + left
+        return now + duration
 
 
-def stage_ranks(rank: int, degrees: Degrees) -> list[int]:
+def find_pipeline_ranks(rank: int, degrees: Degrees) -> list[int]:
     """Return the ranks of all stages that a rank exchanges messages with, itself included."""
-    return members("pp", rank, degrees, degrees.pp)
+    return find_group_ranks("pp", rank, degrees, degrees.pp)

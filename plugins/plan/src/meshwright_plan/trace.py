@@ -24,29 +24,29 @@ from meshwright.plugin import (
     CollectiveRecorder,
     Degrees,
     EMAConfig,
+    MemoryMeter,
     Mesh,
-    Meter,
     OptimizerFactory,
     Stack,
     StrategyManager,
-    arithmetic,
-    bound_arguments,
-    is_meta,
+    bind_arguments,
+    count_flops,
+    get_mutated_arguments,
+    get_operation_name,
+    get_storage,
+    has_meta_tensors,
     is_on_meta,
-    name_of,
-    storage_of,
-    tensors_in,
-    with_values,
-    written_arguments,
+    list_tensors,
+    real_compute,
 )
 
-from .meter import Held, StepMeter
+from .meter import MemorySnapshot, StepMeter
 
-Touched: TypeAlias = tuple[tuple[int, int], ...]  # (block, bytes of it), each block once
+BlockBytes: TypeAlias = tuple[tuple[int, int], ...]  # (block, bytes of it), each block once
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What is to be planned."""
 
     stack: Stack
@@ -65,20 +65,20 @@ class Job:
     chunked: tuple[str, ...] = ()  # groups whose collectives overlap with computing on parts; see `time.play`
     ema: EMAConfig | None = None  # of an average of the weights
 
-    def at_depth(self, layers: int) -> Job:
+    def at_depth(self, layers: int) -> TrainingJob:
         if self.with_layers is None or layers == self.layers:
             return self
         return replace(self, model=functools.partial(self.with_layers, layers), layers=layers)
 
     def built(self, mesh: Mesh) -> tuple[nn.Module, StrategyManager]:
         """Return the model and a manager of the job's strategies, which are real where their values matter."""
-        with with_values():
+        with real_compute():
             return self.model(), self.stack.build(mesh)
 
     def batch(self, model: nn.Module) -> Batch:
         """Return a microbatch with token ids in the vocabulary of the model."""
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 2
-        with with_values():
+        with real_compute():
             ids = torch.arange(self.rows * self.length).view(self.rows, self.length) % vocabulary
             return {"input_ids": ids, "labels": ids.clone()}
 
@@ -93,27 +93,27 @@ class Operation:
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype | None  # of the first given tensor; None: there is none
     call: int | None  # index in `Trace.collectives`; None: it is no collective
-    reads: Touched = ()
-    writes: Touched = ()
+    reads: BlockBytes = ()
+    writes: BlockBytes = ()
     peer: int | None = None  # place in its group of the sender or receiver of a message
     logged: int = 0  # length of `Trace.log` when it ended
     phase: str = ""  # "forward", "backward" or "optimizer", clipping included
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """A step of one rank, after those that make what is kept."""
 
     rank: int
-    peak: Held  # peak, after: what was held at the peak, and between steps
-    after: Held
+    peak: MemorySnapshot  # peak, after: what was held at the peak, and between steps
+    after: MemorySnapshot
     collectives: tuple[Collective, ...]  # in the order in which they were issued, without messages of the control plane
     operations: tuple[Operation, ...]  # likewise, collectives included
     log: tuple[tuple[int, int], ...]
     owners: Mapping[int, str] = field(default_factory=dict)  # of the blocks in `log`; see [Note: owners] in `meter`
 
 
-class NoValues:
+class NoWeights:
     """Weights of a model that is never computed; see `meshwright.model.weights.Weights`."""
 
     def __contains__(self, name: object) -> bool:
@@ -123,9 +123,9 @@ class NoValues:
         raise AssertionError("a plan reads no weights.")
 
 
-class _Timeline(CollectiveRecorder):
+class _OperationRecorder(CollectiveRecorder):
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], meter: StepMeter) -> None:
-        super().__init__(groups, tags=[CONTROL_TAG])
+        super().__init__(groups, ignored_tags=[CONTROL_TAG])
         self._meter = meter
         self.operations: list[Operation] = []
 
@@ -133,66 +133,68 @@ class _Timeline(CollectiveRecorder):
         known = len(self.calls)
         super().observe(operation, args, kwargs, result)
         call = known if len(self.calls) > known else None
-        given = list(tensors_in((args, kwargs)))
-        flops = arithmetic(operation, args, kwargs, result)
-        size = sum(each.numel() * each.element_size() for each in (*given, *tensors_in(result)))
+        given = list(list_tensors((args, kwargs)))
+        flops = count_flops(operation, args, kwargs, result)
+        size = sum(each.numel() * each.element_size() for each in (*given, *list_tensors(result)))
         shapes = tuple(tuple(each.shape) for each in given) if flops else ()
         dtype = given[0].dtype if given else None
-        reads, writes = touched(self._meter, operation, args, kwargs, result)
-        named = bound_arguments(operation, args, kwargs) if call is not None and operation.namespace == "c10d" else {}
+        reads, writes = memory_access(self._meter, operation, args, kwargs, result)
+        named = bind_arguments(operation, args, kwargs) if call is not None and operation.namespace == "c10d" else {}
         peer = next((named[name] for name in ("dst", "src") if name in named), None)
         places = peer, self._meter.logged, self._meter.step_phase
-        self.operations.append(Operation(name_of(operation), flops, size, shapes, dtype, call, reads, writes, *places))
+        self.operations.append(
+            Operation(get_operation_name(operation), flops, size, shapes, dtype, call, reads, writes, *places)
+        )
 
 
-def trace(job: Job, mesh: Mesh) -> Trace:
+def trace_job(job: TrainingJob, mesh: Mesh) -> StepTrace:
     """Build the job on this rank of a mesh of its degrees, and run its steps. Collective on a real world."""
-    return traces(job, mesh, [job.microbatches])[0]
+    return trace_job_steps(job, mesh, [job.microbatches])[0]
 
 
-def traces(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
+def trace_job_steps(job: TrainingJob, mesh: Mesh, microbatch_counts: Sequence[int]) -> list[StepTrace]:
     """Trace steps with each of these numbers of microbatches, ascending, in the place of the job's; see `trace`."""
     model, manager = job.built(mesh)
     make_batch = functools.partial(job.batch, model)
-    batches = [make_batch() for _ in range(counts[0])]
+    batches = [make_batch() for _ in range(microbatch_counts[0])]
     meter = StepMeter(is_real=not mesh.world.is_planned)
-    meter.see(tensors_in(batches))
+    meter.see(list_tensors(batches))
     with meter:
-        manager.parallelize(model, NoValues() if mesh.world.is_planned and is_meta(model) else None)
+        manager.parallelize(model, NoWeights() if mesh.world.is_planned and has_meta_tensors(model) else None)
         del model
         meter.own((p for part in manager.model_parts for p in part.parameters()), "parameters")
         optimizer = manager.build_optimizer(job.optimizer)
         if job.ema is not None:
             EMA(manager, job.ema)  # the optimizer keeps it
 
-    def step(given: list[Batch]) -> _Timeline:
+    def step(microbatches: list[Batch]) -> _OperationRecorder:
         meter.begin()
-        timeline = _Timeline(groups(manager.mesh), meter)
+        timeline = _OperationRecorder(get_process_groups(manager.mesh), meter)
         meter.after = timeline
-        with meter, _told_modules(manager.model_parts, meter):
-            _step(manager, job, given, meter)
+        with meter, _track_modules(manager.model_parts, meter):
+            _run_step(manager, job, microbatches, meter)
         meter.after = None
-        meter.own(tensors_in([*optimizer.state.values()]), "optimizer")
+        meter.own(list_tensors([*optimizer.state.values()]), "optimizer")
         return timeline
 
     # The first steps make what is kept, such as the state of the optimizer, from few tokens.
     for _ in range(manager.settles_after):
         step(batches[:1])
     found = []
-    for count in counts:
+    for count in microbatch_counts:
         more = [make_batch() for _ in range(count - len(batches))]
-        meter.see(tensors_in(more))
+        meter.see(list_tensors(more))
         batches += more
         line = step(batches)
         calls, operations = tuple(line.calls), tuple(line.operations)
         held = meter.at_peak(), meter.now()
-        found.append(Trace(mesh.rank, *held, calls, operations, tuple(meter.log), meter.owners()))
+        found.append(StepTrace(mesh.rank, *held, calls, operations, tuple(meter.log), meter.owners()))
     return found
 
 
 @contextmanager
-def _told_modules(parts: Sequence[nn.Module], meter: StepMeter) -> Iterator[None]:
-    names = {module: without_numbers(name) for part in parts for name, module in part.named_modules()}
+def _track_modules(parts: Sequence[nn.Module], meter: StepMeter) -> Iterator[None]:
+    names = {module: mask_layer_numbers(name) for part in parts for name, module in part.named_modules()}
     outer: list[str] = []
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -210,19 +212,19 @@ def _told_modules(parts: Sequence[nn.Module], meter: StepMeter) -> Iterator[None
             handle.remove()
 
 
-def without_numbers(name: str) -> str:
+def mask_layer_numbers(name: str) -> str:
     """Return the name of a module or parameter with "*" for the numbers of blocks."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
+def get_process_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     named = {name: mesh.group(name) for name in (*ROOT_AXES, *VIEWS)}
     if mesh.degrees.ep > 1:
         named |= {name: mesh.expert_mesh.get_group(name) for name in ("ep_shard", "ep")}
     return named
 
 
-def _step(manager: StrategyManager, job: Job, batches: list[Batch], meter: StepMeter) -> None:
+def _run_step(manager: StrategyManager, job: TrainingJob, batches: list[Batch], meter: StepMeter) -> None:
     meter.phase = "activations"
     loss = manager.forward_backward(batches, num_tokens=manager.announce(batches))
     parameters = [p for part in manager.model_parts for p in part.parameters()]
@@ -237,35 +239,35 @@ def _step(manager: StrategyManager, job: Job, batches: list[Batch], meter: StepM
 # -- memory that operators touch, by the numbers of blocks in `meshwright.tracing.observe`
 
 
-def touched(
-    meter: Meter, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
-) -> tuple[Touched, Touched]:
+def memory_access(
+    meter: MemoryMeter, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> tuple[BlockBytes, BlockBytes]:
     """Return what an operator has read, and what it has written; views write nothing."""
     read: list[Tensor] = []
     written: list[Tensor] = []
-    changes = _changes(operation)
+    changes = _written_positions(operation)
     for place, value in (*enumerate(args), *kwargs.items()):
-        tensors = list(tensors_in(value))
+        tensors = list(list_tensors(value))
         if place in changes:
             written += tensors
         if place not in changes or place != "out":
             read += tensors
     if operation.namespace in ("c10d", "fsdp"):
-        given = bound_arguments(operation, args, kwargs)
-        written += tensors_in([value for name, value in given.items() if _receives(operation, name)])
-    reads, changed = _blocks(meter, read), _blocks(meter, written)
+        given = bind_arguments(operation, args, kwargs)
+        written += list_tensors([value for name, value in given.items() if _is_output_argument(operation, name)])
+    reads, changed = _sum_block_bytes(meter, read), _sum_block_bytes(meter, written)
     # The result of a view is the memory that it was given.
     known = {block for block, _ in (*reads, *changed)}
-    made = tuple(each for each in _blocks(meter, tensors_in(result)) if each[0] not in known)
+    made = tuple(each for each in _sum_block_bytes(meter, list_tensors(result)) if each[0] not in known)
     return reads, (*changed, *made)
 
 
 @functools.cache
-def _changes(operation: Any) -> frozenset[int | str]:
-    return frozenset(written_arguments(operation))
+def _written_positions(operation: Any) -> frozenset[int | str]:
+    return frozenset(get_mutated_arguments(operation))
 
 
-def _receives(operation: Any, argument: str) -> bool:
+def _is_output_argument(operation: Any, argument: str) -> bool:
     """Return whether an operator writes an argument that its schema does not mark, as collectives do."""
     name = operation.overloadpacket.__name__
     if operation.namespace == "c10d":
@@ -273,10 +275,10 @@ def _receives(operation: Any, argument: str) -> bool:
     return name == "all_gather_copy_in" and argument == "all_gather_output"
 
 
-def _blocks(meter: Meter, tensors: Iterable[Tensor]) -> Touched:
+def _sum_block_bytes(meter: MemoryMeter, tensors: Iterable[Tensor]) -> BlockBytes:
     found: dict[int, int] = {}
     for tensor in tensors:
-        block = None if is_on_meta(tensor) else meter.live.get(id(storage_of(tensor)))
+        block = None if is_on_meta(tensor) else meter.live.get(id(get_storage(tensor)))
         if block is not None:
             # Several parts of one block count together, as those of a split that are concatenated.
             size = found.get(block.number, 0) + tensor.numel() * tensor.element_size()

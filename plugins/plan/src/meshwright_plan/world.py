@@ -31,35 +31,35 @@ from meshwright.plugin import (
     MeshwrightError,
     UncompiledMode,
     World,
-    bound_arguments,
-    forget_meshes,
-    has_values,
-    is_asking_for_shapes,
-    is_choice,
+    bind_arguments,
+    clear_mesh_caches,
+    get_operation_name,
     is_on_meta,
-    name_of,
-    process_group,
-    tensors_in,
-    unwraps_itself,
+    is_propagating_shapes,
+    is_real_compute,
+    is_topk,
+    is_wrapper_subclass,
+    list_tensors,
+    resolve_process_group,
 )
 
-from ._compat import DEPENDS_ON_VALUES, Fakes, handed_on, start_fake_group
+from ._compat import DATA_DEPENDENT_ERRORS, FakeTensorDispatcher, init_fake_process_group, pass_through_collective
 
-SMALL = 1 << 25  # Results of operators of up to this many bytes are computed
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+MAX_REAL_BYTES = 1 << 25  # Results of operators of up to this many bytes are computed
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 T = TypeVar("T")
-_COPIES_IN = "fsdp.all_gather_copy_in.default"
-_GIVEN = ("input_tensors", "input_tensor", "input", "inputs", "tensors", "tensor")
-_TAKEN = ("output_tensors", "output_tensor", "output", "outputs")
+_FSDP_COPY_IN = "fsdp.all_gather_copy_in.default"
+_INPUT_ARGUMENTS = ("input_tensors", "input_tensor", "input", "inputs", "tensors", "tensor")
+_OUTPUT_ARGUMENTS = ("output_tensors", "output_tensor", "output", "outputs")
 
 
-class PlannedWorld(World):
-    """A world in which every rank has what this one has, and nothing is sent; see `planned_world`."""
+class FakeWorld(World):
+    """A world in which every rank has what this one has, and nothing is sent; see `fake_world`."""
 
     computes = False
 
-    def _exchanged(self, sums: Sequence[int], highs: Sequence[int]) -> tuple[list[int], list[int]]:
-        return [value * self.size for value in sums], list(highs)
+    def _exchanged(self, sums: Sequence[int], maxima: Sequence[int]) -> tuple[list[int], list[int]]:
+        return [value * self.size for value in sums], list(maxima)
 
     def raise_any(self, error: MeshwrightError | None) -> NoReturn:
         raise error or MeshError("another rank has found an error.")
@@ -69,27 +69,27 @@ class PlannedWorld(World):
 
 
 @contextmanager
-def planned_world(rank: int, size: int, *, imbalance: float = 1.0) -> Iterator[PlannedWorld]:
+def fake_world(rank: int, size: int, *, imbalance: float = 1.0) -> Iterator[FakeWorld]:
     """Be a rank of a world that does not exist; for `imbalance` (at least 1) see [Note: routing]."""
     if dist.is_initialized():
         raise MeshError("a plan needs a process that is in no process group. Plan before any is started.")
     if not 0 <= rank < size:
         raise MeshError(f"there is no rank {rank} in a world of {size}.")
-    start_fake_group(rank, size)
+    init_fake_process_group(rank, size)
     try:
-        with _Planning(imbalance):
-            yield PlannedWorld(torch.device("cpu"), owns_group=True)
+        with _FakeComputeMode(imbalance):
+            yield FakeWorld(torch.device("cpu"), owns_group=True)
     finally:
         dist.destroy_process_group()
-        forget_meshes()
+        clear_mesh_caches()
 
 
-class _Planning(UncompiledMode):
+class _FakeComputeMode(UncompiledMode):
     """A dispatch mode that computes what is real and only that; see [Note: what is real]."""
 
     def __init__(self, imbalance: float) -> None:
         super().__init__()
-        self._fakes, self._imbalance = Fakes(), imbalance
+        self._fakes, self._imbalance = FakeTensorDispatcher(), imbalance
         self._empties: dict[tuple[Any, ...], Tensor] = {}
         self._computed: set[tuple[Any, ...] | None] = set()
 
@@ -99,17 +99,17 @@ class _Planning(UncompiledMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.new_empty.default and 0 in args[1] and self._fakes.knows(args[0]):
             return self._empty(func, types, args, kwargs)
-        if any(map(unwraps_itself, types)):
+        if any(map(is_wrapper_subclass, types)):
             return NotImplemented
         if func is torch.ops.prim.device.default:
             return self._fakes.device(args[0])
-        if is_asking_for_shapes() or has_values():
+        if is_propagating_shapes() or is_real_compute():
             return func(*args, **kwargs)
-        given = list(tensors_in((args, kwargs)))
+        given = list(list_tensors((args, kwargs)))
         if any(map(self._fakes.knows, given)):
             return self._of_fakes(func, types, args, kwargs, given)
-        if func.namespace in NAMESPACES:
-            return _received(func, args, kwargs)
+        if func.namespace in COLLECTIVE_NAMESPACES:
+            return _run_collective(func, args, kwargs)
         devices = [each.type for each in (*args, *kwargs.values()) if isinstance(each, torch.device)]
         places = devices or [each.device.type for each in given]
         stays_on_meta = bool(places) and all(each == "meta" for each in places)
@@ -120,43 +120,45 @@ class _Planning(UncompiledMode):
         return self._of_numbers(func, types, args, kwargs, given)
 
     def _of_numbers(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
         """Compute an operator on real tensors, if its result is small."""
         if func.is_view:
             seen = func(*args, **kwargs)  # it has no memory of its own, so it can be made and looked at
-            return self._fakes.computed(func, types, args, kwargs) if _size(seen) > SMALL else seen
-        key = _key(func, args, kwargs)
+            return self._fakes.computed(func, types, args, kwargs) if _count_bytes(seen) > MAX_REAL_BYTES else seen
+        key = _make_shape_key(func, args, kwargs)
         if key is None or key not in self._computed:
             try:
                 found = self._fakes.computed(func, types, args, kwargs)
-            except DEPENDS_ON_VALUES:
+            except DATA_DEPENDENT_ERRORS:
                 found = None
-            if _size(found) > SMALL or (not given and any(each.is_floating_point() for each in tensors_in(found))):
+            if _count_bytes(found) > MAX_REAL_BYTES or (
+                not tensors and any(each.is_floating_point() for each in list_tensors(found))
+            ):
                 return found
             self._computed.add(key)
         return func(*args, **kwargs)
 
     def _of_fakes(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
-        if (same := handed_on(func, given)) is not None:
+        if (same := pass_through_collective(func, tensors)) is not None:
             return same
-        if name_of(func) == "aten._local_scalar_dense.default":
-            dtype = given[0].dtype
+        if get_operation_name(func) == "aten._local_scalar_dense.default":
+            dtype = tensors[0].dtype
             return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0j if dtype.is_complex else 0
         if func is torch.ops.aten.equal.default:
-            return given[0].shape == given[1].shape
-        if name_of(func) == "aten._unsafe_view.default":
+            return tensors[0].shape == tensors[1].shape
+        if get_operation_name(func) == "aten._unsafe_view.default":
             # The same for its tensors, and torch keeps what it has found out.
             func = torch.ops.aten.view.default
-        if name_of(func) == _COPIES_IN and not self._fakes.knows(args[1]):
+        if get_operation_name(func) == _FSDP_COPY_IN and not self._fakes.knows(args[1]):
             # FSDP gathers several dtypes as bytes, whose buffer is real where it is small, and returned.
             _, buffer, _, size, rank = args
             return buffer.narrow(0, size * rank, size), buffer
         found = self._fakes.computed(func, types, args, kwargs)
-        if is_choice(func):
-            return found[0], choices(found[1].shape, given[0].shape[-1], self._imbalance)
+        if is_topk(func):
+            return found[0], make_routing_choices(found[1].shape, tensors[0].shape[-1], self._imbalance)
         return found
 
     def _empty(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -167,7 +169,7 @@ class _Planning(UncompiledMode):
         return self._empties[key]
 
 
-def choices(shape: Sequence[int], candidates: int, imbalance: float) -> Tensor:
+def make_routing_choices(shape: Sequence[int], candidates: int, imbalance: float) -> Tensor:
     """Return what each token chooses, in the last dim of `shape`; see [Note: routing]."""
     made = torch.arange(math.prod(shape)).view(-1, shape[-1]) % candidates
     if imbalance > 1.0 and shape[-1] < candidates:
@@ -176,17 +178,17 @@ def choices(shape: Sequence[int], candidates: int, imbalance: float) -> Tensor:
     return made.view(*shape)
 
 
-def _size(made: Any) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors_in(made))
+def _count_bytes(values: Any) -> int:
+    return sum(each.numel() * each.element_size() for each in list_tensors(values))
 
 
-def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def _make_shape_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """Return what determines the size of an operator's results; None where tensors are nested."""
     told: list[Any] = [func]
     for value in (*args, *kwargs.items()):
         if isinstance(value, Tensor):
             told.append((value.shape, value.dtype, value.stride()))
-        elif isinstance(value, tuple | list | Mapping) and any(True for _ in tensors_in(value)):
+        elif isinstance(value, tuple | list | Mapping) and any(True for _ in list_tensors(value)):
             return None
         else:
             told.append(repr(value))
@@ -194,20 +196,20 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
 
 
 @torch.no_grad()
-def _received(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_collective(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operation of torch.distributed on real tensors and write what it would receive."""
-    arguments = bound_arguments(operation, args, kwargs)
+    arguments = bind_arguments(operation, args, kwargs)
     result = operation(*args, **kwargs)
     group = arguments.get("process_group", arguments.get("group_name"))
-    given = _side(arguments, _GIVEN)
+    given = _get_tensors(arguments, _INPUT_ARGUMENTS)
     if group is None or not given:
         return result
     mine = torch.cat([each.reshape(-1) for each in given])
-    members = process_group(group)
+    members = resolve_process_group(group)
     if "all_to_all" in str(operation) or "alltoall" in str(operation):
         part = mine.numel() // members.size()  # what each rank sends to this one
         mine = mine[members.rank() * part : (members.rank() + 1) * part]
-    for other in _side(arguments, _TAKEN) or list(tensors_in(result)):
+    for other in _get_tensors(arguments, _OUTPUT_ARGUMENTS) or list(list_tensors(result)):
         if 0 < mine.numel() <= other.numel():
             other.copy_(mine.repeat(other.numel() // mine.numel()).view_as(other))
         elif other.numel():
@@ -216,5 +218,5 @@ def _received(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return result
 
 
-def _side(arguments: dict[str, Any], names: tuple[str, ...]) -> list[Tensor]:
-    return next((list(tensors_in(arguments[name])) for name in names if name in arguments), [])
+def _get_tensors(arguments: dict[str, Any], names: tuple[str, ...]) -> list[Tensor]:
+    return next((list(list_tensors(arguments[name])) for name in names if name in arguments), [])

@@ -1,6 +1,6 @@
 """Copy a run's state into the memory of its nodes while it trains.
 
-[Note: copies] `Copier.copy` returns when this rank's part is in host memory. A thread with a process group of its own
+[Note: copies] `StateReplicator.copy` returns when this rank's part is in host memory. A thread with a process group of its own
 hands it to the keeper of its node, and sends it to that of the next node. When all ranks have done so, the first one
 makes the manifest, and each rank has its keeper seal the step. A step that is due before that is left out.
 """
@@ -23,30 +23,30 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.plugin import (
-    Access,
-    Agreement,
+    CheckpointContent,
     ConfigError,
-    Content,
-    Key,
     LoopExtension,
+    SavePlanner,
+    SigningKey,
     StepResult,
     Stopped,
+    StorageOptions,
     StoredFile,
     StrategyManager,
     World,
-    content_of,
-    marked_part,
+    collect_content,
     new_group,
-    payload_name,
-    sealed,
+    profiler_phase,
+    serialize_manifest,
+    tensors_file_name,
     warn,
 )
 
-from .keepers import Keepers, MemoryPlace, open_keepers, places_of
-from .wire import Link
+from .keepers import ReplicaClient, ReplicaReader, find_replicas, open_replica_client
+from .wire import Connection
 
 
-class Room:
+class SharedBuffer:
     """Anonymous memory for a rank's part of one step."""
 
     def __init__(self, size: int) -> None:
@@ -71,62 +71,62 @@ class Room:
         os.close(self.file)  # the mapping is freed with its last view
 
 
-class Rooms:
+class DoubleBuffer:
     """Two rooms, used in turn: before one is filled again, the keeper has released it."""
 
     def __init__(self) -> None:
-        self._rooms: list[Room] = []
+        self._rooms: list[SharedBuffer] = []
 
-    def filled(self, tensors: Sequence[Tensor]) -> Room:
-        size = nbytes_of(tensors)
+    def filled(self, tensors: Sequence[Tensor]) -> SharedBuffer:
+        size = count_bytes(tensors)
         room = self._rooms.pop(0) if len(self._rooms) == 2 else None
         if room is None or room.size != size:
-            room = Room(size)
+            room = SharedBuffer(size)
         self._rooms.append(room)
         room.fill(tensors)
         return room
 
 
-def memory_of_host() -> int:
+def get_host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def nbytes_of(tensors: Sequence[Tensor]) -> int:
+def count_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(each.numel() * each.element_size() for each in tensors)
 
 
-_CHUNK = 1 << 20
-_CHUNKS_A_SECOND = 20
-_COPIES = 2  # Steps that are held at a time: the last one, and the one that is being written
+_CHUNK_BYTES = 1 << 20
+_CHUNKS_PER_SECOND = 20
+_NUM_STEPS_HELD = 2  # Steps that are held at a time: the last one, and the one that is being written
 
 
-class Copier:
+class StateReplicator:
     """Copies steps; see [Note: copies]. A context manager. All methods are collective."""
 
     def __init__(
         self,
         manager: StrategyManager,
-        keepers: Keepers,
+        client: ReplicaClient,
         *,
-        run: str,
-        step: int,
+        run_id: str,
+        start_step: int,
         every: int = 1,
         bandwidth: float | None = None,
-        key: Key | None = None,
+        signing_key: SigningKey | None = None,
         memory_bytes: int,
-        tell: Callable[..., None],
+        report: Callable[..., None],
     ) -> None:
-        self._manager, self._keepers, self._run = manager, keepers, run
-        self._every, self._bandwidth, self._key, self._tell = every, bandwidth, key, tell
+        self._manager, self._keepers, self._run = manager, client, run_id
+        self._every, self._bandwidth, self._key, self._tell = every, bandwidth, signing_key, report
         self._memory_bytes = memory_bytes
-        self._group, self._agreement, self._rooms = new_group("gloo"), Agreement(), Rooms()
+        self._group, self._agreement, self._rooms = new_group("gloo"), SavePlanner(), DoubleBuffer()
         self._thread: threading.Thread | None = None
-        self._links: list[Link] = []
+        self._links: list[Connection] = []
         self._failed, self._has_ceased = "", False
         self._checked = 0
         self.copied = self.left_out = 0
         self.last: int | None = None  # the last step that is complete; None: none
-        keepers.keep(run, step, manager.mesh.world)
+        client.keep(run_id, start_step, manager.mesh.world)
 
     def is_due(self, step: int) -> bool:
         return not self._has_ceased and step % self._every == 0
@@ -137,10 +137,10 @@ class Copier:
         """Copy the state after so many steps, unless the previous copy is not finished on all ranks. Collective."""
         if not self._is_ready(step):
             return
-        content = content_of(
-            self._manager, self._group, step=step, scheduler=scheduler, extra=extra(), agreement=self._agreement
+        content = collect_content(
+            self._manager, self._group, step=step, scheduler=scheduler, extra=extra(), planner=self._agreement
         )
-        self._check_memory(nbytes_of(content.tensors))
+        self._check_memory(count_bytes(content.tensors))
         room = self._rooms.filled(content.tensors)
         self._thread = threading.Thread(target=self._hand_over, args=(content, room, step), name="meshwright-copies")
         self._thread.start()
@@ -165,31 +165,31 @@ class Copier:
             self._tell(copied=self.copied, left_out=self.left_out, step=step)
         return False
 
-    def _check_memory(self, mine: int) -> None:
+    def _check_memory(self, local_bytes: int) -> None:
         """Refuse copies that do not fit, whenever the state has changed its size. Collective."""
         if self._checked == self._agreement.times:
             return
         self._checked, world = self._agreement.times, self._manager.mesh.world
-        every = self._every_size(mine)
+        every = self._every_size(local_bytes)
         nodes, here = self._keepers.nodes, self._keepers.here
         held = [here, (here - 1) % len(nodes)] if len(nodes) > 1 else [here]
-        needed = _COPIES * sum(every[rank] for number in held for rank in nodes[number].ranks)
+        needed = _NUM_STEPS_HELD * sum(every[rank] for number in held for rank in nodes[number].ranks)
         wrong = (
-            f"checkpoint.replicate holds {_COPIES} copies of the state of ranks, {needed / 1e9:,.1f} GB on this node, "
+            f"checkpoint.replicate holds {_NUM_STEPS_HELD} copies of the state of ranks, {needed / 1e9:,.1f} GB on this node, "
             f"which has {self._memory_bytes / 1e9:,.1f} GB of memory. Use more nodes, or checkpoint.replicate=null."
         )
         world.raise_together(ConfigError(wrong) if needed > self._memory_bytes else None)
 
-    def _every_size(self, mine: int) -> list[int]:
+    def _every_size(self, local_bytes: int) -> list[int]:
         every: list[int] = [0] * self._manager.mesh.world.size
-        dist.all_gather_object(every, mine, group=self._group)
+        dist.all_gather_object(every, local_bytes, group=self._group)
         return every
 
-    def _hand_over(self, content: Content, room: Room, step: int) -> None:
+    def _hand_over(self, content: CheckpointContent, buffer: SharedBuffer, step: int) -> None:
         try:
             error, files = "", {}
             try:
-                files = self._put(content, room, step)
+                files = self._put(content, buffer, step)
             except Exception as caught:
                 # The other ranks wait for this one's result.
                 error = f"rank {self._manager.mesh.rank}: {caught}"
@@ -203,37 +203,39 @@ class Copier:
             # The keeper was killed, or another rank is gone, which the main thread will notice, too.
             self._failed = f"{type(caught).__name__}: {caught}"
 
-    def _put(self, content: Content, room: Room, step: int) -> dict[str, StoredFile]:
+    def _put(self, content: CheckpointContent, buffer: SharedBuffer, step: int) -> dict[str, StoredFile]:
         """Hand this rank's files to the keepers; return their sizes and checksums."""
         keepers, next_node = self._keepers, self._keepers.next_node
         if not self._links:
             nodes = [keepers.here] + ([] if next_node is None else [next_node])
             self._links = [keepers.link(node) for node in nodes]
         own, *others = self._links
-        payload = payload_name(self._manager.mesh.rank)
-        files = {payload: _stored(room.view)}
-        own.ask("put", room.file, run=self._run, step=step, name=payload, size=room.size)
+        payload = tensors_file_name(self._manager.mesh.rank)
+        files = {payload: _describe_file(buffer.view)}
+        own.ask("put", buffer.file, run=self._run, step=step, name=payload, size=buffer.size)
         for link in others:
-            self._send(link, step, payload, room.view)
+            self._send(link, step, payload, buffer.view)
         for name, text in content.texts.items():
             for link in self._links:
                 self._send(link, step, name, memoryview(text))
-            files[name] = _stored(text)
+            files[name] = _describe_file(text)
         return files
 
-    def _send(self, link: Link, step: int, name: str, view: memoryview) -> None:
-        link.ask("put", None, self._paced(view), run=self._run, step=step, name=name, size=view.nbytes)
+    def _send(self, connection: Connection, step: int, name: str, view: memoryview) -> None:
+        connection.ask("put", None, self._paced(view), run=self._run, step=step, name=name, size=view.nbytes)
 
     def _paced(self, view: memoryview) -> Iterator[memoryview]:
         """Yield parts of some bytes, as slowly as the bandwidth demands."""
         began, rate = time.monotonic(), self._bandwidth
-        chunk = _CHUNK if rate is None else max(1, min(_CHUNK, int(rate / _CHUNKS_A_SECOND)))
+        chunk = _CHUNK_BYTES if rate is None else max(1, min(_CHUNK_BYTES, int(rate / _CHUNKS_PER_SECOND)))
         for begin in range(0, view.nbytes, chunk):
             if rate is not None:
                 time.sleep(max(0.0, began + begin / rate - time.monotonic()))
             yield view[begin : begin + chunk]
 
-    def _completed(self, content: Content, error: str, files: Mapping[str, StoredFile]) -> tuple[str | None, str]:
+    def _completed(
+        self, content: CheckpointContent, error: str, files: Mapping[str, StoredFile]
+    ) -> tuple[str | None, str]:
         """Return the manifest of a step that all ranks have handed over, or what went wrong. Collective."""
         is_first = self._manager.mesh.rank == 0
         found: list[Any] = [None] * self._manager.mesh.world.size
@@ -244,7 +246,7 @@ class Copier:
             every = {name: stored for _, each in found for name, stored in each.items()}
             # Tensors first, so that each rank verifies its own part if there are as many ranks as before.
             ordered = dict(sorted(every.items(), key=lambda each: (not each[0].startswith("tensors-"), each[0])))
-            box[0] = (None if wrong else sealed(replace(content.manifest, files=ordered), self._key), wrong)
+            box[0] = (None if wrong else serialize_manifest(replace(content.manifest, files=ordered), self._key), wrong)
         dist.broadcast_object_list(box, group=self._group, group_src=0)
         result: tuple[str | None, str] = box[0]
         return result
@@ -261,7 +263,7 @@ class Copier:
             link.close()
         dist.destroy_process_group(self._group)
 
-    def __enter__(self) -> Copier:
+    def __enter__(self) -> StateReplicator:
         return self
 
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:
@@ -273,45 +275,47 @@ class Copier:
             self.close()
 
 
-def _stored(view: memoryview | bytes) -> StoredFile:
+def _describe_file(view: memoryview | bytes) -> StoredFile:
     return StoredFile(memoryview(view).nbytes, hashlib.sha256(view).hexdigest())
 
 
-class NodeMemory:
-    """Implements `meshwright.train.loop.extension.StateCopies`. Making one is collective; raises as `open_keepers`."""
+class MemoryReplication:
+    """Implements `meshwright.train.loop.extension.StateReplication`. Making one is collective; raises as `open_replica_client`."""
 
     def __init__(self, world: World) -> None:
-        self._keepers = open_keepers(world)
+        self._keepers = open_replica_client(world)
 
-    def places(self, world: World, run: str, access: Access) -> list[tuple[int, MemoryPlace]]:
-        found = places_of(self._keepers, self._keepers.listed(world), run, access)
+    def places(self, world: World, run_id: str, options: StorageOptions) -> list[tuple[int, ReplicaReader]]:
+        found = find_replicas(self._keepers, self._keepers.listed(world), run_id, options)
         return [(place.step, place) for place in found]
 
     @contextmanager
     def copying(
-        self, manager: StrategyManager, scheduler: Any, *, start: int, **options: Any
+        self, manager: StrategyManager, scheduler: Any, *, start_step: int, **options: Any
     ) -> Iterator[LoopExtension]:
-        """Copy while training; `options` are those of `Copier`."""
-        with Copier(manager, self._keepers, step=start, memory_bytes=memory_of_host(), **options) as copier:
-            yield _Copies(manager, copier, scheduler)
+        """Copy while training; `options` are those of `StateReplicator`."""
+        with StateReplicator(
+            manager, self._keepers, start_step=start_step, memory_bytes=get_host_memory(), **options
+        ) as copier:
+            yield _ReplicationExtension(manager, copier, scheduler)
 
 
-class _Copies(LoopExtension):
+class _ReplicationExtension(LoopExtension):
     """Copies the state after the steps that are due, and reports the time with the step after."""
 
-    def __init__(self, manager: StrategyManager, copier: Copier, scheduler: Any) -> None:
-        self._progress, self._copier, self._scheduler = manager.mesh.world.progress, copier, scheduler
+    def __init__(self, manager: StrategyManager, replicator: StateReplicator, scheduler: Any) -> None:
+        self._progress, self._copier, self._scheduler = manager.mesh.world.progress, replicator, scheduler
         self._times: dict[str, float] = {}
 
     def after_step(self, result: StepResult) -> StepResult:
         times, self._times = self._times, {}
         return replace(result, times={**result.times, **times}) if times else result
 
-    def end_step(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
+    def end_step(self, step: int, prepare_extra: Callable[[], dict[str, Any]]) -> None:
         if not self._copier.is_due(step):
             return
         start = time.perf_counter()
         self._progress.enter("copy")
-        with marked_part("copy"):
-            self._copier.copy(step, scheduler=self._scheduler, extra=extra)
+        with profiler_phase("copy"):
+            self._copier.copy(step, scheduler=self._scheduler, extra=prepare_extra)
         self._times = {"copy": time.perf_counter() - start}

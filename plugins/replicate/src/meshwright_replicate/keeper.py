@@ -24,19 +24,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.plugin import await_end
+from meshwright.plugin import wait_for_exit
 
 from . import wire
 
-_LOOK_S = 0.5
-STRANGERS = 64
+_RETRY_S = 0.5
+MAX_UNAUTHENTICATED = 64
 """Connections from other nodes that have not proven yet that they know the token; more wait to be accepted."""
-FRIENDS = 1024  # Connections that have; more are refused
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+MAX_AUTHENTICATED = 1024  # Connections that have; more are refused
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
-class File:
+class MemoryFile:
     """An open file in memory, and its size."""
 
     file: int
@@ -44,47 +44,47 @@ class File:
 
 
 @dataclass
-class Step:
+class StoredStep:
     """Files of a step, and the text of its manifest once it is sealed."""
 
-    files: dict[str, File] = field(default_factory=dict)
+    files: dict[str, MemoryFile] = field(default_factory=dict)
     manifest: str | None = None
 
 
-class Shelf:
+class ReplicaStore:
     """The steps of one run."""
 
     def __init__(self) -> None:
         self._run = ""
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, StoredStep] = {}
         self._lock = threading.Lock()
 
-    def keep(self, run: str, step: int) -> None:
+    def keep(self, run_id: str, step: int) -> None:
         """Drop all steps that are later than the one a run resumes from, or of another run."""
         with self._lock:
             for number in list(self._steps):
-                if run != self._run or number > step:
+                if run_id != self._run or number > step:
                     self._drop(number)
-            self._run = run
+            self._run = run_id
 
-    def put(self, run: str, step: int, name: str, file: File) -> None:
+    def put(self, run_id: str, step: int, name: str, file: MemoryFile) -> None:
         """Take over a file. Raises OSError if it is of another run, or of a sealed step."""
         with self._lock:
-            kept = self._steps.get(step, Step())
-            if run != self._run or kept.manifest is not None:
+            kept = self._steps.get(step, StoredStep())
+            if run_id != self._run or kept.manifest is not None:
                 os.close(file.file)
-                raise OSError(f"step {step} of run {run!r} is not expected")
+                raise OSError(f"step {step} of run {run_id!r} is not expected")
             self._steps[step] = kept
             before = kept.files.pop(name, None)
             if before is not None:
                 os.close(before.file)
             kept.files[name] = file
 
-    def seal(self, run: str, step: int, manifest: str) -> None:
+    def seal(self, run_id: str, step: int, manifest: str) -> None:
         """Mark a step as complete, and drop earlier ones; see [Note: steps that are kept]."""
         with self._lock:
-            if run != self._run or step not in self._steps:
-                raise OSError(f"step {step} of run {run!r} is not here")
+            if run_id != self._run or step not in self._steps:
+                raise OSError(f"step {step} of run {run_id!r} is not here")
             self._steps[step].manifest = manifest
             for number in list(self._steps):
                 if number < step:
@@ -96,29 +96,32 @@ class Shelf:
             steps = {str(n): {"manifest": kept.manifest, "files": sizes[n]} for n, kept in self._steps.items()}
             return {"run": self._run, "steps": steps}
 
-    def opened(self, step: int, name: str) -> File:
+    def opened(self, step: int, name: str) -> MemoryFile:
         """Return a duplicate of a file's descriptor. Raises OSError if there is no such file."""
         with self._lock:
-            file = self._steps.get(step, Step()).files.get(name)
+            file = self._steps.get(step, StoredStep()).files.get(name)
             if file is None:
                 raise OSError(f"no {name} of step {step}")
-            return File(os.dup(file.file), file.size)
+            return MemoryFile(os.dup(file.file), file.size)
 
-    def _drop(self, number: int) -> None:
-        for file in self._steps.pop(number).files.values():
+    def _drop(self, step: int) -> None:
+        for file in self._steps.pop(step).files.values():
             os.close(file.file)
 
 
-class Keeper:
+class ReplicaServer:
     """Answers ranks, with a thread for each connection. Its `id` is unique."""
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
-        self._shelf = Shelf()
+        self._shelf = ReplicaStore()
         self._token = ""
         self._port = 0
         self._lock = threading.Lock()
-        self._strangers, self._friends = threading.Semaphore(STRANGERS), threading.Semaphore(FRIENDS)
+        self._strangers, self._friends = (
+            threading.Semaphore(MAX_UNAUTHENTICATED),
+            threading.Semaphore(MAX_AUTHENTICATED),
+        )
 
     def listen(self, listener: socket.socket, *, is_local: bool) -> None:
         """Accept connections, in the background."""
@@ -135,7 +138,7 @@ class Keeper:
                 # There are as many open files or threads as allowed; some will end.
                 if not is_local:
                     self._strangers.release()
-                threading.Event().wait(_LOOK_S)
+                threading.Event().wait(_RETRY_S)
 
     def _serve(self, connection: socket.socket, is_local: bool) -> None:
         with connection, suppress(OSError):
@@ -143,7 +146,7 @@ class Keeper:
                 wire.check_user(connection)
             else:
                 try:
-                    wire.admit(connection, self._token)
+                    wire.authenticate_client(connection, self._token)
                 finally:
                     self._strangers.release()
                 connection.settimeout(None)
@@ -156,36 +159,36 @@ class Keeper:
 
     def _converse(self, connection: socket.socket, is_local: bool) -> None:
         while True:
-            message, file = wire.receive(connection)
+            message, file = wire.receive_message(connection)
             try:
                 self._answer(connection, message, file, is_local)
             except (KeyError, TypeError, ValueError, OverflowError) as error:
-                wire.send(connection, {"error": f"{type(error).__name__}: {error}"})
+                wire.send_message(connection, {"error": f"{type(error).__name__}: {error}"})
 
-    def _answer(self, connection: socket.socket, message: dict[str, Any], file: int | None, is_local: bool) -> None:
+    def _answer(self, connection: socket.socket, request: dict[str, Any], fd: int | None, is_local: bool) -> None:
         """Answer a message. Ranks of other nodes may only put, take and list."""
-        what, answer = message["do"], {}
+        what, answer = request["do"], {}
         if what == "take":
-            self._give(connection, message, is_local)
+            self._give(connection, request, is_local)
             return
         # Errors of the connection itself end it, unlike those of the shelf.
-        received = self._received(connection, message, file) if what == "put" else None
+        received = self._received(connection, request, fd) if what == "put" else None
         try:
             if received is not None:
-                self._shelf.put(message["run"], message["step"], message["name"], received)
+                self._shelf.put(request["run"], request["step"], request["name"], received)
             elif what == "list":
                 answer = {"id": self.id, **self._shelf.listed()}
             elif what == "keep" and is_local:
-                self._shelf.keep(message["run"], message["step"])
+                self._shelf.keep(request["run"], request["step"])
             elif what == "seal" and is_local:
-                self._shelf.seal(message["run"], message["step"], message["manifest"])
+                self._shelf.seal(request["run"], request["step"], request["manifest"])
             elif what == "serve" and is_local:
-                answer = {"port": self._serving(message["host"], message["token"])}
+                answer = {"port": self._serving(request["host"], request["token"])}
             else:
                 raise ValueError(f"{what} is nothing that a keeper does")
         except OSError as error:
             answer = {"error": str(error)}
-        wire.send(connection, answer)
+        wire.send_message(connection, answer)
 
     def _serving(self, host: str, token: str) -> int:
         """Serve ranks of other nodes that know this token, and no earlier one; return the port."""
@@ -198,20 +201,20 @@ class Keeper:
                 self.listen(listener, is_local=False)
             return self._port
 
-    def _give(self, connection: socket.socket, message: dict[str, Any], is_local: bool) -> None:
+    def _give(self, connection: socket.socket, request: dict[str, Any], is_local: bool) -> None:
         try:
-            kept = self._shelf.opened(message["step"], message["name"])
+            kept = self._shelf.opened(request["step"], request["name"])
         except OSError as error:
-            wire.send(connection, {"error": str(error)})
+            wire.send_message(connection, {"error": str(error)})
             return
         try:
             if is_local:
-                wire.send(connection, {"size": kept.size}, kept.file)
+                wire.send_message(connection, {"size": kept.size}, kept.file)
                 return
-            begin, size = int(message["begin"]), int(message["size"])
+            begin, size = int(request["begin"]), int(request["size"])
             if not 0 <= begin <= begin + size <= kept.size:
                 raise ValueError(f"{size} bytes at {begin} of {kept.size}")
-            wire.send(connection, {"size": size})
+            wire.send_message(connection, {"size": size})
             if size:
                 whole = memoryview(mmap.mmap(kept.file, kept.size, prot=mmap.PROT_READ))
                 connection.sendall(whole[begin : begin + size])
@@ -219,33 +222,33 @@ class Keeper:
             os.close(kept.file)
 
     @staticmethod
-    def _received(connection: socket.socket, message: dict[str, Any], file: int | None) -> File:
+    def _received(connection: socket.socket, request: dict[str, Any], fd: int | None) -> MemoryFile:
         """Return the file that came with a message, or the bytes that follow it, in memory."""
-        size = message["size"]
-        if file is not None:
-            return File(file, int(size))
-        file = os.memfd_create("meshwright-copy", os.MFD_CLOEXEC)
+        size = request["size"]
+        if fd is not None:
+            return MemoryFile(fd, int(size))
+        fd = os.memfd_create("meshwright-copy", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(file, size)
+            os.ftruncate(fd, size)
             if size:
                 # The mapping is freed with its last view, which an error may hold for a while.
-                wire.fill(connection, memoryview(mmap.mmap(file, size)))
+                wire.receive_into(connection, memoryview(mmap.mmap(fd, size)))
         except BaseException:
-            os.close(file)
+            os.close(fd)
             raise
-        return File(file, size)
+        return MemoryFile(fd, size)
 
 
-def main(path: Path, pid: int, identity: str) -> None:
+def main(socket_path: Path, pid: int, identity: str) -> None:
     """Serve at a socket until the process that started the ranks has ended."""
-    for number in _IGNORED:
+    for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    listener = wire.listen_at(path)
+    listener = wire.listen_on_socket(socket_path)
     if listener is None:
         return  # there is a keeper already
-    Keeper().listen(listener, is_local=True)
-    await_end(pid, identity)
-    wire.remove(path)
+    ReplicaServer().listen(listener, is_local=True)
+    wait_for_exit(pid, identity)
+    wire.remove_socket(socket_path)
     os._exit(0)
 
 

@@ -18,27 +18,27 @@ from typing import Any, BinaryIO, NamedTuple
 import torch.distributed as dist
 
 from meshwright.plugin import (
-    MANIFEST,
-    PYTHON,
-    Access,
+    MANIFEST_FILE,
+    SAFE_PYTHON,
     ConfigError,
     RankError,
     SeekableReader,
+    StorageOptions,
     World,
-    identity_of,
-    launcher_pid,
-    payload_name,
+    get_launcher_pid,
+    get_process_identity,
+    tensors_file_name,
 )
 
 from . import wire
-from .wire import Link, socket_path
+from .wire import Connection, get_socket_path
 
-_START_S = 30.0
-_LOOK_S = 0.02
-_ANYWHERE = "0.0.0.0"
+_START_TIMEOUT_S = 30.0
+_POLL_S = 0.02
+_ALL_INTERFACES = "0.0.0.0"
 
 
-class Node(NamedTuple):
+class ReplicaNode(NamedTuple):
     """A node that has ranks: the id of its keeper, its ranks, and host and port of the keeper for other nodes."""
 
     keeper: str
@@ -47,10 +47,10 @@ class Node(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Keepers:
+class ReplicaClient:
     """The keepers of a world."""
 
-    nodes: tuple[Node, ...]  # in the order of their first ranks
+    nodes: tuple[ReplicaNode, ...]  # in the order of their first ranks
     here: int  # number of this rank's node
     token: str
 
@@ -63,133 +63,142 @@ class Keepers:
     def leads(self) -> bool:
         return dist.get_rank() == self.nodes[self.here].ranks[0]
 
-    def link(self, node: int) -> Link:
+    def link(self, node: int) -> Connection:
         """Connect to a keeper. Raises OSError."""
         if node == self.here:
-            return _own_link()
+            return _connect_local()
         address = self.nodes[node].address
         if address is None:
             raise OSError("the keeper has no address")
-        connection = socket.create_connection(address, timeout=wire.PATIENCE_S)
+        connection = socket.create_connection(address, timeout=wire.IO_TIMEOUT_S)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            wire.introduce(connection, self.token)
+            wire.authenticate_to_server(connection, self.token)
         except OSError:
             connection.close()
             raise
-        return Link(connection)
+        return Connection(connection)
 
     def listed(self, world: World) -> list[Mapping[str, Any]]:
         """Return what each keeper has; nothing for one that does not answer. Collective."""
         mine: dict[str, Any] = {"run": "", "steps": {}}
         if self.leads:
             try:
-                mine = _asked_own("list")
+                mine = _request_local("list")
             except OSError:
                 mine = {"run": "", "steps": {}}  # it was killed, and its copies are gone
-        found = _gathered(mine, world)
+        found = _all_gather(mine, world)
         return [found[node.ranks[0]] for node in self.nodes]
 
-    def keep(self, run: str, step: int, world: World) -> None:
+    def keep(self, run_id: str, step: int, world: World) -> None:
         """Have all keepers drop what a run that resumes from a step does not need. Collective. Raises RankError."""
 
         def work() -> None:
             try:
                 if self.leads:
-                    _asked_own("keep", run=run, step=step)
+                    _request_local("keep", run=run_id, step=step)
             except OSError as error:
                 raise RankError(f"the process that holds copies of state does not answer: {error}.") from error
 
         world.together(work)
 
 
-def open_keepers(world: World) -> Keepers:
+def open_replica_client(world: World) -> ReplicaClient:
     """Find the keeper of each node, or start one. Collective. Raises ConfigError or RankError."""
-    keeper = world.together(_found_or_started)
-    found = _gathered(keeper, world)
+    keeper = world.together(_find_or_start_server)
+    found = _all_gather(keeper, world)
     ranks = {each: tuple(rank for rank, other in enumerate(found) if other == each) for each in found}
-    nodes = [Node(*item) for item in ranks.items()]
+    nodes = [ReplicaNode(*item) for item in ranks.items()]
     here = next(number for number, node in enumerate(nodes) if node.keeper == keeper)
     token = world.from_first(lambda: secrets.token_hex(32))
     if len(nodes) > 1:
-        host = _address_towards(os.environ.get("MASTER_ADDR", ""))
-        is_one_machine = all(map(_is_loopback, _gathered(host, world)))
+        host = _find_local_address(os.environ.get("MASTER_ADDR", ""))
+        is_one_machine = all(map(_is_loopback, _all_gather(host, world)))
         is_first = world.rank == nodes[here].ranks[0]
-        address = world.together(lambda: _address(host, token, is_one_machine=is_one_machine) if is_first else None)
-        addresses = _gathered(address, world)
+        address = world.together(
+            lambda: _expose_local_server(host, token, is_single_node=is_one_machine) if is_first else None
+        )
+        addresses = _all_gather(address, world)
         nodes = [node._replace(address=addresses[node.ranks[0]]) for node in nodes]
-    return Keepers(tuple(nodes), here, token)
+    return ReplicaClient(tuple(nodes), here, token)
 
 
-def _gathered(value: Any, world: World) -> list[Any]:
+def _all_gather(value: Any, world: World) -> list[Any]:
     found: list[Any] = [None] * world.size
     dist.all_gather_object(found, value, group=world.group)
     return found
 
 
-def _found_or_started() -> str:
+def _find_or_start_server() -> str:
     """Return the id of this node's keeper, which the node's first rank starts if there is none."""
-    if not hasattr(os, "memfd_create") or not hasattr(socket, "SO_PEERCRED") or not identity_of(os.getpid()):
+    if not hasattr(os, "memfd_create") or not hasattr(socket, "SO_PEERCRED") or not get_process_identity(os.getpid()):
         raise ConfigError("checkpoint.replicate needs Linux, with /proc. Leave it out.")
     try:
-        _socket()
+        _get_server_socket_path()
     except OSError as error:
         raise ConfigError(f"checkpoint.replicate has no place for its socket: {error}.") from error
-    starts, until = os.environ.get("LOCAL_RANK", "0") == "0", time.monotonic() + _START_S
+    starts, until = os.environ.get("LOCAL_RANK", "0") == "0", time.monotonic() + _START_TIMEOUT_S
     while True:
         try:
-            return str(_asked_own("list")["id"])
+            return str(_request_local("list")["id"])
         except OSError as error:
             if time.monotonic() > until:
                 raise RankError(
                     f"the process that holds copies of state (checkpoint.replicate) did not answer within "
-                    f"{_START_S:g} s: {error}."
+                    f"{_START_TIMEOUT_S:g} s: {error}."
                 ) from error
         if starts:
             starts = False
-            _start()
-        time.sleep(_LOOK_S)
+            _start_server()
+        time.sleep(_POLL_S)
 
 
-def _start() -> None:
-    pid = launcher_pid()
-    command = [*PYTHON, "-m", f"{__package__}.keeper", str(_socket()), str(pid), identity_of(pid)]
+def _start_server() -> None:
+    pid = get_launcher_pid()
+    command = [
+        *SAFE_PYTHON,
+        "-m",
+        f"{__package__}.keeper",
+        str(_get_server_socket_path()),
+        str(pid),
+        get_process_identity(pid),
+    ]
     # See [Note: nothing is left] in `keeper`. It must not hold open what others wait to see closed.
     nothing = subprocess.DEVNULL
     started = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
     started.returncode = 0  # nobody waits for it; without a return code Python would warn
 
 
-def _socket() -> Path:
+def _get_server_socket_path() -> Path:
     """Return the path of the socket of the keeper: one for each process that starts ranks."""
-    return socket_path(hashlib.sha256(identity_of(launcher_pid()).encode()).hexdigest()[:32])
+    return get_socket_path(hashlib.sha256(get_process_identity(get_launcher_pid()).encode()).hexdigest()[:32])
 
 
-def _own_link() -> Link:
+def _connect_local() -> Connection:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.connect(str(_socket()))
+        connection.connect(str(_get_server_socket_path()))
         wire.check_user(connection)
     except OSError:
         connection.close()
         raise
-    return Link(connection)
+    return Connection(connection)
 
 
-def _asked_own(what: str, **values: Any) -> dict[str, Any]:
-    link = _own_link()
+def _request_local(command: str, **values: Any) -> dict[str, Any]:
+    link = _connect_local()
     try:
-        return link.ask(what, **values)
+        return link.ask(command, **values)
     finally:
         link.close()
 
 
-def _address(host: str, token: str, *, is_one_machine: bool) -> tuple[str, int]:
+def _expose_local_server(host: str, token: str, *, is_single_node: bool) -> tuple[str, int]:
     """Return where other nodes reach this node's keeper, whose address in the ranks' network is `host`."""
     # A node may know only its loopback; others call it by the name at which they all meet.
-    is_hidden = _is_loopback(host) and not is_one_machine
+    is_hidden = _is_loopback(host) and not is_single_node
     try:
-        port = _asked_own("serve", host=_ANYWHERE if is_hidden else host, token=token)["port"]
+        port = _request_local("serve", host=_ALL_INTERFACES if is_hidden else host, token=token)["port"]
     except OSError as error:
         raise RankError(
             f"the process that holds copies of state cannot be reached from other nodes: {error}."
@@ -201,7 +210,7 @@ def _is_loopback(host: str) -> bool:
     return host.startswith("127.") or host in ("::1", "")
 
 
-def _address_towards(host: str) -> str:
+def _find_local_address(host: str) -> str:
     """Return this node's address in the network of another host; "" if there is none."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -213,32 +222,32 @@ def _address_towards(host: str) -> str:
 
 
 @dataclass(frozen=True)
-class MemoryPlace:
+class ReplicaReader:
     """A step in the memory of nodes. All ranks read a file from the same keeper, so what one has verified all get."""
 
-    keepers: Keepers
+    keepers: ReplicaClient
     step: int  # after which it was copied
     manifest: bytes  # its text
     holders: Mapping[str, int]  # maps each file to the number of the node whose keeper it is read from
     bytes_of: Mapping[str, int]  # size of each file
-    access: Access
+    access: StorageOptions
     name = "memory"
 
     def __str__(self) -> str:
         return self.name
 
     def sizes(self) -> dict[str, int] | None:
-        return {MANIFEST: len(self.manifest), **self.bytes_of}
+        return {MANIFEST_FILE: len(self.manifest), **self.bytes_of}
 
     def open(self, name: str) -> BinaryIO:
-        if name == MANIFEST:
+        if name == MANIFEST_FILE:
             return io.BytesIO(self.manifest)
         if name not in self.holders:
             raise OSError(f"no {name} of step {self.step}")
         node = self.holders[name]
         link = self.keepers.link(node)
         if node != self.keepers.here:
-            return io.BufferedReader(_Remote(link, self.step, name, self.bytes_of[name]), 1 << 20)
+            return io.BufferedReader(_RemoteReplicaFile(link, self.step, name, self.bytes_of[name]), 1 << 20)
         try:
             file = link.ask_for_file("take", step=self.step, name=name)
         finally:
@@ -253,12 +262,12 @@ class MemoryPlace:
         return ""
 
 
-class _Remote(SeekableReader):
+class _RemoteReplicaFile(SeekableReader):
     """A file of a step in the memory of another node."""
 
-    def __init__(self, link: Link, step: int, name: str, size: int) -> None:
+    def __init__(self, connection: Connection, step: int, name: str, size: int) -> None:
         super().__init__(name)
-        self._link, self._step, self._nbytes = link, step, size
+        self._link, self._step, self._nbytes = connection, step, size
 
     def _size(self) -> int:
         return self._nbytes
@@ -275,28 +284,32 @@ class _Remote(SeekableReader):
         super().close()
 
 
-def places_of(keepers: Keepers, listed: Sequence[Mapping[str, Any]], run: str, access: Access) -> list[MemoryPlace]:
+def find_replicas(
+    client: ReplicaClient, steps_by_node: Sequence[Mapping[str, Any]], run_id: str, options: StorageOptions
+) -> list[ReplicaReader]:
     """Return the complete steps of a run in memory, newest first; twice if other keepers have files, too."""
-    own = [each["steps"] if each["run"] == run else {} for each in listed]
+    own = [each["steps"] if each["run"] == run_id else {} for each in steps_by_node]
     steps = sorted({int(step) for each in own for step in each}, reverse=True)
     kept = {step: [each.get(str(step), {}) for each in own] for step in steps}
-    return [place for step in steps for place in _places(keepers, kept[step], step, access)]
+    return [place for step in steps for place in _build_readers(client, kept[step], step, options)]
 
 
-def _places(keepers: Keepers, kept: Sequence[Mapping[str, Any]], step: int, access: Access) -> Iterator[MemoryPlace]:
-    manifest = next((each["manifest"] for each in kept if each.get("manifest")), None)
+def _build_readers(
+    client: ReplicaClient, steps_by_node: Sequence[Mapping[str, Any]], step: int, options: StorageOptions
+) -> Iterator[ReplicaReader]:
+    manifest = next((each["manifest"] for each in steps_by_node if each.get("manifest")), None)
     if manifest is None:
         return
     sizes = {name: int(stored["size"]) for name, stored in json.loads(manifest)["files"].items()}
     holding = {
-        name: [number for number, each in enumerate(kept) if each.get("files", {}).get(name) == size]
+        name: [number for number, each in enumerate(steps_by_node) if each.get("files", {}).get(name) == size]
         for name, size in sizes.items()
     }
     if not all(holding.values()):
         return
     # A rank's own part is on its node, if ranks are where they were.
-    near = {payload_name(rank): number for number, node in enumerate(keepers.nodes) for rank in node.ranks}
+    near = {tensors_file_name(rank): number for number, node in enumerate(client.nodes) for rank in node.ranks}
     first = {name: near[name] if near.get(name) in nodes else nodes[0] for name, nodes in holding.items()}
     other = {name: next((n for n in nodes if n != first[name]), first[name]) for name, nodes in holding.items()}
     for holders in (first, other) if other != first else (first,):
-        yield MemoryPlace(keepers, step, manifest.encode(), holders, sizes, access)
+        yield ReplicaReader(client, step, manifest.encode(), holders, sizes, options)

@@ -1,4 +1,4 @@
-"""Implement the hook `open_state_copies`: copies in the memory of nodes. Imports no torch until it is called."""
+"""Implement the hook `open_state_replication`: copies in the memory of nodes. Imports no torch until it is called."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from meshwright.plugin import hookimpl
 if TYPE_CHECKING:
     from meshwright.plugin import World
 
-    from .copier import NodeMemory
+    from .copier import MemoryReplication
 
 
 @hookimpl
-def open_state_copies(world: World) -> NodeMemory:
-    from .copier import NodeMemory
+def open_state_replication(world: World) -> MemoryReplication:
+    from .copier import MemoryReplication
 
-    return NodeMemory(world)
+    return MemoryReplication(world)

@@ -2,7 +2,7 @@
 
 Processes of one node meet at a socket in a directory of mode 0700 (anyone may take the name of an abstract socket
 first), and know each other by their user, which the system tells. Across nodes both sides prove that they know the
-run's token, without sending it. Until then a side reads at most `_LONGEST_OF_STRANGERS` bytes and waits `PROOF_S`
+run's token, without sending it. Until then a side reads at most `_MAX_UNAUTHENTICATED_BYTES` bytes and waits `AUTH_TIMEOUT_S`
 seconds in all. This module imports no torch.
 """
 
@@ -24,42 +24,42 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_LENGTH = struct.Struct(">Q")
-_USER = struct.Struct("3i")
-_LONGEST = 1 << 28  # Bytes of a message
-_LONGEST_OF_STRANGERS = 1 << 12
-_AT_ONCE = 1 << 16
-PROOF_S = 5.0  # Time in which a stranger has to prove that it knows the token
-PATIENCE_S = 60.0  # Time to wait for the other side
+_LENGTH_HEADER = struct.Struct(">Q")
+_UCRED = struct.Struct("3i")
+_MAX_MESSAGE_BYTES = 1 << 28  # Bytes of a message
+_MAX_UNAUTHENTICATED_BYTES = 1 << 12
+_RECEIVE_BYTES = 1 << 16
+AUTH_TIMEOUT_S = 5.0  # Time in which a stranger has to prove that it knows the token
+IO_TIMEOUT_S = 60.0  # Time to wait for the other side
 
 
-def send(connection: socket.socket, message: Mapping[str, Any], file: int | None = None) -> None:
+def send_message(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None) -> None:
     """Send a message, with an open file if the other process is on this node."""
     text = json.dumps(message).encode()
-    head = _LENGTH.pack(len(text))
-    if file is None:
-        connection.sendall(head)
+    head = _LENGTH_HEADER.pack(len(text))
+    if fd is None:
+        sock.sendall(head)
     else:
-        socket.send_fds(connection, [head], [file])
-    connection.sendall(text)
+        socket.send_fds(sock, [head], [fd])
+    sock.sendall(text)
 
 
-def receive(
-    connection: socket.socket, *, longest: int = _LONGEST, until_s: float | None = None
+def receive_message(
+    sock: socket.socket, *, max_bytes: int = _MAX_MESSAGE_BYTES, deadline_s: float | None = None
 ) -> tuple[dict[str, Any], int | None]:
     """Receive a message, and the open file that came with it; raise OSError if that fails or comes too late."""
-    _wait_until(connection, until_s)
-    head, files, _, _ = socket.recv_fds(connection, _LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
+    _set_deadline(sock, deadline_s)
+    head, files, _, _ = socket.recv_fds(sock, _LENGTH_HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
     file = files[0] if files else None
     try:
-        while len(head) < _LENGTH.size:
-            head += _some(connection, _LENGTH.size - len(head), until_s)
-        (length,) = _LENGTH.unpack(head)
-        if length > longest:
+        while len(head) < _LENGTH_HEADER.size:
+            head += _receive_some(sock, _LENGTH_HEADER.size - len(head), deadline_s)
+        (length,) = _LENGTH_HEADER.unpack(head)
+        if length > max_bytes:
             raise OSError(f"a message of {length} bytes")
         text = bytearray()
         while len(text) < length:
-            text += _some(connection, min(length - len(text), _AT_ONCE), until_s)
+            text += _receive_some(sock, min(length - len(text), _RECEIVE_BYTES), deadline_s)
         message = json.loads(text)
         if not isinstance(message, dict):
             raise OSError("a message that is none")
@@ -70,64 +70,64 @@ def receive(
     return message, file
 
 
-def _wait_until(connection: socket.socket, until_s: float | None) -> None:
-    if until_s is not None:
-        left_s = until_s - time.monotonic()
+def _set_deadline(sock: socket.socket, deadline_s: float | None) -> None:
+    if deadline_s is not None:
+        left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("no proof in time")
-        connection.settimeout(left_s)
+        sock.settimeout(left_s)
 
 
-def _some(connection: socket.socket, most: int, until_s: float | None) -> bytes:
-    _wait_until(connection, until_s)
-    found = connection.recv(most)
+def _receive_some(sock: socket.socket, max_bytes: int, deadline_s: float | None) -> bytes:
+    _set_deadline(sock, deadline_s)
+    found = sock.recv(max_bytes)
     if not found:
         raise ConnectionResetError("the connection has ended")
     return found
 
 
-def fill(connection: socket.socket, room: memoryview) -> None:
+def receive_into(sock: socket.socket, buffer: memoryview) -> None:
     """Receive as many bytes as there is room for. Raises OSError if there are fewer."""
-    while room.nbytes:
-        count = connection.recv_into(room)
+    while buffer.nbytes:
+        count = sock.recv_into(buffer)
         if not count:
             raise ConnectionResetError("the connection has ended")
-        room = room[count:]
+        buffer = buffer[count:]
 
 
-class Link:
+class Connection:
     """A rank's connection to a keeper. Its methods raise OSError if the keeper is gone, or refuses."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        connection.settimeout(PATIENCE_S)
+    def __init__(self, sock: socket.socket) -> None:
+        self._connection = sock
+        sock.settimeout(IO_TIMEOUT_S)
 
-    def ask(self, what: str, file: int | None = None, parts: Iterable[Any] = (), **values: Any) -> dict[str, Any]:
+    def ask(self, command: str, fd: int | None = None, chunks: Iterable[Any] = (), **values: Any) -> dict[str, Any]:
         """Send a request, with an open file or bytes, and return the answer."""
-        answer, handed = self._asked(what, file, parts, values)
+        answer, handed = self._asked(command, fd, chunks, values)
         if handed is not None:
             os.close(handed)
         return answer
 
-    def ask_for_file(self, what: str, **values: Any) -> int:
+    def ask_for_file(self, command: str, **values: Any) -> int:
         """Return the open file of the answer, which the caller must close."""
-        handed = self._asked(what, None, (), values)[1]
+        handed = self._asked(command, None, (), values)[1]
         if handed is None:
             raise OSError("the keeper gives no file")
         return handed
 
-    def ask_into(self, room: memoryview, what: str, **values: Any) -> None:
+    def ask_into(self, buffer: memoryview, command: str, **values: Any) -> None:
         """Receive the bytes that follow the answer, as many as there is room for."""
-        self.ask(what, **values)
-        fill(self._connection, room)
+        self.ask(command, **values)
+        receive_into(self._connection, buffer)
 
     def _asked(
-        self, what: str, file: int | None, parts: Iterable[Any], values: Mapping[str, Any]
+        self, command: str, fd: int | None, chunks: Iterable[Any], values: Mapping[str, Any]
     ) -> tuple[dict[str, Any], int | None]:
-        send(self._connection, {"do": what, **values}, file)
-        for part in parts:
+        send_message(self._connection, {"do": command, **values}, fd)
+        for part in chunks:
             self._connection.sendall(part)
-        answer, handed = receive(self._connection)
+        answer, handed = receive_message(self._connection)
         if "error" in answer:
             raise OSError(f"the keeper refuses: {answer['error']}")
         return answer, handed
@@ -136,53 +136,53 @@ class Link:
         self._connection.close()
 
 
-def check_user(connection: socket.socket) -> None:
+def check_user(sock: socket.socket) -> None:
     """Raise PermissionError if the process at the other end belongs to another user of this node."""
-    _, user, _ = _USER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _USER.size))
+    _, user, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     if user != os.geteuid():
         raise PermissionError(f"a process of user {user}")
 
 
-def admit(connection: socket.socket, token: str) -> None:
+def authenticate_client(sock: socket.socket, token: str) -> None:
     """Prove to each other that both sides know the token, on the keeper's side; raise OSError if not in time."""
-    until_s, mine = time.monotonic() + PROOF_S, secrets.token_hex(32)
-    connection.settimeout(PROOF_S)
-    send(connection, {"nonce": mine})
-    answer, file = receive(connection, longest=_LONGEST_OF_STRANGERS, until_s=until_s)
+    until_s, mine = time.monotonic() + AUTH_TIMEOUT_S, secrets.token_hex(32)
+    sock.settimeout(AUTH_TIMEOUT_S)
+    send_message(sock, {"nonce": mine})
+    answer, file = receive_message(sock, max_bytes=_MAX_UNAUTHENTICATED_BYTES, deadline_s=until_s)
     if file is not None:
         os.close(file)
     theirs = str(answer.get("nonce"))
-    if not _is_proof(answer, token, "rank", mine, theirs):
-        send(connection, {"error": "the token is another"})
+    if not _is_valid_proof(answer, token, "rank", mine, theirs):
+        send_message(sock, {"error": "the token is another"})
         raise PermissionError("somebody without the token")
-    send(connection, {"proof": _proof(token, "keeper", mine, theirs)})
+    send_message(sock, {"proof": _compute_proof(token, "keeper", mine, theirs)})
 
 
-def introduce(connection: socket.socket, token: str) -> None:
+def authenticate_to_server(sock: socket.socket, token: str) -> None:
     """Prove to the keeper that this rank knows the token, and check the keeper's proof. Raises OSError."""
-    until_s = time.monotonic() + PATIENCE_S
-    theirs = str(receive(connection, longest=_LONGEST_OF_STRANGERS, until_s=until_s)[0].get("nonce"))
+    until_s = time.monotonic() + IO_TIMEOUT_S
+    theirs = str(receive_message(sock, max_bytes=_MAX_UNAUTHENTICATED_BYTES, deadline_s=until_s)[0].get("nonce"))
     mine = secrets.token_hex(32)
-    send(connection, {"nonce": mine, "proof": _proof(token, "rank", theirs, mine)})
-    answer, _ = receive(connection, longest=_LONGEST_OF_STRANGERS, until_s=until_s)
-    if not _is_proof(answer, token, "keeper", theirs, mine):
+    send_message(sock, {"nonce": mine, "proof": _compute_proof(token, "rank", theirs, mine)})
+    answer, _ = receive_message(sock, max_bytes=_MAX_UNAUTHENTICATED_BYTES, deadline_s=until_s)
+    if not _is_valid_proof(answer, token, "keeper", theirs, mine):
         raise PermissionError("the keeper has another token")
 
 
-def _is_proof(answer: Mapping[str, Any], token: str, who: str, *nonces: str) -> bool:
-    own, theirs = _proof(token, who, *nonces), str(answer.get("proof"))
+def _is_valid_proof(answer: Mapping[str, Any], token: str, role: str, *nonces: str) -> bool:
+    own, theirs = _compute_proof(token, role, *nonces), str(answer.get("proof"))
     return hmac.compare_digest(own.encode(), theirs.encode(errors="replace"))
 
 
-def _proof(token: str, who: str, *nonces: str) -> str:
-    return hmac.new(token.encode(), " ".join((who, *nonces)).encode(errors="replace"), hashlib.sha256).hexdigest()
+def _compute_proof(token: str, role: str, *nonces: str) -> str:
+    return hmac.new(token.encode(), " ".join((role, *nonces)).encode(errors="replace"), hashlib.sha256).hexdigest()
 
 
-_LONGEST_PATH = 100  # Characters of a socket's path; systems allow 104 or 108
+_MAX_PATH_LENGTH = 100  # Characters of a socket's path; systems allow 104 or 108
 _BACKLOG = 128
 
 
-def socket_path(name: str) -> Path:
+def get_socket_path(name: str) -> Path:
     """Return the path of a socket in a private directory of this user; raise OSError if there is none."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     parent = runtime if runtime and _is_private(Path(runtime)) else tempfile.gettempdir()
@@ -194,15 +194,15 @@ def socket_path(name: str) -> Path:
             f"directory of your own (chmod 700)"
         )
     path = directory / f"{name}.sock"
-    if len(str(path)) > _LONGEST_PATH:
+    if len(str(path)) > _MAX_PATH_LENGTH:
         raise OSError(f"{path} is too long for a socket; set XDG_RUNTIME_DIR to a directory with a shorter path")
     return path
 
 
-def listen_at(path: Path) -> socket.socket | None:
+def listen_on_socket(path: Path) -> socket.socket | None:
     """Listen at a path, and remove what dead processes left there; return None if a living process listens."""
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    if not _locked(lock):
+    if not _try_lock(lock):
         os.close(lock)
         return None
     # The lock is held as long as this process lives.
@@ -216,8 +216,8 @@ def listen_at(path: Path) -> socket.socket | None:
     return listener
 
 
-def remove(path: Path) -> None:
-    """Remove the files that `listen_at` has made."""
+def remove_socket(path: Path) -> None:
+    """Remove the files that `listen_on_socket` has made."""
     for each in (path, path.with_suffix(".lock")):
         with suppress(OSError):
             each.unlink()
@@ -231,9 +231,9 @@ def _is_private(path: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
-def _locked(file: int) -> bool:
+def _try_lock(fd: int) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True
@@ -243,7 +243,7 @@ def _remove_if_dead(lock: Path) -> None:
     with suppress(OSError):
         file = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            if _locked(file):
-                remove(lock.with_suffix(".sock"))
+            if _try_lock(file):
+                remove_socket(lock.with_suffix(".sock"))
         finally:
             os.close(file)

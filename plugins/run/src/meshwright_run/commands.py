@@ -12,83 +12,83 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.plugin import (
-    Assignments,
     ConfigError,
-    RunFile,
-    Traceback,
+    RunFileArgument,
+    SetOption,
+    TracebackOption,
+    create_console,
+    create_output_console,
+    echo,
+    exit_on_error,
+    exit_process,
+    format_install_hint,
+    gc_paused,
     get_registry,
-    how_to_install,
-    join,
-    leave,
-    new_console,
-    output_console,
-    say,
-    started_by_launcher,
-    told,
-    uncollected,
+    is_launched,
+    join_launcher,
 )
 
 if TYPE_CHECKING:
-    from meshwright.plugin import Folder
+    from meshwright.plugin import Storage
 
     from .run_file import RunConfig
 
 
 def train(
-    run_file: RunFile,
-    assignments: Assignments = None,
+    run_file: RunFileArgument,
+    assignments: SetOption = None,
     plan_only: Annotated[
         bool, typer.Option("--plan-only", help="Show what the run would hold, send and take, and start nothing.")
     ] = False,
     timings: Annotated[
         bool, typer.Option("--timings", help="After the first step, print what each part of the way to it took.")
     ] = False,
-    traceback: Traceback = False,
+    traceback: TracebackOption = False,
 ) -> None:
     """Train a model. Starts the ranks of this node itself, or joins those that a launcher has started."""
-    from .observers import Startup
-    from .run_file import check_model, load_run
+    from .observers import StartupTimer
+    from .run_file import check_new_model, load_run
 
-    startup = Startup(timings)
-    with told(traceback, everywhere=True):
-        join()
-    with told(traceback):
+    startup = StartupTimer(timings)
+    with exit_on_error(traceback, on_all_ranks=True):
+        join_launcher()
+    with exit_on_error(traceback):
         config = load_run(run_file, assignments or [])
         if plan_only:
-            with uncollected():
-                check_model(config.model, config.data.seq_len)
-            _plan_only(config)
+            with gc_paused():
+                check_new_model(config.model, config.data.seq_len)
+            _print_plan(config)
             return
-        if not started_by_launcher() and config.processes(get_registry().get(config.strategy).axes, 0) > 1:
+        if not is_launched() and config.processes(get_registry().get(config.strategy).axes, 0) > 1:
             # The fork server imports torch and transformers while this process does, too.
-            from .launch.local import warm_up
+            from .launch.local import start_fork_server
 
-            warm_up(["meshwright_run.run_rank"])
-        with uncollected():
-            if not started_by_launcher():
-                check_model(config.model, config.data.seq_len)
-            from .start import start
+            start_fork_server(["meshwright_run.run_rank"])
+        with gc_paused():
+            if not is_launched():
+                check_new_model(config.model, config.data.seq_len)
+            from .start import start_run
 
         startup.end("imports and run file")
-        code = start(config, show_traceback=traceback, startup=startup)
-    leave(code)
+        code = start_run(config, show_traceback=traceback, startup=startup)
+    exit_process(code)
 
 
-def _plan_only(config: RunConfig) -> None:
-    from .preflight import processes
+def _print_plan(config: RunConfig) -> None:
+    from .preflight import count_local_ranks
 
-    count = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else processes(config)
+    count = int(os.environ["WORLD_SIZE"]) if is_launched() else count_local_ranks(config)
     if os.environ.get("RANK", "0") != "0":
         return
-    parts = get_registry().hook.show_plan(config=config, ranks=count)
+    parts = get_registry().hook.show_plan(config=config, world_size=count)
     if parts is None:
-        raise ConfigError(f"--plan-only needs a plugin that is not installed. {how_to_install('plan')}")
-    console = output_console(200)
+        raise ConfigError(f"--plan-only needs a plugin that is not installed. {format_install_hint('plan')}")
+    console = create_output_console(200)
     for part in parts:
         console.print(part, highlight=False)
 
 
-Directory = Annotated[
+CheckpointArgument = Annotated[
     str, typer.Argument(help="A checkpoint, or a directory of checkpoints; or a URL, such as s3://bucket/prefix.")
 ]
 KeyFile = Annotated[
@@ -96,43 +96,43 @@ KeyFile = Annotated[
 ]
 
 
-def show(directory: Directory, key_file: KeyFile = None) -> None:
+def show_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -> None:
     """Tell what is in a checkpoint, and whether it is whole; exits with 1 where one is not."""
-    with told(traceback=False):
-        from .verifying import shown
+    with exit_on_error(show_traceback=False):
+        from .verifying import build_checkpoint_table
 
-        table, all_whole = shown(_place(directory, key_file))
-        output_console().print(table)
+        table, all_whole = build_checkpoint_table(_open_storage(directory, key_file))
+        create_output_console().print(table)
     raise typer.Exit(0 if all_whole else 1)
 
 
-def verify(directory: Directory, key_file: KeyFile = None) -> None:
+def verify_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -> None:
     """Read every byte of a checkpoint, and compare it with the manifest.
 
     Exits with 0 where all are whole, 1 where one is not, and 2 where there is none, or it cannot be read, or a key is
     given and one is not signed with it.
     """
-    with told(traceback=False):
-        from .verifying import signed, verified
+    with exit_on_error(show_traceback=False):
+        from .verifying import describe_signature, verify_checkpoints
 
-        console, all_whole = new_console(soft_wrap=True, highlight=False), True
-        for each in verified(_place(directory, key_file)):
+        console, all_whole = create_console(soft_wrap=True, highlight=False), True
+        for each in verify_checkpoints(_open_storage(directory, key_file)):
             all_whole = all_whole and not each.problems
             state = "torn" if each.problems else "whole"
             if each.manifest is not None:
                 state += f", {len(each.manifest.files)} files, {each.nbytes:,} bytes read, "
-                state += signed(each.manifest, each.place)
+                state += describe_signature(each.manifest, each.place)
             console.print(f"{each.place}: {state}")
             for problem in each.problems:
                 console.print(f"  {problem}")
     raise typer.Exit(0 if all_whole else 1)
 
 
-def _place(where: str, key_file: str | None) -> Folder:
-    from meshwright.plugin import Access, place_of, read_key
+def _open_storage(location: str, key_file: str | None) -> Storage:
+    from meshwright.plugin import StorageOptions, open_storage, read_signing_key
 
-    key = None if key_file is None else read_key(key_file, where="--key-file")
-    return place_of(where, Access(key))
+    key = None if key_file is None else read_signing_key(key_file, where="--key-file")
+    return open_storage(location, StorageOptions(key))
 
 
 def export(
@@ -160,9 +160,15 @@ def export(
 
     Of a checkpoint of adapters it is their directory, as peft has it; with --merge the whole model.
     """
-    with told(traceback=False):
-        from meshwright.plugin import HUGGING_FACE, export_checkpoint, is_url, merge_adapter, trust_code
-        from meshwright.plugin import dtype as dtype_of
+    with exit_on_error(show_traceback=False):
+        from meshwright.plugin import (
+            HUGGING_FACE_FOLDER,
+            export_checkpoint,
+            is_url,
+            merge_adapter,
+            register_trusted_code,
+        )
+        from meshwright.plugin import parse_dtype as dtype_of
 
         chosen = None if dtype is None else dtype_of(dtype)
         if base is not None and not merge:
@@ -173,56 +179,66 @@ def export(
                     f"--trust-remote-code is of code that you have read, and {checkpoint} is elsewhere. Copy the "
                     f"checkpoint into a directory, and export it from there."
                 )
-            trust_code(Path(checkpoint) / HUGGING_FACE, trust_remote_code, commit=None, where="--trust-remote-code")
-        place = _place(checkpoint, key_file)
+            register_trusted_code(
+                Path(checkpoint) / HUGGING_FACE_FOLDER, trust_remote_code, commit=None, where="--trust-remote-code"
+            )
+        place = _open_storage(checkpoint, key_file)
         if merge:
-            merge_adapter(place, output, base=base, dtype=chosen, max_shard_size=max_shard_size, average=ema)
+            merge_adapter(place, output, base=base, dtype=chosen, max_shard_size=max_shard_size, use_ema=ema)
         else:
-            export_checkpoint(place, output, dtype=chosen, max_shard_size=max_shard_size, average=ema)
-    say(f"written {output}\n")
+            export_checkpoint(place, output, dtype=chosen, max_shard_size=max_shard_size, use_ema=ema)
+    echo(f"written {output}\n")
 
 
 def show_data(
-    run_file: RunFile,
+    run_file: RunFileArgument,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as data.seq_len=512.")
     ] = None,
     rows: Annotated[int, typer.Option(min=0, help="So many rows are shown whole.")] = 2,
     png: Annotated[Path | None, typer.Option(help="Draw lengths and learnt tokens into this file.")] = None,
-    traceback: Traceback = False,
+    traceback: TracebackOption = False,
 ) -> None:
     """Show the data of a run: its first rows as the model sees them, lengths, and what was cut or left out."""
-    with told(traceback):
-        from .data.feed import Feed, Place, lay_out
-        from .data.report import as_histogram, as_table, as_text, draw, first_rows, measured_fill, summarize
+    with exit_on_error(traceback):
+        from .data.feed import DataShard, TrainSampler, build_datasets
+        from .data.report import (
+            decode_first_rows,
+            measure_fill,
+            plot_summaries,
+            render_histogram,
+            render_row,
+            render_table,
+            summarize_sources,
+        )
         from .data.tokenizer import load_tokenizer
-        from .preflight import data_and_model_config
+        from .preflight import prepare_data_and_model_config
         from .run_file import load_run
 
         config = load_run(run_file, assignments or [])
-        data, _ = data_and_model_config(config)
-        laid_out, kind = lay_out(data, config.data), config.data.packing_kind()
-        summaries = summarize(data, laid_out, kind)
-        place = Place(0, 1, config.micro_batch_size or config.batch_size)
+        data, _ = prepare_data_and_model_config(config)
+        laid_out, kind = build_datasets(data, config.data), config.data.packing_kind()
+        summaries = summarize_sources(data, laid_out, kind)
+        place = DataShard(0, 1, config.micro_batch_size or config.batch_size)
 
-        def feed() -> Feed:
+        def feed() -> TrainSampler:
             # Each reads from the beginning, as sources do that are read while training.
-            return Feed(
+            return TrainSampler(
                 laid_out.training, place, batch_size=config.batch_size, seed=config.seed, weights=laid_out.weights
             )
 
-        console = output_console(160)
+        console = create_output_console(160)
         tokenizer = load_tokenizer(data.tokenizer_dir)
-        for number, row in enumerate(first_rows(feed(), rows, kind, tokenizer), start=1):
-            console.print(as_text(row, number, marks=not console.color_system), soft_wrap=True)
-        console.print(as_histogram(summaries, config.data.seq_len))
-        console.print(as_table(summaries, measured_fill(feed()) if kind == "none" and summaries else None))
+        for number, row in enumerate(decode_first_rows(feed(), rows, kind, tokenizer), start=1):
+            console.print(render_row(row, number, use_marks=not console.color_system), soft_wrap=True)
+        console.print(render_histogram(summaries, config.data.seq_len))
+        console.print(render_table(summaries, measure_fill(feed()) if kind == "none" and summaries else None))
         for source in data.sources:
             if source.train is None:
                 told_of = f"{source.config.place} is read while training: nothing of it is counted before"
                 console.print(told_of, highlight=False, markup=False, soft_wrap=True)
         if png is not None:
-            draw(summaries, config.data.seq_len, png)
+            plot_summaries(summaries, config.data.seq_len, png)
             console.print(f"written {png}", highlight=False, soft_wrap=True)
 
 
@@ -230,7 +246,7 @@ def schema() -> None:
     """Print the JSON schema of the run file, with the options of the installed strategies, for editors."""
     from .run_schema import run_schema
 
-    say(json.dumps(run_schema(), indent=2) + "\n")
+    echo(json.dumps(run_schema(), indent=2) + "\n")
 
 
 def init(
@@ -255,20 +271,20 @@ def init(
     epochs: Annotated[float | None, typer.Option(help="Times that each row is trained on; in place of steps.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: defaults where no flag says more.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if there is one.")] = False,
-    traceback: Traceback = False,
+    traceback: TracebackOption = False,
 ) -> None:
     """Write a first run file, with a comment on each part. Asks five questions; flags answer them, too."""
-    with told(traceback):
-        from .first_run.answers import Wishes, answered, find_machine, known_of
-        from .first_run.text import check_place, write_run_file
+    with exit_on_error(traceback):
+        from .first_run.answers import InitFlags, collect_answers, detect_machine, inspect_model
+        from .first_run.text import check_output_file, write_run_file
 
-        check_place(file, overwrite=overwrite)
+        check_output_file(file, overwrite=overwrite)
         asks = not yes and sys.stdin.isatty() and sys.stdout.isatty()
-        wishes = Wishes(model, tuple(data) if data else None, format, adapter, devices, strategy, steps, epochs)
-        answers = answered(wishes, find_machine, get_registry(), new_console() if asks else None)
-        write_run_file(file, answers, known_of(answers.model), find_machine(), overwrite=overwrite)
+        wishes = InitFlags(model, tuple(data) if data else None, format, adapter, devices, strategy, steps, epochs)
+        answers = collect_answers(wishes, detect_machine, get_registry(), create_console() if asks else None)
+        write_run_file(file, answers, inspect_model(answers.model), detect_machine(), overwrite=overwrite)
         name = shlex.quote(str(file))
-        say(
+        echo(
             f"written {file}: {answers.strategy} on {answers.ranks} rank{'s' if answers.ranks > 1 else ''}\n"
             f"  meshwright explain {name}    # what it will do, in words\n"
             f"  meshwright train {name}      # do it\n"

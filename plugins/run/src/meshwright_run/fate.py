@@ -11,13 +11,13 @@ from typing import Any
 from meshwright.plugin import (
     CheckpointError,
     ConfigError,
-    Folder,
-    LocalFolder,
-    TornCheckpointError,
-    all_in,
+    IncompleteCheckpointError,
+    LocalStorage,
+    Storage,
+    is_launched_externally,
+    list_checkpoints,
     read_json_object,
     read_manifest,
-    started_elsewhere,
 )
 
 from .run_directory import RunDirectory
@@ -27,7 +27,7 @@ from .run_sections import EvalConfig, MetricsConfig
 NEVER, AUTO = "never", "auto"
 
 
-class Fate(Enum):
+class RunAction(Enum):
     """What happens to an output directory."""
 
     BEGIN = "nothing is there that matters"
@@ -39,13 +39,13 @@ class Fate(Enum):
 def check_restarts(config: RunConfig) -> None:
     """Refuse, at the first attempt, restarts by torchrun that could not resume."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if config.checkpoint.replicate is not None and started_elsewhere() and restarts in ("", "0"):
+    if config.checkpoint.replicate is not None and is_launched_externally() and restarts in ("", "0"):
         raise ConfigError(
             "checkpoint.replicate copies state for ranks that are begun anew by the same launcher, and this one begins "
             "none anew. Start them with torchrun --max-restarts=3, or by `meshwright train` with max_restarts; or "
             "leave checkpoint.replicate out."
         )
-    why_not = why_it_cannot_resume(config)
+    why_not = find_resume_obstacle(config)
     if restarts.isdecimal() and restarts != "0" and why_not is not None:
         wrong, remedy = why_not
         raise ConfigError(
@@ -54,7 +54,7 @@ def check_restarts(config: RunConfig) -> None:
         )
 
 
-def why_it_cannot_resume(config: RunConfig) -> tuple[str, str] | None:
+def find_resume_obstacle(config: RunConfig) -> tuple[str, str] | None:
     """Return why a restarted run would not resume, and the remedy; None if it would."""
     if not config.checkpoint.saves:
         return "the run saves no checkpoints to go on from", "Set checkpoint.every"
@@ -63,7 +63,7 @@ def why_it_cannot_resume(config: RunConfig) -> tuple[str, str] | None:
     return None
 
 
-def check_output(config: RunConfig, steps: int | None) -> Fate:
+def choose_run_action(config: RunConfig, num_steps: int | None) -> RunAction:
     """Decide what happens to the output directory; nothing is changed."""
     directory = RunDirectory.of(config)
     path = directory.path
@@ -74,65 +74,65 @@ def check_output(config: RunConfig, steps: int | None) -> Fate:
         raise ConfigError(f"output_dir={config.output_dir!r} lies below {existing}, which is a file. Name another.")
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"output_dir={config.output_dir!r} cannot be written: {existing} is read-only for you.")
-    fate = _fate(config, directory, steps)
-    if fate is Fate.REPLACE:
-        _check_not_needed(config, directory)
+    fate = _choose_action(config, directory, num_steps)
+    if fate is RunAction.REPLACE:
+        _check_inputs_not_overwritten(config, directory)
         directory.check_listed()
-        _check_own(directory)
+        _check_checkpoint_owner(directory)
     return fate
 
 
-def _fate(config: RunConfig, directory: RunDirectory, steps: int | None) -> Fate:
+def _choose_action(config: RunConfig, directory: RunDirectory, num_steps: int | None) -> RunAction:
     source = config.resumption.source
     if is_finished(config):
-        return Fate.DONE
+        return RunAction.DONE
     if source not in (AUTO, NEVER):
         given = directory.place_of(source)
-        if began_from(directory, given):
+        if has_started_from(directory, given):
             # It may be gone: retention knows only what the run has saved.
-            return Fate.GO_ON
+            return RunAction.GO_ON
         read_manifest(given)
         if given.parent.is_same(directory.checkpoints) or given.parent.parent.is_same(directory.checkpoints):
-            return Fate.GO_ON
+            return RunAction.GO_ON
     if source == AUTO and directory.summary.exists():
-        if _finished_goes_on(config, directory, steps):
-            return Fate.GO_ON
+        if _should_extend_finished(config, directory, num_steps):
+            return RunAction.GO_ON
     elif source == AUTO:
         begun = config.checkpoint.saves and directory.run_file.exists()
-        if all_in(directory.checkpoints) or begun:
-            return Fate.GO_ON
+        if list_checkpoints(directory.checkpoints) or begun:
+            return RunAction.GO_ON
     held = []
     if not directory.is_empty():
         held.append(f"output_dir={config.output_dir!r} holds the results of an earlier run. Name another directory")
-    if directory.saves_elsewhere and (there := all_in(directory.checkpoints)):
+    if directory.saves_elsewhere and (there := list_checkpoints(directory.checkpoints)):
         held.append(
             f"checkpoint.to={config.checkpoint.to!r} holds {there[0].name} of an earlier run. Name another place"
         )
     if held and not config.overwrite:
         raise ConfigError(f"{held[0]}, or set overwrite=true to replace them.")
-    return Fate.REPLACE if held else Fate.BEGIN
+    return RunAction.REPLACE if held else RunAction.BEGIN
 
 
-def _finished_goes_on(config: RunConfig, directory: RunDirectory, steps: int | None) -> bool:
+def _should_extend_finished(config: RunConfig, directory: RunDirectory, num_steps: int | None) -> bool:
     """Whether a finished run is to resume: it has more steps now, or more patience."""
-    if steps is None:
+    if num_steps is None:
         return True
-    has_some = bool(all_in(directory.checkpoints))
+    has_some = bool(list_checkpoints(directory.checkpoints))
     done, of_steps = _read_summary(directory.summary)
-    if steps > of_steps:
+    if num_steps > of_steps:
         if has_some:
             return True
         raise ConfigError(
-            f"steps={steps}, but the run in output_dir={config.output_dir!r} has finished with {of_steps} and has "
+            f"steps={num_steps}, but the run in output_dir={config.output_dir!r} has finished with {of_steps} and has "
             f"left no checkpoint to go on from. To train anew, name another directory, or set resume=never and "
             f"overwrite=true to replace it."
         )
-    before, eval_section = _run_before(directory), EvalConfig()
+    before, eval_section = _load_previous_config(directory), EvalConfig()
     return (
         done < of_steps
         and has_some
         and before is not None
-        and _trains(before, eval=eval_section) == _trains(config, eval=eval_section)
+        and _select_training_settings(before, eval=eval_section) == _select_training_settings(config, eval=eval_section)
     )
 
 
@@ -141,44 +141,44 @@ def is_finished(config: RunConfig) -> bool:
     directory, source = RunDirectory.of(config), config.resumption.source
     if source == NEVER or not directory.summary.exists():
         return False
-    before = _run_before(directory)
-    if before is None or _trains(before) != _trains(config):
+    before = _load_previous_config(directory)
+    if before is None or _select_training_settings(before) != _select_training_settings(config):
         return False
     return source == AUTO or before.resumption.source == source
 
 
-def _trains(config: RunConfig, **without: Any) -> RunConfig:
+def _select_training_settings(config: RunConfig, **overrides: Any) -> RunConfig:
     """Return a run without the settings that do not change how it trains, and without others."""
     unseen = {"metrics": MetricsConfig(), "trackers": [], "profile": None, "max_restarts": 0, "elastic": None}
     unseen |= {"watchdog_s": None, "verify_every": None}
-    return config.model_copy(update={"overwrite": False, "resume": AUTO, "launch": None, **unseen, **without})
+    return config.model_copy(update={"overwrite": False, "resume": AUTO, "launch": None, **unseen, **overrides})
 
 
-def _run_before(directory: RunDirectory) -> RunConfig | None:
+def _load_previous_config(directory: RunDirectory) -> RunConfig | None:
     """Return the run file in a directory; None if there is none that can be read."""
     with suppress(ConfigError):
         return load_run(directory.run_file) if directory.run_file.is_file() else None
     return None
 
 
-def named_before(directory: RunDirectory) -> Folder | None:
+def find_previously_named(directory: RunDirectory) -> Storage | None:
     """Return the checkpoint that the run file in a directory names."""
-    before = _run_before(directory)
+    before = _load_previous_config(directory)
     if before is None or before.resumption.source in (AUTO, NEVER):
         return None
     return directory.place_of(before.resumption.source)
 
 
-def began_from(directory: RunDirectory, given: Folder) -> bool:
+def has_started_from(directory: RunDirectory, checkpoint: Storage) -> bool:
     """Whether the unfinished run in its directory has begun with a checkpoint, there or elsewhere."""
     if directory.summary.exists():
         return False
-    before = named_before(directory)
-    if before is not None and before.is_same(given):
+    before = find_previously_named(directory)
+    if before is not None and before.is_same(checkpoint):
         return True
-    for place in all_in(directory.checkpoints):
+    for place in list_checkpoints(directory.checkpoints):
         with suppress(CheckpointError):
-            if read_manifest(place).extra.get("named") == str(given):
+            if read_manifest(place).extra.get("named") == str(checkpoint):
                 return True
     return False
 
@@ -196,11 +196,11 @@ def _read_summary(path: Path) -> tuple[int, int]:
         ) from None
 
 
-def _check_not_needed(config: RunConfig, directory: RunDirectory) -> None:
+def _check_inputs_not_overwritten(config: RunConfig, directory: RunDirectory) -> None:
     """Refuse to replace what the run begins with."""
     saved = directory.checkpoints
     own = {directory.model, directory.averaged_model}
-    for name in own | ({saved.path} if isinstance(saved, LocalFolder) else set()):
+    for name in own | ({saved.path} if isinstance(saved, LocalStorage) else set()):
         replaced = name.resolve()
         for key, path in (
             ("model.path", config.model.get("path")),
@@ -212,14 +212,14 @@ def _check_not_needed(config: RunConfig, directory: RunDirectory) -> None:
                 raise ConfigError(f"{key}={path!r} lies in what this run replaces ({name}). Name another output_dir.")
 
 
-def _check_own(directory: RunDirectory) -> None:
+def _check_checkpoint_owner(directory: RunDirectory) -> None:
     """Refuse to replace checkpoints of another run, or such that are signed with another key."""
     if not directory.saves_elsewhere and directory.checkpoint.key_file is None:
         return
-    for place in all_in(directory.checkpoints):
+    for place in list_checkpoints(directory.checkpoints):
         try:
             run = read_manifest(place).extra.get("run")
-        except TornCheckpointError:
+        except IncompleteCheckpointError:
             continue
         whose = run.get("output_dir") if isinstance(run, dict) else None
         if directory.saves_elsewhere and isinstance(whose, str) and not directory.is_same(whose):

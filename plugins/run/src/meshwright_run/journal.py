@@ -13,62 +13,62 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from meshwright.plugin import (
     BadStep,
-    Counts,
+    CollectiveCounts,
     Evaluation,
     Fault,
     Hang,
+    HeartbeatRecord,
     RunInfo,
     RunSummary,
     SavedCheckpoint,
-    Sign,
     StepResult,
     StrategyManager,
-    append,
+    append_text,
+    generate_run_id,
     hookimpl,
-    new_id,
-    open_regular,
+    open_regular_file,
     parse_json,
     warn,
-    write_whole,
+    write_atomically,
 )
 
-from .report import NewStragglers, without_nan
+from .report import StragglerFilter, nan_to_none
 from .run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from .profile.recording import FaultFiles
+    from .profile.recording import FaultFileWriter
 
-_LONGEST = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
 """Bytes of a line that is read."""
 
 
-def id_of(events: Path) -> str:
+def get_run_id(events_path: Path) -> str:
     """Return the id of the run that a file of events is of, or a new one."""
     try:
-        with open_regular(events) as file:
-            known = parse_json(file.readline(_LONGEST).decode())["id"]
+        with open_regular_file(events_path) as file:
+            known = parse_json(file.readline(_MAX_LINE_BYTES).decode())["id"]
     except (OSError, ValueError, KeyError, TypeError):
-        return new_id()
-    return known if isinstance(known, str) and known else new_id()
+        return generate_run_id()
+    return known if isinstance(known, str) and known else generate_run_id()
 
 
-def note(events: Path, event: str, **values: Any) -> None:
+def log_event(events_path: Path, event: str, **values: Any) -> None:
     """Add a line. A disk that takes none is reported in a warning, and ends no run."""
-    Journal(events).note(event, **values)
+    EventLog(events_path).note(event, **values)
 
 
-class Journal:
+class EventLog:
     """Observer on the first rank that writes the lines. A disk that takes none is reported once."""
 
-    def __init__(self, events: Path) -> None:
-        self._path = events
+    def __init__(self, events_path: Path) -> None:
+        self._path = events_path
         self._has_told = False
-        self._stragglers = NewStragglers()
+        self._stragglers = StragglerFilter()
 
     def note(self, event: str, **values: Any) -> None:
         """Add a line, if the disk takes it."""
         try:
-            append(self._path, json.dumps({"time": time.time(), "event": event, **values}, default=str) + "\n")
+            append_text(self._path, json.dumps({"time": time.time(), "event": event, **values}, default=str) + "\n")
         except OSError as error:
             if not self._has_told:
                 warn(f"{self._path} cannot be written: {error}. The run goes on.", stacklevel=2)
@@ -82,11 +82,11 @@ class Journal:
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
         for each in self._stragglers.of(result):
-            self.note("straggler", step=result.step, **without_nan(each))
+            self.note("straggler", step=result.step, **nan_to_none(each))
 
     @hookimpl
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self.note("evaluation", **{**asdict(evaluation), "losses": without_nan(evaluation.losses)})
+        self.note("evaluation", **{**asdict(evaluation), "losses": nan_to_none(evaluation.losses)})
 
     @hookimpl
     def on_bad_step(self, bad: BadStep) -> None:
@@ -102,21 +102,21 @@ class Journal:
 
     @hookimpl
     def on_run_end(self, summary: RunSummary) -> None:
-        told = {**vars(summary), "evaluations": without_nan(summary.evaluations)}
+        told = {**vars(summary), "evaluations": nan_to_none(summary.evaluations)}
         del told["run"]
         self.note("end", **told)
 
 
-class HangFiles:
-    """Writes down a hang on one rank; see `meshwright.mesh.progress.Witness`. `files` gives those of a rank's fault."""
+class HangFileReporter:
+    """Writes down a hang on one rank; see `meshwright.mesh.progress.HangReporter`. `fault_files` gives those of a rank's fault."""
 
-    def __init__(self, directory: RunDirectory, rank: int, files: Callable[[int], FaultFiles]) -> None:
-        self._directory, self._rank, self._files = directory, rank, files
+    def __init__(self, directory: RunDirectory, rank: int, fault_files: Callable[[int], FaultFileWriter]) -> None:
+        self._directory, self._rank, self._files = directory, rank, fault_files
         self.where = str(directory.faults)
 
-    def leave(self, sign: Sign) -> Counts:
-        text = f"step {sign.at.step}, phase {sign.at.phase}, at {sign.place}"
-        fault = Fault(sign.at.step, self._rank, "Hang", text, time.time())
+    def leave(self, heartbeat: HeartbeatRecord) -> CollectiveCounts:
+        text = f"step {heartbeat.at.step}, phase {heartbeat.at.phase}, at {heartbeat.place}"
+        fault = Fault(heartbeat.at.step, self._rank, "Hang", text, time.time())
         return self._files(self._rank).write(fault, cpp_stacks=False)
 
     def tell(self, hang: Hang) -> None:
@@ -126,16 +126,18 @@ class HangFiles:
                 at |= {"step": sign.at.step, "phase": sign.at.phase, "place": sign.place, "process": sign.process}
                 if hang.is_silent:
                     self._write_last_stack(rank, sign)
-            note(self._directory.events, "hang", rank=rank, **at)
+            log_event(self._directory.events, "hang", rank=rank, **at)
 
-    def _write_last_stack(self, rank: int, sign: Sign) -> None:
+    def _write_last_stack(self, rank: int, heartbeat: HeartbeatRecord) -> None:
         """Write the main thread's stack of a rank that cannot do so itself, from its last sign."""
         path, head = self._files(rank).stacks, "Main thread, as of the last sign (most recent call first)"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, "".join([f"{head}: {sign.process}\n", *(f"  {frame}\n" for frame in sign.stack)]))
+        write_atomically(
+            path, "".join([f"{head}: {heartbeat.process}\n", *(f"  {frame}\n" for frame in heartbeat.stack)])
+        )
 
 
-FLUSHED_AFTER_S = 2.0
+FLUSH_INTERVAL_S = 2.0
 """Lines are written together, so that a shared file system sees few writes of many ranks."""
 
 
@@ -152,7 +154,7 @@ class RankLog:
         told: dict[str, Any] = {"step": result.step, "time": result.ended, "seconds": result.seconds}
         told |= {"times": dict(result.times), "memory": dict(result.memory)}
         self._lines.append(json.dumps(told) + "\n")
-        if self._clock() - self._written_at >= FLUSHED_AFTER_S:
+        if self._clock() - self._written_at >= FLUSH_INTERVAL_S:
             self._write()
 
     @hookimpl
@@ -166,13 +168,13 @@ class RankLog:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            append(self._path, "".join(lines))
+            append_text(self._path, "".join(lines))
         except OSError as error:
             self._is_off = True
             warn(f"{self._path} cannot be written: {error}. The run goes on without it.", stacklevel=2)
 
 
-class TimelineRecorder(Protocol):
+class SupportsTimeline(Protocol):
     """The attribute `timeline` of a manager that has timelines."""
 
     def record_next(self) -> None:
@@ -191,7 +193,7 @@ class TimelineRecorder(Protocol):
 class TimelineLog:
     """Observer of a rank that records and writes timelines. A disk that takes none is reported once in a warning."""
 
-    def __init__(self, recorder: TimelineRecorder, directory: Path, *, rank: int, every: int) -> None:
+    def __init__(self, recorder: SupportsTimeline, directory: Path, *, rank: int, every: int) -> None:
         self._recorder, self._directory = recorder, RunDirectory(directory)
         self._rank, self._every = rank, every
         self._has_planned = self._is_off = False
@@ -220,14 +222,14 @@ class TimelineLog:
     def _write(self, line: dict[str, Any]) -> None:
         self._directory.timeline.mkdir(parents=True, exist_ok=True)
         if self._rank == 0 and not self._has_planned:
-            write_whole(self._directory.planned, json.dumps(self._recorder.planned) + "\n")
+            write_atomically(self._directory.planned, json.dumps(self._recorder.planned) + "\n")
             self._has_planned = True
-        append(self._directory.timeline / f"rank-{self._rank:05}.jsonl", json.dumps(line) + "\n")
+        append_text(self._directory.timeline / f"rank-{self._rank:05}.jsonl", json.dumps(line) + "\n")
 
 
-def timeline_logs(manager: StrategyManager, directory: Path, every: int | None) -> list[TimelineLog]:
+def build_timeline_logs(manager: StrategyManager, directory: Path, every: int | None) -> list[TimelineLog]:
     """Return the observer of this rank, if the run asks for timelines and its strategy has them."""
-    recorder: TimelineRecorder | None = getattr(manager, "timeline", None)
+    recorder: SupportsTimeline | None = getattr(manager, "timeline", None)
     if recorder is None or every is None:
         return []
     return [TimelineLog(recorder, directory, rank=manager.mesh.rank, every=every)]

@@ -26,38 +26,38 @@ from meshwright.plugin import (
     AdapterOptions,
     Batch,
     BatchError,
+    BoundObjective,
     Column,
     ConfigError,
     Degrees,
-    Given,
     MeshwrightError,
     ModelError,
     ModelSize,
     Objective,
     OptimizerConfig,
-    adapted_on_meta,
-    check_elements,
-    check_model,
-    check_names,
-    forward_options,
-    inject,
+    add_adapters_on_meta,
+    apply_peft,
+    check_groups,
+    check_not_empty,
+    check_target_names,
+    compute_model_size,
+    get_forward_options,
+    init_model,
     model_layout,
-    model_size,
-    new_model,
     split_targets,
 )
 
 from .data.config import Packing
-from .data.feed import RunRows
-from .data.rows import Rows
+from .data.feed import RunDatasets
+from .data.rows import RowDataset
 
-REFERENCE = "reference_log_probs"
-_PARAMETERS, _WORK = 1e7, 1e9
+REFERENCE_COLUMN = "reference_log_probs"
+_MAX_PARAMETERS, _MAX_WORK = 1e7, 1e9
 """Parameters, and parameters times tokens, of the largest model that is trained: below a second, and 100 MB."""
 _NOISE = 0.02
 
 
-def try_model(
+def probe_model(
     config: Any,
     dtype: torch.dtype,
     *,
@@ -71,47 +71,47 @@ def try_model(
     config = copy.deepcopy(config)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         with torch.device("meta"):
-            model = new_model(config, dtype, 0)
+            model = init_model(config, dtype, 0)
         # It is validated again when it is written, at the end of the run.
         with (
             tempfile.TemporaryDirectory(prefix="meshwright-") as directory,
-            _told(config, "write the configuration of"),
+            _convert_model_errors(config, "write the configuration of"),
         ):
             model.config.save_pretrained(directory)
         if adapters is not None:
-            check_names(adapters.config, model, where="model.peft")
-            model = adapted_on_meta(model, {"default": copy.deepcopy(adapters.config)})
-        check_elements(model)
+            check_target_names(adapters.config, model, where="model.peft")
+            model = add_adapters_on_meta(model, {"default": copy.deepcopy(adapters.config)})
+        check_not_empty(model)
         layout = model_layout(model)
-        size = model_size(model)
+        size = compute_model_size(model)
         if adapters is None and optimizer is not None:
-            check_model(optimizer, model, layout)
-        if can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees):
-            small = new_model(config, dtype, 0)
+            check_groups(optimizer, model, layout)
+        if can_probe(size, seq_len=seq_len, device=device, degrees=degrees):
+            small = init_model(config, dtype, 0)
             if adapters is not None:
-                small = inject(small, copy.deepcopy(adapters.config))
-            with _told(config, "train"):
+                small = apply_peft(small, copy.deepcopy(adapters.config))
+            with _convert_model_errors(config, "train"):
                 ids = torch.ones((1, seq_len), dtype=torch.int64)
-                small.train()(input_ids=ids, **forward_options(small)).logits.float().sum().backward()
+                small.train()(input_ids=ids, **get_forward_options(small)).logits.float().sum().backward()
     return size
 
 
-def can_be_tried(size: ModelSize, *, seq_len: int, device: torch.device, degrees: Degrees) -> bool:
+def can_probe(size: ModelSize, *, seq_len: int, device: torch.device, degrees: Degrees) -> bool:
     """Whether the model can be run before the ranks start; see [Note: no good model is refused]."""
-    is_small = size.parameters <= _PARAMETERS and size.parameters * seq_len <= _WORK
+    is_small = size.parameters <= _MAX_PARAMETERS and size.parameters * seq_len <= _MAX_WORK
     return device.type == "cpu" and is_small and degrees.ep == 1
 
 
-def try_rows(config: Any, dtype: torch.dtype, kind: Packing, *, seq_len: int, masks: bool) -> None:
-    """Refuse a small model that does not isolate documents that share a row, or padding; see `check_kept_apart`."""
+def probe_isolation(config: Any, dtype: torch.dtype, packing: Packing, *, seq_len: int, mask_padding: bool) -> None:
+    """Refuse a small model that does not isolate documents that share a row, or padding; see `check_document_isolation`."""
     config = copy.deepcopy(config)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"), torch.no_grad():
-        model = new_model(config, dtype, 0).eval()
+        model = init_model(config, dtype, 0).eval()
         # Initial values may be zero, and hide the defect.
         torch.manual_seed(0)
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=_NOISE)
-        options = forward_options(model)
+        options = get_forward_options(model)
 
         def statistics(batches: list[Batch]) -> list[Tensor]:
             found = []
@@ -122,7 +122,9 @@ def try_rows(config: Any, dtype: torch.dtype, kind: Packing, *, seq_len: int, ma
             return found
 
         vocab_size = config.get_text_config().vocab_size
-        check_kept_apart(config, kind, statistics, dtype=dtype, seq_len=seq_len, vocab_size=vocab_size, masks=masks)
+        check_document_isolation(
+            config, packing, statistics, dtype=dtype, seq_len=seq_len, vocab_size=vocab_size, mask_padding=mask_padding
+        )
 
 
 def check_memory(degrees: Degrees, size: ModelSize, memory_bytes: int) -> None:
@@ -137,7 +139,7 @@ def check_memory(degrees: Degrees, size: ModelSize, memory_bytes: int) -> None:
         )
 
 
-def memory_of_node() -> int:
+def get_node_memory() -> int:
     """Return the bytes of this node's memory and that of its accelerators."""
     own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not torch.cuda.is_available():
@@ -145,46 +147,46 @@ def memory_of_node() -> int:
     return own + sum(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
 
 
-def _on_one_line(error: Exception) -> str:
+def _format_one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 @contextmanager
-def _told(config: Any, what: str) -> Iterator[None]:
+def _convert_model_errors(config: Any, action: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         # Each model class checks its configuration in its own way, or not at all.
-        cause = _on_one_line(error)
+        cause = _format_one_line(error)
         raise ModelError(
-            f"transformers cannot {what} the model {config.model_type!r} as configured: {cause}"
+            f"transformers cannot {action} the model {config.model_type!r} as configured: {cause}"
         ) from error
 
 
-TOKENS = 16
+MAX_PROBE_TOKENS = 16
 """Tokens of a row that is tried, if `seq_len` is not less."""
 
-Statistics = Callable[[list[Batch]], Sequence[Tensor]]
+LogProbsFn = Callable[[list[Batch]], Sequence[Tensor]]
 """Log-probabilities of the targets of each microbatch, (B, S)."""
 
 
-def check_kept_apart(
+def check_document_isolation(
     config: Any,
-    kind: Packing,
-    statistics: Statistics,
+    packing: Packing,
+    compute_log_probs: LogProbsFn,
     *,
     dtype: torch.dtype,
     seq_len: int,
     vocab_size: int,
-    multiple: int = 1,
-    rows: int = 1,
-    microbatches: int = 1,
-    masks: bool = False,
+    length_multiple: int = 1,
+    num_rows: int = 1,
+    num_microbatches: int = 1,
+    mask_padding: bool = False,
 ) -> None:
     """Refuse a model that does not isolate the documents of a row."""
-    if kind == "stream":
+    if packing == "stream":
         return
-    length = min(seq_len, -(-TOKENS // multiple) * multiple)
+    length = min(seq_len, -(-MAX_PROBE_TOKENS // length_multiple) * length_multiple)
     half, generator = length // 2, torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab_size, (2, length), generator=generator)
     # Without 0, the token of padding.
@@ -192,53 +194,55 @@ def check_kept_apart(
     other_begin, other_end = torch.cat([others[:half], ids[half:]]), torch.cat([ids[:half], others[half:]])
     behind = slice(half, length - 1)
 
-    def moved(changed: Tensor, where: slice, **more: Tensor) -> float:
+    def moved(changed: Tensor, columns: slice, **more: Tensor) -> float:
         """Return how far log-probabilities in a part of a row move when other tokens change."""
         found = []
         for row in (ids, changed):
-            batch = {name: each.repeat(rows, 1) for name, each in {"input_ids": row, "labels": row, **more}.items()}
-            found.append(statistics([batch] * microbatches)[0].double().cpu()[:, where])
+            batch = {name: each.repeat(num_rows, 1) for name, each in {"input_ids": row, "labels": row, **more}.items()}
+            found.append(compute_log_probs([batch] * num_microbatches)[0].double().cpu()[:, columns])
         return float((found[0] - found[1]).abs().max())
 
     name = f"the model {config.model_type!r}"
     try:
-        if kind == "documents":
+        if packing == "documents":
             positions = torch.cat([torch.arange(half), torch.arange(length - half)])
             leak = moved(other_begin, behind, position_ids=positions)
         else:
-            mask = {"attention_mask": (torch.arange(length) < half).long()} if masks else {}
+            mask = {"attention_mask": (torch.arange(length) < half).long()} if mask_padding else {}
             leak = moved(other_end, slice(0, half - 1), **mask)
         scale = moved(other_begin, behind)
     except MeshwrightError:
         raise
     except Exception as error:
-        cause = _on_one_line(error)
-        raise ModelError(f"{name} cannot run on rows of packing={kind}: {cause:.300} {_REMEDY[kind]}") from error
+        cause = _format_one_line(error)
+        raise ModelError(
+            f"{name} cannot run on rows of packing={packing}: {cause:.300} {_REMEDY_TEXT[packing]}"
+        ) from error
     # Other tokens change no bit of another row of a matrix product; but experts get another number of tokens, and round
     # differently.
     has_experts = bool(getattr(config.get_text_config(), "num_experts_per_tok", None))
     limit = max(1e-4, torch.finfo(dtype).eps ** 0.5) if has_experts else 1e-4
     if not leak <= limit * scale:
         raise ModelError(
-            f"{name} {_DEFECT[kind]}: other tokens there move log-probabilities by {leak:.3g}, where it may see them "
-            f"by {scale:.3g}. {_REMEDY[kind]}"
+            f"{name} {_DEFECT_TEXT[packing]}: other tokens there move log-probabilities by {leak:.3g}, where it may see them "
+            f"by {scale:.3g}. {_REMEDY_TEXT[packing]}"
         )
 
 
-_DEFECT = {
+_DEFECT_TEXT = {
     "documents": "lets documents that share a row see those before them",
     "none": "sees the padding behind a document",
 }
-_REMEDY = {
+_REMEDY_TEXT = {
     "documents": "Set data.packing=none, so that each has a row of its own; or stream, if they may see each other.",
     "none": "Set data.packing=stream, so that there is no padding.",
 }
 
 
-def columns_to_compute(objective: Objective | None, rows: RunRows) -> bool:
+def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets) -> bool:
     """Whether the reference's log-probabilities are to be computed."""
-    group, first = rows.training[0].group, rows.evaluated
-    given = None if objective is None else Given(objective)
+    group, first = datasets.training[0].group, datasets.evaluated
+    given = None if objective is None else BoundObjective(objective)
     if group > 1 and (given is None or given.rows != group):
         told = "cross entropy" if given is None else given.name
         raise ConfigError(
@@ -255,8 +259,8 @@ def columns_to_compute(objective: Objective | None, rows: RunRows) -> bool:
             f"docs/objectives.md."
         )
     missing = [name for name in getattr(objective, "columns", ()) if name not in first.columns]
-    takes_sums = any(each.name == REFERENCE and "B" in each.shapes for each in _asked(objective))
-    computes = missing == [REFERENCE] and takes_sums
+    takes_sums = any(each.name == REFERENCE_COLUMN and "B" in each.shapes for each in _requested_columns(objective))
+    computes = missing == [REFERENCE_COLUMN] and takes_sums
     if missing and not computes:
         raise ConfigError(
             f"the {given.name} needs {', '.join(missing)} beside the tokens, and the data have "
@@ -265,31 +269,31 @@ def columns_to_compute(objective: Objective | None, rows: RunRows) -> bool:
         )
     sample = dict(first.take(range(group)))
     if computes:
-        if not all(isinstance(each, Rows) for each in rows.training):
+        if not all(isinstance(each, RowDataset) for each in datasets.training):
             raise ConfigError(
                 f"the {given.name} compares with log-probabilities of the weights that the run begins with, which are "
                 f"computed for all rows before, and a source is read while training. Set its streaming to false, or "
-                f"name a field that holds {REFERENCE} in its `columns`."
+                f"name a field that holds {REFERENCE_COLUMN} in its `columns`."
             )
-        sample[REFERENCE] = torch.zeros(group, dtype=torch.float64)
+        sample[REFERENCE_COLUMN] = torch.zeros(group, dtype=torch.float64)
     try:
-        given.check([as_asked(objective, sample)])
+        given.check([cast_columns(objective, sample)])
     except BatchError as error:
         raise ConfigError(f"the data do not fit the objective: {error}") from None
     return computes
 
 
-def _asked(objective: Objective | None) -> Sequence[Column]:
+def _requested_columns(objective: Objective | None) -> Sequence[Column]:
     takes: Sequence[Column] = getattr(objective, "takes", ())
     return takes
 
 
-def as_asked(objective: Objective | None, batch: Batch) -> Batch:
+def cast_columns(objective: Objective | None, batch: Batch) -> Batch:
     """Convert integer columns of a microbatch to the floats or booleans that an objective asks for."""
     dtypes = {"float": torch.float64, "bool": torch.bool}
     changed = {
         each.name: batch[each.name].to(dtypes[each.kind])
-        for each in _asked(objective)
+        for each in _requested_columns(objective)
         if each.name in batch and each.kind in dtypes and batch[each.name].dtype == torch.int64
     }
     return {**batch, **changed} if changed else batch

@@ -20,27 +20,27 @@ import numpy as np
 from meshwright.plugin import (
     ConfigError,
     FrozenModel,
+    HeartbeatRecord,
     LoopExtension,
     Progress,
     Registry,
     RunInfo,
-    Sign,
     StepResult,
     TrackerSpec,
     get_registry,
     hookimpl,
-    nearest,
-    validated,
+    suggest_match,
+    validate_config,
     warn,
 )
 
 from .run_sections import StragglersConfig
-from .secrets import resolved
+from .secrets import resolve_environment
 
 _STARTED = time.time()
 
 
-def process_start() -> float:
+def get_process_start() -> float:
     """Return when this process started [s since 1970], or if unknown, when this module was imported."""
     try:
         # The 22nd field, counted behind the command's name, which may contain blanks; in ticks since boot.
@@ -52,18 +52,18 @@ def process_start() -> float:
 
 
 @dataclass
-class Startup:
+class StartupTimer:
     """When each part of the way to the first step has ended."""
 
     is_shown: bool = False
-    begin: float = field(default_factory=process_start)
+    begin: float = field(default_factory=get_process_start)
     ends: list[tuple[str, float]] = field(default_factory=list)
 
-    def end(self, part: str) -> None:
+    def end(self, phase: str) -> None:
         """End a part; consecutive parts of one name are one."""
-        if self.ends and self.ends[-1][0] == part:
+        if self.ends and self.ends[-1][0] == phase:
             self.ends.pop()
-        self.ends.append((part, time.time()))
+        self.ends.append((phase, time.time()))
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part, and in total."""
@@ -78,12 +78,12 @@ class Startup:
         return "startup: " + ", ".join(f"{part} {each:.1f} s" for part, each in self.seconds().items())
 
 
-class StartupReport:
+class StartupReporter:
     """Observer on the first rank that ends the last part with the first step, and reports all."""
 
-    def __init__(self, startup: Startup, *, note: Callable[..., None], show: Callable[[str], None]) -> None:
-        self._startup: Startup | None = startup
-        self._note, self._show = note, show
+    def __init__(self, startup: StartupTimer, *, log: Callable[..., None], print_text: Callable[[str], None]) -> None:
+        self._startup: StartupTimer | None = startup
+        self._note, self._show = log, print_text
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
@@ -98,15 +98,15 @@ class StartupReport:
 
 # -- stragglers
 
-FROM = 3.5
+DEFAULT_DEVIATIONS = 3.5
 """Deviations from which a rank is a straggler; Iglewicz and Hoaglin 1993, modified z-score."""
-SCALE = 1.4826
+MAD_TO_STD = 1.4826
 """Standard deviation of a normal distribution in median absolute deviations."""
-LEAST = 0.02
+MIN_EXCESS_FRACTION = 0.02
 """Part of a step by which a rank must be slower: where all are equal to a microsecond, any is an outlier."""
-LEAST_OWN, LEAST_OWN_S = 0.05, 0.005
+MIN_BUSY_EXCESS_FRACTION, MIN_BUSY_EXCESS_S = 0.05, 0.005
 """The same for a rank's own seconds: part of a step, and seconds."""
-RANKS = 4
+MIN_RANKS = 4
 """Fewer ranks have no stragglers."""
 
 
@@ -121,38 +121,38 @@ class Straggler:
     deviations: float
 
 
-def stragglers(
+def find_stragglers(
     ranks: list[int],
-    part: str,
+    phase: str,
     seconds: np.ndarray,
     *,
-    step_seconds: float,
-    deviations: float = FROM,
-    least_s: float | None = None,
+    step_s: float,
+    deviations: float = DEFAULT_DEVIATIONS,
+    min_excess_s: float | None = None,
 ) -> list[Straggler]:
     """Return the stragglers by one part of the step, the slowest first. `seconds` are medians of `ranks`, float64 (R);
     NaN where there is none."""
-    least_s = LEAST * step_seconds if least_s is None else least_s
+    min_excess_s = MIN_EXCESS_FRACTION * step_s if min_excess_s is None else min_excess_s
     known = seconds[np.isfinite(seconds)]
-    if len(known) < RANKS:
+    if len(known) < MIN_RANKS:
         return []
     middle = float(np.median(known))
-    scale = SCALE * float(np.median(np.abs(known - middle)))
+    scale = MAD_TO_STD * float(np.median(np.abs(known - middle)))
     found = []
     for rank, value in zip(ranks, seconds.tolist(), strict=True):
         beyond = value - middle
-        if np.isfinite(value) and beyond > least_s and beyond > deviations * scale:
-            found.append(Straggler(rank, part, value, middle, beyond / scale if scale else float("inf")))
+        if np.isfinite(value) and beyond > min_excess_s and beyond > deviations * scale:
+            found.append(Straggler(rank, phase, value, middle, beyond / scale if scale else float("inf")))
     return sorted(found, key=lambda each: each.seconds, reverse=True)
 
 
-class Stragglers(LoopExtension):
+class StragglerDetector(LoopExtension):
     """Reports the stragglers of a run on its first rank, by the others' signs of life; see
     [Note: a rank's own seconds]."""
 
     def __init__(self, config: StragglersConfig, progress: Progress) -> None:
         self._config, self._progress = config, progress
-        self._seen: Mapping[int, Sign] = {}
+        self._seen: Mapping[int, HeartbeatRecord] = {}
         self._found: tuple[Mapping[str, float], ...] = ()
         self._since: dict[int, int] = {}
 
@@ -171,13 +171,13 @@ class Stragglers(LoopExtension):
         if not known:
             return ()
         step_s = float(np.median([sign.step_s for sign in known.values()]))
-        found = stragglers(
+        found = find_stragglers(
             list(known),
             "own",
             np.array([sign.own_s for sign in known.values()]),
-            step_seconds=step_s,
+            step_s=step_s,
             deviations=self._config.deviations,
-            least_s=max(LEAST_OWN * step_s, LEAST_OWN_S),
+            min_excess_s=max(MIN_BUSY_EXCESS_FRACTION * step_s, MIN_BUSY_EXCESS_S),
         )
         step = max(sign.at.step for sign in known.values())
         self._since = {each.rank: self._since.get(each.rank, step) for each in found}
@@ -190,9 +190,9 @@ class Stragglers(LoopExtension):
 
 # -- trackers
 
-Asked: TypeAlias = "str | Mapping[str, Any]"
+TrackerOption: TypeAlias = "str | Mapping[str, Any]"
 """A tracker in the run file: its name, or a mapping of name and options."""
-INSTALL = "pip install -e plugins/trackers"
+INSTALL_COMMAND = "pip install -e plugins/trackers"
 
 
 def list_trackers(registry: Registry | None = None) -> dict[str, TrackerSpec]:
@@ -208,28 +208,30 @@ def list_trackers(registry: Registry | None = None) -> dict[str, TrackerSpec]:
     return dict(sorted(found.items()))
 
 
-def chosen(asked: Sequence[Asked], registry: Registry | None = None) -> list[tuple[TrackerSpec, FrozenModel]]:
-    known = list_trackers(registry) if asked else {}
+def resolve_trackers(
+    requested: Sequence[TrackerOption], registry: Registry | None = None
+) -> list[tuple[TrackerSpec, FrozenModel]]:
+    known = list_trackers(registry) if requested else {}
     found = []
-    for each in asked:
+    for each in requested:
         options = {"name": each} if isinstance(each, str) else dict(each)
         name = options.pop("name", None)
         if not isinstance(name, str) or name not in known:
-            hint = nearest(str(name), known)
+            hint = suggest_match(str(name), known)
             raise ConfigError(
                 f"trackers: there is no tracker {name!r}.{hint} Installed: {', '.join(known) or 'none'}. Those of the "
-                f"project are installed from a clone with: {INSTALL}"
+                f"project are installed from a clone with: {INSTALL_COMMAND}"
             )
         spec = known[name]
-        options = resolved(options, f"trackers: {name}")
-        config = validated(spec.config_cls, options, where=f"trackers: {name}")
+        options = resolve_environment(options, f"trackers: {name}")
+        config = validate_config(spec.config_cls, options, where=f"trackers: {name}")
         spec.check(config)
         found.append((spec, config))
     return found
 
 
 @contextmanager
-def tracking(trackers: Sequence[tuple[TrackerSpec, FrozenModel]], run: RunInfo) -> Iterator[None]:
+def attach_trackers(trackers: Sequence[tuple[TrackerSpec, FrozenModel]], run: RunInfo) -> Iterator[None]:
     with ExitStack() as held:
         for spec, config in trackers:
             try:
@@ -242,13 +244,13 @@ def tracking(trackers: Sequence[tuple[TrackerSpec, FrozenModel]], run: RunInfo) 
                     f"tracker {spec.name!r} cannot be started: {type(error).__name__}: {error}. Mend that, or leave it "
                     f"out of trackers."
                 ) from error
-            tracker = _Tolerated(spec.name, built)
+            tracker = _GuardedTracker(spec.name, built)
             held.callback(tracker.close)
             held.enter_context(get_registry().observing(tracker))
         yield
 
 
-class _Tolerated:
+class _GuardedTracker:
     """A tracker whose failures end no run."""
 
     def __init__(self, name: str, tracker: Any) -> None:

@@ -6,7 +6,7 @@ import typer
 
 from meshwright.plugin import hookimpl
 
-from .commands import export, init, schema, show, show_data, train, verify
+from .commands import export, init, schema, show_checkpoint, show_data, train, verify_checkpoint
 
 
 @hookimpl
@@ -14,8 +14,8 @@ def register_commands(app: typer.Typer) -> None:
     for command in (train, export, schema, init):
         app.command()(command)
     checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
-    checkpoints.command()(show)
-    checkpoints.command()(verify)
+    checkpoints.command()(show_checkpoint)
+    checkpoints.command()(verify_checkpoint)
     app.add_typer(checkpoints, name="checkpoint")
     data_commands = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
     data_commands.command("show")(show_data)

@@ -1,6 +1,6 @@
 """Find all that can be wrong with a run before any process starts or any collective is issued.
 
-The launching process calls `plan_run`, and each rank calls it again for its own node, where the files are cached.
+The launching process calls `preflight`, and each rank calls it again for its own node, where the files are cached.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from meshwright.plugin import (
-    HUGGING_FACE,
+    HUGGING_FACE_FOLDER,
     AdapterOptions,
-    Base,
+    BaseModelRef,
+    BoundObjective,
     ConfigError,
     Degrees,
-    Given,
     Mesh,
     ModelError,
     Objective,
@@ -30,49 +30,56 @@ from meshwright.plugin import (
     Stack,
     Weights,
     World,
-    adapt,
-    adapter_options,
-    base_at,
+    apply_adapter,
     build_model,
-    check_base,
-    check_needs_no_code,
-    commit_of,
-    dtype_of,
+    build_model_config,
+    check_adapter_base,
+    check_no_custom_code,
+    compute_model_size,
+    describe_missing_driver,
     find_device,
-    find_directory,
-    find_on_all,
+    find_model_directory,
+    find_model_directory_on_all_ranks,
+    get_hub_commit,
+    get_model_dtype,
     get_objective,
     get_registry,
+    identify_base,
     is_commit,
-    missing_driver,
-    model_config,
     model_layout,
-    model_size,
+    parse_adapter_options,
+    probe_optimizer,
     read_manifest,
-    trust_code,
-    try_optimization,
+    register_trusted_code,
 )
 
 from .data.chat_template import read_chat_template
-from .data.feed import RunRows, check_groups, lay_out
+from .data.feed import RunDatasets, build_datasets, check_group_size
 from .data.order import ORDER_VERSION
-from .data.prepare import PreparedData, prepare
-from .data.tokenizer import holds_tokenizer, load_tokenizer
-from .fate import check_output, check_restarts
-from .model_trial import can_be_tried, check_memory, columns_to_compute, memory_of_node, try_model, try_rows
-from .observers import chosen
+from .data.prepare import PreparedData, prepare_data
+from .data.tokenizer import has_tokenizer, load_tokenizer
+from .fate import check_restarts, choose_run_action
+from .model_trial import (
+    can_probe,
+    check_memory,
+    get_node_memory,
+    needs_reference_log_probs,
+    probe_isolation,
+    probe_model,
+)
+from .observers import resolve_trackers
 from .profile.config import check_profile
-from .resume import check_source
+from .resume import check_resume_checkpoint
 from .run_directory import RunDirectory
-from .run_file import RunConfig, layout_of
+from .run_file import RunConfig, resolve_layout
 from .run_sections import HELD_OUT
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreparedRun:
     """A run that has been checked, as far as that is possible without ranks.
 
-    Where not `rows_tried`, the model is tried as it runs. `identity` is what must be equal to resume; values of JSON.
+    Where not `is_isolation_probed`, the model is tried as it runs. `identity` is what must be equal to resume; values of JSON.
     """
 
     config: RunConfig
@@ -80,8 +87,8 @@ class Plan:
     degrees: Degrees
     micro_batch_size: int
     data: PreparedData
-    model: RunModel
-    rows: RunRows
+    model: ResolvedModel
+    rows: RunDatasets
     model_config: Any
     objective: Objective | None
     needs_reference: bool
@@ -98,38 +105,38 @@ class Plan:
         return tokenizer
 
 
-def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -> Plan:
+def preflight(config: RunConfig, world_size: int, *, commit: str | None = None) -> PreparedRun:
     """Check a run and prepare its data; issues no collective.
 
     One thing, since each check needs what the ones before have found.
     """
-    stack, degrees, micro_batch_size = layout_of(config, world_size)
-    chosen(config.trackers)
+    stack, degrees, micro_batch_size = resolve_layout(config, world_size)
+    resolve_trackers(config.trackers)
     check_restarts(config)
     RunDirectory.of(config).check_place(world_size)
-    check_output(config, config.steps)
+    choose_run_action(config, config.steps)
     device = find_device(config.device)
     if config.steps is not None:
-        try_optimization(config.optimizer, config.schedule.over(config.steps), config.steps, device=device)
-    model = find_model(config.model, commit=commit)
-    data, hf_config = data_and_model_config(config, model)
+        probe_optimizer(config.optimizer, config.schedule.over(config.steps), config.steps, device=device)
+    model = resolve_model(config.model, commit=commit)
+    data, hf_config = prepare_data_and_model_config(config, model)
     adapters, seq_len, dtype = model.adapters, config.data.seq_len, model.dtype(config.model)
-    size = try_model(
+    size = probe_model(
         hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees, adapters=adapters, optimizer=config.optimizer
     )
-    check_memory(degrees, size, memory_of_node())
-    tried = can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees)
-    masks, packing = masks_padding(hf_config), config.data.packing_kind()
+    check_memory(degrees, size, get_node_memory())
+    tried = can_probe(size, seq_len=seq_len, device=device, degrees=degrees)
+    masks, packing = needs_padding_mask(hf_config), config.data.packing_kind()
     if tried and packing != "stream":
-        try_rows(hf_config, dtype, packing, seq_len=seq_len, masks=masks)
-    rows = lay_out(data, config.data, masks=masks)
-    check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
-    steps = config.steps or steps_of(config, rows.rows_per_epoch)
-    check_profile(config.profile, steps=steps, world_size=world_size)
+        probe_isolation(hf_config, dtype, packing, seq_len=seq_len, mask_padding=masks)
+    rows = build_datasets(data, config.data, mask_padding=masks)
+    check_group_size(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
+    steps = config.steps or compute_num_steps(config, rows.rows_per_epoch)
+    check_profile(config.profile, num_steps=steps, world_size=world_size)
     schedule = config.schedule.over(steps)
     if config.steps is None:
-        check_output(config, steps)
-        try_optimization(config.optimizer, schedule, steps, device=device)
+        choose_run_action(config, steps)
+        probe_optimizer(config.optimizer, schedule, steps, device=device)
     largest = max(map(len, rows.held_out.values()), default=0)
     if config.eval.sequences is not None and config.eval.sequences > largest:
         raise ConfigError(
@@ -137,15 +144,15 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
     objective = None if config.objective is None else get_objective(config.objective)
-    if objective is not None and (given := Given(objective)).on != "tokens":
+    if objective is not None and (given := BoundObjective(objective)).on != "tokens":
         raise ConfigError(
             f"the {given.name} is over the outputs of another head, and a run file trains causal LMs. Train it in a "
             f"script: see docs/objectives.md."
         )
-    needs_reference = columns_to_compute(objective, rows)
-    identity = _identity(config, schedule, data, model, hf_config)
-    check_source(config, identity, steps)
-    return Plan(
+    needs_reference = needs_reference_log_probs(objective, rows)
+    identity = _build_identity(config, schedule, data, model, hf_config)
+    check_resume_checkpoint(config, identity, steps)
+    return PreparedRun(
         config=config,
         stack=stack,
         degrees=degrees,
@@ -163,11 +170,11 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     )
 
 
-def steps_of(config: RunConfig, rows: int | None) -> int:
+def compute_num_steps(config: RunConfig, num_rows: int | None) -> int:
     """Return the optimizer steps of a run whose length is given in epochs."""
-    if rows is None:
+    if num_rows is None:
         raise ConfigError(f"epochs={config.epochs}, but how many rows the data have is not known. Set steps.")
-    steps = max(1, math.ceil(Fraction(str(config.epochs)) * rows / config.batch_size))
+    steps = max(1, math.ceil(Fraction(str(config.epochs)) * num_rows / config.batch_size))
     if config.schedule.warmup_steps > steps:
         raise ConfigError(
             f"schedule.warmup_steps={config.schedule.warmup_steps} is more than the {steps} steps of "
@@ -176,29 +183,29 @@ def steps_of(config: RunConfig, rows: int | None) -> int:
     return steps
 
 
-def masks_padding(hf_config: Any) -> bool:
+def needs_padding_mask(hf_config: Any) -> bool:
     """Whether padding is to be masked: it would count in the statistics of routers otherwise."""
     return bool(getattr(hf_config.get_text_config(), "output_router_logits", False))
 
 
-def data_and_model_config(config: RunConfig, model: RunModel | None = None) -> tuple[PreparedData, Any]:
+def prepare_data_and_model_config(config: RunConfig, model: ResolvedModel | None = None) -> tuple[PreparedData, Any]:
     """Prepare the data, or find them in the cache, and make the Hugging Face configuration that goes with them."""
-    directory = (model or find_model(config.model)).directory
-    own_tokenizer = directory if directory is not None and holds_tokenizer(directory) else None
-    data = prepare(config.data, tokenizer_dir=own_tokenizer)
+    directory = (model or resolve_model(config.model)).directory
+    own_tokenizer = directory if directory is not None and has_tokenizer(directory) else None
+    data = prepare_data(config.data, tokenizer_dir=own_tokenizer)
     tokenizer = load_tokenizer(data.tokenizer_dir)
-    return data, model_config(config.model, tokenizer=tokenizer, seq_len=config.data.seq_len, directory=directory)
+    return data, build_model_config(config.model, tokenizer=tokenizer, seq_len=config.data.seq_len, directory=directory)
 
 
-def processes(config: RunConfig) -> int:
+def count_local_ranks(config: RunConfig) -> int:
     """Return how many ranks `start` starts on this node."""
     on_cpu = find_device(config.device).type == "cpu"
     accelerators = 0 if on_cpu else torch.accelerator.device_count()
     return config.processes(get_registry().get(config.strategy).axes, accelerators)
 
 
-def _identity(
-    config: RunConfig, schedule: ScheduleConfig, data: PreparedData, run_model: RunModel, hf_config: Any
+def _build_identity(
+    config: RunConfig, schedule: ScheduleConfig, data: PreparedData, run_model: ResolvedModel, hf_config: Any
 ) -> dict[str, Any]:
     model = hf_config.to_dict()
     for key in ("transformers_version", "architectures", "_name_or_path"):
@@ -228,35 +235,37 @@ def _identity(
     return plain
 
 
-def headline(plan: Plan, model: nn.Module, mesh: Mesh) -> list[str]:
-    config, rows, held_out = plan.config, plan.rows, plan.rows.held_out
-    size = model_size(model)
-    no_driver = missing_driver("training on the CPU: ") if config.device is None else ""
+def describe_run(prepared: PreparedRun, model: nn.Module, mesh: Mesh) -> list[str]:
+    config, rows, held_out = prepared.config, prepared.rows, prepared.rows.held_out
+    size = compute_model_size(model)
+    no_driver = describe_missing_driver("training on the CPU: ") if config.device is None else ""
     found = [f"{rows.at_hand:,}"] if rows.at_hand else []
     found += [f"those of {rows.streams} sources, read while training, as"] if rows.streams else []
     others = "".join(f", {len(each):,} of {name}" for name, each in held_out.items() if name != HELD_OUT)
     return [
         *([no_driver] if no_driver else []),
-        f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
+        f"{prepared.stack} on {prepared.degrees} ({mesh.device.type}): {prepared.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(model_layout(model).blocks)} blocks"
-        + (f"; {size.trainable:,} of them train, over {plan.model.base}" if plan.model.base is not None else ""),
-        f"{plan.data.documents:,} documents: {' and '.join(found)} sequences of {config.data.seq_len} tokens to train "
-        f"on, {len(held_out.get(HELD_OUT, ())):,} held out{others}; {config.batch_size} a step, {plan.steps} steps",
+        + (
+            f"; {size.trainable:,} of them train, over {prepared.model.base}" if prepared.model.base is not None else ""
+        ),
+        f"{prepared.data.documents:,} documents: {' and '.join(found)} sequences of {config.data.seq_len} tokens to train "
+        f"on, {len(held_out.get(HELD_OUT, ())):,} held out{others}; {config.batch_size} a step, {prepared.steps} steps",
     ]
 
 
-_WHERE = "model.peft"
+_PEFT_KEY = "model.peft"
 
 
 @dataclass(frozen=True)
-class RunModel:
+class ResolvedModel:
     directory: Path | None = None
     adapters: AdapterOptions | None = None
-    base: Base | None = None
+    base: BaseModelRef | None = None
 
     def dtype(self, section: Mapping[str, Any]) -> torch.dtype:
         """Return the dtype of the parameters, except those of adapters."""
-        return (self.adapters and self.adapters.base_dtype) or dtype_of(section)
+        return (self.adapters and self.adapters.base_dtype) or get_model_dtype(section)
 
     def identity(self, section: Mapping[str, Any]) -> dict[str, Any]:
         if self.base is None:
@@ -264,14 +273,16 @@ class RunModel:
         return {"peft": dict(section["peft"]), "base": self.base.fingerprint}
 
 
-def fetch_model(section: Mapping[str, Any], world: World) -> str | None:
+def download_model(section: Mapping[str, Any], world: World) -> str | None:
     """Download the model of a run file on every node, and return its commit if it is one of the hub. Collective."""
     if "path" not in section:
         return None
-    return commit_of(section["path"], find_on_all(section["path"], world, **_wanted(section)))
+    return get_hub_commit(
+        section["path"], find_model_directory_on_all_ranks(section["path"], world, **_get_download_options(section))
+    )
 
 
-def find_model(section: Mapping[str, Any], *, commit: str | None = None) -> RunModel:
+def resolve_model(section: Mapping[str, Any], *, commit: str | None = None) -> ResolvedModel:
     if "checkpoint" in section:
         checkpoint = Path(section["checkpoint"]).expanduser()
         manifest = read_manifest(checkpoint)
@@ -281,35 +292,37 @@ def find_model(section: Mapping[str, Any], *, commit: str | None = None) -> RunM
                 f"DIR) and go on from it: model.path={manifest.base.get('path')}, model.peft.adapter=DIR; or merge it "
                 f"(meshwright export --merge {checkpoint} DIR), and train model.path=DIR."
             )
-        return RunModel(checkpoint / HUGGING_FACE)
+        return ResolvedModel(checkpoint / HUGGING_FACE_FOLDER)
     if "path" not in section:
-        return RunModel()
-    wanted = _wanted(section)
-    directory = find_directory(section["path"], **{**wanted, "revision": commit or wanted["revision"]})
+        return ResolvedModel()
+    wanted = _get_download_options(section)
+    directory = find_model_directory(section["path"], **{**wanted, "revision": commit or wanted["revision"]})
     if section.get("trust_remote_code") is not None:
-        trust_code(directory, section["trust_remote_code"], commit=commit_of(section["path"], directory))
+        register_trusted_code(
+            directory, section["trust_remote_code"], commit=get_hub_commit(section["path"], directory)
+        )
     else:
-        check_needs_no_code(directory)
+        check_no_custom_code(directory)
     if "peft" not in section:
-        return RunModel(directory)
-    adapters = adapter_options(section["peft"], where=_WHERE)
-    base = base_at(section["path"], directory, allow_pickle=bool(section.get("allow_pickle", False)))
-    check_base(adapters, base, where=_WHERE)
-    return RunModel(directory, adapters, base)
+        return ResolvedModel(directory)
+    adapters = parse_adapter_options(section["peft"], where=_PEFT_KEY)
+    base = identify_base(section["path"], directory, allow_pickle=bool(section.get("allow_pickle", False)))
+    check_adapter_base(adapters, base, where=_PEFT_KEY)
+    return ResolvedModel(directory, adapters, base)
 
 
-def make_model(
-    section: Mapping[str, Any], found: RunModel, config: Any, *, seed: int
+def build_run_model(
+    section: Mapping[str, Any], resolved: ResolvedModel, config: Any, *, seed: int
 ) -> tuple[nn.Module, Weights | None]:
     """Make the model of a run, with its adapters if it has any; see `build_model`."""
-    if found.adapters is None:
-        return build_model(section, config, seed=seed, directory=found.directory)
-    dtype = found.dtype(section)
-    model, weights = build_model(section, config, seed=seed, directory=found.directory, dtype=dtype)
-    return adapt(model, weights, found.adapters, found.base, seed=seed, where=_WHERE)
+    if resolved.adapters is None:
+        return build_model(section, config, seed=seed, directory=resolved.directory)
+    dtype = resolved.dtype(section)
+    model, weights = build_model(section, config, seed=seed, directory=resolved.directory, dtype=dtype)
+    return apply_adapter(model, weights, resolved.adapters, resolved.base, seed=seed, where=_PEFT_KEY)
 
 
-def _wanted(section: Mapping[str, Any]) -> dict[str, Any]:
+def _get_download_options(section: Mapping[str, Any]) -> dict[str, Any]:
     trusted = section.get("trust_remote_code")
     commit = trusted if is_commit(trusted) else None
     return {

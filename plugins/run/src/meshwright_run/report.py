@@ -21,35 +21,47 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from meshwright.plugin import (
-    AVERAGED,
-    PYTHON,
+    EMA_SUFFIX,
+    SAFE_PYTHON,
     BadStep,
     StepResult,
     Stopped,
     TrainingError,
+    atomic_writer,
+    create_console,
     hookimpl,
-    new_console,
-    open_to_append,
+    open_for_append,
     parse_json,
     warn,
-    write_whole,
-    written_whole,
+    write_atomically,
 )
 
 from .run_directory import RunDirectory
 
 _RATES = ("tokens_per_second", "tokens_per_second_per_device")
-MEASURED = frozenset(("seconds", *_RATES, "time", "times", "memory", "world_size", "peak_flops", "mfu", "stragglers"))
+NONDETERMINISTIC_FIELDS = frozenset(
+    ("seconds", *_RATES, "time", "times", "memory", "world_size", "peak_flops", "mfu", "stragglers")
+)
 """Keys that depend on clocks and machines. The others are equal when a run is repeated, on other ranks too."""
-_MAPPINGS = ("sums", "evaluations", "times", "learning_rates", "norms", "memory")
-_PLAIN = ("step", "loss", "grad_norm", "learning_rate", "num_tokens", "seconds", "world_size", "flops", "peak_flops")
-_NUMBERS = {**{name: name for name in _PLAIN}, "ended": "time"}
+_MAPPING_FIELDS = ("sums", "evaluations", "times", "learning_rates", "norms", "memory")
+_PLAIN_FIELDS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "num_tokens",
+    "seconds",
+    "world_size",
+    "flops",
+    "peak_flops",
+)
+_NUMBER_KEYS = {**{name: name for name in _PLAIN_FIELDS}, "ended": "time"}
 """Fields of a StepResult that are numbers, and their keys in a line."""
-_TOLD = 5
+_MAX_LISTED_LINES = 5
 """Unreadable lines that are named."""
 
 
-class Reporter:
+class MetricsReporter:
     """Observer of steps on the first rank; a context manager."""
 
     def __init__(
@@ -58,20 +70,20 @@ class Reporter:
         *,
         log_every: int,
         console: Console,
-        earlier: Sequence[StepResult] = (),
+        previous_results: Sequence[StepResult] = (),
         on_error: Literal["stop", "continue"] = "stop",
     ) -> None:
-        self._earlier, self._on_error = earlier, on_error
+        self._earlier, self._on_error = previous_results, on_error
         self._metrics, self._log_every, self._console = metrics, log_every, console
-        self._lines: Lines | None = None
+        self._lines: LineWriter | None = None
         self._has_told = False
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
         self._progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
         self._task = self._progress.add_task("", total=None)
-        self._stragglers = NewStragglers()
+        self._stragglers = StragglerFilter()
 
-    def __enter__(self) -> Reporter:
-        self._lines = _begun_with(self._metrics, self._earlier)
+    def __enter__(self) -> MetricsReporter:
+        self._lines = _open_with_results(self._metrics, self._earlier)
         self._progress.start()
         return self
 
@@ -82,21 +94,21 @@ class Reporter:
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
-        if self._lines is not None and (error := self._lines.add(_line(result))) is not None:
+        if self._lines is not None and (error := self._lines.add(_format_line(result))) is not None:
             self._tell(error)
         for each in self._stragglers.of(result):
-            show(
+            print_text(
                 f"step {result.step}: rank {each['rank']} is a straggler: {each['seconds']:.3g} s of a step are its "
                 f"own, {each['median']:.3g} s of the median rank",
                 self._console,
             )
         if result.skipped:
             return
-        text = describe(result)
+        text = format_step(result)
         if self._console.is_terminal:
             self._progress.update(self._task, completed=result.step, total=result.steps, description=text)
         elif result.step % self._log_every == 0 or result.step in (1, result.steps):
-            show(f"step {result.step}/{result.steps}  {text}", self._console)
+            print_text(f"step {result.step}/{result.steps}  {text}", self._console)
 
     @hookimpl
     def on_bad_step(self, bad: BadStep) -> None:
@@ -106,9 +118,9 @@ class Reporter:
             text = f"step {bad.step}: {bad.reason}; going back to step {bad.back_to}, without the batches since then"
             if self._lines is not None:
                 self._lines.close()
-                kept = read_metrics(self._metrics, until=bad.back_to, steps=bad.steps)
-                self._lines = _begun_with(self._metrics, kept)
-        show(f"{text} ({bad.count} so far)", self._console)
+                kept = read_metrics(self._metrics, last_step=bad.back_to, num_steps=bad.steps)
+                self._lines = _open_with_results(self._metrics, kept)
+        print_text(f"{text} ({bad.count} so far)", self._console)
 
     def _tell(self, error: OSError) -> None:
         told = f"{self._metrics} cannot be written: {error}."
@@ -119,17 +131,17 @@ class Reporter:
             warn(f"{told} Training goes on (checkpoint.on_error=continue).", stacklevel=3)
 
 
-def _begun_with(metrics: Path, results: Sequence[StepResult]) -> Lines:
+def _open_with_results(metrics: Path, results: Sequence[StepResult]) -> LineWriter:
     """Open the file with the lines of some steps; what is there stays until it is replaced as a whole."""
-    write_whole(metrics, "".join(_line(result) for result in results))
-    return Lines(metrics)
+    write_atomically(metrics, "".join(_format_line(result) for result in results))
+    return LineWriter(metrics)
 
 
-class Lines:
+class LineWriter:
     """A file that grows by whole lines. Those that the disk does not take are written before the next ones."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open_to_append(path)
+        self._file = open_for_append(path)
         self._size = os.fstat(self._file).st_size
         self._rest = b""
 
@@ -153,7 +165,7 @@ class Lines:
         os.close(self._file)
 
 
-class NewStragglers:
+class StragglerFilter:
     def __init__(self) -> None:
         self._known: set[float] = set()
 
@@ -163,84 +175,84 @@ class NewStragglers:
         return new
 
 
-def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
-    """Read the first `until` steps of a file of metrics of a run of `steps` steps.
+def read_metrics(path: Path, *, last_step: int, num_steps: int) -> list[StepResult]:
+    """Read the first `last_step` steps of a file of metrics of a run of `num_steps` steps.
 
     Where it goes back to an earlier step, what follows replaces what was there. A line that cannot be read is left out
     with a warning, unless it is the last, which a killed run may leave incomplete.
     """
-    return metrics_of(path.read_bytes(), path, until=until, steps=steps) if path.is_file() else []
+    return parse_metrics(path.read_bytes(), path, last_step=last_step, num_steps=num_steps) if path.is_file() else []
 
 
-def metrics_of(content: bytes, path: Path | str, *, until: int, steps: int) -> list[StepResult]:
+def parse_metrics(content: bytes, path: Path | str, *, last_step: int, num_steps: int) -> list[StepResult]:
     found: list[StepResult] = []
     unread: list[int] = []
     lines = content.splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            result = _read_line(line, steps)
+            result = _parse_line(line, num_steps)
         except (ValueError, TypeError, KeyError):
             unread += [number] if number < len(lines) else []
             continue
         while found and found[-1].step >= result.step:
             found.pop()
-        if result.step <= until:
+        if result.step <= last_step:
             found.append(result)
     if unread:
-        some = ", ".join(map(str, unread[:_TOLD])) + (", ..." if len(unread) > _TOLD else "")
+        some = ", ".join(map(str, unread[:_MAX_LISTED_LINES])) + (", ..." if len(unread) > _MAX_LISTED_LINES else "")
         warn(f"{path}: {len(unread)} lines cannot be read and are left out: {some}.", stacklevel=2)
     return found
 
 
-def _read_line(line: bytes, steps: int) -> StepResult:
+def _parse_line(line: bytes, num_steps: int) -> StepResult:
     """ValueError, TypeError or KeyError: it does not hold the numbers of a step."""
     record = parse_json(line.decode())
     if not isinstance(record, dict):
         raise ValueError("no record")
-    mappings = {name: _with_nan(record.get(name, {})) for name in _MAPPINGS}
-    slow = tuple(_with_nan(each) for each in record.get("stragglers", ()))
-    numbers = {name: record[key] for name, key in _NUMBERS.items() if key in record}
+    mappings = {name: _none_to_nan(record.get(name, {})) for name in _MAPPING_FIELDS}
+    slow = tuple(_none_to_nan(each) for each in record.get("stragglers", ()))
+    numbers = {name: record[key] for name, key in _NUMBER_KEYS.items() if key in record}
     skipped = record.get("skipped", "")
     if skipped and isinstance(skipped, str):
-        numbers |= _with_nan({name: numbers[name] for name in ("loss", "grad_norm")})
+        numbers |= _none_to_nan({name: numbers[name] for name in ("loss", "grad_norm")})
     every = [value for values in (numbers, *slow, *mappings.values()) for value in values.values()]
     if not all(type(value) in (int, float) for value in every):
         raise ValueError("no numbers of a step")
     if type(numbers["step"]) is not int:
         raise ValueError("no number of a step")
-    numbers |= {"skipped": str(skipped), "stragglers": slow, "steps": steps, "rank": 0}
+    numbers |= {"skipped": str(skipped), "stragglers": slow, "steps": num_steps, "rank": 0}
     return StepResult(**{**numbers, **mappings})
 
 
-def _with_nan(values: Any) -> dict[str, Any]:
+def _none_to_nan(values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise TypeError("no record")
     return {name: math.nan if value is None else value for name, value in values.items()}
 
 
-def without_nan(values: Mapping[str, float]) -> dict[str, Any]:
+def nan_to_none(values: Mapping[str, float]) -> dict[str, Any]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def _line(result: StepResult) -> str:
-    return json.dumps(as_record(result)) + "\n"
+def _format_line(result: StepResult) -> str:
+    return json.dumps(to_record(result)) + "\n"
 
 
-def as_record(result: StepResult) -> dict[str, Any]:
+def to_record(result: StepResult) -> dict[str, Any]:
     record: dict[str, Any] = {
         "step": result.step,
-        **without_nan({"loss": result.loss, "grad_norm": result.grad_norm}),
+        **nan_to_none({"loss": result.loss, "grad_norm": result.grad_norm}),
         **{name: getattr(result, name) for name in ("learning_rate", "num_tokens", *_RATES, "seconds")},
         "time": result.ended,
         "world_size": result.world_size,
     }
-    for name in _MAPPINGS:
+    for name in _MAPPING_FIELDS:
         if values := getattr(result, name):
-            record[name] = without_nan(values)
+            record[name] = nan_to_none(values)
     if result.skipped:
         record["skipped"] = result.skipped
     if result.stragglers:
-        record["stragglers"] = [without_nan(each) for each in result.stragglers]
+        record["stragglers"] = [nan_to_none(each) for each in result.stragglers]
     if "held_out" in result.evaluations:
         record["held_out_loss"] = record["evaluations"]["held_out"]
     for name in ("flops", "peak_flops", "mfu"):
@@ -249,33 +261,33 @@ def as_record(result: StepResult) -> dict[str, Any]:
     return record
 
 
-def describe(result: StepResult) -> str:
+def format_step(result: StepResult) -> str:
     text = (
         f"loss {result.loss:.6f}  norm {result.grad_norm:.3f}  lr {result.learning_rate:.2e}  "
         f"{result.tokens_per_second:,.0f} tokens/s"
     )
     if result.mfu is not None:
         text += f"  MFU {result.mfu:.1%}"
-    losses = (f"{shown(name)} {value:.6f}" for name, value in result.evaluations.items())
+    losses = (f"{format_eval_set(name)} {value:.6f}" for name, value in result.evaluations.items())
     sums = (f"{name} {value / result.num_tokens:.4g}" for name, value in result.sums.items())
     return "  ".join([text, *losses, *sums])
 
 
-def shown(name: str) -> str:
+def format_eval_set(name: str) -> str:
     """Return what people call an evaluation set."""
-    of, suffix = (name.removesuffix(AVERAGED), " (ema)") if name.endswith(AVERAGED) else (name, "")
+    of, suffix = (name.removesuffix(EMA_SUFFIX), " (ema)") if name.endswith(EMA_SUFFIX) else (name, "")
     return f"{'held-out' if of == 'held_out' else of}{suffix}"
 
 
-def say_finished(directory: RunDirectory) -> None:
-    show(
+def print_finished(directory: RunDirectory) -> None:
+    print_text(
         f"this run has finished: {directory.summary} is there, with the same run file. Nothing was done. Raise steps "
         f"to go on (or, if it has stopped early, the patience of eval.early_stopping), or set resume=never and "
         f"overwrite=true to train anew."
     )
 
 
-def say_stopped(stopped: Stopped, *, steps: int) -> None:
+def print_stopped(stopped: Stopped, *, num_steps: int) -> None:
     saved = "saved; the same command goes on" if stopped.saved else "which could not be saved"
     if stopped.too_late:
         saved = (
@@ -284,21 +296,21 @@ def say_stopped(stopped: Stopped, *, steps: int) -> None:
         )
     if not stopped.step:
         saved = "so there is nothing to save"
-    show(f"stopped by {stopped.signal} after step {stopped.step} of {steps}, {saved}")
+    print_text(f"stopped by {stopped.signal} after step {stopped.step} of {num_steps}, {saved}")
 
 
-def show(text: str | Text, console: Console | None = None) -> None:
-    (console or new_console()).print(text, highlight=False, soft_wrap=True)
+def print_text(text: str | Text, console: Console | None = None) -> None:
+    (console or create_console()).print(text, highlight=False, soft_wrap=True)
 
 
-FIRST_AFTER_S = 30.0
-PART_OF_TIME = 0.001
+FIRST_PLOT_AFTER_S = 30.0
+PLOT_TIME_FRACTION = 0.001
 """Part of one core's time that drawing may take."""
-_NICE = "import os, runpy; os.nice(10); runpy.run_module('meshwright_run.report', run_name='__main__')"
-_ENDS_WITHIN_S = 10.0
+_PLOT_CODE = "import os, runpy; os.nice(10); runpy.run_module('meshwright_run.report', run_name='__main__')"
+_PLOT_EXIT_TIMEOUT_S = 10.0
 
 
-def draw_loss_curve(results: Sequence[StepResult], path: Path, *, of_tokens: bool = True) -> None:
+def plot_loss_curve(results: Sequence[StepResult], path: Path, *, is_per_token: bool = True) -> None:
     """Write a PNG of the losses of training and of each set over steps."""
     # The object interface draws without a display and without global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -310,58 +322,58 @@ def draw_loss_curve(results: Sequence[StepResult], path: Path, *, of_tokens: boo
     axes.plot([r.step for r in results], [r.loss for r in results], linewidth=1, label="training")
     for name in dict.fromkeys(name for r in results for name in r.evaluations):
         points = [(r.step, r.evaluations[name]) for r in results if name in r.evaluations]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5, label=shown(name))
-    axes.set(xlabel="step", ylabel="loss [nats per token]" if of_tokens else "loss")
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5, label=format_eval_set(name))
+    axes.set(xlabel="step", ylabel="loss [nats per token]" if is_per_token else "loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    with written_whole(path) as file:
+    with atomic_writer(path) as file:
         figure.savefig(file, format="png")
 
 
-def draw_metrics(metrics: Path, path: Path, *, of_tokens: bool = True) -> None:
+def plot_metrics(metrics: Path, path: Path, *, is_per_token: bool = True) -> None:
     """Draw the steps of a file of metrics; nothing if it has none, or the disk takes no picture."""
     with suppress(OSError):
-        results = read_metrics(metrics, until=sys.maxsize, steps=0)
+        results = read_metrics(metrics, last_step=sys.maxsize, num_steps=0)
         if results:
-            draw_loss_curve(results, path, of_tokens=of_tokens)
+            plot_loss_curve(results, path, is_per_token=is_per_token)
 
 
-class Curve:
+class LossCurvePlotter:
     """Observer on the first rank that has the picture drawn; a context manager that leaves no process behind."""
 
     def __init__(
-        self, metrics: Path, path: Path, *, of_tokens: bool = True, clock: Callable[[], float] = time.monotonic
+        self, metrics: Path, path: Path, *, is_per_token: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._metrics, self._path, self._of_tokens, self._clock = metrics, path, of_tokens, clock
+        self._metrics, self._path, self._of_tokens, self._clock = metrics, path, is_per_token, clock
         self.drawing: subprocess.Popen[bytes] | None = None
-        self._begun, self._due = clock(), clock() + FIRST_AFTER_S
+        self._begun, self._due = clock(), clock() + FIRST_PLOT_AFTER_S
 
-    def __enter__(self) -> Curve:
+    def __enter__(self) -> LossCurvePlotter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         drawing, self.drawing = self.drawing, None
         if drawing is not None:
             try:
-                drawing.wait(_ENDS_WITHIN_S)
+                drawing.wait(_PLOT_EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 drawing.kill()
                 drawing.wait()
         if error is not None:
-            draw_metrics(self._metrics, self._path, of_tokens=self._of_tokens)
+            plot_metrics(self._metrics, self._path, is_per_token=self._of_tokens)
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
         now = self._clock()
         if self.drawing is not None and self.drawing.poll() is not None:
             self.drawing = None
-            self._due = now + (now - self._begun) / PART_OF_TIME
+            self._due = now + (now - self._begun) / PLOT_TIME_FRACTION
         if self.drawing is None and now >= self._due:
             self._begun = now
-            command = [*PYTHON, "-c", _NICE, str(self._metrics), str(self._path), str(int(self._of_tokens))]
+            command = [*SAFE_PYTHON, "-c", _PLOT_CODE, str(self._metrics), str(self._path), str(int(self._of_tokens))]
             quiet = subprocess.DEVNULL
             self.drawing = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
 
 
 if __name__ == "__main__":
-    draw_metrics(Path(sys.argv[1]), Path(sys.argv[2]), of_tokens=sys.argv[3] == "1")
+    plot_metrics(Path(sys.argv[1]), Path(sys.argv[2]), is_per_token=sys.argv[3] == "1")

@@ -17,43 +17,43 @@ from functools import partial
 from typing import Any, cast
 
 from meshwright.plugin import (
-    BAD_STEPS,
-    STATE,
+    BAD_STEPS_KEY,
+    LOOP_STATE_KEY,
     CheckpointError,
     EarlyStopping,
-    Folder,
-    LocalFolder,
+    IncompleteCheckpointError,
+    LocalStorage,
     Loop,
     Manifest,
-    Place,
-    StateCopies,
+    MetricMonitor,
+    StateReplication,
     StepResult,
+    Storage,
+    StorageReader,
     StrategyManager,
-    TornCheckpointError,
-    Watch,
     World,
-    all_in,
-    checked,
-    exists,
-    first_whole,
+    cleanup,
+    find_first_valid,
+    find_newest_checkpoint,
     get_registry,
-    newest_checkpoint,
+    list_checkpoints,
+    read_and_verify_share,
     read_manifest,
-    tidy,
-    unreadable,
+    storage_exists,
+    unreadable_error,
     warn,
 )
 
-from .fate import AUTO, NEVER, Fate, began_from, named_before
-from .journal import id_of, note
-from .report import metrics_of
+from .fate import AUTO, NEVER, RunAction, find_previously_named, has_started_from
+from .journal import get_run_id, log_event
+from .report import parse_metrics
 from .run_directory import METRICS, RunDirectory
 from .run_file import RunConfig
 from .run_sections import EvalConfig
 
 
 @dataclass(frozen=True)
-class Source:
+class ResumePoint:
     """A checkpoint that a run resumes from.
 
     `named` is the one that `resume` named when the course of the run began, and `changed` what differs from its run.
@@ -61,12 +61,12 @@ class Source:
     where the course begins with the checkpoint.
     """
 
-    place: Place
+    place: StorageReader
     manifest: Manifest
     named: str | None
     changed: tuple[str, ...]
     keeps: int
-    metrics: Folder | None
+    metrics: Storage | None
 
     @property
     def step(self) -> int:
@@ -79,14 +79,14 @@ class Source:
     @property
     def left_out(self) -> int:
         """Batches that rewinding has left out; see [Note: draws] in `monitors`."""
-        return int(((self.watched or {}).get(BAD_STEPS) or {}).get("left_out", 0))
+        return int(((self.watched or {}).get(BAD_STEPS_KEY) or {}).get("left_out", 0))
 
     @property
     def watched(self) -> Mapping[str, Any] | None:
-        return _watched(self.manifest, self.changed)
+        return _get_loop_state(self.manifest, self.changed)
 
-    def earlier(self, steps: int) -> list[StepResult]:
-        """Return the steps before it, of a run of `steps` steps."""
+    def earlier(self, num_steps: int) -> list[StepResult]:
+        """Return the steps before it, of a run of `num_steps` steps."""
         if self.metrics is None:
             return []
         try:
@@ -95,8 +95,8 @@ class Source:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise unreadable(self.metrics, error) from None
-        return metrics_of(content, f"{self.metrics}/{METRICS}", until=self.step, steps=steps)
+            raise unreadable_error(self.metrics, error) from None
+        return parse_metrics(content, f"{self.metrics}/{METRICS}", last_step=self.step, num_steps=num_steps)
 
     def position(self) -> int:
         """Return where in the global stream of data the run resumes; see [Note: the global stream] in
@@ -107,125 +107,135 @@ class Source:
         return int(self.manifest.extra.get("position", self.step * batch_size))
 
 
-def find_source(
-    config: RunConfig, fate: Fate, identity: Mapping[str, Any], world: World, *, steps: int, copies: MemoryCopies
-) -> Source | None:
+def find_resume_point(
+    config: RunConfig,
+    action: RunAction,
+    identity: Mapping[str, Any],
+    world: World,
+    *,
+    num_steps: int,
+    replicas: RunReplicas,
+) -> ResumePoint | None:
     """Return the checkpoint to resume from, if any; see [Note: the course of a run]. Collective; the directory is
     locked."""
     directory, source = RunDirectory.of(config), config.resumption.source
-    if source == NEVER or (source == AUTO and fate is not Fate.GO_ON):
+    if source == NEVER or (source == AUTO and action is not RunAction.GO_ON):
         return None
     root = directory.checkpoints
-    if fate is Fate.GO_ON:
-        world.from_first(lambda: tidy(root))
+    if action is RunAction.GO_ON:
+        world.from_first(lambda: cleanup(root))
     given = None if source == AUTO else directory.place_of(source)
     asked = None if given is None else str(given)
 
-    def on_disk() -> Folder | None:
-        return newest_checkpoint(root, world) if given is None else _saved_since(root, given, identity, world)
+    def on_disk() -> Storage | None:
+        return (
+            find_newest_checkpoint(root, world) if given is None else _find_newest_since(root, given, identity, world)
+        )
 
-    place: Place | None = on_disk() if fate is not Fate.GO_ON else copies.newest(on_disk, asked)
+    place: StorageReader | None = on_disk() if action is not RunAction.GO_ON else replicas.newest(on_disk, asked)
     if place is None and given is None:
         # A run that has begun with a checkpoint does not begin at step 0.
-        if begun := world.from_first(lambda: str(named_before(directory) or "")):
+        if begun := world.from_first(lambda: str(find_previously_named(directory) or "")):
             raise CheckpointError(
                 f"the run in output_dir={directory.given!r} began with {begun}, and has saved no checkpoint since. "
                 f"Give resume={begun} again; or start anew, with resume=never and overwrite=true."
             )
         return None
     if place is None:
-        place = cast("Folder", given)
-        world.together(lambda: checked(place, world))
+        place = cast("Storage", given)
+        world.together(lambda: read_and_verify_share(place, world))
     manifest = world.together(lambda: read_manifest(place))
-    parent: Folder | None = getattr(place, "parent", None)
+    parent: Storage | None = getattr(place, "parent", None)
     # Among those that the run has saved or copied, and not set aside; what was set aside has its metrics beside it.
     is_own = parent is None or parent.is_same(root)
     beside = parent if parent is not None and parent.parent.is_same(root) else None
-    return Source(
+    return ResumePoint(
         place,
         manifest,
         named=asked or manifest.extra.get("named"),
-        changed=world.together(lambda: changes(place, manifest, identity, config, steps)),
+        changed=world.together(lambda: find_changed_settings(place, manifest, identity, config, num_steps)),
         keeps=manifest.step if is_own else -1,
-        metrics=LocalFolder(directory.path) if is_own else beside,
+        metrics=LocalStorage(directory.path) if is_own else beside,
     )
 
 
-def _saved_since(root: Folder, given: Folder, identity: Mapping[str, Any], world: World) -> Folder | None:
-    """Return the newest valid checkpoint that the same run has saved since it began with `given`. Collective."""
+def _find_newest_since(
+    storage: Storage, checkpoint: Storage, identity: Mapping[str, Any], world: World
+) -> Storage | None:
+    """Return the newest valid checkpoint that the same run has saved since it began with `checkpoint`. Collective."""
 
     def own() -> list[str]:
         found = []
-        for place in all_in(root):
+        for place in list_checkpoints(storage):
             try:
                 extra = read_manifest(place).extra
-            except TornCheckpointError:
+            except IncompleteCheckpointError:
                 continue
-            if extra.get("named") == str(given) and not _differences(extra.get("identity", {}), identity):
+            if extra.get("named") == str(checkpoint) and not _find_differences(extra.get("identity", {}), identity):
                 found.append(place.name)
         return found
 
-    return first_whole([root.at(name) for name in world.from_first(own)], world)[0]
+    return find_first_valid([storage.at(name) for name in world.from_first(own)], world)[0]
 
 
-def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> None:
+def check_resume_checkpoint(config: RunConfig, identity: Mapping[str, Any], num_steps: int) -> None:
     """Refuse early to resume from a checkpoint of another run, where the run file names one."""
     source = config.resumption.source
     if source in (AUTO, NEVER):
         return
     directory = RunDirectory.of(config)
     given = directory.place_of(source)
-    if not exists(given) and began_from(directory, given):
+    if not storage_exists(given) and has_started_from(directory, given):
         return
     manifest = read_manifest(given)
-    changed = changes(source, manifest, identity, config, steps, least=1)
-    if Watch(early_stopping(config.eval), None, _watched(manifest, changed)).is_exhausted:
+    changed = find_changed_settings(source, manifest, identity, config, num_steps, min_steps_left=1)
+    if MetricMonitor(build_early_stopping(config.eval), None, _get_loop_state(manifest, changed)).is_exhausted:
         raise CheckpointError(
             f"the run that {source} is of has stopped early at step {manifest.step}, as eval.early_stopping says. "
             f"Raise its patience, leave it out, or go on from an earlier checkpoint."
         )
 
 
-def changes(
-    source: str | Place,
+def find_changed_settings(
+    checkpoint: str | StorageReader,
     manifest: Manifest,
     identity: Mapping[str, Any],
     config: RunConfig,
-    steps: int,
+    num_steps: int,
     *,
-    least: int = 0,
+    min_steps_left: int = 0,
 ) -> tuple[str, ...]:
     """Return the names of what differs from the run of a checkpoint; at least so many steps must be left of the run."""
     saved = manifest.extra.get("identity")
     if saved is None:
         raise CheckpointError(
-            f"the checkpoint {source} is not of a run of `meshwright train`. Load it in a script, or begin with its "
-            f"weights alone: model.checkpoint={source}."
+            f"the checkpoint {checkpoint} is not of a run of `meshwright train`. Load it in a script, or begin with its "
+            f"weights alone: model.checkpoint={checkpoint}."
         )
-    changed = _differences(saved, identity)
+    changed = _find_differences(saved, identity)
     allow = set(config.resumption.allow)
     refused = [name for name in changed if name not in allow and name.partition(".")[0] not in allow]
     if "model.base" in refused:
         raise CheckpointError(
-            f"{source} holds adapters of another base: {(manifest.base or {}).get('path')}, fingerprint "
+            f"{checkpoint} holds adapters of another base: {(manifest.base or {}).get('path')}, fingerprint "
             f"{str((manifest.base or {}).get('fingerprint'))[:12]}. The model at model.path={config.model['path']!r} "
             f"has other weights. Give the base that the run was started with, or start anew in another output_dir."
         )
     if refused:
         raise CheckpointError(
-            f"the run differs from the one that {source} is of: {', '.join(refused[:5])}. Give what it was started "
+            f"the run differs from the one that {checkpoint} is of: {', '.join(refused[:5])}. Give what it was started "
             f"with; or allow the change, where that can be (resume: {{from: ..., allow: [...]}}); or start anew, with "
-            f"resume=never, or with its weights alone, in another output_dir: model.checkpoint={source}."
+            f"resume=never, or with its weights alone, in another output_dir: model.checkpoint={checkpoint}."
         )
-    if manifest.step + least > steps:
+    if manifest.step + min_steps_left > num_steps:
         raise CheckpointError(
-            f"{source} is of step {manifest.step}, but the run is to have {steps} steps. Raise steps, or start anew "
+            f"{checkpoint} is of step {manifest.step}, but the run is to have {num_steps} steps. Raise steps, or start anew "
             f"with resume=never."
         )
     return tuple(changed)
 
 
-def _differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+def _find_differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
     """Return the names of what differs; sections that were not saved do not."""
     found = []
     for section, value in identity.items():
@@ -237,69 +247,69 @@ def _differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[
     return found
 
 
-def _watched(manifest: Manifest, changed: Sequence[str]) -> Mapping[str, Any] | None:
+def _get_loop_state(manifest: Manifest, changed_settings: Sequence[str]) -> Mapping[str, Any] | None:
     """Return what the loop of a checkpoint remembers. Losses of other data, or of another objective, cannot be compared
     with those before, and patience begins anew; the position in the data stays if they are the same."""
-    state: Mapping[str, Any] | None = manifest.extra.get(STATE)
-    sections = {name.partition(".")[0] for name in changed}
+    state: Mapping[str, Any] | None = manifest.extra.get(LOOP_STATE_KEY)
+    sections = {name.partition(".")[0] for name in changed_settings}
     if "data" in sections or state is None:
         return None
     if "objective" not in sections:
         return state
-    known = state.get(BAD_STEPS) or {}
-    return {BAD_STEPS: {name: known[name] for name in ("left_out", "count") if name in known}}
+    known = state.get(BAD_STEPS_KEY) or {}
+    return {BAD_STEPS_KEY: {name: known[name] for name in ("left_out", "count") if name in known}}
 
 
-def early_stopping(config: EvalConfig) -> EarlyStopping | None:
+def build_early_stopping(config: EvalConfig) -> EarlyStopping | None:
     section = config.early_stopping
     return None if section is None else EarlyStopping(section.set, section.patience, section.min_delta)
 
 
-class MemoryCopies:
-    """Copies of the state of one run. Collective, as are all methods; raises as the hook `open_state_copies`."""
+class RunReplicas:
+    """Copies of the state of one run. Collective, as are all methods; raises as the hook `open_state_replication`."""
 
     def __init__(self, directory: RunDirectory, world: World) -> None:
         self._directory, self._world = directory, world
-        self._copies: StateCopies | None = None
+        self._copies: StateReplication | None = None
         if directory.checkpoint.copies is not None:
             self._copies = get_registry().hook.open_state_copies(world=world)
 
-    def newest(self, on_disk: Callable[[], Folder | None], named: str | None) -> Place | None:
+    def newest(self, find_on_disk: Callable[[], Storage | None], resumed_from: str | None) -> StorageReader | None:
         """Return what the run resumes from: the newest step that is valid in memory, or a newer one on disk.
 
         Checkpoints on disk are not read unless one has the name of a later step.
         """
-        world, (step, copy) = self._world, self._newest_copy(named)
+        world, (step, copy) = self._world, self._newest_copy(resumed_from)
         if copy is None:
-            return on_disk()
-        if named is None and step >= world.from_first(lambda: _newest_name(self._directory.checkpoints)):
+            return find_on_disk()
+        if resumed_from is None and step >= world.from_first(lambda: _find_newest_step(self._directory.checkpoints)):
             return copy
         found = None
         with suppress(CheckpointError):
-            found = on_disk()
+            found = find_on_disk()
         if found is None or world.together(lambda: read_manifest(found)).step <= step:
             return copy
         return found
 
-    def _newest_copy(self, named: str | None) -> tuple[int, Place | None]:
+    def _newest_copy(self, resumed_from: str | None) -> tuple[int, StorageReader | None]:
         world = self._world
         if self._copies is None:
             return -1, None
-        run = world.from_first(lambda: id_of(self._directory.events))
+        run = world.from_first(lambda: get_run_id(self._directory.events))
         access = world.together(lambda: self._directory.access)
         for step, place in self._copies.places(world, run, access):
             try:
-                manifest = world.together(lambda place=place: checked(place, world))  # type: ignore[misc]
+                manifest = world.together(lambda place=place: read_and_verify_share(place, world))  # type: ignore[misc]
             except CheckpointError as error:
                 if world.rank == 0:
                     warn(f"step {step} in memory is of no use: {error}", stacklevel=2)
                 continue
-            if named is None or manifest.extra.get("named") == named:
+            if resumed_from is None or manifest.extra.get("named") == resumed_from:
                 return step, place
         return -1, None
 
     @contextmanager
-    def copying(self, manager: StrategyManager, loop: Loop, run: str) -> Iterator[Loop]:
+    def copying(self, manager: StrategyManager, loop: Loop, run_id: str) -> Iterator[Loop]:
         settings = self._directory.checkpoint.copies
         if settings is None or self._copies is None:
             yield loop
@@ -307,20 +317,20 @@ class MemoryCopies:
         with self._copies.copying(
             manager,
             loop.scheduler,
-            run=run,
-            start=loop.start,
+            run_id=run_id,
+            start_step=loop.start,
             every=settings.every,
             bandwidth=settings.bytes_per_s,
-            key=self._directory.access.key,
-            tell=partial(note, self._directory.events, "copies"),
+            signing_key=self._directory.access.key,
+            report=partial(log_event, self._directory.events, "copies"),
         ) as extension:
             yield replace(loop, extensions=[*loop.extensions, extension])
 
 
-def _newest_name(root: Folder) -> int:
+def _find_newest_step(storage: Storage) -> int:
     """Return the latest step that a checkpoint on disk is named for; -1: there is none."""
     try:
-        return max((int(place.name.rpartition("-")[2]) for place in all_in(root)), default=-1)
+        return max((int(place.name.rpartition("-")[2]) for place in list_checkpoints(storage)), default=-1)
     except CheckpointError:
         # What is in memory is all that there is, for now.
         return -1

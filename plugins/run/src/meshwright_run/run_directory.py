@@ -16,32 +16,32 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
-from meshwright.plugin import ConfigError, open_regular, parse_json, read_json_object, write_whole
+from meshwright.plugin import ConfigError, open_regular_file, parse_json, read_json_object, write_atomically
 
-from .profile.config import DIRECTORY as PROFILE
-from .profile.config import FAULTS
+from .profile.config import FAULT_DIRECTORY
+from .profile.config import PROFILE_DIRECTORY as PROFILE
 from .run_sections import CheckpointConfig
 
 if TYPE_CHECKING:
-    from meshwright.plugin import Access, Folder, World
+    from meshwright.plugin import Storage, StorageOptions, World
 
     from .run_file import RunConfig
 
-METRICS, CURVE, MODEL, SUMMARY, RUN = "metrics.jsonl", "loss.png", "model", "summary.json", "run.yaml"
+METRICS, LOSS_CURVE, MODEL, SUMMARY, RUN_FILE = "metrics.jsonl", "loss.png", "model", "summary.json", "run.yaml"
 AVERAGED_MODEL = f"{MODEL}-ema"
-CHECKPOINTS, EVENTS, RANKS, REFERENCE = "checkpoints", "events.jsonl", "ranks", "reference.npz"
-TIMELINE, PLANNED = "timeline", "planned.json"
-LOCK, HOLDER = ".lock", ".lock.json"
+CHECKPOINTS, EVENTS, RANK_LOGS, REFERENCE = "checkpoints", "events.jsonl", "ranks", "reference.npz"
+TIMELINE, PLANNED_SCHEDULE = "timeline", "planned.json"
+LOCK, LOCK_OWNER = ".lock", ".lock.json"
 """The file that is locked, and another that names the holder: whoever tries to lock a file may empty it."""
-LISTED = ".written.json"
+CREATED_NAMES = ".written.json"
 """Holds the names that runs have made in the directory: these may be replaced, and no others."""
-ON_THE_WAY = (f"{MODEL}.checkpoint", f"{MODEL}.writing", f"{AVERAGED_MODEL}.writing")
+IN_PROGRESS = (f"{MODEL}.checkpoint", f"{MODEL}.writing", f"{AVERAGED_MODEL}.writing")
 """Directories that become a model, or a checkpoint that one is made of."""
-REPLACED = (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANKS, TIMELINE, PROFILE, FAULTS, *ON_THE_WAY)
-REPLACED_FILES = (METRICS, CURVE, EVENTS, REFERENCE, SUMMARY, RUN)
-ALL_REPLACED = (*REPLACED, *REPLACED_FILES)
+OUTPUT_DIRECTORIES = (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANK_LOGS, TIMELINE, PROFILE, FAULT_DIRECTORY, *IN_PROGRESS)
+OUTPUT_FILES = (METRICS, LOSS_CURVE, EVENTS, REFERENCE, SUMMARY, RUN_FILE)
+ALL_OUTPUTS = (*OUTPUT_DIRECTORIES, *OUTPUT_FILES)
 """Directories and files that a run makes, and removes where it replaces another."""
-_LARGEST = 1 << 16
+_MAX_LIST_BYTES = 1 << 16
 """Bytes of LISTED that are read."""
 
 
@@ -49,13 +49,13 @@ class RunDirectory:
     def __init__(self, path: str | Path, checkpoint: CheckpointConfig | None = None) -> None:
         self.path = Path(path)
         self.given, self.checkpoint = str(path), checkpoint or CheckpointConfig()
-        self.metrics, self.curve, self.events = self.path / METRICS, self.path / CURVE, self.path / EVENTS
-        self.ranks, self.reference = self.path / RANKS, self.path / REFERENCE
+        self.metrics, self.curve, self.events = self.path / METRICS, self.path / LOSS_CURVE, self.path / EVENTS
+        self.ranks, self.reference = self.path / RANK_LOGS, self.path / REFERENCE
         self.timeline = self.path / TIMELINE
-        self.planned = self.timeline / PLANNED
-        self.summary, self.run_file, self.holder = self.path / SUMMARY, self.path / RUN, self.path / HOLDER
+        self.planned = self.timeline / PLANNED_SCHEDULE
+        self.summary, self.run_file, self.holder = self.path / SUMMARY, self.path / RUN_FILE, self.path / LOCK_OWNER
         self.model, self.averaged_model = self.path / MODEL, self.path / AVERAGED_MODEL
-        self.faults, self.own_checkpoints = self.path / FAULTS, self.path / CHECKPOINTS
+        self.faults, self.own_checkpoints = self.path / FAULT_DIRECTORY, self.path / CHECKPOINTS
 
     @classmethod
     def of(cls, config: RunConfig) -> RunDirectory:
@@ -73,34 +73,36 @@ class RunDirectory:
     # -- checkpoints
 
     @cached_property
-    def access(self) -> Access:
-        from meshwright.plugin import Access, read_key
+    def access(self) -> StorageOptions:
+        from meshwright.plugin import StorageOptions, read_signing_key
 
         file = self.checkpoint.key_file
-        return Access(None if file is None else read_key(file, where="checkpoint.key_file"), self.checkpoint.retries)
+        return StorageOptions(
+            None if file is None else read_signing_key(file, where="checkpoint.key_file"), self.checkpoint.retries
+        )
 
     @cached_property
-    def checkpoints(self) -> Folder:
-        from meshwright.plugin import is_url, place_of
+    def checkpoints(self) -> Storage:
+        from meshwright.plugin import is_url, open_storage
 
         to = self.checkpoint.to
         where = self.own_checkpoints if to is None else to if is_url(to) else Path(to).expanduser()
-        return place_of(where, self.access)
+        return open_storage(where, self.access)
 
     @property
     def saves_elsewhere(self) -> bool:
         return self.checkpoint.to is not None
 
-    def place_of(self, source: str) -> Folder:
-        from meshwright.plugin import is_url, place_of
+    def place_of(self, source: str) -> Storage:
+        from meshwright.plugin import is_url, open_storage
 
-        return place_of(source if is_url(source) else Path(source).expanduser().resolve(), self.access)
+        return open_storage(source if is_url(source) else Path(source).expanduser().resolve(), self.access)
 
-    def check_place(self, ranks: int) -> None:
+    def check_place(self, world_size: int) -> None:
         """Refuse a place that cannot serve a run, without looking at what is there."""
-        if str(self.checkpoints).startswith("memory:") and ranks > 1:
+        if str(self.checkpoints).startswith("memory:") and world_size > 1:
             raise ConfigError(
-                f"checkpoint.to={self.checkpoint.to!r} is in the memory of one process, and the run has {ranks} ranks. "
+                f"checkpoint.to={self.checkpoint.to!r} is in the memory of one process, and the run has {world_size} ranks. "
                 f"Give what all of them reach: a directory, or s3://bucket/prefix."
             )
 
@@ -120,13 +122,13 @@ class RunDirectory:
     # -- who writes here, and what
 
     @contextmanager
-    def locked(self, *, patience_s: float) -> Iterator[None]:
+    def locked(self, *, timeout_s: float) -> Iterator[None]:
         """Hold the directory, which is made if missing. The system releases it when the process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._refuse_links()
             lock = FileLock(self.path / LOCK)
-            lock.acquire(timeout=patience_s)
+            lock.acquire(timeout=timeout_s)
         except Timeout:
             raise ConfigError(
                 f"output_dir={str(self.path)!r} is in use by another run{self._holder()}. Wait until it has ended, end "
@@ -139,7 +141,7 @@ class RunDirectory:
         try:
             started = datetime.now().astimezone().isoformat(timespec="seconds")
             told = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-            write_whole(self.holder, json.dumps(told) + "\n")
+            write_atomically(self.holder, json.dumps(told) + "\n")
             yield
         finally:
             self.holder.unlink(missing_ok=True)
@@ -153,15 +155,15 @@ class RunDirectory:
             return ""
 
     def _refuse_links(self) -> None:
-        from meshwright.plugin import BESIDE
+        from meshwright.plugin import TEMPORARY_SUFFIXES
 
         # A checkpoint itself may lie elsewhere: it is read, and not written again.
         below = [
             path
-            for name in (CHECKPOINTS, RANKS, TIMELINE, PROFILE, FAULTS)
+            for name in (CHECKPOINTS, RANK_LOGS, TIMELINE, PROFILE, FAULT_DIRECTORY)
             if (self.path / name).is_dir() and not (self.path / name).is_symlink()
             for path in (self.path / name).iterdir()
-            if name != CHECKPOINTS or path.suffix in BESIDE
+            if name != CHECKPOINTS or path.suffix in TEMPORARY_SUFFIXES
         ]
         # Trackers have names of their own. What is on the way to its name is replaced.
         own = [path for path in self.path.iterdir() if path.suffix != ".tmp"]
@@ -175,54 +177,54 @@ class RunDirectory:
                 )
 
     def is_empty(self) -> bool:
-        own = (LOCK, HOLDER, LISTED)
+        own = (LOCK, LOCK_OWNER, CREATED_NAMES)
         return not self.path.is_dir() or all(path.name in own for path in self.path.iterdir())
 
     def listed(self) -> set[str]:
         """Return the names that runs have made here, as the first of them has written down."""
         try:
-            with open_regular(self.path / LISTED) as file:
-                names = parse_json(file.read(_LARGEST).decode())
+            with open_regular_file(self.path / CREATED_NAMES) as file:
+                names = parse_json(file.read(_MAX_LIST_BYTES).decode())
         except (OSError, ValueError):
             return set()
-        return {each for each in names if each in ALL_REPLACED} if isinstance(names, list) else set()
+        return {each for each in names if each in ALL_OUTPUTS} if isinstance(names, list) else set()
 
     def claim(self) -> set[str]:
         """List what is not there yet as made by runs, and return all names that are listed."""
-        mine = self.listed() | {name for name in ALL_REPLACED if not (self.path / name).exists()}
-        write_whole(self.path / LISTED, json.dumps(sorted(mine)) + "\n")
+        mine = self.listed() | {name for name in ALL_OUTPUTS if not (self.path / name).exists()}
+        write_atomically(self.path / CREATED_NAMES, json.dumps(sorted(mine)) + "\n")
         return mine
 
     def check_listed(self) -> None:
         known = self.listed()
-        others = [name for name in ALL_REPLACED if name not in known and (self.path / name).exists()]
+        others = [name for name in ALL_OUTPUTS if name not in known and (self.path / name).exists()]
         if others:
             raise ConfigError(
                 f"overwrite=true would remove {', '.join(others)} in output_dir={str(self.path)!r}, which no run has "
-                f"made there ({LISTED} has what runs have made). Move it away, or name another directory."
+                f"made there ({CREATED_NAMES} has what runs have made). Move it away, or name another directory."
             )
 
-    def prepare(self, run: str, *, replaces: bool) -> None:
+    def prepare(self, run_file_text: str, *, overwrite: bool) -> None:
         """Make it the directory of an unfinished run."""
-        from meshwright.plugin import remove_all
+        from meshwright.plugin import remove_checkpoints
 
         try:
-            if replaces:
+            if overwrite:
                 if self.saves_elsewhere:
-                    remove_all(self.checkpoints)
+                    remove_checkpoints(self.checkpoints)
                 self.check_listed()
-                for name in REPLACED:
+                for name in OUTPUT_DIRECTORIES:
                     if (self.path / name).is_dir():
                         shutil.rmtree(self.path / name)
-                for name in REPLACED_FILES:
-                    if name not in (SUMMARY, RUN):
+                for name in OUTPUT_FILES:
+                    if name not in (SUMMARY, RUN_FILE):
                         (self.path / name).unlink(missing_ok=True)
             mine = self.claim()
-            for name in ON_THE_WAY:
+            for name in IN_PROGRESS:
                 if name in mine:
                     shutil.rmtree(self.path / name, ignore_errors=True)
             # As long as there is a summary, the directory is that of the run that has finished.
             self.summary.unlink(missing_ok=True)
-            write_whole(self.run_file, run)
+            write_atomically(self.run_file, run_file_text)
         except OSError as error:
             raise ConfigError(f"output_dir={self.given!r} cannot be written: {error}.") from error

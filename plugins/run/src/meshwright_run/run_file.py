@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, create_model, field_validator, model_validator
 
 from meshwright.plugin import (
-    AVERAGED,
+    EMA_SUFFIX,
     BadStepConfig,
     ConfigError,
     Degrees,
     EMAConfig,
-    Failure,
     FinitePositive,
     FrozenModel,
     MeshSizes,
     OptimizerConfig,
-    PathText,
+    PathStr,
+    PluginFailure,
     RunSection,
     ScheduleConfig,
     Size,
     Stack,
-    assigned,
+    apply_assignments,
     check_objective,
+    format_install_hint,
     get_registry,
-    how_to_install,
     parse_yaml,
     read_text,
     resolve,
-    validated,
+    validate_config,
 )
 
 from .data.config import DataConfig
@@ -47,14 +47,14 @@ from .run_sections import (
     check_model_section,
 )
 from .run_sections import CheckpointConfig as CheckpointConfig
-from .secrets import without_secrets
+from .secrets import redact_run_file
 
 PositiveFloat = Annotated[float, Field(gt=0)]
-LEAST_WATCHDOG_S = 2.0
+MIN_WATCHDOG_S = 2.0
 """A busy machine must not be taken for a hang."""
 
 
-_PLUGIN_OF = {"plan": "plan", "launch": "cluster"}
+_SECTION_EXTRAS = {"plan": "plan", "launch": "cluster"}
 """Sections that plugins of this project bring, and the extra that installs each."""
 _Section = TypeVar("_Section", bound=FrozenModel)
 
@@ -94,12 +94,12 @@ class BaseRunConfig(MeshSizes):
     )
     watchdog_s: FinitePositive | None = Field(
         default=None,
-        ge=LEAST_WATCHDOG_S,
+        ge=MIN_WATCHDOG_S,
         description="How long a phase of a step may stand still, or a rank be silent, once a step has been done, in "
         "seconds; at most timeout_s. null: a rank may be silent for timeout_s. See docs/watchdog.md.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
-    output_dir: PathText = Field(default="runs/run", description="Where metrics, the loss curve and the model go.")
+    output_dir: PathStr = Field(default="runs/run", description="Where metrics, the loss curve and the model go.")
     overwrite: bool = Field(
         default=False,
         description="Replace what is in output_dir: the results of another run, or, with resume=never, of any. What "
@@ -152,7 +152,7 @@ class BaseRunConfig(MeshSizes):
     eval: EvalConfig = EvalConfig()
     sample: SampleConfig | None = Field(default=SampleConfig(), description="null: no sample.")
     checkpoint: CheckpointConfig = CheckpointConfig()
-    resume: PathText | ResumeConfig = Field(
+    resume: PathStr | ResumeConfig = Field(
         default="auto",
         description="auto: go on from the newest whole checkpoint in output_dir; never: start anew, each time that "
         "the command is given; else the directory of a checkpoint to go on from. If it is one of output_dir, later "
@@ -173,9 +173,11 @@ class BaseRunConfig(MeshSizes):
     @model_validator(mode="before")
     @classmethod
     def _sections_are_installed(cls, values: Any) -> Any:
-        for key, extra in _PLUGIN_OF.items():
+        for key, extra in _SECTION_EXTRAS.items():
             if isinstance(values, dict) and key in values and key not in cls.model_fields:
-                raise ValueError(f"{key}: this section is of a plugin that is not installed. {how_to_install(extra)}")
+                raise ValueError(
+                    f"{key}: this section is of a plugin that is not installed. {format_install_hint(extra)}"
+                )
         return values
 
     @model_validator(mode="before")
@@ -228,7 +230,7 @@ class BaseRunConfig(MeshSizes):
             )
         if self.checkpoint.replicate is not None and not get_registry().implementations("open_state_copies"):
             raise ValueError(
-                f"checkpoint.replicate needs a plugin that is not installed. {how_to_install('replicate')}"
+                f"checkpoint.replicate needs a plugin that is not installed. {format_install_hint('replicate')}"
             )
         if self.elastic is not None and None not in (self.dp_size, self.tp_size, self.pp_size, self.cp_size):
             raise ValueError(
@@ -241,7 +243,7 @@ class BaseRunConfig(MeshSizes):
     def _check_sets(self) -> Self:
         known = [*([HELD_OUT] if self.data.eval_fraction else []), *self.data.eval_sets]
         if self.ema is not None and self.ema.evaluate:
-            known += [f"{name}{AVERAGED}" for name in known]
+            known += [f"{name}{EMA_SUFFIX}" for name in known]
         stopping, best = self.eval.early_stopping, self.checkpoint.keep_best
         for key, wanted in (("eval.early_stopping.set", stopping), ("checkpoint.keep_best.set", best)):
             if wanted is not None and wanted.set not in known:
@@ -259,14 +261,14 @@ class BaseRunConfig(MeshSizes):
     def resumption(self) -> ResumeConfig:
         return ResumeConfig.model_validate({"from": self.resume}) if isinstance(self.resume, str) else self.resume
 
-    def processes(self, claims: frozenset[str], accelerators: int) -> int:
+    def processes(self, claimed_axes: frozenset[str], num_accelerators: int) -> int:
         """Return how many ranks to start on this node."""
         if self.nproc != "auto":
             return self.nproc
         known = self.known_product()
-        if self.dp_size is not None or not claims & {"dp_replicate", "dp_shard"}:
+        if self.dp_size is not None or not claimed_axes & {"dp_replicate", "dp_shard"}:
             return known
-        wanted = accelerators or 4
+        wanted = num_accelerators or 4
         return known * max(1, wanted // known)
 
     def section(self, config_cls: type[_Section]) -> _Section | None:
@@ -274,7 +276,7 @@ class BaseRunConfig(MeshSizes):
         return next((value for value in vars(self).values() if isinstance(value, config_cls)), None)
 
 
-def run_sections() -> list[RunSection]:
+def load_plugin_sections() -> list[RunSection]:
     """Return the sections of plugins. A plugin that brings a wrong one adds none, and is listed as failed."""
     registry, found = get_registry(), dict[str, RunSection]()
     for plugin, register in registry.implementations("register_run_sections"):
@@ -285,11 +287,11 @@ def run_sections() -> list[RunSection]:
             found |= sections
         except (Exception, SystemExit) as error:
             # Whatever a plugin raises; see [Note: isolation] in the registry.
-            registry.set_aside(Failure(plugin, f"register_run_sections: {type(error).__name__}: {error}"))
+            registry.set_aside(PluginFailure(plugin, f"register_run_sections: {type(error).__name__}: {error}"))
     return list(found.values())
 
 
-SECTIONS = run_sections()
+PLUGIN_SECTIONS = load_plugin_sections()
 
 if TYPE_CHECKING:
 
@@ -307,7 +309,7 @@ else:
                 each.config_cls if each.default is not None else each.config_cls | None,
                 Field(default=each.default, description=each.description),
             )
-            for each in SECTIONS
+            for each in PLUGIN_SECTIONS
         },
     )
 
@@ -322,7 +324,7 @@ def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file or an assignment cannot be read, or a value is not valid.
     """
-    return validated(RunConfig, read_values(path, assignments), where=str(path))
+    return validate_config(RunConfig, read_values(path, assignments), where=str(path))
 
 
 def read_values(path: str | Path, assignments: Sequence[str] = ()) -> dict[str, Any]:
@@ -336,51 +338,53 @@ def read_values(path: str | Path, assignments: Sequence[str] = ()) -> dict[str, 
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold a mapping of keys to values, not {type(values).__name__}.")
-    return assigned(values, assignments)
+    return apply_assignments(values, assignments)
 
 
-def as_plain(config: RunConfig) -> dict[str, Any]:
+def to_redacted_dict(config: RunConfig) -> dict[str, Any]:
     """Return the run as plain values without secrets, see `secrets`; else `load_run` reads the same run."""
-    return hidden(config.model_dump(by_alias=True))
+    return redact(config.model_dump(by_alias=True))
 
 
-def hidden(values: Mapping[str, Any]) -> dict[str, Any]:
+def redact(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a run file without secrets; see `secrets`."""
-    return without_secrets(values, SECTIONS)
+    return redact_run_file(values, PLUGIN_SECTIONS)
 
 
-def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def diff_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return the keys of two run files whose values differ, with both as texts."""
-    left, right = dict(_flat(one)), dict(_flat(other))
+    left, right = dict(_flatten(one)), dict(_flatten(other))
     pairs = {name: (left.get(name, "(not set)"), right.get(name, "(not set)")) for name in {**left, **right}}
-    return [(name, _text(mine), _text(theirs)) for name, (mine, theirs) in pairs.items() if mine != theirs]
+    return [
+        (name, _format_value(mine), _format_value(theirs)) for name, (mine, theirs) in pairs.items() if mine != theirs
+    ]
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-NO_END = 2**31 - 1
+UNBOUNDED_STEPS = 2**31 - 1
 """Steps of a run that does not say how many."""
 
 
-def read_job(run_file: Path, assignments: Sequence[str]) -> dict[str, Any]:
+def read_unbounded_values(run_file: Path, assignments: Sequence[str]) -> dict[str, Any]:
     """Return the values of a run file, which need not say how long the run is."""
     values = read_values(run_file, assignments)
     if values.get("steps") is None and values.get("epochs") is None:
-        values["steps"] = NO_END
+        values["steps"] = UNBOUNDED_STEPS
     return values
 
 
-def layout_of(config: RunConfig, world_size: int) -> tuple[Stack, Degrees, int]:
+def resolve_layout(config: RunConfig, world_size: int) -> tuple[Stack, Degrees, int]:
     """Return a run's strategies, its mesh on so many ranks, and the sequences of a microbatch."""
     stack, degrees = resolve(
         config.strategy, config, world_size, config=config.strategy_config, wrapper_config=config.wrapper_config
@@ -390,11 +394,11 @@ def layout_of(config: RunConfig, world_size: int) -> tuple[Stack, Degrees, int]:
     return stack, degrees, rows
 
 
-def check_model(section: Mapping[str, Any], seq_len: int) -> None:
+def check_new_model(section: Mapping[str, Any], seq_len: int) -> None:
     """Refuse a new model that transformers would refuse, before torch is imported. Others are checked later."""
-    from meshwright.plugin import check_model_type, model_config
+    from meshwright.plugin import build_model_config, check_model_type
 
     if "model_type" in section:
         # An unknown type is found without importing transformers.
         check_model_type(str(section["model_type"]))
-        model_config(section, tokenizer=None, seq_len=seq_len)
+        build_model_config(section, tokenizer=None, seq_len=seq_len)

@@ -14,53 +14,53 @@ import torch
 from rich.console import Console
 
 from meshwright.plugin import (
-    Around,
     Checkpointer,
     ConfigError,
-    Flops,
+    FlopsReporter,
     Loop,
     LoopExtension,
     Mesh,
     MeshwrightError,
     PretrainedWeights,
     RunInfo,
+    StepContext,
     StepResult,
     Stopped,
     StopSignals,
     StrategyManager,
     World,
-    as_yaml,
+    archive_after,
     check_same_weights,
+    create_console,
     fit,
     get_registry,
-    move_aside,
-    new_console,
     open_world,
-    warn_of_weights,
+    to_yaml,
+    warn_about_weights,
 )
 
-from .assembly import begin_with_weights, loop_of
-from .fate import Fate, check_output, is_finished
-from .journal import HangFiles, Journal, RankLog, id_of, note, timeline_logs
-from .launch.rank import signs_of_life
-from .observers import Startup, StartupReport, Stragglers, chosen, tracking
-from .output import export, finish
-from .preflight import Plan, fetch_model, headline, make_model, plan_run
-from .profile.recording import FaultFiles, Recorder, Sampler
-from .report import Curve, Reporter, draw_metrics, say_finished, say_stopped, show
-from .resume import MemoryCopies, Source, find_source
+from .assembly import build_loop, load_initial_weights
+from .fate import RunAction, choose_run_action, is_finished
+from .journal import EventLog, HangFileReporter, RankLog, build_timeline_logs, get_run_id, log_event
+from .launch.rank import heartbeat
+from .observers import StartupReporter, StartupTimer, StragglerDetector, attach_trackers, resolve_trackers
+from .output import export_model, write_results
+from .preflight import PreparedRun, build_run_model, describe_run, download_model, preflight
+from .profile.recording import CommunicationSampler, FaultFileWriter, StepProfiler
+from .report import LossCurvePlotter, MetricsReporter, plot_metrics, print_finished, print_stopped, print_text
+from .resume import ResumePoint, RunReplicas, find_resume_point
 from .run_directory import RunDirectory
-from .run_file import RunConfig, as_plain
+from .run_file import RunConfig, to_redacted_dict
 from .run_sections import KeepBestConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-LINGERING_S = 15.0
+PREVIOUS_RUN_WAIT_S = 15.0
 """How long a run waits for the ranks of one before it, whose launcher was killed, to end."""
 
 
-class Companion(Protocol):
+class RunMonitor(Protocol):
     """What monitors a run: it knows beforehand what the run takes, and looks at a step while it happens.
 
     The launching process or the first rank makes it before the process group; it is pickled for ranks. Its hooks are
@@ -88,97 +88,97 @@ class Companion(Protocol):
 
 
 def run_rank(
-    store: Store | None, config: RunConfig, companion: Companion | None = None, startup: Startup | None = None
+    store: Store | None, config: RunConfig, monitor: RunMonitor | None = None, startup: StartupTimer | None = None
 ) -> None:
-    startup = startup or Startup()
+    startup = startup or StartupTimer()
     startup.end("start of the ranks")
     if config.threads_per_rank != "auto":
         torch.set_num_threads(config.threads_per_rank)
     directory, timeout_s = RunDirectory.of(config), config.timeout_s
     with ExitStack() as held:
         with (
-            signs_of_life(timeout_s, config.watchdog_s) as progress,
+            heartbeat(timeout_s, config.watchdog_s) as progress,
             open_world(config.device, store=store, timeout_s=timeout_s) as world,
         ):
             world.progress = progress
             if world.from_first(lambda: is_finished(config)):
                 if world.rank == 0:
-                    say_finished(directory)
+                    print_finished(directory)
                 return
-            commit = fetch_model(config.model, world)
+            commit = download_model(config.model, world)
             startup.end("process group")
-            plan = world.together(lambda: plan_run(config, world.size, commit=commit))
+            plan = world.together(lambda: preflight(config, world.size, commit=commit))
             startup.end("checks on the ranks")
-            world.raise_together(companion.refusal if companion is not None else None)
-            lock = directory.locked(patience_s=min(LINGERING_S, timeout_s / 2))
+            world.raise_together(monitor.refusal if monitor is not None else None)
+            lock = directory.locked(timeout_s=min(PREVIOUS_RUN_WAIT_S, timeout_s / 2))
             world.from_first(lambda: held.enter_context(lock))
             directory.check_same_key(world)
-            fate = world.from_first(lambda: check_output(config, plan.steps))
-            if fate is Fate.DONE:
+            fate = world.from_first(lambda: choose_run_action(config, plan.steps))
+            if fate is RunAction.DONE:
                 # By the run that was waited for.
                 return
             asked = config.checkpoint.stops_on
             # The process that has started the ranks here reports what it passes on, and the SIGTERM of their peers.
             reports = world.rank == 0 and multiprocessing.parent_process() is None
-            said = partial(show, console=new_console(stderr=True)) if reports else None
-            signals = StopSignals(asked.signals, exit_code=asked.exit_code, grace_s=asked.grace_s, tell=said)
+            said = partial(print_text, console=create_console(stderr=True)) if reports else None
+            signals = StopSignals(asked.signals, exit_code=asked.exit_code, grace_s=asked.grace_s, report=said)
             held.enter_context(signals)
             try:
-                results = _Run(directory, plan, fate, world, signals, companion, startup).train()
+                results = _RankRun(directory, plan, fate, world, signals, monitor, startup).train()
             except Stopped as stopped:
                 if world.rank == 0:
-                    say_stopped(stopped, steps=plan.steps)
+                    print_stopped(stopped, num_steps=plan.steps)
                 raise
         # The other ranks are done: what is left needs no collective.
         if world.rank == 0:
-            finish(plan, results, new_console())
+            write_results(plan, results, create_console())
 
 
 @dataclass
-class _Run:
+class _RankRun:
     """A run that may begin, on one rank."""
 
     directory: RunDirectory
-    plan: Plan
-    fate: Fate
+    plan: PreparedRun
+    fate: RunAction
     world: World
     signals: StopSignals
-    companion: Companion | None
-    startup: Startup
-    console: Console = field(default_factory=new_console)
+    companion: RunMonitor | None
+    startup: StartupTimer
+    console: Console = field(default_factory=create_console)
 
     def train(self) -> list[StepResult]:
         """Train the model, and write it. Collective."""
         plan, world = self.plan, self.world
         config = plan.config
-        copies = MemoryCopies(self.directory, world)
-        source = find_source(config, self.fate, plan.identity, world, steps=plan.steps, copies=copies)
+        copies = RunReplicas(self.directory, world)
+        source = find_resume_point(config, self.fate, plan.identity, world, num_steps=plan.steps, replicas=copies)
         manager = plan.stack.build(Mesh(plan.degrees, world))
         model, weights = world.together(
-            lambda: make_model(config.model, plan.model, plan.model_config, seed=config.seed)
+            lambda: build_run_model(config.model, plan.model, plan.model_config, seed=config.seed)
         )
         parameters = sum(each.numel() for each in model.parameters())
         earlier: list[StepResult] = []
         world.from_first(lambda: earlier.extend(self._prepare(source)))
         if world.rank == 0:
             lines = self.companion.lines() if self.companion is not None else ()
-            for line in (*headline(plan, model, manager.mesh), *lines):
-                show(line, self.console)
+            for line in (*describe_run(plan, model, manager.mesh), *lines):
+                print_text(line, self.console)
         if isinstance(opened := getattr(weights, "base", weights), PretrainedWeights):
             check_same_weights(opened, world, plan.model.base)
-            warn_of_weights(opened, world, stacklevel=2)
+            warn_about_weights(opened, world, stacklevel=2)
         self.startup.end("model")
         with self._seen():
             manager.parallelize(model, weights)
         self.startup.end("sharding and weights")
         # The manager has what it needs of them; they keep files open, and values that were read last.
         del model, weights, opened
-        self.plan = plan = begin_with_weights(manager, plan, source, self.console)
+        self.plan = plan = load_initial_weights(manager, plan, source, self.console)
         run = self._info(source, parameters)
-        loop = replace(loop_of(manager, plan, source, seen=self._seen), signals=self.signals)
+        loop = replace(build_loop(manager, plan, source, observe_setup=self._seen), signals=self.signals)
         if source is not None and world.rank == 0:
             changed = f", with other {', '.join(source.changed)}" if source.changed else ""
-            show(f"going on from {source.place}, after step {source.step}{changed}", self.console)
+            print_text(f"going on from {source.place}, after step {source.step}{changed}", self.console)
         with (
             copies.copying(manager, loop, run.id) as copied,
             self._saving(manager, copied) as saving,
@@ -188,43 +188,43 @@ class _Run:
             results = earlier + fit(manager, watched)
         # There may have been nothing left to be done.
         done = results[-1].step if results else plan.steps if source is None else source.step
-        export(manager, plan, step=done)
+        export_model(manager, plan, step=done)
         return results
 
     def _seen(self) -> AbstractContextManager[None]:
         return nullcontext() if self.companion is None or self.world.rank else self.companion.seeing()
 
-    def _prepare(self, source: Source | None) -> list[StepResult]:
+    def _prepare(self, resume_point: ResumePoint | None) -> list[StepResult]:
         """Prepare the output directory, on the first rank, and return the steps that were done before."""
         directory = self.directory
-        earlier = [] if source is None else source.earlier(self.plan.steps)
-        if self.fate is Fate.GO_ON:
-            keeps = source.keeps if source is not None else -1
-            aside = move_aside(directory.checkpoints, after=keeps, copies=[directory.metrics])
+        earlier = [] if resume_point is None else resume_point.earlier(self.plan.steps)
+        if self.fate is RunAction.GO_ON:
+            keeps = resume_point.keeps if resume_point is not None else -1
+            aside = archive_after(directory.checkpoints, after_step=keeps, files_to_copy=[directory.metrics])
             if aside is not None:
-                show(
+                print_text(
                     f"later checkpoints, which this run does not go on from, are now in {aside}; remove them when you "
                     f"like",
                     self.console,
                 )
-        directory.prepare(as_yaml(as_plain(self.plan.config)), replaces=self.fate is Fate.REPLACE)
+        directory.prepare(to_yaml(to_redacted_dict(self.plan.config)), overwrite=self.fate is RunAction.REPLACE)
         return earlier
 
-    def _info(self, source: Source | None, parameters: int) -> RunInfo:
+    def _info(self, resume_point: ResumePoint | None, num_parameters: int) -> RunInfo:
         directory, plan, world = self.directory, self.plan, self.world
         return RunInfo(
-            id=world.from_first(lambda: id_of(directory.events)),
+            id=world.from_first(lambda: get_run_id(directory.events)),
             name=directory.path.name,
             strategy=str(plan.stack),
             mesh=str(plan.degrees),
             world_size=world.size,
             rank=world.rank,
-            start=0 if source is None else source.step,
+            start=0 if resume_point is None else resume_point.step,
             steps=plan.steps,
-            parameters=parameters,
+            parameters=num_parameters,
             device=world.device.type,
             directory=directory.path,
-            config=as_plain(self.plan.config),
+            config=to_redacted_dict(self.plan.config),
         )
 
     @contextmanager
@@ -241,7 +241,7 @@ class _Run:
             keep_last=settings.keep_last,
             keep_every=settings.keep_every,
             keep_best=best.n if settings.keep_best is not None else None,
-            best_of=best.set,
+            best_eval_set=best.set,
             asynchronous=settings.asynchronous,
             on_error=settings.on_error,
             tokenizer=self.plan.tokenizer(),
@@ -251,66 +251,74 @@ class _Run:
 
     @contextmanager
     def _observed(
-        self, manager: StrategyManager, loop: Loop, run: RunInfo, earlier: Sequence[StepResult]
+        self, manager: StrategyManager, loop: Loop, run: RunInfo, previous_results: Sequence[StepResult]
     ) -> Iterator[Loop]:
         """Return the loop with its extensions, and register all observers. Collective."""
         world, directory, companion = self.world, self.directory, self.companion
         metrics, observing = self.plan.config.metrics, get_registry().observing
-        world.progress.witness = HangFiles(directory, world.rank, partial(FaultFiles, directory.path))
+        world.progress.witness = HangFileReporter(directory, world.rank, partial(FaultFileWriter, directory.path))
         with ExitStack() as held:
-            held.enter_context(observing(FaultFiles(directory.path, world.rank)))
+            held.enter_context(observing(FaultFileWriter(directory.path, world.rank)))
             extensions = [*loop.extensions, *self._profiling(run, loop.start, held)]
             if metrics.ranks:
                 held.enter_context(observing(RankLog(directory.rank_file(world.rank))))
-            held.enter_context(observing(*timeline_logs(manager, directory.path, metrics.timeline_every)))
+            held.enter_context(observing(*build_timeline_logs(manager, directory.path, metrics.timeline_every)))
             # On the first rank alone, but errors are raised on all.
-            world.from_first(lambda: held.enter_context(tracking(chosen(self.plan.config.trackers), run)))
+            world.from_first(
+                lambda: held.enter_context(attach_trackers(resolve_trackers(self.plan.config.trackers), run))
+            )
             if world.rank == 0:
-                held.enter_context(observing(*self._reports(held, earlier)))
+                held.enter_context(observing(*self._reports(held, previous_results)))
                 if companion is not None:
                     held.enter_context(observing(companion))
-                    extensions.append(Around(companion.around(manager)))
+                    extensions.append(StepContext(companion.around(manager)))
             if metrics.stragglers is not None:
                 world.progress.steps = deque(maxlen=metrics.stragglers.over)
-                extensions.append(Stragglers(metrics.stragglers, world.progress))
+                extensions.append(StragglerDetector(metrics.stragglers, world.progress))
             flops = world.from_first(
                 lambda: (None, None) if companion is None else (companion.flops_per_token, companion.peak_flops)
             )
-            extensions.append(Flops(*flops))
+            extensions.append(FlopsReporter(*flops))
             yield replace(loop, run=run, norms_every=metrics.norms_every, extensions=extensions)
 
-    def _reports(self, held: ExitStack, earlier: Sequence[StepResult]) -> list[object]:
+    def _reports(self, stack: ExitStack, previous_results: Sequence[StepResult]) -> list[object]:
         config, directory = self.plan.config, self.directory
         every, on_error = config.log_every, config.checkpoint.on_error
-        reporter = Reporter(
-            directory.metrics, log_every=every, console=self.console, earlier=earlier, on_error=on_error
+        reporter = MetricsReporter(
+            directory.metrics,
+            log_every=every,
+            console=self.console,
+            previous_results=previous_results,
+            on_error=on_error,
         )
-        curve = Curve(directory.metrics, directory.curve, of_tokens=config.objective is None)
-        journal = Journal(directory.events)
-        startup = StartupReport(self.startup, note=journal.note, show=partial(show, console=self.console))
-        return [held.enter_context(reporter), held.enter_context(curve), journal, startup]
+        curve = LossCurvePlotter(directory.metrics, directory.curve, is_per_token=config.objective is None)
+        journal = EventLog(directory.events)
+        startup = StartupReporter(self.startup, log=journal.note, print_text=partial(print_text, console=self.console))
+        return [stack.enter_context(reporter), stack.enter_context(curve), journal, startup]
 
-    def _profiling(self, run: RunInfo, start: int, held: ExitStack) -> list[LoopExtension]:
+    def _profiling(self, run: RunInfo, start_step: int, stack: ExitStack) -> list[LoopExtension]:
         found: list[LoopExtension] = []
         rank, device = self.world.rank, self.world.device
         asked, every = self.plan.config.profile, self.plan.config.metrics.communication_every
         if asked is not None and asked.takes(rank):
             about = {"run": run.name, "strategy": run.strategy, "mesh": run.mesh, "world_size": run.world_size}
-            recorder = Recorder(asked, self.directory.path, rank=rank, device=device, about=about, start=start)
-            found.append(Around(held.enter_context(recorder).around))
+            recorder = StepProfiler(
+                asked, self.directory.path, rank=rank, device=device, metadata=about, start_step=start_step
+            )
+            found.append(StepContext(stack.enter_context(recorder).around))
         if every is not None and rank == 0:
-            sampler = Sampler(every, device)
-            found.append(Around(sampler.around, sampler.measured))
+            sampler = CommunicationSampler(every, device)
+            found.append(StepContext(sampler.around, sampler.measured))
         return found
 
 
-def note_failure(config: RunConfig, code: int) -> None:
+def record_failure(config: RunConfig, exit_code: int) -> None:
     """Write down what the first rank may not have come to: the exit code, and the picture of the losses."""
     directory = RunDirectory.of(config)
     # What is wrong with the input, including another run that holds the directory, has left it as it was.
-    if code in (0, ConfigError.exit_code, config.checkpoint.stops_on.exit_code):
+    if exit_code in (0, ConfigError.exit_code, config.checkpoint.stops_on.exit_code):
         return
     if not directory.metrics.exists() or directory.summary.exists():
         return
-    note(directory.events, "exit", code=code)
-    draw_metrics(directory.metrics, directory.curve, of_tokens=config.objective is None)
+    log_event(directory.events, "exit", code=exit_code)
+    plot_metrics(directory.metrics, directory.curve, is_per_token=config.objective is None)

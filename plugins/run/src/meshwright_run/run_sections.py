@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from meshwright.plugin import MOST_STEPS, FinitePositive, FrozenModel, PathText, Size, StopName, check_path
+from meshwright.plugin import MAX_STEP_TIMES, FinitePositive, FrozenModel, PathStr, Size, StopName, check_path
 
 HELD_OUT = "held_out"
 """The set that is held out of the sources."""
@@ -17,7 +17,7 @@ HELD_OUT = "held_out"
 class EarlyStoppingConfig(FrozenModel):
     """Ends a run whose loss on a set no longer falls."""
 
-    set: str = Field(default=HELD_OUT, description="Which set; held_out, or a name of data.eval_sets.")
+    set: str = Field(default=HELD_OUT, description="Which set; eval_sets, or a name of data.eval_sets.")
     patience: Size = Field(default=3, description="So many evaluations in a row without a lower loss end the run.")
     min_delta: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="By how much a lower loss must be lower."
@@ -50,7 +50,7 @@ class SampleConfig(FrozenModel):
 class StragglersConfig(FrozenModel):
     """When a rank is named that is slower than the others by itself; see docs/watchdog.md."""
 
-    over: Annotated[Size, Field(le=MOST_STEPS)] = Field(
+    over: Annotated[Size, Field(le=MAX_STEP_TIMES)] = Field(
         default=20, description="The last steps of each rank, whose median counts."
     )
     deviations: float = Field(
@@ -83,7 +83,7 @@ class MetricsConfig(FrozenModel):
     )
 
 
-Allowed = Literal[
+AllowedChange = Literal[
     "optimizer.lr",
     "optimizer.weight_decay",
     "optimizer.no_decay",
@@ -103,7 +103,7 @@ class ResumeConfig(FrozenModel):
     """From where a run goes on, and what may have changed."""
 
     source: str = Field(default="auto", alias="from", description="As the plain word: auto, never, or a checkpoint.")
-    allow: list[Allowed] = Field(
+    allow: list[AllowedChange] = Field(
         default=[],
         description="What may differ from what the run was started with. Each takes effect at once: rates and decay "
         "are those of the run file, a schedule is at the step that it goes on at, other data or another seed begin a "
@@ -124,20 +124,20 @@ class ElasticConfig(FrozenModel):
         return self
 
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
-_TIME = re.compile(r"(\d+\.?\d*|\.\d+)[smh]")
-Duration = Annotated[str, Field(pattern=f"^{_TIME.pattern}$")]
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_DURATION_PATTERN = re.compile(r"(\d+\.?\d*|\.\d+)[smh]")
+Duration = Annotated[str, Field(pattern=f"^{_DURATION_PATTERN.pattern}$")]
 """A time above 0, such as 90s, 20m or 1.5h."""
-_BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-_BANDWIDTH = re.compile(r"(\d+\.?\d*|\.\d+)(KB|MB|GB|TB)(?:/s)?")
-Bandwidth = Annotated[str, Field(pattern=f"^{_BANDWIDTH.pattern}$")]
+_UNIT_BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_BANDWIDTH_PATTERN = re.compile(r"(\d+\.?\d*|\.\d+)(KB|MB|GB|TB)(?:/s)?")
+Bandwidth = Annotated[str, Field(pattern=f"^{_BANDWIDTH_PATTERN.pattern}$")]
 """Bytes a second above 0, such as 500MB/s or 1.5GB."""
 
 
 class KeepBestConfig(FrozenModel):
     """Checkpoints that are kept because their loss is low."""
 
-    set: str = Field(default=HELD_OUT, description="The loss of which set; held_out, or a name of data.eval_sets.")
+    set: str = Field(default=HELD_OUT, description="The loss of which set; eval_sets, or a name of data.eval_sets.")
     n: Size = Field(default=1, description="How many.")
 
 
@@ -177,7 +177,7 @@ class ReplicateConfig(FrozenModel):
     @field_validator("bandwidth")
     @classmethod
     def _is_above_zero(cls, value: float | str | None) -> float | str | None:
-        if isinstance(value, str) and not float(_BANDWIDTH.fullmatch(value)[1]):  # type: ignore[index]
+        if isinstance(value, str) and not float(_BANDWIDTH_PATTERN.fullmatch(value)[1]):  # type: ignore[index]
             raise ValueError(f"{value!r} sends nothing; give more, or null")
         return value
 
@@ -185,8 +185,8 @@ class ReplicateConfig(FrozenModel):
     def bytes_per_s(self) -> float | None:
         if not isinstance(self.bandwidth, str):
             return self.bandwidth
-        number, unit = _BANDWIDTH.fullmatch(self.bandwidth).groups()  # type: ignore[union-attr]
-        return float(number) * _BYTES[unit]
+        number, unit = _BANDWIDTH_PATTERN.fullmatch(self.bandwidth).groups()  # type: ignore[union-attr]
+        return float(number) * _UNIT_BYTES[unit]
 
 
 class CheckpointConfig(FrozenModel):
@@ -200,7 +200,7 @@ class CheckpointConfig(FrozenModel):
     )
     keep_best: KeepBestConfig | None = Field(
         default=None,
-        description="Save after each evaluation that is among the best n, and keep these, too: {set: held_out, n: 1}.",
+        description="Save after each evaluation that is among the best n, and keep these, too: {set: eval_sets, n: 1}.",
     )
     keep_last: Size | None = Field(default=2, description="How many of the newest are kept; null: all.")
     keep_every: Size | None = Field(default=None, description="Those of steps that are multiples of it are kept, too.")
@@ -214,12 +214,12 @@ class CheckpointConfig(FrozenModel):
         description="Attempts after the first, half a second later and then twice as long each time, at most 30 s, "
         "where an error may be gone a moment later: EIO, ESTALE, time-outs, and those of a server.",
     )
-    to: PathText | None = Field(
+    to: PathStr | None = Field(
         default=None,
         description="Where they go: a URL of fsspec, such as s3://bucket/prefix, or a directory; null: "
         "output_dir/checkpoints. Another run has another.",
     )
-    key_file: PathText | None = Field(
+    key_file: PathStr | None = Field(
         default=None,
         description="A file with a secret of at least 32 bytes, the same on all nodes: checkpoints are signed with it, "
         "and others are refused; null: neither.",
@@ -262,7 +262,7 @@ class CheckpointConfig(FrozenModel):
     def after_s(self) -> float | None:
         """Seconds between checkpoints; None where the clock does not count."""
         times = (each for each in self._occasions if isinstance(each, str))
-        return next((float(text[:-1]) * _SECONDS[text[-1]] for text in times), None)
+        return next((float(text[:-1]) * _UNIT_SECONDS[text[-1]] for text in times), None)
 
     @property
     def _occasions(self) -> list[int | str]:
@@ -273,7 +273,9 @@ class CheckpointConfig(FrozenModel):
     @classmethod
     def _is_steps_or_time(cls, value: Any) -> Any:
         given = value if isinstance(value, list) else [] if value is None else [value]
-        times = [each for each in given if isinstance(each, str) and _TIME.fullmatch(each) and float(each[:-1])]
+        times = [
+            each for each in given if isinstance(each, str) and _DURATION_PATTERN.fullmatch(each) and float(each[:-1])
+        ]
         steps = [each for each in given if type(each) is int and 0 < each < 2**31]
         if len(times) > 1 or len(steps) > 1 or len(times) + len(steps) < len(given) or value == []:
             raise ValueError(
@@ -283,7 +285,7 @@ class CheckpointConfig(FrozenModel):
         return value
 
 
-_STRINGS = ("path", "model_type", "checkpoint", "dtype", "init", "revision", "trust_remote_code")
+_STRING_KEYS = ("path", "model_type", "checkpoint", "dtype", "init", "revision", "trust_remote_code")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -294,7 +296,7 @@ def check_model_section(value: dict[str, Any]) -> dict[str, Any]:
             "give either model_type, to train from new weights, or path, a local model directory or a hub id, or "
             "checkpoint, to begin with the weights of one"
         )
-    for key in _STRINGS:
+    for key in _STRING_KEYS:
         if not isinstance(value.get(key, ""), str):
             raise ValueError(f"{key} must be a string, not {value[key]!r}")
     for key in ("path", "checkpoint"):

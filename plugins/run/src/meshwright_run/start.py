@@ -1,7 +1,7 @@
 """Start a run: join the ranks that a launcher has started, or start them here, and again after a failure.
 
 [Note: beginning anew] A run is restarted after a failure while running, but not when its input is wrong, when it ended
-in order, or when it has failed after the same step on as many ranks SAME_PLACE times in a row. With `elastic` a run
+in order, or when it has failed after the same step on as many ranks MAX_SAME_STEP_FAILURES times in a row. With `elastic` a run
 that fails before its first step is restarted on fewer ranks, since one of them may have lost its device; after a
 failure later on, it is restarted on as many as possible.
 """
@@ -13,77 +13,79 @@ import time
 from functools import cache, partial
 from pathlib import Path
 
-from meshwright.plugin import ConfigError, MeshwrightError, get_registry, open_regular, parse_json, started_by_launcher
+from meshwright.plugin import ConfigError, MeshwrightError, get_registry, is_launched, open_regular_file, parse_json
 
 from .data.progress import CONSOLE
-from .fate import is_finished, why_it_cannot_resume
-from .journal import note
-from .launch.rank import guarded, say_whole
-from .observers import Startup
-from .preflight import plan_run, processes
-from .report import say_finished
+from .fate import find_resume_obstacle, is_finished
+from .journal import log_event
+from .launch.rank import run_guarded, write_stderr
+from .observers import StartupTimer
+from .preflight import count_local_ranks, preflight
+from .report import print_finished
 from .run_directory import RunDirectory
-from .run_file import RunConfig, layout_of
-from .run_rank import Companion, note_failure, run_rank
+from .run_file import RunConfig, resolve_layout
+from .run_rank import RunMonitor, record_failure, run_rank
 
-FAILED = 1
+FAILURE_EXIT_CODE = 1
 """The exit code of a failure while running, and of a rank that was killed."""
-SAME_PLACE = 3
-_LONGEST_PAUSE_S = 30.0
-_TAIL = 65_536
+MAX_SAME_STEP_FAILURES = 3
+_MAX_BACKOFF_S = 30.0
+_TAIL_BYTES = 65_536
 """Bytes of the metrics that hold their last line."""
 
 
-def start(config: RunConfig, *, show_traceback: bool = False, startup: Startup | None = None) -> int:
+def start_run(config: RunConfig, *, show_traceback: bool = False, startup: StartupTimer | None = None) -> int:
     """Run `config`: join the ranks that torchrun started, or start them here."""
-    if started_by_launcher():
-        companion = companion_of(config, int(os.environ["WORLD_SIZE"])) if os.environ["RANK"] == "0" else None
-        return guarded(run_rank, (config, companion, startup), show_traceback=show_traceback)
+    if is_launched():
+        companion = create_monitor(config, int(os.environ["WORLD_SIZE"])) if os.environ["RANK"] == "0" else None
+        return run_guarded(run_rank, (config, companion, startup), show_traceback=show_traceback)
     if is_finished(config):
-        say_finished(RunDirectory.of(config))
+        print_finished(RunDirectory.of(config))
         return 0
 
     # Making one takes seconds.
-    companion_on = cache(partial(companion_of, config))
+    companion_on = cache(partial(create_monitor, config))
     with CONSOLE.status("preparing the run"):
-        restarts = Restarts(config, rank_counts(config))
-        plan_run(config, restarts.ranks)
+        restarts = RestartPolicy(config, find_rank_counts(config))
+        preflight(config, restarts.ranks)
         companion = companion_on(restarts.ranks)
     if companion is not None and companion.refusal is not None:
         raise companion.refusal
-    startup = startup or Startup()
+    startup = startup or StartupTimer()
     startup.end("plan and data")
     if restarts.ranks == 1 and not config.max_restarts:
-        return guarded(run_rank, (config, companion, startup), show_traceback=show_traceback)
-    from .launch.local import launch
+        return run_guarded(run_rank, (config, companion, startup), show_traceback=show_traceback)
+    from .launch.local import launch_ranks
 
     passed_on = config.checkpoint.stops_on.signals
     while True:
         order = config, companion_on(restarts.ranks), startup
-        code = launch(run_rank, order, nproc=restarts.ranks, show_traceback=show_traceback, passed_on=passed_on)
-        note_failure(config, code)
+        code = launch_ranks(
+            run_rank, order, nproc=restarts.ranks, show_traceback=show_traceback, forwarded_signals=passed_on
+        )
+        record_failure(config, code)
         if not restarts.again(code):
             return code
-        startup = Startup(startup.is_shown, begin=time.time())
+        startup = StartupTimer(startup.is_shown, begin=time.time())
 
 
-def companion_of(config: RunConfig, ranks: int) -> Companion | None:
+def create_monitor(config: RunConfig, world_size: int) -> RunMonitor | None:
     """Return what monitors a run on so many ranks, by the hook `monitor_run`."""
-    companion: Companion | None = get_registry().hook.monitor_run(config=config, ranks=ranks)
+    companion: RunMonitor | None = get_registry().hook.monitor_run(config=config, world_size=world_size)
     return companion
 
 
-def rank_counts(config: RunConfig) -> list[int]:
+def find_rank_counts(config: RunConfig) -> list[int]:
     """Return on how many ranks of this machine the run can be, the most first."""
     if not config.max_restarts and config.checkpoint.replicate is not None:
         raise ConfigError(
             "checkpoint.replicate copies state for ranks that are begun anew, and max_restarts=0 begins none anew. "
             "Set max_restarts, or leave checkpoint.replicate out."
         )
-    if config.max_restarts and (why_not := why_it_cannot_resume(config)) is not None:
+    if config.max_restarts and (why_not := find_resume_obstacle(config)) is not None:
         wrong, remedy = why_not
         raise ConfigError(f"max_restarts={config.max_restarts}, but {wrong}. {remedy}, or max_restarts=0.")
-    count, elastic = processes(config), config.elastic
+    count, elastic = count_local_ranks(config), config.elastic
     if elastic is None:
         return [count]
     wanted = range(min(count, elastic.max), elastic.min - 1, -1)
@@ -95,7 +97,7 @@ def rank_counts(config: RunConfig) -> list[int]:
 
     def fits(count: int) -> bool:
         try:
-            layout_of(config, count)
+            resolve_layout(config, count)
         except MeshwrightError:
             return False
         return True
@@ -103,14 +105,14 @@ def rank_counts(config: RunConfig) -> list[int]:
     fitting = [count for count in wanted if fits(count)]
     if not fitting:
         # Says what does not fit.
-        layout_of(config, wanted[0])
+        resolve_layout(config, wanted[0])
     return fitting
 
 
-class Restarts:
-    def __init__(self, config: RunConfig, counts: list[int]) -> None:
+class RestartPolicy:
+    def __init__(self, config: RunConfig, rank_counts: list[int]) -> None:
         self._limit, self._directory = config.max_restarts, RunDirectory.of(config)
-        self._counts, self._fewer = counts, 0
+        self._counts, self._fewer = rank_counts, 0
         self._place: tuple[int, int] | None = None
         self._done = self._times = 0
         self._began = time.time()
@@ -119,21 +121,21 @@ class Restarts:
     def ranks(self) -> int:
         return self._counts[self._fewer]
 
-    def again(self, code: int) -> bool:
-        """Whether to restart the run that has left with `code`; says so, and waits a moment if it fails at once."""
+    def again(self, exit_code: int) -> bool:
+        """Whether to restart the run that has left with `exit_code`; says so, and waits a moment if it fails at once."""
         limit = self._limit
-        if code != FAILED or not limit:
+        if exit_code != FAILURE_EXIT_CODE or not limit:
             return False
         if self._done == limit:
-            say_whole(f"restarted {limit} times, which is max_restarts; not begun anew\n")
+            write_stderr(f"restarted {limit} times, which is max_restarts; not begun anew\n")
             return False
-        step, ended = _last_step(self._directory.metrics)
+        step, ended = _read_last_step(self._directory.metrics)
         has_trained = ended >= self._began
         place = self.ranks, step
         self._times = self._times + 1 if place == self._place else 1
         self._place = place
-        if self._times == SAME_PLACE and (has_trained or self._fewer + 1 == len(self._counts)):
-            say_whole(
+        if self._times == MAX_SAME_STEP_FAILURES and (has_trained or self._fewer + 1 == len(self._counts)):
+            write_stderr(
                 f"failed {self._times} times after step {step}: not begun anew, though max_restarts={limit} would "
                 f"allow it\n"
             )
@@ -141,18 +143,18 @@ class Restarts:
         before, self._fewer = self.ranks, 0 if has_trained else min(self._fewer + 1, len(self._counts) - 1)
         self._done += 1
         ranks = "" if self.ranks == before else f", on {self.ranks} ranks instead of {before}"
-        say_whole(f"beginning anew: restart {self._done} of {limit}{ranks}\n")
-        note(self._directory.events, "restart", number=self._done, of=limit, ranks=self.ranks)
-        time.sleep(0.0 if has_trained else min(2.0**self._times - 1, _LONGEST_PAUSE_S))
+        write_stderr(f"beginning anew: restart {self._done} of {limit}{ranks}\n")
+        log_event(self._directory.events, "restart", number=self._done, of=limit, ranks=self.ranks)
+        time.sleep(0.0 if has_trained else min(2.0**self._times - 1, _MAX_BACKOFF_S))
         self._began = time.time()
         return True
 
 
-def _last_step(metrics: Path) -> tuple[int, float]:
+def _read_last_step(metrics: Path) -> tuple[int, float]:
     """Return the last step that was done, and when [s since 1970]; 0 and 0 if unknown."""
     try:
-        with open_regular(metrics) as file:
-            file.seek(max(0, metrics.stat().st_size - _TAIL))
+        with open_regular_file(metrics) as file:
+            file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
             last = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
         record = parse_json(last.decode())
         return int(record["step"]), float(record["time"])

@@ -11,66 +11,66 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.plugin import (
-    INDEX,
-    MANIFEST,
-    MODEL,
-    OPTIMIZER,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
     CheckpointError,
-    Folder,
-    ForeignCheckpointError,
+    CheckpointSignatureError,
+    IncompleteCheckpointError,
     Index,
     Manifest,
-    Place,
+    Storage,
+    StorageReader,
     StoredTensor,
-    TornCheckpointError,
-    all_in,
-    dtype_name,
-    manifest_and_sizes,
-    place_of,
-    read_and_verified,
+    compute_stored_file,
+    convert_read_errors,
+    find_size_error,
+    format_dtype,
+    list_checkpoints,
+    open_storage,
+    read_and_verify,
     read_index,
-    reading,
-    stored_in,
-    wrong_size,
+    read_manifest_and_sizes,
 )
 
 
-def found_in(folder: Folder) -> list[Folder]:
+def find_checkpoints(storage: Storage) -> list[Storage]:
     """List the checkpoints in a directory, the newest first, or the directory if it is one. Raises CheckpointError."""
-    found = all_in(folder)
-    with reading(folder):
-        if not found and not {MANIFEST, INDEX} & (folder.sizes() or {}).keys():
+    found = list_checkpoints(storage)
+    with convert_read_errors(storage):
+        if not found and not {MANIFEST_FILE, INDEX_FILE} & (storage.sizes() or {}).keys():
             # Raises the error that says so.
-            manifest_and_sizes(folder)
-    return found or [folder]
+            read_manifest_and_sizes(storage)
+    return found or [storage]
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedCheckpoint:
     """Result of reading a checkpoint; the manifest is None if it could not be read."""
 
-    place: Place
+    place: StorageReader
     manifest: Manifest | None
     nbytes: int
     problems: tuple[str, ...]
 
 
-def verified(folder: Folder) -> Iterator[Verified]:
+def verify_checkpoints(storage: Storage) -> Iterator[VerifiedCheckpoint]:
     """Read every byte of the checkpoints in a directory. Raises CheckpointError if there is none."""
-    for place in found_in(folder):
-        yield _verified(place)
+    for place in find_checkpoints(storage):
+        yield _verify_checkpoint(place)
 
 
-def _verified(place: Place) -> Verified:
+def _verify_checkpoint(storage: StorageReader) -> VerifiedCheckpoint:
     try:
-        manifest, sizes = manifest_and_sizes(place)
-    except TornCheckpointError as error:
-        return Verified(place, None, 0, (str(error),))
+        manifest, sizes = read_manifest_and_sizes(storage)
+    except IncompleteCheckpointError as error:
+        return VerifiedCheckpoint(storage, None, 0, (str(error),))
     problems, nbytes = [], 0
     for name, expected in manifest.files.items():
-        problem = wrong_size(manifest, sizes, name)
+        problem = find_size_error(manifest, sizes, name)
         if problem is None:
-            stored = stored_in(place, name)
+            stored = compute_stored_file(storage, name)
             if stored != expected:
                 problem = f"the contents of {name} have changed since it was written"
             nbytes += stored.size
@@ -79,28 +79,28 @@ def _verified(place: Place) -> Verified:
     if not problems:
         # The manifest may name no index.
         try:
-            read_index(place, manifest)
+            read_index(storage, manifest)
         except CheckpointError as error:
             problems.append(str(error))
-    return Verified(place, manifest, nbytes, tuple(problems))
+    return VerifiedCheckpoint(storage, manifest, nbytes, tuple(problems))
 
 
-def signed(manifest: Manifest, place: Place) -> str:
+def describe_signature(manifest: Manifest, storage: StorageReader) -> str:
     """Say who has signed a checkpoint."""
     if not manifest.is_signed:
         return "not signed"
-    return "signed, not checked" if place.access.key is None else "signed with this key"
+    return "signed, not checked" if storage.access.key is None else "signed with this key"
 
 
-def shown(where: str | Path | Folder) -> tuple[Group, bool]:
+def build_checkpoint_table(location: str | Path | Storage) -> tuple[Group, bool]:
     """Return a table of one checkpoint or all in a directory, and whether they are valid. Raises CheckpointError."""
     table = Table("checkpoint", "step", "strategy", "mesh", "parameters", "dtypes", "model", "optimizer", "state")
     problems = []
-    for place in found_in(place_of(where)):
+    for place in find_checkpoints(open_storage(location)):
         try:
-            manifest = read_and_verified(place)
-            columns, state = _columns(manifest, read_index(place, manifest)), "whole"
-        except ForeignCheckpointError:
+            manifest = read_and_verify(place)
+            columns, state = _format_cells(manifest, read_index(place, manifest)), "whole"
+        except CheckpointSignatureError:
             raise
         except CheckpointError as error:
             columns, state = ("",) * 7, "torn"
@@ -109,20 +109,21 @@ def shown(where: str | Path | Folder) -> tuple[Group, bool]:
     return Group(table, *problems), not problems
 
 
-def _columns(manifest: Manifest, index: Index) -> tuple[str, ...]:
-    model = {name: each for name, each in index.tensors.items() if name.startswith(MODEL)}
-    optimizer = [each for name, each in index.tensors.items() if name.startswith(OPTIMIZER)]
+def _format_cells(manifest: Manifest, index: Index) -> tuple[str, ...]:
+    model = {name: each for name, each in index.tensors.items() if name.startswith(MODEL_PREFIX)}
+    optimizer = [each for name, each in index.tensors.items() if name.startswith(OPTIMIZER_PREFIX)]
     degrees = ", ".join(f"{axis}={degree}" for axis, degree in manifest.mesh.items() if degree > 1)
     return (
         str(manifest.step),
         manifest.strategy,
         degrees or "one rank",
         f"{sum(each.shape.numel() for each in model.values()):,}",
-        ", ".join(sorted({dtype_name(each.dtype) for each in model.values()})),
-        _megabytes(model.values()) + (f", adapters over {manifest.base['path']}" if manifest.base is not None else ""),
-        _megabytes(optimizer) if manifest.has_optimizer else "none",
+        ", ".join(sorted({format_dtype(each.dtype) for each in model.values()})),
+        _format_size(model.values())
+        + (f", adapters over {manifest.base['path']}" if manifest.base is not None else ""),
+        _format_size(optimizer) if manifest.has_optimizer else "none",
     )
 
 
-def _megabytes(tensors: Iterable[StoredTensor]) -> str:
+def _format_size(tensors: Iterable[StoredTensor]) -> str:
     return f"{sum(each.nbytes for each in tensors) / 1e6:,.1f} MB"

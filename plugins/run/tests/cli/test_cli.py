@@ -49,9 +49,9 @@ def train(monkeypatch, workplace):
     def started(*_: Any, **__: Any) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(launch, "warm_up", lambda *_: None)
-    monkeypatch.setattr(launch, "launch", started)
-    monkeypatch.setattr(start, "guarded", started)
+    monkeypatch.setattr(launch, "start_fork_server", lambda *_: None)
+    monkeypatch.setattr(launch, "launch_ranks", started)
+    monkeypatch.setattr(start, "run_guarded", started)
     monkeypatch.chdir(workplace)
 
     def invoke(*assignments: str, path: str = "run.yaml", more: tuple[str, ...] = ()) -> Any:

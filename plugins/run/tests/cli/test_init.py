@@ -19,10 +19,10 @@ from meshwright.base.errors import ConfigError
 from meshwright.cli import main as cli
 from meshwright_run.data.tokenizer import train_tokenizer
 from meshwright_run.first_run import answers
-from meshwright_run.first_run.answers import Answers, Machine, known_of
-from meshwright_run.first_run.text import TEMPLATE, write_run_file
+from meshwright_run.first_run.answers import InitAnswers, Machine, inspect_model
+from meshwright_run.first_run.text import CHAT_TEMPLATE, write_run_file
 from meshwright_run.run_file import RunConfig, load_run
-from meshwright_testing.models import tiny_model
+from meshwright_testing.models import build_tiny_model
 
 ROOT = Path(__file__).parents[4]
 CHAT = [{"role": "user", "content": "What is 2?"}, {"role": "assistant", "content": "Two, or so it is said."}]
@@ -40,7 +40,7 @@ def made(tmp_path_factory) -> Path:
     (directory / "pairs.jsonl").write_text(pairs * 60, encoding="utf-8")
     tokenizer = train_tokenizer(texts, 257)
     tokenizer.save_pretrained(directory / "model")
-    model = tiny_model()
+    model = build_tiny_model()
     model.resize_token_embeddings(257)
     model.save_pretrained(directory / "model")
     return directory
@@ -103,7 +103,7 @@ def test_a_run_file_of_each_combination_is_valid_and_as_asked(model, data, adapt
 def test_the_strategy_is_recommended_by_the_number_of_devices_and_what_fits_them(
     devices, memory, strategy, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(answers, "find_machine", lambda: Machine("cuda", 8, memory))
+    monkeypatch.setattr(answers, "detect_machine", lambda: Machine("cuda", 8, memory))
     assert written(tmp_path / "run.yaml", "--devices", devices).strategy == strategy
     assert written(tmp_path / "all.yaml").nproc == 8
 
@@ -120,10 +120,10 @@ def test_nothing_is_replaced_unless_asked(tmp_path):
 
 def test_what_has_appeared_meanwhile_is_left_as_it_is(tmp_path):
     file = tmp_path / "run.yaml"
-    asked = Answers(None, ("stdlib",), "text", False, 1, "single", 3, None)
+    asked = InitAnswers(None, ("stdlib",), "text", False, 1, "single", 3, None)
     file.write_text("mine", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_run_file(file, asked, known_of(None), Machine("cpu", 1, 2**30), overwrite=False)
+        write_run_file(file, asked, inspect_model(None), Machine("cpu", 1, 2**30), overwrite=False)
     assert file.read_text(encoding="utf-8") == "mine"
 
 
@@ -156,7 +156,7 @@ def test_the_template_that_is_written_reads_as_the_one_of_the_examples(made):
     for ends in ({}, {"add_generation_prompt": True}):
         mine, theirs = (
             tokenizer.apply_chat_template(turns, chat_template=text, tokenize=False, **ends)
-            for text in (TEMPLATE, (ROOT / "examples" / "chat.jinja").read_text(encoding="utf-8"))
+            for text in (CHAT_TEMPLATE, (ROOT / "examples" / "chat.jinja").read_text(encoding="utf-8"))
         )
         assert mine == theirs
 

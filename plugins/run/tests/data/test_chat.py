@@ -13,7 +13,7 @@ from transformers import ByT5Tokenizer
 
 from meshwright.base.errors import ConfigError, DataError
 from meshwright_run.data.chat_template import read_chat_template
-from meshwright_run.data.encoder import Counts, Encoder
+from meshwright_run.data.encoder import Encoder, EncodingCounts
 
 TALK = turns("Hi there", "Hello!", "What is two and two?", "It is four.", system="Be brief.")
 UNSYSTEMATIC = TALK[1:]
@@ -85,7 +85,7 @@ def test_answers_and_what_ends_their_turns_are_learnt(family, name):
     assert text.removesuffix("<|endoftext|>" * (family == "base")) == chosen.apply_chat_template(
         messages, tokenize=False, chat_template=read_chat_template(template(name)), date_string="26 Jul 2024"
     )
-    assert counts == Counts(
+    assert counts == EncodingCounts(
         records=1,
         documents=len(documents),
         tokens=sum(map(len, documents)),
@@ -314,11 +314,11 @@ def test_a_pair_of_texts_is_kept_whole_or_not_at_all():
     found = [learnt(tokenizer("llama3", None), each) for each in encoded("llama3", None, value, "preference")[0]]
     assert found == [[f"{value[side]}<|eot_id|>"] for side in ("chosen", "rejected")]
     documents, counts = encoded("llama3", None, value, "preference", too_long="drop", seq_len=60)
-    assert (documents, counts) == ([], Counts(records=1, dropped=2))
+    assert (documents, counts) == ([], EncodingCounts(records=1, dropped=2))
     documents, counts = encoded("llama3", None, value, "preference", too_long="cut", seq_len=60)
     assert (len(documents), len(documents[1]), counts.documents, counts.cut) == (2, 60, 2, 1)
     documents, counts = encoded("llama3", None, value, "preference", too_long="cut", seq_len=8)
-    assert (documents, counts) == ([], Counts(records=1, unlearnt=2))
+    assert (documents, counts) == ([], EncodingCounts(records=1, unlearnt=2))
 
 
 def test_tokens_are_taken_as_they_are():
@@ -332,7 +332,7 @@ def test_tokens_are_taken_as_they_are():
     assert document.labelled.all()
     # Nothing stands before the first token, so it is not learnt.
     documents, counts = encoded("llama3", None, {"input_ids": [5, 6, 7], "loss_mask": [1, 0, 0]}, "tokens")
-    assert (documents, counts) == ([], Counts(records=1, unlearnt=1))
+    assert (documents, counts) == ([], EncodingCounts(records=1, unlearnt=1))
 
 
 # -- lengths
@@ -348,7 +348,7 @@ def test_what_is_too_long_is_cut_dropped_split_or_an_error_and_counted():
     assert np.array_equal(cut.tokens, whole[0].tokens[:40])
     assert (counts.cut, counts.documents, counts.tokens) == (1, 1, 40)
     documents, counts = encoded("llama3", "llama3", {"messages": messages}, seq_len=40, too_long="drop")
-    assert (documents, counts) == ([], Counts(records=1, dropped=1))
+    assert (documents, counts) == ([], EncodingCounts(records=1, dropped=1))
     pieces, counts = encoded("llama3", "llama3", {"messages": messages}, seq_len=40, too_long="split")
     assert np.array_equal(np.concatenate([each.tokens for each in pieces]), whole[0].tokens)
     assert (counts.split, counts.documents) == (1, len(pieces))

@@ -29,24 +29,24 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from meshwright.base.errors import ConfigError, DataError
 from meshwright_run.data.config import DEFAULT_VOCAB_SIZE, DataConfig, SourceConfig
-from meshwright_run.data.conversations import Fields
-from meshwright_run.data.documents import Documents, cache_root, training_documents
+from meshwright_run.data.conversations import FieldReader
+from meshwright_run.data.documents import TokenizedDocuments, get_cache_root, iter_training_documents
 from meshwright_run.data.encoder import Encoder
-from meshwright_run.data.feed import Feed, Place, eval_microbatches
-from meshwright_run.data.order import DataOrder, check_batch_size, shuffled
-from meshwright_run.data.prepare import PreparedData, prepare
-from meshwright_run.data.rows import StreamRows
-from meshwright_run.data.sources import Record, find_source, read_records
-from meshwright_run.data.tokenizer import EOS, holds_tokenizer, load_tokenizer, train_tokenizer
+from meshwright_run.data.feed import DataShard, TrainSampler, read_eval_microbatches
+from meshwright_run.data.order import DataOrder, check_batch_size, shuffle_indices
+from meshwright_run.data.prepare import PreparedData, prepare_data
+from meshwright_run.data.rows import ConcatChunkedDataset
+from meshwright_run.data.sources import Record, read_records, resolve_source
+from meshwright_run.data.tokenizer import EOS, has_tokenizer, load_tokenizer, train_tokenizer
 
 EXAMPLES = settings(deadline=None, max_examples=60)
-ENTRY_MODULE = importlib.import_module("meshwright_run.data.prepare")
+ENTRY_MODULE = importlib.import_module("meshwright_run.data.prepare_data")
 SOURCES_MODULE = importlib.import_module("meshwright_run.data.sources")
 
 
 def held_out_mask(texts: list[str], fraction: float) -> np.ndarray:
     """Which of different texts are held out."""
-    trained_on = set(training_documents(texts, fraction))
+    trained_on = set(iter_training_documents(texts, fraction))
     return np.array([text not in trained_on for text in texts])
 
 
@@ -58,14 +58,14 @@ def stream_of(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> np.nd
 def texts_in(files: str | list[str], text_field: str = "text") -> list[str]:
     """The documents of a source, read in full."""
     source = SourceConfig(files=files, fields={} if text_field == "text" else {"text": text_field})
-    return [Fields(source.fields).text(record, "text") for record in read_records(source)]
+    return [FieldReader(source.fields).text(record, "text") for record in read_records(source)]
 
 
-def in_sequences(data: PreparedData, seq_len: int) -> StreamRows:
+def in_sequences(data: PreparedData, seq_len: int) -> ConcatChunkedDataset:
     """What a run trains on."""
     (source,) = data.sources
     assert source.train is not None
-    return StreamRows(source.train, seq_len)
+    return ConcatChunkedDataset(source.train, seq_len)
 
 
 def write_corpus(directory: Path, documents: int = 12) -> str:
@@ -151,14 +151,14 @@ def test_each_json_line_is_a_document_and_empty_ones_are_left_out(tmp_path: Path
     lines = [{"body": "one\u2028still one"}, {"body": ""}, {"body": "two", "other": 3}]
     text = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
-    source = find_source(SourceConfig(files=str(tmp_path / "a.jsonl"), fields={"text": "body"}))
+    source = resolve_source(SourceConfig(files=str(tmp_path / "a.jsonl"), fields={"text": "body"}))
     for _ in range(2):
         assert [record.value["body"] for record in read_records(source)] == ["one\u2028still one", "two"]
         assert [record.where for record in read_records(source)] == [f"{tmp_path}/a.jsonl:{line}" for line in (1, 5)]
 
 
 def test_stdlib_holds_sources_without_tests_and_installed_packages() -> None:
-    names = [file.path.as_posix() for file in find_source(SourceConfig(files="stdlib")).files]
+    names = [file.path.as_posix() for file in resolve_source(SourceConfig(files="stdlib")).files]
     assert names == sorted(names, key=Path)
     assert any(name.endswith("/json/decoder.py") for name in names)
     for part in ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"):
@@ -252,7 +252,7 @@ PANICS = {
 )
 def test_what_is_no_usable_tokenizer_is_refused(name, content, message, tmp_path):
     (tmp_path / name).write_text(json.dumps(content))
-    assert holds_tokenizer(tmp_path) == (name == "tokenizer.json")
+    assert has_tokenizer(tmp_path) == (name == "tokenizer.json")
     with pytest.raises(DataError, match=message):
         load_tokenizer(tmp_path)
     with pytest.raises(DataError, match=r"gone' does not exist .* nothing is downloaded"):
@@ -296,8 +296,8 @@ def test_split_holds_out_about_the_fraction() -> None:
 # --- a stream
 
 
-def in_rows(tokens: np.ndarray, seq_len: int) -> StreamRows:
-    return StreamRows(Documents(tokens, np.array([len(tokens)])), seq_len)
+def in_rows(tokens: np.ndarray, seq_len: int) -> ConcatChunkedDataset:
+    return ConcatChunkedDataset(TokenizedDocuments(tokens, np.array([len(tokens)])), seq_len)
 
 
 @EXAMPLES
@@ -328,7 +328,7 @@ def test_tokenizer_is_trained_on_training_documents_only(tmp_path: Path, monkeyp
         return train_tokenizer(seen, vocab_size)
 
     monkeypatch.setattr(ENTRY_MODULE, "train_tokenizer", spy)
-    data = prepare(config_for(tmp_path))
+    data = prepare_data(config_for(tmp_path))
     tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_dir)
     assert sorted(seen) == sorted(texts_of(np.load(data.directory / "train.npy"), tokenizer))
     assert 0 < len(seen) < 12
@@ -337,7 +337,7 @@ def test_tokenizer_is_trained_on_training_documents_only(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("fraction", [1e-6, 0.5, 1 - 1e-6])
 def test_streams_and_tokenizer_have_the_same_sides_in_the_order_of_the_corpus(tmp_path: Path, fraction: float) -> None:
     write_corpus(tmp_path / "corpus", documents=5)
-    data = prepare(config_for(tmp_path, eval_fraction=fraction))
+    data = prepare_data(config_for(tmp_path, eval_fraction=fraction))
     tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_dir)
     texts = [prose(index) for index in range(5)]
     mask = held_out_mask(texts, fraction)
@@ -356,13 +356,13 @@ def test_streams_and_tokenizer_have_the_same_sides_in_the_order_of_the_corpus(tm
 )
 def test_fingerprint_stays_what_it_was_in_earlier_releases(tmp_path, documents, fraction, fingerprint):
     write_corpus(tmp_path / "corpus", documents)
-    assert prepare(config_for(tmp_path, eval_fraction=fraction)).fingerprint == fingerprint
+    assert prepare_data(config_for(tmp_path, eval_fraction=fraction)).fingerprint == fingerprint
 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path, trained_dir, monkeypatch):
-    monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 1 << 12)
-    monkeypatch.setattr("meshwright_run.data.tokenizing.usable_cores", lambda: 2)
+    monkeypatch.setattr("meshwright_run.data.tokenizing._CHARACTERS_PER_BATCH", 1 << 12)
+    monkeypatch.setattr("meshwright_run.data.tokenizing.count_usable_cores", lambda: 2)
     peaks = []
     for number, documents in enumerate((10, 200, 1600)):
         text = "\n".join(json.dumps({"text": prose(index, words=120)}) for index in range(documents))
@@ -375,7 +375,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, trained_dir, monkeypatch
             vocab_size=DEFAULT_VOCAB_SIZE,
         )
         tracemalloc.start()
-        prepare(config)
+        prepare_data(config)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     # The first one imports what is needed.
@@ -383,9 +383,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, trained_dir, monkeypatch
 
 
 def test_second_call_finds_the_entry_and_other_lengths_share_it(tmp_path, corpus, builds):
-    first = prepare(config_for(tmp_path))
-    again = prepare(config_for(tmp_path))
-    longer = prepare(config_for(tmp_path, seq_len=32))
+    first = prepare_data(config_for(tmp_path))
+    again = prepare_data(config_for(tmp_path))
+    longer = prepare_data(config_for(tmp_path, seq_len=32))
     assert len(builds) == 1
     assert first.directory == again.directory == longer.directory
     assert first.fingerprint == again.fingerprint == longer.fingerprint
@@ -408,21 +408,21 @@ def test_what_changes_the_tokens_makes_a_new_entry(tmp_path: Path, corpus: Path,
     def grow() -> None:
         (corpus / "new.txt").write_text(prose(99))
 
-    found = [prepare(config_for(tmp_path))]
+    found = [prepare_data(config_for(tmp_path))]
     for change in (edit, path.unlink, grow):
         change()
-        found.append(prepare(config_for(tmp_path)))
-    found += [prepare(config_for(tmp_path, **values)) for values in ({"vocab_size": 290}, {"eval_fraction": 0.6})]
+        found.append(prepare_data(config_for(tmp_path)))
+    found += [prepare_data(config_for(tmp_path, **values)) for values in ({"vocab_size": 290}, {"eval_fraction": 0.6})]
     assert len(builds) == len({each.directory for each in found}) == len({each.fingerprint for each in found}) == 6
 
 
 def test_new_format_or_library_version_makes_a_new_entry(tmp_path, corpus, builds, monkeypatch):
-    prepare(config_for(tmp_path))
+    prepare_data(config_for(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(ENTRY_MODULE, "FORMAT", 0)
-        prepare(config_for(tmp_path))
+        prepare_data(config_for(tmp_path))
     monkeypatch.setattr(ENTRY_MODULE, "version", lambda name: "0.0")
-    prepare(config_for(tmp_path))
+    prepare_data(config_for(tmp_path))
     assert len(builds) == 3
 
 
@@ -430,7 +430,7 @@ def test_given_tokenizer_is_used_and_its_change_makes_a_new_entry(tmp_path, corp
     own = tmp_path / "own"
     shutil.copytree(trained_dir, own)
     config = config_for(tmp_path, tokenizer=str(own), vocab_size=1024)
-    first = prepare(config)
+    first = prepare_data(config)
     assert (first.tokenizer_dir, first.vocab_size) == (own, 320)
     assert not (first.directory / "tokenizer").exists()
     tokens = np.load(first.directory / "train.npy")
@@ -438,8 +438,8 @@ def test_given_tokenizer_is_used_and_its_change_makes_a_new_entry(tmp_path, corp
 
     train_tokenizer([prose(1), "other words"], 270).save_pretrained(own)
     with pytest.raises(ConfigError, match="vocab_size=300"):
-        prepare(config_for(tmp_path), tokenizer_dir=trained_dir)
-    second = prepare(config, tokenizer_dir=trained_dir)
+        prepare_data(config_for(tmp_path), tokenizer_dir=trained_dir)
+    second = prepare_data(config, tokenizer_dir=trained_dir)
     assert second.vocab_size == 270
     assert second.fingerprint != first.fingerprint
     assert len(builds) == 2
@@ -458,10 +458,10 @@ def test_given_tokenizer_is_used_and_its_change_makes_a_new_entry(tmp_path, corp
     ids=["no meta", "no json", "other meta", "cut short", "garbage", "no ends"],
 )
 def test_damaged_entry_is_rebuilt(tmp_path: Path, corpus: Path, builds: list[Path], damage: object) -> None:
-    first = prepare(config_for(tmp_path))
+    first = prepare_data(config_for(tmp_path))
     want = in_sequences(first, 16).take([0, 1])["input_ids"]
     damage(first.directory)  # type: ignore[operator]
-    again = prepare(config_for(tmp_path))
+    again = prepare_data(config_for(tmp_path))
     assert len(builds) == 2
     assert again.fingerprint == first.fingerprint
     assert torch.equal(in_sequences(again, 16).take([0, 1])["input_ids"], want)
@@ -471,17 +471,17 @@ def test_damaged_entry_is_rebuilt(tmp_path: Path, corpus: Path, builds: list[Pat
 def test_unwritable_cache_is_explained(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match="Set cache_dir"):
-        prepare(config_for(tmp_path, cache_dir=str(tmp_path / "file")))
+        prepare_data(config_for(tmp_path, cache_dir=str(tmp_path / "file")))
 
 
 def test_cache_root_follows_config_then_xdg_then_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
-    assert cache_root("~/mine") == tmp_path / "mine"
-    assert cache_root(None) == Path("/elsewhere/meshwright")
+    assert get_cache_root("~/mine") == tmp_path / "mine"
+    assert get_cache_root(None) == Path("/elsewhere/meshwright")
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert cache_root(None) == tmp_path / ".cache" / "meshwright"
+        assert get_cache_root(None) == tmp_path / ".cache" / "meshwright"
 
 
 # --- several processes
@@ -532,7 +532,7 @@ def test_preparing_imports_no_torch_and_leaves_no_threads_that_a_fork_would_lose
 @pytest.mark.slow
 def test_of_two_processes_one_builds_and_both_get_the_result(tmp_path: Path, corpus: Path) -> None:
     config = config_for(tmp_path)
-    expected = prepare(config)
+    expected = prepare_data(config)
     shutil.rmtree(expected.directory)
     with FileLock(expected.directory.with_name(expected.directory.name + ".lock")):
         processes = [start("plain", config) for _ in range(2)]
@@ -556,7 +556,7 @@ def test_killed_builder_leaves_nothing_that_counts(tmp_path: Path, corpus: Path,
     assert process.returncode == 9
     left = sorted(path.suffix for path in (tmp_path / "cache" / "data").iterdir())
     assert left == [".building", ".lock"]
-    data = prepare(config)
+    data = prepare_data(config)
     assert len(builds) == 1
     assert data.documents == 12
     left = sorted(path.suffix for path in (tmp_path / "cache" / "data").iterdir())
@@ -601,17 +601,19 @@ def test_every_epoch_covers_every_sequence_once(order: DataOrder) -> None:
 @given(size=st.integers(1, 2**62), seed=st.integers(0, 99), data=st.data())
 def test_shuffled_places_of_any_size_are_computed_alone(size: int, seed: int, data: st.DataObject) -> None:
     places = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True))
-    found = shuffled(np.array(places), size, seed=seed, epoch=0)
+    found = shuffle_indices(np.array(places), size, seed=seed, epoch=0)
     assert len(set(found.tolist())) == len(places)
     assert ((found >= 0) & (found < size)).all()
-    assert [int(shuffled(np.array([place]), size, seed=seed, epoch=0)[0]) for place in places] == found.tolist()
+    assert [int(shuffle_indices(np.array([place]), size, seed=seed, epoch=0)[0]) for place in places] == found.tolist()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_orders_of_a_few_places_are_equally_likely(size: int) -> None:
     orders = math.factorial(size)
     draws = 20 * orders
-    counts = Counter(tuple(shuffled(np.arange(size), size, seed=3, epoch=epoch).tolist()) for epoch in range(draws))
+    counts = Counter(
+        tuple(shuffle_indices(np.arange(size), size, seed=3, epoch=epoch).tolist()) for epoch in range(draws)
+    )
     chi_square = sum((counts[each] - 20) ** 2 / 20 for each in itertools.permutations(range(size)))
     # Four standard deviations above its mean.
     assert chi_square < orders - 1 + 4 * math.sqrt(2 * (orders - 1))
@@ -620,7 +622,7 @@ def test_orders_of_a_few_places_are_equally_likely(size: int) -> None:
 # --- microbatches
 
 
-def numbered(count: int, seq_len: int = 3) -> StreamRows:
+def numbered(count: int, seq_len: int = 3) -> ConcatChunkedDataset:
     """Sequences that show their index: sequence i holds seq_len x i onwards."""
     return in_rows(np.arange(count * seq_len, dtype=np.uint32), seq_len)
 
@@ -635,9 +637,9 @@ def test_ranks_share_the_same_global_batch_at_any_size(sizes, multiple, count, s
     sequences = numbered(count)
     order = DataOrder(count, data_size * micro_batch_size * multiple, seed=7)
     shares = [
-        Feed([sequences], Place(rank, data_size, micro_batch_size), batch_size=order.batch_size, seed=7).microbatches(
-            step
-        )
+        TrainSampler(
+            [sequences], DataShard(rank, data_size, micro_batch_size), batch_size=order.batch_size, seed=7
+        ).microbatches(step)
         for rank in range(data_size)
     ]
     assert [len(share) for share in shares] == [multiple] * data_size
@@ -659,7 +661,7 @@ def test_batch_that_does_not_divide_is_refused_with_the_allowed_sizes(batch_size
         check_batch_size(batch_size, data_size=2, micro_batch_size=4)
     for rank in range(2):
         with pytest.raises(ConfigError, match="batch_size=6"):
-            Feed([numbered(9)], Place(rank, 2, 2), batch_size=6, seed=0)
+            TrainSampler([numbered(9)], DataShard(rank, 2, 2), batch_size=6, seed=0)
 
 
 @EXAMPLES
@@ -669,7 +671,8 @@ def test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones(sizes, a
     count = data.draw(st.none() | st.integers(1, available))
     sequences = numbered(available)
     shares = [
-        eval_microbatches(sequences, Place(rank, data_size, micro_batch_size), count=count) for rank in range(data_size)
+        read_eval_microbatches(sequences, DataShard(rank, data_size, micro_batch_size), num_rows=count)
+        for rank in range(data_size)
     ]
     expected = available if count is None else count
     assert len({len(share) for share in shares}) == 1
@@ -688,12 +691,12 @@ def test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones(sizes, a
 
 
 def test_evaluation_refuses_arguments_out_of_range() -> None:
-    place = Place(0, 1, 1)
+    place = DataShard(0, 1, 1)
     with pytest.raises(ConfigError, match="5 sequences are to be evaluated, but the split holds 4"):
-        eval_microbatches(numbered(4), place, count=5)
+        read_eval_microbatches(numbered(4), place, num_rows=5)
     with pytest.raises(ValueError, match="count must be at least 1"):
-        eval_microbatches(numbered(4), place, count=0)
+        read_eval_microbatches(numbered(4), place, num_rows=0)
     with pytest.raises(ValueError, match="no sequences"):
-        eval_microbatches(numbered(0), place, count=None)
+        read_eval_microbatches(numbered(0), place, num_rows=None)
     with pytest.raises(ValueError, match=r"data_rank must lie in \[0, 2\)"):
-        Place(-1, 2, 1)
+        DataShard(-1, 2, 1)

@@ -11,14 +11,14 @@ from support.chat_templates import tokenizer, turns
 from typer.testing import CliRunner
 
 from meshwright.cli.main import app
-from meshwright_run.data.documents import Documents
-from meshwright_run.data.feed import Feed, Place
-from meshwright_run.data.order import Stream
+from meshwright_run.data.documents import TokenizedDocuments
+from meshwright_run.data.feed import DataShard, TrainSampler
+from meshwright_run.data.order import StreamingSource
 from meshwright_run.data.report import (
-    first_rows,
-    measured_fill,
+    decode_first_rows,
+    measure_fill,
 )
-from meshwright_run.data.rows import make_rows
+from meshwright_run.data.rows import build_row_dataset
 
 MODEL = {
     "model_type": "llama",
@@ -80,7 +80,7 @@ def test_rows_are_shown_as_the_model_sees_them_and_what_became_of_the_source(wor
 @pytest.mark.filterwarnings("ignore:'set_vital'")
 def test_what_was_shown_of_a_source_that_is_read_while_training_is_measured_too(workplace, monkeypatch):
     # In blocks of few records, so that the first is left behind.
-    monkeypatch.setattr(Stream.__init__, "__kwdefaults__", {"group": 1, "records": 4})
+    monkeypatch.setattr(StreamingSource.__init__, "__kwdefaults__", {"group": 1, "records": 4})
     source = {"files": str(workplace / "chats.jsonl"), "format": "messages", "weight": 1}
     sources = json.dumps([source, {**source, "streaming": True}])
     output = shown(workplace, "--rows", "40", "--set", "data.packing=none", "--set", f"data.sources={sources}")
@@ -93,14 +93,14 @@ def documents(*lengths, learnt=2):
     eos = tokenizer("base").eos_token_id
     tokens = [np.array([*range(5, 4 + length), eos]) for length in lengths]
     labelled = [np.arange(length) >= length - learnt for length in lengths]
-    return Documents(np.concatenate(tokens).astype(np.uint16), np.cumsum(lengths), np.concatenate(labelled))
+    return TokenizedDocuments(np.concatenate(tokens).astype(np.uint16), np.cumsum(lengths), np.concatenate(labelled))
 
 
 @pytest.mark.parametrize("kind", ["documents", "stream", "none"])
 def test_documents_and_padding_are_told_apart(kind):
-    rows = make_rows(documents(5, 3, 4), kind, 8)
-    feed = Feed([rows], Place(0, 1, 1), batch_size=1, seed=0)
-    found = list(first_rows(feed, len(rows), kind, tokenizer("base")))
+    rows = build_row_dataset(documents(5, 3, 4), kind, 8)
+    feed = TrainSampler([rows], DataShard(0, 1, 1), batch_size=1, seed=0)
+    found = list(decode_first_rows(feed, len(rows), kind, tokenizer("base")))
     sizes = sorted(sum(run.tokens for run in each) for row in found for each in row.documents)
     padding = sum(row.padding for row in found)
     # The stream has no row for the last one.
@@ -108,4 +108,4 @@ def test_documents_and_padding_are_told_apart(kind):
     assert kind == "none" or padding == {"documents": 4, "stream": 0}[kind]
     learnt = sum(run.tokens for row in found for each in row.documents for run in each if run.learnt)
     assert learnt == {"documents": 6, "stream": 4, "none": 6}[kind]
-    assert measured_fill(feed, len(rows)) == sum(sizes) / (sum(sizes) + padding)
+    assert measure_fill(feed, len(rows)) == sum(sizes) / (sum(sizes) + padding)

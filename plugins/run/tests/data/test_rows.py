@@ -20,13 +20,20 @@ from torch import Tensor
 
 from meshwright import BatchError, count_tokens
 from meshwright.base.errors import ConfigError, DataError
-from meshwright.base.types import IGNORED_LABEL, Batch
+from meshwright.base.types import IGNORE_INDEX, Batch
 from meshwright.testing import Case
-from meshwright_run.data.documents import Documents
-from meshwright_run.data.feed import Feed, Place, RunRows, eval_microbatches
-from meshwright_run.data.order import BLOCK, DataOrder, Mixture
-from meshwright_run.data.packing import LEAST, best_fit, cached_best_fit
-from meshwright_run.data.rows import JoinedRows, PackedRows, PaddedRows, Rows, StreamRows, make_rows
+from meshwright_run.data.documents import TokenizedDocuments
+from meshwright_run.data.feed import DataShard, RunDatasets, TrainSampler, read_eval_microbatches
+from meshwright_run.data.order import MIXTURE_BLOCK_SIZE, DataOrder, SourceMixture
+from meshwright_run.data.packing import MIN_DOCUMENT_TOKENS, load_or_pack, pack_best_fit
+from meshwright_run.data.rows import (
+    ConcatChunkedDataset,
+    ConcatDataset,
+    PackedDataset,
+    PaddedDataset,
+    RowDataset,
+    build_row_dataset,
+)
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager, full_weights
 
@@ -34,15 +41,15 @@ EXAMPLES = settings(deadline=None, max_examples=80)
 lengths_of = st.lists(st.integers(0, 12), max_size=60)
 
 
-def documents_of(lengths: list[int], *, group: int = 1, first: int = 1, **more: Any) -> Documents:
+def documents_of(lengths: list[int], *, group: int = 1, first: int = 1, **more: Any) -> TokenizedDocuments:
     """Documents whose tokens count from `first` on, so that each token tells its place."""
     total = sum(lengths)
-    return Documents(
+    return TokenizedDocuments(
         np.arange(first, first + total, dtype=np.uint32), np.cumsum(lengths, dtype=np.int64), group=group, **more
     )
 
 
-def texts(documents: Documents) -> list[list[int]]:
+def texts(documents: TokenizedDocuments) -> list[list[int]]:
     return [part.tolist() for part in np.split(documents.tokens, documents.ends[:-1])] if len(documents) else []
 
 
@@ -52,8 +59,8 @@ def texts(documents: Documents) -> list[list[int]]:
 @EXAMPLES
 @given(lengths=lengths_of, seq_len=st.integers(12, 20))
 def test_each_document_is_in_one_row_and_no_row_is_too_full(lengths: list[int], seq_len: int) -> None:
-    packing = best_fit(np.cumsum(lengths, dtype=np.int64), seq_len)
-    assert sorted(packing.documents) == [index for index, length in enumerate(lengths) if length >= LEAST]
+    packing = pack_best_fit(np.cumsum(lengths, dtype=np.int64), seq_len)
+    assert sorted(packing.documents) == [index for index, length in enumerate(lengths) if length >= MIN_DOCUMENT_TOKENS]
     rows = np.split(packing.documents, packing.ends[:-1]) if len(packing) else []
     assert all(0 < sum(lengths[document] for document in row) <= seq_len for row in rows)
 
@@ -62,37 +69,37 @@ def test_each_document_is_in_one_row_and_no_row_is_too_full(lengths: list[int], 
 @given(lengths=lengths_of, seq_len=st.integers(12, 20))
 def test_rows_are_those_of_best_fit_decreasing_by_the_book(lengths: list[int], seq_len: int) -> None:
     rooms: list[int] = []
-    for length in sorted((each for each in lengths if each >= LEAST), reverse=True):
+    for length in sorted((each for each in lengths if each >= MIN_DOCUMENT_TOKENS), reverse=True):
         at = bisect.bisect_left(rooms, length)
         bisect.insort(rooms, (rooms.pop(at) if at < len(rooms) else seq_len) - length)
-    packing = best_fit(np.cumsum(lengths, dtype=np.int64), seq_len)
+    packing = pack_best_fit(np.cumsum(lengths, dtype=np.int64), seq_len)
     held = np.split(packing.documents, packing.ends[:-1]) if len(packing) else []
     assert sorted(seq_len - sum(lengths[each] for each in row) for row in held) == rooms
 
 
 def test_a_document_longer_than_a_row_is_told() -> None:
     with pytest.raises(DataError, match=r"document 1 has 9 tokens, more than seq_len=8"):
-        PackedRows(documents_of([3, 9, 4]), 8)
+        PackedDataset(documents_of([3, 9, 4]), 8)
     with pytest.raises(DataError, match=r"9 tokens, more than seq_len=8"):
-        PaddedRows(documents_of([3, 9, 4]), 8)
+        PaddedDataset(documents_of([3, 9, 4]), 8)
 
 
 def test_a_packing_is_kept_and_shared(tmp_path: Path) -> None:
     ends = np.cumsum([3, 5, 8, 2, 4])
-    first = cached_best_fit(ends, 8, tmp_path)
+    first = load_or_pack(ends, 8, tmp_path)
     (entry,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert isinstance(first.documents, np.memmap)
-    assert first.documents.tolist() == best_fit(ends, 8).documents.tolist()
+    assert first.documents.tolist() == pack_best_fit(ends, 8).documents.tolist()
     expected = first.documents.tolist()
     before = (entry / "documents.npy").stat().st_mtime_ns
-    again = cached_best_fit(ends, 8, tmp_path)
+    again = load_or_pack(ends, 8, tmp_path)
     assert (entry / "documents.npy").stat().st_mtime_ns == before
     assert again.ends.tolist() == first.ends.tolist()
-    cached_best_fit(ends, 9, tmp_path)
-    cached_best_fit(np.cumsum([3, 5, 8, 4, 2]), 8, tmp_path)
+    load_or_pack(ends, 9, tmp_path)
+    load_or_pack(np.cumsum([3, 5, 8, 4, 2]), 8, tmp_path)
     assert sum(path.is_dir() for path in tmp_path.iterdir()) == 3
     (entry / "documents.npy").write_bytes(b"cut short")
-    assert cached_best_fit(ends, 8, tmp_path).documents.tolist() == expected
+    assert load_or_pack(ends, 8, tmp_path).documents.tolist() == expected
 
 
 # -- what a row holds
@@ -114,7 +121,7 @@ def documents_in(batch: Batch) -> list[list[int]]:
 def test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own(lengths, seq_len, data):
     labelled = np.array(data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))))
     documents = documents_of(lengths, labelled=labelled)
-    rows = PackedRows(documents, seq_len)
+    rows = PackedDataset(documents, seq_len)
     batch = rows.take(range(len(rows)))
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
     assert batch.keys() == {"input_ids", "labels", "position_ids"}
@@ -133,7 +140,7 @@ def test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_o
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=40), data=st.data())
 def test_padded_rows_hold_a_document_each_and_masked_padding_behind(lengths: list[int], data: st.DataObject) -> None:
     documents = documents_of(lengths)
-    rows = PaddedRows(documents, 16)
+    rows = PaddedDataset(documents, 16)
     chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=6))
     longest = max(lengths[index] for index in chosen)
     assert rows.lengths(np.array(chosen)).tolist() == [lengths[index] for index in chosen]
@@ -143,13 +150,13 @@ def test_padded_rows_hold_a_document_each_and_masked_padding_behind(lengths: lis
         text = texts(documents)[index]
         assert ids == text + [0] * (longest + 1 - len(text))
         assert labels == [-100, *text[1:]] + [-100] * (longest + 1 - len(text))
-    masked = PaddedRows(documents, 16, masks=True).take(chosen, longest + 1)
+    masked = PaddedDataset(documents, 16, mask_padding=True).take(chosen, longest + 1)
     assert torch.equal(masked["attention_mask"], (batch["input_ids"] > 0).long())
 
 
 def test_labelled_tokens_of_a_stream_are_learnt_alone() -> None:
     labelled = np.arange(9) % 2 == 0
-    batch = StreamRows(documents_of([4, 5], labelled=labelled), 4).take([0, 1])
+    batch = ConcatChunkedDataset(documents_of([4, 5], labelled=labelled), 4).take([0, 1])
     assert batch["labels"].tolist() == [[1, -100, 3, -100], [5, -100, 7, -100]]
 
 
@@ -160,12 +167,12 @@ def test_columns_go_with_their_documents_and_tokens() -> None:
         "old": np.arange(1, 10) / 2,
     }
     documents = documents_of([2, 3, 4], columns=columns)
-    padded = PaddedRows(documents, 8).take([2, 0], 5)
+    padded = PaddedDataset(documents, 8).take([2, 0], 5)
     assert padded["reward"].tolist() == [2.5, 0.5]
     assert padded["source"].tolist() == [9, 7]
     assert padded["old"].tolist() == [[3.0, 3.5, 4.0, 4.5, 0.0], [0.5, 1.0, 0.0, 0.0, 0.0]]
     assert (padded["reward"].dtype, padded["source"].dtype) == (torch.float64, torch.int64)
-    for rows in (PackedRows(documents, 6), StreamRows(documents, 3)):
+    for rows in (PackedDataset(documents, 6), ConcatChunkedDataset(documents, 3)):
         batch = rows.take(range(len(rows)))
         real = batch["input_ids"] > 0
         assert torch.equal(batch["old"][real], batch["input_ids"][real] / 2)
@@ -178,16 +185,16 @@ def test_columns_go_with_their_documents_and_tokens() -> None:
 def test_preferences_are_neither_packed_nor_cut() -> None:
     for kind in ("documents", "stream"):
         with pytest.raises(ConfigError, match=r"data\.packing=none"):
-            make_rows(documents_of([2, 2], group=2), kind, 8)  # type: ignore[arg-type]
+            build_row_dataset(documents_of([2, 2], group=2), kind, 8)  # type: ignore[arg-type]
 
 
 def test_sources_that_do_not_go_together_are_told() -> None:
     one = documents_of([2, 3], columns={"reward": np.array([1, 2])})
     with pytest.raises(DataError, match=r"columns \['reward'\].*another \[\]"):
-        JoinedRows([PaddedRows(one, 4), PaddedRows(documents_of([2]), 4)])
+        ConcatDataset([PaddedDataset(one, 4), PaddedDataset(documents_of([2]), 4)])
     # Whole numbers beside fractions are fractions in every batch.
     other = documents_of([2], columns={"reward": np.array([0.5])})
-    joined = JoinedRows([PaddedRows(one, 4), PaddedRows(other, 4)])
+    joined = ConcatDataset([PaddedDataset(one, 4), PaddedDataset(other, 4)])
     assert joined.take([0, 1], 4)["reward"].dtype == torch.float64
     assert joined.take([2, 0], 4)["reward"].tolist() == [0.5, 1.0]
 
@@ -200,31 +207,31 @@ weights_of = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
 @EXAMPLES
 @given(weights=weights_of, blocks=st.lists(st.integers(0, 10**6), min_size=1, max_size=4))
 def test_sources_have_their_shares_at_every_block_and_lose_none(weights: list[float], blocks: list[int]) -> None:
-    mixture = Mixture(weights, 0)
+    mixture = SourceMixture(weights, 0)
     for block in blocks:
-        now, then = (mixture.counts(number * BLOCK) for number in (block, block + 1))
-        assert sum(now) == block * BLOCK
+        now, then = (mixture.counts(number * MIXTURE_BLOCK_SIZE) for number in (block, block + 1))
+        assert sum(now) == block * MIXTURE_BLOCK_SIZE
         assert all(before <= after for before, after in zip(now, then, strict=True))
         for count, weight in zip(now, weights, strict=True):
-            assert abs(count - block * BLOCK * weight / sum(weights)) < len(weights)
+            assert abs(count - block * MIXTURE_BLOCK_SIZE * weight / sum(weights)) < len(weights)
 
 
 @EXAMPLES
 @given(weights=weights_of, seed=st.integers(0, 9), start=st.integers(0, 5000), count=st.integers(1, 3000))
 def test_places_of_a_mixture_are_computed_alone(weights: list[float], seed: int, start: int, count: int) -> None:
-    sources, ranks = Mixture(weights, seed).places(0, start + count)
-    own_sources, own_ranks = Mixture(weights, seed).places(start, start + count)
+    sources, ranks = SourceMixture(weights, seed).places(0, start + count)
+    own_sources, own_ranks = SourceMixture(weights, seed).places(start, start + count)
     assert np.array_equal(sources[start:], own_sources)
     assert np.array_equal(ranks[start:], own_ranks)
     for source in range(len(weights)):
         assert ranks[sources == source].tolist() == list(range(int((sources == source).sum())))
-    assert Mixture(weights, seed).before(start) == np.bincount(sources[:start], minlength=len(weights)).tolist()
+    assert SourceMixture(weights, seed).before(start) == np.bincount(sources[:start], minlength=len(weights)).tolist()
 
 
 def test_a_mixture_is_random_within_its_blocks() -> None:
-    first, second = (Mixture([1, 1], seed).places(0, BLOCK)[0] for seed in (0, 1))
+    first, second = (SourceMixture([1, 1], seed).places(0, MIXTURE_BLOCK_SIZE)[0] for seed in (0, 1))
     assert not np.array_equal(first, second)
-    assert not np.array_equal(first, Mixture([1, 1], 0).places(BLOCK, 2 * BLOCK)[0])
+    assert not np.array_equal(first, SourceMixture([1, 1], 0).places(MIXTURE_BLOCK_SIZE, 2 * MIXTURE_BLOCK_SIZE)[0])
     # About half of the neighbours differ.
     assert 400 < (np.diff(first) != 0).sum() < 624
 
@@ -232,9 +239,11 @@ def test_a_mixture_is_random_within_its_blocks() -> None:
 # -- the rows of a run
 
 
-def all_rows(sources: list[Rows], steps: range, *, size: int = 1, micro: int = 2, **options: Any) -> list[list[int]]:
+def all_rows(
+    sources: list[RowDataset], steps: range, *, size: int = 1, micro: int = 2, **options: Any
+) -> list[list[int]]:
     """The first tokens of the rows of each step, of all ranks."""
-    feeds = [Feed(sources, Place(rank, size, micro), **options) for rank in range(size)]
+    feeds = [TrainSampler(sources, DataShard(rank, size, micro), **options) for rank in range(size)]
     return [
         sorted(int(token) for feed in feeds for batch in feed.microbatches(step) for token in batch["input_ids"][:, 0])
         for step in steps
@@ -248,7 +257,7 @@ def all_rows(sources: list[Rows], steps: range, *, size: int = 1, micro: int = 2
     seed=st.integers(0, 9),
 )
 def test_each_source_is_in_epochs_of_its_own_and_repeats_and_skips_nothing(sizes, weights, seed):
-    sources: list[Rows] = [PaddedRows(documents_of([2] * n, first=1000 * k), 4) for k, n in enumerate(sizes)]
+    sources: list[RowDataset] = [PaddedDataset(documents_of([2] * n, first=1000 * k), 4) for k, n in enumerate(sizes)]
     steps = all_rows(sources, range(12), batch_size=4, seed=seed, weights=weights[: len(sizes)])
     stream = [Counter(step) for step in steps]
     for number, size in enumerate(sizes):
@@ -260,8 +269,8 @@ def test_each_source_is_in_epochs_of_its_own_and_repeats_and_skips_nothing(sizes
 
 
 def test_sources_are_each_in_an_order_of_their_own() -> None:
-    sources: list[Rows] = [PaddedRows(documents_of([2] * 64, first=1000 * k), 4) for k in (1, 2)]
-    feed = Feed(sources, Place(0, 1, 64), batch_size=64, seed=0, weights=[1.0, 1.0])
+    sources: list[RowDataset] = [PaddedDataset(documents_of([2] * 64, first=1000 * k), 4) for k in (1, 2)]
+    feed = TrainSampler(sources, DataShard(0, 1, 64), batch_size=64, seed=0, weights=[1.0, 1.0])
     found = [int(token) for step in range(2) for batch in feed.microbatches(step) for token in batch["input_ids"][:, 0]]
     one, other = ([token % 1000 for token in found if token // 1000 == k] for k in (1, 2))
     assert one[:50] != other[:50]
@@ -271,7 +280,7 @@ def test_sources_are_each_in_an_order_of_their_own() -> None:
 @pytest.mark.parametrize("kind", ["documents", "stream", "none"])
 def test_the_rows_of_a_step_are_the_same_on_any_mesh(kind: Any, weights: list[float] | None) -> None:
     lengths = np.random.default_rng(1).integers(2, 16, 40).tolist()
-    sources = [make_rows(documents_of(lengths, first=1000 * (1 + k)), kind, 16) for k in range(2)]
+    sources = [build_row_dataset(documents_of(lengths, first=1000 * (1 + k)), kind, 16) for k in range(2)]
     options: dict[str, Any] = {"batch_size": 8, "seed": 3, "weights": weights}
     one = all_rows(sources, range(20), micro=8, **options)
     for size, micro in ((1, 2), (2, 4), (4, 1), (8, 1)):
@@ -291,10 +300,10 @@ def test_the_rows_of_a_step_are_the_same_on_any_mesh(kind: Any, weights: list[fl
     one_shape=st.booleans(),
 )
 def test_microbatches_of_one_number_have_one_length_on_all_ranks(lengths, data_size, micro, multiple, one_shape):
-    rows = PaddedRows(documents_of(lengths), 32)
-    places = [Place(rank, data_size, micro, multiple=multiple, one_shape=one_shape) for rank in range(data_size)]
-    feeds = [Feed([rows], place, batch_size=8, seed=0).microbatches(3) for place in places]
-    evaluated = [eval_microbatches(rows, place, count=None) for place in places]
+    rows = PaddedDataset(documents_of(lengths), 32)
+    places = [DataShard(rank, data_size, micro, multiple=multiple, one_shape=one_shape) for rank in range(data_size)]
+    feeds = [TrainSampler([rows], place, batch_size=8, seed=0).microbatches(3) for place in places]
+    evaluated = [read_eval_microbatches(rows, place, num_rows=None) for place in places]
     for of_ranks in (feeds, evaluated):
         shapes = [[tuple(batch["input_ids"].shape) for batch in batches] for batches in of_ranks]
         assert all(each == shapes[0] for each in shapes)
@@ -312,21 +321,23 @@ def test_microbatches_of_one_number_have_one_length_on_all_ranks(lengths, data_s
 
 
 def test_rows_that_no_axis_can_divide_are_so_from_the_first_step_on() -> None:
-    feed = Feed([PaddedRows(documents_of([2] * 8), 33)], Place(0, 1, 2, multiple=4), batch_size=4, seed=0)
+    feed = TrainSampler(
+        [PaddedDataset(documents_of([2] * 8), 33)], DataShard(0, 1, 2, multiple=4), batch_size=4, seed=0
+    )
     assert {batch["input_ids"].shape[1] for batch in feed.microbatches(0)} == {33}
 
 
 def test_pairs_stay_together_in_every_order() -> None:
     lengths = np.random.default_rng(1).integers(2, 16, 40).tolist()
-    rows = PaddedRows(documents_of(lengths, group=2), 16)
+    rows = PaddedDataset(documents_of(lengths, group=2), 16)
     starts = [0, *np.cumsum(lengths)[:-1]]
     of_token = {int(start) + 1: index for index, start in enumerate(starts)}
     for size, micro in ((1, 2), (1, 8), (2, 4), (4, 2)):
         for weights in (None, [1.0]):
             seen = []
             for rank in range(size):
-                feed = Feed([rows], Place(rank, size, micro), batch_size=8, seed=0, weights=weights)
-                assert (RunRows((rows,), None, {}).rows_per_epoch, feed.position(3)) == (40, 24)
+                feed = TrainSampler([rows], DataShard(rank, size, micro), batch_size=8, seed=0, weights=weights)
+                assert (RunDatasets((rows,), None, {}).rows_per_epoch, feed.position(3)) == (40, 24)
                 for step in range(5):
                     for batch in feed.microbatches(step):
                         chosen = [of_token[int(token)] for token in batch["input_ids"][:, 0]]
@@ -334,10 +345,10 @@ def test_pairs_stay_together_in_every_order() -> None:
                         seen += chosen
             assert sorted(seen) == list(range(40))
     with pytest.raises(ConfigError, match=r"micro_batch_size=1 counts rows, of which 2 belong together"):
-        Feed([rows], Place(0, 1, 1), batch_size=8, seed=0)
+        TrainSampler([rows], DataShard(0, 1, 1), batch_size=8, seed=0)
     with pytest.raises(ConfigError, match=r"batch_size=3 counts rows"):
-        Feed([rows], Place(0, 1, 3), batch_size=3, seed=0)
-    masked = [batch for rank in range(2) for batch in eval_microbatches(rows, Place(rank, 2, 4), count=18)]
+        TrainSampler([rows], DataShard(0, 1, 3), batch_size=3, seed=0)
+    masked = [batch for rank in range(2) for batch in read_eval_microbatches(rows, DataShard(rank, 2, 4), num_rows=18)]
     counted = [int((labels != -100).any()) for batch in masked for labels in batch["labels"]]
     assert sum(counted) == 18
     assert all(a == b for a, b in zip(counted[::2], counted[1::2], strict=True))
@@ -360,7 +371,7 @@ def packed(step: int) -> Batch:
     """The same documents, two to a row, beside an attention mask of ones."""
     ids = torch.cat(documents(step), 1)
     labels = ids.clone()
-    labels[:, LENGTHS[0]] = IGNORED_LABEL
+    labels[:, LENGTHS[0]] = IGNORE_INDEX
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     return {
         "input_ids": ids,
@@ -435,8 +446,8 @@ def test_masks_that_say_something_are_kept() -> None:
     jump = torch.arange(16) + 3 * (torch.arange(16) > 7)
     labels = packed(0)["labels"]
     cases = [
-        {"attention_mask": left, "position_ids": by_mask[0], "labels": labels.masked_fill(left == 0, IGNORED_LABEL)},
-        {"attention_mask": right, "position_ids": by_mask[1], "labels": labels.masked_fill(right == 0, IGNORED_LABEL)},
+        {"attention_mask": left, "position_ids": by_mask[0], "labels": labels.masked_fill(left == 0, IGNORE_INDEX)},
+        {"attention_mask": right, "position_ids": by_mask[1], "labels": labels.masked_fill(right == 0, IGNORE_INDEX)},
         {"position_ids": jump.expand(2, 16)},
     ]
     found = losses(*cases, *({**case, "attention_mask": None} for case in cases))

@@ -25,19 +25,19 @@ from support.commands import write_run
 from support.corpus import prose
 
 from meshwright.base.errors import ConfigError, DataError
-from meshwright.base.validation import validated
+from meshwright.base.validation import validate_config
 from meshwright_run.data.config import DataConfig, SourceConfig
-from meshwright_run.data.documents import Documents
-from meshwright_run.data.files import elements
-from meshwright_run.data.prepare import PreparedData, prepare
+from meshwright_run.data.documents import TokenizedDocuments
+from meshwright_run.data.files import iter_elements
+from meshwright_run.data.prepare import PreparedData, prepare_data
 from meshwright_run.data.sources import Record, read_records
 from meshwright_run.data.tokenizer import train_tokenizer
-from meshwright_run.data.tokenizing import Worker, tokenized, tokenizing
-from meshwright_run.preflight import plan_run
-from meshwright_run.resume import _differences
+from meshwright_run.data.tokenizing import TokenizerWorker, build_tokenization, tokenize_records
+from meshwright_run.preflight import preflight
+from meshwright_run.resume import _find_differences
 from meshwright_run.run_file import load_run
 
-PREPARE_MODULE = importlib.import_module("meshwright_run.data.prepare")
+PREPARE_MODULE = importlib.import_module("meshwright_run.data.prepare_data")
 ROWS = [{"text": prose(number), "score": number, "note": 'a,\n"b" é'} for number in range(7)]
 
 
@@ -87,7 +87,7 @@ def config_for(tmp_path: Path, tokenizer_dir: Path, *sources: SourceConfig, **ch
     return DataConfig(sources=list(sources), tokenizer=str(tokenizer_dir), **values)
 
 
-def documents_of(data: PreparedData, source: int = 0) -> Documents:
+def documents_of(data: PreparedData, source: int = 0) -> TokenizedDocuments:
     found = data.sources[source].train
     assert found is not None
     return found
@@ -147,7 +147,7 @@ def test_an_array_is_read_in_pieces_of_any_size(rows, indent, ascii_only, chunk)
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshwright_run.data.files._ARRAY_CHUNK", chunk)
-        found = list(elements(io.BytesIO(content), Path("a.json"), max_bytes=1 << 20))
+        found = list(iter_elements(io.BytesIO(content), Path("a.json"), max_bytes=1 << 20))
     assert [value for value, _ in found] == rows
     lines = content.decode().splitlines() if indent is not None and ascii_only else None
     if lines is not None:
@@ -212,7 +212,7 @@ def test_a_column_that_is_no_number_is_named(row: dict[str, Any], message: str, 
 def test_columns_go_with_their_documents_and_have_one_type_in_all_sources(tmp_path: Path, tokenizer_dir: Path) -> None:
     rows = [{"text": prose(number), "score": 1 if number < 20 else 0.5} for number in range(30)]
     whole, real = write(tmp_path / "a.jsonl", rows[:20]), write(tmp_path / "b.jsonl", rows)
-    data = prepare(config_for(tmp_path, tokenizer_dir, whole, real))
+    data = prepare_data(config_for(tmp_path, tokenizer_dir, whole, real))
     assert dict(data.columns) == {"score": np.float64}
     assert documents_of(data).columns["score"].dtype == np.int64
     found = documents_of(data, 1)
@@ -232,7 +232,7 @@ def test_tokens_have_columns_of_their_own(tmp_path: Path, tokenizer_dir: Path) -
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="tokens", columns=["w"])
-    data = prepare(config_for(tmp_path, tokenizer_dir, source))
+    data = prepare_data(config_for(tmp_path, tokenizer_dir, source))
     documents = documents_of(data)
     assert len(documents.columns["w"]) == len(documents.tokens)
     assert documents.labelled is not None
@@ -240,11 +240,11 @@ def test_tokens_have_columns_of_their_own(tmp_path: Path, tokenizer_dir: Path) -
     assert documents.labelled.sum() == len(documents.tokens) - len(documents)
     # An entry that has lost one of its files is made anew.
     (data.directory / "train.labelled.npy").unlink()
-    assert documents_of(prepare(config_for(tmp_path, tokenizer_dir, source))).labelled is not None
+    assert documents_of(prepare_data(config_for(tmp_path, tokenizer_dir, source))).labelled is not None
     rows[3]["w"] = 1.0  # type: ignore[assignment]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(DataError, match="column 'w' has one number an example in some, and one for each token"):
-        prepare(config_for(tmp_path, tokenizer_dir, source))
+        prepare_data(config_for(tmp_path, tokenizer_dir, source))
 
 
 # --- datasets of Hugging Face
@@ -259,11 +259,11 @@ def saved(directory: Path, rows: list[dict[str, Any]] = ROWS, *, splits: bool = 
 
 def test_a_dataset_has_the_tokens_of_the_same_rows_in_a_file(tmp_path, tokenizer_dir, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    from_file = prepare(config_for(tmp_path, tokenizer_dir, write(tmp_path / "a.jsonl")))
+    from_file = prepare_data(config_for(tmp_path, tokenizer_dir, write(tmp_path / "a.jsonl")))
     one = SourceConfig(dataset=str(saved(tmp_path / "one[1]")), columns=["score"])
     many = SourceConfig(dataset=str(saved(tmp_path / "many", splits=True)), columns=["score"])
     for source in (one, many):
-        data = prepare(config_for(tmp_path, tokenizer_dir, source))
+        data = prepare_data(config_for(tmp_path, tokenizer_dir, source))
         assert data.fingerprint == from_file.fingerprint
         assert data.directory != from_file.directory
     (tmp_path / "files[1]").mkdir()
@@ -328,11 +328,11 @@ def test_a_file_that_changes_while_it_is_tokenized_leaves_nothing_in_the_cache(
     def meddle(*args: Any) -> Any:
         # One record alone would be an error of its own.
         (tmp_path / "a.jsonl").write_text('{"text": "other", "score": 1}\n' * rows)
-        return tokenized(*args)
+        return tokenize_records(*args)
 
     monkeypatch.setattr(PREPARE_MODULE, "tokenized", meddle)
     with pytest.raises(DataError, match=r"a\.jsonl changed while it was read"):
-        prepare(config_for(tmp_path, tokenizer_dir, source))
+        prepare_data(config_for(tmp_path, tokenizer_dir, source))
     assert left_in(tmp_path / "cache") == [".lock"]
 
 
@@ -347,7 +347,7 @@ def test_what_is_made_of_records_is_part_of_the_entry(changes, tmp_path, tokeniz
         of_source = {name: value for name, value in values.items() if name in SourceConfig.model_fields}
         source = SourceConfig(files=str(tmp_path / "a.jsonl"), **of_source)
         rest = {name: value for name, value in values.items() if name not in of_source}
-        entries.append(prepare(config_for(tmp_path, tokenizer_dir, source, packing="documents", **rest)))
+        entries.append(prepare_data(config_for(tmp_path, tokenizer_dir, source, packing="documents", **rest)))
     assert entries[0].directory != entries[1].directory
     assert documents_of(entries[0]).arrays().keys() <= documents_of(entries[1]).arrays().keys()
     assert entries[0].fingerprint != entries[1].fingerprint
@@ -359,10 +359,10 @@ def test_each_source_has_an_entry_and_one_that_changes_is_tokenized_alone(tmp_pa
     monkeypatch.setattr(PREPARE_MODULE, "_build", lambda *args: (built.append(args[1].config.place), real(*args)))
     sources = [write(tmp_path / f"{name}.jsonl", ROWS[number:]) for number, name in enumerate("abc")]
     config = config_for(tmp_path, tokenizer_dir, *sources)
-    before = prepare(config)
+    before = prepare_data(config)
     assert built == [source.place for source in sources]
     write(tmp_path / "b.jsonl", ROWS[2:])
-    after = prepare(config)
+    after = prepare_data(config)
     assert built[3:] == [sources[1].place]
     changed = [a.fingerprint != b.fingerprint for a, b in zip(before.sources, after.sources, strict=True)]
     assert changed == [False, True, False]
@@ -373,14 +373,14 @@ def test_each_source_has_an_entry_and_one_that_changes_is_tokenized_alone(tmp_pa
 def test_the_order_of_sources_is_in_the_fingerprint_and_one_source_has_its_own(tmp_path, tokenizer_dir):
     first, second = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", ROWS[1:])
     found = [
-        prepare(config_for(tmp_path, tokenizer_dir, *sources)).fingerprint
+        prepare_data(config_for(tmp_path, tokenizer_dir, *sources)).fingerprint
         for sources in ((first, second), (second, first), (first,))
     ]
     assert len(set(found)) == 3
     plain = config_for(tmp_path, tokenizer_dir, SourceConfig(files=first.files))
     short = plain.model_copy(update={"sources": None, "corpus": first.files})
-    assert prepare(short).fingerprint == prepare(plain).fingerprint
-    assert prepare(short).directory == prepare(plain).directory
+    assert prepare_data(short).fingerprint == prepare_data(plain).fingerprint
+    assert prepare_data(short).directory == prepare_data(plain).directory
 
 
 def test_a_run_that_goes_on_is_told_which_of_its_sources_has_changed(tmp_path: Path, tokenizer_dir: Path) -> None:
@@ -389,10 +389,10 @@ def test_a_run_that_goes_on_is_told_which_of_its_sources_has_changed(tmp_path: P
     plans = []
     for trained_on in (sources, sources, sources[:1], None):
         changed = {"data": config_for(tmp_path, tokenizer_dir, *trained_on)} if trained_on else {}
-        plans.append(plan_run(config.model_copy(update=changed), 1).identity)
+        plans.append(preflight(config.model_copy(update=changed), 1).identity)
         if len(plans) == 1:
             write(tmp_path / "b.jsonl", ROWS[2:])
-    assert _differences(plans[0], plans[1]) == ["data.fingerprint", "data.sources.1"]
+    assert _find_differences(plans[0], plans[1]) == ["data.fingerprint", "data.sources.1"]
     # Of one source it is as before there were several.
     assert list(plans[2]["data"]) == list(plans[3]["data"]) == ["fingerprint", "seq_len"]
 
@@ -401,7 +401,7 @@ def test_evaluation_sets_are_whole_and_may_take_the_place_of_what_is_held_out(tm
     source, other = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", ROWS[:3])
     for fraction in (0, 0.3):
         sets = {"small": other, "both": [other, source]}
-        data = prepare(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, eval_sets=sets))
+        data = prepare_data(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, eval_sets=sets))
         lengths = {name: [len(each) for each in found] for name, found in data.held_out.items()}
         (held_out,) = lengths.pop("held_out", [0])
         assert lengths == {"small": [3], "both": [3, 7]}
@@ -413,9 +413,9 @@ def test_evaluation_sets_are_whole_and_may_take_the_place_of_what_is_held_out(tm
 def test_the_two_of_a_pair_stay_together(fraction, tmp_path, tokenizer_dir, monkeypatch):
     rows = [{"prompt": f"q{n}", "chosen": f" yes {n}", "rejected": f" no {n}", "m": n} for n in range(8)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 40)
+    monkeypatch.setattr("meshwright_run.data.tokenizing._CHARACTERS_PER_BATCH", 40)
     source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="preference", columns=["m"])
-    data = prepare(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, seq_len=64))
+    data = prepare_data(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, seq_len=64))
     sides = [documents_of(data), *data.held_out["held_out"]]
     assert data.group == sides[0].group == sides[1].group == 2
     assert sum(map(len, sides)) == 16
@@ -426,7 +426,7 @@ def test_the_two_of_a_pair_stay_together(fraction, tmp_path, tokenizer_dir, monk
     # Equal examples are on one side, whatever else is said of them.
     other = [{**row, "m": 9 - row["m"], "id": "x"} for row in rows]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, other)))
-    again = prepare(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, seq_len=64))
+    again = prepare_data(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, seq_len=64))
     assert documents_of(again).tokens.tolist() == sides[0].tokens.tolist()
 
 
@@ -435,11 +435,11 @@ def test_the_two_of_a_pair_stay_together(fraction, tmp_path, tokenizer_dir, monk
 
 def test_processes_make_the_same_documents_as_this_one(tmp_path, tokenizer_dir, monkeypatch):
     source = write(tmp_path / "a.jsonl", [{"text": prose(number), "score": number} for number in range(300)])
-    monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 2000)
-    here = prepare(config_for(tmp_path, tokenizer_dir, source, cache_dir=str(tmp_path / "here")))
-    monkeypatch.setattr("meshwright_run.data.tokenizing._IN_THIS_PROCESS", 6000)
-    monkeypatch.setattr("meshwright_run.data.tokenizing.usable_cores", lambda: 2)
-    there = prepare(config_for(tmp_path, tokenizer_dir, source))
+    monkeypatch.setattr("meshwright_run.data.tokenizing._CHARACTERS_PER_BATCH", 2000)
+    here = prepare_data(config_for(tmp_path, tokenizer_dir, source, cache_dir=str(tmp_path / "here")))
+    monkeypatch.setattr("meshwright_run.data.tokenizing._MAX_THREADED_CHARACTERS", 6000)
+    monkeypatch.setattr("meshwright_run.data.tokenizing.count_usable_cores", lambda: 2)
+    there = prepare_data(config_for(tmp_path, tokenizer_dir, source))
     assert there.sources[0].counts == here.sources[0].counts
     for name, array in documents_of(here).arrays().items():
         np.testing.assert_array_equal(array, documents_of(there).arrays()[name])
@@ -457,19 +457,19 @@ def test_processes_make_the_same_documents_as_this_one(tmp_path, tokenizer_dir, 
     ],
 )
 def test_what_goes_wrong_in_a_process_is_told_here(texts, message, tokenizer_dir, monkeypatch):
-    monkeypatch.setattr("meshwright_run.data.tokenizing._BATCH_CHARACTERS", 1)
-    monkeypatch.setattr("meshwright_run.data.tokenizing._IN_THIS_PROCESS", 1)
-    monkeypatch.setattr("meshwright_run.data.tokenizing.usable_cores", lambda: 1)
+    monkeypatch.setattr("meshwright_run.data.tokenizing._CHARACTERS_PER_BATCH", 1)
+    monkeypatch.setattr("meshwright_run.data.tokenizing._MAX_THREADED_CHARACTERS", 1)
+    monkeypatch.setattr("meshwright_run.data.tokenizing.count_usable_cores", lambda: 1)
     tokenizer = train_tokenizer(["a b"], 257)
     source = SourceConfig(files="unused")
     records = [Record({"text": text}, f"here:{place}") for place, text in enumerate(["a", "b", "c", *texts])]
     if texts == ["kill"]:
-        monkeypatch.setattr(Worker, "call", killed)
+        monkeypatch.setattr(TokenizerWorker, "call", killed)
     with pytest.raises(DataError, match=message):
-        list(tokenized(records, tokenizing(source, DataConfig(sources=[source]), 0.0), tokenizer))
+        list(tokenize_records(records, build_tokenization(source, DataConfig(sources=[source]), 0.0), tokenizer))
 
 
-def killed(worker: Worker, argument: Any) -> Any:
+def killed(worker: TokenizerWorker, argument: Any) -> Any:
     """As the system ends a process when memory runs out."""
     worker._process.kill()
     return worker._ask(argument)
@@ -524,12 +524,12 @@ PAIRS = {"files": "a.jsonl", "format": "preference"}
 )
 def test_what_sources_do_not_go_together_with_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        validated(DataConfig, values, where="data")
+        validate_config(DataConfig, values, where="data")
 
 
 def test_what_null_stands_for_follows_from_the_formats() -> None:
     def kinds(*sources: dict[str, Any], **values: Any) -> tuple[str, Any]:
-        config = validated(DataConfig, {"sources": list(sources), **values}, where="data")
+        config = validate_config(DataConfig, {"sources": list(sources), **values}, where="data")
         return config.packing_kind(), config.too_long_for(sources[0].get("format", "text"))
 
     assert kinds(TEXT) == ("stream", None)
@@ -551,10 +551,10 @@ def test_a_source_that_is_too_small_is_named(tmp_path: Path, tokenizer_dir: Path
     ):
         path.write_text(content)
         with pytest.raises(DataError, match=f"a.jsonl' {message}"):
-            prepare(config)
+            prepare_data(config)
     source = SourceConfig(files=str(path), format="tokens")
     with pytest.raises(ConfigError, match=r"\(format=tokens\) needs a tokenizer: the model's own, or data\.tokenizer"):
-        prepare(DataConfig(sources=[source], cache_dir=str(tmp_path)))
+        prepare_data(DataConfig(sources=[source], cache_dir=str(tmp_path)))
 
 
 def test_a_source_whose_answers_are_all_cut_off_is_not_told_as_empty(tmp_path, tokenizer_dir):
@@ -562,7 +562,7 @@ def test_a_source_whose_answers_are_all_cut_off_is_not_told_as_empty(tmp_path, t
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 3)
     source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="preference")
     with pytest.raises(DataError) as caught:
-        prepare(config_for(tmp_path, tokenizer_dir, source, too_long="cut"))
+        prepare_data(config_for(tmp_path, tokenizer_dir, source, too_long="cut"))
     assert "is empty" not in str(caught.value)
     assert "a.jsonl' holds 3 records, and in none of them is anything learnt within seq_len=16" in str(caught.value)
     assert "Set data.seq_len to more than 16" in str(caught.value)

@@ -12,7 +12,7 @@ from support.chat_templates import learnt, tokenizer
 from meshwright_run.data.config import SourceConfig
 from meshwright_run.data.encoder import Encoder
 from meshwright_run.data.sources import read_records
-from meshwright_run.data.stdlib import library_records
+from meshwright_run.data.stdlib import iter_stdlib_records
 
 ROOT = Path(sysconfig.get_paths()["stdlib"])
 SOURCE = '''"""A module.
@@ -56,7 +56,7 @@ class _Hidden:
 
 
 def found(source, module="pack/mod.py", source_format="messages"):
-    return list(library_records(source, ROOT / module, source_format))
+    return list(iter_stdlib_records(source, ROOT / module, source_format))
 
 
 def test_docstrings_answer_questions_about_their_names():

@@ -14,10 +14,10 @@ import torch
 
 from meshwright.base.errors import CheckpointError, DataError
 from meshwright.base.types import Batch
-from meshwright.base.validation import validated
+from meshwright.base.validation import validate_config
 from meshwright_run.data.config import DataConfig
-from meshwright_run.data.feed import Feed, Place, lay_out
-from meshwright_run.data.prepare import prepare
+from meshwright_run.data.feed import DataShard, TrainSampler, build_datasets
+from meshwright_run.data.prepare import prepare_data
 from meshwright_run.data.tokenizer import train_tokenizer
 
 run_rows = importlib.import_module("meshwright_run.data.feed")
@@ -54,17 +54,17 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         }
         if all(source.get("streaming") for source in given["sources"]):
             given["eval_fraction"] = 0
-        return validated(DataConfig, given, where="data")
+        return validate_config(DataConfig, given, where="data")
 
     return made
 
 
-def feeds(config: DataConfig, size: int = 1, micro: int = 2, batch_size: int = 8, **options: Any) -> list[Feed]:
+def feeds(config: DataConfig, size: int = 1, micro: int = 2, batch_size: int = 8, **options: Any) -> list[TrainSampler]:
     found = []
     for rank in range(size):
-        rows = lay_out(prepare(config), config)
-        place = Place(rank, size, micro)
-        found.append(Feed(rows.training, place, batch_size=batch_size, seed=3, weights=rows.weights, **options))
+        rows = build_datasets(prepare_data(config), config)
+        place = DataShard(rank, size, micro)
+        found.append(TrainSampler(rows.training, place, batch_size=batch_size, seed=3, weights=rows.weights, **options))
     return found
 
 
@@ -77,7 +77,7 @@ def rows_of(batches: list[Batch]) -> list[bytes]:
     ]
 
 
-def read(feed: Feed, count: int) -> tuple[list[list[bytes]], list[str]]:
+def read(feed: TrainSampler, count: int) -> tuple[list[list[bytes]], list[str]]:
     """The rows of the first steps, and the state before each as a checkpoint keeps it."""
     steps, states = [], []
     for step in range(count):
@@ -89,7 +89,9 @@ def read(feed: Feed, count: int) -> tuple[list[list[bytes]], list[str]]:
     return steps, states
 
 
-def resumed(config: DataConfig, feed: Feed, step: int, state: str, size: int, micro: int = 2) -> list[Feed]:
+def resumed(
+    config: DataConfig, feed: TrainSampler, step: int, state: str, size: int, micro: int = 2
+) -> list[TrainSampler]:
     """Feeds on another mesh, which go on where one was."""
     again = feeds(config, size, micro, origin=(step, feed.position(step)))
     for each in again:
@@ -97,7 +99,7 @@ def resumed(config: DataConfig, feed: Feed, step: int, state: str, size: int, mi
     return again
 
 
-def steps_of(feeds: list[Feed], steps: range) -> list[list[bytes]]:
+def steps_of(feeds: list[TrainSampler], steps: range) -> list[list[bytes]]:
     return [[row for feed in feeds for row in rows_of(feed.microbatches(step))] for step in steps]
 
 
@@ -127,9 +129,9 @@ def ids_of(row: bytes) -> tuple[int, ...]:
 
 def test_each_epoch_of_a_stream_has_every_document_once_in_another_order(config: Any) -> None:
     given = config(packing="none")
-    rows = lay_out(prepare(given), given)
+    rows = build_datasets(prepare_data(given), given)
     (only,) = rows.training
-    feed = Feed(rows.training, Place(0, 1, 4), batch_size=4, seed=0)
+    feed = TrainSampler(rows.training, DataShard(0, 1, 4), batch_size=4, seed=0)
     epochs = []
     for epoch in range(3):
         steps = [feed.microbatches(25 * epoch + step) for step in range(25)]

@@ -22,12 +22,12 @@ INTERVAL_S, PATIENCE_S = 0.1, 1.0
 """Shorter than runs have them."""
 SLACK_S = 5.0
 """For a busy machine."""
-IGNORED = [getattr(signal, name) for name in companion._IGNORED]
+IGNORED = [getattr(signal, name) for name in companion._IGNORED_SIGNALS]
 RANK = f"""
 import os, sys, time
 from meshwright_run.launch import companion
 
-companion.LEAST_INTERVAL_S = 0.0
+companion.MIN_INTERVAL_S = 0.0
 forks = "fork" in sys.argv
 with companion.Companion(lambda: 1000.0 if forks else {PATIENCE_S - INTERVAL_S}, {INTERVAL_S}):
     if forks and not os.fork():
@@ -144,10 +144,10 @@ def test_a_companion_heeds_no_signal_that_its_rank_may_live_through_and_ends_wit
 
 @pytest.mark.filterwarnings("error")
 def test_a_rank_without_a_companion_goes_on_and_says_so(monkeypatch):
-    monkeypatch.setattr(companion, "PYTHON", ("/nowhere/python",))
+    monkeypatch.setattr(companion, "SAFE_PYTHON", ("/nowhere/python",))
     with (
         pytest.warns(UserWarning, match="nothing would end this rank once it is stopped: no process started"),
-        companion.Companion(lambda: PATIENCE_S, INTERVAL_S),
+        companion.ExternalWatchdog(lambda: PATIENCE_S, INTERVAL_S),
     ):
         pass
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from meshwright.base.errors import MeshError, StrategyError
-from meshwright.base.processes import SETTINGS, prefer_expandable_segments, uses_expandable_segments
+from meshwright.base.processes import ALLOCATOR_VARIABLES, prefer_expandable_segments, uses_expandable_segments
 from meshwright.cli import main as command_line
-from meshwright.files.versions import check_torch, oldest_torch
-from meshwright.launch.open_world import find_device, missing_driver
+from meshwright.files.versions import check_torch_version, get_min_torch_version
+from meshwright.launch.open_world import describe_missing_driver, find_device
 from meshwright.testing import Case
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager, train_steps
@@ -33,7 +33,7 @@ def test_an_old_torch_is_named_before_anything_is_imported_from_it(tmp_path: Pat
     metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {OLD}\n")
     (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    needed = f"torch {OLD} is installed, and meshwright needs torch {oldest_torch()} or later."
+    needed = f"torch {OLD} is installed, and meshwright needs torch {get_min_torch_version()} or later."
     for command, code in ((["-m", "meshwright", "strategies"], 2), (["-c", "import meshwright; meshwright.fit"], 1)):
         line, environment = [sys.executable, *command], {**os.environ, "PYTHONPATH": path}
         done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
@@ -45,16 +45,16 @@ def test_the_oldest_torch_is_that_of_the_package_and_the_installed_one_passes() 
     wanted = next(
         line for line in (Path(__file__).parents[4] / "pyproject.toml").read_text().splitlines() if '"torch>=' in line
     )
-    assert f"torch>={oldest_torch()}," in wanted
-    check_torch()
+    assert f"torch>={get_min_torch_version()}," in wanted
+    check_torch_version()
 
 
 def test_another_version_is_compared_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda _: "2.9.1")
     with pytest.raises(StrategyError, match=r"torch 2\.9\.1 is installed"):
-        check_torch()
+        check_torch_version()
     monkeypatch.setattr("importlib.metadata.version", lambda _: "2.100.0a0+git1")
-    check_torch()
+    check_torch_version()
 
 
 def test_a_build_for_gpus_without_a_driver_says_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,25 +62,25 @@ def test_a_build_for_gpus_without_a_driver_says_why_there_is_no_gpu(monkeypatch:
         pytest.skip("there is a GPU")
     monkeypatch.setattr("torch.version.cuda", "13.0")
     assert find_device(None) == torch.device("cpu")
-    assert missing_driver("why: ").startswith("why: torch ")
-    assert "built for CUDA 13.0, but finds no GPU with a driver" in missing_driver()
+    assert describe_missing_driver("why: ").startswith("why: torch ")
+    assert "built for CUDA 13.0, but finds no GPU with a driver" in describe_missing_driver()
     told = r"'cuda' is not available here. Available: cpu. Set device=cpu. torch .* finds no GPU with a driver\."
     with pytest.raises(MeshError, match=told):
         find_device("cuda")
     monkeypatch.setattr("torch.version.cuda", None)
     monkeypatch.setattr("torch.version.hip", None)
-    assert missing_driver("why: ") == ""
+    assert describe_missing_driver("why: ") == ""
 
 
 @pytest.mark.parametrize(
     ("given", "is_set"),
     [
         ({}, True),
-        ({SETTINGS[0]: ""}, True),
-        ({SETTINGS[0]: "expandable_segments: true"}, True),
-        ({SETTINGS[0]: "max_split_size_mb:128"}, False),
-        ({SETTINGS[1]: "expandable_segments:False"}, False),
-        ({SETTINGS[1]: "garbage_collection_threshold:0.8,expandable_segments:True"}, True),
+        ({ALLOCATOR_VARIABLES[0]: ""}, True),
+        ({ALLOCATOR_VARIABLES[0]: "expandable_segments: true"}, True),
+        ({ALLOCATOR_VARIABLES[0]: "max_split_size_mb:128"}, False),
+        ({ALLOCATOR_VARIABLES[1]: "expandable_segments:False"}, False),
+        ({ALLOCATOR_VARIABLES[1]: "garbage_collection_threshold:0.8,expandable_segments:True"}, True),
     ],
 )
 def test_expandable_segments_are_set_unless_the_user_has_set_the_allocator(given: dict[str, str], is_set: bool) -> None:
@@ -90,7 +90,7 @@ def test_expandable_segments_are_set_unless_the_user_has_set_the_allocator(given
     if any(given.values()):
         assert environment == given
     else:
-        assert environment == {SETTINGS[0]: "expandable_segments:True"}
+        assert environment == {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
 
 
 def test_rocm_keeps_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,17 +101,17 @@ def test_rocm_keeps_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _setting() -> str | None:
-    return os.environ.get(SETTINGS[0])
+    return os.environ.get(ALLOCATOR_VARIABLES[0])
 
 
 def test_ranks_and_the_command_line_have_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool(2).run(_setting) == ["expandable_segments:True"] * 2
-    monkeypatch.delenv(SETTINGS[0], raising=False)
-    monkeypatch.delenv(SETTINGS[1], raising=False)
+    monkeypatch.delenv(ALLOCATOR_VARIABLES[0], raising=False)
+    monkeypatch.delenv(ALLOCATOR_VARIABLES[1], raising=False)
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
-    monkeypatch.setattr(command_line, "leave", lambda code: seen.append(code))
+    monkeypatch.setattr(command_line, "exit_process", lambda code: seen.append(code))
     seen: list[object] = []
-    monkeypatch.setattr(command_line, "command_line", lambda: lambda: seen.append(_setting()))
+    monkeypatch.setattr(command_line, "build_app", lambda: lambda: seen.append(_setting()))
     command_line.main()
     assert seen == ["expandable_segments:True", 0]
 

@@ -16,10 +16,10 @@ from support.commands import LAUNCHER_VARIABLES
 from support.served import served
 
 from meshwright.base.errors import ConfigError, MeshwrightError, ModelError, RankError
-from meshwright.launch.environment import started_by_launcher
+from meshwright.launch.environment import is_launched
 from meshwright.launch.store import connect_store
-from meshwright_run.launch.local import launch
-from meshwright_run.launch.rank import guarded
+from meshwright_run.launch.local import launch_ranks
+from meshwright_run.launch.rank import run_guarded
 
 TARGETS = launch_targets.__file__
 PROMPT_S = 30
@@ -33,7 +33,7 @@ LAUNCHER_NOISE = re.compile("ChildFailedError|torchelastic|Root Cause|SIGTERM|le
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A function that runs a case of launch_targets and returns (exit code, stdout, stderr)."""
-    with served(TARGETS, "serve", log=tmp_path_factory.mktemp("launch") / "stderr", patience_s=60) as run_case:
+    with served(TARGETS, "serve", log=tmp_path_factory.mktemp("launch") / "stderr", timeout_s=60) as run_case:
         yield run_case
 
 
@@ -130,7 +130,7 @@ def test_a_signal_to_the_parent_ends_every_process_silently(number, code, runnin
 
 def test_launch_refuses_to_start_no_rank():
     with pytest.raises(ConfigError, match="nproc=0"):
-        launch(print, (), nproc=0)
+        launch_ranks(print, (), nproc=0)
 
 
 # -- `guarded` in the caller's own process: no store, so it always speaks
@@ -146,14 +146,14 @@ def fail(monkeypatch, capsys):
             assert store is None
             raise error
 
-        return guarded(main, **options), capsys.readouterr().err
+        return run_guarded(main, **options), capsys.readouterr().err
 
     return fail
 
 
 def test_main_that_returns_gives_0_and_a_user_error_shows_its_traceback_on_request(fail):
-    assert not started_by_launcher()
-    assert guarded(lambda store, word: word, ("value",)) == 0
+    assert not is_launched()
+    assert run_guarded(lambda store, word: word, ("value",)) == 0
     exit_code, err = fail(ModelError("no such model"), show_traceback=True)
     assert exit_code == 2
     assert err.startswith("Traceback")
@@ -187,10 +187,10 @@ def test_store_that_does_not_answer_is_an_error_with_the_environment(fail, monke
 LATE = """
 import ctypes, hashlib, os, threading
 from meshwright import open_world
-from meshwright._compat.torch import GLOO_THREAD
+from meshwright._compat.torch import GLOO_THREAD_NAME
 
 def let_go():
-    ctypes.CDLL(None).prctl(15, GLOO_THREAD.encode(), 0, 0, 0)
+    ctypes.CDLL(None).prctl(15, GLOO_THREAD_NAME.encode(), 0, 0, 0)
     is_on.set()
     # Busy, without Python's lock.
     hashlib.sha256(bytes(200_000_000)).digest()

@@ -15,9 +15,9 @@ from support.commands import write_run
 
 from meshwright.base.errors import MeshError
 from meshwright.launch import join as joining
-from meshwright.launch.claim import Claim, Launcher
-from meshwright.launch.join import LAUNCHERS, local_rank, torchrun_variables
-from meshwright.launch.slurm import devices_of_step
+from meshwright.launch.claim import ClusterEnvironment, Launcher
+from meshwright.launch.join import BUILT_IN_LAUNCHERS, get_local_rank, resolve_torchrun_variables
+from meshwright.launch.slurm import count_step_devices
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 
@@ -44,9 +44,11 @@ def test_each_example_of_the_page_is_as_it_says() -> None:
     for text, outcome in EXAMPLES:
         if outcome.startswith("refused: "):
             with pytest.raises(MeshError, match=re.escape(outcome.removeprefix("refused: "))):
-                torchrun_variables(variables(text))
+                resolve_torchrun_variables(variables(text))
         else:
-            found = " ".join(sorted(f"{name}={value}" for name, value in torchrun_variables(variables(text)).items()))
+            found = " ".join(
+                sorted(f"{name}={value}" for name, value in resolve_torchrun_variables(variables(text)).items())
+            )
             assert found == ("" if outcome == "nothing" else " ".join(sorted(outcome.strip("`").split()))), text
     outcomes = [outcome for _, outcome in EXAMPLES]
     assert len(EXAMPLES) > 30
@@ -55,9 +57,9 @@ def test_each_example_of_the_page_is_as_it_says() -> None:
 
 
 def test_the_page_has_the_launchers_in_their_order_and_their_variables() -> None:
-    rows = {row[0]: row[1] for row in ROWS if row[0] in [launcher.name for launcher in LAUNCHERS]}
-    assert list(rows) == [launcher.name for launcher in LAUNCHERS]
-    for launcher in LAUNCHERS:
+    rows = {row[0]: row[1] for row in ROWS if row[0] in [launcher.name for launcher in BUILT_IN_LAUNCHERS]}
+    assert list(rows) == [launcher.name for launcher in BUILT_IN_LAUNCHERS]
+    for launcher in BUILT_IN_LAUNCHERS:
         found = re.findall(r"`([A-Za-z_0-9]*_[A-Za-z_0-9]*|RANK)`", rows[launcher.name])
         assert set(found) == set(launcher.reads)
 
@@ -77,14 +79,16 @@ def test_the_page_has_the_launchers_in_their_order_and_their_variables() -> None
 )
 def test_a_contradiction_names_both_with_their_values_and_what_to_unset(text: str, parts: list[str]) -> None:
     with pytest.raises(MeshError) as caught:
-        torchrun_variables(variables(text))
+        resolve_torchrun_variables(variables(text))
     for part in [*parts, "or SLURM_STEP_NUM_TASKS if" if "SLURM" in text else "or OMPI_COMM_WORLD_SIZE if"]:
         assert part in str(caught.value)
 
 
 def test_worlds_side_by_side_have_ports_of_their_own_and_ranks_of_one_the_same() -> None:
     ports = {
-        torchrun_variables({**variables(OPEN_MPI), "OMPI_COMM_WORLD_RANK": rank, "PMIX_NAMESPACE": job})["MASTER_PORT"]
+        resolve_torchrun_variables({**variables(OPEN_MPI), "OMPI_COMM_WORLD_RANK": rank, "PMIX_NAMESPACE": job})[
+            "MASTER_PORT"
+        ]
         for job in ("1974337537", "1974403073")
         for rank in ("0", "3")
     }
@@ -101,7 +105,7 @@ def test_worlds_side_by_side_have_ports_of_their_own_and_ranks_of_one_the_same()
 )
 def test_a_pod_that_is_no_rank_is_not_taken_for_one(text: str, match: str) -> None:
     with pytest.raises(MeshError, match=match):
-        torchrun_variables(variables(f"{text} MASTER_ADDR=a MASTER_PORT=1"))
+        resolve_torchrun_variables(variables(f"{text} MASTER_ADDR=a MASTER_PORT=1"))
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_WORLD_SIZE"])
@@ -110,34 +114,34 @@ def test_what_is_no_count_is_refused_by_name(name: str) -> None:
     given = {"RANK": "1", "WORLD_SIZE": "4"} if "SLURM" not in name and "OMPI" not in name else {}
     for value in ("", "one", "-1", "1.0"):
         with pytest.raises(MeshError, match=f"{name}='{re.escape(value)}' is no count"):
-            torchrun_variables({**variables(start), **given, name: value})
+            resolve_torchrun_variables({**variables(start), **given, name: value})
 
 
 def test_a_store_of_the_caller_needs_no_address() -> None:
-    assert torchrun_variables({"RANK": "1", "WORLD_SIZE": "4"}, has_store=True) == {}
-    found = torchrun_variables(variables("JOB_COMPLETION_INDEX=1 WORLD_SIZE=2"), has_store=True)
+    assert resolve_torchrun_variables({"RANK": "1", "WORLD_SIZE": "4"}, has_store=True) == {}
+    found = resolve_torchrun_variables(variables("JOB_COMPLETION_INDEX=1 WORLD_SIZE=2"), has_store=True)
     assert found == {"RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def test_ranks_that_see_several_devices_have_to_know_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert local_rank(8) == 0
+    assert get_local_rank(8) == 0
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert local_rank(1) == 0
+    assert get_local_rank(1) == 0
     with pytest.raises(MeshError, match="which of the 8 devices here is its own"):
-        local_rank(8)
+        get_local_rank(8)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert local_rank(8) == 3
+    assert get_local_rank(8) == 3
     monkeypatch.setenv("LOCAL_RANK", "one")
     with pytest.raises(MeshError, match="LOCAL_RANK='one' is no count"):
-        local_rank(8)
+        get_local_rank(8)
 
 
 def test_a_process_group_that_a_launchers_ranks_have_made_learns_their_places() -> None:
-    beside = joining._beside_group(variables(OPEN_MPI), 1, 4)
+    beside = joining._variables_for_group(variables(OPEN_MPI), 1, 4)
     assert beside == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "RANK": "1", "WORLD_SIZE": "4"}
-    assert joining._beside_group(variables(OPEN_MPI), 1, 2) == {}
+    assert joining._variables_for_group(variables(OPEN_MPI), 1, 2) == {}
 
 
 class Plugin:
@@ -147,18 +151,20 @@ class Plugin:
     def register_launchers(self) -> list[Launcher]:
         return [Launcher("Flux", ("FLUX_RANK",), self.ask)]
 
-    def ask(self, environment: Mapping[str, str]) -> Claim | None:
+    def ask(self, environment: Mapping[str, str]) -> ClusterEnvironment | None:
         if "FLUX_RANK" not in environment:
             return None
         rank = int(environment["FLUX_RANK"])
-        return Claim("Flux", "", (), rank, 2, 0, 1, lambda: "here", lambda: 7, is_within=lambda outer: True)
+        return ClusterEnvironment(
+            "Flux", "", (), rank, 2, 0, 1, lambda: "here", lambda: 7, is_within=lambda outer: True
+        )
 
 
 def test_a_plugin_adds_a_launcher() -> None:
     with get_registry().observing(Plugin()):
-        found = torchrun_variables(variables(f"{STEP} FLUX_RANK=1"))
+        found = resolve_torchrun_variables(variables(f"{STEP} FLUX_RANK=1"))
     assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"], found["MASTER_PORT"]) == ("1", "2", "here", "7")
-    assert torchrun_variables(variables(f"{STEP} FLUX_RANK=1"))["WORLD_SIZE"] == "4"
+    assert resolve_torchrun_variables(variables(f"{STEP} FLUX_RANK=1"))["WORLD_SIZE"] == "4"
 
 
 # -- Slurm
@@ -166,7 +172,7 @@ def test_a_plugin_adds_a_launcher() -> None:
 
 def test_a_task_of_a_step_gets_the_variables_of_torchrun_but_what_the_user_has_set_stays() -> None:
     step = variables(NODES)
-    assert torchrun_variables(step) == {
+    assert resolve_torchrun_variables(step) == {
         "RANK": "4",
         "WORLD_SIZE": "8",
         "LOCAL_RANK": "1",
@@ -174,9 +180,9 @@ def test_a_task_of_a_step_gets_the_variables_of_torchrun_but_what_the_user_has_s
         "MASTER_ADDR": "gpu007",
         "MASTER_PORT": str(10_000 + (4711 * 31 + 3) % 20_000),
     }
-    assert torchrun_variables({**step, "SLURM_NODEID": "3"})["LOCAL_WORLD_SIZE"] == "1"
-    assert torchrun_variables({**step, "SLURM_STEP_NUM_NODES": "1"})["MASTER_ADDR"] == "127.0.0.1"
-    found = torchrun_variables({**step, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"})
+    assert resolve_torchrun_variables({**step, "SLURM_NODEID": "3"})["LOCAL_WORLD_SIZE"] == "1"
+    assert resolve_torchrun_variables({**step, "SLURM_STEP_NUM_NODES": "1"})["MASTER_ADDR"] == "127.0.0.1"
+    found = resolve_torchrun_variables({**step, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"})
     assert sorted(found) == ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE"]
 
 
@@ -185,12 +191,12 @@ def test_a_task_of_a_step_gets_the_variables_of_torchrun_but_what_the_user_has_s
     [("n1", "n1"), ("a-01,b-02", "a-01"), ("r[1-3]n[04-09],x", "r1n04"), ("c[5]-ib,d", "c5-ib"), ("n[10,2-4]", "n10")],
 )
 def test_the_first_node_hosts_the_rendezvous(nodes: str, host: str) -> None:
-    assert torchrun_variables({**variables(NODES), "SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == host
+    assert resolve_torchrun_variables({**variables(NODES), "SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == host
 
 
 @pytest.mark.parametrize("text", ["", "SLURM_JOB_ID=1 SLURM_NTASKS=8 SLURM_PROCID=0"], ids=["none", "batch script"])
 def test_everything_else_is_left_alone(text: str) -> None:
-    assert torchrun_variables(variables(text)) == {}
+    assert resolve_torchrun_variables(variables(text)) == {}
 
 
 @pytest.mark.parametrize(
@@ -203,15 +209,15 @@ def test_everything_else_is_left_alone(text: str) -> None:
 )
 def test_several_processes_that_cannot_find_each_other_are_refused(text: str, told: str) -> None:
     with pytest.raises(MeshError, match=re.escape(told)) as caught:
-        torchrun_variables(variables(text))
+        resolve_torchrun_variables(variables(text))
     assert "torchrun" in str(caught.value)
 
 
 def test_devices_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_STEP_GPUS", raising=False)
-    assert devices_of_step() == 0
+    assert count_step_devices() == 0
     monkeypatch.setenv("SLURM_STEP_GPUS", "0,1,3")
-    assert devices_of_step() == 3
+    assert count_step_devices() == 3
 
 
 LOOP_AND_TRAIN = """

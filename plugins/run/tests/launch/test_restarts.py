@@ -29,8 +29,8 @@ from support.kill_sweep import (
 )
 
 from meshwright.base.errors import ConfigError
-from meshwright_run.run_file import as_plain, load_run
-from meshwright_run.start import Restarts, rank_counts
+from meshwright_run.run_file import load_run, to_redacted_dict
+from meshwright_run.start import RestartPolicy, find_rank_counts
 
 TOLD_S = 2.0
 """Ranks that survive a peer hear of it in this time."""
@@ -95,7 +95,7 @@ def test_a_run_goes_on_with_fewer_ranks_where_one_is_broken_and_its_losses_stay(
     whole = make_run(tmp_path, "whole", settings)
     finish("train", str(whole.file), "--set", without)
     run = make_run(tmp_path, "fewer", settings | {"max_restarts": 3, "elastic": {"min": 2, "max": 4}})
-    run.file.write_text(yaml.safe_dump(as_plain(load_run(run.file, [without]))))
+    run.file.write_text(yaml.safe_dump(to_redacted_dict(load_run(run.file, [without]))))
     broken = tmp_path / "broken"
     code = "from support import restart_targets; restart_targets.main()"
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
@@ -153,7 +153,7 @@ def _config(directory: Path, **changes: Any) -> Any:
     ids=str,
 )
 def test_a_run_may_have_as_many_ranks_as_fit(changes: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
-    assert rank_counts(_config(tmp_path, **changes)) == expected
+    assert find_rank_counts(_config(tmp_path, **changes)) == expected
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_run_may_have_as_many_ranks_as_fit(changes: dict[str, Any], expected: 
 )
 def test_restarts_that_cannot_be_heeded_are_refused(changes, error, match, tmp_path):
     with pytest.raises(error, match=match):
-        rank_counts(_config(tmp_path, **changes))
+        find_rank_counts(_config(tmp_path, **changes))
 
 
 def _sitting(directory: Path, step: int | None) -> None:
@@ -183,22 +183,22 @@ def _sitting(directory: Path, step: int | None) -> None:
 
 
 def test_a_run_is_begun_anew_until_it_has_been_so_often(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    restarts = Restarts(_config(tmp_path, max_restarts=2), [2])
+    restarts = RestartPolicy(_config(tmp_path, max_restarts=2), [2])
     for step, again in ((3, True), (3, True), (9, False)):
         _sitting(tmp_path, step)
         assert restarts.again(1) is again
     assert "restarted 2 times, which is max_restarts" in capsys.readouterr().err
     for code in (0, 2, 130, 143):
-        assert not Restarts(_config(tmp_path, max_restarts=2), [2]).again(code)
+        assert not RestartPolicy(_config(tmp_path, max_restarts=2), [2]).again(code)
 
 
 def test_what_fails_at_the_same_step_time_and_again_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    restarts = Restarts(_config(tmp_path, max_restarts=99), [2])
+    restarts = RestartPolicy(_config(tmp_path, max_restarts=99), [2])
     for step, again in ((3, True), (3, True), (4, True), (4, True), (4, False)):
         _sitting(tmp_path, step)
         assert restarts.again(1) is again
-    restarts = Restarts(_config(tmp_path, max_restarts=99), [2])
+    restarts = RestartPolicy(_config(tmp_path, max_restarts=99), [2])
     for again in (True, True, False):
         _sitting(tmp_path, None)
         assert restarts.again(1) is again
@@ -207,7 +207,7 @@ def test_what_fails_at_the_same_step_time_and_again_is_left(tmp_path: Path, monk
 def test_ranks_are_fewer_after_a_failure_at_once_and_as_many_as_may_be_after_steps(tmp_path, monkeypatch):
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
-    restarts = Restarts(_config(tmp_path, max_restarts=99), [4, 2, 1])
+    restarts = RestartPolicy(_config(tmp_path, max_restarts=99), [4, 2, 1])
     found = []
     for step in (None, None, 3, None, None, None, None):
         _sitting(tmp_path, step)

@@ -17,8 +17,8 @@ from support.replication import Training, after, assert_same, ranks_of_agent, sa
 from support.starts import TORCHRUN, free_port
 
 from meshwright.base.errors import RankError
-from meshwright.launch.store import agreed_prefix
-from meshwright_run.launch.rank import ECHO_WAIT_S
+from meshwright.launch.store import agree_on_prefix
+from meshwright_run.launch.rank import PEER_FAILURE_WAIT_S
 
 
 def _side_by_side(store: dist.Store, size: int, late_s: dict[int, float], timeout_s: float = 20.0) -> list[str]:
@@ -27,7 +27,7 @@ def _side_by_side(store: dist.Store, size: int, late_s: dict[int, float], timeou
     def ask(rank: int) -> str:
         time.sleep(late_s[rank])
         try:
-            return agreed_prefix(store, rank, size, timeout_s=timeout_s)
+            return agree_on_prefix(store, rank, size, timeout_s=timeout_s)
         except RankError as error:
             return f"error: {error}"
 
@@ -42,7 +42,7 @@ def test_each_world_has_a_prefix_of_its_own_whoever_comes_last(late: int) -> Non
     assert all(len(set(found)) == 1 and not found[0].startswith("error") for found in worlds)
     assert len({found[0] for found in worlds}) == 3
     # A rank alone waits for nobody.
-    assert agreed_prefix(store, 0, 1, timeout_s=0.0) != agreed_prefix(store, 0, 1, timeout_s=0.0)
+    assert agree_on_prefix(store, 0, 1, timeout_s=0.0) != agree_on_prefix(store, 0, 1, timeout_s=0.0)
 
 
 def test_who_died_while_it_asked_holds_up_nobody_and_ranks_that_do_not_come_are_named() -> None:
@@ -64,7 +64,7 @@ def test_a_store_that_has_gone_is_an_error_of_ours() -> None:
         store = dist.TCPStore("localhost", host.port, is_master=False)
         del host
         with pytest.raises(RankError, match="the rendezvous store is gone"):
-            agreed_prefix(store, rank, 2, timeout_s=5.0)
+            agree_on_prefix(store, rank, 2, timeout_s=5.0)
 
 
 # -- runs under torchrun
@@ -136,7 +136,7 @@ def test_a_rank_whose_peer_was_killed_on_another_node_waits_for_no_word_of_it(tm
         (mine,), (other,) = (ranks_of_agent(agent.pid) for agent in agents)
         os.kill(other, signal.SIGKILL)
         # Nobody here ends it, and nobody will say why: it need not wait as for a peer that does.
-        until_s = time.monotonic() + ECHO_WAIT_S - 1
+        until_s = time.monotonic() + PEER_FAILURE_WAIT_S - 1
         while lives(mine) and time.monotonic() < until_s:
             time.sleep(0.02)
         assert not lives(mine)

@@ -21,15 +21,15 @@ from support.served import served
 from support.starts import free_port
 
 from meshwright import Checkpointer, ConfigError, from_config, optimizer_factory
-from meshwright._compat.torch import group_timeout, live_groups
-from meshwright.checkpoint.saving import own_group
+from meshwright._compat.torch import get_group_timeout, list_process_groups
+from meshwright.checkpoint.saving import temporary_group
 from meshwright.testing import Case
 from meshwright_run.run_file import OptimizerConfig, load_run
 from meshwright_testing import pool
-from meshwright_testing.models import tiny_model
+from meshwright_testing.models import build_tiny_model
 from meshwright_testing.parity import train_steps
 from meshwright_testing.workers import GROUP_TIMEOUT_S
-from meshwright_testing.zoo import zoo_config
+from meshwright_testing.zoo import build_zoo_config
 
 TARGETS = hang_targets.__file__
 TIMEOUT_S = 8.0
@@ -60,14 +60,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def _timeouts(root: str, layout: str) -> list[float]:
     """The timeout of each process group there is while a run trains and saves [s]."""
     strategy, config, sizes = GROUPS[layout]
-    model = zoo_config("mixtral") if layout == "experts" else tiny_model().config
+    model = build_zoo_config("mixtral") if layout == "experts" else build_tiny_model().config
     manager = from_config(model, strategy, config=config, dtype="float32", device="cpu", **sizes)
     manager.build_optimizer(optimizer_factory(OptimizerConfig()))
-    with Checkpointer(manager, root) as saver, own_group():
+    with Checkpointer(manager, root) as saver, temporary_group():
         train_steps(manager, Case(steps=1), range(1))
         saver.save(1)
         saver.wait()
-        return [group_timeout(group).total_seconds() for group in live_groups()]
+        return [get_group_timeout(group).total_seconds() for group in list_process_groups()]
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ Ended = Callable[..., tuple[int, str]]
 @pytest.fixture(scope="module")
 def ended(workplace: Path) -> Iterator[Ended]:
     """A function that runs a run in which a rank hangs at a place, and returns its exit code and stderr."""
-    with served(TARGETS, log=workplace / "stderr", environment=environment(), patience_s=PATIENCE_S) as run:
+    with served(TARGETS, log=workplace / "stderr", environment=environment(), timeout_s=PATIENCE_S) as run:
 
         def run_hanging(place: str, rank: int) -> tuple[int, str]:
             exit_code, _, errors = run(place, rank, workplace / "run.yaml")
@@ -155,7 +155,7 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_with_the_place(ended, workpl
     exit_code, errors = ended("code", 1)
     assert exit_code == 1
     assert "error: rank 1 did not come to where rank 0 waits: rank 1 (" in errors
-    assert re.search(r"is at \S+hang_targets\.py:\d+ in wait_long\.", errors), errors
+    assert re.search(r"is at \S+hang_targets\.py:\d+ in sleep_forever\.", errors), errors
     assert errors.splitlines()[1:] == [SEE]
 
 
@@ -182,9 +182,9 @@ def test_a_rank_that_stands_still_is_named_and_all_stacks_are_kept(place, rank, 
     assert f"hang_targets.py:{hang['place'].split(':')[1]}" in errors
     assert errors.splitlines()[1:] == [SEE]
     assert (hang["rank"], hang["phase"], hang["is_silent"]) == (rank, phase, False)
-    assert hang["place"].endswith("in wait_long")
+    assert hang["place"].endswith("in sleep_forever")
     faults = out / "faults"
-    assert "in wait_long" in (faults / f"rank-{rank:05}-stacks.txt").read_text()
+    assert "in sleep_forever" in (faults / f"rank-{rank:05}-stacks.txt").read_text()
     for each in range(1 if layout == "one rank" else 2):
         assert "in steps" in (faults / f"rank-{each:05}-stacks.txt").read_text()
         told = json.loads((faults / f"rank-{each:05}.json").read_text())

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.plugin import IGNORED_LABEL, Batch, OptimizerConfig, ScheduleConfig
+from meshwright.plugin import IGNORE_INDEX, Batch, OptimizerConfig, ScheduleConfig
 
-from .models import case_vocab
+from .models import case_vocab_size
 
 TOLERANCE = 1e-9
-ROUNDED = 1e-5
+FLOAT32_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Case:
     """What is trained: the same global batches under every layout.
 
     Attributes:
-        model_type: a name for `meshwright_testing.models.case_model`.
+        model_type: a name for `meshwright_testing.models.build_case_model`.
         tied: whether embedding and head are one parameter; None: the model type's default.
         layers: number of blocks; None: the model's own.
         steps: optimizer steps.
@@ -37,14 +37,14 @@ class Case:
         rates: (shell pattern, learning rate, weight decay) of parameters with settings of their own, in the order of
             their groups; the rest follows `optimizer`.
         dtype: of the model.
-        in_float32: shell patterns of parameters that are kept in float32, as transformers keeps routers.
+        float32_parameters: shell patterns of parameters that are kept in float32, as transformers keeps routers.
         eval_after: evaluate after each step, too.
         unshard_after: hold the full parameters for a moment after each step, and compare them with those that
             `iter_parameters` yields.
         schedule: of the learning rate; None: constant.
         route: which sequences take the branch of the "routed" model: "steps" (in no sequence of the second step) or
             "ranks" (in those of the first half only); None: by chance.
-        adapter: options for `meshwright_testing.models.adapted_model`: an adapter, which alone trains.
+        adapter: options for `meshwright_testing.models.attach_adapter`: an adapter, which alone trains.
     """
 
     model_type: str = "llama"
@@ -79,7 +79,7 @@ class Case:
     @property
     def tolerance(self) -> float:
         """Absolute tolerance between layouts: each rounds sums of parts in float32 in its own way."""
-        return ROUNDED if self.in_float32 else TOLERANCE
+        return FLOAT32_TOLERANCE if self.in_float32 else TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ class Difference:
         return max(self.loss, self.norm, self.weight, self.eval_loss)
 
 
-def global_batch(case: Case, step: int) -> dict[str, Tensor]:
+def build_global_batch(case: Case, step: int) -> dict[str, Tensor]:
     """Return `input_ids` and `labels` of one step, int64, (sequences, 16)."""
     generator = torch.Generator().manual_seed(1000 + step)
-    shape, vocab = (case.sequences, 16), case_vocab(case.model_type)
+    shape, vocab = (case.sequences, 16), case_vocab_size(case.model_type)
     ids = torch.randint(0, vocab, shape, generator=generator)
     if case.route is not None:
         is_second_half = torch.arange(case.sequences) >= case.sequences // 2
@@ -120,12 +120,12 @@ def global_batch(case: Case, step: int) -> dict[str, Tensor]:
     if case.ragged:
         # Each sequence keeps a share of its own, between almost nothing and everything.
         keep = torch.rand(case.sequences, 1, generator=generator)
-        labels[torch.rand(shape, generator=generator) > keep] = IGNORED_LABEL
-    labels[: case.empty] = IGNORED_LABEL
+        labels[torch.rand(shape, generator=generator) > keep] = IGNORE_INDEX
+    labels[: case.empty] = IGNORE_INDEX
     return {"input_ids": ids, "labels": labels}
 
 
-def shares_of(case: Case, data_size: int) -> tuple[int, ...]:
+def split_sequences(case: Case, data_size: int) -> tuple[int, ...]:
     """Return the number of sequences of each data rank in a step."""
     sizes = case.shares or (case.sequences // data_size,) * data_size
     if len(sizes) != data_size or sum(sizes) != case.sequences:
@@ -133,12 +133,12 @@ def shares_of(case: Case, data_size: int) -> tuple[int, ...]:
     return sizes
 
 
-def share(case: Case, step: int, data_rank: int, data_size: int) -> list[Batch]:
+def rank_microbatches(case: Case, step: int, data_rank: int, data_size: int) -> list[Batch]:
     """Return one data rank's microbatches of a step."""
-    sizes = shares_of(case, data_size)
+    sizes = split_sequences(case, data_size)
     start = sum(sizes[:data_rank])
     parts = {
         key: value[start : start + sizes[data_rank]].tensor_split(case.microbatches)
-        for key, value in global_batch(case, step).items()
+        for key, value in build_global_batch(case, step).items()
     }
     return [{key: chunks[index] for key, chunks in parts.items()} for index in range(case.microbatches)]

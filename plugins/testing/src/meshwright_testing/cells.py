@@ -18,11 +18,11 @@ from meshwright.plugin import MeshwrightError, RankError, TrainingError, get_reg
 
 from . import tasks
 from .case import Case, Outcome
-from .parity import difference, reference, train_case, train_part
+from .parity import find_max_difference, run_reference, train_case, train_part
 from .workers import pool
 
-Status = Literal["passed", "failed", "does not apply"]
-Kind = Literal["train", "architecture", "objective", "norms", "state", "resume", "bad input"]
+CellStatus = Literal["passed", "failed", "does not apply"]
+CellKind = Literal["train", "architecture", "objective", "norms", "state", "resume", "bad input"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Result:
     """
 
     cell: Cell
-    status: Status
+    status: CellStatus
     detail: str = ""
     worst: float | None = None
 
@@ -63,7 +63,7 @@ class Cell:
     name: str
     case: Case
     config: Mapping[str, Any] = field(default_factory=dict)
-    kind: Kind = "train"
+    kind: CellKind = "train"
     device: str = "cpu"
     plugin: str | None = None
     reason: str | None = None
@@ -107,7 +107,7 @@ class Cell:
                 return self._moving_in_checkpoints(root)
         known: dict[str, Callable[..., Any]] = {
             "objective": tasks.train_objective,
-            "norms": tasks.train_by_block,
+            "norms": tasks.train_with_gradient_norms,
             "bad input": tasks.train_on_bad_input,
         }
         answers = self._run(self.ranks, known.get(self.kind, train_case), self.strategy, *self._own, self.device)
@@ -115,11 +115,11 @@ class Cell:
             return answers
         match self.kind:
             case "objective":
-                expected = tasks.objective_reference(self.case, self.device)
+                expected = tasks.run_objective_reference(self.case, self.device)
                 apart = max(answer.apart(expected) for answer in answers)
                 return self._compared_beyond(answers, expected, apart, f"token_stats differ by {apart}")
             case "norms":
-                norms = tasks.norms_reference(self.case, self.device)
+                norms = tasks.run_norms_reference(self.case, self.device)
                 apart = max(max(answer.apart(norms), answer.apart_from_total()) for answer in answers)
                 told = f"gradient_norms tells {answers[0].by_block[0]}, and not {norms.by_block[0]}"
                 return self._compared_beyond(answers, norms, apart, told)
@@ -131,7 +131,7 @@ class Cell:
         # Some architectures compute parts in float32 whatever their dtype, whose last bits depend on the shape of the
         # microbatch; so the reference gets the same microbatches.
         microbatches = self.ranks if self.kind == "architecture" else 1
-        return self._compared(answers, reference(self.case, self.device, microbatches))
+        return self._compared(answers, run_reference(self.case, self.device, microbatches))
 
     @property
     def _own(self) -> tuple[dict[str, Any], dict[str, Any], Case]:
@@ -139,7 +139,7 @@ class Cell:
 
     def _run(self, ranks: int, task: Callable[..., Any], *args: Any) -> list[Any] | str:
         """Run a task on ranks: its results, or the text with which all ranks refuse; RankError if one fails."""
-        answers = pool(ranks).run(_attempt, self.plugin, task, args, device=self.device)
+        answers = pool(ranks).run(_run_or_catch_refusal, self.plugin, task, args, device=self.device)
         refusals = {answer.text for answer in answers if isinstance(answer, _Refusal)}
         if not refusals:
             return answers
@@ -157,18 +157,20 @@ class Cell:
             state[0] = parts[0][1]
             return [outcome for outcome, _ in parts]
 
-        return self._in_parts(train, reference(self.case, self.device))
+        return self._in_parts(train, run_reference(self.case, self.device))
 
     def _moving_in_checkpoints(self, root: str) -> Result | str:
-        expected = tasks.uninterrupted(self.case, self.device)
+        expected = tasks.run_uninterrupted(self.case, self.device)
 
         def train(ranks: int, strategy: str, *arguments: Any) -> list[Outcome] | Result | str:
             steps: range = arguments[-1]
             source, target = f"{root}/{steps.start}" if steps.start else None, f"{root}/{steps.stop}"
-            parts = self._run(ranks, tasks.train_resumed, strategy, *arguments, source, target, self.device)
+            parts = self._run(
+                ranks, tasks.train_part_from_checkpoint, strategy, *arguments, source, target, self.device
+            )
             if isinstance(parts, str):
                 return parts
-            wrong = tasks.wrong_rates(parts, steps, expected)
+            wrong = tasks.find_settings_error(parts, steps, expected)
             if wrong:
                 return Result(self, "failed", f"under {strategy}, {'resumed' if steps.start else 'begun'}: {wrong}")
             return [part.outcome for part in parts]
@@ -197,16 +199,16 @@ class Cell:
         return self._compared([replace(each, losses=losses, norms=norms) for each in outcomes], expected)
 
     def _compared(self, outcomes: Sequence[Outcome], expected: Outcome) -> Result:
-        found = difference(list(outcomes), expected)
+        found = find_max_difference(list(outcomes), expected)
         # A NaN is not within any tolerance.
-        status: Status = "passed" if found.worst <= self.case.tolerance else "failed"
+        status: CellStatus = "passed" if found.worst <= self.case.tolerance else "failed"
         return Result(self, status, "" if status == "passed" else str(found), found.worst)
 
-    def _compared_beyond(self, answers: Sequence[Any], expected: Any, apart: float, told: str) -> Result:
-        """Compare outcomes; where they agree, fail with `told` if something else is apart."""
+    def _compared_beyond(self, answers: Sequence[Any], expected: Any, difference: float, message: str) -> Result:
+        """Compare outcomes; where they agree, fail with `message` if something else is apart."""
         result = self._compared([answer.outcome for answer in answers], expected.outcome)
-        if result.status == "passed" and not apart <= self.case.tolerance:
-            return Result(self, "failed", told, apart)
+        if result.status == "passed" and not difference <= self.case.tolerance:
+            return Result(self, "failed", message, difference)
         return result
 
     def _remedy(self, text: str) -> dict[str, Any]:
@@ -222,8 +224,8 @@ class _Refusal:
     text: str
 
 
-def _attempt(plugin: str | None, task: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    register(plugin)
+def _run_or_catch_refusal(plugin: str | None, task: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    register_plugin_module(plugin)
     try:
         return task(*args)
     except TrainingError:
@@ -233,11 +235,11 @@ def _attempt(plugin: str | None, task: Callable[..., Any], args: tuple[Any, ...]
         return _Refusal(str(error))
 
 
-def register(plugin: str | None) -> None:
+def register_plugin_module(plugin: str | None) -> None:
     """Import a module that brings a strategy, once."""
-    if plugin is not None and plugin not in _registered:
+    if plugin is not None and plugin not in _registered_modules:
         get_registry().register(importlib.import_module(plugin), name=plugin)
-        _registered.add(plugin)
+        _registered_modules.add(plugin)
 
 
-_registered: set[str] = set()
+_registered_modules: set[str] = set()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.plugin import MeshSizes, Traceback, new_console, output_console, told
+from meshwright.plugin import MeshSizes, TracebackOption, create_console, create_output_console, exit_on_error
 
 
 def check(
@@ -24,24 +24,24 @@ def check(
     device: Annotated[str, typer.Option(help="cpu or cuda; several ranks may share a GPU.")] = "cpu",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here, as they come.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Leave out what the JSON file holds already.")] = False,
-    traceback: Traceback = False,
+    traceback: TracebackOption = False,
 ) -> None:
     """Prove a strategy: train what it claims on real ranks and compare with `single`, in float64."""
-    with told(traceback):
-        from meshwright.plugin import as_options
+    with exit_on_error(traceback):
+        from meshwright.plugin import parse_assignments
 
-        from .check_report import as_table, reasons, run_cells, summary
-        from .models import known_models
+        from .check_report import format_reasons, format_summary, render_table, run_cells
+        from .models import parse_model_types
         from .suite import conformance
 
-        chosen = None if models is None else known_models(models)
-        options = as_options(assignments or [])
+        chosen = None if models is None else parse_model_types(models)
+        options = parse_assignments(assignments or [])
         sizes = {name: options.pop(name) for name in MeshSizes.model_fields if name in options}
         cells = conformance(strategy, ranks=ranks, config=options, models=chosen, device=device, sizes=sizes)
-        console = output_console(160)
-        results = run_cells(cells, json_file=json_file, resume=resume, console=new_console(stderr=True))
-        console.print(as_table(results))
-        for line in reasons(results):
+        console = create_output_console(160)
+        results = run_cells(cells, json_file=json_file, resume=resume, console=create_console(stderr=True))
+        console.print(render_table(results))
+        for line in format_reasons(results):
             console.print(f"\n{line}", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"\n{summary(results)}", highlight=False)
+        console.print(f"\n{format_summary(results)}", highlight=False)
     raise typer.Exit(1 if any(result.status == "failed" for result in results) else 0)

@@ -16,14 +16,18 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.plugin import styled
+from meshwright.plugin import parse_markup
 
 from .cells import Cell, Result
 
 # In a traceback, the machine's paths before those of the packages.
-_OUTSIDE = re.compile(r'File ".*?/(?:site-packages/|(?=(?:core|plugins|tests)/))')
+_MACHINE_PATH = re.compile(r'File ".*?/(?:site-packages/|(?=(?:core|plugins|tests)/))')
 
-_SIGNS: dict[str, str | Text] = {"passed": "ok", "failed": styled("[bold red]FAILED[/]"), "does not apply": "-"}
+_STATUS_LABELS: dict[str, str | Text] = {
+    "passed": "ok",
+    "failed": parse_markup("[bold red]FAILED[/]"),
+    "does not apply": "-",
+}
 
 
 def run_cells(cells: Sequence[Cell], *, json_file: Path | None, resume: bool, console: Console) -> list[Result]:
@@ -43,12 +47,12 @@ def run_cells(cells: Sequence[Cell], *, json_file: Path | None, resume: bool, co
         result = cell.run()
         results.append(result)
         if json_file is not None:
-            records[str(cell)] = as_record(result)
+            records[str(cell)] = result_to_dict(result)
             _write(json_file, records)
     return results
 
 
-def as_record(result: Result) -> dict[str, Any]:
+def result_to_dict(result: Result) -> dict[str, Any]:
     """Return a result as plain values."""
     cell = result.cell
     return {
@@ -60,11 +64,11 @@ def as_record(result: Result) -> dict[str, Any]:
         "device": cell.device,
         "status": result.status,
         "worst": result.worst,
-        "detail": _OUTSIDE.sub('File "', result.detail),
+        "detail": _MACHINE_PATH.sub('File "', result.detail),
     }
 
 
-def as_table(results: Iterable[Result]) -> Table:
+def render_table(results: Iterable[Result]) -> Table:
     """Return a table of cases by layouts."""
     found = {(result.cell.name, result.cell.layout): result for result in results}
     names = list(dict.fromkeys(name for name, _ in found))
@@ -72,11 +76,11 @@ def as_table(results: Iterable[Result]) -> Table:
     table = Table("", *layouts, box=None, pad_edge=False)
     for name in names:
         row = [found.get((name, layout)) for layout in layouts]
-        table.add_row(name, *(_SIGNS[result.status] if result else "" for result in row))
+        table.add_row(name, *(_STATUS_LABELS[result.status] if result else "" for result in row))
     return table
 
 
-def reasons(results: Iterable[Result]) -> list[str]:
+def format_reasons(results: Iterable[Result]) -> list[str]:
     """Return a line for each reason why cells failed, do not apply or passed with a remedy, with these cells."""
     found: dict[tuple[str, str], list[str]] = {}
     for result in results:
@@ -85,9 +89,9 @@ def reasons(results: Iterable[Result]) -> list[str]:
     return [f"{status}: {', '.join(cells)}\n  {detail}" for (status, detail), cells in found.items()]
 
 
-def summary(results: Sequence[Result]) -> str:
+def format_summary(results: Sequence[Result]) -> str:
     """Return the last line: how many passed and failed."""
-    counts = {status: sum(result.status == status for result in results) for status in _SIGNS}
+    counts = {status: sum(result.status == status for result in results) for status in _STATUS_LABELS}
     return f"{counts['passed']} passed, {counts['failed']} failed"
 
 

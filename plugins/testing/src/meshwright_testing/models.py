@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from meshwright.plugin import ConfigError, nearest
+from meshwright.plugin import ConfigError, suggest_match
 
-from .zoo import zoo_model, zoo_reason, zoo_types, zoo_vocab
+from .zoo import build_zoo_model, zoo_types, zoo_unsupported_reason, zoo_vocab_size
 
 # Sizes that few numbers of ranks divide; head_dim and counts of heads stay what attention needs.
 TINY: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ class _RoutedBlock(nn.Module):
         return out_BSD
 
 
-def known_models(text: str) -> list[str]:
+def parse_model_types(text: str) -> list[str]:
     """Return the model names of a comma-separated list, or of "all": every type of the zoo. ConfigError for others."""
     known = zoo_types()
     if text == "all":
@@ -69,23 +69,23 @@ def known_models(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in known and name not in TINY and name != "routed":
-            raise ConfigError(f"model {name!r} is not a causal LM of transformers.{nearest(name, known)}")
+            raise ConfigError(f"model {name!r} is not a causal LM of transformers.{suggest_match(name, known)}")
     return names
 
 
-def case_reason(model_type: str) -> str | None:
+def find_unsupported_reason(model_type: str) -> str | None:
     """Return why a model cannot train as a text-only causal LM; None if it can."""
-    return None if model_type == "routed" or model_type in TINY else zoo_reason(model_type)
+    return None if model_type == "routed" or model_type in TINY else zoo_unsupported_reason(model_type)
 
 
-def case_vocab(model_type: str) -> int:
-    """Return the number of token ids of `case_model`."""
+def case_vocab_size(model_type: str) -> int:
+    """Return the number of token ids of `build_case_model`."""
     if model_type == "routed":
         return ROUTED_VOCAB
-    return int(TINY[model_type]["vocab_size"]) if model_type in TINY else zoo_vocab(model_type)
+    return int(TINY[model_type]["vocab_size"]) if model_type in TINY else zoo_vocab_size(model_type)
 
 
-def case_model(
+def build_case_model(
     model_type: str, *, tied: bool | None, seed: int, dtype: torch.dtype, layers: int | None = None
 ) -> nn.Module:
     """Return the tiny model of a name: a key of TINY, "routed", or a model type of the zoo, which ignores `layers`."""
@@ -93,11 +93,11 @@ def case_model(
         torch.manual_seed(seed)
         return RoutedModel(dtype, layers or 3)
     if model_type in TINY:
-        return tiny_model(model_type, tied=bool(tied), seed=seed, dtype=dtype, layers=layers)
-    return zoo_model(model_type, seed=seed, dtype=dtype, tied=tied)
+        return build_tiny_model(model_type, tied=bool(tied), seed=seed, dtype=dtype, layers=layers)
+    return build_zoo_model(model_type, seed=seed, dtype=dtype, tied=tied)
 
 
-def tiny_model(
+def build_tiny_model(
     model_type: str = "llama",
     *,
     tied: bool = False,
@@ -116,7 +116,7 @@ def tiny_model(
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def adapted_model(model: nn.Module, options: Mapping[str, Any], *, seed: int) -> nn.Module:
+def attach_adapter(model: nn.Module, options: Mapping[str, Any], *, seed: int) -> nn.Module:
     """Add an adapter of peft, with fields of its `LoraConfig`, that already changes what the model computes.
 
     The option `adapters` names several, of which the first trains. All values are drawn, also those that peft starts

@@ -29,8 +29,8 @@ from meshwright.plugin import (
     resolve,
 )
 
-from .case import Case, Difference, Outcome, share
-from .models import adapted_model, case_model
+from .case import Case, Difference, Outcome, rank_microbatches
+from .models import attach_adapter, build_case_model
 from .workers import pool
 
 Config = Mapping[str, Any]
@@ -50,7 +50,7 @@ def build_manager(
 
     Called on every rank; the other arguments are as in `compare`.
     """
-    manager, optimizer = build_with_optimizer(
+    manager, optimizer = build_manager_and_optimizer(
         strategy, config, sizes, case, seed=seed, device=device, wrapper_config=wrapper_config
     )
     if case.schedule is not None:
@@ -60,7 +60,7 @@ def build_manager(
     return manager
 
 
-def build_with_optimizer(
+def build_manager_and_optimizer(
     strategy: str,
     config: Config,
     sizes: Config,
@@ -75,19 +75,19 @@ def build_with_optimizer(
     stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config, wrapper_config=wrapper_config)
     manager = stack.build(Mesh(degrees, world))
     dtype = getattr(torch, case.dtype)
-    model = case_model(case.model_type, tied=case.tied, seed=seed, dtype=dtype, layers=case.layers)
+    model = build_case_model(case.model_type, tied=case.tied, seed=seed, dtype=dtype, layers=case.layers)
     if case.adapter is not None:
-        model = adapted_model(model, case.adapter, seed=seed)
+        model = attach_adapter(model, case.adapter, seed=seed)
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in case.frozen):
             parameter.requires_grad_(False)
         if any(fnmatchcase(name, pattern) for pattern in case.in_float32):
             parameter.data = parameter.data.float()
     manager.parallelize(model)
-    return manager, manager.build_optimizer(_factory(case))
+    return manager, manager.build_optimizer(_build_optimizer_factory(case))
 
 
-def _factory(case: Case) -> OptimizerFactory:
+def _build_optimizer_factory(case: Case) -> OptimizerFactory:
     """Groups as `case.rates` says, and one of the rest; or those of the case's optimizer."""
     if not case.rates:
         return optimizer_factory(case.optimizer)
@@ -110,7 +110,7 @@ def train_steps(
     """Return losses, norms and evaluation losses of some steps, calling `before_clip` once gradients are complete."""
     losses, norms, eval_losses = [], [], []
     for step in steps:
-        microbatches = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
+        microbatches = rank_microbatches(case, step, manager.mesh.data_rank, manager.mesh.data_size)
         num_tokens = count_tokens(microbatches, manager.mesh)
         losses.append(float(manager.forward_backward(microbatches, num_tokens=num_tokens)))
         before_clip()
@@ -145,11 +145,13 @@ def _check_iter_parameters(manager: StrategyManager) -> None:
     for name, whole in full_weights(manager).items():
         # A tied parameter comes under one name.
         found = [given[name]] if name in given else given.values()
-        if not any(each.dtype == whole.dtype and torch.equal(_bytes_of(each), _bytes_of(whole)) for each in found):
+        if not any(
+            each.dtype == whole.dtype and torch.equal(_view_as_bytes(each), _view_as_bytes(whole)) for each in found
+        ):
             raise AssertionError(f"iter_parameters gives another {name} than unshard")
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def _view_as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
@@ -183,7 +185,7 @@ def train_part(
 
 
 @functools.lru_cache(maxsize=256)
-def reference(case: Case, device: str = "cpu", microbatches: int = 1) -> Outcome:
+def run_reference(case: Case, device: str = "cpu", microbatches: int = 1) -> Outcome:
     """Return the outcome of the case under `single`, on one rank, each step in so many microbatches."""
     return pool(1).run(train_case, "single", {}, {}, case.undivided(microbatches), device, device=device)[0]
 
@@ -215,10 +217,10 @@ def compare(
         AssertionError: the ranks do not hold the parameters that the reference holds.
     """
     outcomes = pool(world_size).run(train_case, strategy, config or {}, sizes or {}, case, "cpu", wrapper_config)
-    return difference(outcomes, reference(case))
+    return find_max_difference(outcomes, run_reference(case))
 
 
-def difference(outcomes: list[Outcome], expected: Outcome) -> Difference:
+def find_max_difference(outcomes: list[Outcome], expected: Outcome) -> Difference:
     """Return the largest difference of any rank's outcome from the expected one."""
     for outcome in outcomes:
         if outcome.weights.keys() != expected.weights.keys():
@@ -227,9 +229,9 @@ def difference(outcomes: list[Outcome], expected: Outcome) -> Difference:
             if outcome.weights[name].shape != weight.shape:
                 raise AssertionError(f"{name} has shape {outcome.weights[name].shape}, not {weight.shape}")
     return Difference(
-        loss=max(_apart(outcome.losses, expected.losses) for outcome in outcomes),
-        norm=max(_apart(outcome.norms, expected.norms) for outcome in outcomes),
-        eval_loss=max(_apart(outcome.eval_losses, expected.eval_losses) for outcome in outcomes),
+        loss=max(_max_abs_difference(outcome.losses, expected.losses) for outcome in outcomes),
+        norm=max(_max_abs_difference(outcome.norms, expected.norms) for outcome in outcomes),
+        eval_loss=max(_max_abs_difference(outcome.eval_losses, expected.eval_losses) for outcome in outcomes),
         weight=max(
             float((outcome.weights[name] - weight).abs().max())
             for outcome in outcomes
@@ -264,7 +266,7 @@ def assert_parity(
         raise AssertionError(f"{strategy} on {world_size} ranks differs from single: {found} > {tolerance}")
 
 
-def _apart(values: list[float], expected: list[float]) -> float:
+def _max_abs_difference(values: list[float], expected: list[float]) -> float:
     if len(values) != len(expected):
         return math.inf
     return max(

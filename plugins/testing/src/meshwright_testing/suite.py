@@ -20,8 +20,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from meshwright.plugin import (
+    CHANGES_ROUNDING,
     CLAIMABLE_AXES,
-    ROUNDS_ANEW,
     ConfigError,
     Degrees,
     MeshSizes,
@@ -30,17 +30,17 @@ from meshwright.plugin import (
     StrategySpec,
     get_strategy,
     resolve,
-    validated,
+    validate_config,
 )
 
 from .case import Case
-from .cells import Cell, Kind, register
-from .models import case_reason
+from .cells import Cell, CellKind, register_plugin_module
+from .models import find_unsupported_reason
 
-EXPERTS = "mixtral"
+MOE_MODEL = "mixtral"
 """The model of layouts with `ep`: four experts, two for each token."""
-DECAYING = ScheduleConfig(name="linear", warmup_steps=1)
-RATES = (("*embed*", 3e-2, 0.0), ("*norm*", 2e-2, 0.2))
+DECAYING_SCHEDULE = ScheduleConfig(name="linear", warmup_steps=1)
+GROUP_SETTINGS = (("*embed*", 3e-2, 0.0), ("*norm*", 2e-2, 0.2))
 """Groups of their own, which the stages of a pipeline have in different numbers; see `Case.rates`."""
 SGD = OptimizerConfig(name="SGD", lr=0.1, weight_decay=0.1, options={"momentum": 0.9})
 
@@ -61,7 +61,7 @@ def conformance(
         strategy: name or alias.
         ranks: world size of the larger layouts, at least 2 and even for pairs of axes.
         config: options of the strategy that hold in every cell.
-        models: names for `meshwright_testing.models.case_model`, each trained in one layout: `sizes`, or data-parallel
+        models: names for `meshwright_testing.models.build_case_model`, each trained in one layout: `sizes`, or data-parallel
             over `ranks`; None: every case of a small Llama in every layout, of a small Mixtral where experts are
             divided.
         device: cpu or cuda.
@@ -76,58 +76,71 @@ def conformance(
     """
     if ranks < 2:
         raise ConfigError(f"ranks={ranks} cannot show anything of a strategy; use 2 or more.")
-    register(plugin)
+    register_plugin_module(plugin)
     spec = get_strategy(strategy)
     fixed = dict(config or {})
-    validated(spec.config_cls, fixed, where=f"options of {spec.name!r}")
-    layouts = [(str(_degrees(spec, ranks, sizes)), ranks, dict(sizes), True)] if sizes else [*layouts_of(spec, ranks)]
+    validate_config(spec.config_cls, fixed, where=f"options of {spec.name!r}")
+    layouts = (
+        [(str(_resolve_degrees(spec, ranks, sizes)), ranks, dict(sizes), True)]
+        if sizes
+        else [*iter_layouts(spec, ranks)]
+    )
     if models is not None:
         # Of the layouts that divide the data alone, where there are some, the one with the most axes.
         data = [each for each in layouts if set(each[2]) <= {"dp_size", "dp_replicate_size"} and each[1] > 1]
         place = (spec.name, *(data or layouts)[-1][:3])
         return [
-            Cell(*place, name, Case(name, tied=None), fixed, "architecture", device, plugin, case_reason(name))
+            Cell(
+                *place,
+                name,
+                Case(name, tied=None),
+                fixed,
+                "architecture",
+                device,
+                plugin,
+                find_unsupported_reason(name),
+            )
             for name in models
         ]
     return [
         Cell(spec.name, layout, count, sizes, name, case, {**fixed, **extra}, kind, device, plugin, reason)
         for layout, count, sizes, main in layouts
-        for name, case, extra, kind, reason in _cases(spec, _degrees(spec, count, sizes), main, fixed)
+        for name, case, extra, kind, reason in _iter_cases(spec, _resolve_degrees(spec, count, sizes), main, fixed)
     ]
 
 
-def layouts_of(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[str, int], bool]]:
+def iter_layouts(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[str, int], bool]]:
     """Yield name, world size, sizes and whether all cases are tried, for each layout that the claims allow."""
     axes = [axis for axis in CLAIMABLE_AXES if axis in spec.axes and axis != "ep"]
     yield "one rank", 1, {}, not axes
     for axis in axes:
-        yield f"{axis}=2", 2, _sizes({axis: 2}, spec), False
+        yield f"{axis}=2", 2, _build_sizes({axis: 2}, spec), False
         if ranks > 2:
-            yield f"{axis}={ranks}", ranks, _sizes({axis: ranks}, spec), True
+            yield f"{axis}={ranks}", ranks, _build_sizes({axis: ranks}, spec), True
     has_pairs = ranks >= 4 and ranks % 2 == 0
     for first, second in itertools.combinations(axes, 2) if has_pairs else ():
         degrees = {first: 2, second: ranks // 2}
-        yield f"{first}=2 x {second}={ranks // 2}", ranks, _sizes(degrees, spec), True
+        yield f"{first}=2 x {second}={ranks // 2}", ranks, _build_sizes(degrees, spec), True
     if "ep" not in spec.axes:
         return
     # The ranks of `ep` are those of other axes: dp_shard, and perhaps tp or dp_replicate.
-    yield "ep=2", 2, {**_sizes({"dp_shard": 2}, spec), "ep_size": 2}, False
+    yield "ep=2", 2, {**_build_sizes({"dp_shard": 2}, spec), "ep_size": 2}, False
     if not has_pairs:
         return
-    yield f"ep={ranks}", ranks, {**_sizes({"dp_shard": ranks}, spec), "ep_size": ranks}, False
-    yield f"ep=2 x ep_shard={ranks // 2}", ranks, {**_sizes({"dp_shard": ranks}, spec), "ep_size": 2}, True
+    yield f"ep={ranks}", ranks, {**_build_sizes({"dp_shard": ranks}, spec), "ep_size": ranks}, False
+    yield f"ep=2 x ep_shard={ranks // 2}", ranks, {**_build_sizes({"dp_shard": ranks}, spec), "ep_size": 2}, True
     for axis, size in (("tp", ranks), ("dp_replicate", ranks // 2)):
         if axis in spec.axes:
             degrees = {axis: 2, "dp_shard": ranks // 2}
-            yield f"{axis}=2 x ep={size}", ranks, {**_sizes(degrees, spec), "ep_size": size}, False
+            yield f"{axis}=2 x ep={size}", ranks, {**_build_sizes(degrees, spec), "ep_size": size}, False
 
 
-def _degrees(spec: StrategySpec, ranks: int, sizes: Mapping[str, int]) -> Degrees:
+def _resolve_degrees(spec: StrategySpec, ranks: int, sizes: Mapping[str, int]) -> Degrees:
     """Return the degrees of the strategy, and of those that wrap it where it does not claim an axis itself."""
-    return resolve(spec.name, validated(MeshSizes, sizes, where="sizes"), ranks)[1]
+    return resolve(spec.name, validate_config(MeshSizes, sizes, where="sizes"), ranks)[1]
 
 
-def _sizes(degrees: Mapping[str, int], spec: StrategySpec) -> dict[str, int]:
+def _build_sizes(degrees: Mapping[str, int], spec: StrategySpec) -> dict[str, int]:
     replicate, shard = degrees.get("dp_replicate", 1), degrees.get("dp_shard", 1)
     sizes = {"dp_size": replicate * shard}
     if "dp_shard" in spec.axes:
@@ -135,36 +148,38 @@ def _sizes(degrees: Mapping[str, int], spec: StrategySpec) -> dict[str, int]:
     return sizes | {f"{axis}_size": degree for axis, degree in degrees.items() if axis in ("tp", "pp", "cp", "ep")}
 
 
-def _at_once(case: Case, shares: tuple[int, ...] | None) -> Case:
+def _build_combined_case(case: Case, shares: tuple[int, ...] | None) -> Case:
     """Accumulating, over ragged masks and uneven shares, with tied weights, a moving rate and clipping."""
     doubled = tuple(2 * share for share in shares) if shares else None
     return replace(case, tied=True, microbatches=2, sequences=24, shares=doubled)
 
 
-_Entry = tuple[str, Case, dict[str, Any], Kind, str | None]
+_CaseEntry = tuple[str, Case, dict[str, Any], CellKind, str | None]
 
 
-def _entry(
-    name: str, case: Case, extra: dict[str, Any] | None = None, kind: Kind = "train", reason: str | None = None
-) -> _Entry:
+def _build_entry(
+    name: str, case: Case, extra: dict[str, Any] | None = None, kind: CellKind = "train", reason: str | None = None
+) -> _CaseEntry:
     return name, case, extra or {}, kind, reason
 
 
-def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str, Any]) -> Iterator[_Entry]:
+def _iter_cases(
+    spec: StrategySpec, degrees: Degrees, is_main_layout: bool, fixed: Mapping[str, Any]
+) -> Iterator[_CaseEntry]:
     ranks, data_ranks = degrees.world_size, degrees.dp
     # Two stages on each rank of a pipeline, and one block too many to divide evenly.
     layers = 2 * degrees.pp + 1 if degrees.pp > 1 or "pp" in spec.axes else None
     base, routed = Case(layers=layers), Case(model_type="routed", layers=layers)
     has_experts = degrees.ep > 1
     if has_experts:
-        base = replace(base, model_type=EXPERTS)
-    yield _entry("ragged masks", base)
-    resumed = replace(base, steps=11, schedule=DECAYING, rates=RATES)
-    yield _entry("resume", resumed, kind="resume")
+        base = replace(base, model_type=MOE_MODEL)
+    yield _build_entry("ragged masks", base)
+    resumed = replace(base, steps=11, schedule=DECAYING_SCHEDULE, rates=GROUP_SETTINGS)
+    yield _build_entry("resume", resumed, kind="resume")
     uneven = (*range(1, data_ranks), 12 - sum(range(1, data_ranks))) if 1 < data_ranks <= 4 else None
-    yield _entry("all at once", _at_once(resumed, uneven), kind="resume")
-    yield _entry("objective", replace(_at_once(base, uneven), steps=2), kind="objective")
-    if not main:
+    yield _build_entry("all at once", _build_combined_case(resumed, uneven), kind="resume")
+    yield _build_entry("objective", replace(_build_combined_case(base, uneven), steps=2), kind="objective")
+    if not is_main_layout:
         return
     cases: dict[str, Case] = {
         "accumulation 2": replace(base, microbatches=2, sequences=24),
@@ -181,45 +196,45 @@ def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str,
         "unshard between steps": replace(base, unshard_after=True),
     }
     for name, case in cases.items():
-        yield _entry(name, case)
-    yield _entry("norms by block", replace(_at_once(base, uneven), steps=2), kind="norms")
+        yield _build_entry(name, case)
+    yield _build_entry("norms by block", replace(_build_combined_case(base, uneven), steps=2), kind="norms")
     alone = "there is no other data rank to differ from" if data_ranks == 1 else None
     lonely = "there is no other rank to differ from" if ranks == 1 else None
     few = None if uneven else "there are shares for 2 to 4 data ranks only"
     dense = "its model has no experts" if has_experts else None
     wide = "its model's float32 is made float64 in forwards" if has_experts else None
     empty, more = replace(base, empty=12 // data_ranks), replace(base, empty=24 // data_ranks, sequences=24)
-    yield _entry("a rank without tokens", empty, reason=alone)
-    yield _entry("a rank without tokens, accumulating", replace(more, microbatches=2), reason=alone)
-    yield _entry("uneven shares", replace(base, shares=uneven), reason=alone or few)
-    yield _entry("unused parameters", routed, reason=dense)
-    yield _entry("no gradient in a step", replace(routed, route="steps"), reason=dense)
-    yield _entry("ranks use different parameters", replace(routed, route="ranks"), reason=dense)
-    yield _entry("state to single and back", replace(base, steps=4), kind="state")
-    yield _entry("state to single and back, tied", replace(base, steps=4, tied=True), kind="state")
-    yield _entry("checkpoint to single and back", replace(base, steps=4, tied=True), kind="resume")
-    yield _entry("norms in float32", replace(base, steps=4, in_float32=("*norm*",)), kind="resume", reason=wide)
-    yield _entry("bad input", replace(base, microbatches=2, sequences=24), kind="bad input", reason=lonely)
-    for option, value, reason in _options(spec.config_cls, fixed):
+    yield _build_entry("a rank without tokens", empty, reason=alone)
+    yield _build_entry("a rank without tokens, accumulating", replace(more, microbatches=2), reason=alone)
+    yield _build_entry("uneven shares", replace(base, shares=uneven), reason=alone or few)
+    yield _build_entry("unused parameters", routed, reason=dense)
+    yield _build_entry("no gradient in a step", replace(routed, route="steps"), reason=dense)
+    yield _build_entry("ranks use different parameters", replace(routed, route="ranks"), reason=dense)
+    yield _build_entry("state to single and back", replace(base, steps=4), kind="state")
+    yield _build_entry("state to single and back, tied", replace(base, steps=4, tied=True), kind="state")
+    yield _build_entry("checkpoint to single and back", replace(base, steps=4, tied=True), kind="resume")
+    yield _build_entry("norms in float32", replace(base, steps=4, in_float32=("*norm*",)), kind="resume", reason=wide)
+    yield _build_entry("bad input", replace(base, microbatches=2, sequences=24), kind="bad input", reason=lonely)
+    for option, value, reason in _iter_option_values(spec.config_cls, fixed):
         case = replace(base, microbatches=2, sequences=24, tied=True)
-        if ROUNDS_ANEW in spec.config_cls.model_fields[option].metadata:
+        if CHANGES_ROUNDING in spec.config_cls.model_fields[option].metadata:
             case = replace(case, model_type="gpt2")  # which has no parts in float32
-        yield _entry(f"{option}={value}", case, {option: value}, reason=reason)
+        yield _build_entry(f"{option}={value}", case, {option: value}, reason=reason)
 
 
-def _options(config_cls: type[BaseModel], fixed: Mapping[str, Any]) -> Iterator[tuple[str, Any, str | None]]:
+def _iter_option_values(config_cls: type[BaseModel], fixed: Mapping[str, Any]) -> Iterator[tuple[str, Any, str | None]]:
     """Yield option, value and why it is not tried, for every other value of each option that has few or examples."""
     for name, info in config_cls.model_fields.items():
         if name in fixed:
             continue
         default = info.get_default(call_default_factory=True)
-        values = [value for value in (*_values(info.annotation), *(info.examples or ())) if value != default]
+        values = [value for value in (*_find_values(info.annotation), *(info.examples or ())) if value != default]
         yield from ((name, value, None) for value in values)
         if not values:
             yield name, "...", f"any value of its type: try one with --set {name}=value"
 
 
-def _values(annotation: Any) -> list[Any]:
+def _find_values(annotation: Any) -> list[Any]:
     """Return the values of a type that has few: bool, Literal, None and unions of them."""
     if annotation is bool:
         return [True, False]
@@ -230,5 +245,5 @@ def _values(annotation: Any) -> list[Any]:
         case typing.Literal:
             return list(parts)
         case typing.Union | types.UnionType:
-            return [value for part in parts for value in _values(part)]
+            return [value for part in parts for value in _find_values(part)]
     return []

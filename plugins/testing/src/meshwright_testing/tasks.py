@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshwright.plugin import (
-    IGNORED_LABEL,
+    IGNORE_INDEX,
     Batch,
     Loop,
     MeshwrightError,
@@ -26,69 +26,71 @@ from meshwright.plugin import (
     Tokens,
     build_scheduler,
     count_tokens,
-    groups_stepped,
     load_checkpoint,
+    record_stepped_groups,
     save_checkpoint,
     train_step,
 )
 
-from .case import Case, Outcome, share, shares_of
-from .models import case_vocab
-from .parity import Config, build_manager, build_with_optimizer, full_weights, train_steps
+from .case import Case, Outcome, rank_microbatches, split_sequences
+from .models import case_vocab_size
+from .parity import Config, build_manager, build_manager_and_optimizer, full_weights, train_steps
 from .workers import pool
 
 # -- norms of gradients by block
 
 
 @dataclass(frozen=True)
-class FoundNorms:
+class NormsOutcome:
     """What a rank saw of its training, and what `gradient_norms` returned in each step."""
 
     outcome: Outcome
     by_block: list[dict[str, float]]
 
-    def apart(self, expected: FoundNorms) -> float:
+    def apart(self, expected: NormsOutcome) -> float:
         """Return the largest relative difference of norms; inf where blocks have other names or another order."""
         pairs = list(zip(self.by_block, expected.by_block, strict=True))
         if any(list(mine) != list(theirs) for mine, theirs in pairs):
             return math.inf
-        return max(_relative(mine[name] - norm, norm) for mine, theirs in pairs for name, norm in theirs.items())
+        return max(
+            _relative_difference(mine[name] - norm, norm) for mine, theirs in pairs for name, norm in theirs.items()
+        )
 
     def apart_from_total(self) -> float:
         """Return the largest relative difference of the root of the sum of squares from the total norm of a step."""
         steps = zip(self.by_block, self.outcome.norms, strict=True)
-        return max(_relative(math.hypot(*norms.values()) - total, total) for norms, total in steps)
+        return max(_relative_difference(math.hypot(*norms.values()) - total, total) for norms, total in steps)
 
 
-def _relative(difference: float, of: float) -> float:
-    return abs(difference) / of if of else abs(difference)
+def _relative_difference(difference: float, expected: float) -> float:
+    return abs(difference) / expected if expected else abs(difference)
 
 
-def train_by_block(
+def train_with_gradient_norms(
     strategy: str,
     config: Config,
     sizes: Config,
     case: Case,
     device: str = "cpu",
     wrapper_config: Config | None = None,
-    asks: bool = True,
-) -> FoundNorms:
-    """Train and ask for norms by block in each step, if `asks`; AssertionError if asking has changed gradients."""
+    compute_norms: bool = True,
+) -> NormsOutcome:
+    """Train and ask for norms by block in each step, if `compute_norms`; AssertionError if asking has changed gradients."""
     manager = build_manager(strategy, config, sizes, case, device=device, wrapper_config=wrapper_config)
     by_block: list[dict[str, float]] = []
 
     def ask() -> None:
-        before = _gradients(manager)
+        before = _copy_gradients(manager)
         by_block.append(manager.gradient_norms())
-        for one, other in zip(before, _gradients(manager), strict=True):
+        for one, other in zip(before, _copy_gradients(manager), strict=True):
             if (one is None) != (other is None) or (one is not None and not torch.equal(one, other)):
                 raise AssertionError("gradient_norms has changed gradients that the optimizer steps with.")
 
-    found = train_steps(manager, case, range(case.steps), ask if asks else lambda: None)
-    return FoundNorms(Outcome(*found, full_weights(manager)), by_block)
+    found = train_steps(manager, case, range(case.steps), ask if compute_norms else lambda: None)
+    return NormsOutcome(Outcome(*found, full_weights(manager)), by_block)
 
 
-def _gradients(manager: StrategyManager) -> list[Tensor | None]:
+def _copy_gradients(manager: StrategyManager) -> list[Tensor | None]:
     """Copies of the gradients that the optimizer would step with."""
     gradients = [parameter.grad for group in manager.optimizer.param_groups for parameter in group["params"]]
     local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
@@ -96,16 +98,16 @@ def _gradients(manager: StrategyManager) -> list[Tensor | None]:
 
 
 @functools.lru_cache(maxsize=64)
-def norms_reference(case: Case, device: str = "cpu") -> FoundNorms:
+def run_norms_reference(case: Case, device: str = "cpu") -> NormsOutcome:
     """Return norms of the case under `single`, on one rank, each step in one microbatch."""
-    return pool(1).run(train_by_block, "single", {}, {}, case.undivided(), device, device=device)[0]
+    return pool(1).run(train_with_gradient_norms, "single", {}, {}, case.undivided(), device, device=device)[0]
 
 
 # -- an objective with weights, sums over sequences, and log-probabilities of other ids
 
 
 @dataclass(frozen=True)
-class FoundObjective:
+class ObjectiveOutcome:
     """What a rank saw of an objective, with further sums among the losses.
 
     `log_probs` are those of the last step's labels, (sequences, S), as `token_stats` returns them after the step;
@@ -116,59 +118,63 @@ class FoundObjective:
     first: int
     log_probs: Tensor
 
-    def apart(self, expected: FoundObjective) -> float:
+    def apart(self, expected: ObjectiveOutcome) -> float:
         """Return the largest difference of log-probabilities from those of one rank that has all sequences."""
         whole = expected.log_probs[self.first : self.first + len(self.log_probs)]
         return float((self.log_probs - whole).abs().max())
 
 
-def preference(tokens: Tokens, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def preference_objective(tokens: Tokens, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Weighted tokens, sequences by a sign and a strength, and less of some other ids."""
     wholes_B = tokens.sequence_sum(tokens.log_probs)
     sequences_B = F.softplus(wholes_B * batch["signs"]) * tokens.mask.any(1)
-    others_BSK = tokens.log_probs_of(batch["ids"]).exp() * (batch["ids"] != IGNORED_LABEL)
+    others_BSK = tokens.log_probs_of(batch["ids"]).exp() * (batch["ids"] != IGNORE_INDEX)
     others = (others_BSK.sum(-1) * tokens.mask).sum()
     value = -(tokens.log_probs * batch["weights"]).sum() + sequences_B.sum() + 10.0 * others
     return value, {"correct": tokens.is_top1.sum(), "others": others, "rows": tokens.mask.any(1).sum()}
 
 
-def with_columns(batch: Batch, entries: int) -> Batch:
+def add_objective_columns(batch: Batch, vocab_size: int) -> Batch:
     """Return a microbatch with the columns of `preference`, made of its ids; the vocabulary has so many entries."""
     ids_BS = batch["input_ids"]
     wave_BS = ids_BS.double() + torch.arange(ids_BS.shape[1])
-    others_BS = (ids_BS * 7 + 3) % entries
+    others_BS = (ids_BS * 7 + 3) % vocab_size
     return {
         **batch,
         "weights": (wave_BS * 0.37).cos(),
         "signs": (wave_BS[:, 0] * 0.3).sin() * 0.1,
-        "ids": torch.stack([others_BS, (others_BS + 1) % entries, others_BS.where(ids_BS % 2 == 0, IGNORED_LABEL)], -1),
+        "ids": torch.stack(
+            [others_BS, (others_BS + 1) % vocab_size, others_BS.where(ids_BS % 2 == 0, IGNORE_INDEX)], -1
+        ),
     }
 
 
-def train_objective(strategy: str, config: Config, sizes: Config, case: Case, device: str = "cpu") -> FoundObjective:
+def train_objective(strategy: str, config: Config, sizes: Config, case: Case, device: str = "cpu") -> ObjectiveOutcome:
     """Train and evaluate with `preference`, and compute token statistics after the last step."""
     manager = build_manager(strategy, config, sizes, case, device=device)
-    mesh, entries = manager.mesh, case_vocab(case.model_type)
+    mesh, entries = manager.mesh, case_vocab_size(case.model_type)
     losses, norms, evaluated = [], [], []
 
     def seen(loss: Tensor) -> list[float]:
         return [float(loss), *(float(each) for _, each in sorted(manager.last_sums.items()))]
 
     for step in range(case.steps):
-        plain = share(case, step, mesh.data_rank, mesh.data_size)
-        batches = [with_columns(batch, entries) for batch in plain]
-        count = manager.announce(batches, objective=preference)
-        losses += seen(manager.forward_backward(batches, num_tokens=count, objective=preference))
+        plain = rank_microbatches(case, step, mesh.data_rank, mesh.data_size)
+        batches = [add_objective_columns(batch, entries) for batch in plain]
+        count = manager.announce(batches, objective=preference_objective)
+        losses += seen(manager.forward_backward(batches, num_tokens=count, objective=preference_objective))
         norms.append(float(manager.clip_grad_norm(case.max_norm, case.norm_type)))
         manager.optimizer_step()
-        evaluated += seen(manager.eval_loss(batches, num_tokens=torch.tensor(int(count)), objective=preference))
+        evaluated += seen(
+            manager.eval_loss(batches, num_tokens=torch.tensor(int(count)), objective=preference_objective)
+        )
     log_probs = torch.cat([each["log_probs"].cpu() for each in manager.token_stats(plain, ["log_probs"])])
-    first = sum(shares_of(case, mesh.data_size)[: mesh.data_rank])
-    return FoundObjective(Outcome(losses, norms, evaluated, full_weights(manager)), first, log_probs)
+    first = sum(split_sequences(case, mesh.data_size)[: mesh.data_rank])
+    return ObjectiveOutcome(Outcome(losses, norms, evaluated, full_weights(manager)), first, log_probs)
 
 
 @functools.lru_cache(maxsize=64)
-def objective_reference(case: Case, device: str = "cpu") -> FoundObjective:
+def run_objective_reference(case: Case, device: str = "cpu") -> ObjectiveOutcome:
     """Return the case under `single`, on one rank, each step in one microbatch."""
     return pool(1).run(train_objective, "single", {}, {}, case.undivided(), device, device=device)[0]
 
@@ -180,7 +186,7 @@ Settings = frozenset[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
-class Part:
+class PartOutcome:
     """What a rank saw of some steps: of each, the learning rate as observers see it, and the settings of all groups of
     all optimizers that stepped. Parameters may agree by luck, such as after a schedule's last steps; these do not."""
 
@@ -189,7 +195,7 @@ class Part:
     stepped: list[set[Settings]]
 
 
-def train_resumed(
+def train_part_from_checkpoint(
     strategy: str,
     config: Config,
     sizes: Config,
@@ -198,13 +204,13 @@ def train_resumed(
     source: str | None,
     target: str | None,
     device: str = "cpu",
-) -> Part:
+) -> PartOutcome:
     """Train some steps of the case by `train_step`, from a checkpoint if there is one."""
-    manager, optimizer = build_with_optimizer(strategy, config, sizes, case, seed=steps.start, device=device)
+    manager, optimizer = build_manager_and_optimizer(strategy, config, sizes, case, seed=steps.start, device=device)
     scheduler = build_scheduler(case.schedule or ScheduleConfig(name="constant"), optimizer, case.steps)
     loop = Loop(
         steps=case.steps,
-        batches=lambda step: share(case, step, manager.mesh.data_rank, manager.mesh.data_size),
+        batches=lambda step: rank_microbatches(case, step, manager.mesh.data_rank, manager.mesh.data_size),
         scheduler=scheduler,
         max_grad_norm=case.max_norm,
         grad_norm_type=case.norm_type,
@@ -215,35 +221,35 @@ def train_resumed(
         load_checkpoint(manager, source, scheduler=scheduler)
     results, stepped = [], []
     for step in steps:
-        with groups_stepped() as groups:
+        with record_stepped_groups() as groups:
             results.append(train_step(manager, loop, step))
-        stepped.append({_settings(group) for group in groups if group["params"]})
+        stepped.append({_group_settings(group) for group in groups if group["params"]})
     if target is not None:
         save_checkpoint(manager, target, step=steps.stop, scheduler=scheduler)
     outcome = Outcome([each.loss for each in results], [each.grad_norm for each in results], [], full_weights(manager))
-    return Part(outcome, [each.learning_rate for each in results], stepped)
+    return PartOutcome(outcome, [each.learning_rate for each in results], stepped)
 
 
-def _settings(group: Mapping[str, Any]) -> Settings:
+def _group_settings(group: Mapping[str, Any]) -> Settings:
     plain = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items() if key != "params"}
     return frozenset((key, value) for key, value in plain.items() if isinstance(value, int | float | str | tuple))
 
 
 @functools.lru_cache(maxsize=64)
-def uninterrupted(case: Case, device: str = "cpu") -> Part:
+def run_uninterrupted(case: Case, device: str = "cpu") -> PartOutcome:
     """Return the case under `single`, on one rank, in one part."""
     arguments: tuple[Any, ...] = ("single", {}, {}, case.undivided(), range(case.steps), None, None, device)
-    return pool(1).run(train_resumed, *arguments, device=device)[0]
+    return pool(1).run(train_part_from_checkpoint, *arguments, device=device)[0]
 
 
-def wrong_rates(parts: Sequence[Part], steps: range, expected: Part) -> str:
+def find_settings_error(parts: Sequence[PartOutcome], steps: range, expected: PartOutcome) -> str:
     """Return what is wrong with the settings that the ranks of one part have stepped with; empty: nothing."""
     for number, step in enumerate(steps):
         known = expected.stepped[step]
         keys = {key for settings in known for key, _ in settings}
         whole = {frozenset(e for e in settings if e[0] in keys) for part in parts for settings in part.stepped[number]}
         if whole != known:
-            return f"step {step + 1} was made with {_told(whole - known)} instead of {_told(known - whole)}"
+            return f"step {step + 1} was made with {_format_settings(whole - known)} instead of {_format_settings(known - whole)}"
         rates = {value for settings in known for key, value in settings if key == "lr"}
         for rank, part in enumerate(parts):
             if part.reported[number] not in rates:
@@ -251,7 +257,7 @@ def wrong_rates(parts: Sequence[Part], steps: range, expected: Part) -> str:
     return ""
 
 
-def _told(groups: set[Settings]) -> str:
+def _format_settings(groups: set[Settings]) -> str:
     parts = [", ".join(f"{k}={v}" for k, v in sorted(each) if k in ("lr", "weight_decay")) for each in groups]
     return " and ".join(f"({part})" for part in sorted(parts)) or "nothing"
 
@@ -265,7 +271,7 @@ def train_on_bad_input(strategy: str, config: Config, sizes: Config, case: Case,
     Return the errors, or "accepted", in order, and the loss.
     """
     manager = build_manager(strategy, config, sizes, case, device=device)
-    good = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+    good = rank_microbatches(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
     num_tokens = count_tokens(good, manager.mesh)
     is_last = manager.mesh.rank == manager.mesh.world.size - 1
     texts = []

@@ -23,16 +23,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from meshwright.plugin import RankError, protected_children, warn
+from meshwright.plugin import RankError, safe_path_enabled, warn
 
 T = TypeVar("T")
 
 GROUP_TIMEOUT_S = 60.0
 """How long a collective of a task waits for its peers."""
-_MOST_THREADS = 256
+_MAX_THREADS = 256
 """A worker with more threads is replaced: torch before 2.13 keeps process groups of ended tasks alive in caches that
 cannot be emptied, and each gloo group has threads that poll."""
-_FINISHED = "finished"
+_TASK_FINISHED = "finished"
 """Message to the workers when all of them have ended a task."""
 _PRELOADED = [
     *("torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor"),
@@ -70,7 +70,7 @@ class WorkerPool:
             return self._run(task, args, timeout_s, device)
 
     def _run(self, task: Callable[..., T], args: tuple[Any, ...], timeout_s: float, device: str) -> list[T]:
-        if any(_threads(process) > _MOST_THREADS for process, _ in self._workers):
+        if any(_count_threads(process) > _MAX_THREADS for process, _ in self._workers):
             self.close(grace_s=5.0)
         if not self._workers:
             self._start()
@@ -85,7 +85,7 @@ class WorkerPool:
                 self.close()
                 raise
             for _, connection in self._workers:
-                connection.send(_FINISHED)
+                connection.send(_TASK_FINISHED)
         return results
 
     def close(self, *, grace_s: float = 0.0) -> None:
@@ -107,8 +107,8 @@ class WorkerPool:
         context.set_forkserver_preload(_PRELOADED)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, theirs), daemon=True)
-            with protected_children():
+            process = context.Process(target=_run_worker, args=(rank, self.size, theirs), daemon=True)
+            with safe_path_enabled():
                 process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -150,22 +150,22 @@ def pool(size: int) -> WorkerPool:
     return workers
 
 
-def _threads(process: multiprocessing.process.BaseProcess) -> int:
+def _count_threads(process: multiprocessing.process.BaseProcess) -> int:
     """Return the number of threads of a worker; 0 where the system is not Linux."""
     tasks = Path(f"/proc/{process.pid}/task")
     return sum(1 for _ in tasks.iterdir()) if tasks.is_dir() else 0
 
 
-def _serve(rank: int, size: int, connection: Connection) -> None:
+def _run_worker(rank: int, size: int, connection: Connection) -> None:
     """Run tasks in a worker until the other end closes."""
     import torch
     import torch.distributed as dist
 
-    from meshwright.plugin import forget_meshes, freeze, open_world
+    from meshwright.plugin import clear_mesh_caches, freeze_gc, open_world
 
     torch.set_num_threads(1)
     # What is imported by now is never garbage: searching it took a fifth of a task.
-    freeze()
+    freeze_gc()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     while True:
         try:
@@ -185,6 +185,6 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
             connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
         # Models and their hooks form cycles that hold process groups, each with polling threads of its own. After some
         # tasks, as of pipelines over fsdp2, a first collection leaves groups that only another one finds.
-        forget_meshes()
+        clear_mesh_caches()
         for _ in range(3):
             gc.collect()

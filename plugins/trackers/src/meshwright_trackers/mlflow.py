@@ -13,25 +13,25 @@ from typing import Any, TypeAlias
 import mlflow
 from mlflow.entities import Metric, Param, RunTag
 
-from meshwright.plugin import Reason, RunInfo
+from meshwright.plugin import EndReason, RunInfo
 
 from .config import MLflowConfig
-from .tracker import Background, Tracker, parameters
+from .tracker import BackgroundSender, Tracker, flatten_parameters
 
 RUN_ID_TAG = "meshwright.run_id"
-STATUS = {"failed": "FAILED", "signal": "KILLED"}
+STATUS_BY_REASON = {"failed": "FAILED", "signal": "KILLED"}
 """Of a run that has ended; FINISHED for other reasons."""
-REACH_TIMEOUT_S = 10.0
+HEALTH_CHECK_TIMEOUT_S = 10.0
 
 # Limits of MLflow: of a batch, and of the length of a value.
-_METRICS, _PARAMS, _TAGS = 1000, 100, 100
-_PARAM_LENGTH, _TAG_LENGTH = 6000, 8000
+_MAX_METRICS, _MAX_PARAMS, _MAX_TAGS = 1000, 100, 100
+_MAX_PARAM_LENGTH, _MAX_TAG_LENGTH = 6000, 8000
 
 _Item: TypeAlias = "Metric | RunTag | str"
 """A str is the status with which the run ends."""
 
 
-class MLflow(Tracker):
+class MLflowTracker(Tracker):
     """A run of MLflow, found again by a tag that holds the id of ours; values are sent in a thread."""
 
     def __init__(self, config: MLflowConfig, run: RunInfo) -> None:
@@ -39,38 +39,38 @@ class MLflow(Tracker):
         uri = config.tracking_uri
         if uri is None:
             uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{directory / 'mlflow.db'}"
-        _reach(uri)
+        _check_reachable(uri)
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         self._timeout_s = config.flush_timeout_s
-        experiment = _experiment(self._client, config, directory)
-        self._run_id = _found_or_made(self._client, experiment, config, run)
-        _give_parameters(self._client, self._run_id, run)
-        self._background: Background[_Item] = Background(self._send, name="mlflow")
+        experiment = _get_or_create_experiment(self._client, config, directory)
+        self._run_id = _get_or_create_run(self._client, experiment, config, run)
+        _log_parameters(self._client, self._run_id, run)
+        self._background: BackgroundSender[_Item] = BackgroundSender(self._send, name="mlflow")
 
-    def log(self, values: Mapping[str, float], *, step: int, ended: float) -> None:
-        milliseconds = int(ended * 1000)
-        self._background.put(*(Metric(_key(name), value, milliseconds, step) for name, value in values.items()))
+    def log(self, values: Mapping[str, float], *, step: int, end_time: float) -> None:
+        milliseconds = int(end_time * 1000)
+        self._background.put(*(Metric(_escape_name(name), value, milliseconds, step) for name, value in values.items()))
 
     def note(self, name: str, text: str, *, step: int) -> None:
-        self._background.put(RunTag(f"meshwright.{_key(name)}", text[:_TAG_LENGTH]))
+        self._background.put(RunTag(f"meshwright.{_escape_name(name)}", text[:_MAX_TAG_LENGTH]))
 
-    def end(self, reason: Reason, facts: Mapping[str, str | float]) -> None:
+    def end(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
         tags = [RunTag(f"meshwright.{name}", str(value)) for name, value in facts.items()]
-        self._background.put(*tags, STATUS.get(reason, "FINISHED"))
+        self._background.put(*tags, STATUS_BY_REASON.get(reason, "FINISHED"))
         self._background.finish(self._timeout_s)
 
     def _send(self, items: Sequence[_Item]) -> None:
         metrics = [each for each in items if isinstance(each, Metric)]
         tags = {each.key: each for each in items if isinstance(each, RunTag)}
-        for start in range(0, len(metrics), _METRICS):
-            self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS])
+        for start in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _MAX_METRICS])
         if tags:
-            self._client.log_batch(self._run_id, tags=list(tags.values())[:_TAGS])
+            self._client.log_batch(self._run_id, tags=list(tags.values())[:_MAX_TAGS])
         for status in (each for each in items if isinstance(each, str)):
             self._client.set_terminated(self._run_id, status=status)
 
 
-def _reach(uri: str) -> None:
+def _check_reachable(uri: str) -> None:
     """Raise OSError where no server answers; the client itself would try for minutes."""
     if not uri.startswith(("http://", "https://")):
         return
@@ -79,13 +79,13 @@ def _reach(uri: str) -> None:
     host = parts.netloc.rpartition("@")[2]
     health = urllib.parse.urlunsplit((parts.scheme, host, f"{parts.path.rstrip('/')}/health", "", ""))
     try:
-        urllib.request.urlopen(health, timeout=REACH_TIMEOUT_S).close()
+        urllib.request.urlopen(health, timeout=HEALTH_CHECK_TIMEOUT_S).close()
     except urllib.error.HTTPError:
         # It has answered: what it makes of our requests it tells the client.
         return
 
 
-def _experiment(client: Any, config: MLflowConfig, directory: Path) -> str:
+def _get_or_create_experiment(client: Any, config: MLflowConfig, directory: Path) -> str:
     found = client.get_experiment_by_name(config.experiment)
     if found is not None:
         return str(found.experiment_id)
@@ -94,7 +94,7 @@ def _experiment(client: Any, config: MLflowConfig, directory: Path) -> str:
     return str(client.create_experiment(config.experiment, artifact_location=location))
 
 
-def _found_or_made(client: Any, experiment: str, config: MLflowConfig, run: RunInfo) -> str:
+def _get_or_create_run(client: Any, experiment: str, config: MLflowConfig, run: RunInfo) -> str:
     tags = {RUN_ID_TAG: run.id, **config.tags}
     found = client.search_runs([experiment], f"tags.`{RUN_ID_TAG}` = '{run.id}'", max_results=1)
     if not found:
@@ -105,18 +105,18 @@ def _found_or_made(client: Any, experiment: str, config: MLflowConfig, run: RunI
     return run_id
 
 
-def _give_parameters(client: Any, run_id: str, run: RunInfo) -> None:
+def _log_parameters(client: Any, run_id: str, run: RunInfo) -> None:
     """Log parameters, which never change in MLflow: one that differs in a resumed run becomes a tag."""
     known = client.get_run(run_id).data.params
-    wanted = {_key(name): str(value)[:_PARAM_LENGTH] for name, value in parameters(run).items()}
+    wanted = {_escape_name(name): str(value)[:_MAX_PARAM_LENGTH] for name, value in flatten_parameters(run).items()}
     missing = [Param(name, value) for name, value in wanted.items() if name not in known]
     changed = [RunTag(f"changed.{name}", value) for name, value in wanted.items() if known.get(name, value) != value]
-    for start in range(0, len(missing), _PARAMS):
-        client.log_batch(run_id, params=missing[start : start + _PARAMS])
-    for start in range(0, len(changed), _TAGS):
-        client.log_batch(run_id, tags=changed[start : start + _TAGS])
+    for start in range(0, len(missing), _MAX_PARAMS):
+        client.log_batch(run_id, params=missing[start : start + _MAX_PARAMS])
+    for start in range(0, len(changed), _MAX_TAGS):
+        client.log_batch(run_id, tags=changed[start : start + _MAX_TAGS])
 
 
-def _key(name: str) -> str:
+def _escape_name(name: str) -> str:
     """Replace the characters that MLflow refuses by their numbers."""
     return re.sub(r"[^\w\-. :/]", lambda match: f"_{ord(match[0]):x}_", name, flags=re.ASCII)

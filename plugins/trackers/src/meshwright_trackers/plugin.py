@@ -17,7 +17,7 @@ from .tracker import Tracker
 
 
 @dataclass(frozen=True)
-class Library:
+class TrackerLibrary:
     """The library of a tracker and of the extra that brings it: any of the distributions, all of the modules."""
 
     tracker: str
@@ -34,32 +34,32 @@ class Library:
         missing = [name for name in self.modules if find_spec(name) is None]
         if missing:
             raise ConfigError(f"tracker {self.tracker!r} needs {', '.join(missing)}, which is not installed. {remedy}")
-        found = next((found for name in self.distributions if (found := _version(name)) is not None), None)
-        if found is not None and _major_minor(found) < self.at_least:
+        found = next((found for name in self.distributions if (found := _get_version(name)) is not None), None)
+        if found is not None and _parse_major_minor(found) < self.at_least:
             needed = ".".join(map(str, self.at_least))
             raise ConfigError(f"tracker {self.tracker!r} needs version {needed} or later, not {found}. {remedy}")
 
 
-def _version(distribution: str) -> str | None:
+def _get_version(distribution: str) -> str | None:
     try:
         return version(distribution)
     except PackageNotFoundError:
         return None
 
 
-def _major_minor(text: str) -> tuple[int, int]:
+def _parse_major_minor(text: str) -> tuple[int, int]:
     major, minor, *_ = (*text.split("."), "0")
     return int(major), int(minor) if minor.isdecimal() else 0
 
 
-TENSORBOARD = Library("tensorboard", ("tensorboard",), ("tensorboard",), (2, 20))
-WANDB = Library("wandb", ("wandb",), ("wandb",), (0, 31))
+TENSORBOARD = TrackerLibrary("tensorboard", ("tensorboard",), ("tensorboard",), (2, 20))
+WANDB = TrackerLibrary("wandb", ("wandb",), ("wandb",), (0, 31))
 # Either has the client; the stores in files of databases need the two others.
-MLFLOW = Library("mlflow", ("mlflow-skinny", "mlflow"), ("mlflow", "sqlalchemy", "alembic"), (3, 17))
-TRACKIO = Library("trackio", ("trackio",), ("trackio",), (0, 43))
+MLFLOW = TrackerLibrary("mlflow", ("mlflow-skinny", "mlflow"), ("mlflow", "sqlalchemy", "alembic"), (3, 17))
+TRACKIO = TrackerLibrary("trackio", ("trackio",), ("trackio",), (0, 43))
 
 
-def _builder(module: str, name: str) -> Callable[[Any, RunInfo], Tracker]:
+def _make_builder(module: str, name: str) -> Callable[[Any, RunInfo], Tracker]:
     def build(config: Any, run: RunInfo) -> Tracker:
         tracker: Tracker = getattr(importlib.import_module(f".{module}", __package__), name)(config, run)
         return tracker
@@ -67,13 +67,13 @@ def _builder(module: str, name: str) -> Callable[[Any, RunInfo], Tracker]:
     return build
 
 
-build_tensorboard = _builder("tensorboard", "TensorBoard")
-build_wandb = _builder("wandb", "WeightsAndBiases")
-build_mlflow = _builder("mlflow", "MLflow")
-build_trackio = _builder("trackio", "Trackio")
+build_tensorboard = _make_builder("tensorboard", "TensorBoard")
+build_wandb = _make_builder("wandb", "WeightsAndBiases")
+build_mlflow = _make_builder("mlflow", "MLflow")
+build_trackio = _make_builder("trackio", "Trackio")
 
 
-def _check(library: Library, config: FrozenModel) -> None:
+def _check(library: TrackerLibrary, config: FrozenModel) -> None:
     library.check()
 
 
@@ -82,7 +82,7 @@ def register_trackers() -> list[TrackerSpec]:
     return [
         TrackerSpec(library.tracker, summary, config_cls, build, partial(_check, library))
         for library, summary, config_cls, build in (
-            (TENSORBOARD, "Event files, which TensorBoard shows.", TensorBoardConfig, build_tensorboard),
+            (TENSORBOARD, "Event files, which TensorBoardTracker shows.", TensorBoardConfig, build_tensorboard),
             (WANDB, "Weights & Biases, online or offline.", WandbConfig, build_wandb),
             (MLFLOW, "MLflow: a server, or a store in a file.", MLflowConfig, build_mlflow),
             (

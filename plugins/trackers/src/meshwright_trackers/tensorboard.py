@@ -1,4 +1,4 @@
-"""Event files of TensorBoard; source: tensorboard.summary.writer, event.proto, tensorboard.plugins.hparams."""
+"""Event files of TensorBoardTracker; source: tensorboard.summary.writer, event.proto, tensorboard.plugins.hparams."""
 
 from __future__ import annotations
 
@@ -17,56 +17,56 @@ from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.plugins.text import metadata as texts
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from meshwright.plugin import Reason, RunInfo
+from meshwright.plugin import EndReason, RunInfo
 
 from .config import TensorBoardConfig
-from .tracker import Tracker, parameters
+from .tracker import Tracker, flatten_parameters
 
-_WAITING = 1000
+_MAX_QUEUE_SIZE = 1000
 """So many events are written by the library's thread before a step waits for it."""
 _FLUSH_S = 10
 """Between writes to the disk, where TensorFlow is installed and buffers; else each is made at once."""
 
 
-class TensorBoard(Tracker):
-    """Event files of TensorBoard, with the run file as text and as hyperparameters.
+class TensorBoardTracker(Tracker):
+    """Event files of TensorBoardTracker, with the run file as text and as hyperparameters.
 
     The file of a resumed run says from which step on earlier events are void.
     """
 
     def __init__(self, config: TensorBoardConfig, run: RunInfo) -> None:
         directory = Path(config.log_dir) if config.log_dir else (run.directory or Path()) / "tensorboard"
-        self._writer = EventFileWriter(str(directory), max_queue_size=_WAITING, flush_secs=_FLUSH_S)
+        self._writer = EventFileWriter(str(directory), max_queue_size=_MAX_QUEUE_SIZE, flush_secs=_FLUSH_S)
         self._step = run.start
         # Also where nothing was logged before: then it voids nothing.
         started = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=run.start + 1, session_log=started))
-        given = parameters(run)
-        self._add([_text("run", _table(given))], step=run.start)
-        self._add([_hparams(_started(run.id, given))], step=run.start)
+        given = flatten_parameters(run)
+        self._add([_make_text_value("run", _format_markdown_table(given))], step=run.start)
+        self._add([_make_hparams_value(_make_session_start(run.id, given))], step=run.start)
         self._writer.flush()
 
-    def log(self, values: Mapping[str, float], *, step: int, ended: float) -> None:
+    def log(self, values: Mapping[str, float], *, step: int, end_time: float) -> None:
         self._step = step
-        self._add([Summary.Value(tag=name, simple_value=value) for name, value in values.items()], step, ended)
+        self._add([Summary.Value(tag=name, simple_value=value) for name, value in values.items()], step, end_time)
 
     def note(self, name: str, text: str, *, step: int) -> None:
-        self._add([_text(name, text)], step=step)
+        self._add([_make_text_value(name, text)], step=step)
 
-    def end(self, reason: Reason, facts: Mapping[str, str | float]) -> None:
-        self._add([_text("end", _table(facts or {"end/reason": reason}))], step=self._step)
+    def end(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
+        self._add([_make_text_value("end", _format_markdown_table(facts or {"end/reason": reason}))], step=self._step)
         if reason not in ("failed", "signal"):
-            # TensorBoard keeps the first verdict, and a run that has failed may go on.
+            # TensorBoardTracker keeps the first verdict, and a run that has failed may go on.
             ended = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
-            self._add([_hparams(plugin_data_pb2.HParamsPluginData(session_end_info=ended))], step=self._step)
+            self._add([_make_hparams_value(plugin_data_pb2.HParamsPluginData(session_end_info=ended))], step=self._step)
         self._writer.close()
 
-    def _add(self, values: list[Summary.Value], step: int, ended: float | None = None) -> None:
-        wall_time = time.time() if ended is None else ended
+    def _add(self, values: list[Summary.Value], step: int, end_time: float | None = None) -> None:
+        wall_time = time.time() if end_time is None else end_time
         self._writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
 
 
-def _text(name: str, text: str) -> Summary.Value:
+def _make_text_value(name: str, text: str) -> Summary.Value:
     tensor = TensorProto(
         dtype=DT_STRING,
         string_val=[text.encode()],
@@ -75,19 +75,19 @@ def _text(name: str, text: str) -> Summary.Value:
     return Summary.Value(tag=name, metadata=texts.create_summary_metadata(name, ""), tensor=tensor)
 
 
-def _table(values: Mapping[str, object]) -> str:
-    rows = [f"| {name} | {_shown(value)} |" for name, value in values.items()]
+def _format_markdown_table(values: Mapping[str, object]) -> str:
+    rows = [f"| {name} | {_escape_cell(value)} |" for name, value in values.items()]
     return "\n".join(["| key | value |", "|---|---|", *rows])
 
 
-def _shown(value: object) -> str:
+def _escape_cell(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _started(name: str, given: Mapping[str, object]) -> plugin_data_pb2.HParamsPluginData:
+def _make_session_start(name: str, values: Mapping[str, object]) -> plugin_data_pb2.HParamsPluginData:
     info = plugin_data_pb2.SessionStartInfo(group_name=name, start_time_secs=time.time())
-    for key, value in given.items():
+    for key, value in values.items():
         # A bool is an int, but no number there.
         if isinstance(value, bool):
             info.hparams[key].bool_value = value
@@ -98,7 +98,7 @@ def _started(name: str, given: Mapping[str, object]) -> plugin_data_pb2.HParamsP
     return plugin_data_pb2.HParamsPluginData(session_start_info=info)
 
 
-def _hparams(data: plugin_data_pb2.HParamsPluginData) -> Summary.Value:
+def _make_hparams_value(data: plugin_data_pb2.HParamsPluginData) -> Summary.Value:
     starts = data.HasField("session_start_info")
     tag = hparams.SESSION_START_INFO_TAG if starts else hparams.SESSION_END_INFO_TAG
     described: SummaryMetadata = hparams.create_summary_metadata(data)

@@ -20,41 +20,41 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from meshwright.plugin import Fault, Reason, RunInfo, RunSummary, SavedCheckpoint, StepResult, hookimpl
+from meshwright.plugin import EndReason, Fault, RunInfo, RunSummary, SavedCheckpoint, StepResult, hookimpl
 
-Plain = str | int | float | bool | None
+PlainValue = str | int | float | bool | None
 
 
-def step_metrics(result: StepResult) -> dict[str, float]:
+def collect_step_metrics(result: StepResult) -> dict[str, float]:
     """The numbers of a step; see [Note: names of metrics]. What is not known is left out."""
     rates = result.learning_rates if len(result.learning_rates) > 1 else {}
     found: dict[str, float | None] = {
         "train/loss": result.loss,
         "train/grad_norm": result.grad_norm,
         "train/learning_rate": result.learning_rate,
-        **_under("train/learning_rate", rates),
+        **_add_prefix("train/learning_rate", rates),
         "train/tokens": result.num_tokens,
         "train/flops": result.flops,
-        **_under("eval", result.evaluations),
-        **_under("sum", result.sums),
+        **_add_prefix("eval", result.evaluations),
+        **_add_prefix("sum", result.sums),
         "speed/tokens_per_second": result.tokens_per_second,
         "speed/tokens_per_second_per_device": result.tokens_per_second_per_device,
         "speed/mfu": result.mfu,
         "time/step": result.seconds,
-        **_under("time", result.times),
-        **_under("memory", result.memory),
-        **_under("norm", result.norms),
+        **_add_prefix("time", result.times),
+        **_add_prefix("memory", result.memory),
+        **_add_prefix("norm", result.norms),
     }
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def checkpoint_metrics(checkpoint: SavedCheckpoint) -> dict[str, float]:
+def collect_checkpoint_metrics(checkpoint: SavedCheckpoint) -> dict[str, float]:
     return {"checkpoint/seconds": checkpoint.seconds, "checkpoint/is_best": float(checkpoint.is_best)}
 
 
-def parameters(run: RunInfo) -> dict[str, Plain]:
+def flatten_parameters(run: RunInfo) -> dict[str, PlainValue]:
     """The run file with dots in its keys, without its trackers, which may hold secrets; and `run.` what it became."""
-    facts: dict[str, Plain] = {
+    facts: dict[str, PlainValue] = {
         "id": run.id,
         "strategy": run.strategy,
         "mesh": run.mesh,
@@ -64,25 +64,25 @@ def parameters(run: RunInfo) -> dict[str, Plain]:
         "version": run.version,
     }
     options = {name: value for name, value in run.config.items() if name != "trackers"}
-    return {**dict(_flat(options)), **{f"run.{name}": value for name, value in facts.items()}}
+    return {**dict(_flatten(options)), **{f"run.{name}": value for name, value in facts.items()}}
 
 
-def outcome(summary: RunSummary) -> dict[str, str | float]:
+def summarize_end(summary: RunSummary) -> dict[str, str | float]:
     return {"end/reason": summary.reason, "end/step": summary.step, "end/seconds": summary.seconds}
 
 
-def _under(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+def _add_prefix(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Plain]]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, PlainValue]]:
     """Lists are numbered where they hold mappings, and else are JSON."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value):
             value = dict(enumerate(value))
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{name}.")
+            yield from _flatten(value, f"{name}.")
         elif value is None or isinstance(value, str | int | float):
             yield name, value
         else:
@@ -95,15 +95,15 @@ class Tracker(ABC):
     _has_ended = False
 
     @abstractmethod
-    def log(self, values: Mapping[str, float], *, step: int, ended: float) -> None:
-        """Log numbers of a step by name, possibly infinite or NaN, known at `ended` [s since 1970]."""
+    def log(self, values: Mapping[str, float], *, step: int, end_time: float) -> None:
+        """Log numbers of a step by name, possibly infinite or NaN, known at `end_time` [s since 1970]."""
 
     @abstractmethod
     def note(self, name: str, text: str, *, step: int) -> None:
         """Log a text; the last one of a name matters most."""
 
     @abstractmethod
-    def end(self, reason: Reason, facts: Mapping[str, str | float]) -> None:
+    def end(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
         """Log how the run has ended, and store everything."""
 
     def close(self) -> None:
@@ -114,11 +114,11 @@ class Tracker(ABC):
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
-        self.log(step_metrics(result), step=result.step, ended=result.ended)
+        self.log(collect_step_metrics(result), step=result.step, end_time=result.ended)
 
     @hookimpl
     def on_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
-        self.log(checkpoint_metrics(checkpoint), step=checkpoint.step, ended=time.time())
+        self.log(collect_checkpoint_metrics(checkpoint), step=checkpoint.step, end_time=time.time())
         self.note("checkpoint/last", str(checkpoint.path), step=checkpoint.step)
         if checkpoint.is_best:
             self.note("checkpoint/best", str(checkpoint.path), step=checkpoint.step)
@@ -130,13 +130,13 @@ class Tracker(ABC):
     @hookimpl
     def on_run_end(self, summary: RunSummary) -> None:
         self._has_ended = True
-        self.end(summary.reason, outcome(summary))
+        self.end(summary.reason, summarize_end(summary))
 
 
 ItemT = TypeVar("ItemT")
 
 
-class Background(Generic[ItemT]):
+class BackgroundSender(Generic[ItemT]):
     """Sends all waiting items in order, in a thread, so that no server delays the run; the next `put` or `finish`
     raises errors.
     """

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import trackio
 
-from meshwright.plugin import Reason, RunInfo
+from meshwright.plugin import EndReason, RunInfo
 
 from .config import TrackioConfig
-from .tracker import Tracker, parameters
+from .tracker import Tracker, flatten_parameters
 
 
-class Trackio(Tracker):
+class TrackioTracker(Tracker):
     """A run of trackio, found again by its name, which holds a part of the id of ours."""
 
     def __init__(self, config: TrackioConfig, run: RunInfo) -> None:
@@ -25,7 +25,7 @@ class Trackio(Tracker):
             space_id=config.space_id,
             private=config.private,
             server_url=config.server_url,
-            config=parameters(run),
+            config=flatten_parameters(run),
             resume="allow" if goes_on else "never",
             embed=False,
             auto_log_cpu=config.system_metrics,
@@ -33,7 +33,7 @@ class Trackio(Tracker):
         )
         self._step = run.start
 
-    def log(self, values: Mapping[str, float], *, step: int, ended: float) -> None:
+    def log(self, values: Mapping[str, float], *, step: int, end_time: float) -> None:
         self._step = step
         self._run.log(dict(values), step=step)
 
@@ -42,6 +42,6 @@ class Trackio(Tracker):
             self._run.alert(title="the run has failed", text=text, level=trackio.AlertLevel.ERROR, step=step)
         self._run.log({name: text}, step=step)
 
-    def end(self, reason: Reason, facts: Mapping[str, str | float]) -> None:
+    def end(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
         self._run.log(dict(facts or {"end/reason": reason}), step=self._step)
         trackio.finish()

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import wandb
 
-from meshwright.plugin import Reason, RunInfo
+from meshwright.plugin import EndReason, RunInfo
 
 from .config import WandbConfig
-from .tracker import Tracker, parameters
+from .tracker import Tracker, flatten_parameters
 
 
-class WeightsAndBiases(Tracker):
+class WandbTracker(Tracker):
     """A run of Weights & Biases under the id of ours, so that a resumed run is the same there."""
 
     def __init__(self, config: WandbConfig, run: RunInfo) -> None:
@@ -33,15 +33,15 @@ class WeightsAndBiases(Tracker):
             settings=wandb.Settings(console="off"),
         )
         # A run may be resumed with other options.
-        self._run.config.update(parameters(run), allow_val_change=True)
+        self._run.config.update(flatten_parameters(run), allow_val_change=True)
 
-    def log(self, values: Mapping[str, float], *, step: int, ended: float) -> None:
+    def log(self, values: Mapping[str, float], *, step: int, end_time: float) -> None:
         self._run.log(dict(values), step=step)
 
     def note(self, name: str, text: str, *, step: int) -> None:
         self._run.summary[name] = text
 
-    def end(self, reason: Reason, facts: Mapping[str, str | float]) -> None:
+    def end(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
         self._run.summary.update(dict(facts))
         if reason == "signal":
             self._run.mark_preempting()

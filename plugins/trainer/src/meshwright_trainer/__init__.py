@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from .grpo import MeshGRPOMixin as MeshGRPOMixin
     from .mixin import MeshTrainerMixin as MeshTrainerMixin
 
-_OVER = {
+_TRAINER_CLASSES = {
     "MeshTrainer": ("transformers", "Trainer"),
     "MeshSFTTrainer": ("trl", "SFTTrainer"),
     "MeshDPOTrainer": ("trl", "DPOTrainer"),
     "MeshRewardTrainer": ("trl", "RewardTrainer"),
     "MeshGRPOTrainer": ("trl", "GRPOTrainer"),
 }
-_OWN = {"MeshArguments": ".arguments", "MeshTrainerMixin": ".mixin", "MeshGRPOMixin": ".grpo"}
+_LAZY_EXPORTS = {"MeshArguments": ".arguments", "MeshTrainerMixin": ".mixin", "MeshGRPOMixin": ".grpo"}
 __all__ = [
     "MeshArguments",
     "MeshDPOTrainer",
@@ -40,15 +40,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OWN:
-        return getattr(import_module(_OWN[name], __name__), name)
-    if name in _OVER:
-        made = globals()[name] = _over(name, *_OVER[name])
+    if name in _LAZY_EXPORTS:
+        return getattr(import_module(_LAZY_EXPORTS[name], __name__), name)
+    if name in _TRAINER_CLASSES:
+        made = globals()[name] = _make_trainer_class(name, *_TRAINER_CLASSES[name])
         return made
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _over(name: str, package: str, base: str) -> type:
+def _make_trainer_class(name: str, package: str, base: str) -> type:
     """The mixin over a trainer of an installed package."""
     from .grpo import MeshGRPOMixin
     from .mixin import MeshTrainerMixin

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 if TYPE_CHECKING:
     from transformers import Trainer
 
-PRIVATE = {
+OVERRIDDEN_METHODS = {
     "_move_model_to_device": "each rank gets what it keeps of the model, and no more",
     "_prepare_for_training": "the manager shards the model and owns the optimizer",
     "_clip_grad_norm": "the norm is that of the whole model, wherever its gradients are",
@@ -29,40 +29,40 @@ PRIVATE = {
     "_load_from_checkpoint": "it is read when the model is sharded",
     "_load_best_model": "likewise",
 }
-"""Methods of `transformers.Trainer` that `OnMesh` overrides, and why."""
+"""Methods of `transformers.Trainer` that `MeshModelMixin` overrides, and why."""
 
-PRIVATE_OF_GRPO = {
+OVERRIDDEN_GRPO_METHODS = {
     "_prepare_inputs": "what it makes of prompts is a microbatch without the names that the manager knows",
     "_generate_and_score_completions": "it gathers over processes by functions of accelerate's modules",
     "_generate_single_turn": "the model is generated with whole, and ranks that share a batch share completions",
     "_get_per_token_logps_and_entropies": "old and reference log-probabilities are the manager's to compute",
 }
 """Methods of trl's `GRPOTrainer` that `MeshGRPOMixin` overrides, and why."""
-GATHERED = {
+REPLACED_FUNCTIONS = {
     "trl.trainer.grpo_trainer": ["gather", "gather_object", "use_adapter"],
     "trl.generation.vllm_generation": ["gather_object"],
 }
 """Functions that modules of trl have imported, and that stand for a process, where here it is a data rank."""
-REFERENCE = "ref"
+REFERENCE_ADAPTER = "ref"
 """Name that `DPOTrainer` and `GRPOTrainer` give to the copy of an adapter that is trained on."""
-ROWS_AT_ONCE = 64
+EMBEDDING_MULTIPLE = 64
 """`resize_to_multiple_of` of TRL's `clone_chat_template`."""
-STREAMED = "_iter_named_params"
+WEIGHT_ITERATOR = "_iter_named_params"
 """Method of trl's `VLLMGeneration` that gives the weights for `sync_weights`, on all processes."""
 
 
-def note_columns(trainer: Trainer) -> None:
+def set_signature_columns(trainer: Trainer) -> None:
     """Have Trainer note which columns its model takes, while that is whole."""
     trainer._set_signature_columns_if_needed()
 
 
-def without_fused_head(model: Any) -> None:
+def remove_fused_head(model: Any) -> None:
     """Undo TRL's `add_fused_lm_head`, a forward on the instance: the manager computes the same statistics."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.__dict__.pop("forward", None)
 
 
-def needs_values(path: str, args: Any, passed: Mapping[str, Any]) -> bool:
+def needs_materialized_weights(path: str, args: Any, passed: Mapping[str, Any]) -> bool:
     """Whether TRL looks at the values of a model while it makes a trainer, so that the model cannot be read later.
 
     With `chat_template_path`, a tokenizer whose tokens are added (TRL's `clone_chat_template`), TRL draws new rows of
@@ -79,17 +79,17 @@ def needs_values(path: str, args: Any, passed: Mapping[str, Any]) -> bool:
     rows = AutoConfig.from_pretrained(path, revision=options.get("revision")).get_text_config().vocab_size
     if passed.get("peft_config") is not None:
         return bool(size != rows or added - tokenizer.vocab.keys())
-    return bool(-(-size // ROWS_AT_ONCE) * ROWS_AT_ONCE != rows)
+    return bool(-(-size // EMBEDDING_MULTIPLE) * EMBEDDING_MULTIPLE != rows)
 
 
-def one_device(args: Any) -> None:
+def use_one_device(args: Any) -> None:
     """Let a process without a launcher use one device, where Trainer would use all of them (torch's DataParallel)."""
     args._setup_devices  # noqa: B018  finds them
     args._n_gpu = min(args._n_gpu, 1)
 
 
 @contextmanager
-def as_reference(parts: Sequence[nn.Module]) -> Iterator[None]:
+def use_reference_adapter(parts: Sequence[nn.Module]) -> Iterator[None]:
     """Run forwards within as the reference of an adapted model, as TRL defines it.
 
     The reference is the adapter "ref", TRL's copy of an adapter that was trained before; without one, the base. peft's
@@ -97,8 +97,8 @@ def as_reference(parts: Sequence[nn.Module]) -> Iterator[None]:
     layers read.
     """
     layers = [each for part in parts for each in part.modules() if hasattr(each, "_disable_adapters")]
-    has_copy = any(REFERENCE in name.split(".") for part in parts for name, _ in part.named_modules())
-    switch, value = ("_active_adapter", [REFERENCE]) if has_copy else ("_disable_adapters", True)
+    has_copy = any(REFERENCE_ADAPTER in name.split(".") for part in parts for name, _ in part.named_modules())
+    switch, value = ("_active_adapter", [REFERENCE_ADAPTER]) if has_copy else ("_disable_adapters", True)
     before = [getattr(layer, switch) for layer in layers]
     for layer in layers:
         setattr(layer, switch, value)
@@ -109,7 +109,7 @@ def as_reference(parts: Sequence[nn.Module]) -> Iterator[None]:
             setattr(layer, switch, was)
 
 
-def note_microbatch(trainer: Any, seconds: float) -> None:
+def record_microbatch(trainer: Any, seconds: float) -> None:
     """What `GRPOTrainer.training_step` notes behind each microbatch, by which it knows when to generate."""
     trainer._step += 1
     trainer._current_train_step_time += seconds
@@ -118,14 +118,14 @@ def note_microbatch(trainer: Any, seconds: float) -> None:
         trainer._current_train_step_time = 0.0
 
 
-def takes_images(trainer: Any) -> bool:
+def is_vlm(trainer: Any) -> bool:
     return bool(trainer._is_vlm)
 
 
 @contextmanager
-def in_place_of(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def patch_functions(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Around calls of trl's methods: functions that its modules have imported, `GATHERED`, by name."""
-    places = [(importlib.import_module(module), name) for module, names in GATHERED.items() for name in names]
+    places = [(importlib.import_module(module), name) for module, names in REPLACED_FUNCTIONS.items() for name in names]
     before = [getattr(module, name) for module, name in places]
     for module, name in places:
         setattr(module, name, functions[name])

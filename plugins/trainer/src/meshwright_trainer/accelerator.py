@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from meshwright.plugin import Mesh
 
 
-class DataRanks:
+class MeshAccelerator:
     """The accelerator of a trainer, of which each process is a data rank; what is not here is its own."""
 
     def __init__(self, accelerator: Any, mesh: Mesh) -> None:
@@ -47,7 +47,7 @@ class DataRanks:
         if isinstance(stream, IterableDataset) and not self.even_batches and getattr(stream, "n_shards", 0) < count:
             # Accelerate fills up the last batches with rows of the first.
             loader = copy(loader)
-            loader.__dict__["dataset"] = Share(stream, loader.batch_size or 1, count, place)
+            loader.__dict__["dataset"] = StreamShard(stream, loader.batch_size or 1, count, place)
             count, place = 1, 0
         return prepare_data_loader(
             loader,
@@ -126,17 +126,17 @@ class DataRanks:
         return padded
 
 
-class Share(IterableDataset[Any]):
+class StreamShard(IterableDataset[Any]):
     """The rows of a stream that are a data rank's: batches go round, and none is there twice."""
 
-    def __init__(self, stream: Iterable[Any], rows: int, count: int, place: int) -> None:
-        self._stream, self._rows, self._count, self._place = stream, rows, count, place
+    def __init__(self, stream: Iterable[Any], batch_size: int, count: int, index: int) -> None:
+        self._stream, self._rows, self._count, self._place = stream, batch_size, count, index
 
     def __iter__(self) -> Iterator[Any]:
         return (row for at, row in enumerate(self._stream) if at // self._rows % self._count == self._place)
 
 
-class OneCall:
+class LocalAccelerator:
     """In the place of an accelerator within an objective, where nothing may be sent: each rank sees its own share."""
 
     def __init__(self, accelerator: Any, num_processes: int) -> None:

@@ -19,49 +19,57 @@ from pydantic import BaseModel, Field, InstanceOf
 from transformers import TrainingArguments
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from meshwright.plugin import ConfigError, FrozenModel, MeshSizes, StrategySpec, as_config, strategy_of, validated
+from meshwright.plugin import (
+    ConfigError,
+    FrozenModel,
+    MeshSizes,
+    StrategySpec,
+    coerce_config,
+    find_strategy_name,
+    validate_config,
+)
 
 NEVER_CALLED = ("create_optimizer", "create_optimizer_and_scheduler", "prediction_step")
 """Methods of Trainer that users override, and that nothing calls over a mesh."""
-REPLACED = ("training_step", "evaluation_loop", "save_model")
+REPLACED_METHODS = ("training_step", "evaluation_loop", "save_model")
 """Those that are not called where the mixin goes before the class that overrides them."""
-KNOWN = frozenset({"SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer"})
+SUPPORTED_TRL_TRAINERS = frozenset({"SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer"})
 """Trainers of trl that go over a mesh."""
 _MISSING = object()
 
 
 @cache
-def known_arguments() -> dict[str, dict[str, Any]]:
+def load_argument_rules() -> dict[str, dict[str, Any]]:
     """`arguments.yaml`: "acts", "no effect", "outside" and "since" with texts by name, "refused" with rules by name."""
     text = files(__package__).joinpath("arguments.yaml").read_text(encoding="utf-8")
     return dict(yaml.safe_load(text))
 
 
-def arguments_among(values: Iterable[Any]) -> Any:
+def find_training_arguments(values: Iterable[Any]) -> Any:
     return next((each for each in values if isinstance(each, TrainingArguments)), None)
 
 
-def check_arguments(args: Any, trainer: type, passed: Mapping[str, Any] | None = None) -> None:
-    """Refuse the first argument (`passed` by name, or in `args`) or overridden method that cannot be honoured; on every
+def check_arguments(args: Any, trainer: type, constructor_arguments: Mapping[str, Any] | None = None) -> None:
+    """Refuse the first argument (`constructor_arguments` by name, or in `args`) or overridden method that cannot be honoured; on every
     rank.
     """
-    for name, rule in known_arguments()["refused"].items():
-        value = _value((passed or {}, args), name)
+    for name, rule in load_argument_rules()["refused"].items():
+        value = _get_argument((constructor_arguments or {}, args), name)
         if value is _MISSING or (rule.get("several_ranks") and args.world_size == 1):
             continue
         if all(getattr(args, other, None) == each for other, each in rule.get("together_with", {}).items()):
-            for each in _elements(value):
+            for each in _list_elements(value):
                 if (each not in rule["except"]) if "except" in rule else (each in rule["values"]):
                     beside = "".join(f" with {key}={text!r}" for key, text in rule.get("together_with", {}).items())
                     raise ConfigError(
-                        f"{name}={_plain(value)!r:.200}{beside} cannot be honoured over a mesh: {rule['because']}. "
+                        f"{name}={_unwrap_enum(value)!r:.200}{beside} cannot be honoured over a mesh: {rule['because']}. "
                         f"{rule['instead']}."
                     )
     _check_trainer(trainer)
     _check_methods(trainer)
 
 
-def _value(places: Iterable[Any], name: str) -> Any:
+def _get_argument(places: Iterable[Any], name: str) -> Any:
     """An argument of the first place that has it; `parent.key` of its mapping or object."""
     for each in places:
         for key in name.split("."):
@@ -71,21 +79,21 @@ def _value(places: Iterable[Any], name: str) -> Any:
     return _MISSING
 
 
-def _plain(value: Any) -> Any:
+def _unwrap_enum(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def _elements(value: Any) -> list[Any]:
-    return [_plain(each) for each in (value if isinstance(value, (list, tuple, Mapping)) else [value])]
+def _list_elements(value: Any) -> list[Any]:
+    return [_unwrap_enum(each) for each in (value if isinstance(value, (list, tuple, Mapping)) else [value])]
 
 
 def _check_trainer(trainer: type) -> None:
     names = [each.__name__ for each in trainer.__mro__]
     of_trl = [each.__name__ for each in trainer.__mro__ if each.__module__.startswith("trl.")]
-    if of_trl and not KNOWN & set(of_trl):
+    if of_trl and not SUPPORTED_TRL_TRAINERS & set(of_trl):
         raise ConfigError(
             f"{of_trl[0]} of trl does not go over a mesh: its batches and models are not known here. Take one of "
-            f"{', '.join(sorted(KNOWN))}, or write its loss as an objective; see docs/objectives.md."
+            f"{', '.join(sorted(SUPPORTED_TRL_TRAINERS))}, or write its loss as an objective; see docs/objectives.md."
         )
     if "GRPOTrainer" in names and "MeshGRPOMixin" not in names:
         raise ConfigError("GRPOTrainer goes over a mesh with MeshGRPOMixin before it, and not MeshTrainerMixin alone.")
@@ -97,12 +105,12 @@ def _check_methods(trainer: type) -> None:
     for at, cls in enumerate(trainer.__mro__):
         if cls.__module__.partition(".")[0] in ("transformers", "trl", __package__):
             continue
-        for name in (*NEVER_CALLED, *(REPLACED if at > mixin else ())):
+        for name in (*NEVER_CALLED, *(REPLACED_METHODS if at > mixin else ())):
             if name in vars(cls):
                 raise ConfigError(
                     f"{cls.__name__}.{name} would never be called over a mesh, where the manager steps, evaluates and "
                     f"saves. Give optimizer_cls_and_kwargs=(class, options), override compute_loss, or override "
-                    f"{', '.join(REPLACED)} in a class that derives from one with MeshTrainerMixin, and call super()."
+                    f"{', '.join(REPLACED_METHODS)} in a class that derives from one with MeshTrainerMixin, and call super()."
                 )
 
 
@@ -118,7 +126,7 @@ def check_model(model: Any) -> None:
         )
 
 
-def adopt_router_loss(trainer: Any) -> None:
+def set_router_loss_config(trainer: Any) -> None:
     """Write TRL's choice of a router loss into the model's configuration, where the manager reads it."""
     if hasattr(trainer, "aux_loss_enabled"):
         text = trainer.model.config.get_text_config()
@@ -127,12 +135,12 @@ def adopt_router_loss(trainer: Any) -> None:
             text.router_aux_loss_coef = trainer.router_aux_loss_coef
 
 
-def layout_options(args: Any, options: MeshOptions, spec: StrategySpec) -> MeshOptions:
+def apply_training_arguments(args: Any, options: MeshOptions, spec: StrategySpec) -> MeshOptions:
     """The options of a layout with those that a trainer's arguments have for it: precision and recomputation."""
     config = options.strategy_config
     if isinstance(config, BaseModel):
         # What has its default is as if left out.
-        own = as_config(spec.config_cls, config, where=f"strategy_config of {spec.name!r}")
+        own = coerce_config(spec.config_cls, config, where=f"strategy_config of {spec.name!r}")
         config = {
             name: getattr(own, name)
             for name, field in type(own).model_fields.items()
@@ -184,35 +192,37 @@ class MeshArguments:
     ep_size: int = field(default=1, metadata={"help": "Expert-parallel degree."})
 
 
-def mesh_options(given: Mapping[str, Any] | MeshArguments | MeshOptions | str | Path | None) -> MeshOptions:
+def parse_mesh_options(mesh: Mapping[str, Any] | MeshArguments | MeshOptions | str | Path | None) -> MeshOptions:
     """The `mesh` of a trainer. Where `strategy_config` is an object, such as a DDPConfig, the strategy follows from its
     class.
     """
-    if isinstance(given, MeshOptions):
-        return given
-    if isinstance(given, (str, Path)):
+    if isinstance(mesh, MeshOptions):
+        return mesh
+    if isinstance(mesh, (str, Path)):
         from meshwright import load_run
 
-        run = load_run(given, [])
-        given = {name: getattr(run, name) for name in ("strategy", "strategy_config", "wrapper_config")} | {
+        run = load_run(mesh, [])
+        mesh = {name: getattr(run, name) for name in ("strategy", "strategy_config", "wrapper_config")} | {
             name: getattr(run, name) for name in MeshSizes.model_fields
         }
-    elif isinstance(given, MeshArguments):
-        values = asdict(given)
-        given = values | {name: _from_json(name, values[name]) for name in ("strategy_config", "wrapper_config")}
-    elif given is not None and not isinstance(given, Mapping):
+    elif isinstance(mesh, MeshArguments):
+        values = asdict(mesh)
+        mesh = values | {name: _parse_json_option(name, values[name]) for name in ("strategy_config", "wrapper_config")}
+    elif mesh is not None and not isinstance(mesh, Mapping):
         raise ConfigError(
-            f"mesh={given!r:.200} is no mapping such as {{'strategy': 'fsdp2', 'tp_size': 2}}, no path of a run file "
+            f"mesh={mesh!r:.200} is no mapping such as {{'strategy': 'fsdp2', 'tp_size': 2}}, no path of a run file "
             f"and no MeshArguments."
         )
-    keys = dict(given or {})
+    keys = dict(mesh or {})
     if "strategy" not in keys and isinstance(keys.get("strategy_config"), BaseModel):
-        keys["strategy"] = strategy_of(keys["strategy_config"])
+        keys["strategy"] = find_strategy_name(keys["strategy_config"])
     sizes = {name: keys.pop(name) for name in MeshSizes.model_fields if name in keys}
-    return validated(MeshOptions, {**keys, "sizes": validated(MeshSizes, sizes, where="mesh")}, where="mesh")
+    return validate_config(
+        MeshOptions, {**keys, "sizes": validate_config(MeshSizes, sizes, where="mesh")}, where="mesh"
+    )
 
 
-def _from_json(name: str, text: str) -> Any:
+def _parse_json_option(name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

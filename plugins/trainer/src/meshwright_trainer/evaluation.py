@@ -18,32 +18,32 @@ from torch import Tensor
 from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput
 
-from meshwright.plugin import IGNORED_LABEL, Mesh
+from meshwright.plugin import IGNORE_INDEX, Mesh
 
-from .objective import labels_of
+from .objective import get_labels
 
-PADDING = -100
+PADDING_VALUE = -100
 """Of predictions and labels of different lengths, as in Trainer."""
-IDLE = "is_idle"
+IDLE_KEY = "is_idle"
 """Key of a microbatch of which nothing counts."""
 
 
-def evaluated(trainer: Any, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
+def run_evaluation(trainer: Any, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
     """Evaluate on what a data loader of this data rank gives, and gather predictions on every rank. Collective."""
     sums, counts, samples = 0.0, 0, 0
     found: list[dict[str, np.ndarray]] = []
     try:
-        for inputs, rows in _rounds(trainer, dataloader):
+        for inputs, rows in _iter_microbatches(trainer, dataloader):
             trainer.accelerator.present = [bool(each) for each in rows]
             loss, count, predicted = trainer.evaluate_batch(inputs, takes_logits=takes_predictions)
             sums, counts, samples = sums + loss * count, counts + count, samples + sum(rows)
             if takes_predictions:
-                found += _predictions(trainer.mesh, inputs, predicted)
+                found += _gather_predictions(trainer.mesh, inputs, predicted)
             handler = trainer.callback_handler
             trainer.control = handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
     finally:
         trainer.accelerator.present = None
-    whole = {name: _joined([each[name] for each in found]) for name in (found[0] if found else ())}
+    whole = {name: _concatenate([each[name] for each in found]) for name in (found[0] if found else ())}
     predictions, labels = whole.get("predictions"), whole.get("labels")
     metrics: dict[str, Any] = {}
     if trainer.compute_metrics is not None and found:
@@ -52,15 +52,15 @@ def evaluated(trainer: Any, dataloader: Any, *, takes_predictions: bool, metric_
     prefix = f"{metric_key_prefix}_"
     if counts:
         metrics[f"{prefix}loss"] = sums / counts
-    metrics = {name if name.startswith(prefix) else prefix + name: _plain(value) for name, value in metrics.items()}
+    metrics = {name if name.startswith(prefix) else prefix + name: _to_scalar(value) for name, value in metrics.items()}
     return EvalLoopOutput(predictions=predictions, label_ids=labels, metrics=metrics, num_samples=samples)
 
 
-def _plain(value: Any) -> Any:
+def _to_scalar(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
 
 
-def _rounds(trainer: Any, dataloader: Any) -> Iterator[tuple[dict[str, Any], list[int]]]:
+def _iter_microbatches(trainer: Any, dataloader: Any) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """Microbatches of this data rank, as many as the rank with the most has, and how many rows each data rank has."""
     mesh = trainer.mesh
     iterator = iter(dataloader)
@@ -77,34 +77,34 @@ def _rounds(trainer: Any, dataloader: Any) -> Iterator[tuple[dict[str, Any], lis
             dist.all_gather_object(told, inputs, group=mesh.world.group)
             last = trainer._prepare_inputs(next(each for each in told if each is not None))
         if inputs is None:
-            inputs = {**last, "labels": torch.full_like(labels_of(last), IGNORED_LABEL), IDLE: True}
+            inputs = {**last, "labels": torch.full_like(get_labels(last), IGNORE_INDEX), IDLE_KEY: True}
         else:
             last = inputs = trainer._prepare_inputs(inputs)
         yield inputs, rows
 
 
-def _predictions(mesh: Mesh, inputs: dict[str, Any], predicted: Tensor | None) -> list[dict[str, np.ndarray]]:
+def _gather_predictions(mesh: Mesh, inputs: dict[str, Any], predicted: Tensor | None) -> list[dict[str, np.ndarray]]:
     """Predictions, labels and inputs of a microbatch of each data rank, where some rank knows them. Collective."""
     mine: dict[str, np.ndarray] | None = None
     # Of ranks that know the same, the first tells it.
     tells = all(mesh.axis_rank(axis) == 0 for axis in ("cp", "tp"))
-    if predicted is not None and tells and IDLE not in inputs:
-        found = {"predictions": predicted, "labels": labels_of(inputs), "inputs": inputs["input_ids"]}
-        mine = {name: _array(value) for name, value in found.items()}
+    if predicted is not None and tells and IDLE_KEY not in inputs:
+        found = {"predictions": predicted, "labels": get_labels(inputs), "inputs": inputs["input_ids"]}
+        mine = {name: _to_numpy(value) for name, value in found.items()}
     told: list[Any] = [None] * mesh.world.size
     dist.all_gather_object(told, (mesh.data_rank, mine), group=mesh.world.group)
     return [each for _, each in sorted(told, key=lambda pair: pair[0]) if each is not None]
 
 
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
     """Arrays one behind the other, filled up to the same length."""
     if arrays[0].ndim > 1:
         length = max(each.shape[1] for each in arrays)
         pads = [[(0, 0), (0, length - each.shape[1]), *[(0, 0)] * (each.ndim - 2)] for each in arrays]
-        arrays = [np.pad(each, pad, constant_values=PADDING) for each, pad in zip(arrays, pads, strict=True)]
+        arrays = [np.pad(each, pad, constant_values=PADDING_VALUE) for each, pad in zip(arrays, pads, strict=True)]
     return np.concatenate(arrays)
 
 
-def _array(tensor: Tensor) -> np.ndarray:
+def _to_numpy(tensor: Tensor) -> np.ndarray:
     wide = tensor.detach().float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.detach()
     return wide.cpu().numpy()

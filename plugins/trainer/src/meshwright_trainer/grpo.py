@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from transformers import set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
-from meshwright.plugin import IGNORED_LABEL, ConfigError, Objective
+from meshwright.plugin import IGNORE_INDEX, ConfigError, Objective
 
-from ._compat import STREAMED, as_reference, in_place_of, note_microbatch, takes_images
-from .arguments import arguments_among
+from ._compat import WEIGHT_ITERATOR, is_vlm, patch_functions, record_microbatch, use_reference_adapter
+from .arguments import find_training_arguments
 from .mixin import MeshTrainerMixin
-from .objective import StandIn, TrainerLoss
-from .state import Generators
+from .objective import ModelProxy, TrainerLoss
+from .state import RngState
 
 BUCKET_BYTES = 256 << 20
 """Of weights that travel at once on their way to a server."""
@@ -40,10 +40,10 @@ BUCKET_BYTES = 256 << 20
 class MicrobatchLoss(TrainerLoss):
     """The loss of whole microbatches; see [Note: a microbatch is a group]."""
 
-    def begin(self, held: list[dict[str, Any]]) -> None:
-        super().begin(held)
+    def begin(self, microbatches: list[dict[str, Any]]) -> None:
+        super().begin(microbatches)
         self.is_mean = True
-        self.rows = len(held[0]["input_ids"]) if held else 1
+        self.rows = len(microbatches[0]["input_ids"]) if microbatches else 1
 
     def order(self, count: int, device: torch.device) -> Tensor:
         return torch.arange(count, device=device)
@@ -67,20 +67,20 @@ class MeshGRPOMixin(MeshTrainerMixin):
     def __init__(self, model: Any = None, *args: Any, mesh: Any = None, **kwargs: Any) -> None:
         self._is_scaled = True
         self._scored: dict[str, Any] = {}
-        # For `rows_of_group`: where the model is a path, the mesh is opened before Trainer has them.
-        self.args = arguments_among([*args, *kwargs.values()])
+        # For `rows_per_group`: where the model is a path, the mesh is opened before Trainer has them.
+        self.args = find_training_arguments([*args, *kwargs.values()])
         super().__init__(model, *args, mesh=mesh, **kwargs)
         for each in (self.model, self.ref_model):
             scale_logits(each, lambda: self.args.temperature if self._is_scaled else 1.0)
         if self.args.use_vllm:
-            setattr(self.vllm_generation, STREAMED, self.whole_parameters)
+            setattr(self.vllm_generation, WEIGHT_ITERATOR, self.whole_parameters)
         # As many processes as there are data ranks would have these.
         set_seed(self.args.seed + self.mesh.data_rank)
 
     def create_accelerator_and_postprocess(self) -> None:
-        check_rollouts(self)
+        check_generation(self)
         super().create_accelerator_and_postprocess()
-        deal_groups(self.args, self.mesh.data_size)
+        set_generation_batch_size(self.args, self.mesh.data_size)
 
     @property
     def rows_of_group(self) -> int:
@@ -97,9 +97,9 @@ class MeshGRPOMixin(MeshTrainerMixin):
         functions = {
             "gather": lambda values: torch.cat(told(values.cpu())).to(values.device),
             "gather_object": lambda values: [each for part in told(values) for each in part],
-            "use_adapter": lambda *_, **__: as_reference(self.manager.model_parts),
+            "use_adapter": lambda *_, **__: use_reference_adapter(self.manager.model_parts),
         }
-        with in_place_of(functions):
+        with patch_functions(functions):
             return super()._generate_and_score_completions(inputs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ class MeshGRPOMixin(MeshTrainerMixin):
         generate = functools.partial(super()._generate_single_turn, *args, **kwargs)
         found = generate() if self.args.use_vllm else self._generated_whole(generate)
         if self.get_tp_size() > 1:
-            found, generators = self.accelerator.gather_objects((found, Generators()))[self.mesh.data_rank]
+            found, generators = self.accelerator.gather_objects((found, RngState()))[self.mesh.data_rank]
             generators.restore()
         return found
 
@@ -139,16 +139,16 @@ class MeshGRPOMixin(MeshTrainerMixin):
     ) -> Any:
         """Log-probabilities of completions under the model or the reference model, (B, C), of C = `logits_to_keep`; no
         entropies. Collective."""
-        if isinstance(model, StandIn):
+        if isinstance(model, ModelProxy):
             ask = super()._get_per_token_logps_and_entropies
             return ask(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
-        labels = completion_labels(input_ids, attention_mask, logits_to_keep)
+        labels = make_completion_labels(input_ids, attention_mask, logits_to_keep)
         whole = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         size, count = batch_size or len(input_ids), len(input_ids)
         parts = [{name: each[at : at + size] for name, each in whole.items()} for at in range(0, count, size)]
         is_reference = self.ref_model is not None and model is self.ref_model
         known: AbstractContextManager[Any] = self._reference() if is_reference else nullcontext(self.manager)
-        generators = Generators()
+        generators = RngState()
         with known as manager:
             stats = manager.token_stats(parts, ["log_probs"])
         # A layout may try a model with numbers that it draws, on some ranks.
@@ -163,7 +163,7 @@ class MeshGRPOMixin(MeshTrainerMixin):
         ids, mask = (
             torch.cat([inputs[f"prompt_{kind}"], inputs[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask")
         )
-        labels = completion_labels(ids, mask, inputs["completion_ids"].shape[1])
+        labels = make_completion_labels(ids, mask, inputs["completion_ids"].shape[1])
         self._scored = {**inputs, "input_ids": ids, "attention_mask": mask, "labels": labels}
         return self._scored
 
@@ -174,13 +174,13 @@ class MeshGRPOMixin(MeshTrainerMixin):
             self._losses[False] = MicrobatchLoss(self)
         return self._losses[False]
 
-    def _with_reference(self, held: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [dict(inputs) for inputs in held]
+    def _with_reference(self, microbatches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [dict(inputs) for inputs in microbatches]
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         start = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        note_microbatch(self, time.perf_counter() - start)
+        record_microbatch(self, time.perf_counter() - start)
         return loss
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -207,10 +207,10 @@ class MeshGRPOMixin(MeshTrainerMixin):
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=samples)
 
 
-def completion_labels(ids: Tensor, mask: Tensor, keep: int) -> Tensor:
+def make_completion_labels(ids: Tensor, mask: Tensor, keep: int) -> Tensor:
     """Labels of the last `keep` tokens that are no padding; int64, (B, S)."""
-    labels = ids.masked_fill(mask == 0, IGNORED_LABEL)
-    labels[:, :-keep] = IGNORED_LABEL
+    labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
+    labels[:, :-keep] = IGNORE_INDEX
     return labels
 
 
@@ -226,7 +226,7 @@ def scale_logits(model: nn.Module | None, temperature: Callable[[], float]) -> N
     model.get_output_embeddings().register_forward_hook(divided)
 
 
-def check_rollouts(trainer: Any) -> None:
+def check_generation(trainer: Any) -> None:
     """Refuse by name what a trainer of completions cannot do over a mesh, beside its arguments."""
     for name in ("tools", "environment_factories", "rollout_func"):
         if getattr(trainer, name, None):
@@ -234,7 +234,7 @@ def check_rollouts(trainer: Any) -> None:
                 f"{name.replace('factories', 'factory')} does not go over a mesh: ranks would generate unequally "
                 f"often, and wait for each other. Leave it out."
             )
-    if takes_images(trainer):
+    if is_vlm(trainer):
         raise ConfigError("a processor of images does not go over a mesh yet. Give a tokenizer, and texts alone.")
     stages = trainer.mesh_options.sizes.pp_size or 1
     if stages > 1 and not trainer.args.use_vllm:
@@ -250,7 +250,7 @@ def check_rollouts(trainer: Any) -> None:
         )
 
 
-def deal_groups(args: Any, data_size: int) -> None:
+def set_generation_batch_size(args: Any, data_size: int) -> None:
     """Count completions over data ranks, where GRPOConfig has counted them over processes."""
     args.generation_batch_size = args.per_device_train_batch_size * data_size * args.steps_per_generation
     sizes = [("generation_batch_size", args.generation_batch_size, args.num_generations)]

@@ -21,15 +21,15 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from meshwright.plugin import BatchError, Objective, count_tokens, get_objective
 
-from .evaluation import evaluated
-from .objective import REFERENCE, ROWS, TrainerLoss, labels_of, numbered
-from .on_mesh import OnMesh
+from .evaluation import run_evaluation
+from .objective import REFERENCE_KEY, ROWS_COLUMN, TrainerLoss, get_labels, number_rows
+from .on_mesh import MeshModelMixin
 
-OF_FORWARD = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+FORWARD_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 """Entries of a trainer's microbatch that the model is called with."""
 
 
-class MeshTrainerMixin(OnMesh):
+class MeshTrainerMixin(MeshModelMixin):
     """Goes before a class that derives from `transformers.Trainer`: `class Mine(MeshTrainerMixin, SFTTrainer)`.
 
     Args:
@@ -89,39 +89,41 @@ class MeshTrainerMixin(OnMesh):
             self._losses[takes_logits] = TrainerLoss(self, takes_logits=takes_logits)
         return self._losses[takes_logits]
 
-    def _batches(self, held: Sequence[dict[str, Any]], objective: Objective | None) -> list[dict[str, Tensor]]:
+    def _batches(self, microbatches: Sequence[dict[str, Any]], objective: Objective | None) -> list[dict[str, Tensor]]:
         batches = []
-        for number, inputs in enumerate(held):
+        for number, inputs in enumerate(microbatches):
             self._check_inputs(inputs)
-            batch = {name: inputs[name] for name in OF_FORWARD if inputs.get(name) is not None}
-            batch["labels"] = labels_of(inputs)
+            batch = {name: inputs[name] for name in FORWARD_INPUTS if inputs.get(name) is not None}
+            batch["labels"] = get_labels(inputs)
             if isinstance(objective, TrainerLoss):
                 order = objective.order(len(batch["input_ids"]), batch["input_ids"].device)
-                batch = {name: tensor[order] for name, tensor in batch.items()} | {ROWS: numbered(number, order)}
+                batch = {name: tensor[order] for name, tensor in batch.items()} | {
+                    ROWS_COLUMN: number_rows(number, order)
+                }
             batches.append(batch)
         if isinstance(objective, TrainerLoss):
-            objective.begin(self._with_reference(held))
+            objective.begin(self._with_reference(microbatches))
         return batches
 
     def _check_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Refuse what a model is called with, and is not here."""
         for name, value in inputs.items():
-            is_lost = name == "shift_labels" or name in self._inputs.difference(OF_FORWARD, ["labels"])
+            is_lost = name == "shift_labels" or name in self._inputs.difference(FORWARD_INPUTS, ["labels"])
             if is_lost and isinstance(value, Tensor):
                 raise BatchError(
                     f"a microbatch has {name!r}, which would be left out over a mesh: a model is called with "
-                    f"{', '.join(OF_FORWARD)}, and labels are those of its tokens. Leave it out of the data, or of "
+                    f"{', '.join(FORWARD_INPUTS)}, and labels are those of its tokens. Leave it out of the data, or of "
                     f"what its collator gives."
                 )
 
-    def _with_reference(self, held: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _with_reference(self, microbatches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Microbatches with log-probabilities of the reference model, where the loss compares with one; collective."""
         if not hasattr(self, "ref_model") or getattr(self, "precompute_ref_logps", False):
-            return [dict(inputs) for inputs in held]
+            return [dict(inputs) for inputs in microbatches]
         with self._reference() as manager:
-            stats = manager.token_stats(self._batches(held, None), ["log_probs"])
+            stats = manager.token_stats(self._batches(microbatches, None), ["log_probs"])
         known = [each["log_probs"][:, :-1] for each in stats]
-        return [{**inputs, REFERENCE: each} for inputs, each in zip(held, known, strict=True)]
+        return [{**inputs, REFERENCE_KEY: each} for inputs, each in zip(microbatches, known, strict=True)]
 
     def _log_loss(self, objective: Objective | None) -> None:
         if isinstance(objective, TrainerLoss) and objective.is_here and hasattr(self, "_metrics"):
@@ -189,7 +191,9 @@ class MeshTrainerMixin(OnMesh):
         return self._evaluated(dataloader, takes_predictions=not only, metric_key_prefix=metric_key_prefix)
 
     def _evaluated(self, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
-        return evaluated(self, dataloader, takes_predictions=takes_predictions, metric_key_prefix=metric_key_prefix)
+        return run_evaluation(
+            self, dataloader, takes_predictions=takes_predictions, metric_key_prefix=metric_key_prefix
+        )
 
     def _set_training(self, is_training: bool) -> None:
         """TRL logs under the name of what the model is in."""

@@ -2,7 +2,7 @@
 
 [Note: the trainer's own loss] Losses of trainers, TRL's and those of users, are written against a model: they call it
 with a microbatch and make a mean of what it returns. Here the manager runs the model, under whatever layout, and gives
-statistics of its tokens to an objective. So the objective calls `compute_loss` of the trainer with a `StandIn`, which
+statistics of its tokens to an objective. So the objective calls `compute_loss` of the trainer with a `ModelProxy`, which
 answers with these statistics under the names that the model's outputs have. What a loss logs on the way it gathers over
 data ranks; that is done after the step, on statistics that were kept, with a second call: an objective sends nothing.
 
@@ -19,13 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from meshwright.plugin import IGNORED_LABEL, ConfigError, Outputs, Tokens
+from meshwright.plugin import IGNORE_INDEX, ConfigError, Outputs, Tokens
 
-from .accelerator import OneCall
+from .accelerator import LocalAccelerator
 
-ROWS = "meshwright_trainer_rows"
+ROWS_COLUMN = "meshwright_trainer_rows"
 """Column (B,) of a batch, int64: which row of which microbatch of the trainer each row is; see `numbered`."""
-REFERENCE = "reference_log_probs"
+REFERENCE_KEY = "reference_log_probs"
 """Key of a microbatch that is held: log-probabilities under the reference model, (B, S - 1)."""
 _STRIDE = 1 << 32
 
@@ -39,19 +39,19 @@ _STATISTICS: Mapping[str, Callable[[Tokens], Tensor]] = {
 """Fields of TRL's outputs of a fused head, (B, S - 1), of our statistics; 0 where there is no label."""
 
 
-def numbered(microbatch: int, order: Tensor) -> Tensor:
+def number_rows(microbatch: int, order: Tensor) -> Tensor:
     """The column `ROWS` of the rows that a trainer's microbatch has in this order; int64, (B,)."""
     return order + microbatch * _STRIDE
 
 
-def labels_of(inputs: Mapping[str, Tensor]) -> Tensor:
+def get_labels(inputs: Mapping[str, Tensor]) -> Tensor:
     """The labels of a trainer's microbatch, int64, (B, S): its own; or its completions; or all that is no padding."""
     if "labels" in inputs:
         return inputs["labels"]
     ids = inputs["input_ids"]
     for name in ("completion_mask", "attention_mask"):
         if name in inputs:
-            return ids.masked_fill(inputs[name] == 0, IGNORED_LABEL)
+            return ids.masked_fill(inputs[name] == 0, IGNORE_INDEX)
     return ids
 
 
@@ -63,7 +63,7 @@ class TrainerLoss:
     of 2 rows: chosen rows come first in the trainer's order, and lie beside the rejected ones in the manager's.
     """
 
-    columns = (ROWS,)
+    columns = (ROWS_COLUMN,)
 
     def __init__(self, trainer: Any, *, takes_logits: bool = False) -> None:
         self.name = f"loss of {type(trainer).__name__}"
@@ -74,9 +74,9 @@ class TrainerLoss:
         self.is_mean = getattr(trainer, "loss_is_scaled_for_ga", None) is False or not self._vocab_size
         self.begin([])
 
-    def begin(self, held: list[dict[str, Any]]) -> None:
+    def begin(self, microbatches: list[dict[str, Any]]) -> None:
         """Called before each step and evaluation."""
-        self.held, self.is_here = held, False
+        self.held, self.is_here = microbatches, False
         self.kept: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
     def order(self, count: int, device: torch.device) -> Tensor:
@@ -84,18 +84,18 @@ class TrainerLoss:
         return torch.arange(count, device=device).view(self.rows, -1).T.flatten()
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
-        targets = batch["labels"][:, 1:] != IGNORED_LABEL
+        targets = batch["labels"][:, 1:] != IGNORE_INDEX
         if not self.is_mean:
             return int(targets.sum())
         return len(targets) // self.rows if bool(targets.any()) else 0
 
-    def __call__(self, seen: Tokens | Outputs, columns: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, statistics: Tokens | Outputs, columns: Mapping[str, Tensor]) -> Tensor:
         self.is_here = True
-        if not bool(seen.mask.any()):
-            return seen.nothing()
-        column = columns[ROWS]
+        if not bool(statistics.mask.any()):
+            return statistics.nothing()
+        column = columns[ROWS_COLUMN]
         microbatch, rows = int(column[0]) // _STRIDE, column % _STRIDE
-        called = [self._call(seen, microbatch, rows, back) for back in self.calls(len(rows), rows.device)]
+        called = [self._call(statistics, microbatch, rows, back) for back in self.calls(len(rows), rows.device)]
         return torch.stack(called).sum()
 
     def calls(self, count: int, device: torch.device) -> list[Tensor]:
@@ -103,8 +103,8 @@ class TrainerLoss:
         # The first rows of all groups, then the second ones.
         return [torch.arange(count, device=device).view(-1, self.rows).T.flatten()]
 
-    def _call(self, seen: Tokens | Outputs, microbatch: int, rows: Tensor, back: Tensor) -> Tensor:
-        mine, held = rows[back], self.held[microbatch]
+    def _call(self, statistics: Tokens | Outputs, microbatch: int, rows: Tensor, order: Tensor) -> Tensor:
+        mine, held = rows[order], self.held[microbatch]
 
         def keep(name: str, value: Tensor) -> None:
             kept = self.kept[microbatch]
@@ -113,18 +113,18 @@ class TrainerLoss:
             kept[name][mine] = value.detach()
 
         def noted(name: str) -> Tensor:
-            value = _answer_of(seen, name, back, self._vocab_size)
+            value = _get_statistic(statistics, name, order, self._vocab_size)
             if (value.dim() and name != "logits") or self.on == "outputs":
                 keep(name, value)
             return value
 
-        inputs = _rows(held, mine, self.rows)
+        inputs = _select_rows(held, mine, self.rows)
         if self._takes_logits:
-            predicted = _answer_of(seen, "logits", back, self._vocab_size).detach()
+            predicted = _get_statistic(statistics, "logits", order, self._vocab_size).detach()
             reduce = self._trainer.preprocess_logits_for_metrics
-            keep("predictions", predicted if reduce is None else reduce(predicted, labels_of(inputs)))
+            keep("predictions", predicted if reduce is None else reduce(predicted, get_labels(inputs)))
         loss = self._loss(noted, inputs, is_logged=False)
-        return loss * (len(back) // self.rows) if self.is_mean else loss
+        return loss * (len(order) // self.rows) if self.is_mean else loss
 
     def log(self) -> None:
         """Let the trainer log what its loss logs; on ranks with the loss, collective over those with their place in the
@@ -149,39 +149,45 @@ class TrainerLoss:
 
     def _loss(self, get: Any, inputs: dict[str, Any], *, is_logged: bool) -> Tensor:
         trainer = self._trainer
-        reference = inputs.pop(REFERENCE, None)
+        reference = inputs.pop(REFERENCE_KEY, None)
         ids = inputs["input_ids"]
-        known = None if reference is None else StandIn(trainer.model, ids, Answer({"log_probs": reference}.__getitem__))
-        model, one = StandIn(trainer.model, ids, Answer(get)), torch.ones((), device=ids.device)
-        with _stood_in(trainer, known, is_logged=is_logged):
+        known = (
+            None
+            if reference is None
+            else ModelProxy(trainer.model, ids, LazyModelOutput({"log_probs": reference}.__getitem__))
+        )
+        model, one = ModelProxy(trainer.model, ids, LazyModelOutput(get)), torch.ones((), device=ids.device)
+        with _patch_trainer(trainer, known, is_logged=is_logged):
             found: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=one)
         return found
 
 
-def _answer_of(seen: Tokens | Outputs, name: str, order: Tensor, vocab_size: int) -> Tensor:
-    """What `Answer` gets under a name of an objective's first argument, of the rows in this order; int64, (B,)."""
-    if isinstance(seen, Outputs):
+def _get_statistic(statistics: Tokens | Outputs, name: str, order: Tensor, vocab_size: int) -> Tensor:
+    """What `LazyModelOutput` gets under a name of an objective's first argument, of the rows in this order; int64, (B,)."""
+    if isinstance(statistics, Outputs):
         if name != "logits":
             raise ConfigError(f"the trainer's loss asks for {name!r} of a model that classifies; it has 'logits'.")
-        return seen.logits[order]
+        return statistics.logits[order]
     if name == "loss":
         # Of one item: Trainer's losses divide by the number of items, which here is the manager's to do.
-        return -seen.log_probs.sum()
+        return -statistics.log_probs.sum()
     if name == "logits":
         # All of them, whole on this rank: float32 or wider, (B, S, V).
-        every_V = torch.arange(vocab_size, device=seen.targets.device)
-        return (seen.log_probs_of(every_V.expand(*seen.targets.shape, -1)) + seen.logsumexp[..., None])[order]
+        every_V = torch.arange(vocab_size, device=statistics.targets.device)
+        return (
+            statistics.log_probs_of(every_V.expand(*statistics.targets.shape, -1)) + statistics.logsumexp[..., None]
+        )[order]
     if name not in _STATISTICS:
         raise ConfigError(
             f"the trainer's loss asks for {name!r} of the model, and there is: loss, logits, "
             f"{', '.join(_STATISTICS)}. Take a loss that is made of these."
         )
-    return _STATISTICS[name](seen)[order]
+    return _STATISTICS[name](statistics)[order]
 
 
-def _rows(held: Mapping[str, Any], rows: Tensor, group: int) -> dict[str, Any]:
+def _select_rows(microbatch: Mapping[str, Any], rows: Tensor, group: int) -> dict[str, Any]:
     """The entries of a microbatch for some of its rows; those with one value for each group of rows likewise."""
-    count = len(held["input_ids"])
+    count = len(microbatch["input_ids"])
 
     def of(value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim() and len(value) == count:
@@ -190,18 +196,18 @@ def _rows(held: Mapping[str, Any], rows: Tensor, group: int) -> dict[str, Any]:
             return value[rows[: len(rows) // group]]
         return value
 
-    return {name: of(value) for name, value in held.items()}
+    return {name: of(value) for name, value in microbatch.items()}
 
 
 @contextmanager
-def _stood_in(trainer: Any, reference: StandIn | None, *, is_logged: bool) -> Iterator[None]:
+def _patch_trainer(trainer: Any, reference: ModelProxy | None, *, is_logged: bool) -> Iterator[None]:
     """Around a call of a trainer's loss: its reference model answers with what is known, and unless it is logged,
     nothing is sent, and what it notes is dropped."""
     names = ["accelerator", "ref_model", "aux_loss_enabled", "_metrics", "_total_train_tokens"]
     names.append("current_gradient_accumulation_steps")
     before = {name: getattr(trainer, name) for name in names if hasattr(trainer, name)}
     if not is_logged:
-        trainer.accelerator = OneCall(trainer.accelerator, trainer.processes_of_loss)
+        trainer.accelerator = LocalAccelerator(trainer.accelerator, trainer.processes_of_loss)
         # The manager divides by what it counts over all microbatches.
         trainer.current_gradient_accumulation_steps = 1
     if reference is not None:
@@ -222,16 +228,16 @@ def _stood_in(trainer: Any, reference: StandIn | None, *, is_logged: bool) -> It
 # -- in the place of a model
 
 
-class Answer:
+class LazyModelOutput:
     """What a model's outputs are to a loss: `get` gives a value by its name, and `order` names those of the tuple."""
 
     def __init__(self, get: Callable[[str], Tensor], order: Sequence[str] = ("loss", "logits")) -> None:
         self._get, self._order = get, order
         self._known: dict[str, Tensor] = {}
 
-    def without_labels(self) -> Answer:
+    def without_labels(self) -> LazyModelOutput:
         """The same of a model that is called without labels, and so has no loss to give first."""
-        other = Answer(self._get, ("logits",))
+        other = LazyModelOutput(self._get, ("logits",))
         other._known = self._known
         return other
 
@@ -246,14 +252,14 @@ class Answer:
         return getattr(self, key if isinstance(key, str) else self._order[key])
 
 
-class StandIn:
+class ModelProxy:
     """In the place of a model that is called with some `input_ids`: it gives one answer, and refuses other
     `input_ids`, of which nothing is known. Other attributes are the model's."""
 
-    def __init__(self, model: Any, ids: Tensor, answer: Answer) -> None:
+    def __init__(self, model: Any, ids: Tensor, answer: LazyModelOutput) -> None:
         self._model, self._ids, self._answer = model, ids, answer
 
-    def __call__(self, *args: Any, **inputs: Any) -> Answer:
+    def __call__(self, *args: Any, **inputs: Any) -> LazyModelOutput:
         ids = inputs.get("input_ids", args[0] if args else None)
         if not isinstance(ids, Tensor) or not torch.equal(ids, self._ids):
             raise ConfigError(

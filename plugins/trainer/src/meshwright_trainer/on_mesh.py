@@ -16,36 +16,55 @@ from torch.optim import Optimizer
 from meshwright.plugin import (
     CheckpointError,
     ConfigError,
-    InjectedByOthers,
+    ExternalAdapterInjection,
     Mesh,
     OptimizerFactory,
+    PretrainedRequest,
     StrategyError,
     StrategyManager,
-    Wanted,
     Weights,
     get_registry,
+    open_for_injection,
+    open_pretrained_model,
     open_world,
-    opened,
-    opened_for_injection,
     resolve,
 )
 
-from ._compat import as_reference, needs_values, note_columns, one_device, without_fused_head
-from .accelerator import DataRanks
-from .arguments import adopt_router_loss, arguments_among, check_arguments, check_model, layout_options, mesh_options
-from .state import Generators, check_directory, load, newest, save
+from ._compat import (
+    needs_materialized_weights,
+    remove_fused_head,
+    set_signature_columns,
+    use_one_device,
+    use_reference_adapter,
+)
+from .accelerator import MeshAccelerator
+from .arguments import (
+    apply_training_arguments,
+    check_arguments,
+    check_model,
+    find_training_arguments,
+    parse_mesh_options,
+    set_router_loss_config,
+)
+from .state import (
+    RngState,
+    check_checkpoint_directory,
+    find_newest_checkpoint,
+    load_trainer_checkpoint,
+    save_trainer_checkpoint,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
     Trainer = object
 
-PAIRED = frozenset({"DPOTrainer", "RewardTrainer"})
+PAIR_TRAINERS = frozenset({"DPOTrainer", "RewardTrainer"})
 """Trainers of pairs, whose microbatches have all chosen rows before the rejected ones."""
 
 
-class OnMesh(Trainer):
-    """What a trainer does with its model as a whole; see `MeshTrainerMixin`, and `_compat.PRIVATE` for methods that are
+class MeshModelMixin(Trainer):
+    """What a trainer does with its model as a whole; see `MeshTrainerMixin`, and `_compat.OVERRIDDEN_METHODS` for methods that are
     private in Trainer."""
 
     model: Any
@@ -58,17 +77,21 @@ class OnMesh(Trainer):
     _total_train_tokens: Any
 
     def __init__(self, model: Any = None, *args: Any, mesh: Any = None, **kwargs: Any) -> None:
-        self.mesh_options = mesh_options(mesh)
+        self.mesh_options = parse_mesh_options(mesh)
         self._manager: StrategyManager | None = None
         self._managed: nn.Module | None = None
-        self._generators: Generators | None = None
+        self._generators: RngState | None = None
         self._reference_manager: StrategyManager | None = None
         self._weights: dict[int, Weights] = {}
-        self._adapter: InjectedByOthers | None = None
-        own = arguments_among([*args, *kwargs.values()])
+        self._adapter: ExternalAdapterInjection | None = None
+        own = find_training_arguments([*args, *kwargs.values()])
         check_arguments(own, type(self), kwargs)
         is_path = isinstance(model, (str, Path))
-        if is_path and "RewardTrainer" not in _names(type(self)) and not needs_values(str(model), own, kwargs):
+        if (
+            is_path
+            and "RewardTrainer" not in _get_class_names(type(self))
+            and not needs_materialized_weights(str(model), own, kwargs)
+        ):
             super().__init__(**self._read(str(model), *args, **kwargs))
         else:
             super().__init__(model, *args, **kwargs)
@@ -83,12 +106,12 @@ class OnMesh(Trainer):
         for each in (self.model, getattr(self, "ref_model", None)):
             if each is not None:
                 check_model(each)
-                without_fused_head(each)
+                remove_fused_head(each)
 
     def _open_mesh(self, args: Any) -> None:
-        one_device(args)
+        use_one_device(args)
         world, given = open_world(args.device), self.mesh_options
-        options = layout_options(args, given, get_registry().get(given.strategy))
+        options = apply_training_arguments(args, given, get_registry().get(given.strategy))
         wrapped = {name: dict(values) for name, values in options.wrapper_config.items()}
         if self.rows_of_group > 1 and (given.sizes.pp_size or 1) > 1:
             wrapped.setdefault("pipeline", {}).setdefault("pp_microbatch_size", self.rows_of_group)
@@ -107,7 +130,7 @@ class OnMesh(Trainer):
         self._open_mesh(given["args"])
         options = dict(getattr(given["args"], "model_init_kwargs", None) or {})
         attention = options.pop("attn_implementation", None)
-        wanted = Wanted(
+        wanted = PretrainedRequest(
             path,
             dtype=options.pop("dtype", "float32" if hasattr(given["args"], "model_init_kwargs") else None),
             seed=given["args"].seed,
@@ -127,17 +150,17 @@ class OnMesh(Trainer):
             return model
 
         def read() -> nn.Module:
-            model, weights = opened(self.mesh.world, wanted)
+            model, weights = open_pretrained_model(self.mesh.world, wanted)
             self._weights[id(model)] = weights
             return placed(model)
 
         if given.get("peft_config") is not None:
             adapted = replace(wanted, peft=given["peft_config"])
-            base, self._adapter = opened_for_injection(self.mesh.world, adapted, where="peft_config")
+            base, self._adapter = open_for_injection(self.mesh.world, adapted, where="peft_config")
             given |= {"model": placed(base), "peft_config": self._adapter.config}
         else:
             given["model"] = read()
-            if "DPOTrainer" in _names(type(self)) and given.get("ref_model") is None:
+            if "DPOTrainer" in _get_class_names(type(self)) and given.get("ref_model") is None:
                 given["ref_model"] = read()
         given |= given.pop("kwargs", {})
         return given
@@ -146,13 +169,13 @@ class OnMesh(Trainer):
         if not hasattr(self, "mesh"):
             self._open_mesh(self.args)
         super().create_accelerator_and_postprocess()
-        self.accelerator = DataRanks(self.accelerator, self.mesh)
+        self.accelerator = MeshAccelerator(self.accelerator, self.mesh)
         self.gather_function = self.accelerator.gather_for_metrics
 
     @property
     def rows_of_group(self) -> int:
         """How many rows of a microbatch belong together."""
-        return 2 if PAIRED & _names(type(self)) else 1
+        return 2 if PAIR_TRAINERS & _get_class_names(type(self)) else 1
 
     @property
     def manager(self) -> StrategyManager:
@@ -165,21 +188,21 @@ class OnMesh(Trainer):
         model = self.model
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._inputs = frozenset(inspect.signature(base.forward).parameters)
-        adopt_router_loss(self)
-        note_columns(self)
+        set_router_loss_config(self)
+        set_signature_columns(self)
         self._parameter_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._dtype = next(iter(model.parameters())).dtype
         self._decayed = frozenset(self.get_decay_parameter_names(model))
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         self._vocab_size = 0 if head is None else int(head.weight.shape[0])
         self._num_parameters = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
-        generators = Generators()
+        generators = RngState()
         self._manager = self.stack.build(self.mesh)
         self._manager.parallelize(model, self._weights.pop(id(model), None))
         # A layout that draws numbers must not change the order of the data.
         generators.restore()
         self._managed = self.model = self.model_wrapped = self._manager.model_parts[0]
-        # Trainer switches it on where it trains; the layout has it, see `layout_options`.
+        # Trainer switches it on where it trains; the layout has it, see `apply_training_arguments`.
         self.model.activation_checkpointing_enable = lambda **_: None
 
     # -- training
@@ -191,11 +214,13 @@ class OnMesh(Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         manager = self.manager
-        if not isinstance(self.optimizer, SteppedByManager) or self.optimizer.manager is not manager:
+        if not isinstance(self.optimizer, ManagerOptimizer) or self.optimizer.manager is not manager:
             cls, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            factory = grouped(cls, options, self._decayed, self.args.weight_decay, known=self._parameter_names)
+            factory = build_optimizer_factory(
+                cls, options, self._decayed, self.args.weight_decay, all_names=self._parameter_names
+            )
             manager.build_optimizer(factory)
-            self.optimizer = SteppedByManager(manager)
+            self.optimizer = ManagerOptimizer(manager)
         self.lr_scheduler = None
         self.create_scheduler(max_steps, optimizer=manager.optimizer)
         if resume_from_checkpoint is not None:
@@ -216,7 +241,7 @@ class OnMesh(Trainer):
         """See `Trainer.train`. With True it goes on from the newest checkpoint that is whole."""
         _ = self.manager
         if resume_from_checkpoint is True:
-            found = newest(self.mesh.world, Path(self.args.output_dir))
+            found = find_newest_checkpoint(self.mesh.world, Path(self.args.output_dir))
             if found is None:
                 raise CheckpointError(
                     f"resume_from_checkpoint=True, but output_dir={self.args.output_dir!r} has no whole checkpoint. "
@@ -230,11 +255,11 @@ class OnMesh(Trainer):
         """What has the reference model: a manager of its own, under the same layout; or, of a model with adapters, the
         model's, with the adapter or the base that is the reference."""
         if self.ref_model is None:
-            with as_reference(self.manager.model_parts):
+            with use_reference_adapter(self.manager.model_parts):
                 yield self.manager
             return
         if self._reference_manager is None:
-            generators = Generators()
+            generators = RngState()
             self._reference_manager = self.stack.build(self.mesh)
             self._reference_manager.parallelize(self.ref_model, self._weights.pop(id(self.ref_model), None))
             generators.restore()
@@ -255,21 +280,21 @@ class OnMesh(Trainer):
             self._generators.restore()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        check_directory(Path(resume_from_checkpoint))
+        check_checkpoint_directory(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         self._load_state(self.state.best_model_checkpoint)
 
     def _load_state(self, directory: str) -> None:
         """Load a checkpoint that a trainer has written under any layout; collective."""
-        load(self.manager, Path(directory), self.lr_scheduler)
-        self._generators = Generators()
+        load_trainer_checkpoint(self.manager, Path(directory), self.lr_scheduler)
+        self._generators = RngState()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as `save_pretrained` does; within a checkpoint, its state beside it. Collective."""
         directory = Path(output_dir or self.args.output_dir)
         tokenizer = self.processing_class if hasattr(self.processing_class, "save_pretrained") else None
-        save(
+        save_trainer_checkpoint(
             self.manager,
             directory,
             step=self.state.global_step,
@@ -281,11 +306,11 @@ class OnMesh(Trainer):
             torch.save(self.args, directory / "training_args.bin")
 
 
-def _names(cls: type) -> frozenset[str]:
+def _get_class_names(cls: type) -> frozenset[str]:
     return frozenset(each.__name__ for each in cls.__mro__)
 
 
-class SteppedByManager:
+class ManagerOptimizer:
     """What Trainer calls `step` of; anything else, such as its groups, is the manager's own optimizer's."""
 
     def __init__(self, manager: StrategyManager) -> None:
@@ -300,20 +325,20 @@ class SteppedByManager:
         return getattr(self.manager.optimizer, name)
 
 
-def grouped(
+def build_optimizer_factory(
     cls: Callable[..., Optimizer],
     options: Mapping[str, Any],
     decayed: Collection[str],
     weight_decay: float,
     *,
-    known: Collection[str],
+    all_names: Collection[str],
 ) -> OptimizerFactory:
     """A factory with Trainer's two groups, of those parameters that are decayed and of the others, by their names of
-    the whole model; it refuses a name that is not among all, `known`."""
+    the whole model; it refuses a name that is not among all, `all_names`."""
 
     def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         named = list(named_parameters)
-        strange = sorted({name for name, _ in named} - set(known))
+        strange = sorted({name for name, _ in named} - set(all_names))
         if strange:
             raise StrategyError(f"the strategy calls a parameter {strange[0]!r}, and the model has none of that name.")
         groups = [

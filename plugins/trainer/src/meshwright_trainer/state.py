@@ -16,19 +16,19 @@ from meshwright.plugin import (
     StrategyManager,
     World,
     export_checkpoint,
-    first_whole,
+    find_first_valid,
     load_checkpoint,
     save_checkpoint,
     warn,
 )
 
-INNER = "mesh"
+MESH_DIRECTORY = "mesh"
 """Of a directory of Trainer's, where our checkpoint is."""
 TRAINER_STATE = "trainer_state.json"
 _WRITING = ".model.writing"
 
 
-def save(
+def save_trainer_checkpoint(
     manager: StrategyManager,
     directory: Path,
     *,
@@ -38,18 +38,18 @@ def save(
     with_state: bool,
 ) -> None:
     """Write a model as `save_pretrained` does, and `with_state` a checkpoint beside it. Collective."""
-    world, inner = manager.mesh.world, directory / INNER
+    world, inner = manager.mesh.world, directory / MESH_DIRECTORY
     if world.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(directory / _WRITING, ignore_errors=True)
-    checkpoint = inner if with_state else directory / f"{_WRITING}.{INNER}"
+    checkpoint = inner if with_state else directory / f"{_WRITING}.{MESH_DIRECTORY}"
     save_checkpoint(
         manager,
         checkpoint,
         step=step,
         scheduler=scheduler if with_state else None,
         tokenizer=tokenizer,
-        extra={"generators": _of_libraries()} if with_state else None,
+        extra={"generators": _get_library_rng_state()} if with_state else None,
         with_optimizer=with_state,
     )
     export_checkpoint(checkpoint, directory / _WRITING, world=world)
@@ -65,7 +65,7 @@ def save(
     world.reduce_ints([0])
 
 
-def check_directory(directory: Path) -> None:
+def check_checkpoint_directory(directory: Path) -> None:
     if not (directory / TRAINER_STATE).is_file():
         raise CheckpointError(
             f"resume_from_checkpoint={str(directory)!r} is no checkpoint of a trainer: it has no {TRAINER_STATE}. Give "
@@ -73,35 +73,35 @@ def check_directory(directory: Path) -> None:
         )
 
 
-def load(manager: StrategyManager, directory: Path, scheduler: LRScheduler | None) -> None:
+def load_trainer_checkpoint(manager: StrategyManager, directory: Path, scheduler: LRScheduler | None) -> None:
     """Load what `save` has written with state, under any layout. Collective."""
-    inner = directory / INNER
+    inner = directory / MESH_DIRECTORY
     if not inner.is_dir():
         raise CheckpointError(
-            f"{directory} holds no checkpoint of meshwright (a directory {INNER!r}): it was written by a trainer "
+            f"{directory} holds no checkpoint of meshwright (a directory {MESH_DIRECTORY!r}): it was written by a trainer "
             f"without a mesh, or with save_only_model. Begin with its weights: model={str(directory)!r}, without "
             f"resume_from_checkpoint."
         )
     manifest = load_checkpoint(manager, inner, scheduler=scheduler)
-    _restore_libraries((manifest.extra or {}).get("generators"))
+    _set_library_rng_state((manifest.extra or {}).get("generators"))
 
 
-def newest(world: World, root: Path) -> Path | None:
+def find_newest_checkpoint(world: World, root: Path) -> Path | None:
     """The newest of a trainer's checkpoints that is whole, with Trainer's own state; newer ones warn. Collective."""
 
     def candidates() -> list[Path]:
         numbered = [(each.name.rpartition("-")[2], each) for each in root.glob("checkpoint-*")]
         found = sorted(((int(number), each) for number, each in numbered if number.isdecimal()), reverse=True)
-        return [each for _, each in found if (each / INNER).is_dir() and (each / TRAINER_STATE).is_file()]
+        return [each for _, each in found if (each / MESH_DIRECTORY).is_dir() and (each / TRAINER_STATE).is_file()]
 
     paths = world.from_first(candidates)
-    whole, torn = first_whole([path / INNER for path in paths], world)
+    whole, torn = find_first_valid([path / MESH_DIRECTORY for path in paths], world)
     for text in torn if world.rank == 0 else ():
         warn(f"{text} An older one is tried.", stacklevel=3)
     return None if whole is None else whole.parent
 
 
-class Generators:
+class RngState:
     """The state of this rank's generators: python's, numpy's, torch's and the accelerator's."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Generators:
             torch.get_device_module().set_rng_state(self._device)
 
 
-def _of_libraries() -> dict[str, Any]:
+def _get_library_rng_state() -> dict[str, Any]:
     """Python's and numpy's generators, as values of JSON; those of the first rank, since Trainer seeds all alike."""
     version, state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
@@ -127,7 +127,7 @@ def _of_libraries() -> dict[str, Any]:
     }
 
 
-def _restore_libraries(saved: Any) -> None:
+def _set_library_rng_state(saved: Any) -> None:
     if saved:
         version, state, gauss = saved["python"]
         random.setstate((version, tuple(state), gauss))

@@ -12,18 +12,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshwright.plugin import read_json_object
-from meshwright_run.run_directory import PLANNED
-from meshwright_run.run_file import differing_settings
+from meshwright_run.run_directory import PLANNED_SCHEDULE
+from meshwright_run.run_file import diff_settings
 
-from .columns import MOST_POINTS, Tail, chosen, is_finite, number, numbered_files, parse_lines, plain, within
-from .run import LAST, WatchedRun
+from .columns import (
+    MAX_POINTS,
+    FileTail,
+    choose_points,
+    is_finite,
+    list_numbered_files,
+    parse_lines,
+    slice_steps,
+    to_float,
+    to_json_list,
+)
+from .run import NUM_RECENT_STEPS, WatchedRun
 
 Column = tuple[np.ndarray, np.ndarray]  # Steps, int64 (N), ascending, and values, float64 (N)
-COMPARED = ("loss", "grad_norm")
-RELATIVE = 1e-6  # Sums in another order give differences below that for many steps; beyond it, two runs have parted
+COMPARED_COLUMNS = ("loss", "grad_norm")
+DIVERGENCE_TOLERANCE = (
+    1e-6  # Sums in another order give differences below that for many steps; beyond it, two runs have parted
+)
 
 
-def compare(one: Column, other: Column, low: int | None, high: int | None, points: int) -> dict[str, Any]:
+def compare_columns(one: Column, other: Column, low: int | None, high: int | None, points: int) -> dict[str, Any]:
     """Compare a column of two runs by step, as values of JSON; two values that are both NaN are equal."""
     at, places, others = np.intersect1d(one[0], other[0], assume_unique=True, return_indices=True)
     a, b = one[1][places], other[1][others]
@@ -38,26 +50,26 @@ def compare(one: Column, other: Column, low: int | None, high: int | None, point
         place = int(np.argmax(where)) if where.any() else None
         if place is None:
             return None
-        return {"step": int(at[place]), "one": plain(a)[place], "other": plain(b)[place]}
+        return {"step": int(at[place]), "one": to_json_list(a)[place], "other": to_json_list(b)[place]}
 
-    summary = {"steps": len(at), "first": first(differs), "parted": first(relative > RELATIVE)}
-    part = within(at, low, high)
-    shown = chosen(at[part], relative[part], min(points, MOST_POINTS))
-    line = {"x": at[part][shown].tolist(), "y": plain(relative[part][shown])}
+    summary = {"steps": len(at), "first": first(differs), "parted": first(relative > DIVERGENCE_TOLERANCE)}
+    part = slice_steps(at, low, high)
+    shown = choose_points(at[part], relative[part], min(points, MAX_POINTS))
+    line = {"x": at[part][shown].tolist(), "y": to_json_list(relative[part][shown])}
     return {**summary, "largest": largest if np.isfinite(largest) else None, **line}
 
 
 _WINDOW = 1 << 18
-_MAX_FILES = 256
+_MAX_RANK_FILES = 256
 _MAX_ACTIONS = 100_000
 
 
-def timeline_at(directory: Path, step: int | None = None) -> dict[str, Any]:
+def load_timeline(directory: Path, step: int | None = None) -> dict[str, Any]:
     """Return the planned timeline and that of one measured step, or of the latest, as values of JSON."""
     by_step: dict[int, dict[int, dict[str, Any]]] = {}
-    for rank, path in numbered_files(directory, r"rank-(\d{1,9})\.jsonl", _MAX_FILES).items():
-        for record in parse_lines(Tail(path, window=_WINDOW).read(_WINDOW).lines)[0]:
-            at, actions, pp_rank = record.get("step"), _actions(record.get("actions")), record.get("pp_rank")
+    for rank, path in list_numbered_files(directory, r"rank-(\d{1,9})\.jsonl", _MAX_RANK_FILES).items():
+        for record in parse_lines(FileTail(path, window=_WINDOW).read(_WINDOW).lines)[0]:
+            at, actions, pp_rank = record.get("step"), _parse_actions(record.get("actions")), record.get("pp_rank")
             if type(at) is int and is_finite(record.get("time")) and actions:
                 # A run that has gone back measures a step again.
                 pp_rank = pp_rank if type(pp_rank) is int else rank
@@ -71,10 +83,10 @@ def timeline_at(directory: Path, step: int | None = None) -> dict[str, Any]:
     for each in ranks:
         late = each.pop("begin") - begin
         each["actions"] = [[*what, start + late, end + late] for *what, start, end in each["actions"]]
-    return {"planned": _planned(directory / PLANNED), "steps": steps, "step": shown, "measured": ranks}
+    return {"planned": _load_planned(directory / PLANNED_SCHEDULE), "steps": steps, "step": shown, "measured": ranks}
 
 
-def _planned(path: Path) -> dict[str, Any] | None:
+def _load_planned(path: Path) -> dict[str, Any] | None:
     try:
         found = read_json_object(path)
     except (OSError, ValueError):
@@ -85,33 +97,33 @@ def _planned(path: Path) -> dict[str, Any] | None:
     return {
         "schedule": str(found.get("schedule", "")),
         "unit": str(found.get("unit", "")),
-        "bubble": number(found.get("bubble", 0.0)),
-        "ranks": [_actions(each) for each in ranks[:_MAX_FILES]],
+        "bubble": to_float(found.get("bubble", 0.0)),
+        "ranks": [_parse_actions(each) for each in ranks[:_MAX_RANK_FILES]],
     }
 
 
-def _actions(value: Any) -> list[list[Any]]:
+def _parse_actions(value: Any) -> list[list[Any]]:
     found = []
     for each in value[:_MAX_ACTIONS] if isinstance(value, list) else []:
         kinds = [type(part) for part in each] if isinstance(each, list) else []
         if kinds[:3] == [str, int, int] and len(kinds) == 5 and all(map(is_finite, each[3:])):
-            found.append([*each[:3], *map(number, each[3:])])
+            found.append([*each[:3], *map(to_float, each[3:])])
     return found
 
 
 if TYPE_CHECKING:
     from starlette.datastructures import QueryParams
 
-_POINTS = 1200
-_PATIENCE_S = 0.3  # Time of reading for one answer and run; the page asks again
-_NAMES = 500  # Columns in one answer
+_DEFAULT_POINTS = 1200
+_READ_BUDGET_S = 0.3  # Time of reading for one answer and run; the page asks again
+_MAX_NAMES = 500  # Columns in one answer
 
 
-class BadQuestion(ValueError):
+class BadQueryError(ValueError):
     """A parameter is missing, or is not what it may be."""
 
 
-class Answers:
+class WatchApi:
     """Answers about some runs, which a question names by their place."""
 
     def __init__(self, runs: Sequence[WatchedRun]) -> None:
@@ -124,7 +136,7 @@ class Answers:
             with run.lock:
                 begun, has_more = time.monotonic(), True
                 try:
-                    while has_more and time.monotonic() - begun < _PATIENCE_S:
+                    while has_more and time.monotonic() - begun < _READ_BUDGET_S:
                         has_more = run.refresh()
                     found.append(run.state())
                 except Exception as error:
@@ -135,78 +147,78 @@ class Answers:
 
     def series(self, query: QueryParams) -> dict[str, Any]:
         """Columns of one run: each by itself, or together where `by` names the one that chooses the steps."""
-        run, names, by = self._run(query), query.getlist("name")[:_NAMES], query.get("by")
-        span = _span(query)
+        run, names, by = self._run(query), query.getlist("name")[:_MAX_NAMES], query.get("by")
+        span = _parse_span(query)
         with run.lock:
             return run.metrics.series(names, *span) if by is None else run.metrics.together(by, names, *span)
 
     def events(self, query: QueryParams) -> list[Any]:
         run = self._run(query)
         with run.lock:
-            return [_clean(each) for each in run.events]
+            return [_replace_nonfinite(each) for each in run.events]
 
     def ranks(self, query: QueryParams) -> dict[str, Any]:
-        run, last = self._run(query), _whole(query, "last", 1) or LAST
+        run, last = self._run(query), _parse_int(query, "last", 1) or NUM_RECENT_STEPS
         with run.lock:
-            return run.ranks.look(min(last, LAST))
+            return run.ranks.look(min(last, NUM_RECENT_STEPS))
 
     def rank(self, query: QueryParams) -> dict[str, Any]:
-        run, rank = self._run(query), _whole(query, "rank")
+        run, rank = self._run(query), _parse_int(query, "rank")
         if rank is None:
-            raise BadQuestion("rank is missing")
-        span = _span(query)
+            raise BadQueryError("rank is missing")
+        span = _parse_span(query)
         with run.lock:
             found = run.ranks.history(rank, *span)
         if found is None:
-            raise BadQuestion(f"rank {rank} has no file")
+            raise BadQueryError(f"rank {rank} has no file")
         return found
 
     def timeline(self, query: QueryParams) -> dict[str, Any]:
-        return timeline_at(self._run(query).timeline, _whole(query, "step"))
+        return load_timeline(self._run(query).timeline, _parse_int(query, "step"))
 
     def compare(self, query: QueryParams) -> dict[str, Any]:
         one, other = self._run(query, "one"), self._run(query, "other")
-        span = _span(query)
+        span = _parse_span(query)
         # One run after the other: two locks at once could be taken in two orders.
         with one.lock:
-            mine, settings = {name: one.metrics.column(name) for name in COMPARED}, one.settings()
+            mine, settings = {name: one.metrics.column(name) for name in COMPARED_COLUMNS}, one.settings()
         with other.lock:
-            found = {name: compare(mine[name], other.metrics.column(name), *span) for name in COMPARED}
-            return {"columns": found, "settings": differing_settings(settings, other.settings())}
+            found = {name: compare_columns(mine[name], other.metrics.column(name), *span) for name in COMPARED_COLUMNS}
+            return {"columns": found, "settings": diff_settings(settings, other.settings())}
 
     def _run(self, query: QueryParams, key: str = "run") -> WatchedRun:
-        place = _whole(query, key)
+        place = _parse_int(query, key)
         if place is None or place >= len(self._runs):
-            raise BadQuestion(f"{key} must be a number from 0 to {len(self._runs) - 1}")
+            raise BadQueryError(f"{key} must be a number from 0 to {len(self._runs) - 1}")
         return self._runs[place]
 
 
-def _whole(query: QueryParams, key: str, least: int = 0) -> int | None:
+def _parse_int(query: QueryParams, key: str, minimum: int = 0) -> int | None:
     """A parameter that is a whole number; None: it is not given."""
     text = query.get(key)
     if text is None:
         return None
     # Digits of other scripts are digits, too.
-    if not (text.isascii() and text.isdigit() and len(text) <= 15) or int(text) < least:
-        raise BadQuestion(f"{key} must be a whole number, at least {least}")
+    if not (text.isascii() and text.isdigit() and len(text) <= 15) or int(text) < minimum:
+        raise BadQueryError(f"{key} must be a whole number, at least {minimum}")
     return int(text)
 
 
-def _span(query: QueryParams) -> tuple[int | None, int | None, int]:
-    return _whole(query, "from"), _whole(query, "to"), _whole(query, "points", 2) or _POINTS
+def _parse_span(query: QueryParams) -> tuple[int | None, int | None, int]:
+    return _parse_int(query, "from"), _parse_int(query, "to"), _parse_int(query, "points", 2) or _DEFAULT_POINTS
 
 
-def as_json(value: Any) -> bytes:
+def to_json(value: Any) -> bytes:
     """Return a value as JSON in ASCII, so that lone surrogates are no error; what is not finite is null."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
-        return json.dumps(_clean(value), allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(_replace_nonfinite(value), allow_nan=False, separators=(",", ":")).encode()
 
 
-def _clean(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _clean(each) for key, each in value.items()}
-    return [_clean(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(key): _replace_nonfinite(each) for key, each in value.items()}
+    return [_replace_nonfinite(each) for each in value] if isinstance(value, list | tuple) else value

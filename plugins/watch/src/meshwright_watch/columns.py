@@ -25,14 +25,14 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.plugin import open_regular
+from meshwright.plugin import open_regular_file
 
-LONGEST = 1 << 22  # Bytes of a line that is read at once; longer ones are left out
-_KNOWN = 64  # So many bytes before the offset must be as they were; else the file was written anew
+MAX_LINE_BYTES = 1 << 22  # Bytes of a line that is read at once; longer ones are left out
+_CHECKED_BYTES = 64  # So many bytes before the offset must be as they were; else the file was written anew
 
 
 @dataclass(frozen=True)
-class Part:
+class TailChunk:
     """What was new in a file."""
 
     is_new: bool  # reading has begun anew, and what was read before is void
@@ -40,7 +40,7 @@ class Part:
     has_more: bool = False  # more can be read at once
 
 
-class Tail:
+class FileTail:
     """Read one file, which need not exist, from where reading has stopped; of old files the last `window` bytes."""
 
     def __init__(self, path: Path, *, window: int | None = None) -> None:
@@ -53,13 +53,13 @@ class Tail:
         self._is_within = False
         """Whether reading resumes within a line that is left out."""
 
-    def read(self, most: int) -> Part:
-        """Return what was written since the last time, up to `most` bytes (or one line, if that is longer)."""
+    def read(self, max_bytes: int) -> TailChunk:
+        """Return what was written since the last time, up to `max_bytes` bytes (or one line, if that is longer)."""
         try:
             # Of a thousand files few have grown, and stat is cheaper than open.
-            if _mark(self.path.stat()) == self._mark:
-                return Part(False, [])
-            with open_regular(self.path) as file:
+            if _get_file_state(self.path.stat()) == self._mark:
+                return TailChunk(False, [])
+            with open_regular_file(self.path) as file:
                 status = os.fstat(file.fileno())
                 self.size = status.st_size  # bytes of the file when it was last looked at
                 is_new = self._has_changed((status.st_dev, status.st_ino), file)
@@ -70,24 +70,29 @@ class Tail:
                     # Most likely within a line.
                     self.offset, self._before, self._is_within = self.size - self._window, b"", True
                 file.seek(self.offset)
-                content = file.read(most)
-                while content and b"\n" not in content and len(content) < LONGEST and (rest := file.read(most)):
+                content = file.read(max_bytes)
+                while (
+                    content
+                    and b"\n" not in content
+                    and len(content) < MAX_LINE_BYTES
+                    and (rest := file.read(max_bytes))
+                ):
                     content += rest
         except OSError:
             is_new = self._file_id is not None  # it does not exist, or no longer
             self._file_id, self.offset, self.size, self._before, self._mark = None, 0, 0, b"", ()
-            return Part(is_new, [])
+            return TailChunk(is_new, [])
         # There is more of what was left for later only if the file grows.
-        self._mark = _mark(status) if self.offset + len(content) >= self.size else ()
+        self._mark = _get_file_state(status) if self.offset + len(content) >= self.size else ()
         end = content.rfind(b"\n") + 1
-        if not end and len(content) < LONGEST:
-            return Part(is_new, [])
+        if not end and len(content) < MAX_LINE_BYTES:
+            return TailChunk(is_new, [])
         skips, self._is_within = self._is_within, not end
         end = end or len(content)
         self.offset += end
-        self._before = (self._before + content[:end])[-_KNOWN:]
+        self._before = (self._before + content[:end])[-_CHECKED_BYTES:]
         lines = [] if self._is_within else content[: end - 1].split(b"\n")
-        return Part(is_new, lines[1:] if skips else lines, len(content) >= most and self.offset < self.size)
+        return TailChunk(is_new, lines[1:] if skips else lines, len(content) >= max_bytes and self.offset < self.size)
 
     def _has_changed(self, file_id: tuple[int, int], file: Any) -> bool:
         if self._file_id is None:
@@ -98,7 +103,7 @@ class Tail:
         return bool(file.read(len(self._before)) != self._before)
 
 
-def _mark(status: os.stat_result) -> tuple[int, ...]:
+def _get_file_state(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -110,19 +115,19 @@ def parse_lines(lines: list[bytes]) -> tuple[list[dict[str, Any]], int]:
     except (ValueError, RecursionError):
         values = []
     if len(values) != len(lines):
-        values = [_parsed(line) for line in lines]
+        values = [_parse_or_none(line) for line in lines]
     found = [value for value in values if isinstance(value, dict)]
     return found, len(lines) - len(found)
 
 
-def _parsed(line: bytes) -> Any:
+def _parse_or_none(line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
 
 
-def number(value: Any) -> float | None:
+def to_float(value: Any) -> float | None:
     """Return a value as a number; null stands for what is not finite, and what is no number is None."""
     if value is None:
         return math.nan
@@ -135,24 +140,24 @@ def number(value: Any) -> float | None:
 
 
 def is_finite(value: Any) -> bool:
-    return (found := number(value)) is not None and math.isfinite(found)
+    return (found := to_float(value)) is not None and math.isfinite(found)
 
 
-def numbered_files(directory: Path, pattern: str, most: int) -> dict[int, Path]:
+def list_numbered_files(directory: Path, pattern: str, limit: int) -> dict[int, Path]:
     """Return the files of a directory whose names match, by the number in them, up to so many."""
     try:
         found = {int(match[1]): path for path in directory.iterdir() if (match := re.fullmatch(pattern, path.name))}
     except OSError:
         return {}
-    return {number: found[number] for number in sorted(found)[:most]}
+    return {number: found[number] for number in sorted(found)[:limit]}
 
 
 MAX_COLUMNS = 2000  # Further names are left out: a page with norms of thousands of blocks would show nothing
-MOST_POINTS = 4000  # Of a line
-STEP = "step"
+MAX_POINTS = 4000  # Of a line
+STEP_KEY = "step"
 
 
-class Columns:
+class MetricColumns:
     """Columns of float64, each with the steps in which it has a value."""
 
     def __init__(self) -> None:
@@ -174,13 +179,13 @@ class Columns:
     def add(self, records: Sequence[Mapping[str, Any]]) -> int:
         """Add lines of a file of metrics, and return how many have no step of 1 or more."""
         # Beyond that, a step is no number of 8 bytes, nor one that a page could tell from the next.
-        found = [record for record in records if type(step := record.get(STEP)) is int and 1 <= step < 1 << 53]
+        found = [record for record in records if type(step := record.get(STEP_KEY)) is int and 1 <= step < 1 << 53]
         begin = 0
         for place, record in enumerate(found):
-            before = found[place - 1][STEP] if place > begin else self.last_step
-            if record[STEP] <= before:
+            before = found[place - 1][STEP_KEY] if place > begin else self.last_step
+            if record[STEP_KEY] <= before:
                 self._extend(found[begin:place])
-                self._go_back(record[STEP])
+                self._go_back(record[STEP_KEY])
                 begin = place
         self._extend(found[begin:])
         self.version += len(found)
@@ -189,14 +194,14 @@ class Columns:
     def _extend(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Add records of ascending steps, column by column: most lines have the same keys."""
         if records:
-            steps = array("q", [record[STEP] for record in records])
+            steps = array("q", [record[STEP_KEY] for record in records])
             self._put("", steps, records)
             self.last_step = steps[-1]
 
     def _put(self, prefix: str, steps: array[int], records: Sequence[Mapping[str, Any]]) -> None:
         signatures = dict.fromkeys(map(tuple, records))
         for name in dict.fromkeys(name for names in signatures for name in names):
-            if not prefix and name == STEP:
+            if not prefix and name == STEP_KEY:
                 continue
             at, values = steps, [record[name] for record in records if name in record]
             if len(signatures) > 1:
@@ -207,7 +212,7 @@ class Columns:
                 of_groups = array("q", [at[place] for place in groups])
                 self._put(f"{prefix}{name}/", of_groups, [values[place] for place in groups])
             if not types <= {float, int}:
-                numbers = [number(value) for value in values]
+                numbers = [to_float(value) for value in values]
                 at = array("q", [step for step, value in zip(at, numbers, strict=True) if value is not None])
                 values = [value for value in numbers if value is not None]
             if values:
@@ -225,7 +230,7 @@ class Columns:
             column[1].extend(array("d", values))
         except OverflowError:
             # An int that is larger than any float.
-            column[1].extend(found for value in values if (found := number(value)) is not None)
+            column[1].extend(found for value in values if (found := to_float(value)) is not None)
 
     def _go_back(self, step: int) -> None:
         """Forget this step and later ones."""
@@ -237,7 +242,7 @@ class Columns:
         """Return copies of steps `within` a span, int64 (N), and values, float64 (N); empty where there are none."""
         steps, values = self._columns.get(name, (array("q"), array("d")))
         at = np.array(steps, dtype=np.int64)
-        part = within(at, low, high)
+        part = slice_steps(at, low, high)
         return at[part], np.array(values, dtype=np.float64)[part]
 
     def last(self, name: str) -> float | None:
@@ -249,14 +254,14 @@ class Columns:
         found = {}
         for name in names:
             steps, values = self.column(name, low, high)
-            places = chosen(steps, values, min(points, MOST_POINTS))
-            found[name] = {"x": steps[places].tolist(), "y": plain(values[places]), "count": len(steps)}
+            places = choose_points(steps, values, min(points, MAX_POINTS))
+            found[name] = {"x": steps[places].tolist(), "y": to_json_list(values[places]), "count": len(steps)}
         return found
 
     def together(self, by: str, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
         """Return several columns at the steps that the column `by` chooses, to be drawn on top of each other."""
         steps, values = self.column(by, low, high)
-        at = steps[chosen(steps, values, min(points, MOST_POINTS))]
+        at = steps[choose_points(steps, values, min(points, MAX_POINTS))]
         found: dict[str, list[float | None]] = {}
         for name in names:
             of, numbers = self.column(name)
@@ -264,11 +269,11 @@ class Columns:
                 found[name] = [None] * len(at)
                 continue
             places = np.minimum(np.searchsorted(of, at), len(of) - 1)
-            found[name] = plain(np.where(of[places] == at, numbers[places], np.nan))
+            found[name] = to_json_list(np.where(of[places] == at, numbers[places], np.nan))
         return {"x": at.tolist(), "columns": found, "count": len(steps)}
 
 
-def width(low: int, high: int, buckets: int) -> int:
+def bucket_width(low: int, high: int, buckets: int) -> int:
     """Return the steps of a bucket: the smallest power of two by which low..high has at most so many buckets."""
     wide = 1
     while high // wide - low // wide + 1 > buckets:
@@ -276,18 +281,18 @@ def width(low: int, high: int, buckets: int) -> int:
     return wide
 
 
-def within(steps: np.ndarray, low: int | None, high: int | None) -> slice:
+def slice_steps(steps: np.ndarray, low: int | None, high: int | None) -> slice:
     """Return the part of ascending steps from `low` to `high`, with one step more on either side, for lines."""
     start = 0 if low is None else int(np.searchsorted(steps, low, "left"))
     stop = len(steps) if high is None else int(np.searchsorted(steps, high, "right"))
     return slice(max(0, start - 1), min(len(steps), stop + 1))
 
 
-def chosen(steps: np.ndarray, values: np.ndarray, points: int) -> np.ndarray:
+def choose_points(steps: np.ndarray, values: np.ndarray, points: int) -> np.ndarray:
     """Return ascending indices, int64, of about so many points to draw; see [Note: buckets]."""
     if len(steps) <= max(points, 2):
         return np.arange(len(steps))
-    buckets = steps // width(int(steps[0]), int(steps[-1]), max(1, points // 2))
+    buckets = steps // bucket_width(int(steps[0]), int(steps[-1]), max(1, points // 2))
     starts = np.flatnonzero(np.diff(buckets, prepend=buckets[0] - 1))
     bucket_of = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(steps)))
     is_finite = np.isfinite(values)
@@ -300,5 +305,5 @@ def chosen(steps: np.ndarray, values: np.ndarray, points: int) -> np.ndarray:
     return np.unique(np.concatenate(found))
 
 
-def plain(values: np.ndarray) -> list[float | None]:
+def to_json_list(values: np.ndarray) -> list[float | None]:
     return [value if ok else None for value, ok in zip(values.tolist(), np.isfinite(values).tolist(), strict=True)]

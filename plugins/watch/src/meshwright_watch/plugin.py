@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.plugin import Traceback, hookimpl, say, told
+from meshwright.plugin import TracebackOption, echo, exit_on_error, hookimpl
 
 PORT = 6420
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -24,27 +24,27 @@ def watch(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on. Its token lets in whoever has it.")] = LOOPBACK[0],
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Open no browser.")] = False,
-    traceback: Traceback = False,
+    traceback: TracebackOption = False,
 ) -> None:
     """Watch runs on a local page: loss, norms, rates, memory, stragglers, timelines; several are compared."""
-    with told(traceback):
-        from .run import watched
-        from .server import address, listening, new_token, serve
+    with exit_on_error(traceback):
+        from .run import open_runs
+        from .server import format_url, new_token, open_listener, serve
 
-        runs = watched(directories)
-        listener = listening(host, port, default=PORT)
+        runs = open_runs(directories)
+        listener = open_listener(host, port, default=PORT)
         token = new_token()
-        url = address(listener, token)
-        say(f"watching {', '.join(run.name for run in runs)} at {url} (Ctrl-C ends it)\n")
+        url = format_url(listener, token)
+        echo(f"watching {', '.join(run.name for run in runs)} at {url} (Ctrl-C ends it)\n")
         if host not in LOOPBACK:
-            say("note: whoever has this address can see these runs, and it is sent unencrypted\n", stderr=True)
+            echo("note: whoever has this address can see these runs, and it is sent unencrypted\n", stderr=True)
         if not no_browser and _has_display():
             # The listener is there already: a browser that is quick waits for the server.
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
         try:
             serve(runs, listener, host=host, token=token)
         except KeyboardInterrupt:
-            say("\n")
+            echo("\n")
 
 
 def _has_display() -> bool:

@@ -16,25 +16,25 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.plugin import ConfigError, parse_json, parse_yaml, read_regular
-from meshwright_run.observers import stragglers
-from meshwright_run.run_directory import EVENTS, HOLDER, METRICS, RANKS, RUN, SUMMARY, RunDirectory
+from meshwright.plugin import ConfigError, parse_json, parse_yaml, read_regular_file
+from meshwright_run.observers import find_stragglers
+from meshwright_run.run_directory import EVENTS, LOCK_OWNER, METRICS, RANK_LOGS, RUN_FILE, SUMMARY, RunDirectory
 
-from .columns import Columns, Tail, is_finite, number, numbered_files, parse_lines, plain
+from .columns import FileTail, MetricColumns, is_finite, list_numbered_files, parse_lines, to_float, to_json_list
 
 MAX_RANKS = 1024  # Files of further ranks are not read
 WINDOW = 1 << 14  # Bytes at the end of a file, for a rank's last steps
-LAST = 50  # Steps
-_WHOLE = 1 << 26  # Bytes of the file of one rank, all of which is read for its history
-_SECONDS, _SPAN = "seconds", ("low", "median", "high")
+NUM_RECENT_STEPS = 50  # Steps
+_HISTORY_BYTES = 1 << 26  # Bytes of the file of one rank, all of which is read for its history
+_SECONDS, _SPAN_NAMES = "seconds", ("low", "median", "high")
 
 
-class _Rank:
+class _RankTail:
     """The last steps of one rank."""
 
     def __init__(self, path: Path) -> None:
-        self._tail = Tail(path, window=WINDOW)
-        self._records: deque[dict[str, Any]] = deque(maxlen=LAST)
+        self._tail = FileTail(path, window=WINDOW)
+        self._records: deque[dict[str, Any]] = deque(maxlen=NUM_RECENT_STEPS)
         self.memory: dict[str, float] = {}  # of the last step, in bytes by kind
         self.seconds: list[dict[str, float]] = []  # of each step, for the whole and by part
 
@@ -52,42 +52,51 @@ class _Rank:
                 self._records.pop()
             self._records.append(record)
         if records or part.is_new:
-            self.memory = _numbers(self._records[-1].get("memory")) if self._records else {}
-            wholes = [_numbers({_SECONDS: each.get(_SECONDS)}) for each in self._records]
-            self.seconds = [one | _numbers(each.get("times")) for one, each in zip(wholes, self._records, strict=True)]
+            self.memory = _parse_numbers(self._records[-1].get("memory")) if self._records else {}
+            wholes = [_parse_numbers({_SECONDS: each.get(_SECONDS)}) for each in self._records]
+            self.seconds = [
+                one | _parse_numbers(each.get("times")) for one, each in zip(wholes, self._records, strict=True)
+            ]
 
 
-class Ranks:
+class RankMetrics:
     """The ranks of one run, by a directory with a file for each."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._ranks: dict[int, _Rank] = {}
-        self._whole: tuple[int, Tail, Columns] | None = None
+        self._ranks: dict[int, _RankTail] = {}
+        self._whole: tuple[int, FileTail, MetricColumns] | None = None
 
     def files(self) -> dict[int, Path]:
-        return numbered_files(self._directory, r"(\d{1,9})\.jsonl", MAX_RANKS)
+        return list_numbered_files(self._directory, r"(\d{1,9})\.jsonl", MAX_RANKS)
 
-    def look(self, last: int = LAST) -> dict[str, Any]:
+    def look(self, num_steps: int = NUM_RECENT_STEPS) -> dict[str, Any]:
         """Return memory and seconds of all ranks over their last steps, as lists by rank."""
-        self._ranks = {rank: self._ranks.get(rank) or _Rank(path) for rank, path in self.files().items()}
+        self._ranks = {rank: self._ranks.get(rank) or _RankTail(path) for rank, path in self.files().items()}
         for each in self._ranks.values():
             each.refresh()
         ranks = list(self._ranks)
-        seconds = [each.seconds[-last:] for each in self._ranks.values()]
+        seconds = [each.seconds[-num_steps:] for each in self._ranks.values()]
         memory = [each.memory for each in self._ranks.values()]
-        spans = {part: _over(seconds, part) for part in _names(step for each in seconds for step in each)}
+        spans = {
+            part: _min_median_max(seconds, part) for part in _collect_names(step for each in seconds for step in each)
+        }
         whole = spans[_SECONDS][1] if _SECONDS in spans else np.array([])
         step_seconds = float(np.nanmedian(whole)) if np.isfinite(whole).any() else 0.0
         medians = [(part, span[1]) for part, span in spans.items()]
-        slow = [each for part, those in medians for each in stragglers(ranks, part, those, step_seconds=step_seconds)]
+        slow = [each for part, those in medians for each in find_stragglers(ranks, part, those, step_s=step_seconds)]
         return {
             "ranks": ranks,
             "steps": [each.last_step for each in self._ranks.values()],
-            "last": last,
-            "parts": {part: dict(zip(_SPAN, map(plain, span), strict=True)) for part, span in spans.items()},
-            "memory": {kind: plain(np.array([each.get(kind, math.nan) for each in memory])) for kind in _names(memory)},
-            "stragglers": [asdict(each) | {"deviations": _finite(each.deviations)} for each in slow[:100]],
+            "last": num_steps,
+            "parts": {
+                part: dict(zip(_SPAN_NAMES, map(to_json_list, span), strict=True)) for part, span in spans.items()
+            },
+            "memory": {
+                kind: to_json_list(np.array([each.get(kind, math.nan) for each in memory]))
+                for kind in _collect_names(memory)
+            },
+            "stragglers": [asdict(each) | {"deviations": _finite_or_none(each.deviations)} for each in slow[:100]],
         }
 
     def history(self, rank: int, low: int | None, high: int | None, points: int) -> dict[str, Any] | None:
@@ -96,25 +105,25 @@ class Ranks:
         if path is None:
             return None
         if self._whole is None or self._whole[0] != rank:
-            self._whole = rank, Tail(path, window=_WHOLE), Columns()
+            self._whole = rank, FileTail(path, window=_HISTORY_BYTES), MetricColumns()
         _, tail, columns = self._whole
-        part = tail.read(_WHOLE)
+        part = tail.read(_HISTORY_BYTES)
         if part.is_new:
             columns.clear()
         columns.add(parse_lines(part.lines)[0])
         return {"rank": rank, "series": columns.series(columns.names, low, high, points)}
 
 
-def _numbers(value: Any) -> dict[str, float]:
+def _parse_numbers(value: Any) -> dict[str, float]:
     items = value.items() if isinstance(value, dict) else ()
-    return {name: found for name, each in items if is_finite(each) and (found := number(each)) is not None}
+    return {name: found for name, each in items if is_finite(each) and (found := to_float(each)) is not None}
 
 
-def _names(records: Iterable[dict[str, float]]) -> list[str]:
+def _collect_names(records: Iterable[dict[str, float]]) -> list[str]:
     return list(dict.fromkeys(itertools.chain.from_iterable(dict.fromkeys(map(tuple, records)))))
 
 
-def _over(seconds: list[list[dict[str, float]]], part: str) -> np.ndarray:
+def _min_median_max(seconds: list[list[dict[str, float]]], part: str) -> np.ndarray:
     """Lowest, median and highest of each rank's steps, float64 (3, R); NaN for a rank that has none."""
     table = np.full((len(seconds), max(1, max((len(each) for each in seconds), default=0))), np.nan)
     for row, steps in zip(table, seconds, strict=True):
@@ -125,10 +134,17 @@ def _over(seconds: list[list[dict[str, float]]], part: str) -> np.ndarray:
     return np.array([table[:, 0], middle, table[row, np.maximum(count - 1, 0)]])
 
 
-PARTS = (METRICS, EVENTS, SUMMARY, RUN, HOLDER, RANKS)  # Of which the directory of a run has one at least
-AT_ONCE = 1 << 22  # Bytes of metrics that are read at once
+RUN_FILES = (
+    METRICS,
+    EVENTS,
+    SUMMARY,
+    RUN_FILE,
+    LOCK_OWNER,
+    RANK_LOGS,
+)  # Of which the directory of a run has one at least
+MAX_READ_BYTES = 1 << 22  # Bytes of metrics that are read at once
 MAX_EVENTS = 20_000
-MAX_EVENT = 1 << 14  # Bytes of one; longer ones are left out
+MAX_EVENT_BYTES = 1 << 14  # Bytes of one; longer ones are left out
 
 
 class WatchedRun:
@@ -137,30 +153,30 @@ class WatchedRun:
     def __init__(self, directory: Path, name: str) -> None:
         self.directory = directory.resolve()
         self.name = name
-        _check(self.directory, directory)
+        _check_run_directory(self.directory, directory)
         self.lock = Lock()
         """To be held while refreshing or reading."""
-        self.metrics = Columns()
+        self.metrics = MetricColumns()
         self.events: list[dict[str, Any]] = []
         paths = RunDirectory(self.directory)
-        self.ranks, self.timeline = Ranks(paths.ranks), paths.timeline
-        self._lines, self._event_lines = Tail(paths.metrics), Tail(paths.events)
+        self.ranks, self.timeline = RankMetrics(paths.ranks), paths.timeline
+        self._lines, self._event_lines = FileTail(paths.metrics), FileTail(paths.events)
         self._events_version = 0
         self._unread = 0
         self._contents: dict[str, tuple[tuple[int, int, int], Any]] = {}
 
-    def refresh(self, most: int = AT_ONCE) -> bool:
+    def refresh(self, max_bytes: int = MAX_READ_BYTES) -> bool:
         """Read what was written since the last time, and return whether there is more to be read at once."""
-        part = self._lines.read(most)
+        part = self._lines.read(max_bytes)
         if part.is_new:
             self.metrics.clear()
             self._unread = 0
         records, torn = parse_lines(part.lines)
         self._unread += torn + self.metrics.add(records)
-        events = self._event_lines.read(most)
+        events = self._event_lines.read(max_bytes)
         if events.is_new:
             self.events.clear()
-        lines = [line for line in events.lines if len(line) <= MAX_EVENT]
+        lines = [line for line in events.lines if len(line) <= MAX_EVENT_BYTES]
         found = [each for each in parse_lines(lines)[0] if isinstance(each.get("event"), str)]
         if found or events.is_new:
             self._events_version += 1
@@ -168,7 +184,7 @@ class WatchedRun:
         return part.has_more or events.has_more
 
     def settings(self) -> dict[str, Any]:
-        found = self._read(RUN, parse_yaml)
+        found = self._read(RUN_FILE, parse_yaml)
         return found if isinstance(found, dict) else {}
 
     def _read(self, name: str, parse: Any) -> Any:
@@ -179,7 +195,7 @@ class WatchedRun:
             mark = (status.st_ino, status.st_size, status.st_mtime_ns)
             known = self._contents.get(name)
             if known is None or known[0] != mark:
-                known = self._contents[name] = (mark, parse(read_regular(path).decode()))
+                known = self._contents[name] = (mark, parse(read_regular_file(path).decode()))
         except (OSError, ValueError, RecursionError):
             return None
         return known[1]
@@ -188,20 +204,26 @@ class WatchedRun:
         """Return what the page shows first, and what shows it whether there is news, as values of JSON."""
         metrics, start, settings = self.metrics, self._last("start"), self.settings()
         state, why = self._condition()
-        versions = {"metrics": metrics.version, "events": self._events_version, "timeline": _newest(self.timeline)}
-        texts = {name: _text(start.get(name)) for name in ("strategy", "mesh", "device")}
+        versions = {
+            "metrics": metrics.version,
+            "events": self._events_version,
+            "timeline": _last_write_ms(self.timeline),
+        }
+        texts = {name: _to_text(start.get(name)) for name in ("strategy", "mesh", "device")}
         return self._blank() | {
             **texts,
             "state": state,
             "why": why,
             "step": metrics.last_step,
-            "steps": _int(start.get("steps")) or _int(settings.get("steps")),
-            "strategy": texts["strategy"] or _text(settings.get("strategy")),
-            "world_size": _int(start.get("world_size")),
-            "parameters": _int(start.get("parameters")),
-            "meshwright": _text(start.get("version")),
+            "steps": _int_or_none(start.get("steps")) or _int_or_none(settings.get("steps")),
+            "strategy": texts["strategy"] or _to_text(settings.get("strategy")),
+            "world_size": _int_or_none(start.get("world_size")),
+            "parameters": _int_or_none(start.get("parameters")),
+            "meshwright": _to_text(start.get("version")),
             "names": metrics.names,
-            "last": {name: _finite(metrics.last(name)) for name in metrics.names if not name.startswith("norms/")},
+            "last": {
+                name: _finite_or_none(metrics.last(name)) for name in metrics.names if not name.startswith("norms/")
+            },
             "left_out": metrics.left_out,
             "unread": self._unread,
             "read": [self._lines.offset, self._lines.size],
@@ -235,18 +257,18 @@ class WatchedRun:
     def _condition(self) -> tuple[str, str]:
         """Whether the run is waiting, running, done, stopped, failed or gone, and why."""
         end = self._last("start", "end", "fault", "exit")
-        holder = self._read(HOLDER, parse_json)
+        holder = self._read(LOCK_OWNER, parse_json)
         is_held = isinstance(holder, dict)
-        is_dead = is_held and _is_dead(holder)
+        is_dead = is_held and _has_holder_exited(holder)
         match end.get("event"):
             case "exit":
                 fault = self._last("fault")
-                return "failed", _fault(fault) if fault else f"exit code {_text(end.get('code'))}"
+                return "failed", _format_fault(fault) if fault else f"exit code {_to_text(end.get('code'))}"
             case "end":
-                reason = _text(end.get("reason"))
+                reason = _to_text(end.get("reason"))
                 return {"done": "done", "early stopping": "done", "failed": "failed"}.get(reason, "stopped"), reason
             case "fault":
-                return "failed", _fault(end)
+                return "failed", _format_fault(end)
         if is_held and not is_dead:
             return "running", ""
         if self._read(SUMMARY, parse_json) is not None:
@@ -256,7 +278,7 @@ class WatchedRun:
         return ("stopped", "") if self.metrics.names else ("waiting", "nothing is written yet")
 
 
-def watched(directories: Sequence[Path]) -> list[WatchedRun]:
+def open_runs(directories: Sequence[Path]) -> list[WatchedRun]:
     """Return the runs of some directories, each once, by names that differ: as much of their paths as that takes."""
     given = list({directory.resolve(): directory for directory in directories}.values())
     parts = [directory.resolve().parts for directory in given]
@@ -267,34 +289,34 @@ def watched(directories: Sequence[Path]) -> list[WatchedRun]:
     return [WatchedRun(directory, name) for directory, name in zip(given, names, strict=True)]
 
 
-def _check(directory: Path, given: Path) -> None:
+def _check_run_directory(directory: Path, original: Path) -> None:
     if not directory.is_dir():
-        near = _runs_in(given.parent) if given.parent.is_dir() else []
+        near = _find_runs(original.parent) if original.parent.is_dir() else []
         told = f" Runs beside it: {', '.join(map(str, near[:8]))}." if near else ""
-        raise ConfigError(f"{str(given)!r} is no directory of a run.{told} Give the output_dir of a run.")
-    if _looks_like_run(directory):
+        raise ConfigError(f"{str(original)!r} is no directory of a run.{told} Give the output_dir of a run.")
+    if _is_run_directory(directory):
         return
-    inside = _runs_in(given)
+    inside = _find_runs(original)
     if inside:
         raise ConfigError(
-            f"{str(given)!r} is no run, but holds {len(inside)}. Name those to watch: "
+            f"{str(original)!r} is no run, but holds {len(inside)}. Name those to watch: "
             f"meshwright watch {' '.join(map(str, inside[:4]))}{' ...' if len(inside) > 4 else ''}"
         )
-    if any(given.iterdir()):
+    if any(original.iterdir()):
         raise ConfigError(
-            f"{str(given)!r} holds none of {', '.join(PARTS)}: it is no directory of a run. Give the output_dir of one."
+            f"{str(original)!r} holds none of {', '.join(RUN_FILES)}: it is no directory of a run. Give the output_dir of one."
         )
 
 
-def _runs_in(directory: Path) -> list[Path]:
-    return [path for path in sorted(directory.glob("*")) if _looks_like_run(path)]
+def _find_runs(directory: Path) -> list[Path]:
+    return [path for path in sorted(directory.glob("*")) if _is_run_directory(path)]
 
 
-def _looks_like_run(directory: Path) -> bool:
-    return any((directory / name).exists() for name in PARTS)
+def _is_run_directory(directory: Path) -> bool:
+    return any((directory / name).exists() for name in RUN_FILES)
 
 
-def _is_dead(holder: dict[str, Any]) -> bool:
+def _has_holder_exited(holder: dict[str, Any]) -> bool:
     """Whether the process that holds the directory was of this machine, and has ended."""
     pid = holder.get("pid")
     if type(pid) is not int or pid <= 0 or holder.get("host") != socket.gethostname():
@@ -308,7 +330,7 @@ def _is_dead(holder: dict[str, Any]) -> bool:
     return False
 
 
-def _newest(directory: Path) -> int:
+def _last_write_ms(directory: Path) -> int:
     """When something in a directory was last written [ms], which a number of the page can hold."""
     try:
         return max((path.stat().st_mtime_ns // 1_000_000 for path in directory.iterdir()), default=0)
@@ -316,17 +338,17 @@ def _newest(directory: Path) -> int:
         return 0
 
 
-def _fault(event: dict[str, Any]) -> str:
-    return f"{_text(event.get('kind'))}: {_text(event.get('message'))}"
+def _format_fault(event: dict[str, Any]) -> str:
+    return f"{_to_text(event.get('kind'))}: {_to_text(event.get('message'))}"
 
 
-def _int(value: Any) -> int | None:
+def _int_or_none(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 
-def _finite(value: float | None) -> float | None:
+def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and np.isfinite(value) else None

@@ -18,7 +18,7 @@ from typing import Any
 
 from meshwright.plugin import ConfigError
 
-from .answers import Answers, BadQuestion, as_json
+from .answers import BadQueryError, WatchApi, to_json
 from .run import WatchedRun
 
 try:
@@ -36,9 +36,9 @@ except ImportError as error:
         f"pip install -e '.[watch]' in a clone."
     ) from None
 
-TOKEN = "token"  # The parameter of the address that holds the token
-WEB = Path(__file__).parent / "web"
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+TOKEN_PARAMETER = "token"  # The parameter of the address that holds the token
+WEB_DIRECTORY = Path(__file__).parent / "web"
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -49,14 +49,14 @@ HEADERS = {
 }
 
 
-def listening(host: str, port: int | None, *, default: int) -> socket.socket:
+def open_listener(host: str, port: int | None, *, default: int) -> socket.socket:
     """Return a socket to serve on; without a port `default`, or any that is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, default if port is None else port), family=family)
     except (OSError, OverflowError) as error:
         if port is None:
-            return listening(host, 0, default=default)
+            return open_listener(host, 0, default=default)
         raise ConfigError(
             f"--host {host} --port {port} cannot be served on: {error}. Give another port, or none "
             f"for one that is free."
@@ -67,16 +67,16 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-def address(listener: socket.socket, token: str) -> str:
+def format_url(listener: socket.socket, token: str) -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{port}/?{TOKEN}={token}"
+    return f"http://{host}:{port}/?{TOKEN_PARAMETER}={token}"
 
 
 def serve(runs: Sequence[WatchedRun], listener: socket.socket, *, host: str, token: str) -> None:
     """Serve until the process is asked to end; `host` is as the user has named it."""
     config = uvicorn.Config(
-        application(runs, host=host, port=listener.getsockname()[1], token=token),
+        build_application(runs, host=host, port=listener.getsockname()[1], token=token),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -89,41 +89,44 @@ def serve(runs: Sequence[WatchedRun], listener: socket.socket, *, host: str, tok
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def application(runs: Sequence[WatchedRun], *, host: str, port: int, token: str) -> Starlette:
-    answers = Answers(runs)
+def build_application(runs: Sequence[WatchedRun], *, host: str, port: int, token: str) -> Starlette:
+    answers = WatchApi(runs)
     names = ("state", "series", "events", "ranks", "rank", "timeline", "compare")
-    files = [Route(path, _file, methods=["GET"]) for path in ("/", "/web/{name}", "/web/vendor/{vendored}")]
-    routes = [*files, *(Route(f"/api/{name}", _answering(getattr(answers, name)), methods=["GET"]) for name in names)]
-    return Starlette(routes=routes, middleware=[Middleware(_Guard, host=host, port=port, token=token)])
+    files = [Route(path, _serve_file, methods=["GET"]) for path in ("/", "/web/{name}", "/web/vendor/{vendored}")]
+    routes = [
+        *files,
+        *(Route(f"/api/{name}", _make_endpoint(getattr(answers, name)), methods=["GET"]) for name in names),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(_AccessMiddleware, host=host, port=port, token=token)])
 
 
-def _answering(answer: Callable[[QueryParams], Any]) -> Callable[[Request], Response]:
+def _make_endpoint(handler: Callable[[QueryParams], Any]) -> Callable[[Request], Response]:
     # Not async: each runs on a thread, so that one that reads much blocks no other.
     def endpoint(request: Request) -> Response:
         try:
-            found, status = answer(request.query_params), 200
-        except BadQuestion as error:
+            found, status = handler(request.query_params), 200
+        except BadQueryError as error:
             found, status = {"error": str(error)}, 400
         except Exception as error:
             # A file is broken in an unexpected way. The page says so, and shows what else there is.
             found, status = {"error": f"the files of the run cannot be read ({type(error).__name__})"}, 400
-        return Response(as_json(found), status, headers=HEADERS, media_type="application/json")
+        return Response(to_json(found), status, headers=HEADERS, media_type="application/json")
 
     return endpoint
 
 
-def _file(request: Request) -> Response:
+def _serve_file(request: Request) -> Response:
     vendored = request.path_params.get("vendored")
     name = request.path_params.get("name", "page.html")
-    directory = WEB if vendored is None else WEB / "vendor"
+    directory = WEB_DIRECTORY if vendored is None else WEB_DIRECTORY / "vendor"
     # Only files that are there, by their full names: no part of a request becomes part of a path.
     path = next((each for each in directory.iterdir() if each.name == (vendored or name)), None)
-    if path is None or path.suffix not in TYPES:
+    if path is None or path.suffix not in MEDIA_TYPES:
         return PlainTextResponse("not found\n", status_code=404, headers=HEADERS)
-    return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=HEADERS)
+    return Response(path.read_bytes(), media_type=MEDIA_TYPES[path.suffix], headers=HEADERS)
 
 
-class _Guard:
+class _AccessMiddleware:
     """Refuse requests to another name than this machine's, or without the token; see [Note: who may ask]."""
 
     def __init__(self, app: ASGIApp, host: str, port: int, token: str) -> None:
@@ -134,10 +137,10 @@ class _Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
         answer: ASGIApp = self._app
-        if not is_of_this_machine(request.headers.get("host", ""), self._names):
+        if not is_this_machine(request.headers.get("host", ""), self._names):
             told = "This is no name of this machine: use the address that meshwright watch has printed.\n"
             answer = PlainTextResponse(told, status_code=421, headers=HEADERS)
-        elif self._is_right(request.query_params.get(TOKEN)) and scope["path"] == "/":
+        elif self._is_right(request.query_params.get(TOKEN_PARAMETER)) and scope["path"] == "/":
             # So that the address, which people copy, has no token any more.
             answer = redirect = RedirectResponse("/", status_code=303, headers=HEADERS)
             redirect.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
@@ -150,7 +153,7 @@ class _Guard:
         return given is not None and secrets.compare_digest(given.encode(errors="replace"), self._token.encode())
 
 
-def is_of_this_machine(host: str, names: set[str]) -> bool:
+def is_this_machine(host: str, names: set[str]) -> bool:
     """Whether a header Host is an address, or one of some names, with or without a port."""
     name, _, port = host.rpartition(":")
     if not name or not port.isdigit():

@@ -29,45 +29,45 @@ from typing import Any, TypeAlias
 from meshwright.plugin import (
     ConfigError,
     Degrees,
-    Folder,
+    IncompleteCheckpointError,
     Manifest,
     MeshSizes,
     StepResult,
-    TornCheckpointError,
-    all_in,
-    open_regular,
+    Storage,
+    list_checkpoints,
+    open_regular_file,
     parse_json,
     read_manifest,
     resolve,
-    validated,
+    validate_config,
 )
 from meshwright_run.fate import AUTO, NEVER
-from meshwright_run.preflight import processes
+from meshwright_run.preflight import count_local_ranks
 from meshwright_run.report import read_metrics
 from meshwright_run.run_directory import RunDirectory
 from meshwright_run.run_file import RunConfig, load_run
 from meshwright_run.run_sections import CheckpointConfig, ResumeConfig
 
-_MOST_EVENTS = 1 << 28  # Bytes of the file of events that are read
+_MAX_EVENT_BYTES = 1 << 28  # Bytes of the file of events that are read
 
 
 @dataclass(frozen=True)
-class Beginning:
+class ReplayStart:
     """What a replay begins with: how many steps were done before, and a checkpoint; None: where the run begins."""
 
     step: int
-    checkpoint: Folder | None
+    checkpoint: Storage | None
 
 
 @dataclass(frozen=True)
-class WentBack:
+class Rollback:
     """The run went back to `to` steps done, and left out so many batches from there."""
 
     to: int
     batches: int
 
 
-class Recorded:
+class RecordedRun:
     """A run that has been done, or is being done, by its output_dir."""
 
     def __init__(self, directory: Path) -> None:
@@ -79,21 +79,21 @@ class Recorded:
             )
         self.config = load_run(paths.run_file)
         self.paths = RunDirectory(directory, self.config.checkpoint)
-        results = read_metrics(paths.metrics, until=1 << 62, steps=self.config.steps or 0)
+        results = read_metrics(paths.metrics, last_step=1 << 62, num_steps=self.config.steps or 0)
         self.results: Mapping[int, StepResult] = {each.step: each for each in results}
         if not self.results:
             raise ConfigError(f"{paths.metrics} tells of no step: nothing of the run in {directory} can be told.")
 
     @property
-    def saved(self) -> Folder:
+    def saved(self) -> Storage:
         """The place of its checkpoints, also where the directory was moved."""
         return self.paths.checkpoints
 
     @cached_property
     def events(self) -> Sequence[Mapping[str, Any]]:
         try:
-            with open_regular(self.paths.events) as file:
-                lines = file.read(_MOST_EVENTS).decode(errors="replace").splitlines()
+            with open_regular_file(self.paths.events) as file:
+                lines = file.read(_MAX_EVENT_BYTES).decode(errors="replace").splitlines()
         except OSError:
             return ()
         found = []
@@ -110,7 +110,7 @@ class Recorded:
         starts = (event.get("start") for event in self.events if event.get("event") == "start")
         return tuple(start for start in starts if isinstance(start, int))
 
-    def went_back(self, beginning: Beginning) -> tuple[WentBack, ...]:
+    def went_back(self, replay_start: ReplayStart) -> tuple[Rollback, ...]:
         """Return where the run went back to after a beginning, in the order of steps; see [Note: abandoned steps]."""
         left: list[tuple[int, int]] = []
         for event in self.events:
@@ -119,12 +119,12 @@ class Recorded:
                     left = [each for each in left if each[0] < start]
                 case {"event": "bad step", "step": int(step), "back_to": int(to)}:
                     left.append((to, step - to))
-        found: list[WentBack] = []
+        found: list[Rollback] = []
         for to, batches in reversed(left):
-            if to < beginning.step:
+            if to < replay_start.step:
                 break
             # A run that went back further later has left out from there all that was left out until then.
-            found.append(WentBack(min(to, found[-1].to) if found else to, batches))
+            found.append(Rollback(min(to, found[-1].to) if found else to, batches))
         return tuple(reversed(found))
 
     def went_on_before(self, step: int) -> int | None:
@@ -141,20 +141,20 @@ class Recorded:
             )
         return self.results[step]
 
-    def beginning(self, step: int) -> Beginning:
+    def beginning(self, step: int) -> ReplayStart:
         """Return the nearest checkpoint before a step, or the beginning of the run."""
-        for place in all_in(self.saved):
-            manifest = _manifest(place)
+        for place in list_checkpoints(self.saved):
+            manifest = _read_complete_manifest(place)
             if manifest is not None and manifest.step < step:
-                return Beginning(manifest.step, place)
+                return ReplayStart(manifest.step, place)
         first, named = min(self.results), self.config.resumption.source
         if named not in (AUTO, NEVER) and first > 1:
             place = self.paths.place_of(named)
             manifest = read_manifest(place)
             if manifest.step < step:
-                return Beginning(manifest.step, place)
+                return ReplayStart(manifest.step, place)
         if first == 1:
-            return Beginning(0, None)
+            return ReplayStart(0, None)
         raise ConfigError(
             f"there is no whole checkpoint before step {step} in {self.saved}, and the run began at "
             f"step {first}. Give a step behind a checkpoint; checkpoint.keep_last and keep_every keep more."
@@ -163,22 +163,22 @@ class Recorded:
     def config_of(self, step: int) -> RunConfig:
         """Return the run file by which a step was done; see [Note: whose run file]."""
         if self.sittings and step <= self.sittings[-1]:
-            for place in reversed(all_in(self.saved)):
-                manifest = _manifest(place)
+            for place in reversed(list_checkpoints(self.saved)):
+                manifest = _read_complete_manifest(place)
                 if manifest is not None and manifest.step >= step and "run" in manifest.extra:
-                    return validated(RunConfig, manifest.extra["run"], where=f"the run file in {place}")
+                    return validate_config(RunConfig, manifest.extra["run"], where=f"the run file in {place}")
         return self.config
 
 
-def _manifest(checkpoint: Folder) -> Manifest | None:
+def _read_complete_manifest(checkpoint: Storage) -> Manifest | None:
     """The manifest of a checkpoint; None where it is incomplete."""
     try:
         return read_manifest(checkpoint)
-    except TornCheckpointError:
+    except IncompleteCheckpointError:
         return None
 
 
-def plain_of(result: StepResult) -> dict[str, float]:
+def collect_values(result: StepResult) -> dict[str, float]:
     """Return what must be the same when a step is done again, by name, causes first."""
     rates = result.learning_rates if len(result.learning_rates) > 1 else {}
     return {
@@ -191,23 +191,23 @@ def plain_of(result: StepResult) -> dict[str, float]:
     }
 
 
-HALF = ("float16", "bfloat16")
+HALF_DTYPES = ("float16", "bfloat16")
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2}
 """Relative tolerances of one step in another order of sums; correct code in float64 agrees to 1e-12."""
 EPSILONS = {"float64": 2.2e-16, "float32": 1.2e-7, "bfloat16": 7.8e-3}
-RESULT = "result.json"
+RESULT_FILE = "result.json"
 
 
 @dataclass(frozen=True)
-class Order:
+class ReplayRequest:
     """What is done again."""
 
     config: RunConfig
     world_size: int
     step: int  # the last that is done, from 1
-    beginning: Beginning
+    beginning: ReplayStart
     out: Path  # where the first rank, or all, leave what they find
-    went_back: tuple[WentBack, ...] = ()
+    went_back: tuple[Rollback, ...] = ()
     layout: tuple[RunConfig, int] | None = None
     changed: tuple[str, ...] = ()  # keys of the model that are not those of the run
     compares: bool = False  # whether the work of each data rank is done a second time, by another
@@ -215,10 +215,12 @@ class Order:
     found: list[dict[str, Any]] = field(default_factory=list)
 
 
-Perform: TypeAlias = Callable[[Order], dict[str, Any]]
+ReplayRunner: TypeAlias = Callable[[ReplayRequest], dict[str, Any]]
 
 
-def order_of(run: Recorded, step: int, out: Path, *, world_size: int | None = None, keeps: bool = False) -> Order:
+def build_request(
+    run: RecordedRun, step: int, output_directory: Path, *, world_size: int | None = None, saves_tensors: bool = False
+) -> ReplayRequest:
     """Return the order to do a step again in its run's layout, on the ranks of a launcher or on new ones (None)."""
     ranks = run.result(step).world_size
     config, beginning = run.config_of(step), run.beginning(step)
@@ -229,7 +231,7 @@ def order_of(run: Recorded, step: int, out: Path, *, world_size: int | None = No
             f"step {step} of the run in {run.directory} was done on {ranks} ranks, and there are {world_size} here. "
             f"Start {ranks}, or give --single for one process."
         )
-    directory = out / "run"
+    directory = output_directory / "run"
     directory.mkdir()
     if run.paths.reference.is_file():
         own = RunDirectory(directory)
@@ -248,7 +250,9 @@ def order_of(run: Recorded, step: int, out: Path, *, world_size: int | None = No
         "launch": None,
     }
     went_back = run.went_back(beginning)
-    return Order(config.model_copy(update=changes), ranks, step, beginning, out, went_back, keeps=keeps)
+    return ReplayRequest(
+        config.model_copy(update=changes), ranks, step, beginning, output_directory, went_back, keeps=saves_tensors
+    )
 
 
 def _check_can_start(config: RunConfig, ranks: int, directory: Path) -> None:
@@ -259,19 +263,19 @@ def _check_can_start(config: RunConfig, ranks: int, directory: Path) -> None:
     if find_device(config.device).type != "cpu" and ranks > torch.accelerator.device_count():
         raise ConfigError(
             f"the run in {directory} was done on {ranks} ranks, and this machine has "
-            f"{torch.accelerator.device_count()} accelerators ({processes(config)} ranks would be started). Start "
+            f"{torch.accelerator.device_count()} accelerators ({count_local_ranks(config)} ranks would be started). Start "
             f"{ranks} by torchrun, or give --single."
         )
 
 
-def degrees_of(config: RunConfig, world_size: int) -> Degrees:
+def resolve_degrees(config: RunConfig, world_size: int) -> Degrees:
     options, others = config.strategy_config, config.wrapper_config
     return resolve(config.strategy, config, world_size, config=options, wrapper_config=others)[1]
 
 
-def on_one_process(order: Order) -> Order:
+def to_single_process(request: ReplayRequest) -> ReplayRequest:
     """Return the order for `single`, which does the work of all data ranks in turn."""
-    config, degrees = order.config, degrees_of(order.config, order.world_size)
+    config, degrees = request.config, resolve_degrees(request.config, request.world_size)
     changes = {
         **{name: each.default for name, each in MeshSizes.model_fields.items()},
         "strategy": "single",
@@ -280,49 +284,51 @@ def on_one_process(order: Order) -> Order:
         "nproc": 1,
         "micro_batch_size": config.micro_batch_size or max(1, config.batch_size // degrees.dp),
     }
-    layout = (config, order.world_size)
-    return replace(order, config=config.model_copy(update=changes), world_size=1, layout=layout)
+    layout = (config, request.world_size)
+    return replace(request, config=config.model_copy(update=changes), world_size=1, layout=layout)
 
 
-def in_float64(order: Order) -> Order:
+def to_float64(request: ReplayRequest) -> ReplayRequest:
     """Return the order for float64, whatever the strategy's options say of dtypes."""
-    config = order.config
+    config = request.config
     changes = {
         "model": {**config.model, "dtype": "float64"},
-        "strategy_config": _without_dtypes(config.strategy_config),
-        "wrapper_config": {name: _without_dtypes(each) for name, each in config.wrapper_config.items()},
+        "strategy_config": _drop_dtype_options(config.strategy_config),
+        "wrapper_config": {name: _drop_dtype_options(each) for name, each in config.wrapper_config.items()},
     }
-    return replace(order, config=config.model_copy(update=changes), changed=(*order.changed, "dtype"))
+    return replace(request, config=config.model_copy(update=changes), changed=(*request.changed, "dtype"))
 
 
-def _without_dtypes(options: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_dtype_options(options: Mapping[str, Any]) -> dict[str, Any]:
     others = ("mp_policy", "comm_hook", "grad_reduce_in_fp32", "offload_policy")
     return {key: value for key, value in options.items() if not key.endswith("dtype") and key not in others}
 
 
-def without_dropout(order: Order, model: Mapping[str, Any]) -> Order:
+def disable_dropout(request: ReplayRequest, model: Mapping[str, Any]) -> ReplayRequest:
     """Return the order without dropout; `model` is the configuration of the run's model."""
-    section, found = dict(order.config.model), dropouts(model)
+    section, found = dict(request.config.model), find_dropout_keys(model)
     section.update(dict.fromkeys(found, 0.0))
     if isinstance(adapter := section.get("peft"), Mapping) and adapter.get("lora_dropout"):
         section["peft"] = {**adapter, "lora_dropout": 0.0}
         found = [*found, "peft"]
-    return replace(order, config=order.config.model_copy(update={"model": section}), changed=(*order.changed, *found))
+    return replace(
+        request, config=request.config.model_copy(update={"model": section}), changed=(*request.changed, *found)
+    )
 
 
-def dropouts(model: Mapping[str, Any]) -> list[str]:
+def find_dropout_keys(model: Mapping[str, Any]) -> list[str]:
     return [key for key, value in model.items() if "drop" in key and isinstance(value, float) and value > 0]
 
 
-def precision_of(config: RunConfig) -> str:
+def find_precision(config: RunConfig) -> str:
     """Return the coarsest dtype in which a run computes."""
     options, dtype = str([config.strategy_config, config.wrapper_config]), config.model.get("dtype", "float32")
-    if any(each in options for each in HALF) or dtype in HALF:
+    if any(each in options for each in HALF_DTYPES) or dtype in HALF_DTYPES:
         return "bfloat16"
     return dtype if dtype in ("float32", "float64") else "float32"
 
 
 @contextmanager
-def scratch() -> Iterator[Path]:
+def scratch_directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="meshwright-replay-") as directory:
         yield Path(directory)

@@ -27,24 +27,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.plugin import Batch, Loop, Mesh, StrategyManager, step_seed
-from meshwright_run.data.feed import Feed
-from meshwright_run.preflight import Plan, masks_padding
+from meshwright.plugin import Batch, Loop, Mesh, StrategyManager, derive_step_seed
+from meshwright_run.data.feed import TrainSampler
+from meshwright_run.preflight import PreparedRun, needs_padding_mask
 
-OUTPUT, GRADIENT = "output of", "gradient of"
-PLAIN = (Tensor, DTensor)  # Types of outputs that are tensors already; others are made when they are asked for
+OUTPUT_PREFIX, GRADIENT_PREFIX = "output of", "gradient of"
+TENSOR_TYPES = (Tensor, DTensor)  # Types of outputs that are tensors already; others are made when they are asked for
 Digest = tuple[str, str]  # A name, and a hash of the bits
 
 
-class AllShares:
-    """Draw the shares of all data ranks in one process; see `train.assembly.loop_of`."""
+class AllRanksSampler:
+    """Draw the shares of all data ranks in one process; see `train.assembly.build_loop`."""
 
-    def __init__(self, plan: Plan, data_size: int, seed: int) -> None:
-        self.is_joined = masks_padding(plan.model_config)
+    def __init__(self, plan: PreparedRun, data_size: int, seed: int) -> None:
+        self.is_joined = needs_padding_mask(plan.model_config)
         self._data_size, self._seed = data_size, seed
         self._step, self._number, self._each = 0, 0, 1
 
-    def __call__(self, feed: Feed, step: int) -> Sequence[Batch]:
+    def __call__(self, feed: TrainSampler, step: int) -> Sequence[Batch]:
         shares = feed.shares(step)
         self._step, self._number, self._each = step, 0, len(shares[0])
         if self.is_joined:
@@ -62,7 +62,7 @@ class AllShares:
                 return
             share, first = divmod(self._number, self._each)
             if first == 0 and share < self._data_size:
-                torch.manual_seed(step_seed(self._seed, self._step, share))
+                torch.manual_seed(derive_step_seed(self._seed, self._step, share))
             self._number += 1
 
         handle = model.register_forward_pre_hook(begin)
@@ -72,8 +72,8 @@ class AllShares:
             handle.remove()
 
 
-class Shared:
-    """Draw the share of this data rank, or of the one `ahead` places after it; see `train.assembly.loop_of`."""
+class PeerSampler:
+    """Draw the share of this data rank, or of the one `ahead` places after it; see `train.assembly.build_loop`."""
 
     def __init__(self, mesh: Mesh, seed: int) -> None:
         self._mesh, self._seed = mesh, seed
@@ -84,7 +84,7 @@ class Shared:
     def data_rank(self) -> int:
         return (self._mesh.data_rank + self.ahead) % self._mesh.data_size
 
-    def __call__(self, feed: Feed, step: int) -> Sequence[Batch]:
+    def __call__(self, feed: TrainSampler, step: int) -> Sequence[Batch]:
         # A source that is read while training gives each step once.
         if self._drawn[0] != step:
             self._drawn = (step, feed.shares(step))
@@ -92,10 +92,10 @@ class Shared:
 
     def begin(self, step: int) -> None:
         """Draw the random numbers of the share's own rank from here on."""
-        torch.manual_seed(step_seed(self._seed, step, self.data_rank))
+        torch.manual_seed(derive_step_seed(self._seed, step, self.data_rank))
 
 
-class _Digests:
+class _TensorHasher:
     """Context manager that hashes what this rank computes by itself in one step."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
@@ -104,7 +104,7 @@ class _Digests:
         self._handles: list[Any] = []
         self._known: dict[int, Tensor] = {}
 
-    def __enter__(self) -> _Digests:
+    def __enter__(self) -> _TensorHasher:
         for part in self._parts:
             for name, module in part.named_modules():
                 self._handles.append(module.register_forward_pre_hook(self._watching(name)))
@@ -123,16 +123,16 @@ class _Digests:
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad and id(parameter) not in self._known:
                     self._known[id(parameter)] = parameter
-                    full = f"{GRADIENT} {name}.{own}" if name else f"{GRADIENT} {own}"
+                    full = f"{GRADIENT_PREFIX} {name}.{own}" if name else f"{GRADIENT_PREFIX} {own}"
                     self._handles.append(parameter.register_hook(partial(self._note, full)))
 
         return watch
 
     def _noting(self, name: str) -> Any:
         def note(module: nn.Module, _: Any, output: Any) -> None:
-            first = first_of(output)
-            if module.training and type(first) in PLAIN:
-                self._note(f"{OUTPUT} {name or type(module).__name__}", first)
+            first = get_first_output(output)
+            if module.training and type(first) in TENSOR_TYPES:
+                self._note(f"{OUTPUT_PREFIX} {name or type(module).__name__}", first)
 
         return note
 
@@ -142,33 +142,33 @@ class _Digests:
         self.found.append((name, hashlib.blake2b(plain.numpy().tobytes(), digest_size=16).hexdigest()))
 
 
-def first_of(output: Any) -> Any:
+def get_first_output(output: Any) -> Any:
     """Return the output of a module, or the first of several."""
     return output[0] if isinstance(output, tuple | list) and output else output
 
 
-def compare_shares(manager: StrategyManager, loop: Loop, draw: int, shared: Shared) -> dict[str, Any]:
+def compare_ranks(manager: StrategyManager, loop: Loop, step: int, sampler: PeerSampler) -> dict[str, Any]:
     """Return what `judged` finds of a step's batches; nothing is trained. Collective."""
     passes: list[tuple[Digest, ...]] = []
     for ahead in (0, 1, 0):
-        shared.ahead = ahead
-        passes.append(_digests(manager, loop, draw, shared))
+        sampler.ahead = ahead
+        passes.append(_hash_pass(manager, loop, step, sampler))
     mesh = manager.mesh
     place = mesh.axis_rank("cp"), mesh.axis_rank("tp")
-    mine = Work(mesh.rank, mesh.data_rank, mesh.axis_rank("pp"), place, *passes)
+    mine = RankDigests(mesh.rank, mesh.data_rank, mesh.axis_rank("pp"), place, *passes)
     found: list[Any] = [None] * mesh.world.size
     mesh.world.reduce_ints([0])
     dist.all_gather_object(found, mine, group=mesh.world.group)
-    return judged(found, mesh.data_size)
+    return find_suspects(found, mesh.data_size)
 
 
-def _digests(manager: StrategyManager, loop: Loop, draw: int, shared: Shared) -> tuple[Digest, ...]:
+def _hash_pass(manager: StrategyManager, loop: Loop, step: int, sampler: PeerSampler) -> tuple[Digest, ...]:
     if not callable(batches := loop.batches):
         return ()
-    microbatches = batches(draw)
+    microbatches = batches(step)
     num_tokens = manager.announce(microbatches, objective=loop.objective)
-    shared.begin(draw)
-    with _Digests(manager.model_parts) as digests:
+    sampler.begin(step)
+    with _TensorHasher(manager.model_parts) as digests:
         loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)
         manager.read(loss)
     manager.optimizer.zero_grad(set_to_none=True)
@@ -176,7 +176,7 @@ def _digests(manager: StrategyManager, loop: Loop, draw: int, shared: Shared) ->
 
 
 @dataclass(frozen=True)
-class Work:
+class RankDigests:
     """What a rank has computed in three passes; `place`: along the axes other than `pp` that share a batch."""
 
     rank: int
@@ -188,17 +188,17 @@ class Work:
     again: tuple[Digest, ...]
 
 
-def judged(works: Sequence[Work], data_size: int) -> dict[str, Any]:
+def find_suspects(digests: Sequence[RankDigests], data_size: int) -> dict[str, Any]:
     """Return who computes wrongly, as values of JSON; see [Note: who is wrong]."""
-    by_place = {(each.data_rank, each.stage, each.place): each for each in works}
-    parts = sorted({(each.stage, each.place) for each in works})
-    unsteady = [each for each in works if _first(each.own, each.again) is not None]
-    shares: dict[int, tuple[Work, Work, str]] = {}
+    by_place = {(each.data_rank, each.stage, each.place): each for each in digests}
+    parts = sorted({(each.stage, each.place) for each in digests})
+    unsteady = [each for each in digests if _first_mismatch(each.own, each.again) is not None]
+    shares: dict[int, tuple[RankDigests, RankDigests, str]] = {}
     for share in range(data_size):
         pairs = [(by_place[share, *part], by_place[(share - 1) % data_size, *part]) for part in parts]
-        differing = [(*pair, at) for pair in pairs if (at := _first(pair[0].own, pair[1].other)) is not None]
+        differing = [(*pair, at) for pair in pairs if (at := _first_mismatch(pair[0].own, pair[1].other)) is not None]
         if differing:
-            own, other, at = min(differing, key=lambda each: _depth(each[0], each[2]))
+            own, other, at = min(differing, key=lambda each: _dependency_order(each[0], each[2]))
             shares[share] = (own, other, own.own[at][0] if at < len(own.own) else "what is computed")
     found: dict[str, Any] = {
         "suspects": [],
@@ -209,7 +209,7 @@ def judged(works: Sequence[Work], data_size: int) -> dict[str, Any]:
             for share, (own, other, tensor) in shares.items()
         },
         "why": "",
-        "compared": min(len(each.own) for each in works),
+        "compared": min(len(each.own) for each in digests),
     }
     if not shares and not unsteady:
         return found
@@ -225,14 +225,14 @@ def judged(works: Sequence[Work], data_size: int) -> dict[str, Any]:
     return {**found, "suspects": sorted(ranks or found["unsteady"]), "data_ranks": sorted(suspects)}
 
 
-def _first(one: Sequence[Digest], other: Sequence[Digest]) -> int | None:
+def _first_mismatch(one: Sequence[Digest], other: Sequence[Digest]) -> int | None:
     for place, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return place
     return min(len(one), len(other)) if len(one) != len(other) else None
 
 
-def _depth(work: Work, at: int) -> tuple[int, int, int]:
+def _dependency_order(work: RankDigests, at: int) -> tuple[int, int, int]:
     """How early a part of a share differs: later stages depend on the outputs of a stage, earlier ones on gradients."""
-    is_output = at < len(work.own) and work.own[at][0].startswith(OUTPUT)
+    is_output = at < len(work.own) and work.own[at][0].startswith(OUTPUT_PREFIX)
     return (0, work.stage, at) if is_output else (1, -work.stage, at)

@@ -9,70 +9,79 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from meshwright.plugin import plain, styled
+from meshwright.plugin import escape_markup, parse_markup
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from .diff import Diff, Parted, Step
-    from .start import Replayed, Value
-    from .tensors import Differences
+    from .diff import Divergence, RunDiff, StepComparison
+    from .start import ReplayedValue, ReplayResult
+    from .tensors import TensorDiffs
 
-_EXPECTED = {
+_EXPECTED_PRECISION = {
     "float64": "float64 agrees to 1e-9, and a bug shows at 1e-3",
     "float32": "float32 agrees to about 1e-6 after one step, and to less after each further one",
     "bfloat16": "bfloat16 agrees to about 1e-2 after one step, and to less after each further one",
 }
 
 
-def shown(replayed: Replayed) -> Group:
+def render_replay(replayed: ReplayResult) -> Group:
     """Render the numbers of a step next to those that were written, and what follows from them."""
     done, checkpoint = replayed.beginning
     begun = f"from {checkpoint}" if checkpoint else "from the beginning of the run"
     steps = replayed.step - done
-    headline = styled(
-        f"[bold]replay[/bold] of {plain(replayed.run)}, step {replayed.step}: {plain(replayed.strategy)} on "
-        f"{replayed.mesh}, {plain(begun)} ({steps} step{'s' if steps > 1 else ''})"
+    headline = parse_markup(
+        f"[bold]replay[/bold] of {escape_markup(replayed.run)}, step {replayed.step}: {escape_markup(replayed.strategy)} on "
+        f"{replayed.mesh}, {escape_markup(begun)} ({steps} step{'s' if steps > 1 else ''})"
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("", "metrics.jsonl", "replayed", ""):
         table.add_column(name, no_wrap=True)
     for each in replayed.values:
-        table.add_row(each.name.replace("_", " "), _number(each.written), _number(each.replayed), _apart(each))
-    parts: list[RenderableType] = [headline, table, *map(styled, (*_verdict(replayed), *_shares(replayed)))]
+        table.add_row(
+            each.name.replace("_", " "),
+            _format_number(each.written),
+            _format_number(each.replayed),
+            _format_difference(each),
+        )
+    parts: list[RenderableType] = [
+        headline,
+        table,
+        *map(parse_markup, (*_describe_verdict(replayed), *_describe_ranks(replayed))),
+    ]
     return Group(*parts)
 
 
-def _apart(value: Value) -> str | Text:
+def _format_difference(value: ReplayedValue) -> str | Text:
     if value.is_same:
         return "the same, bit for bit"
     if value.written is None or value.replayed is None:
-        return styled("[bold]only one[/bold]")
+        return parse_markup("[bold]only one[/bold]")
     return f"{abs(value.written - value.replayed):.3g} apart, relatively {value.apart:.2g}"
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else repr(value)
 
 
-def _verdict(replayed: Replayed) -> Iterator[str]:
+def _describe_verdict(replayed: ReplayResult) -> Iterator[str]:
     within = f"to {replayed.tolerance:g}"
     if replayed.is_same:
         yield f"The step is the same, {within if replayed.tolerance else 'bit for bit'}."
     else:
         yield f"[bold]The step is not the same[/bold]{f', {within}' if replayed.tolerance else ''}."
     if replayed.tolerance:
-        yield f"Sums are in another order here: {_EXPECTED[replayed.precision]}."
+        yield f"Sums are in another order here: {_EXPECTED_PRECISION[replayed.precision]}."
     elif not replayed.is_same:
         yield (
             "What may have changed: the code or a library, the machine, the data, or a kernel that sums in no fixed "
             "order; or a rank has computed wrongly: see --compare-rank."
         )
     if replayed.note:
-        yield plain(replayed.note)
+        yield escape_markup(replayed.note)
 
 
-def _shares(replayed: Replayed) -> Iterator[str]:
+def _describe_ranks(replayed: ReplayResult) -> Iterator[str]:
     found = replayed.shares
     if found is None:
         return
@@ -84,13 +93,13 @@ def _shares(replayed: Replayed) -> Iterator[str]:
         return
     for share, told in found["shares"].items():
         one, other = told["ranks"]
-        where = plain(told["tensor"])
+        where = escape_markup(told["tensor"])
         yield f"the work of data rank {share} differs between ranks {one} and {other}, first in the {where}"
     if found["unsteady"]:
         yield f"ranks that do not agree with themselves: {', '.join(map(str, found['unsteady']))}"
     suspects = ", ".join(map(str, found["suspects"]))
     if found["why"]:
-        yield f"No rank is named: {plain(found['why'])}."
+        yield f"No rank is named: {escape_markup(found['why'])}."
     elif len(found["suspects"]) == 1:
         yield f"[bold]Suspect: the hardware of rank {suspects}[/bold]. Take it out, and test it."
     else:
@@ -100,107 +109,111 @@ def _shares(replayed: Replayed) -> Iterator[str]:
         )
 
 
-def _relatively(value: float) -> str:
+def _format_relative(value: float) -> str:
     return f"{value:.2g}" if math.isfinite(value) else "without bound"
 
 
-def compared(found: Diff) -> Group:
+def render_diff(diff: RunDiff) -> Group:
     """Render where two runs differ, and what is known of why."""
-    lines = [f"[bold]diff[/bold] of {plain(found.runs[0])} and {plain(found.runs[1])}"]
-    for what, settings in (("by which numbers follow", found.settings), ("of the layout", found.layout)):
+    lines = [f"[bold]diff[/bold] of {escape_markup(diff.runs[0])} and {escape_markup(diff.runs[1])}"]
+    for what, settings in (("by which numbers follow", diff.settings), ("of the layout", diff.layout)):
         for name, one, other in settings:
-            told = f"{plain(name)} is {plain(one)} against {plain(other)}"
+            told = f"{escape_markup(name)} is {escape_markup(one)} against {escape_markup(other)}"
             lines.append(f"run files differ in what is {what}: {told}")
-    return Group(*map(styled, (*lines, *_course(found), *_step(found))))
+    return Group(*map(parse_markup, (*lines, *_describe_metrics(diff), *_describe_step(diff))))
 
 
-def _course(found: Diff) -> Iterator[str]:
-    first, last = found.course.steps
-    parted = found.parted
+def _describe_metrics(diff: RunDiff) -> Iterator[str]:
+    first, last = diff.course.steps
+    parted = diff.parted
     if parted is None:
-        largest = max(found.course.largest.get(name, 0.0) for name in ("loss", "grad_norm"))
-        apart = f"to {_relatively(largest)}, relatively" if largest else "bit for bit"
+        largest = max(diff.course.largest.get(name, 0.0) for name in ("loss", "grad_norm"))
+        apart = f"to {_format_relative(largest)}, relatively" if largest else "bit for bit"
         yield f"[bold]They agree[/bold] in steps {first} to {last}: losses and norms {apart}."
         return
-    name, is_rate = _name(parted), parted.name.startswith("learning_rate")
+    name, is_rate = _format_name(parted), parted.name.startswith("learning_rate")
     meaning = ": the schedule or its resume differs" if is_rate else ""
     if parted.name == "num_tokens":
         meaning = ": the data, or how they are laid out, differ"
     yield f"[bold]{name} part{'' if name.endswith('s') else 's'} at step {parted.step}[/bold]: " + (
-        f"{_number(parted.one)} against {_number(parted.other)}{meaning}"
+        f"{_format_number(parted.one)} against {_format_number(parted.other)}{meaning}"
     )
     if not meaning:
-        yield _way(parted)
-    for directory, step in zip(found.runs, found.resumed, strict=True):
+        yield _describe_divergence(parted)
+    for directory, step in zip(diff.runs, diff.resumed, strict=True):
         if step is not None:
-            yield f"{plain(directory)} went on after step {step} (events.jsonl), and has done step {parted.step} since"
-    for other in found.course.parted[1:]:
-        yield f"then {_name(other).lower()} at step {other.step}: {_number(other.one)} against {_number(other.other)}"
+            yield f"{escape_markup(directory)} went on after step {step} (events.jsonl), and has done step {parted.step} since"
+    for other in diff.course.parted[1:]:
+        yield f"then {_format_name(other).lower()} at step {other.step}: {_format_number(other.one)} against {_format_number(other.other)}"
 
 
-def _way(parted: Parted) -> str:
-    if parted.is_jump:
+def _describe_divergence(divergence: Divergence) -> str:
+    if divergence.is_jump:
         return (
-            f"It is a jump: {_relatively(parted.apart)} apart, relatively, and {_relatively(parted.before)} at most "
+            f"It is a jump: {_format_relative(divergence.apart)} apart, relatively, and {_format_relative(divergence.before)} at most "
             f"before. Rounding does not do that."
         )
     return (
-        f"It is rounding that has grown: apart since step {parted.first}, by {_relatively(parted.before)} at most "
-        f"before step {parted.step}. Where training is at the edge of stability, that is no error. To know, "
+        f"It is rounding that has grown: apart since step {divergence.first}, by {_format_relative(divergence.before)} at most "
+        f"before step {divergence.step}. Where training is at the edge of stability, that is no error. To know, "
         f"compare in float64: --float64."
     )
 
 
-def _name(parted: Parted) -> str:
+def _format_name(divergence: Divergence) -> str:
     names = {"num_tokens": "Token counts", "loss": "Losses", "grad_norm": "Gradient norms"}
-    if parted.name.startswith("learning_rate"):
-        return f"Learning rates{plain(parted.name.removeprefix('learning_rate'))}"
-    return names.get(parted.name, f"The {plain(parted.name)}")
+    if divergence.name.startswith("learning_rate"):
+        return f"Learning rates{escape_markup(divergence.name.removeprefix('learning_rate'))}"
+    return names.get(divergence.name, f"The {escape_markup(divergence.name)}")
 
 
-def _step(found: Diff) -> Iterator[str]:
-    step = found.replayed
+def _describe_step(diff: RunDiff) -> Iterator[str]:
+    step = diff.replayed
     if step is None:
-        if found.why_not:
-            yield f"No step was done again: {plain(found.why_not)}"
+        if diff.why_not:
+            yield f"No step was done again: {escape_markup(diff.why_not)}"
         return
-    mode = f" ({plain(step.mode)})" if step.mode else ""
+    mode = f" ({escape_markup(step.mode)})" if step.mode else ""
     yield f"\n[bold]step {step.step}, done again in both layouts[/bold]{mode}"
-    for directory, begun in zip(found.runs, step.beginnings, strict=True):
-        yield f"  {plain(directory)} from {plain(begun)}"
+    for directory, begun in zip(diff.runs, step.beginnings, strict=True):
+        yield f"  {escape_markup(directory)} from {escape_markup(begun)}"
     rows = "the same" if step.same_rows else "[bold]differ[/bold]: the data, or their order"
     yield f"  rows of the step        {rows}"
-    yield f"  parameters before it    {_tensors(step.before)}"
-    outputs = f"not compared: {plain(step.reason)}" if step.outputs is None else _tensors(step.outputs)
+    yield f"  parameters before it    {_describe_tensors(step.before)}"
+    outputs = f"not compared: {escape_markup(step.reason)}" if step.outputs is None else _describe_tensors(step.outputs)
     yield f"  outputs of modules      {outputs}"
     for name, (one, other) in step.values.items():
-        apart = "the same" if one == other else f"{_number(one)} against {_number(other)}"
+        apart = "the same" if one == other else f"{_format_number(one)} against {_format_number(other)}"
         yield f"  {name.replace('_', ' '):<23} {apart}"
-    yield f"  gradients, not clipped  {_tensors(step.gradients)}"
-    yield f"  parameters behind it    {_tensors(step.after)}"
-    yield _conclusion(step)
+    yield f"  gradients, not clipped  {_describe_tensors(step.gradients)}"
+    yield f"  parameters behind it    {_describe_tensors(step.after)}"
+    yield _describe_conclusion(step)
 
 
-def _tensors(found: Differences) -> str:
-    first, furthest = found.first, found.largest
+def _describe_tensors(diffs: TensorDiffs) -> str:
+    first, furthest = diffs.first, diffs.largest
     if first is None:
         most = furthest.relative if furthest is not None else 0.0
-        return f"the same in all {found.count}, " + (f"to {_relatively(most)}" if most else "bit for bit")
-    told = first.why or f"relatively {_relatively(first.relative)}, absolutely {_relatively(first.absolute)}"
-    more = f"; furthest apart is {plain(furthest.name)}, by {_relatively(furthest.relative)}" if furthest else ""
-    return f"[bold]{found.beyond} of {found.count} differ, first {plain(first.name)}[/bold]: {plain(told)}{more}"
+        return f"the same in all {diffs.count}, " + (f"to {_format_relative(most)}" if most else "bit for bit")
+    told = first.why or f"relatively {_format_relative(first.relative)}, absolutely {_format_relative(first.absolute)}"
+    more = (
+        f"; furthest apart is {escape_markup(furthest.name)}, by {_format_relative(furthest.relative)}"
+        if furthest
+        else ""
+    )
+    return f"[bold]{diffs.beyond} of {diffs.count} differ, first {escape_markup(first.name)}[/bold]: {escape_markup(told)}{more}"
 
 
-def _conclusion(step: Step) -> str:
+def _describe_conclusion(step: StepComparison) -> str:
     if not step.same_rows:
         return "The two steps had other data: look at data, seed and batch_size of the run files."
     if step.before.first is not None:
         return "The parameters differ before the step: what parts them is earlier, or in what was loaded."
     if step.outputs is not None and step.outputs.first is not None:
-        return f"From the same rows and parameters, {plain(step.outputs.first.name)} is the first to compute otherwise."
+        return f"From the same rows and parameters, {escape_markup(step.outputs.first.name)} is the first to compute otherwise."
     if step.gradients.first is not None:
         return (
-            f"Forward is the same, and the gradient of {plain(step.gradients.first.name)} is not: backward, or how "
+            f"Forward is the same, and the gradient of {escape_markup(step.gradients.first.name)} is not: backward, or how "
             f"gradients are summed over ranks and microbatches, differs."
         )
     if step.after.first is not None:

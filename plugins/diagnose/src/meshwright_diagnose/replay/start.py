@@ -15,48 +15,48 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshwright.plugin import (
-    BAD_STEPS,
-    BadSteps,
+    BAD_STEPS_KEY,
+    BadStepDetector,
     Batch,
     CheckpointError,
     ConfigError,
     Loop,
     Mesh,
-    Rewinds,
+    RollbackRequested,
     StepResult,
     StrategyManager,
     World,
-    new_console,
+    create_console,
+    is_launched,
     open_world,
     read_manifest,
-    started_by_launcher,
     train_step,
 )
-from meshwright_run.assembly import begin_with_weights, loop_of, place_of
+from meshwright_run.assembly import build_data_shard, build_loop, load_initial_weights
 from meshwright_run.data.progress import CONSOLE
-from meshwright_run.launch.rank import guarded, signs_of_life
-from meshwright_run.preflight import Plan, fetch_model, make_model, plan_run
-from meshwright_run.resume import Source, changes
+from meshwright_run.launch.rank import heartbeat, run_guarded
+from meshwright_run.preflight import PreparedRun, build_run_model, download_model, preflight
+from meshwright_run.resume import ResumePoint, find_changed_settings
 
 from .order import (
-    RESULT,
+    RESULT_FILE,
     TOLERANCES,
-    Order,
-    Perform,
-    Recorded,
-    degrees_of,
-    on_one_process,
-    order_of,
-    plain_of,
-    precision_of,
-    scratch,
+    RecordedRun,
+    ReplayRequest,
+    ReplayRunner,
+    build_request,
+    collect_values,
+    find_precision,
+    resolve_degrees,
+    scratch_directory,
+    to_single_process,
 )
-from .peers import AllShares, Shared, compare_shares
-from .tensors import NotedOptimizers, Outputs, save_gradients, save_parameters
+from .peers import AllRanksSampler, PeerSampler, compare_ranks
+from .tensors import OutputRecorder, RecordingOptimizerFactory, save_gradients, save_parameters
 
 
 @dataclass(frozen=True)
-class Value:
+class ReplayedValue:
     """A number of a step, as it was written and as it has come again."""
 
     name: str
@@ -69,14 +69,14 @@ class Value:
 
     @property
     def apart(self) -> float:
-        return relative(self.written, self.replayed)
+        return relative_difference(self.written, self.replayed)
 
 
 def _is_same(one: float | None, other: float | None) -> bool:
     return one == other or (one is not None and other is not None and math.isnan(one) and math.isnan(other))
 
 
-def relative(one: float | None, other: float | None) -> float:
+def relative_difference(one: float | None, other: float | None) -> float:
     """Return |a - b| / max(|a|, |b|); infinite where one is missing, or is not finite."""
     if _is_same(one, other):
         return 0.0
@@ -86,7 +86,7 @@ def relative(one: float | None, other: float | None) -> float:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """A step that was done again."""
 
     run: str
@@ -94,7 +94,7 @@ class Replayed:
     strategy: str
     mesh: str
     beginning: tuple[int, str]  # how many steps were done before, and the checkpoint; "": the beginning of the run
-    values: tuple[Value, ...]
+    values: tuple[ReplayedValue, ...]
     tolerance: float  # relative, of its values; 0: bit for bit
     precision: str
     shares: Mapping[str, Any] | None = None
@@ -130,43 +130,43 @@ class Replayed:
         }
 
 
-def replay(
+def replay_step(
     directory: Path,
     step: int,
     *,
     single: bool = False,
     compare_rank: int | None = None,
     show_traceback: bool = False,
-    perform: Perform | None = None,
-) -> Replayed:
+    runner: ReplayRunner | None = None,
+) -> ReplayResult:
     """Do a step of a run again, from the newest checkpoint before it; nothing is written in its directory."""
     if single and compare_rank is not None:
         raise ConfigError("--single has one process, and no other to compare a rank with. Leave one of both out.")
-    if single and started_by_launcher():
+    if single and is_launched():
         raise ConfigError("--single is one process, and a launcher has started this one. Start it without.")
-    run = Recorded(directory)
-    given = int(os.environ["WORLD_SIZE"]) if started_by_launcher() and not single else None
-    with scratch() as out:
-        order = order_of(run, step, out, world_size=given)
-        degrees = degrees_of(order.config, order.world_size)
+    run = RecordedRun(directory)
+    given = int(os.environ["WORLD_SIZE"]) if is_launched() and not single else None
+    with scratch_directory() as out:
+        order = build_request(run, step, out, world_size=given)
+        degrees = resolve_degrees(order.config, order.world_size)
         note = ""
         if single:
-            order = on_one_process(order)
+            order = to_single_process(order)
             if any(getattr(degrees, axis) > 1 for axis in ("tp", "pp", "cp")):
                 note = "With dropout, ranks that share a batch draw other numbers than one process does."
         if compare_rank is not None:
-            order, note = _comparing(order, compare_rank, degrees.dp)
-        found = (perform or partial(performed, show_traceback=show_traceback))(order)
+            order, note = _prepare_rank_comparison(order, compare_rank, degrees.dp)
+        found = (runner or partial(run_request, show_traceback=show_traceback))(order)
     replayed = found["values"]
-    written = plain_of(run.result(step))
-    precision = precision_of(run.config_of(step) if single else order.config)
-    return Replayed(
+    written = collect_values(run.result(step))
+    precision = find_precision(run.config_of(step) if single else order.config)
+    return ReplayResult(
         run=str(directory),
         step=step,
         strategy=found["strategy"],
         mesh=found["mesh"],
         beginning=(order.beginning.step, str(order.beginning.checkpoint or "")),
-        values=tuple(Value(name, written.get(name), replayed.get(name)) for name in {**written, **replayed}),
+        values=tuple(ReplayedValue(name, written.get(name), replayed.get(name)) for name in {**written, **replayed}),
         tolerance=TOLERANCES[precision] if single or note else 0.0,
         precision=precision,
         shares=found.get("shares"),
@@ -175,7 +175,7 @@ def replay(
     )
 
 
-def _comparing(order: Order, rank: int, data_size: int) -> tuple[Order, str]:
+def _prepare_rank_comparison(request: ReplayRequest, rank: int, data_size: int) -> tuple[ReplayRequest, str]:
     """The order to compare the work of ranks, and a note where their blocks are no longer compiled."""
     if data_size == 1:
         raise ConfigError(
@@ -184,80 +184,84 @@ def _comparing(order: Order, rank: int, data_size: int) -> tuple[Order, str]:
         )
     if not 0 <= rank < data_size:
         raise ConfigError(f"--compare-rank {rank} is none of the data ranks of the run, 0 to {data_size - 1}.")
-    options = order.config.strategy_config
+    options = request.config.strategy_config
     if not options.get("enable_compile"):
-        return replace(order, compares=True), ""
-    config = order.config.model_copy(update={"strategy_config": {**options, "enable_compile": False}})
+        return replace(request, compares=True), ""
+    config = request.config.model_copy(update={"strategy_config": {**options, "enable_compile": False}})
     note = "Blocks are not compiled here, as they were in the run: compiled ones call no hooks within them."
-    return replace(order, config=config, compares=True), note
+    return replace(request, config=config, compares=True), note
 
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-def replay_rank(store: Store | None, order: Order) -> None:
+def replay_on_rank(store: Store | None, request: ReplayRequest) -> None:
     """Do the steps of an order on this rank, and leave what was found in it and, on the first rank, in a file."""
-    config = order.config
+    config = request.config
     if config.threads_per_rank != "auto":
         torch.set_num_threads(config.threads_per_rank)
     timeout_s = config.timeout_s
-    with signs_of_life(timeout_s), open_world(config.device, store=store, timeout_s=timeout_s) as world:
-        commit = fetch_model(config.model, world)
-        plan = world.together(lambda: plan_run(config, world.size, commit=commit))
+    with heartbeat(timeout_s), open_world(config.device, store=store, timeout_s=timeout_s) as world:
+        commit = download_model(config.model, world)
+        plan = world.together(lambda: preflight(config, world.size, commit=commit))
         plan = replace(plan, rows=replace(plan.rows, held_out={}))  # nothing is evaluated
-        found = _replayed(order, plan, world)
+        found = _replay_steps(request, plan, world)
         if world.rank == 0:
-            (order.out / RESULT).write_text(json.dumps(found), encoding="utf-8")
+            (request.out / RESULT_FILE).write_text(json.dumps(found), encoding="utf-8")
         # A rank that leaves first would take connections with it that others may still need.
         world.reduce_ints([0])
-    order.found.append(found)
+    request.found.append(found)
 
 
-def _replayed(order: Order, plan: Plan, world: World) -> dict[str, Any]:
-    setting = _begun(order, plan, _source(order, plan, world), world)
+def _replay_steps(request: ReplayRequest, plan: PreparedRun, world: World) -> dict[str, Any]:
+    setting = _build_setup(request, plan, _find_source(request, plan, world), world)
     manager, loop = setting.manager, setting.loop
     found: dict[str, Any] = {"strategy": str(plan.stack), "mesh": str(plan.degrees)}
-    bad_steps = BadSteps(loop.on_bad_step, (loop.state or {}).get(BAD_STEPS))
+    bad_steps = BadStepDetector(loop.on_bad_step, (loop.state or {}).get(BAD_STEPS_KEY))
     with ExitStack() as held:
         if setting.all_shares is not None:
             held.enter_context(setting.all_shares.drawing(manager.model_parts[0]))
-        for step in range(loop.start, order.step):
-            is_last = step == order.step - 1
+        for step in range(loop.start, request.step):
+            is_last = step == request.step - 1
             # From where the run went back to, it has left out batches.
-            bad_steps.left_out += sum(each.batches for each in order.went_back if each.to == step)
+            bad_steps.left_out += sum(each.batches for each in request.went_back if each.to == step)
             if is_last and setting.shared is not None:
-                found["shares"] = compare_shares(manager, loop, step + bad_steps.left_out, setting.shared)
-            result = (_kept if is_last and order.keeps else _done)(order, setting, step, bad_steps)
-    return {**found, "values": plain_of(result)}
+                found["shares"] = compare_ranks(manager, loop, step + bad_steps.left_out, setting.shared)
+            result = (_run_and_save_step if is_last and request.keeps else _run_step)(request, setting, step, bad_steps)
+    return {**found, "values": collect_values(result)}
 
 
 @dataclass(frozen=True)
-class _Setting:
-    """What the steps are done with; `all_shares` in one process, and `shared` where data ranks exchange their work."""
+class _ReplaySetup:
+    """What the steps are done with; `all_ranks_sampler` in one process, and `shared` where data ranks exchange their work."""
 
     manager: StrategyManager
     loop: Loop
-    optimizers: NotedOptimizers
-    all_shares: AllShares | None
-    shared: Shared | None
+    optimizers: RecordingOptimizerFactory
+    all_shares: AllRanksSampler | None
+    shared: PeerSampler | None
 
 
-def _done(order: Order, setting: _Setting, step: int, bad_steps: BadSteps, **options: Any) -> StepResult:
+def _run_step(
+    request: ReplayRequest, setup: _ReplaySetup, step: int, bad_steps: BadStepDetector, **options: Any
+) -> StepResult:
     """Do a step, as `fit` does."""
-    loop = options.pop("loop", setting.loop)
+    loop = options.pop("loop", setup.loop)
     try:
-        return train_step(setting.manager, loop, step, bad_steps=bad_steps, **options)
-    except Rewinds as rewinds:
+        return train_step(setup.manager, loop, step, bad_step_detector=bad_steps, **options)
+    except RollbackRequested as rewinds:
         raise ConfigError(
             f"step {rewinds.bad.step} takes the run back: {rewinds.bad.reason}. By events.jsonl it did not, so steps "
             f"from there on cannot be done again from here. Give a step behind a checkpoint that was saved later."
         ) from None
 
 
-def _kept(order: Order, setting: _Setting, step: int, bad_steps: BadSteps) -> StepResult:
+def _run_and_save_step(
+    request: ReplayRequest, setup: _ReplaySetup, step: int, bad_steps: BadStepDetector
+) -> StepResult:
     """Do the last step, and keep in files what is compared of it. Collective."""
-    manager, batches = setting.manager, setting.loop.batches
+    manager, batches = setup.manager, setup.loop.batches
     if not callable(batches):
         raise ConfigError("a run file draws by the step.")
     drawn: list[Batch] = []
@@ -268,64 +272,66 @@ def _kept(order: Order, setting: _Setting, step: int, bad_steps: BadSteps) -> St
 
     def look(moment: str) -> None:
         if moment == "whole":
-            save_gradients(manager, setting.optimizers, order.out / "gradients")
+            save_gradients(manager, setup.optimizers, request.out / "gradients")
 
-    save_parameters(manager, order.out / "before")
-    with Outputs(manager) as outputs:
-        result = _done(order, setting, step, bad_steps, loop=replace(setting.loop, batches=drawing), look=look)
-    save_parameters(manager, order.out / "after")
-    outputs.save(order.out, drawn)
+    save_parameters(manager, request.out / "before")
+    with OutputRecorder(manager) as outputs:
+        result = _run_step(request, setup, step, bad_steps, loop=replace(setup.loop, batches=drawing), look=look)
+    save_parameters(manager, request.out / "after")
+    outputs.save(request.out, drawn)
     return result
 
 
-def _begun(order: Order, plan: Plan, source: Source | None, world: World) -> _Setting:
+def _build_setup(request: ReplayRequest, plan: PreparedRun, source: ResumePoint | None, world: World) -> _ReplaySetup:
     """The run's manager and loop, as `train.run` makes them. Collective."""
-    config, mesh = order.config, Mesh(plan.degrees, world)
+    config, mesh = request.config, Mesh(plan.degrees, world)
     manager = plan.stack.build(mesh)
-    model, weights = world.together(lambda: make_model(config.model, plan.model, plan.model_config, seed=config.seed))
+    model, weights = world.together(
+        lambda: build_run_model(config.model, plan.model, plan.model_config, seed=config.seed)
+    )
     manager.parallelize(model, weights)
     del model, weights
-    plan = begin_with_weights(manager, plan, source, new_console(quiet=True))
-    optimizers = NotedOptimizers(config.optimizer)
+    plan = load_initial_weights(manager, plan, source, create_console(quiet=True))
+    optimizers = RecordingOptimizerFactory(config.optimizer)
     place = all_shares = shared = None
-    if order.layout is not None:
-        degrees = degrees_of(*order.layout)
-        place = place_of(degrees, plan.micro_batch_size, 0)
-        all_shares = AllShares(plan, degrees.dp, config.seed)
-    elif order.compares:
-        shared = Shared(mesh, config.seed)
+    if request.layout is not None:
+        degrees = resolve_degrees(*request.layout)
+        place = build_data_shard(degrees, plan.micro_batch_size, 0)
+        all_shares = AllRanksSampler(plan, degrees.dp, config.seed)
+    elif request.compares:
+        shared = PeerSampler(mesh, config.seed)
     draw = all_shares or shared
-    loop = loop_of(manager, plan, source, factory=optimizers, place=place, draw=draw)
-    return _Setting(manager, loop, optimizers, all_shares, shared)
+    loop = build_loop(manager, plan, source, factory=optimizers, shard=place, draw_batches=draw)
+    return _ReplaySetup(manager, loop, optimizers, all_shares, shared)
 
 
-def _source(order: Order, plan: Plan, world: World) -> Source | None:
-    directory = order.beginning.checkpoint
+def _find_source(request: ReplayRequest, plan: PreparedRun, world: World) -> ResumePoint | None:
+    directory = request.beginning.checkpoint
     if directory is None:
         return None
     manifest = world.together(lambda: read_manifest(directory))
     saved = (manifest.extra.get("identity") or {}).get("model") or {}
     # What the replay has changed is as it was; see [Note: what is changed] in `order`.
-    model = {**plan.identity["model"], **{key: saved[key] for key in order.changed if key in saved}}
+    model = {**plan.identity["model"], **{key: saved[key] for key in request.changed if key in saved}}
     identity = {**plan.identity, "model": model}
-    changed = world.together(lambda: changes(directory, manifest, identity, order.config, plan.steps))
-    if manifest.step >= order.step:
-        raise CheckpointError(f"{directory} is of step {manifest.step}, which is not before step {order.step}.")
-    return Source(directory, manifest, named=None, changed=changed, keeps=-1, metrics=None)
+    changed = world.together(lambda: find_changed_settings(directory, manifest, identity, request.config, plan.steps))
+    if manifest.step >= request.step:
+        raise CheckpointError(f"{directory} is of step {manifest.step}, which is not before step {request.step}.")
+    return ResumePoint(directory, manifest, named=None, changed=changed, keeps=-1, metrics=None)
 
 
-def performed(order: Order, *, show_traceback: bool = False) -> dict[str, Any]:
+def run_request(request: ReplayRequest, *, show_traceback: bool = False) -> dict[str, Any]:
     """Start the ranks, or join those that a launcher has started, and return what they have found."""
-    if started_by_launcher():
-        code = guarded(replay_rank, (order,), show_traceback=show_traceback)
+    if is_launched():
+        code = run_guarded(replay_on_rank, (request,), show_traceback=show_traceback)
     else:
-        from meshwright_run.launch.local import launch
+        from meshwright_run.launch.local import launch_ranks
 
-        with CONSOLE.status(f"step {order.step} again"):
-            code = launch(replay_rank, (order,), nproc=order.world_size, show_traceback=show_traceback)
+        with CONSOLE.status(f"step {request.step} again"):
+            code = launch_ranks(replay_on_rank, (request,), nproc=request.world_size, show_traceback=show_traceback)
     if code:
         raise SystemExit(code)
-    if order.found:
-        return order.found[-1]
-    found: dict[str, Any] = json.loads((order.out / RESULT).read_text(encoding="utf-8"))
+    if request.found:
+        return request.found[-1]
+    found: dict[str, Any] = json.loads((request.out / RESULT_FILE).read_text(encoding="utf-8"))
     return found

@@ -25,29 +25,29 @@ from torch.optim import Optimizer
 
 from meshwright.plugin import (
     Batch,
+    ChunkedTensor,
     ConfiguredOptimizer,
     OptimizerFactory,
-    Sharded,
+    ParamTraits,
     StrategyManager,
-    Trained,
-    members_of,
-    whole_parameters,
+    get_members,
+    iter_full_parameters,
 )
 
-from .peers import PLAIN, first_of
+from .peers import TENSOR_TYPES, get_first_output
 
 BUCKET_BYTES = 1 << 25
-NAMES = "names.json"
-MOST_BYTES = 1 << 30  # Of outputs on one rank; if they take more, none are kept
+NAMES_FILE = "names.json"
+MAX_OUTPUT_BYTES = 1 << 30  # Of outputs on one rank; if they take more, none are kept
 _KEY = "meshwright_gradient"
 
 
-class NotedOptimizers(ConfiguredOptimizer):
+class RecordingOptimizerFactory(ConfiguredOptimizer):
     """The factory of a run file's optimizer, which keeps what it has `made`: one for each part of the model here."""
 
     made: list[Optimizer]
 
-    def for_model(self, trained: Mapping[str, Trained]) -> OptimizerFactory:
+    def for_model(self, trained: Mapping[str, ParamTraits]) -> OptimizerFactory:
         make, self.made = super().for_model(trained), getattr(self, "made", [])
 
         def factory(named: object) -> Optimizer:
@@ -57,9 +57,9 @@ class NotedOptimizers(ConfiguredOptimizer):
         return factory
 
 
-def save_gradients(manager: StrategyManager, optimizers: NotedOptimizers, directory: Path) -> None:
+def save_gradients(manager: StrategyManager, optimizers: RecordingOptimizerFactory, directory: Path) -> None:
     """Save the gradients that the optimizers are about to step with, zeros where there is none. Collective."""
-    members = [member for each in optimizers.made for member in members_of(each)]
+    members = [member for each in optimizers.made for member in get_members(each)]
     stepped = [(each, p) for each in members for group in each.param_groups for p in group["params"]]
     for optimizer, parameter in stepped:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -72,8 +72,8 @@ def save_gradients(manager: StrategyManager, optimizers: NotedOptimizers, direct
             del optimizer.state[parameter][_KEY]
             if not optimizer.state[parameter]:
                 del optimizer.state[parameter]
-    held: Mapping[str, Sharded | None] = pieces
-    _save(whole_parameters(lambda: held, manager.mesh, bucket_bytes=BUCKET_BYTES, dtype=None), manager, directory)
+    held: Mapping[str, ChunkedTensor | None] = pieces
+    _save(iter_full_parameters(lambda: held, manager.mesh, bucket_bytes=BUCKET_BYTES, dtype=None), manager, directory)
 
 
 def save_parameters(manager: StrategyManager, directory: Path) -> None:
@@ -91,13 +91,13 @@ def _save(tensors: Iterator[tuple[str, Tensor]], manager: StrategyManager, direc
             torch.save(tensor.cpu(), directory / f"{len(names)}.pt")
         names.append(name)
     if is_first:
-        (directory / NAMES).write_text(json.dumps(names), encoding="utf-8")
+        (directory / NAMES_FILE).write_text(json.dumps(names), encoding="utf-8")
 
 
 # -- outputs of modules, of N rows of a step with S positions
 
 
-class Outputs:
+class OutputRecorder:
     """Context manager around one step that keeps the outputs of each module in training, on this rank."""
 
     def __init__(self, manager: StrategyManager) -> None:
@@ -116,7 +116,7 @@ class Outputs:
         self._handles: list[Any] = []
         self.reason = "positions are dealt out over the ranks of cp" if self._mesh.degrees.cp > 1 else ""
 
-    def __enter__(self) -> Outputs:
+    def __enter__(self) -> OutputRecorder:
         for number, part in enumerate(self._parts if not self.reason else ()):
             self._handles.append(part.register_forward_pre_hook(self._counting(number)))
             for module in part.modules():
@@ -136,16 +136,16 @@ class Outputs:
 
     def _noting(self, number: int) -> Any:
         def note(module: nn.Module, _: Any, output: Any) -> None:
-            first = first_of(output)
+            first = get_first_output(output)
             found = self._found[self._names[id(module)]]
             # What is recomputed is kept already.
-            if not module.training or len(found) >= self._calls[number] or type(first) not in PLAIN:
+            if not module.training or len(found) >= self._calls[number] or type(first) not in TENSOR_TYPES:
                 return
             if isinstance(first, DTensor):
                 first = first.to_local()
             self._bytes += first.nbytes
-            if self._bytes > MOST_BYTES:
-                self.reason = f"outputs take more than {MOST_BYTES >> 20} MiB on a rank"
+            if self._bytes > MAX_OUTPUT_BYTES:
+                self.reason = f"outputs take more than {MAX_OUTPUT_BYTES >> 20} MiB on a rank"
                 self._found.clear()
                 return
             found.append(first.detach().to("cpu", copy=True))
@@ -156,7 +156,7 @@ class Outputs:
         """Save them in a file of this rank, with the rows of its microbatches."""
         mesh = self._mesh
         rows = [torch.stack(pair) for batch in drawn for pair in zip(batch["input_ids"], batch["labels"], strict=True)]
-        outputs = {} if self.reason else {name: _joined(each, len(rows)) for name, each in self._found.items()}
+        outputs = {} if self.reason else {name: _join_rows(each, len(rows)) for name, each in self._found.items()}
         saved = {
             "data_rank": mesh.data_rank,
             "tp": mesh.axis_rank("tp"),
@@ -168,7 +168,7 @@ class Outputs:
         torch.save(saved, directory / f"outputs-{mesh.rank}.pt")
 
 
-def _joined(parts: Sequence[Tensor], count: int) -> list[Tensor] | None:
+def _join_rows(parts: Sequence[Tensor], count: int) -> list[Tensor] | None:
     """The rows of an output, perhaps of several lengths; a pipeline's padding rows come last and are dropped."""
     if not parts or any(each.dim() < 2 or not each.is_floating_point() for each in parts):
         return None
@@ -177,7 +177,7 @@ def _joined(parts: Sequence[Tensor], count: int) -> list[Tensor] | None:
 
 
 @dataclass(frozen=True)
-class Traced:
+class RecordedOutputs:
     """The rows of a step, by their bytes, with counts, and outputs by module and row, or why there are none."""
 
     rows: Mapping[bytes, int]
@@ -185,7 +185,7 @@ class Traced:
     reason: str
 
 
-def traced(directory: Path) -> Traced:
+def load_outputs(directory: Path) -> RecordedOutputs:
     files = sorted(directory.glob("outputs-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
     ranks = [torch.load(path, weights_only=True) for path in files]
     reason = next((each["reason"] for each in ranks if each["reason"]), "")
@@ -193,19 +193,19 @@ def traced(directory: Path) -> Traced:
     outputs: dict[str, dict[bytes, Tensor]] = {}
     for data_rank in sorted({each["data_rank"] for each in ranks}):
         mine = [each for each in ranks if each["data_rank"] == data_rank]
-        keys = [_key(row) for row in mine[0]["rows"]]
+        keys = [_make_row_key(row) for row in mine[0]["rows"]]
         rows.update(keys)
         lengths = [row.shape[1] for row in mine[0]["rows"]]
         for stage in sorted({each["pp"] for each in mine}):
             along_tp = sorted((each for each in mine if each["pp"] == stage), key=lambda each: each["tp"])
             for name in along_tp[0]["outputs"]:
-                full = _unsharded([each["outputs"].get(name) for each in along_tp], lengths)
+                full = _unshard([each["outputs"].get(name) for each in along_tp], lengths)
                 if full is not None:
                     outputs.setdefault(name, {}).update(zip(keys, full, strict=True))
-    return Traced(rows, outputs, reason)
+    return RecordedOutputs(rows, outputs, reason)
 
 
-def _key(row: Tensor) -> bytes:
+def _make_row_key(row: Tensor) -> bytes:
     """Token ids and labels without padding, which is longer next to longer rows: one column, again and again."""
     length = row.shape[1]
     while length > 1 and torch.equal(row[:, length - 1], row[:, length - 2]):
@@ -213,7 +213,7 @@ def _key(row: Tensor) -> bytes:
     return row[:, :length].contiguous().numpy().tobytes()
 
 
-def _unsharded(parts: Sequence[list[Tensor] | None], lengths: Sequence[int]) -> list[Tensor] | None:
+def _unshard(parts: Sequence[list[Tensor] | None], lengths: Sequence[int]) -> list[Tensor] | None:
     """The rows of an output from those of the ranks of `tp`; None where it is divided in another way."""
     found = []
     for row, length in enumerate(lengths):
@@ -236,7 +236,7 @@ def _unsharded(parts: Sequence[list[Tensor] | None], lengths: Sequence[int]) -> 
 
 
 @dataclass(frozen=True)
-class Apart:
+class TensorDiff:
     """The largest difference of two tensors, relative to their largest element, or why they cannot be compared."""
 
     name: str
@@ -246,47 +246,47 @@ class Apart:
 
 
 @dataclass(frozen=True)
-class Differences:
+class TensorDiffs:
     """Of `count` tensors in the order of the model: how many are beyond the tolerance, the first, and the largest."""
 
     count: int
-    first: Apart | None
-    largest: Apart | None
+    first: TensorDiff | None
+    largest: TensorDiff | None
     beyond: int
 
 
-def apart(name: str, one: Tensor, other: Tensor) -> Apart:
+def compare_tensors(name: str, one: Tensor, other: Tensor) -> TensorDiff:
     """Return how far two tensors are apart, in float64; elements that are NaN in both are equal."""
     if one.shape != other.shape:
-        return Apart(name, torch.inf, torch.inf, f"shape {tuple(one.shape)} against {tuple(other.shape)}")
+        return TensorDiff(name, torch.inf, torch.inf, f"shape {tuple(one.shape)} against {tuple(other.shape)}")
     if not one.numel():
-        return Apart(name, 0.0, 0.0)
+        return TensorDiff(name, 0.0, 0.0)
     a, b = one.double(), other.double()
     between = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(nan=torch.inf)
     most, scale = float(between.max()), float(torch.maximum(a.abs(), b.abs()).nan_to_num(nan=0.0).max())
-    return Apart(name, most, most / scale if most and math.isfinite(most) else most)
+    return TensorDiff(name, most, most / scale if most and math.isfinite(most) else most)
 
 
-def differences(one: Path, other: Path, tolerance: float) -> Differences:
+def compare_saved_tensors(one: Path, other: Path, tolerance: float) -> TensorDiffs:
     """Compare what two replays have saved, by name, with a relative tolerance."""
     mine, theirs = (
-        {name: path / f"{number}.pt" for number, name in enumerate(json.loads((path / NAMES).read_text("utf-8")))}
+        {name: path / f"{number}.pt" for number, name in enumerate(json.loads((path / NAMES_FILE).read_text("utf-8")))}
         for path in (one, other)
     )
     found = []
     for name, path in mine.items():
         if name in theirs:
             pair = (torch.load(each, weights_only=True, mmap=True) for each in (path, theirs.pop(name)))
-            found.append(apart(name, *pair))
+            found.append(compare_tensors(name, *pair))
         else:
-            found.append(Apart(name, torch.inf, torch.inf, "the second run has none of that name"))
-    found += [Apart(name, torch.inf, torch.inf, "the first run has none of that name") for name in theirs]
-    return _summed(found, tolerance)
+            found.append(TensorDiff(name, torch.inf, torch.inf, "the second run has none of that name"))
+    found += [TensorDiff(name, torch.inf, torch.inf, "the first run has none of that name") for name in theirs]
+    return _summarize(found, tolerance)
 
 
-def different_outputs(one: Traced, other: Traced, tolerance: float) -> Differences:
+def compare_outputs(one: RecordedOutputs, other: RecordedOutputs, tolerance: float) -> TensorDiffs:
     """Compare outputs of modules that both replays have in full, in the order in which the first has computed them."""
-    found: list[Apart] = []
+    found: list[TensorDiff] = []
     for name, rows in one.outputs.items():
         theirs = other.outputs.get(name)
         if theirs is None or rows.keys() != theirs.keys():
@@ -297,11 +297,11 @@ def different_outputs(one: Traced, other: Traced, tolerance: float) -> Differenc
         widths = [min(len(a), len(b)) for a, b in pairs]
         left = torch.cat([a[:width].flatten() for (a, _), width in zip(pairs, widths, strict=True)])
         right = torch.cat([b[:width].flatten() for (_, b), width in zip(pairs, widths, strict=True)])
-        found.append(apart(name, left, right))
-    return _summed(found, tolerance)
+        found.append(compare_tensors(name, left, right))
+    return _summarize(found, tolerance)
 
 
-def _summed(found: list[Apart], tolerance: float) -> Differences:
-    beyond = [each for each in found if not each.relative <= tolerance]
-    largest = max(found, key=lambda each: each.relative, default=None)
-    return Differences(len(found), beyond[0] if beyond else None, largest, len(beyond))
+def _summarize(diffs: list[TensorDiff], tolerance: float) -> TensorDiffs:
+    beyond = [each for each in diffs if not each.relative <= tolerance]
+    largest = max(diffs, key=lambda each: each.relative, default=None)
+    return TensorDiffs(len(diffs), beyond[0] if beyond else None, largest, len(beyond))

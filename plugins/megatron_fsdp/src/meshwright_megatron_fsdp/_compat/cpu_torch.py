@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager as torch_coalescing_manager
 
-from .package import submodule
+from .package import import_submodule
 
-_PATCHED = ("megatron_fsdp", "param_and_grad_buffer", "uneven_dtensor", "utils")
+_PATCHED_MODULES = ("megatron_fsdp", "param_and_grad_buffer", "uneven_dtensor", "utils")
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class _CpuStream(torch.cpu.Stream):
         return torch.cpu.Event()
 
 
-class _CpuAsCuda:
+class _CpuCudaModule:
     """The names of torch.cuda that the package uses; others are missing, so that a new call fails."""
 
     Stream = _CpuStream
@@ -59,44 +59,44 @@ class _CpuAsCuda:
         """There is no cache on a CPU."""
 
 
-class _Torch(types.ModuleType):
+class _TorchProxy(types.ModuleType):
     """`torch`, or a part of it, with some names replaced."""
 
-    def __init__(self, inner: Any, **replaced: Any) -> None:
-        super().__init__(inner.__name__)
-        self.__dict__.update(replaced)
-        self._inner = inner
+    def __init__(self, module: Any, **overrides: Any) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(overrides)
+        self._inner = module
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_inner"], name)
 
 
-_DONE = types.SimpleNamespace(wait=lambda: True)
+_COMPLETED_WORK = types.SimpleNamespace(wait=lambda: True)
 """The handle of a collective that is done."""
 
 
-def _waited_for(collective: Callable[..., Any]) -> Callable[..., Any]:
+def _make_synchronous(collective: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(collective)
     def call(*args: Any, async_op: bool = False, **options: Any) -> Any:
         collective(*args, **options)
-        return _DONE if async_op else None
+        return _COMPLETED_WORK if async_op else None
 
     return call
 
 
 @contextmanager
-def _coalesced(*args: Any, async_ops: bool = False, **options: Any) -> Iterator[Any]:
+def _skip_coalescing(*args: Any, async_ops: bool = False, **options: Any) -> Iterator[Any]:
     """Replace torch's `_coalescing_manager`, under which gloo takes tensors of one dtype only."""
-    yield _DONE
+    yield _COMPLETED_WORK
 
 
-_ASYNCHRONOUS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-_COALESCING = "_coalescing_manager"
+_ASYNC_COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+_COALESCING_MANAGER = "_coalescing_manager"
 """The name under which a module of the package has torch's."""
 
 
-def _cpu_torch(module: str) -> _Torch:
+def _build_cpu_torch(module: str) -> _TorchProxy:
     def device(name: Any) -> torch.device:
         return torch.device("cpu" if str(name).startswith("cuda") else name)
 
@@ -106,48 +106,48 @@ def _cpu_torch(module: str) -> _Torch:
         return made
 
     if module == "megatron_fsdp.utils":
-        return _Torch(torch, cuda=_CpuAsCuda("cpu"))
-    distributed = _Torch(dist, **{name: _waited_for(getattr(dist, name)) for name in _ASYNCHRONOUS})
-    return _Torch(torch, cuda=_CpuAsCuda(0), device=device, tensor=tensor, distributed=distributed)
+        return _TorchProxy(torch, cuda=_CpuCudaModule("cpu"))
+    distributed = _TorchProxy(dist, **{name: _make_synchronous(getattr(dist, name)) for name in _ASYNC_COLLECTIVES})
+    return _TorchProxy(torch, cuda=_CpuCudaModule(0), device=device, tensor=tensor, distributed=distributed)
 
 
-_cpu_users = 0
+_num_cpu_users = 0
 
 
-def hold_cpu_torch(owner: object) -> weakref.finalize[..., Any]:
+def use_cpu_torch(owner: object) -> weakref.finalize[..., Any]:
     """Apply [Note: torch on a CPU] while `owner` lives; what is returned ends it earlier."""
-    global _cpu_users
-    if _cpu_users == 0:
+    global _num_cpu_users
+    if _num_cpu_users == 0:
         _log.info("Megatron-FSDP runs on the CPU: what its modules call of torch.cuda is answered by torch.cpu.")
-        for module in map(submodule, _PATCHED):
-            _replace(module, _cpu_torch(module.__name__), _coalesced)
-    _cpu_users += 1
+        for module in map(import_submodule, _PATCHED_MODULES):
+            _patch_module(module, _build_cpu_torch(module.__name__), _skip_coalescing)
+    _num_cpu_users += 1
     return weakref.finalize(owner, _release_cpu_torch)
 
 
 def _release_cpu_torch() -> None:
-    global _cpu_users
-    _cpu_users -= 1
-    if _cpu_users == 0:
-        for module in map(submodule, _PATCHED):
-            _replace(module, torch, torch_coalescing_manager)
+    global _num_cpu_users
+    _num_cpu_users -= 1
+    if _num_cpu_users == 0:
+        for module in map(import_submodule, _PATCHED_MODULES):
+            _patch_module(module, torch, torch_coalescing_manager)
 
 
-def _replace(module: Any, torch_: Any, coalescing_manager: Any) -> None:
+def _patch_module(module: Any, torch_: Any, coalescing_manager: Any) -> None:
     module.torch = torch_
-    if hasattr(module, _COALESCING):
-        setattr(module, _COALESCING, coalescing_manager)
+    if hasattr(module, _COALESCING_MANAGER):
+        setattr(module, _COALESCING_MANAGER, coalescing_manager)
 
 
 @contextmanager
-def float64_buffers() -> Iterator[None]:
+def allow_float64_buffers() -> Iterator[None]:
     """Let the package make float64 gradient buffers while it wraps a model.
 
-    Its table of buffer sizes has no float64, so float16 means float64 there; see `units.find_dtypes`.
+    Its table of buffer sizes has no float64, so float16 means float64 there; see `units.build_mixed_precision_policy`.
     """
-    module = submodule("param_and_grad_buffer")
+    module = import_submodule("param_and_grad_buffer")
     before = module.torch
-    module.torch = _Torch(before, float16=torch.float64)
+    module.torch = _TorchProxy(before, float16=torch.float64)
     try:
         yield
     finally:

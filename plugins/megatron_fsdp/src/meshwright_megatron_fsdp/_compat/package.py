@@ -10,14 +10,14 @@ from typing import Any
 
 from meshwright.plugin import StrategyError
 
-TESTED = ((0, 6, 1), (0, 7))
+TESTED_VERSIONS = ((0, 6, 1), (0, 7))
 """The first version that works and the first that is not known to."""
 
 
 def check_version(version: str) -> None:
-    """Refuse versions such as "0.6.0" or "0.7.0+local", outside of `TESTED`, by StrategyError."""
+    """Refuse versions such as "0.6.0" or "0.7.0+local", outside of `TESTED_VERSIONS`, by StrategyError."""
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
-    if not TESTED[0] <= numbers < TESTED[1]:
+    if not TESTED_VERSIONS[0] <= numbers < TESTED_VERSIONS[1]:
         raise StrategyError(
             f"megatron-fsdp {version} is installed, but megatron_fsdp relies on internals that were tried with 0.6.1 "
             f"up to, not including, 0.7. Install one of these: pip install 'megatron-fsdp>=0.6.1,<0.7'."
@@ -25,7 +25,7 @@ def check_version(version: str) -> None:
 
 
 @functools.cache
-def package() -> Any:
+def import_package() -> Any:
     """Import `megatron_fsdp`; StrategyError if it is missing or of a version that is not known to work."""
     try:
         check_version(importlib.metadata.version("megatron-fsdp"))
@@ -40,12 +40,12 @@ def package() -> Any:
         ) from None
 
 
-def submodule(name: str) -> Any:
+def import_submodule(name: str) -> Any:
     """Import a private module of the package, by its name without `megatron_fsdp.`; raises as `package`."""
-    package()
+    import_package()
     return importlib.import_module(f"megatron_fsdp.{name}")
 
 
 def has_nccl_allocator() -> bool:
     """Return whether megatron-fsdp has found an allocator for nccl_ub; it fails by an assertion without one."""
-    return getattr(submodule("param_and_grad_buffer"), "nccl_allocator", None) is not None
+    return getattr(import_submodule("param_and_grad_buffer"), "nccl_allocator", None) is not None

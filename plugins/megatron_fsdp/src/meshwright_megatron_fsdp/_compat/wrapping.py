@@ -15,20 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.plugin import Mesh
 
-from ..config import STAGES, MegatronFSDPConfig
-from .cpu_torch import float64_buffers
-from .package import package, submodule
+from ..config import ZERO_STAGES, MegatronFSDPConfig
+from .cpu_torch import allow_float64_buffers
+from .package import import_package, import_submodule
 
-_BUCKET_ELEMENTS = 40_000_000
+_BUCKET_NUMEL = 40_000_000
 """Megatron-Core's default size of a bucket; the package's None would leave disable_bucketing without effect."""
-_UNIT_ELEMENTS = 1_000_000_000
+_COMMUNICATION_UNIT_NUMEL = 1_000_000_000
 """The package's own least suggested_communication_unit_size."""
 
-ASKING = ("validate_uneven_dtensor", "update_uneven_dtensor_chunk_metadata")
-"""The package's functions that ask other ranks for the sizes of their shards; see `_unchecked_shards`."""
+SHARD_SIZE_COLLECTIVES = ("validate_uneven_dtensor", "update_uneven_dtensor_chunk_metadata")
+"""The package's functions that ask other ranks for the sizes of their shards; see `_skip_shard_checks`."""
 
 
-class _Chosen(type):
+class _UnitClass(type):
     """A class whose instances are the modules that were chosen: the package takes units as classes only."""
 
     modules: Sequence[nn.Module]
@@ -37,26 +37,28 @@ class _Chosen(type):
         return any(module is each for each in cls.modules)
 
 
-def wrap(model: nn.Module, mesh: Mesh, config: MegatronFSDPConfig, *, units: Sequence[nn.Module], policy: Any) -> Any:
+def wrap_model(
+    model: nn.Module, mesh: Mesh, config: MegatronFSDPConfig, *, units: Sequence[nn.Module], policy: Any
+) -> Any:
     """Shard a model in place and return the MegatronFSDP around it, in the sharded state; see `wrapped`.
 
     `fully_shard_model` has no argument for suggested_communication_unit_size, nor for the size of a bucket, and divides
     by the number of units, which may be 0.
     """
-    theirs = _package_config(config)
-    _keep_rows_whole(model, mesh, theirs, units)
+    theirs = _build_ddp_config(config)
+    _avoid_split_rows(model, mesh, theirs, units)
     used = {parameter.dtype for parameter in model.parameters()} | {policy.main_params_dtype, policy.main_grads_dtype}
     with (
-        float64_buffers() if torch.float64 in used else nullcontext(),
-        nullcontext() if mesh.world.computes else _unchecked_shards(),
+        allow_float64_buffers() if torch.float64 in used else nullcontext(),
+        nullcontext() if mesh.world.computes else _skip_shard_checks(),
     ):
-        fsdp = _wrapper()(
+        fsdp = _build_wrapper_class()(
             model,
-            _index(mesh, shards_outer=config.shards_outer),
+            _build_distributed_index(mesh, shards_outer=config.shards_outer),
             theirs,
             policy,
             # Without units, it has no buffers for them.
-            fsdp_unit_modules=[_Chosen("Unit", (), {"modules": tuple(units)})] if units else [],
+            fsdp_unit_modules=[_UnitClass("Unit", (), {"modules": tuple(units)})] if units else [],
             disable_bucketing=config.disable_bucketing,
             device=mesh.device,
             # No factor on gradients but for averages, where its value is not used.
@@ -74,11 +76,11 @@ def wrap(model: nn.Module, mesh: Mesh, config: MegatronFSDPConfig, *, units: Seq
 
 
 @contextmanager
-def _unchecked_shards() -> Iterator[None]:
+def _skip_shard_checks() -> Iterator[None]:
     """Skip the package's checks of all ranks' shards for a plan, whose world would return this rank's for all."""
-    module = submodule("param_and_grad_buffer")
-    before = {name: getattr(module, name) for name in ASKING}
-    for name in ASKING:
+    module = import_submodule("param_and_grad_buffer")
+    before = {name: getattr(module, name) for name in SHARD_SIZE_COLLECTIVES}
+    for name in SHARD_SIZE_COLLECTIVES:
         setattr(module, name, lambda _: None)
     try:
         yield
@@ -87,7 +89,7 @@ def _unchecked_shards() -> Iterator[None]:
             setattr(module, name, function)
 
 
-def _keep_rows_whole(model: nn.Module, mesh: Mesh, theirs: Any, units: Sequence[nn.Module]) -> None:
+def _avoid_split_rows(model: nn.Module, mesh: Mesh, ddp_config: Any, units: Sequence[nn.Module]) -> None:
     """Give a bucket of its own to each parameter of which the package would cut a row in two.
 
     A bucket is cut at multiples of a number that rows divide, but parameters with fewer elements than that (adapters of
@@ -105,13 +107,16 @@ def _keep_rows_whole(model: nn.Module, mesh: Mesh, theirs: Any, units: Sequence[
         while open_runs:
             run = open_runs.pop()
             shapes = [parameter.shape for parameter in run]
-            cut = [_first_cut(shapes, parts, theirs) for parts in {sharded, sharded * mesh.degrees.dp_replicate}]
+            cut = [
+                _find_first_split_row(shapes, parts, ddp_config)
+                for parts in {sharded, sharded * mesh.degrees.dp_replicate}
+            ]
             for index in [each for each in cut if each is not None][:1]:
                 run[index].shared_embedding = True
                 open_runs += [run[:index], run[index + 1 :]]
 
 
-def _first_cut(shapes: Sequence[torch.Size], parts: int, theirs: Any) -> int | None:
+def _find_first_split_row(shapes: Sequence[torch.Size], num_parts: int, ddp_config: Any) -> int | None:
     """Return the first parameter of a bucket that the package would cut within a row, into so many parts.
 
     As the package does, sort them by the length of their rows, find the number that the rows of all that are not small
@@ -122,10 +127,10 @@ def _first_cut(shapes: Sequence[torch.Size], parts: int, theirs: Any) -> int | N
     for index in order:
         if shapes[index].numel() >= between:
             between = math.lcm(between, shapes[index][1:].numel())
-    lay_out = submodule("param_and_grad_buffer").build_data_parallel_buffer_index
+    lay_out = import_submodule("param_and_grad_buffer").build_data_parallel_buffer_index
     ordered = [shapes[index] for index in order]
-    places, bucket, _ = lay_out(ordered, 0, parts, True, theirs, chunk_size_factor=between)
-    shard = bucket.size // parts
+    places, bucket, _ = lay_out(ordered, 0, num_parts, True, ddp_config, chunk_size_factor=between)
+    shard = bucket.size // num_parts
     for number, place in places.items():
         begin, row = place.global_data_index, ordered[number][1:].numel()
         cuts = range(-(-(begin + 1) // shard) * shard, begin + place.size, shard) if shard else ()
@@ -134,7 +139,7 @@ def _first_cut(shapes: Sequence[torch.Size], parts: int, theirs: Any) -> int | N
     return None
 
 
-def _package_mesh(mesh: Mesh, sharded: list[str]) -> DeviceMesh:
+def _build_package_mesh(mesh: Mesh, sharded: list[str]) -> DeviceMesh:
     """Make a mesh of `sharded` and `pp`, of one rank, over existing groups: torch 2.11 and 2.12 slice only in order."""
     names = (*sharded, "pp")
     ranks = mesh[tuple(sharded)].mesh if len(sharded) > 1 else mesh[sharded[0]].mesh
@@ -142,12 +147,12 @@ def _package_mesh(mesh: Mesh, sharded: list[str]) -> DeviceMesh:
     return DeviceMesh.from_group(groups, mesh.device.type, ranks.unsqueeze(-1), mesh_dim_names=names)
 
 
-def _index(mesh: Mesh, *, shards_outer: bool) -> Any:
+def _build_distributed_index(mesh: Mesh, *, shards_outer: bool) -> Any:
     hybrid = mesh.degrees.dp_replicate > 1
     group = mesh.group("dp_cp") if hybrid else None
     shards = "dp_shard_cp" if mesh.degrees.cp > 1 else "dp_shard"
-    own = _package_mesh(mesh, ["dp_replicate", shards] if hybrid else [shards])
-    return package().FSDPDistributedIndex(
+    own = _build_package_mesh(mesh, ["dp_replicate", shards] if hybrid else [shards])
+    return import_package().FSDPDistributedIndex(
         own,
         dp_shard_dim=shards,
         dp_outer_dim="dp_replicate" if hybrid else None,
@@ -162,18 +167,18 @@ def _index(mesh: Mesh, *, shards_outer: bool) -> Any:
     )
 
 
-def _package_config(config: MegatronFSDPConfig) -> Any:
+def _build_ddp_config(config: MegatronFSDPConfig) -> Any:
     # Whether Megatron-Core's class or the package's own: it depends on what is installed.
-    return submodule("megatron_fsdp").DistributedDataParallelConfig(
+    return import_submodule("megatron_fsdp").DistributedDataParallelConfig(
         overlap_grad_reduce=True,
-        bucket_size=_BUCKET_ELEMENTS,
-        data_parallel_sharding_strategy=STAGES[config.zero],
+        bucket_size=_BUCKET_NUMEL,
+        data_parallel_sharding_strategy=ZERO_STAGES[config.zero],
         outer_dp_sharding_strategy="optim" if config.shards_outer else "no_shard",
         overlap_param_gather=config.overlap_param_gather,
         average_in_collective=config.average_in_collective,
         gradient_reduce_div_fusion=config.gradient_reduce_div_fusion,
         # Given, or else the package divides by the number of units.
-        suggested_communication_unit_size=config.suggested_communication_unit_size or _UNIT_ELEMENTS,
+        suggested_communication_unit_size=config.suggested_communication_unit_size or _COMMUNICATION_UNIT_NUMEL,
         nccl_ub=config.nccl_ub,
         fsdp_double_buffer=config.fsdp_double_buffer or config.nccl_ub,
         disable_symmetric_registration=config.disable_symmetric_registration,
@@ -181,9 +186,9 @@ def _package_config(config: MegatronFSDPConfig) -> Any:
 
 
 @functools.cache
-def _wrapper() -> Any:
+def _build_wrapper_class() -> Any:
     """Return the package's MegatronFSDP, for models in which any number of modules share a parameter."""
-    inner: Any = submodule("megatron_fsdp")
+    inner: Any = import_submodule("megatron_fsdp")
 
     class MegatronFSDP(inner.MegatronFSDP):
         def _reestablish_shared_weights(self, old_params: dict[str, Any], new_params: dict[str, Any]) -> None:

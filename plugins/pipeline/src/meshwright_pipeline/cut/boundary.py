@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.plugin import Batch, ModelError
 
-Path = tuple[tuple[str, Any], ...]
+TensorPath = tuple[tuple[str, Any], ...]
 """Where a tensor is in (args, kwargs) of a call: steps ("item", index) into lists and tuples, ("key", key) into
 mappings."""
 
@@ -26,7 +26,7 @@ _ARGS, _KWARGS = ("item", 0), ("item", 1)
 
 
 @dataclass(frozen=True)
-class Dim:
+class SymbolicDim:
     """The size of one dim: `constant + factor * of`, where `of` is "B", the sequences of a microbatch, "S", its length,
     "BS", the product, or ""."""
 
@@ -35,17 +35,17 @@ class Dim:
     constant: int = 0
 
     def size(self, batch: int, length: int) -> int:
-        return self.constant + self.factor * _measures(batch, length)[self.of]
+        return self.constant + self.factor * _base_sizes(batch, length)[self.of]
 
 
-def _measures(batch: int, length: int) -> dict[str, int]:
+def _base_sizes(batch: int, length: int) -> dict[str, int]:
     return {"": 0, "B": batch, "S": length, "BS": batch * length}
 
 
-def dims_of(shapes: Sequence[Sequence[int]], batches: Sequence[tuple[int, int]]) -> tuple[Dim, ...]:
+def infer_dims(shapes: Sequence[Sequence[int]], batches: Sequence[tuple[int, int]]) -> tuple[SymbolicDim, ...]:
     """How a shape follows from the batch, given the shapes of one tensor for several (sequences, length)."""
     if len({len(shape) for shape in shapes}) == 1:
-        dims = [_dim(sizes, batches) for sizes in zip(*shapes, strict=True)]
+        dims = [_infer_dim(sizes, batches) for sizes in zip(*shapes, strict=True)]
         if None not in dims:
             return tuple(dim for dim in dims if dim is not None)
     raise ModelError(
@@ -54,26 +54,26 @@ def dims_of(shapes: Sequence[Sequence[int]], batches: Sequence[tuple[int, int]])
     )
 
 
-def _dim(sizes: Sequence[int], batches: Sequence[tuple[int, int]]) -> Dim | None:
+def _infer_dim(sizes: Sequence[int], batches: Sequence[tuple[int, int]]) -> SymbolicDim | None:
     if len(set(sizes)) == 1:
-        return Dim(constant=sizes[0])
+        return SymbolicDim(constant=sizes[0])
     for of in ("B", "S", "BS"):
-        pairs = [(_measures(*batch)[of], size) for batch, size in zip(batches, sizes, strict=True)]
+        pairs = [(_base_sizes(*batch)[of], size) for batch, size in zip(batches, sizes, strict=True)]
         (low, size), (high, other) = min(pairs), max(pairs)
         factor = (other - size) // (high - low)
-        dim = Dim(of, factor, size - factor * low)
+        dim = SymbolicDim(of, factor, size - factor * low)
         if factor > 0 and [dim.size(*batch) for batch in batches] == list(sizes):
             return dim
     return None
 
 
 @dataclass(frozen=True)
-class Crossing:
+class BoundaryTensor:
     """One tensor that crosses a boundary; see [Note: crossings]."""
 
-    source: Path | str
+    source: TensorPath | str
     """Where it is among the arguments of the block behind the boundary; or the name of the module that returned it."""
-    dims: tuple[Dim, ...]
+    dims: tuple[SymbolicDim, ...]
     dtype: torch.dtype
 
     def shape(self, batch: int, length: int) -> tuple[int, ...]:
@@ -81,14 +81,14 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModelPartition:
     """How a model is cut: facts that runs of it have shown."""
 
     blocks: tuple[str, ...]
     """In the order in which they run."""
     outside: Mapping[str, frozenset[int]]
     """For each module outside of the blocks with parameters of its own: after how many blocks it runs, if at all."""
-    outputs: Mapping[str, tuple[tuple[Dim, ...], torch.dtype]]
+    outputs: Mapping[str, tuple[tuple[SymbolicDim, ...], torch.dtype]]
     """Of those that return one tensor."""
     kept: frozenset[str]
     """Those without a parameter that trains, such as tables of positions; every stage holds them."""
@@ -96,7 +96,7 @@ class Cut:
     """Parameters of modules that contain the blocks; the first stage holds them."""
     widths: Mapping[str, int | None]
     """For each block, the length of the tuple that it returns; None where it returns a tensor."""
-    crossings: Mapping[int, tuple[Crossing, ...]] = field(default_factory=dict)
+    crossings: Mapping[int, tuple[BoundaryTensor, ...]] = field(default_factory=dict)
     """By the index of the block behind the boundary."""
     in_place: bool = False
 
@@ -107,14 +107,14 @@ class Cut:
         positions = self.outside[module] or {0}
         return any(stage.start < each <= stage.stop or each == stage.start == 0 for each in positions)
 
-    def boundary(self, stage: range) -> Boundary:
+    def boundary(self, stage: range) -> StageBoundary:
         entering, leaving = self.crossings.get(stage.start, ()), self.crossings.get(stage.stop, ())
-        return Boundary(entering, leaving, in_place=self.in_place)
+        return StageBoundary(entering, leaving, writes_in_place=self.in_place)
 
 
-def hidden_path(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Path:
+def find_hidden_states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorPath:
     """Where the hidden states are among the arguments of a block."""
-    places: list[tuple[Path, Any]] = [((_ARGS, ("item", index)), value) for index, value in enumerate(args)]
+    places: list[tuple[TensorPath, Any]] = [((_ARGS, ("item", index)), value) for index, value in enumerate(args)]
     names = sorted(kwargs, key=lambda name: name != "hidden_states")
     places += [((_KWARGS, ("key", name)), kwargs[name]) for name in names]
     for path, value in places:
@@ -123,19 +123,19 @@ def hidden_path(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Path:
     raise ModelError("a block is called without hidden states.")
 
 
-def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+def iter_tensor_paths(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
     """All tensors in lists, tuples and mappings within each other, with their places."""
     if isinstance(value, Tensor):
         yield path, value
     elif type(value) in (list, tuple):
         for index, each in enumerate(value):
-            yield from tensors_in(each, (*path, ("item", index)))
+            yield from iter_tensor_paths(each, (*path, ("item", index)))
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from tensors_in(each, (*path, ("key", key)))
+            yield from iter_tensor_paths(each, (*path, ("key", key)))
 
 
-def found_at(value: Any, path: Path) -> Tensor | None:
+def get_tensor_at(value: Any, path: TensorPath) -> Tensor | None:
     for _, key in path:
         try:
             value = value[key]
@@ -144,32 +144,36 @@ def found_at(value: Any, path: Path) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def put_at(value: Any, path: Path, tensor: Tensor) -> Any:
+def set_tensor_at(value: Any, path: TensorPath, tensor: Tensor) -> Any:
     """The value with a tensor at a place. Mappings are changed, as later blocks read the same; sequences are new."""
     if not path:
         return tensor
     (kind, key), *rest = path
     if kind == "key":
         changed: MutableMapping[Any, Any] = {} if value is None else value
-        changed[key] = put_at(changed.get(key), tuple(rest), tensor)
+        changed[key] = set_tensor_at(changed.get(key), tuple(rest), tensor)
         return changed
     items = list(value or ())
     items += [None] * (key + 1 - len(items))
-    items[key] = put_at(items[key], tuple(rest), tensor)
+    items[key] = set_tensor_at(items[key], tuple(rest), tensor)
     return items if isinstance(value, list) else tuple(items)
 
 
-class Boundary:
+class StageBoundary:
     """What has come into a stage, and what it keeps for the stages behind it; set before each forward.
 
-    `entering` crosses the boundary before the stage, the hidden states first, and `leaving` the one behind it. With
-    `in_place`, what was received is written into the model's own tensors, which may have other uses than blocks.
+    `inputs` crosses the boundary before the stage, the hidden states first, and `outputs` the one behind it. With
+    `writes_in_place`, what was received is written into the model's own tensors, which may have other uses than blocks.
     """
 
     def __init__(
-        self, entering: Sequence[Crossing] = (), leaving: Sequence[Crossing] = (), *, in_place: bool = False
+        self,
+        inputs: Sequence[BoundaryTensor] = (),
+        outputs: Sequence[BoundaryTensor] = (),
+        *,
+        writes_in_place: bool = False,
     ) -> None:
-        self.entering, self.leaving, self.in_place = tuple(entering), tuple(leaving), in_place
+        self.entering, self.leaving, self.in_place = tuple(inputs), tuple(outputs), writes_in_place
         self.size: tuple[int, int] = (0, 0)
         """Sequences of the microbatch, and their length."""
         self.device = torch.device("cpu")
@@ -192,12 +196,12 @@ class Boundary:
         """A forward pre-hook of the stage's first block: what was received takes its place among the arguments."""
         if not self.received:
             return None
-        hidden = hidden_path(args, kwargs)
+        hidden = find_hidden_states(args, kwargs)
         for each, new in zip(self.entering, self.received, strict=True):
             if isinstance(each.source, str):
                 continue
             path = each.source or hidden
-            old = found_at((args, kwargs), path)
+            old = get_tensor_at((args, kwargs), path)
             if old is not None and self.in_place and old.shape == new.shape and old.dtype == new.dtype:
                 old.copy_(new)
             elif old is not None and path == hidden:
@@ -205,7 +209,7 @@ class Boundary:
                 args = tuple(new if value is old else value for value in args)
                 kwargs = {name: new if value is old else value for name, value in kwargs.items()}
             else:
-                args, kwargs = put_at((args, kwargs), path, new)
+                args, kwargs = set_tensor_at((args, kwargs), path, new)
         return args, kwargs
 
     def sent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -215,7 +219,7 @@ class Boundary:
             if isinstance(each.source, str):
                 tensor = self.early.get(each.source)
             else:
-                tensor = found_at((args, kwargs), each.source or hidden_path(args, kwargs))
+                tensor = get_tensor_at((args, kwargs), each.source or find_hidden_states(args, kwargs))
             if tensor is None or tuple(tensor.shape) != each.shape(*self.size):
                 raise ModelError(
                     f"a stage of the pipeline sends {'nothing' if tensor is None else tuple(tensor.shape)}, where the "

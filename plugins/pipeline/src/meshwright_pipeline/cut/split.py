@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from meshwright.plugin import ConfigError
 
-from ..config import CountedBlocks, PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
-from ..schedule.order import Kind, Schedule, timeline
-from ..schedule.rules import schedule_rule
+from ..config import BlockCountConfig, PipelineConfig, compute_num_microbatches, compute_num_stages, resolve_schedule
+from ..schedule.order import ActionKind, Schedule, compute_timeline
+from ..schedule.rules import find_schedule_spec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +39,7 @@ def split_model(
     """Divide a whole model, which may be on the meta device, as the options say; `blocks` are in the order in which
     they run.
     """
-    if isinstance(config, CountedBlocks):
+    if isinstance(config, BlockCountConfig):
         return [range(*each) for each in pairwise([0, *accumulate(config.blocks_per_stage)])]
     if config.module_fqns_per_model_part is not None:
         named = dict(model.named_modules())
@@ -52,16 +52,21 @@ def split_model(
         )
     if config.layers_per_stage is not None:
         return split_blocks([1.0] * len(blocks), stages)
-    return split_blocks([elements(model, block) for block in blocks], stages, **ends(model, layout))
+    return split_blocks(
+        [count_parameters(model, block) for block in blocks], stages, **compute_end_costs(model, layout)
+    )
 
 
-def elements(model: nn.Module, name: str | None) -> int:
+def count_parameters(model: nn.Module, name: str | None) -> int:
     return sum(parameter.numel() for parameter in model.get_submodule(name).parameters()) if name else 0
 
 
-def ends(model: nn.Module, layout: ModelLayout) -> dict[str, float]:
+def compute_end_costs(model: nn.Module, layout: ModelLayout) -> dict[str, float]:
     """What the first and the last stage bear besides their blocks, in elements that take part in a product."""
-    return {"first": EMBEDDING_COST * elements(model, layout.embedding), "last": elements(model, layout.head)}
+    return {
+        "first": EMBEDDING_COST * count_parameters(model, layout.embedding),
+        "last": count_parameters(model, layout.head),
+    }
 
 
 def split_blocks(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
@@ -82,7 +87,7 @@ def split_blocks(costs: Sequence[float], stages: int, *, first: float = 0.0, las
         at_ends = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
         return sums[stop] - sums[start] + at_ends
 
-    largest, _ = _best_cuts(cost, len(costs), stages, combine=max)
+    largest, _ = _find_best_cuts(cost, len(costs), stages, combine=max)
     # Differences of sums have been rounded.
     limit = largest * (1 + 1e-9)
 
@@ -90,11 +95,11 @@ def split_blocks(costs: Sequence[float], stages: int, *, first: float = 0.0, las
         value = cost(stage, start, stop)
         return value**2 if value <= limit else math.inf
 
-    _, cuts = _best_cuts(square, len(costs), stages, combine=lambda one, other: one + other)
+    _, cuts = _find_best_cuts(square, len(costs), stages, combine=lambda one, other: one + other)
     return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
-def _best_cuts(
+def _find_best_cuts(
     cost: Callable[[int, int, int], float], blocks: int, stages: int, *, combine: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """The least combined cost of `stages` consecutive ranges, and their ends, from 0 to `blocks`."""
@@ -126,54 +131,56 @@ def split_by_names(
     """The indices of each stage's blocks, where the user has named the modules of each in `parts`.
 
     A name stands for its module and all inside it. Modules without parameters may be named on several stages, or not at
-    all. `holders` are modules with parameters of their own; `runs_in` says whether a stage with these blocks uses a
+    all. `holders` are modules with parameters of their own; `runs_on_stage` says whether a stage with these blocks uses a
     module that is in no block.
     """
     for stage, names in enumerate(parts):
         for name in names:
             if name not in modules:
-                raise _refused(f"stage {stage} names {name!r}, which is no module of the model")
-            around = [block for block in blocks if _inside(name, block) and name != block]
+                raise _config_error(f"stage {stage} names {name!r}, which is no module of the model")
+            around = [block for block in blocks if _is_inside(name, block) and name != block]
             if around:
-                raise _refused(f"stage {stage} names {name!r}, a part of the block {around[0]!r}. Name the whole block")
+                raise _config_error(
+                    f"stage {stage} names {name!r}, a part of the block {around[0]!r}. Name the whole block"
+                )
     # A module that contains the blocks belongs to no stage: its own parameters go where they are used.
-    needed = [name for name in holders if not any(_inside(block, name) and block != name for block in blocks)]
-    stage_of = _stage_of_each(parts, [*blocks, *needed])
+    needed = [name for name in holders if not any(_is_inside(block, name) and block != name for block in blocks)]
+    stage_of = _assign_stages(parts, [*blocks, *needed])
     order = [stage_of[block] for block in blocks]
     for (before, after), name in zip(pairwise(order), blocks[1:], strict=True):
         if after < before:
-            raise _refused(
+            raise _config_error(
                 f"{name!r} is on stage {after}, but blocks before it are on stage {before}. Keep their order"
             )
     ranges = [range(order.index(stage), order.index(stage) + order.count(stage)) for stage in sorted(set(order))]
     if len(ranges) < len(parts):
         empty = next(stage for stage in range(len(parts)) if stage not in order)
-        raise _refused(f"stage {empty} holds no block. Give each stage one, or name fewer stages")
+        raise _config_error(f"stage {empty} holds no block. Give each stage one, or name fewer stages")
     for name in needed:
-        if not any(_inside(name, block) for block in blocks) and not runs_in(name, ranges[stage_of[name]]):
+        if not any(_is_inside(name, block) for block in blocks) and not runs_in(name, ranges[stage_of[name]]):
             able = [stage for stage, held in enumerate(ranges) if runs_in(name, held)]
-            raise _refused(f"{name!r} is on stage {stage_of[name]}, but runs on {able}. Name it there")
+            raise _config_error(f"{name!r} is on stage {stage_of[name]}, but runs on {able}. Name it there")
     return ranges
 
 
-def _stage_of_each(parts: Sequence[Sequence[str]], modules: Sequence[str]) -> dict[str, int]:
+def _assign_stages(parts: Sequence[Sequence[str]], modules: Sequence[str]) -> dict[str, int]:
     """The stage of each of these modules, which are all to be on one."""
     stage_of: dict[str, int] = {}
     for name in dict.fromkeys(modules):
-        found = [stage for stage, names in enumerate(parts) for each in names if _inside(name, each)]
+        found = [stage for stage, names in enumerate(parts) for each in names if _is_inside(name, each)]
         if not found:
-            raise _refused(f"{name!r} is on no stage. Add it to the stage that is to hold it")
+            raise _config_error(f"{name!r} is on no stage. Add it to the stage that is to hold it")
         if len(found) > 1:
-            raise _refused(f"{name!r} is named {len(found)} times, on stages {found}. Leave one of them")
+            raise _config_error(f"{name!r} is named {len(found)} times, on stages {found}. Leave one of them")
         stage_of[name] = found[0]
     return stage_of
 
 
-def _refused(text: str) -> ConfigError:
+def _config_error(text: str) -> ConfigError:
     return ConfigError(f"module_fqns_per_model_part: {text}.")
 
 
-def _inside(name: str, module: str) -> bool:
+def _is_inside(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
@@ -181,7 +188,7 @@ def _inside(name: str, module: str) -> bool:
 
 
 @dataclass(frozen=True)
-class InStages:
+class PipelineCostModel:
     """What a plan needs to know of a model in stages; see `meshwright_plan.stages`."""
 
     config: PipelineConfig
@@ -193,7 +200,7 @@ class InStages:
     def with_blocks(self, blocks: Sequence[int]) -> PipelineConfig:
         values = {name: getattr(self.config, name) for name in PipelineConfig.model_fields}
         values |= {"layers_per_stage": None, "round_virtual_stages_to_pp_multiple": None}
-        return CountedBlocks(**values, blocks_per_stage=tuple(blocks))
+        return BlockCountConfig(**values, blocks_per_stage=tuple(blocks))
 
     def steady(self, ranks: int, rows: int) -> tuple[int, int] | None:
         """From how many microbatches of `rows` sequences on, and in steps of how many, more of them add the same; None:
@@ -201,7 +208,7 @@ class InStages:
         pieces, rest = divmod(rows, self.config.pp_microbatch_size)
         if rest or self.config.run_size is not None or self.config.pp_schedule_csv is not None:
             return None
-        least, step = schedule_rule(str(self.config.pp_schedule)).steady(ranks)
+        least, step = find_schedule_spec(str(self.config.pp_schedule)).steady(ranks)
         if step % pieces and step > 1:
             return None
         return -(-least // pieces), max(1, step // pieces)
@@ -218,25 +225,27 @@ class InStages:
         schedule = self._schedule(ranks, sequences)
         first = forward / 2 if schedule.splits else forward
         kinds = {
-            Kind.FORWARD: first,
-            Kind.BACKWARD: 1 - first,
-            Kind.BACKWARD_INPUT: 1 - forward,
-            Kind.BACKWARD_WEIGHT: first,
+            ActionKind.FORWARD: first,
+            ActionKind.BACKWARD: 1 - first,
+            ActionKind.BACKWARD_INPUT: 1 - forward,
+            ActionKind.BACKWARD_WEIGHT: first,
         }
         size = self.config.pp_microbatch_size
-        times = timeline(schedule, kinds, stage_costs=[cost * size for cost in costs])
+        times = compute_timeline(schedule, kinds, stage_costs=[cost * size for cost in costs])
         return max(rank[-1][2] for rank in times if rank) * sequences / (schedule.microbatches * size)
 
     def _schedule(self, ranks: int, sequences: int) -> Schedule:
-        microbatches = number_of_microbatches(self.config, sequences=sequences)
+        microbatches = compute_num_microbatches(self.config, num_sequences=sequences)
         stages = len(self.blocks) // self.ranks * ranks
-        return schedule_of(self.config, ranks=ranks, stages=stages, microbatches=microbatches)
+        return resolve_schedule(self.config, num_ranks=ranks, num_stages=stages, num_microbatches=microbatches)
 
 
-def in_stages(model: nn.Module, layout: ModelLayout, config: PipelineConfig, ranks: int) -> InStages | None:
+def build_cost_model(
+    model: nn.Module, layout: ModelLayout, config: PipelineConfig, pp_size: int
+) -> PipelineCostModel | None:
     """How a model is divided; None where the user has named the modules of stages, or gives them."""
     if config.module_fqns_per_model_part is not None or not config.patch_inner_model:
         return None
-    stages = number_of_stages(config, layers=len(layout.blocks), ranks=ranks)
+    stages = compute_num_stages(config, num_layers=len(layout.blocks), pp_size=pp_size)
     split = split_model(model, layout, config, stages, blocks=layout.blocks)
-    return InStages(config, tuple(len(blocks) for blocks in split), ranks)
+    return PipelineCostModel(config, tuple(len(blocks) for blocks in split), pp_size)

@@ -23,20 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.plugin import Layer, ModelError, put_around, replace_parameters, set_tensor
+from meshwright.plugin import ModelError, WrapOrder, replace_parameters, set_tensor, wrap_forward
 
-from .boundary import Boundary, Cut, Dim, found_at, hidden_path
+from .boundary import ModelPartition, StageBoundary, SymbolicDim, find_hidden_states, get_tensor_at
 
 # -- whole models, one for each stage of a rank
 
 
-def separate_parts(model: nn.Module, count: int) -> list[nn.Module]:
+def copy_for_stages(model: nn.Module, count: int) -> list[nn.Module]:
     """The model and copies of its modules, `count` in all, which share all parameters."""
     shared = [{id(parameter): parameter for parameter in model.parameters()} for _ in range(count - 1)]
     return [model, *(copy.deepcopy(model, memo) for memo in shared)]
 
 
-def own_parameters(parts: Sequence[nn.Module]) -> None:
+def unshare_parameters(parts: Sequence[nn.Module]) -> None:
     """Give each part parameters of its own where an earlier part has the same; in place, of equal values and dtypes."""
     taken: set[nn.Parameter] = set()
 
@@ -52,29 +52,31 @@ def own_parameters(parts: Sequence[nn.Module]) -> None:
 # -- a stage of a whole model
 
 
-def take_stage(model: nn.Module, cut: Cut, stage: range, boundary: Boundary) -> None:
+def reduce_to_stage(model: nn.Module, cut: ModelPartition, stage: range, boundary: StageBoundary) -> None:
     """Leave of a whole model, in place, what the stage holds; one that is not the last then returns what it sends."""
-    for name, stand_in in stand_ins(model, cut, stage, boundary).items():
+    for name, stand_in in build_stubs(model, cut, stage, boundary).items():
         original = model.get_submodule(name)
         model.set_submodule(name, stand_in)
         original.to("meta")
     if stage.start > 0:
         for name in cut.loose:
-            _zero_parameter(model, name)
+            _replace_by_zeros(model, name)
     else:
-        keep_early(model, boundary)
+        register_output_hooks(model, boundary)
     if stage.stop < len(cut.blocks):
-        put_around(model, Layer.STAGE, until_left)
+        wrap_forward(model, WrapOrder.STAGE, stop_at_stage_end)
 
 
-def enter_stage(model: nn.Module, cut: Cut, stage: range, boundary: Boundary) -> Callable[[], None]:
+def register_input_hook(
+    model: nn.Module, cut: ModelPartition, stage: range, boundary: StageBoundary
+) -> Callable[[], None]:
     """Let the first block of a stage take what was received; returns what undoes that."""
     first = model.get_submodule(cut.blocks[stage.start])
     # Before the hooks of sharding, which see what is received as the block's own input.
     return first.register_forward_pre_hook(boundary.hook, prepend=True, with_kwargs=True).remove
 
 
-def keep_early(model: nn.Module, boundary: Boundary) -> list[Callable[[], None]]:
+def register_output_hooks(model: nn.Module, boundary: StageBoundary) -> list[Callable[[], None]]:
     """Let modules before the first block leave what crosses of them with the boundary; returns what undoes that."""
 
     def keeping(name: str) -> Callable[..., None]:
@@ -87,7 +89,7 @@ def keep_early(model: nn.Module, boundary: Boundary) -> list[Callable[[], None]]
     return [model.get_submodule(name).register_forward_hook(keeping(name)).remove for name in names]
 
 
-def _zero_parameter(model: nn.Module, name: str) -> nn.Parameter:
+def _replace_by_zeros(model: nn.Module, name: str) -> nn.Parameter:
     module_name, _, leaf = name.rpartition(".")
     module = model.get_submodule(module_name)
     parameter = module.get_parameter(leaf)
@@ -97,22 +99,22 @@ def _zero_parameter(model: nn.Module, name: str) -> nn.Parameter:
 
 
 @contextmanager
-def staged(model: nn.Module, cut: Cut, stage: range, boundary: Boundary) -> Iterator[None]:
+def temporary_stage(model: nn.Module, cut: ModelPartition, stage: range, boundary: StageBoundary) -> Iterator[None]:
     """The whole model as one stage, for a while."""
     with ExitStack() as undo:
         if stage.start > 0:
-            undo.callback(enter_stage(model, cut, stage, boundary))
+            undo.callback(register_input_hook(model, cut, stage, boundary))
         else:
-            for each in keep_early(model, boundary):
+            for each in register_output_hooks(model, boundary):
                 undo.callback(each)
-        undo.enter_context(_swapped(model, stand_ins(model, cut, stage, boundary)))
+        undo.enter_context(_swap_modules(model, build_stubs(model, cut, stage, boundary)))
         for name in cut.loose if stage.start > 0 else ():
-            undo.callback(set_tensor, model, name, _zero_parameter(model, name))
+            undo.callback(set_tensor, model, name, _replace_by_zeros(model, name))
         yield
 
 
 @contextmanager
-def _swapped(model: nn.Module, others: Mapping[str, nn.Module]) -> Iterator[None]:
+def _swap_modules(model: nn.Module, others: Mapping[str, nn.Module]) -> Iterator[None]:
     originals = {name: model.get_submodule(name) for name in others}
     try:
         for name, module in others.items():
@@ -127,37 +129,41 @@ def _swapped(model: nn.Module, others: Mapping[str, nn.Module]) -> Iterator[None
 # -- stand-ins
 
 
-def stand_ins(model: nn.Module, cut: Cut, stage: range, boundary: Boundary) -> dict[str, nn.Module]:
+def build_stubs(model: nn.Module, cut: ModelPartition, stage: range, boundary: StageBoundary) -> dict[str, nn.Module]:
     """For each module that a stage does not hold, by name, what takes its place."""
     found: dict[str, nn.Module] = {}
     for index, name in enumerate(cut.blocks):
         block = model.get_submodule(name)
         if index < stage.start:
-            found[name] = _Through(block, boundary, cut.widths[name], is_last=index == stage.start - 1)
+            found[name] = _PassThroughStub(block, boundary, cut.widths[name], is_last=index == stage.start - 1)
         elif index >= stage.stop:
-            found[name] = _End(block, boundary) if index == stage.stop else _Nothing(block, boundary)
+            found[name] = _StageEndStub(block, boundary) if index == stage.stop else _UnreachableStub(block, boundary)
     for name, positions in cut.outside.items():
         if not cut.runs_in(name, stage):
             module = model.get_submodule(name)
             is_before = stage.start > 0 and min(positions, default=stage.stop) <= stage.start
             has_dims = is_before and name in cut.outputs
-            found[name] = _Zeros(module, boundary, name, *cut.outputs[name]) if has_dims else _Nothing(module, boundary)
+            found[name] = (
+                _ZerosStub(module, boundary, name, *cut.outputs[name])
+                if has_dims
+                else _UnreachableStub(module, boundary)
+            )
     return found
 
 
-def until_left(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+def stop_at_stage_end(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
     @functools.wraps(forward)
     def stage_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         try:
             forward(*args, **kwargs)
-        except _Left as left:
+        except _StageEndReached as left:
             return left.sent
         raise ModelError("the forward of a stage of the pipeline ended before the stage did.")
 
     return stage_forward
 
 
-class _Left(Exception):
+class _StageEndReached(Exception):
     """Ends the forward of a stage at the block behind it; holds what the stage sends."""
 
     def __init__(self, sent: tuple[Tensor, ...]) -> None:
@@ -165,13 +171,13 @@ class _Left(Exception):
         self.sent = sent
 
 
-class _StandIn(nn.Module):
+class _ModuleStub(nn.Module):
     """Holds no parameter; answers what a model reads of the module that it replaces, parameters with zeros.
 
-    `names_elsewhere` are modules and parameters within the one that it replaces, for tensor-parallel plans.
+    `absent_names` are modules and parameters within the one that it replaces, for tensor-parallel plans.
     """
 
-    def __init__(self, original: nn.Module, boundary: Boundary) -> None:
+    def __init__(self, original: nn.Module, boundary: StageBoundary) -> None:
         super().__init__()
         # In a tuple, so that it is no submodule.
         self._original = (original,)
@@ -191,11 +197,11 @@ class _StandIn(nn.Module):
         return value
 
 
-class _Zeros(_StandIn):
+class _ZerosStub(_ModuleStub):
     """For what runs before the stage, outside of blocks: zeros, or what has crossed of it."""
 
     def __init__(
-        self, original: nn.Module, boundary: Boundary, name: str, dims: Sequence[Dim], dtype: torch.dtype
+        self, original: nn.Module, boundary: StageBoundary, name: str, dims: Sequence[SymbolicDim], dtype: torch.dtype
     ) -> None:
         super().__init__(original, boundary)
         self._name, self._dims, self._dtype = name, dims, dtype
@@ -208,29 +214,31 @@ class _Zeros(_StandIn):
         return torch.zeros(shape, dtype=self._dtype, device=self._boundary.device)
 
 
-class _Through(_StandIn):
+class _PassThroughStub(_ModuleStub):
     """For blocks before the stage."""
 
-    def __init__(self, original: nn.Module, boundary: Boundary, width: int | None, *, is_last: bool) -> None:
+    def __init__(
+        self, original: nn.Module, boundary: StageBoundary, output_length: int | None, *, is_last: bool
+    ) -> None:
         super().__init__(original, boundary)
-        self._width, self._is_last = width, is_last
+        self._width, self._is_last = output_length, is_last
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = found_at((args, kwargs), hidden_path(args, kwargs))
+        hidden = get_tensor_at((args, kwargs), find_hidden_states(args, kwargs))
         if self._is_last and hidden is not None:
             # Into which what was received may be written; the model may hold its input besides.
             hidden = hidden.detach().clone()
         return hidden if self._width is None else (hidden, *[None] * (self._width - 1))
 
 
-class _End(_StandIn):
+class _StageEndStub(_ModuleStub):
     """For the block behind the stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Left(self._boundary.sent(args, kwargs))
+        raise _StageEndReached(self._boundary.sent(args, kwargs))
 
 
-class _Nothing(_StandIn):
+class _UnreachableStub(_ModuleStub):
     """For what a stage never reaches."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

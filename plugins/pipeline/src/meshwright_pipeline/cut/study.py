@@ -17,36 +17,46 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.plugin import ModelError, ModelLayout, with_router_logits
+from meshwright.plugin import ModelError, ModelLayout, enable_router_logits
 
-from .boundary import Crossing, Cut, Path, dims_of
-from .stage_model import staged, until_left
-from .trial_runs import HIDDEN, TRIALS, Trial, arguments_of, evaluating, reason, trial_batch
+from .boundary import BoundaryTensor, ModelPartition, TensorPath, infer_dims
+from .stage_model import stop_at_stage_end, temporary_stage
+from .trial_runs import (
+    HIDDEN_STATES_PATH,
+    TRIAL_SHAPES,
+    TrialRun,
+    build_trial_batch,
+    clone_tensor_arguments,
+    eval_mode,
+    format_exception,
+)
 
 
-class Study:
+class PartitionAnalyzer:
     """Runs of a whole model, which must have weights, and `cut`, what follows from them: all but the crossings."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, options: Mapping[str, Any]) -> None:
         self._model, self._options = model, options
         with self._running():
-            self._trials = [Trial.of(model, layout, trial_batch(model, *size), options) for size in TRIALS]
+            self._trials = [
+                TrialRun.of(model, layout, build_trial_batch(model, *size), options) for size in TRIAL_SHAPES
+            ]
             self.cut = self._outline(layout)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         try:
-            with evaluating(self._model):
+            with eval_mode(self._model):
                 yield
         except ModelError as error:
             name = type(self._model).__name__
             raise ModelError(f"{name} cannot be divided into stages: {error} Set pp_size=1.") from error
 
-    def _outline(self, layout: ModelLayout) -> Cut:
+    def _outline(self, layout: ModelLayout) -> ModelPartition:
         first, model = self._trials[0], self._model
         if any(trial.blocks != first.blocks for trial in self._trials):
             raise ModelError("which blocks run depends on the batch.")
-        return Cut(
+        return ModelPartition(
             blocks=first.blocks,
             outside={module: frozenset(positions) for module, positions in first.outside.items()},
             outputs=dict(self._outputs()),
@@ -70,21 +80,21 @@ class Study:
         for module, output in self._trials[0].outputs.items():
             shapes = [trial.outputs[module].shape for trial in self._trials if module in trial.outputs]
             # Only modules that run before a block matter, and not all can be foretold.
-            if len(shapes) == len(TRIALS):
+            if len(shapes) == len(TRIAL_SHAPES):
                 try:
-                    yield module, (dims_of(shapes, TRIALS), output.dtype)
+                    yield module, (infer_dims(shapes, TRIAL_SHAPES), output.dtype)
                 except ModelError:
                     continue
 
     def run_with_router_logits(self) -> Any:
         """What the whole model returns for a few tokens, (2, 16), when it is asked for the logits of its routers."""
-        with evaluating(self._model):
-            return self._model(**self._trials[0].batch, **with_router_logits(self._options))
+        with eval_mode(self._model):
+            return self._model(**self._trials[0].batch, **enable_router_logits(self._options))
 
-    def cut_at(self, starts: Sequence[int]) -> Cut:
+    def cut_at(self, starts: Sequence[int]) -> ModelPartition:
         """The cut, with what crosses the boundaries before the first blocks of all stages but the first, ascending."""
         with self._running():
-            cut = replace(self.cut, crossings={start: (self._crossing(start, HIDDEN),) for start in starts})
+            cut = replace(self.cut, crossings={start: (self._crossing(start, HIDDEN_STATES_PATH),) for start in starts})
             error = self._refusal(cut)
             if error is None:
                 return cut
@@ -95,7 +105,7 @@ class Study:
                     return found
             raise error
 
-    def _with_more(self, cut: Cut, early: Sequence[str]) -> Cut | None:
+    def _with_more(self, cut: ModelPartition, early: Sequence[str]) -> ModelPartition | None:
         """The cut with what else must cross, with and without what modules before the first block return."""
         found = self._completed(cut, early)
         if found is None:
@@ -113,7 +123,7 @@ class Study:
                     found = less if self._refusal(less) is None else found
         return found
 
-    def _completed(self, cut: Cut, early: Sequence[str]) -> Cut | None:
+    def _completed(self, cut: ModelPartition, early: Sequence[str]) -> ModelPartition | None:
         """With all arguments that would differ; None if that is not enough."""
         crossings = {}
         for start, hidden in cut.crossings.items():
@@ -127,20 +137,20 @@ class Study:
         complete = replace(cut, crossings=crossings, in_place=True)
         return complete if self._refusal(complete) is None else None
 
-    def _crossing(self, start: int, source: Path | str) -> Crossing:
+    def _crossing(self, start: int, source: TensorPath | str) -> BoundaryTensor:
         tensors = [trial.crossing(start, source) for trial in self._trials]
-        return Crossing(source, dims_of([each.shape for each in tensors], TRIALS), tensors[0].dtype)
+        return BoundaryTensor(source, infer_dims([each.shape for each in tensors], TRIAL_SHAPES), tensors[0].dtype)
 
-    def _differing(self, cut: Cut, start: int) -> list[Path]:
+    def _differing(self, cut: ModelPartition, start: int) -> list[TensorPath]:
         """Arguments of a block that are not what they should be where the model begins with it."""
         trial, stage = self._trials[0], range(start, len(cut.blocks))
         boundary = cut.boundary(stage)
-        seen: list[dict[Path, Tensor]] = []
+        seen: list[dict[TensorPath, Tensor]] = []
 
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            seen.append(arguments_of(args, kwargs))
+            seen.append(clone_tensor_arguments(args, kwargs))
 
-        with staged(self._model, cut, stage, boundary):
+        with temporary_stage(self._model, cut, stage, boundary):
             first = self._model.get_submodule(cut.blocks[start])
             hook = first.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
             boundary.start(trial.batch, [trial.crossing(start, each.source) for each in boundary.entering])
@@ -149,18 +159,18 @@ class Study:
             except Exception as error:
                 # Arguments are seen before what is missing is missed.
                 if not seen:
-                    raise ModelError(reason(error)) from error
+                    raise ModelError(format_exception(error)) from error
             finally:
                 hook.remove()
                 boundary.end()
 
-        def differs(path: Path, tensor: Tensor) -> bool:
+        def differs(path: TensorPath, tensor: Tensor) -> bool:
             found = seen[0].get(path)
             return found is None or found.dtype != tensor.dtype or not torch.equal(found, tensor)
 
         return [path for path, tensor in trial.inputs[start].items() if path and differs(path, tensor)]
 
-    def _refusal(self, cut: Cut) -> ModelError | None:
+    def _refusal(self, cut: ModelPartition) -> ModelError | None:
         """Why the chain of stages does not do what the whole model does."""
         trial = self._trials[0]
         received: Any = ()
@@ -168,13 +178,13 @@ class Study:
             stage = range(start, stop)
             boundary = cut.boundary(stage)
             try:
-                with staged(self._model, cut, stage, boundary):
+                with temporary_stage(self._model, cut, stage, boundary):
                     boundary.start(trial.batch, received)
-                    forward = trial.run if stop == len(cut.blocks) else until_left(trial.run)
+                    forward = trial.run if stop == len(cut.blocks) else stop_at_stage_end(trial.run)
                     received = forward()
             except Exception as error:
                 at = cut.blocks[start or stop % len(cut.blocks)]
-                failed = ModelError(f"cut before {at}, it fails ({reason(error)}).")
+                failed = ModelError(f"cut before {at}, it fails ({format_exception(error)}).")
                 failed.__cause__ = error
                 return failed
             finally:

@@ -25,21 +25,21 @@ from meshwright.plugin import (
     ModelError,
     ModelLayout,
     Weights,
-    is_meta,
+    has_meta_tensors,
+    reset_rope_length,
     set_tensor,
-    without_history,
 )
 
-from .boundary import Boundary, Crossing, Path, dims_of, hidden_path, tensors_in
+from .boundary import BoundaryTensor, StageBoundary, TensorPath, find_hidden_states, infer_dims, iter_tensor_paths
 
-TRIALS = ((2, 16), (3, 12), (1, 24))
+TRIAL_SHAPES = ((2, 16), (3, 12), (1, 24))
 """Batch and length of the trial runs: how shapes change from one to the other shows their dims."""
 
-HIDDEN: Path = ()
+HIDDEN_STATES_PATH: TensorPath = ()
 """Stands for the place of the hidden states, which every block gets in its own way."""
 
 
-def trial_batch(model: nn.Module, batch: int, length: int) -> Batch:
+def build_trial_batch(model: nn.Module, batch: int, length: int) -> Batch:
     """Some tokens: `input_ids`, int64, (batch, length), where the model is."""
     vocab = getattr(getattr(model, "config", None), "vocab_size", None) or 2
     ids = torch.arange(batch * length).view(batch, length) % max(1, vocab - 1)
@@ -47,37 +47,37 @@ def trial_batch(model: nn.Module, batch: int, length: int) -> Batch:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode of the model, without gradients, for a while; it takes the mode that it had."""
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), without_history(model):
+        with torch.no_grad(), reset_rope_length(model):
             yield
     finally:
         model.train(training)
 
 
-def reason(error: Exception) -> str:
+def format_exception(error: Exception) -> str:
     """The type of an error and the first line of its text."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Path, Tensor]:
+def clone_tensor_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[TensorPath, Tensor]:
     """Copies of all tensors that a block is given; the hidden states under HIDDEN."""
-    place = hidden_path(args, kwargs)
-    given = dict(tensors_in((args, kwargs)))
+    place = find_hidden_states(args, kwargs)
+    given = dict(iter_tensor_paths((args, kwargs)))
     # The block may get them under several names.
     copies = {path for path, tensor in given.items() if tensor is given[place] and len(path) == len(place)}
     rest = {path: tensor.detach().clone() for path, tensor in given.items() if path not in copies}
-    return {HIDDEN: given[place].detach().clone(), **rest}
+    return {HIDDEN_STATES_PATH: given[place].detach().clone(), **rest}
 
 
-class Trial:
+class TrialRun:
     """A run of a whole model: what happened in it."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, batch: Batch, options: Mapping[str, Any]) -> None:
-        self.inputs: list[dict[Path, Tensor]] = []
+        self.inputs: list[dict[TensorPath, Tensor]] = []
         """Of each block, in the order in which they ran."""
         self.widths: dict[str, int | None] = {}
         self.outside: dict[str, set[int]] = {}
@@ -86,7 +86,7 @@ class Trial:
         self.run: Callable[[], Tensor] = lambda: model(**batch, **options).logits
         blocks = {model.get_submodule(name): name for name in layout.blocks}
         with ExitStack() as hooks:
-            for name, module in outside_of(model, layout.blocks):
+            for name, module in find_outside_modules(model, layout.blocks):
                 self.outside[name] = set()
                 hook = functools.partial(self._note_outside, name)
                 hooks.callback(module.register_forward_hook(hook).remove)
@@ -98,19 +98,19 @@ class Trial:
         self.blocks = tuple(self.widths)
         if len(self.blocks) != len(self.inputs) or not self.blocks:
             raise ModelError(f"its {len(self.blocks)} blocks run {len(self.inputs)} times, and not once each.")
-        for name, _ in outside_of(model, self.blocks):
+        for name, _ in find_outside_modules(model, self.blocks):
             # Of blocks that lie idle, such as those of another modality.
             self.outside.setdefault(name, self._position_of(name, layout))
 
     @classmethod
-    def of(cls, model: nn.Module, layout: ModelLayout, batch: Batch, options: Mapping[str, Any]) -> Trial:
+    def of(cls, model: nn.Module, layout: ModelLayout, batch: Batch, options: Mapping[str, Any]) -> TrialRun:
         try:
             return cls(model, layout, batch, options)
         except (MeshwrightError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             shape = tuple(batch["input_ids"].shape)
-            raise ModelError(f"it fails with input_ids {shape} ({reason(error)}).") from error
+            raise ModelError(f"it fails with input_ids {shape} ({format_exception(error)}).") from error
 
     def _position_of(self, module: str, layout: ModelLayout) -> set[int]:
         """Beside the blocks of its own stack, for a block that did not run."""
@@ -121,7 +121,7 @@ class Trial:
                 return {ran[-1]}
         return set()
 
-    def crossing(self, start: int, source: Path | str) -> Tensor:
+    def crossing(self, start: int, source: TensorPath | str) -> Tensor:
         """The tensor that is to cross before a block."""
         tensor = self.outputs.get(source) if isinstance(source, str) else self.inputs[start].get(source)
         if tensor is None:
@@ -134,13 +134,13 @@ class Trial:
             self.outputs.setdefault(name, output.detach().clone())
 
     def _note_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.inputs.append(arguments_of(args, kwargs))
+        self.inputs.append(clone_tensor_arguments(args, kwargs))
 
     def _note_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.widths[name] = len(output) if isinstance(output, tuple) else None
 
 
-def outside_of(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+def find_outside_modules(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
     """Modules with parameters that are in no block and contain none; what a container holds belongs to who has it."""
     inside = tuple(f"{block}." for block in blocks)
     taken: tuple[str, ...] = ()
@@ -155,29 +155,29 @@ def outside_of(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, n
 
 # -- stages that are given
 
-Shapes = list[tuple[tuple[int, ...], torch.dtype]]
+HiddenShapes = list[tuple[tuple[int, ...], torch.dtype]]
 """Of hidden states, in each trial run."""
 
 
-def with_hidden(batch: Batch, hidden: Tensor) -> dict[str, Tensor]:
+def with_inputs_embeds(batch: Batch, hidden: Tensor) -> dict[str, Tensor]:
     """The batch as a stage that is not the first gets it: with hidden states (B, S, ...) in the place of tokens."""
     return {name: tensor for name, tensor in batch.items() if name != "input_ids"} | {"inputs_embeds": hidden}
 
 
-def try_stages(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Boundary:
+def probe_stages(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> StageBoundary:
     """Run this and all other ranks' stages, one after the other, on a few tokens to find what crosses. Collective,
     once.
     """
     mine, last = mesh.axis_rank("pp"), mesh.degrees.pp - 1
-    entering: Shapes = []
-    boundary = Boundary()
+    entering: HiddenShapes = []
+    boundary = StageBoundary()
     for rank in range(last + 1):
-        leaving: Shapes = []
+        leaving: HiddenShapes = []
         error = None
         if rank == mine:
             try:
-                leaving = _run(model, options, entering, is_first=rank == 0, is_last=rank == last)
-                boundary = Boundary(_crossings(entering), _crossings(leaving))
+                leaving = _probe_stage(model, options, entering, is_first=rank == 0, is_last=rank == last)
+                boundary = StageBoundary(_build_boundary_tensors(entering), _build_boundary_tensors(leaving))
             except ModelError as caught:
                 error = ModelError(f"stage {rank} of the pipeline, given with patch_inner_model=false: {caught}")
         mesh.world.raise_together(error)
@@ -187,20 +187,26 @@ def try_stages(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Boun
     return boundary
 
 
-def _crossings(shapes: Shapes) -> list[Crossing]:
-    return [Crossing((), dims_of([shape for shape, _ in shapes], TRIALS), shapes[0][1])] if shapes else []
+def _build_boundary_tensors(hidden_shapes: HiddenShapes) -> list[BoundaryTensor]:
+    return (
+        [BoundaryTensor((), infer_dims([shape for shape, _ in hidden_shapes], TRIAL_SHAPES), hidden_shapes[0][1])]
+        if hidden_shapes
+        else []
+    )
 
 
-def _run(model: nn.Module, options: Mapping[str, Any], entering: Shapes, *, is_first: bool, is_last: bool) -> Shapes:
+def _probe_stage(
+    model: nn.Module, options: Mapping[str, Any], entering: HiddenShapes, *, is_first: bool, is_last: bool
+) -> HiddenShapes:
     device = next(model.parameters()).device
-    found: Shapes = []
-    for index, (count, length) in enumerate(TRIALS):
-        batch = trial_batch(model, count, length)
+    found: HiddenShapes = []
+    for index, (count, length) in enumerate(TRIAL_SHAPES):
+        batch = build_trial_batch(model, count, length)
         if not is_first:
             shape, dtype = entering[index]
-            batch = with_hidden(batch, torch.zeros(shape, dtype=dtype, device=device))
+            batch = with_inputs_embeds(batch, torch.zeros(shape, dtype=dtype, device=device))
         try:
-            with evaluating(model):
+            with eval_mode(model):
                 output = model(**batch, **options)
         except Exception as error:
             text = f"it cannot be called with {', '.join(batch)} ({type(error).__name__}: {error})."
@@ -220,28 +226,28 @@ def _run(model: nn.Module, options: Mapping[str, Any], entering: Shapes, *, is_f
 
 # -- models on the meta device
 
-SMALL = 1 << 16
+MAX_FULL_NUMEL = 1 << 16
 """Parameters of at most so many elements are whole."""
-KERNEL = 16
+MAX_KERNEL_WIDTH = 16
 """So are those whose last dim is at most this: convolutions read their weights as if they were contiguous, beyond the
 end of a row."""
 
 
 @contextmanager
-def trial_values(model: nn.Module, weights: Weights | None, device: torch.device) -> Iterator[None]:
+def temporary_weights(model: nn.Module, weights: Weights | None, device: torch.device) -> Iterator[None]:
     """Let a model on the meta device run for a while, in next to no memory; do nothing where it has its own values.
 
     A study of a model asks what depends on what, for which nearly all values will do. Each parameter gets a short row
     of random numbers, seen as if it were whole: element (i, j, ...) is number i + j + ... of the row. Buffers are read
     from `weights`, since a model may compute positions or masks from them.
     """
-    if weights is None or not is_meta(model):
+    if weights is None or not has_meta_tensors(model):
         yield
         return
     generator = torch.Generator().manual_seed(0)
     lent: dict[Tensor, Tensor] = {}
     for tensor in model.parameters():
-        lent[tensor] = nn.Parameter(_row(tensor, generator, device), tensor.requires_grad)
+        lent[tensor] = nn.Parameter(_draw_values(tensor, generator, device), tensor.requires_grad)
     for name, tensor in model.named_buffers():
         if not tensor.is_meta:
             lent[tensor] = tensor.to(device)
@@ -251,22 +257,22 @@ def trial_values(model: nn.Module, weights: Weights | None, device: torch.device
             lent[tensor] = torch.zeros_like(tensor, device=device)
     original = {value: tensor for tensor, value in lent.items()}
     try:
-        _replace(model, lent)
+        _swap_tensors(model, lent)
         yield
     finally:
-        _replace(model, original)
+        _swap_tensors(model, original)
 
 
-def _replace(model: nn.Module, others: dict[Tensor, Tensor]) -> None:
+def _swap_tensors(model: nn.Module, others: dict[Tensor, Tensor]) -> None:
     parameters, buffers = (named(remove_duplicate=False) for named in (model.named_parameters, model.named_buffers))
     for name, tensor in [*parameters, *buffers]:
         if tensor in others:
             set_tensor(model, name, others[tensor])
 
 
-def _row(tensor: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
+def _draw_values(tensor: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
     """Values of the shape and dtype of a parameter, of such a size that activations keep theirs."""
-    is_small = tensor.numel() <= SMALL or tensor.shape[-1] <= KERNEL
+    is_small = tensor.numel() <= MAX_FULL_NUMEL or tensor.shape[-1] <= MAX_KERNEL_WIDTH
     row = torch.randn(tensor.shape if is_small else (sum(tensor.shape),), generator=generator)
     row = row / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else 1 + 0.1 * row
     row = row.to(device, tensor.dtype)

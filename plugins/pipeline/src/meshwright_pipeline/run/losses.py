@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.plugin import IGNORED_LABEL, ConfigError, Objective, Outputs, import_class_from_path
+from meshwright.plugin import IGNORE_INDEX, ConfigError, Objective, Outputs, import_class_from_path
 
-_BASE = torch.nn.MSELoss.__mro__[1]
+_TORCH_LOSS_BASE = torch.nn.MSELoss.__mro__[1]
 """Of torch's losses; it has no public name."""
 
 
-class LossOfLogits:
+class LogitsObjective:
     """The objective that a `loss_fn` stands for."""
 
     name, on = "loss_fn", "outputs"
@@ -31,26 +31,26 @@ class LossOfLogits:
 
     def __call__(self, outputs: Outputs, columns: Any) -> Tensor:
         if not self._is_tried:
-            masked = float(self._loss(outputs.logits.detach(), torch.full_like(outputs.targets, IGNORED_LABEL)))
+            masked = float(self._loss(outputs.logits.detach(), torch.full_like(outputs.targets, IGNORE_INDEX)))
             if masked != 0:
                 raise ConfigError(
-                    f"loss_fn gives {masked:g} where all targets are masked with {IGNORED_LABEL}. It must return the "
+                    f"loss_fn gives {masked:g} where all targets are masked with {IGNORE_INDEX}. It must return the "
                     f"sum over all others."
                 )
             self._is_tried = True
         return self._loss(outputs.logits, outputs.targets)
 
 
-def objective_of(value: Any) -> Objective | None:
+def build_loss_objective(value: Any) -> Objective | None:
     """The objective of `loss_fn`: a callable, a function by its path, or an object of a class by its path."""
     if value is None:
         return None
     loss: Any = value
     try:
         if isinstance(value, str):
-            loss = import_class_from_path(value, kind=("function", "class"), base=_BASE)
+            loss = import_class_from_path(value, kind=("function", "class"), base=_TORCH_LOSS_BASE)
             loss = loss() if inspect.isclass(loss) else loss
-        return LossOfLogits(loss)
+        return LogitsObjective(loss)
     except TypeError as error:
         raise ConfigError(
             f"loss_fn={value!r} cannot be made without arguments: {error}. Name a function, or give a callable."

@@ -10,46 +10,48 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from meshwright.plugin import IGNORED_LABEL, Batch, BatchError, ConfigError
+from meshwright.plugin import IGNORE_INDEX, Batch, BatchError, ConfigError
 
-from ..config import PipelineConfig, number_of_microbatches, schedule_of
-from ..schedule.order import Action, Exchange, Kind, Schedule, with_communication
+from ..config import PipelineConfig, compute_num_microbatches, resolve_schedule
+from ..schedule.order import Action, ActionKind, P2PBatch, Schedule, add_communication
 
 
-class Orders:
+class RankSchedule:
     """The schedule that the options ask for, seen from one rank; each number of microbatches is worked out once."""
 
-    def __init__(self, config: PipelineConfig, *, stages: int, ranks: int, rank: int) -> None:
-        self._config, self._stages, self._ranks, self._rank = config, stages, ranks, rank
-        self._known: dict[tuple[int, bool], tuple[Action | Exchange, ...]] = {}
+    def __init__(self, config: PipelineConfig, *, num_stages: int, pp_size: int, pp_rank: int) -> None:
+        self._config, self._stages, self._ranks, self._rank = config, num_stages, pp_size, pp_rank
+        self._known: dict[tuple[int, bool], tuple[Action | P2PBatch, ...]] = {}
         # What does not depend on the number of microbatches, with some number that the schedule takes.
         sequences = config.run_size or config.pp_microbatch_size
-        schedule = self.schedule(number_of_microbatches(config, sequences=sequences))
-        self.placement, self.here, self.splits = schedule.placement, schedule.stages_of(rank), schedule.splits
+        schedule = self.schedule(compute_num_microbatches(config, num_sequences=sequences))
+        self.placement, self.here, self.splits = schedule.placement, schedule.stages_of(pp_rank), schedule.splits
 
-    def run_length(self, microbatches: int) -> int:
+    def run_length(self, num_microbatches: int) -> int:
         """Microbatches of one run of the schedule, where a step has so many of `pp_microbatch_size` sequences."""
-        return number_of_microbatches(self._config, sequences=microbatches * self._config.pp_microbatch_size)
+        return compute_num_microbatches(self._config, num_sequences=num_microbatches * self._config.pp_microbatch_size)
 
-    def actions(self, microbatches: int, *, train: bool) -> tuple[Action | Exchange, ...]:
-        """What this rank does in one run of so many, with its exchanges, in order; without `train`, forwards alone."""
-        if (microbatches, train) not in self._known:
-            schedule = self.schedule(microbatches)
-            if not train:
-                forwards = tuple(tuple(a for a in order if a.kind is Kind.FORWARD) for order in schedule.orders)
+    def actions(self, num_microbatches: int, *, is_training: bool) -> tuple[Action | P2PBatch, ...]:
+        """What this rank does in one run of so many, with its exchanges, in order; without `is_training`, forwards alone."""
+        if (num_microbatches, is_training) not in self._known:
+            schedule = self.schedule(num_microbatches)
+            if not is_training:
+                forwards = tuple(tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in schedule.orders)
                 schedule = replace(schedule, orders=forwards)
-            self._known[microbatches, train] = with_communication(schedule)[self._rank]
-        return self._known[microbatches, train]
+            self._known[num_microbatches, is_training] = add_communication(schedule)[self._rank]
+        return self._known[num_microbatches, is_training]
 
-    def schedule(self, microbatches: int) -> Schedule:
-        return schedule_of(self._config, ranks=self._ranks, stages=self._stages, microbatches=microbatches)
+    def schedule(self, num_microbatches: int) -> Schedule:
+        return resolve_schedule(
+            self._config, num_ranks=self._ranks, num_stages=self._stages, num_microbatches=num_microbatches
+        )
 
 
-class Idle(dict[str, Tensor]):
+class PaddingMicrobatch(dict[str, Tensor]):
     """A microbatch that fills up a run of the schedule, and counts for nothing: all its labels are masked."""
 
 
-def check_sizes(microbatches: Sequence[Batch], config: PipelineConfig) -> None:
+def check_batch_sizes(microbatches: Sequence[Batch], config: PipelineConfig) -> None:
     """Refuse microbatches of this rank that do not divide as the options say; no collective."""
     size = config.pp_microbatch_size
     for batch in microbatches:
@@ -65,12 +67,12 @@ def check_sizes(microbatches: Sequence[Batch], config: PipelineConfig) -> None:
                 f"pp_seq_len out."
             )
     try:
-        number_of_microbatches(config, sequences=sum(batch["input_ids"].shape[0] for batch in microbatches))
+        compute_num_microbatches(config, num_sequences=sum(batch["input_ids"].shape[0] for batch in microbatches))
     except ConfigError as error:
         raise BatchError(str(error)) from None
 
 
-def cut_batch(batch: Batch, size: int) -> list[Batch]:
+def split_batch(batch: Batch, size: int) -> list[Batch]:
     """Pieces of `size` sequences; tensors that do not have one row for each sequence go whole into each."""
     count = batch["input_ids"].shape[0]
     return [
@@ -82,11 +84,14 @@ def cut_batch(batch: Batch, size: int) -> list[Batch]:
     ]
 
 
-def filled_up(pieces: Sequence[Batch], count: int) -> list[Batch]:
+def pad_microbatches(microbatches: Sequence[Batch], count: int) -> list[Batch]:
     """The pieces, and idle ones behind them up to `count`."""
-    idle = Idle(pieces[0], labels=torch.full_like(pieces[0]["labels"], IGNORED_LABEL))
-    return [*pieces, *[idle] * (count - len(pieces))]
+    idle = PaddingMicrobatch(microbatches[0], labels=torch.full_like(microbatches[0]["labels"], IGNORE_INDEX))
+    return [*microbatches, *[idle] * (count - len(microbatches))]
 
 
-def converted(pieces: Sequence[Batch], convert: Callable[[Batch], Batch]) -> list[Batch]:
-    return [Idle(convert(piece)) if isinstance(piece, Idle) else convert(piece) for piece in pieces]
+def map_microbatches(microbatches: Sequence[Batch], convert: Callable[[Batch], Batch]) -> list[Batch]:
+    return [
+        PaddingMicrobatch(convert(piece)) if isinstance(piece, PaddingMicrobatch) else convert(piece)
+        for piece in microbatches
+    ]

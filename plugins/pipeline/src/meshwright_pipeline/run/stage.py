@@ -24,35 +24,35 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.plugin import (
+    BackwardStart,
     Batch,
+    BoundObjective,
     BudgetedBlocks,
     ConfigError,
     DataParallelManager,
-    Given,
-    Moment,
-    Notes,
+    DeferredWeightGradients,
+    ObjectiveAccumulator,
     Outputs,
+    RouterLogitsRecorder,
     RouterLoss,
-    Routers,
-    Tally,
+    RouterModules,
     Tokens,
-    WeightGradients,
     Weights,
     World,
-    choose,
+    choose_saved_activations,
+    find_undecided,
     split_targets,
-    without_choice,
 )
 
-from ..cut.boundary import Boundary, Crossing, Cut
-from ..cut.stage_model import enter_stage
-from ..cut.trial_runs import with_hidden
-from ..schedule.order import Action, Kind
-from .orders import Idle, Orders
+from ..cut.boundary import BoundaryTensor, ModelPartition, StageBoundary
+from ..cut.stage_model import register_input_hook
+from ..cut.trial_runs import with_inputs_embeds
+from ..schedule.order import Action, ActionKind
+from .orders import PaddingMicrobatch, RankSchedule
 
 Tensors = tuple[Tensor, ...]
 """What crosses a boundary for one microbatch; gradients, of those of floating point."""
-Kinds = Sequence[tuple[tuple[int, ...], torch.dtype]]
+TensorSpecs = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each of them."""
 
 
@@ -61,7 +61,7 @@ class StageRouters:
     """The routers of the whole model and their loss, whose sums cross; see [Note: sums that cross]."""
 
     loss: RouterLoss
-    routers: Routers
+    routers: RouterModules
     dtype: torch.dtype
     """Of the sums."""
 
@@ -81,35 +81,35 @@ class PipelineStage:
     def __init__(
         self,
         manager: DataParallelManager,
-        boundary: Boundary,
+        boundary: StageBoundary,
         *,
         is_first: bool,
         is_last: bool,
         dtype: torch.dtype | None,
-        splits: bool,
+        splits_backward: bool,
         routers: StageRouters | None = None,
     ) -> None:
         self.manager, self.is_first, self.is_last = manager, is_first, is_last
         self._num_tokens = torch.ones(())
         self._microbatches = 1
-        self._tally: Tally | None = None
-        self._uncounted: Tally | None = None
-        self._boundary, self._dtype, self._splits, self._routers = boundary, dtype, splits, routers
-        self._store, self._notes = WeightGradients(), Notes()
+        self._tally: ObjectiveAccumulator | None = None
+        self._uncounted: ObjectiveAccumulator | None = None
+        self._boundary, self._dtype, self._splits, self._routers = boundary, dtype, splits_backward, routers
+        self._store, self._notes = DeferredWeightGradients(), RouterLogitsRecorder()
 
     @property
     def reduces_later(self) -> bool:
         """Whether a last backward would wait for its reductions, and may be run as others are, with `reduce` later."""
         return self.manager.reduces_later
 
-    def parallelize(self, model: nn.Module, cut: Cut, blocks: range, weights: Weights | None) -> None:
-        """Shard what `take_stage` has left of the model for this stage, which has these blocks of the whole one; see
+    def parallelize(self, model: nn.Module, cut: ModelPartition, blocks: range, weights: Weights | None) -> None:
+        """Shard what `reduce_to_stage` has left of the model for this stage, which has these blocks of the whole one; see
         [Note: what is received]. `weights` are of the whole model; None: it has its own."""
         for block in blocks if self._splits else ():
             self._store.watch(model.get_submodule(cut.blocks[block]))
         self.manager.parallelize_stage(model, weights)
         if not self.is_first:
-            enter_stage(model, cut, blocks, self._boundary)
+            register_input_hook(model, cut, blocks, self._boundary)
         if self._routers is not None:
             self._notes = self._routers.routers.watch(model)
 
@@ -117,10 +117,10 @@ class PipelineStage:
         """Take the unmasked targets of the global batch, an int64 scalar, and the microbatches without idle ones."""
         self._num_tokens, self._microbatches = num_tokens, microbatches
 
-    def minimize(self, tally: Tally | None) -> None:
+    def minimize(self, tally: ObjectiveAccumulator | None) -> None:
         """Take an objective in the place of the token loss."""
         self._tally = tally
-        self._uncounted = None if tally is None else _Uncounted(tally.given, (), self.manager.mesh.device)
+        self._uncounted = None if tally is None else _PaddingAccumulator(tally.given, (), self.manager.mesh.device)
 
     def forward(self, batch: Batch, received: Tensors) -> Tensors:
         """What leaves the stage, or of the last one the microbatch's share of the loss, a scalar.
@@ -135,20 +135,24 @@ class PipelineStage:
         before = torch.zeros(shape, dtype=dtype, device=self.manager.mesh.device) if self.is_first else received[-1]
         with self._notes.noting() as logits:
             output = self._forward(batch, received[:-1])
-        mask = torch.zeros_like(batch["input_ids"]) if isinstance(batch, Idle) else self.manager.forward.own_mask(batch)
+        mask = (
+            torch.zeros_like(batch["input_ids"])
+            if isinstance(batch, PaddingMicrobatch)
+            else self.manager.forward.own_mask(batch)
+        )
         sums = before + routers.loss.sums(logits, mask).to(before.dtype) if logits else before
         if not self.is_last:
             return (*output, sums)
         group = self.manager.mesh.group("dp_cp")
-        return (output[0] + routers.loss.share(sums, group=group, microbatches=self._microbatches),)
+        return (output[0] + routers.loss.share(sums, group=group, num_microbatches=self._microbatches),)
 
     def _forward(self, batch: Batch, received: Tensors) -> Tensors:
         self._boundary.start(batch, received)
         try:
             given = self._given(batch, received)
             if self.is_last:
-                tally = self._uncounted if isinstance(batch, Idle) else self._tally
-                return (self.manager.forward.share_of_loss(given, self._num_tokens, tally=tally),)
+                tally = self._uncounted if isinstance(batch, PaddingMicrobatch) else self._tally
+                return (self.manager.forward.share_of_loss(given, self._num_tokens, accumulator=tally),)
             outputs = self.manager.forward.outputs(split_targets(given)[0])
             return outputs if isinstance(outputs, tuple) else (outputs,)
         finally:
@@ -158,15 +162,15 @@ class PipelineStage:
         return batch
 
     def try_out(self, batch: Batch, *, takes_loss: bool) -> None:
-        """See `Forward.try_out`."""
+        """See `Forward.probe`."""
         takes_loss = self.is_last and takes_loss
         with self._receiving():
-            self.manager.forward.try_out([batch], takes_loss=takes_loss, complete=self._completed)
+            self.manager.forward.try_out([batch], needs_token_loss=takes_loss, complete_batch=self._completed)
 
-    def try_objective(self, batch: Batch, given: Given) -> tuple[str, ...]:
-        """See `Forward.try_objective`; of the last stage."""
+    def try_objective(self, batch: Batch, given: BoundObjective) -> tuple[str, ...]:
+        """See `Forward.probe_objective`; of the last stage."""
         with self._receiving():
-            return self.manager.forward.try_objective(batch, given, complete=self._completed)
+            return self.manager.forward.try_objective(batch, given, complete_batch=self._completed)
 
     def rehearse(self, batch: Batch) -> None:
         """See `Forward.rehearse`."""
@@ -196,16 +200,16 @@ class PipelineStage:
             hook.remove()
             self._boundary.end()
 
-    def backward(self, work: Callable[[], object], *, is_last: bool) -> None:
-        """Run `work`, a whole backward; if it `is_last`, the stage's gradients are reduced in it."""
+    def backward(self, run_backward: Callable[[], object], *, is_last: bool) -> None:
+        """Run `run_backward`, a whole backward; if it `is_last`, the stage's gradients are reduced in it."""
         with self.manager.sync_gradients(is_last=is_last):
-            work()
+            run_backward()
         self.manager.after_backward(is_last=is_last)
 
-    def backward_input(self, work: Callable[[], object]) -> Callable[[], None]:
-        """Run `work`, a backward, without the weights of linear layers in blocks, and return what is left of it."""
+    def backward_input(self, run_backward: Callable[[], object]) -> Callable[[], None]:
+        """Run `run_backward`, a backward, without the weights of linear layers in blocks, and return what is left of it."""
         with self.manager.without_weights(), self._store.collecting() as rest:
-            work()
+            run_backward()
         self.manager.after_backward(is_last=False)
 
         def finish() -> None:
@@ -214,10 +218,10 @@ class PipelineStage:
 
         return finish
 
-    def backward_weight(self, rest: Callable[[], object], *, is_last: bool) -> None:
+    def backward_weight(self, run_weight_backward: Callable[[], object], *, is_last: bool) -> None:
         """Run the rest of a backward; if it `is_last`, the stage's gradients are reduced after it."""
         with self.manager.sync_gradients(is_last=False):
-            rest()
+            run_weight_backward()
         if is_last:
             self.manager.after_backward(is_last=False)
             self.reduce()
@@ -228,32 +232,32 @@ class PipelineStage:
         """Reduce the stage's gradients over its ranks, when all are there that no last backward has reduced."""
         self.manager.reduce_gradients()
 
-    def entering(self, batch: Batch) -> Kinds:
+    def entering(self, batch: Batch) -> TensorSpecs:
         """Of what crosses the boundary before the stage; floating point in the dtype that is set for crossings."""
         return [*self._kinds(self._boundary.entering, batch), *self._sums]
 
-    def leaving(self, batch: Batch) -> Kinds:
+    def leaving(self, batch: Batch) -> TensorSpecs:
         return [*self._kinds(self._boundary.leaving, batch), *self._sums]
 
     @property
-    def _sums(self) -> Kinds:
+    def _sums(self) -> TensorSpecs:
         return [self._routers.kind] if self._routers is not None else []
 
-    def _kinds(self, crossings: Sequence[Crossing], batch: Batch) -> Kinds:
+    def _kinds(self, crossings: Sequence[BoundaryTensor], batch: Batch) -> TensorSpecs:
         size, dtype = batch["input_ids"].shape, self._dtype
         return [
             (each.shape(*size), dtype if dtype and each.dtype.is_floating_point else each.dtype) for each in crossings
         ]
 
 
-class _Uncounted(Tally):
+class _PaddingAccumulator(ObjectiveAccumulator):
     """An objective where what fills up a step is seen, which counts for nothing."""
 
     def __call__(self, seen: Tokens | Outputs, columns: Mapping[str, Tensor]) -> Tensor:
         return seen.nothing()
 
 
-class GivenStage(PipelineStage):
+class UserStage(PipelineStage):
     """A stage that the user has made; see [Note: given stages] in `trial_runs`."""
 
     def parallelize_as_given(self, model: nn.Module, weights: Weights | None) -> None:
@@ -271,15 +275,15 @@ class GivenStage(PipelineStage):
         return self._given(divided, tuple(torch.randn(shape, dtype=dtype, device=device) for shape, dtype in kinds))
 
     def _given(self, batch: Batch, received: Tensors) -> Batch:
-        return batch if self.is_first else with_hidden(batch, received[0])
+        return batch if self.is_first else with_inputs_embeds(batch, received[0])
 
 
 # -- a budget of activations, by how many microbatches of each stage are in flight
 
 
-def check_activations(stages: Mapping[int, PipelineStage], orders: Orders, schedule: str | None) -> None:
+def check_activation_budget(stages: Mapping[int, PipelineStage], orders: RankSchedule, schedule: str | None) -> None:
     """Refuse a budget that would not be kept; on all ranks alike."""
-    if orders.splits and _budgeted(stages):
+    if orders.splits and _find_budgeted_blocks(stages):
         raise ConfigError(
             f"pp_schedule={schedule} holds what the gradients of weights need beyond a backward, which "
             f"activation_checkpointing does not count into budget_gb. Use a schedule with whole backwards, such as "
@@ -288,38 +292,38 @@ def check_activations(stages: Mapping[int, PipelineStage], orders: Orders, sched
 
 
 def choose_activations(
-    stages: Mapping[int, PipelineStage], orders: Orders, pieces: Sequence[Batch], world: World
+    stages: Mapping[int, PipelineStage], orders: RankSchedule, pieces: Sequence[Batch], world: World
 ) -> None:
     """Where there is a budget: choose what the blocks hold, by the first step's microbatches. Collective, once."""
-    budgeted = _budgeted(stages)
+    budgeted = _find_budgeted_blocks(stages)
     if not budgeted:
         return
-    order = orders.actions(orders.run_length(len(pieces)), train=True)
+    order = orders.actions(orders.run_length(len(pieces)), is_training=True)
     actions = [action for action in order if isinstance(action, Action)]
-    real = [piece for piece in pieces if not isinstance(piece, Idle)]
+    real = [piece for piece in pieces if not isinstance(piece, PaddingMicrobatch)]
     largest = max(real, key=lambda piece: piece["input_ids"].numel())
     rehearsals = [functools.partial(stage.rehearse, largest) for stage in stages.values()]
     worlds = [stage.manager.mesh.world for stage in stages.values()]
-    choose(budgeted, rehearsals, worlds, _moments_of(actions, list(stages)), world)
+    choose_saved_activations(budgeted, rehearsals, worlds, _find_peak_moments(actions, list(stages)), world)
 
 
-def _budgeted(stages: Mapping[int, PipelineStage]) -> list[BudgetedBlocks]:
-    return without_choice([stage.manager.activations for stage in stages.values()])
+def _find_budgeted_blocks(stages: Mapping[int, PipelineStage]) -> list[BudgetedBlocks]:
+    return find_undecided([stage.manager.activations for stage in stages.values()])
 
 
-def _moments_of(actions: Sequence[Action], stages: Sequence[int]) -> list[Moment]:
+def _find_peak_moments(actions: Sequence[Action], stages: Sequence[int]) -> list[BackwardStart]:
     """The moments at which a rank that computes these actions on these stages may hold most."""
     flying: Counter[int] = Counter()
-    moments: dict[Moment, None] = {}
+    moments: dict[BackwardStart, None] = {}
     for action in actions:
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             flying[action.stage] += 1
-        elif action.kind is Kind.BACKWARD:
-            moments[Moment(tuple(flying[stage] for stage in stages), stages.index(action.stage))] = None
+        elif action.kind is ActionKind.BACKWARD:
+            moments[BackwardStart(tuple(flying[stage] for stage in stages), stages.index(action.stage))] = None
             flying[action.stage] -= 1
-    return [each for each in moments if not any(_covers(other, each) for other in moments if other != each)]
+    return [each for each in moments if not any(_dominates(other, each) for other in moments if other != each)]
 
 
-def _covers(other: Moment, each: Moment) -> bool:
+def _dominates(other: BackwardStart, each: BackwardStart) -> bool:
     same = other.stage == each.stage
     return same and all(a >= b for a, b in zip(other.in_flight, each.in_flight, strict=True))

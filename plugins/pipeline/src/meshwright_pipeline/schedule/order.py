@@ -19,7 +19,7 @@ from types import MappingProxyType
 from meshwright.plugin import ConfigError
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action does, by the letters that torch prints."""
 
     FORWARD = "F"
@@ -32,10 +32,10 @@ class Kind(StrEnum):
     RECV_B = "RECV_B"
 
 
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+COMPUTE_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
-UNIT_COSTS: Mapping[Kind, float] = MappingProxyType(
-    {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+UNIT_COSTS: Mapping[ActionKind, float] = MappingProxyType(
+    {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0, ActionKind.BACKWARD_INPUT: 1.0, ActionKind.BACKWARD_WEIGHT: 1.0}
 )
 """Time of an action on one stage, in forwards. The papers' assumption."""
 
@@ -48,7 +48,7 @@ class Action:
     and `2SEND_B0` gives stage 1 what `1RECV_B0` takes.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int
 
@@ -58,11 +58,11 @@ class Action:
     @property
     def peer_stage(self) -> int:
         """The stage at the other end of a send or receive."""
-        return self.stage + (1 if self.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
+        return self.stage + (1 if self.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1)
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class P2PBatch:
     """All that two ranks pass to each other at one moment: one batch of sends and receives on each of them."""
 
     peer: int
@@ -91,37 +91,43 @@ class Schedule:
     @property
     def splits(self) -> bool:
         """Whether backwards come in two parts, the gradients of weights last."""
-        return any(action.kind is Kind.BACKWARD_INPUT for order in self.orders for action in order)
+        return any(action.kind is ActionKind.BACKWARD_INPUT for order in self.orders for action in order)
 
 
-Times = tuple[tuple[tuple[Action, float, float], ...], ...]
+Timeline = tuple[tuple[tuple[Action, float, float], ...], ...]
 """For each rank, its actions with their start and end."""
-_Done = tuple[Kind, int, int]
+_CompletedAction = tuple[ActionKind, int, int]
 """Something that is done: F, I (which a whole B counts as) or W, of a stage, for a microbatch."""
 
 
-def check_actions(schedule: Schedule, place: Callable[[int, int], str]) -> None:
-    """Check that each stage computes each microbatch once, forward and backward; `place` names an action in errors."""
-    seen: dict[_Done, str] = {}
+def check_actions(schedule: Schedule, describe_position: Callable[[int, int], str]) -> None:
+    """Check that each stage computes each microbatch once, forward and backward; `describe_position` names an action in errors."""
+    seen: dict[_CompletedAction, str] = {}
     for rank, order in enumerate(schedule.orders):
         for index, action in enumerate(order):
-            where = f"{place(rank, index)} ({action})"
+            where = f"{describe_position(rank, index)} ({action})"
             _check_action(schedule, action, rank, where)
             # A whole backward stands for both of its parts.
-            parts = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if action.kind is Kind.BACKWARD else [action.kind]
+            parts = (
+                [ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT]
+                if action.kind is ActionKind.BACKWARD
+                else [action.kind]
+            )
             for key in [(part, action.stage, action.microbatch) for part in parts]:
                 if key in seen:
-                    raise _refused(schedule, where, f"this was computed already by {seen[key]}. Leave one of them out")
+                    raise _schedule_error(
+                        schedule, where, f"this was computed already by {seen[key]}. Leave one of them out"
+                    )
                 seen[key] = where
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
             missing = [
                 f"{stage}{kind}{microbatch}"
-                for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+                for kind in (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
                 if (kind, stage, microbatch) not in seen
             ]
             if missing:
-                raise _refused(
+                raise _schedule_error(
                     schedule,
                     f"rank {schedule.placement[stage]}",
                     f"{' and '.join(missing)} missing. Each stage needs F and B, or F, I and W, of each microbatch",
@@ -129,55 +135,57 @@ def check_actions(schedule: Schedule, place: Callable[[int, int], str]) -> None:
 
 
 def _check_action(schedule: Schedule, action: Action, rank: int, where: str) -> None:
-    if action.kind not in COMPUTE:
-        raise _refused(schedule, where, "a schedule holds computing actions only (F, B, I, W); transfers are derived")
+    if action.kind not in COMPUTE_KINDS:
+        raise _schedule_error(
+            schedule, where, "a schedule holds computing actions only (F, B, I, W); transfers are derived"
+        )
     for what, value, limit in (
         ("stage", action.stage, schedule.stages),
         ("microbatch", action.microbatch, schedule.microbatches),
     ):
         if not 0 <= value < limit:
-            raise _refused(schedule, where, f"{what} {value} is not among the {limit} {what}s, 0 to {limit - 1}")
+            raise _schedule_error(schedule, where, f"{what} {value} is not among the {limit} {what}s, 0 to {limit - 1}")
     owner = schedule.placement[action.stage]
     if owner != rank:
-        raise _refused(schedule, where, f"stage {action.stage} is on rank {owner}; it cannot be on two")
+        raise _schedule_error(schedule, where, f"stage {action.stage} is on rank {owner}; it cannot be on two")
 
 
-def _refused(schedule: Schedule, where: str, why: str) -> ConfigError:
+def _schedule_error(schedule: Schedule, where: str, why: str) -> ConfigError:
     return ConfigError(f"{schedule.name}, {where}: {why}.")
 
 
-def _needs(action: Action, stages: int) -> list[_Done]:
+def _find_dependencies(action: Action, num_stages: int) -> list[_CompletedAction]:
     number = action.microbatch
-    if action.kind is Kind.FORWARD:
-        return [(Kind.FORWARD, action.stage - 1, number)] if action.stage else []
-    if action.kind is Kind.BACKWARD_WEIGHT:
-        return [(Kind.BACKWARD_INPUT, action.stage, number)]
-    own = (Kind.FORWARD, action.stage, number)
-    return [own] if action.stage == stages - 1 else [own, (Kind.BACKWARD_INPUT, action.stage + 1, number)]
+    if action.kind is ActionKind.FORWARD:
+        return [(ActionKind.FORWARD, action.stage - 1, number)] if action.stage else []
+    if action.kind is ActionKind.BACKWARD_WEIGHT:
+        return [(ActionKind.BACKWARD_INPUT, action.stage, number)]
+    own = (ActionKind.FORWARD, action.stage, number)
+    return [own] if action.stage == num_stages - 1 else [own, (ActionKind.BACKWARD_INPUT, action.stage + 1, number)]
 
 
-def timeline(
-    schedule: Schedule, costs: Mapping[Kind, float] = UNIT_COSTS, *, stage_costs: Sequence[float] | None = None
-) -> Times:
+def compute_timeline(
+    schedule: Schedule, costs: Mapping[ActionKind, float] = UNIT_COSTS, *, stage_costs: Sequence[float] | None = None
+) -> Timeline:
     """When each action starts and ends, if each starts as soon as it can and communication takes no time.
 
     `costs` are of each kind of action, in the unit of the result; `stage_costs` are factors for each stage. A schedule
     in which an action waits for one that can never come before it is refused.
     """
     factors = stage_costs or [1.0] * schedule.stages
-    ends: dict[_Done, float] = {}
+    ends: dict[_CompletedAction, float] = {}
     done: list[list[tuple[Action, float, float]]] = [[] for _ in range(schedule.ranks)]
     progress = True
     while progress:
         progress = False
         for times, order in zip(done, schedule.orders, strict=True):
             for action in order[len(times) :]:
-                needs = _needs(action, schedule.stages)
+                needs = _find_dependencies(action, schedule.stages)
                 if any(need not in ends for need in needs):
                     break
                 start = max([times[-1][2] if times else 0.0, *(ends[need] for need in needs)])
                 end = start + costs[action.kind] * factors[action.stage]
-                gives = Kind.BACKWARD_INPUT if action.kind is Kind.BACKWARD else action.kind
+                gives = ActionKind.BACKWARD_INPUT if action.kind is ActionKind.BACKWARD else action.kind
                 ends[gives, action.stage, action.microbatch] = end
                 times.append((action, start, end))
                 progress = True
@@ -185,7 +193,7 @@ def timeline(
         f"rank {rank} waits at {order[len(times)]} for "
         + " and ".join(
             f"{stage}{kind}{microbatch}"
-            for kind, stage, microbatch in _needs(order[len(times)], schedule.stages)
+            for kind, stage, microbatch in _find_dependencies(order[len(times)], schedule.stages)
             if (kind, stage, microbatch) not in ends
         )
         for rank, (times, order) in enumerate(zip(done, schedule.orders, strict=True))
@@ -200,24 +208,24 @@ def timeline(
 
 def bubble_fraction(schedule: Schedule, *, stage_costs: Sequence[float] | None = None) -> float:
     """The share of all ranks' time, from the first start to the last end, in which they wait: from 0 to 1."""
-    times = timeline(schedule, stage_costs=stage_costs)
+    times = compute_timeline(schedule, stage_costs=stage_costs)
     busy = sum(end - start for rank in times for _, start, end in rank)
     return 1 - busy / (schedule.ranks * max(rank[-1][2] for rank in times if rank))
 
 
-def peak_live(schedule: Schedule) -> tuple[int, ...]:
+def count_peak_live_microbatches(schedule: Schedule) -> tuple[int, ...]:
     """For each rank, the most (stage, microbatch) at once between the end of a forward and the whole backward."""
     peaks = []
     for order in schedule.orders:
         live = peak = 0
         for action in order:
-            live += {Kind.FORWARD: 1, Kind.BACKWARD_INPUT: 0}.get(action.kind, -1)
+            live += {ActionKind.FORWARD: 1, ActionKind.BACKWARD_INPUT: 0}.get(action.kind, -1)
             peak = max(peak, live)
         peaks.append(peak)
     return tuple(peaks)
 
 
-def with_communication(schedule: Schedule) -> tuple[tuple[Action | Exchange, ...], ...]:
+def add_communication(schedule: Schedule) -> tuple[tuple[Action | P2PBatch, ...], ...]:
     """Each rank's order with its sends and receives.
 
     All ranks are followed through time together, and what an action made for a stage on another rank is sent and
@@ -228,28 +236,32 @@ def with_communication(schedule: Schedule) -> tuple[tuple[Action | Exchange, ...
     """
     ends: dict[float, list[Action]] = {}
     starts: dict[float, list[tuple[int, Action]]] = {}
-    for rank, times in enumerate(timeline(schedule)):
+    for rank, times in enumerate(compute_timeline(schedule)):
         for action, start, end in times:
             starts.setdefault(start, []).append((rank, action))
             ends.setdefault(end, []).append(action)
-    orders: list[list[Action | Exchange]] = [[] for _ in range(schedule.ranks)]
+    orders: list[list[Action | P2PBatch]] = [[] for _ in range(schedule.ranks)]
     for moment in sorted(starts.keys() | ends.keys()):
         # What ends at a moment comes before what starts then, and may need it.
-        for (low, high), transfers in _transfers(ends.get(moment, ()), schedule).items():
-            orders[low].append(Exchange(high, tuple(transfers[low])))
-            orders[high].append(Exchange(low, tuple(transfers[high])))
+        for (low, high), transfers in _find_transfers(ends.get(moment, ()), schedule).items():
+            orders[low].append(P2PBatch(high, tuple(transfers[low])))
+            orders[high].append(P2PBatch(low, tuple(transfers[high])))
         for rank, action in starts.get(moment, ()):
             orders[rank].append(action)
     return tuple(tuple(order) for order in orders)
 
 
-def _transfers(done: Iterable[Action], schedule: Schedule) -> dict[tuple[int, int], dict[int, list[Action]]]:
+def _find_transfers(completed: Iterable[Action], schedule: Schedule) -> dict[tuple[int, int], dict[int, list[Action]]]:
     """By each two ranks, what each of the two sends and receives of what these actions have made, in the same order."""
     found: dict[tuple[int, int], dict[int, list[Action]]] = {}
-    for action in done:
-        if action.kind is Kind.BACKWARD_WEIGHT:
+    for action in completed:
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
             continue
-        kinds = (Kind.SEND_F, Kind.RECV_F) if action.kind is Kind.FORWARD else (Kind.SEND_B, Kind.RECV_B)
+        kinds = (
+            (ActionKind.SEND_F, ActionKind.RECV_F)
+            if action.kind is ActionKind.FORWARD
+            else (ActionKind.SEND_B, ActionKind.RECV_B)
+        )
         send = Action(kinds[0], action.stage, action.microbatch)
         if not 0 <= send.peer_stage < schedule.stages:
             continue

@@ -18,23 +18,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from meshwright.plugin import ConfigError, nearest
+from meshwright.plugin import ConfigError, suggest_match
 
-from .order import Action, Kind, Schedule, check_actions, timeline
+from .order import Action, ActionKind, Schedule, check_actions, compute_timeline
 
 
 def _one_forward_one_backward(
-    forwards: Sequence[str], backwards: Sequence[str], *, warmup: int, weights_lag: int | None = None
+    forwards: Sequence[str], backwards: Sequence[str], *, num_warmup_forwards: int, wgrad_lag: int | None = None
 ) -> list[str]:
-    """`warmup` forwards, then one before each backward; with `weights_lag`, from there on, the oldest W after each."""
-    order = list(forwards[:warmup])
-    coming = iter(forwards[warmup:])
+    """`num_warmup_forwards` forwards, then one before each backward; with `wgrad_lag`, from there on, the oldest W after each."""
+    order = list(forwards[:num_warmup_forwards])
+    coming = iter(forwards[num_warmup_forwards:])
     for index, backward in enumerate(backwards):
         order += [forward for forward in (next(coming, None),) if forward is not None]
         order.append(backward)
-        if weights_lag is not None and index >= weights_lag:
+        if wgrad_lag is not None and index >= wgrad_lag:
             order.append("W")
-    return order + ["W"] * min(weights_lag or 0, len(backwards))
+    return order + ["W"] * min(wgrad_lag or 0, len(backwards))
 
 
 def _chunk_by_chunk(rank: int, ranks: int, chunks: int, microbatches: int) -> list[str]:
@@ -42,7 +42,7 @@ def _chunk_by_chunk(rank: int, ranks: int, chunks: int, microbatches: int) -> li
     return forwards + [f"B{chunk}" for chunk in reversed(range(chunks)) for _ in range(microbatches)]
 
 
-def _interleaved(ranks: int, chunks: int, microbatches: int) -> tuple[list[int], list[int], int]:
+def _interleave_chunks(ranks: int, chunks: int, microbatches: int) -> tuple[list[int], list[int], int]:
     """The chunks of all forwards and of all backwards, and the forwards that the last rank does in advance.
 
     Microbatches go in rounds of about one per rank: each round passes all chunks before the next begins. The larger
@@ -55,22 +55,22 @@ def _interleaved(ranks: int, chunks: int, microbatches: int) -> tuple[list[int],
 
 
 def _interleaved_1f1b(rank: int, ranks: int, chunks: int, microbatches: int) -> list[str]:
-    forwards, backwards, ahead = _interleaved(ranks, chunks, microbatches)
+    forwards, backwards, ahead = _interleave_chunks(ranks, chunks, microbatches)
     # With one chunk a rank is idle after its warm-up either way, so it holds fewer activations with half the lead.
     lead = (1 if chunks == 1 else 2) * (ranks - 1 - rank)
     return _one_forward_one_backward(
-        [f"F{chunk}" for chunk in forwards], [f"B{chunk}" for chunk in backwards], warmup=ahead + lead
+        [f"F{chunk}" for chunk in forwards], [f"B{chunk}" for chunk in backwards], num_warmup_forwards=ahead + lead
     )
 
 
 def _interleaved_zero_bubble(rank: int, ranks: int, chunks: int, microbatches: int) -> list[str]:
-    forwards, backwards, ahead = _interleaved(ranks, chunks, microbatches)
+    forwards, backwards, ahead = _interleave_chunks(ranks, chunks, microbatches)
     # A later rank puts off more weights: all ranks then hold as much as rank 0, whose lead is the longest.
     return _one_forward_one_backward(
         [f"F{chunk}" for chunk in forwards],
         [f"I{chunk}" for chunk in backwards],
-        warmup=ahead + ranks - 1 - rank,
-        weights_lag=rank,
+        num_warmup_forwards=ahead + ranks - 1 - rank,
+        wgrad_lag=rank,
     )
 
 
@@ -108,7 +108,7 @@ def _dual_pipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleRule:
+class ScheduleSpec:
     """What a schedule asks of the stages, and the order of a rank."""
 
     name: str
@@ -131,19 +131,19 @@ class ScheduleRule:
         return "exactly one stage" if self.max_chunks == 1 else f"exactly {self.max_chunks} stages"
 
 
-SCHEDULES: Mapping[str, ScheduleRule] = MappingProxyType(
+SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
     {
         rule.name: rule
         for rule in (
-            ScheduleRule("GPipe", _chunk_by_chunk, 1, 1),
-            ScheduleRule("1F1B", _interleaved_1f1b, 1, 1, steady=lambda ranks: (ranks + 1, 1)),
-            ScheduleRule("Interleaved1F1B", _interleaved_1f1b, 2, None, steady=lambda ranks: (3 * ranks, ranks)),
-            ScheduleRule("LoopedBFS", _chunk_by_chunk, 2, None, last_first=True),
-            ScheduleRule(
+            ScheduleSpec("GPipe", _chunk_by_chunk, 1, 1),
+            ScheduleSpec("1F1B", _interleaved_1f1b, 1, 1, steady=lambda ranks: (ranks + 1, 1)),
+            ScheduleSpec("Interleaved1F1B", _interleaved_1f1b, 2, None, steady=lambda ranks: (3 * ranks, ranks)),
+            ScheduleSpec("LoopedBFS", _chunk_by_chunk, 2, None, last_first=True),
+            ScheduleSpec(
                 "InterleavedZeroBubble", _interleaved_zero_bubble, 2, None, steady=lambda ranks: (3 * ranks, ranks)
             ),
-            ScheduleRule("ZBVZeroBubble", _zero_bubble_v, 2, 2, v_shaped=True, steady=lambda ranks: (2 * ranks + 1, 1)),
-            ScheduleRule("DualPipeV", _dual_pipe_v, 2, 2, v_shaped=True, steady=lambda ranks: (2 * ranks + 1, 1)),
+            ScheduleSpec("ZBVZeroBubble", _zero_bubble_v, 2, 2, v_shaped=True, steady=lambda ranks: (2 * ranks + 1, 1)),
+            ScheduleSpec("DualPipeV", _dual_pipe_v, 2, 2, v_shaped=True, steady=lambda ranks: (2 * ranks + 1, 1)),
         )
     }
 )
@@ -160,55 +160,63 @@ _ALIASES = {
 }
 
 
-def schedule_rule(name: str) -> ScheduleRule:
+def find_schedule_spec(name: str) -> ScheduleSpec:
     """The rule of a schedule, by its name in any case, with or without separators and torch's "Schedule" before it."""
     plain = re.sub(r"[\s_-]", "", name).lower().removeprefix("schedule")
     known = {each.lower(): each for each in SCHEDULES} | _ALIASES
     if plain not in known:
-        close = nearest(plain, known).replace(f"'{plain}'", "")
+        close = suggest_match(plain, known).replace(f"'{plain}'", "")
         raise ConfigError(f"pp_schedule={name!r} is unknown.{close} Allowed, in any case: {', '.join(SCHEDULES)}.")
     return SCHEDULES[known[plain]]
 
 
-def build_schedule(name: str, *, ranks: int, stages: int, microbatches: int) -> Schedule:
-    """The order of each rank under a schedule of this name; each rank has as many of the `stages`."""
-    rule = schedule_rule(name)
-    for what, value in (("ranks", ranks), ("microbatches", microbatches)):
+def build_schedule(name: str, *, num_ranks: int, num_stages: int, num_microbatches: int) -> Schedule:
+    """The order of each rank under a schedule of this name; each rank has as many of the `num_stages`."""
+    rule = find_schedule_spec(name)
+    for what, value in (("ranks", num_ranks), ("microbatches", num_microbatches)):
         if value < 1:
             raise ConfigError(f"{rule.name}: {what}={value} must be 1 or more.")
-    chunks, left = divmod(stages, ranks)
+    chunks, left = divmod(num_stages, num_ranks)
     if left or chunks < rule.min_chunks or (rule.max_chunks and chunks > rule.max_chunks):
-        wanted = ranks * min(max(chunks, rule.min_chunks), rule.max_chunks or chunks + rule.min_chunks)
+        wanted = num_ranks * min(max(chunks, rule.min_chunks), rule.max_chunks or chunks + rule.min_chunks)
         raise ConfigError(
-            f"{rule.name} takes {rule.chunks_allowed} on each rank, but {stages} stages on {ranks} ranks are "
-            f"{f'{stages / ranks:.3g}'} each. Split the model into {wanted} stages, or choose another schedule."
+            f"{rule.name} takes {rule.chunks_allowed} on each rank, but {num_stages} stages on {num_ranks} ranks are "
+            f"{f'{num_stages / num_ranks:.3g}'} each. Split the model into {wanted} stages, or choose another schedule."
         )
-    placement = tuple(min(stage, stages - 1 - stage) if rule.v_shaped else stage % ranks for stage in range(stages))
-    schedule = Schedule(rule.name, ranks, stages, microbatches, placement, ())
+    placement = tuple(
+        min(stage, num_stages - 1 - stage) if rule.v_shaped else stage % num_ranks for stage in range(num_stages)
+    )
+    schedule = Schedule(rule.name, num_ranks, num_stages, num_microbatches, placement, ())
     orders = tuple(
-        tuple(_numbered(rule, rule.order(rank, ranks, chunks, microbatches), schedule.stages_of(rank), microbatches))
-        for rank in range(ranks)
+        tuple(
+            _number_microbatches(
+                rule, rule.order(rank, num_ranks, chunks, num_microbatches), schedule.stages_of(rank), num_microbatches
+            )
+        )
+        for rank in range(num_ranks)
     )
     return replace(schedule, orders=orders)
 
 
-def _numbered(rule: ScheduleRule, slots: Iterable[str], stages: Sequence[int], microbatches: int) -> Iterator[Action]:
+def _number_microbatches(
+    rule: ScheduleSpec, slots: Iterable[str], stages: Sequence[int], microbatches: int
+) -> Iterator[Action]:
     """The actions of a rank's slots: the n-th slot of a kind and chunk is for microbatch n."""
     seen: Counter[str] = Counter()
     waiting: list[Action] = []
     for slot in slots:
-        kind = Kind(slot[0])
-        if kind is Kind.BACKWARD_WEIGHT:
+        kind = ActionKind(slot[0])
+        if kind is ActionKind.BACKWARD_WEIGHT:
             of_input = next(each for each in waiting if slot == "W" or each.stage == stages[int(slot[1:])])
             waiting.remove(of_input)
             action = Action(kind, of_input.stage, of_input.microbatch)
         else:
             number = seen[slot.replace("I", "B")]
             seen[slot.replace("I", "B")] += 1
-            if rule.last_first and kind is Kind.BACKWARD:
+            if rule.last_first and kind is ActionKind.BACKWARD:
                 number = microbatches - 1 - number
             action = Action(kind, stages[int(slot[1:])], number)
-            if kind is Kind.BACKWARD_INPUT:
+            if kind is ActionKind.BACKWARD_INPUT:
                 waiting.append(action)
         if action.microbatch < microbatches:
             yield action
@@ -220,65 +228,69 @@ _CELL = re.compile(r"(\d+)([A-Z_]+)(\d+)")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
-def read_csv(path: str | Path, *, ranks: int, stages: int, microbatches: int) -> Schedule:
+def read_schedule_csv(path: str | Path, *, num_ranks: int, num_stages: int, num_microbatches: int) -> Schedule:
     """Read a schedule from a file, one row per rank; errors name row and cell, both from 1.
 
     A cell is an action such as `0F0` or `1I2`; empty cells are bubbles, which follow from the order here; a pair such
     as `(0F1;3B0)OVERLAP_F_B` runs one after the other. Each stage is on the rank that its actions are on.
     """
-    name = _csv_name(path)
-    rows = _csv_rows(path)
-    if len(rows) != ranks:
-        raise ConfigError(f"{name} has {len(rows)} rows, but pp_size={ranks}. Give one row for each rank.")
-    owner = {action.stage: rank for rank in reversed(range(ranks)) for action, _ in rows[rank]}
-    without = [str(stage) for stage in range(stages) if stage not in owner]
+    name = _describe_csv(path)
+    rows = _read_csv_rows(path)
+    if len(rows) != num_ranks:
+        raise ConfigError(f"{name} has {len(rows)} rows, but pp_size={num_ranks}. Give one row for each rank.")
+    owner = {action.stage: rank for rank in reversed(range(num_ranks)) for action, _ in rows[rank]}
+    without = [str(stage) for stage in range(num_stages) if stage not in owner]
     if without:
-        raise ConfigError(f"{name} holds nothing for stage {', '.join(without)} of {stages}. Add its actions.")
+        raise ConfigError(f"{name} holds nothing for stage {', '.join(without)} of {num_stages}. Add its actions.")
     orders = tuple(tuple(action for action, _ in row) for row in rows)
-    schedule = Schedule(name, ranks, stages, microbatches, tuple(owner[stage] for stage in range(stages)), orders)
+    schedule = Schedule(
+        name, num_ranks, num_stages, num_microbatches, tuple(owner[stage] for stage in range(num_stages)), orders
+    )
     check_actions(schedule, lambda rank, index: f"row {rank + 1}, cell {rows[rank][index][1]}")
-    timeline(schedule)
+    compute_timeline(schedule)
     return schedule
 
 
-def sizes_in_csv(path: str | Path) -> tuple[int, int]:
+def read_schedule_size(path: str | Path) -> tuple[int, int]:
     """How many stages and how many microbatches the actions of a file name."""
-    found = [action for row in _csv_rows(path) for action, _ in row]
+    found = [action for row in _read_csv_rows(path) for action, _ in row]
     if not found:
-        raise ConfigError(f"{_csv_name(path)} holds no action. Write a row for each rank, with cells such as '0F0'.")
+        raise ConfigError(
+            f"{_describe_csv(path)} holds no action. Write a row for each rank, with cells such as '0F0'."
+        )
     return 1 + max(action.stage for action in found), 1 + max(action.microbatch for action in found)
 
 
-def _csv_name(path: str | Path) -> str:
+def _describe_csv(path: str | Path) -> str:
     return f"pp_schedule_csv={str(path)!r}"
 
 
-def _csv_rows(path: str | Path) -> list[list[tuple[Action, int]]]:
+def _read_csv_rows(path: str | Path) -> list[list[tuple[Action, int]]]:
     """The actions of each row, each with the number of its cell."""
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             rows = [row for row in csv.reader(file) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{_csv_name(path)} cannot be read: {error}.") from None
+        raise ConfigError(f"{_describe_csv(path)} cannot be read: {error}.") from None
     return [
         [
             (action, column)
             for column, cell in enumerate(row, 1)
-            for action in _cell_actions(cell, f"{_csv_name(path)}, row {number}, cell {column}")
+            for action in _parse_cell(cell, f"{_describe_csv(path)}, row {number}, cell {column}")
         ]
         for number, row in enumerate(rows, 1)
     ]
 
 
-def _cell_actions(cell: str, where: str) -> Iterator[Action]:
+def _parse_cell(cell: str, where: str) -> Iterator[Action]:
     pair = _OVERLAP.fullmatch(cell.strip())
     for text in pair[1].split(";") if pair else [cell]:
         if not text.strip():
             continue
         match = _CELL.fullmatch(text.strip())
-        if not match or match[2] not in list(Kind):
+        if not match or match[2] not in list(ActionKind):
             raise ConfigError(
                 f"{where}: {cell!r} is no action. Write stage, kind and microbatch, such as '0F0'; kinds are F, B "
                 "(or I and W)."
             )
-        yield Action(Kind(match[2]), int(match[1]), int(match[3]))
+        yield Action(ActionKind(match[2]), int(match[1]), int(match[3]))

@@ -14,26 +14,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.plugin import DataParallelManager, Findings, Mesh, in_order, joined_norm
+from meshwright.plugin import DataParallelManager, GradientReport, Mesh, combine_norms, sort_parts
 
-from .names import Names
+from .names import StagedParameterNames
 
 
-class Copies:
+class SharedParameters:
     """The copies on this rank's stages; see [Note: copies]."""
 
     def __init__(
-        self, names: Names, managers: Mapping[int, DataParallelManager], placement: Sequence[int], mesh: Mesh
+        self,
+        names: StagedParameterNames,
+        managers: Mapping[int, DataParallelManager],
+        placement: Sequence[int],
+        mesh: Mesh,
     ) -> None:
         self._names, self._managers, self._placement, self._mesh = names, managers, placement, mesh
 
-    def sum_gradients(self, found: Mapping[int, Findings]) -> Findings:
+    def sum_gradients(self, reports: Mapping[int, GradientReport]) -> GradientReport:
         """Give each copy the sum of all gradients, the same bits on all. Collective.
 
-        `found` is what each stage of this rank has seen in its gradients. Returns which of the parameters that have
+        `reports` is what each stage of this rank has seen in its gradients. Returns which of the parameters that have
         copies this rank has used; all ranks have as many.
         """
-        unused = {parameter for findings in found.values() for parameter in findings.unused()}
+        unused = {parameter for findings in reports.values() for parameter in findings.unused()}
         trainable = {index: set(manager.trainable()) for index, manager in self._managers.items()}
         trained, used = [], []
         for name, holders in self._names.shared.items():
@@ -43,7 +47,7 @@ class Copies:
             trained.append(copies)
             if copies:
                 self._sum(mine, sorted({self._placement[index] for index in holders}))
-        return Findings(trained, used)
+        return GradientReport(trained, used)
 
     def frozen(self) -> Iterator[tuple[str, int, int]]:
         """What this rank's stages freeze: its name in the whole model, which of its copies, and how many there are."""
@@ -56,13 +60,13 @@ class Copies:
     def total_norm(self, norm_type: float) -> Tensor:
         """Of the gradients of all stages; float64 scalar, equal on all ranks. Collective."""
         norms = [
-            manager.gradients.total_norm(norm_type, without=self._repeated(index))
+            manager.gradients.total_norm(norm_type, excluded=self._repeated(index))
             for index, manager in self._managers.items()
         ]
-        return joined_norm(norms, norm_type, self._mesh.group("pp"), self._mesh.device)
+        return combine_norms(norms, norm_type, self._mesh.group("pp"), self._mesh.device)
 
     def norms_by_part(self) -> dict[str, float]:
-        parts = in_order(self._names.parts.values())
+        parts = sort_parts(self._names.parts.values())
         squares = torch.zeros(len(parts), dtype=torch.float64)
         for index, manager in self._managers.items():
             repeated = set(self._repeated(index))

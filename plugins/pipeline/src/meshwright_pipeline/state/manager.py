@@ -15,25 +15,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.plugin import (
-    Averages,
+    ChunkedTensor,
     DataParallelManager,
+    EMAWeights,
     OptimizerFactory,
     OptimizerState,
-    Sharded,
+    ParamTraits,
     ShardedState,
     StrategyError,
     StrategyManager,
-    TensorKind,
-    Trained,
-    for_model,
+    TensorMeta,
+    bind_to_model,
     require_optimizer,
 )
 
-from .names import Names, loading_stages, stages_parameters, stages_state
-from .whole_state import load_whole_state, whole_state
+from .names import StagedParameterNames, load_stages, merge_parameter_chunks, merge_sharded_state
+from .whole_state import gather_full_state, load_full_state
 
 
-class StatefulStages(StrategyManager):
+class StagedStateManager(StrategyManager):
     """The optimizer and the state of a model in stages."""
 
     _optimizer: Optimizer | None = None
@@ -45,7 +45,7 @@ class StatefulStages(StrategyManager):
 
     @property
     @abstractmethod
-    def _names(self) -> Names:
+    def _names(self) -> StagedParameterNames:
         """Of the whole model."""
 
     @abstractmethod
@@ -62,10 +62,10 @@ class StatefulStages(StrategyManager):
         canonical = self._names.canonical
         trained = [manager for manager in self._managers.values() if any(True for _ in manager.trainable())]
         mine = {canonical[name]: each for manager in trained for name, each in manager.what_is_trained().items()}
-        known: list[dict[str, Trained]] = [{}] * self.mesh.degrees.pp
+        known: list[dict[str, ParamTraits]] = [{}] * self.mesh.degrees.pp
         dist.all_gather_object(known, mine, group=self.mesh.group("pp"))
         whole = {name: each for stages in known for name, each in stages.items()}
-        made = self.mesh.world.together(lambda: for_model(factory, whole))
+        made = self.mesh.world.together(lambda: bind_to_model(factory, whole))
 
         def named(given: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
             # The factory sees the names of the unwrapped model, so copies of one parameter get the same options.
@@ -76,7 +76,7 @@ class StatefulStages(StrategyManager):
         first = trained[0].optimizer.param_groups[0]["lr"] if trained else None
         dist.all_gather_object(rates, first, group=self.mesh.group("pp"))
         rate = next((each for each in rates if each is not None), 0.0)
-        self._optimizer = StageOptimizers(trained) if trained else NoStages(rate)
+        self._optimizer = CombinedStageOptimizer(trained) if trained else FrozenStageOptimizer(rate)
         self._optimizer.register_step_pre_hook(lambda *_: self._settle())
         return self._optimizer
 
@@ -94,7 +94,7 @@ class StatefulStages(StrategyManager):
 
     # -- averages of what is trained
 
-    def keep_averages(self) -> Sequence[Averages]:
+    def keep_averages(self) -> Sequence[EMAWeights]:
         """See `meshwright.train.loop.ema.Averaging`: one for each stage of this rank that trains."""
         return [each for manager in self._trained() for each in manager.keep_averages()]
 
@@ -119,36 +119,38 @@ class StatefulStages(StrategyManager):
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         managers, names = self._managers, self._names
         if full:
-            return whole_state(managers, names, self.mesh, with_optimizer=self._optimizer is not None)
+            return gather_full_state(managers, names, self.mesh, with_optimizer=self._optimizer is not None)
         return {"stages": {index: manager.state_dict() for index, manager in managers.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
         managers, names = self._managers, self._names
         if full:
-            load_whole_state(managers, names, self.mesh, state)
+            load_full_state(managers, names, self.mesh, state)
             return
         for index, manager in managers.items():
             manager.load_state_dict(state["stages"][index])
 
     def sharded_state(self) -> ShardedState:
-        state = stages_state(self._managers, self._names)
-        return replace(state, optimizer=OptimizerState()) if isinstance(self._optimizer, NoStages) else state
+        state = merge_sharded_state(self._managers, self._names)
+        return (
+            replace(state, optimizer=OptimizerState()) if isinstance(self._optimizer, FrozenStageOptimizer) else state
+        )
 
-    def parameter_pieces(self) -> dict[str, Sharded | None]:
-        return stages_parameters(self._managers, self._names)
+    def parameter_pieces(self) -> dict[str, ChunkedTensor | None]:
+        return merge_parameter_chunks(self._managers, self._names)
 
     @contextmanager
-    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
-        with loading_stages(self._managers, self._names, optimizer) as target:
+    def loading(self, optimizer: OptimizerState[TensorMeta] | None) -> Iterator[ShardedState]:
+        with load_stages(self._managers, self._names, optimizer) as target:
             yield target
-        if isinstance(self._optimizer, NoStages) and optimizer is not None:
+        if isinstance(self._optimizer, FrozenStageOptimizer) and optimizer is not None:
             self._optimizer.follow(optimizer.groups)
 
 
 # -- optimizers in front of those of several stages
 
 
-class StageOptimizers(Optimizer):
+class CombinedStageOptimizer(Optimizer):
     """Steps the optimizers of this rank's stages that train, one or more. It computes nothing itself.
 
     Its groups and state are looked up in theirs at each access: loading gives an optimizer new groups, and a list of
@@ -212,7 +214,7 @@ class StageOptimizers(Optimizer):
             optimizer.__setstate__({"state": defaultdict(dict, own), "param_groups": mine})
 
 
-class NoStages(Optimizer):
+class FrozenStageOptimizer(Optimizer):
     """For a rank whose stages are frozen: it trains nothing, and has the rate of the first rank that does."""
 
     def __init__(self, lr: float | Tensor) -> None:

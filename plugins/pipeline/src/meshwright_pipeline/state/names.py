@@ -1,5 +1,5 @@
 """State of all stages on this rank under the names of the whole model: which stage holds which parameter, and the
-sharded state. No tensor moves to another rank here; see `whole_state` for the state that does.
+sharded state. No tensor moves to another rank here; see `gather_full_state` for the state that does.
 
 The name of a parameter that has several is, as in torch, the first. Where several stages have a parameter, the first
 saves it, and all load it.
@@ -14,40 +14,40 @@ from typing import Any, TypeVar
 from torch import nn
 
 from meshwright.plugin import (
-    COUNTS,
+    EMA_COUNTS,
+    ChunkedTensor,
     DataParallelManager,
     ModelError,
     ModelLayout,
     OptimizerState,
-    Sharded,
     ShardedState,
-    TensorKind,
+    TensorMeta,
 )
 
-from ..cut.boundary import Cut
+from ..cut.boundary import ModelPartition
 
 T = TypeVar("T")
 
 
-class Names:
+class StagedParameterNames:
     """Names of a whole model before it is taken apart."""
 
     def __init__(
         self,
-        canonical: Mapping[str, str],
-        shared: Mapping[str, tuple[int, ...]],
-        parts: Mapping[str, str],
-        order: Sequence[str],
-        stage_of: Callable[[str], int],
+        first_name: Mapping[str, str],
+        stages_by_shared_name: Mapping[str, tuple[int, ...]],
+        part_by_name: Mapping[str, str],
+        ordered_names: Sequence[str],
+        find_stage: Callable[[str], int],
     ) -> None:
-        self.canonical, self.parts, self.order = canonical, parts, order
+        self.canonical, self.parts, self.order = first_name, part_by_name, ordered_names
         """Of each name of a parameter the first; its part, if it trains; names of all persistent tensors, in order."""
-        self.shared = shared
+        self.shared = stages_by_shared_name
         """For each trainable parameter that several stages hold, these stages, ascending."""
         self._first: dict[str, int] = {}
-        for name in order:
-            first = canonical.get(name, name)
-            self._first[first] = min(stage_of(name), self._first.get(first, stage_of(name)))
+        for name in ordered_names:
+            first = first_name.get(name, name)
+            self._first[first] = min(find_stage(name), self._first.get(first, find_stage(name)))
 
     def first_stage(self, name: str) -> int:
         return self._first[self.canonical.get(name, name)]
@@ -57,22 +57,26 @@ class Names:
         return {self.canonical[name]: name for name in names}
 
     @classmethod
-    def of_model(cls, model: nn.Module, layout: ModelLayout, cut: Cut, split: Sequence[range]) -> Names:
-        canonical = first_names(model)
+    def of_model(
+        cls, model: nn.Module, layout: ModelLayout, cut: ModelPartition, split: Sequence[range]
+    ) -> StagedParameterNames:
+        canonical = find_first_names(model)
         holders: dict[str, set[int]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
-                holders.setdefault(canonical[name], set()).update(_holders(name, cut, split))
+                holders.setdefault(canonical[name], set()).update(_find_holders(name, cut, split))
         shared = {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
 
         def stage_of(name: str) -> int:
-            return min(_holders(name, cut, split), default=0)
+            return min(_find_holders(name, cut, split), default=0)
 
-        return cls(canonical, shared, trained_parts(model, layout), list(model.state_dict()), stage_of)
+        return cls(canonical, shared, find_trainable_parts(model, layout), list(model.state_dict()), stage_of)
 
     @classmethod
-    def of_stages(cls, stages: Sequence[tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]]) -> Names:
-        """Of stages that are given as such: `first_names`, `trained_parts` and the names of the state of each."""
+    def of_stages(
+        cls, stages: Sequence[tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]]
+    ) -> StagedParameterNames:
+        """Of stages that are given as such: `first_names`, `find_trainable_parts` and the names of the state of each."""
         canonical: dict[str, str] = {}
         parts: dict[str, str] = {}
         for index, (names, trained, _) in enumerate(stages):
@@ -89,7 +93,7 @@ class Names:
         return cls(canonical, {}, parts, order, stage_of.__getitem__)
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
+def find_first_names(model: nn.Module) -> dict[str, str]:
     """For each name of a parameter, the first of that parameter."""
     first: dict[nn.Parameter, str] = {}
     return {
@@ -97,22 +101,22 @@ def first_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def trained_parts(model: nn.Module, layout: ModelLayout) -> dict[str, str]:
+def find_trainable_parts(model: nn.Module, layout: ModelLayout) -> dict[str, str]:
     """For each parameter that trains, under the first of its names, the part of the model that it is in."""
     return {name: layout.part_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def renamed(values: Mapping[str, T], local: Mapping[str, str]) -> dict[str, T]:
+def rename_to_local(values: Mapping[str, T], local: Mapping[str, str]) -> dict[str, T]:
     """Values by names of the whole model, under the names of a stage; without those that it does not have."""
     return {local[name]: each for name, each in values.items() if name in local}
 
 
-def local_groups(groups: Sequence[Mapping[str, Any]], local: Mapping[str, str]) -> list[dict[str, Any]]:
+def rename_groups(groups: Sequence[Mapping[str, Any]], local: Mapping[str, str]) -> list[dict[str, Any]]:
     """Parameter groups with the parameters that a stage has, under its names; groups may be empty then."""
     return [{**group, "params": [local[name] for name in group["params"] if name in local]} for group in groups]
 
 
-def _holders(name: str, cut: Cut, split: Sequence[range]) -> set[int]:
+def _find_holders(name: str, cut: ModelPartition, split: Sequence[range]) -> set[int]:
     """The stages that hold a parameter or buffer under this name."""
     if name in cut.loose:
         return {0}
@@ -132,31 +136,33 @@ def _holders(name: str, cut: Cut, split: Sequence[range]) -> set[int]:
 # -- sharded state
 
 
-def stages_state(managers: Mapping[int, DataParallelManager], names: Names) -> ShardedState:
+def merge_sharded_state(managers: Mapping[int, DataParallelManager], names: StagedParameterNames) -> ShardedState:
     """See `StrategyManager.sharded_state`; `managers` are those of this rank's stages, by their numbers."""
-    model: dict[str, Sharded] = {}
-    averages: dict[str, Sharded] = {}
-    optimizer: OptimizerState[Sharded] = OptimizerState()
+    model: dict[str, ChunkedTensor] = {}
+    averages: dict[str, ChunkedTensor] = {}
+    optimizer: OptimizerState[ChunkedTensor] = OptimizerState()
     for index, manager in managers.items():
         state = manager.sharded_state()
         for found, merged in ((state.model, model), (state.averages, averages)):
             for name, sharded in found.items():
-                if name == COUNTS or names.first_stage(name) == index:
+                if name == EMA_COUNTS or names.first_stage(name) == index:
                     merged[names.canonical.get(name, name)] = sharded
         if state.optimizer is None:
             continue
         parameters = (name for group in state.optimizer.groups for name in group["params"])
         first = {name: names.canonical[name] for name in parameters if names.first_stage(name) == index}
-        optimizer.tensors.update(renamed(state.optimizer.tensors, first))
-        optimizer.values.update(renamed(state.optimizer.values, first))
-        optimizer.groups += [group for group in local_groups(state.optimizer.groups, first) if group["params"]]
+        optimizer.tensors.update(rename_to_local(state.optimizer.tensors, first))
+        optimizer.values.update(rename_to_local(state.optimizer.values, first))
+        optimizer.groups += [group for group in rename_groups(state.optimizer.groups, first) if group["params"]]
     if not any(manager.has_optimizer for manager in managers.values()):
         return ShardedState(model)
     return ShardedState(model, optimizer, averages)
 
 
-def stages_parameters(managers: Mapping[int, DataParallelManager], names: Names) -> dict[str, Sharded | None]:
-    """See `StrategyManager.parameter_pieces`; in the order of the whole model, None for those of other ranks."""
+def merge_parameter_chunks(
+    managers: Mapping[int, DataParallelManager], names: StagedParameterNames
+) -> dict[str, ChunkedTensor | None]:
+    """See `StrategyManager.parameter_chunks`; in the order of the whole model, None for those of other ranks."""
     found = {
         names.canonical[name]: sharded
         for index, manager in managers.items()
@@ -167,33 +173,37 @@ def stages_parameters(managers: Mapping[int, DataParallelManager], names: Names)
 
 
 @contextmanager
-def loading_stages(
-    managers: Mapping[int, DataParallelManager], names: Names, saved: OptimizerState[TensorKind] | None
+def load_stages(
+    managers: Mapping[int, DataParallelManager], names: StagedParameterNames, saved: OptimizerState[TensorMeta] | None
 ) -> Iterator[ShardedState]:
     """See `StrategyManager.loading`; `saved` is of the whole model's optimizer, None: parameters and buffers alone."""
     with ExitStack() as contexts:
-        model: dict[str, Sharded] = {}
-        averages: dict[str, Sharded] = {}
-        tensors: dict[str, dict[str, Sharded]] = {}
+        model: dict[str, ChunkedTensor] = {}
+        averages: dict[str, ChunkedTensor] = {}
+        tensors: dict[str, dict[str, ChunkedTensor]] = {}
         for manager in managers.values():
-            part = _part(saved, manager, names) if saved is not None and manager.has_optimizer else None
+            part = (
+                _select_optimizer_state(saved, manager, names) if saved is not None and manager.has_optimizer else None
+            )
             target = contexts.enter_context(manager.loading(part))
             for found, merged in ((target.model, model), (target.averages, averages)):
                 for name, sharded in found.items():
-                    _add(merged, names.canonical.get(name, name), sharded)
+                    _merge_chunks(merged, names.canonical.get(name, name), sharded)
             for name, values in (target.optimizer.tensors if target.optimizer is not None else {}).items():
                 for key, sharded in values.items():
-                    _add(tensors.setdefault(names.canonical[name], {}), key, sharded)
+                    _merge_chunks(tensors.setdefault(names.canonical[name], {}), key, sharded)
         yield ShardedState(model, None if saved is None else OptimizerState(tensors=tensors), averages)
 
 
-def _part(saved: OptimizerState[TensorKind], manager: DataParallelManager, names: Names) -> OptimizerState[TensorKind]:
+def _select_optimizer_state(
+    saved: OptimizerState[TensorMeta], manager: DataParallelManager, names: StagedParameterNames
+) -> OptimizerState[TensorMeta]:
     local = names.local(manager.parameter_names.values())
-    groups = local_groups(saved.groups, local)
-    return OptimizerState(renamed(saved.tensors, local), renamed(saved.values, local), groups)
+    groups = rename_groups(saved.groups, local)
+    return OptimizerState(rename_to_local(saved.tensors, local), rename_to_local(saved.values, local), groups)
 
 
-def _add(found: dict[str, Sharded], name: str, sharded: Sharded) -> None:
+def _merge_chunks(found: dict[str, ChunkedTensor], name: str, sharded: ChunkedTensor) -> None:
     if name in found:
-        sharded = Sharded(sharded.shape, sharded.dtype, found[name].pieces + sharded.pieces)
+        sharded = ChunkedTensor(sharded.shape, sharded.dtype, found[name].pieces + sharded.pieces)
     found[name] = sharded

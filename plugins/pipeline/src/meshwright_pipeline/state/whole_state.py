@@ -16,30 +16,30 @@ from torch import Tensor
 
 from meshwright.plugin import DataParallelManager, Mesh, StrategyError
 
-from .names import Names, local_groups, renamed
+from .names import StagedParameterNames, rename_groups, rename_to_local
 
-Path = tuple[Any, ...]
+StatePath = tuple[Any, ...]
 
 
-def whole_state(
-    managers: Mapping[int, DataParallelManager], names: Names, mesh: Mesh, *, with_optimizer: bool
+def gather_full_state(
+    managers: Mapping[int, DataParallelManager], names: StagedParameterNames, mesh: Mesh, *, with_optimizer: bool
 ) -> dict[str, Any]:
     """See `StrategyManager.state_dict`; on the CPU of the first rank of all, nothing of it elsewhere. Collective."""
     parts = {index: manager.state_dict(full=True) for index, manager in managers.items()}
     stages: list[dict[str, Any]] = []
     # The whole state of a stage lies on the first of its ranks.
     if mesh.stage().world.rank == 0:
-        states = gathered(parts, mesh.group("pp"), mesh.device)
+        states = gather_states(parts, mesh.group("pp"), mesh.device)
         found = {index: state for each in states for index, state in each.items()}
         stages = [found[index] for index in sorted(found)]
-    return _merged(stages, names, with_optimizer=with_optimizer)
+    return _merge_states(stages, names, with_optimizer=with_optimizer)
 
 
-def load_whole_state(
-    managers: Mapping[int, DataParallelManager], names: Names, mesh: Mesh, state: Mapping[str, Any]
+def load_full_state(
+    managers: Mapping[int, DataParallelManager], names: StagedParameterNames, mesh: Mesh, state: Mapping[str, Any]
 ) -> None:
     """See `StrategyManager.load_state_dict`; `state` is that of the first rank of all. Collective."""
-    mesh.world.together(lambda: _check(state["model"], names))
+    mesh.world.together(lambda: _check_names(state["model"], names))
     whole: Any = None
     if mesh.stage().world.rank == 0:
         held = {name for manager in managers.values() for name in manager.model.state_dict(keep_vars=True)}
@@ -49,13 +49,15 @@ def load_whole_state(
             # ("model", name) or ("optimizer", "state", name, key).
             return not held.isdisjoint(path[1:3])
 
-        whole = broadcast(state, mesh.group("pp"), mesh.device, wanted=wanted)
+        whole = broadcast_state(state, mesh.group("pp"), mesh.device, is_wanted=wanted)
     for manager in managers.values():
-        part = _part(whole, manager, names) if whole is not None else {"model": {}, "optimizer": {}}
+        part = _select_stage_state(whole, manager, names) if whole is not None else {"model": {}, "optimizer": {}}
         mesh.world.together(lambda manager=manager, part=part: manager.load_state_dict(part, full=True))  # type: ignore[misc]
 
 
-def _merged(states: Sequence[Mapping[str, Any]], names: Names, *, with_optimizer: bool) -> dict[str, Any]:
+def _merge_states(
+    states: Sequence[Mapping[str, Any]], names: StagedParameterNames, *, with_optimizer: bool
+) -> dict[str, Any]:
     """The state of the whole model from those of all stages, in order; nothing from nothing."""
     model: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -70,7 +72,7 @@ def _merged(states: Sequence[Mapping[str, Any]], names: Names, *, with_optimizer
             for name, each in optimizer.get(key, {}).items():
                 merged.setdefault(names.canonical[name], each)
         for group in optimizer.get("param_groups", []):
-            _join({**group, "params": [names.canonical[name] for name in group["params"]]}, groups)
+            _merge_group({**group, "params": [names.canonical[name] for name in group["params"]]}, groups)
     whole: dict[str, Any] = {"model": {name: model[name] for name in names.order if name in model}}
     if with_optimizer:
         whole["optimizer"] = {"state": values, "param_groups": groups} if states else {}
@@ -79,7 +81,7 @@ def _merged(states: Sequence[Mapping[str, Any]], names: Names, *, with_optimizer
     return whole
 
 
-def _join(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+def _merge_group(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
     """Join a stage's parameter group with the one of equal settings, or put it behind them."""
     settings = {key: value for key, value in group.items() if key != "params"}
     for each in groups:
@@ -89,7 +91,7 @@ def _join(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
     groups.append({**settings, "params": group["params"]})
 
 
-def _check(model: Mapping[str, Any], names: Names) -> None:
+def _check_names(model: Mapping[str, Any], names: StagedParameterNames) -> None:
     unknown = sorted(set(model) - set(names.order))
     if unknown:
         raise StrategyError(
@@ -98,7 +100,9 @@ def _check(model: Mapping[str, Any], names: Names) -> None:
         )
 
 
-def _part(whole: Mapping[str, Any], manager: DataParallelManager, names: Names) -> dict[str, Any]:
+def _select_stage_state(
+    whole: Mapping[str, Any], manager: DataParallelManager, names: StagedParameterNames
+) -> dict[str, Any]:
     """A stage's state, under the stage's names, from that of the whole model."""
     model, optimizer = whole["model"], whole.get("optimizer", {})
     own = {
@@ -109,9 +113,9 @@ def _part(whole: Mapping[str, Any], manager: DataParallelManager, names: Names) 
     return {
         "model": {name: value for name, value in own.items() if value is not None},
         "optimizer": {
-            "state": renamed(optimizer.get("state", {}), local),
-            "param_groups": local_groups(optimizer.get("param_groups", []), local),
-            "masters": renamed(optimizer.get("masters", {}), local),
+            "state": rename_to_local(optimizer.get("state", {}), local),
+            "param_groups": rename_groups(optimizer.get("param_groups", []), local),
+            "masters": rename_to_local(optimizer.get("masters", {}), local),
         },
     }
 
@@ -120,59 +124,61 @@ def _part(whole: Mapping[str, Any], manager: DataParallelManager, names: Names) 
 
 
 @dataclass(frozen=True)
-class _Gap:
+class _TensorSpec:
     """The place of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
-def gathered(state: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+def gather_states(state: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     """The states of all ranks, mappings and lists of tensors and plain values, on the first one's CPU. Collective."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     outlines: list[Any] | None = [None] * size if rank == 0 else None
-    dist.gather_object(_mapped(state, _gap), outlines, group=group, group_dst=0)
+    dist.gather_object(_map_tensors(state, _describe_tensor), outlines, group=group, group_dst=0)
     if outlines is None:
-        _mapped(state, lambda path, tensor: dist.send(tensor.to(device).contiguous(), group=group, group_dst=0))
+        _map_tensors(state, lambda path, tensor: dist.send(tensor.to(device).contiguous(), group=group, group_dst=0))
         return []
 
-    def receive(source: int) -> Callable[[Path, Any], Tensor]:
-        def fill(path: Path, gap: _Gap) -> Tensor:
+    def receive(source: int) -> Callable[[StatePath, Any], Tensor]:
+        def fill(path: StatePath, gap: _TensorSpec) -> Tensor:
             tensor = torch.empty(gap.shape, dtype=gap.dtype, device=device)
             dist.recv(tensor, group=group, group_src=source)
             return tensor.cpu()
 
         return fill
 
-    return [state, *(_mapped(outlines[source], receive(source)) for source in range(1, size))]
+    return [state, *(_map_tensors(outlines[source], receive(source)) for source in range(1, size))]
 
 
-def broadcast(state: Any, group: dist.ProcessGroup, device: torch.device, *, wanted: Callable[[Path], bool]) -> Any:
-    """The first rank's state, on the CPU of all; None for tensors at paths that are not `wanted` here. Collective."""
+def broadcast_state(
+    state: Any, group: dist.ProcessGroup, device: torch.device, *, is_wanted: Callable[[StatePath], bool]
+) -> Any:
+    """The first rank's state, on the CPU of all; None for tensors at paths that are not `is_wanted` here. Collective."""
     is_first = dist.get_rank(group) == 0
-    box = [_mapped(state, _gap) if is_first else None]
+    box = [_map_tensors(state, _describe_tensor) if is_first else None]
     dist.broadcast_object_list(box, group=group, group_src=0)
 
-    def fill(path: Path, given: Any) -> Tensor | None:
+    def fill(path: StatePath, given: Any) -> Tensor | None:
         tensor = torch.empty(given.shape, dtype=given.dtype, device=device)
         if is_first:
             tensor.copy_(given)
         dist.broadcast(tensor, group=group, group_src=0)
-        return given if is_first else tensor.cpu() if wanted(path) else None
+        return given if is_first else tensor.cpu() if is_wanted(path) else None
 
-    return _mapped(state if is_first else box[0], fill)
-
-
-def _gap(path: Path, tensor: Tensor) -> _Gap:
-    return _Gap(tensor.shape, tensor.dtype)
+    return _map_tensors(state if is_first else box[0], fill)
 
 
-def _mapped(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+def _describe_tensor(path: StatePath, tensor: Tensor) -> _TensorSpec:
+    return _TensorSpec(tensor.shape, tensor.dtype)
+
+
+def _map_tensors(value: Any, change: Callable[[StatePath, Any], Any], path: StatePath = ()) -> Any:
     """The value with each tensor, or place of one, changed; in one order everywhere."""
-    if isinstance(value, (Tensor, _Gap)):
+    if isinstance(value, (Tensor, _TensorSpec)):
         return change(path, value)
     if isinstance(value, Mapping):
-        return {key: _mapped(each, change, (*path, key)) for key, each in value.items()}
+        return {key: _map_tensors(each, change, (*path, key)) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_mapped(each, change, (*path, index)) for index, each in enumerate(value))
+        return type(value)(_map_tensors(each, change, (*path, index)) for index, each in enumerate(value))
     return value

@@ -20,29 +20,29 @@ from meshwright.plugin import (
     ConfigError,
     MeshError,
     World,
-    as_yaml,
+    count_usable_cores,
     find_device,
+    is_launched,
     open_world,
-    started_by_launcher,
-    usable_cores,
-    validated,
+    to_yaml,
+    validate_config,
 )
-from meshwright_run.launch.local import launch
-from meshwright_run.launch.rank import guarded
+from meshwright_run.launch.local import launch_ranks
+from meshwright_run.launch.rank import run_guarded
 
-from ..config import Device, Node, devices
-from ..config import find_device as find_file
+from ..config import DeviceSpec, NodeSpec, list_device_specs
+from ..config import load_device_spec as find_file
 from . import measure
-from .fit import Sample, deviation, fit
-from .measure import Clock, Effort
+from .fit import CollectiveSample, fit_node, median_relative_error
+from .measure import CollectiveTimer, MeasurementBudget
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-MOST_RANKS = 8  # Default ranks on a CPU, where it has as many cores
+MAX_CPU_RANKS = 8  # Default ranks on a CPU, where it has as many cores
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What was measured of a device, per second; the last three as of `Device`."""
+class MeasuredRates:
+    """What was measured of a device, per second; the last three as of `DeviceSpec`."""
 
     products: Mapping[str, Mapping[int, float]]
     attention: tuple[float, float]
@@ -53,13 +53,13 @@ class Rates:
     beside: float
 
 
-def calibrate_to(
+def calibrate_to_file(
     path: str | Path,
     *,
     base: str | None = None,
     ranks: int | None = None,
     device: str | None = None,
-    effort: Effort | None = None,
+    effort: MeasurementBudget | None = None,
     show_traceback: bool = False,
 ) -> int:
     """Measure this machine, write its device file, and return the exit code. Starts ranks, or joins those of a
@@ -71,22 +71,24 @@ def calibrate_to(
     if not path.parent.is_dir():
         raise ConfigError(f"{path} cannot be written: there is no directory {path.parent}. Make it, or name another.")
     chosen = find_device(device)
-    base = base or _nearest_file(chosen)
+    base = base or _find_nearest_device_file(chosen)
     find_file(base)
     told = (str(path), base, chosen.type, effort)
-    if started_by_launcher():
+    if is_launched():
         size = int(os.environ["WORLD_SIZE"])
         if ranks is not None and ranks != size:
             raise MeshError(f"{ranks} ranks are asked for, but a launcher has started {size}. Leave the number out.")
-        return guarded(_rank, told, show_traceback=show_traceback)
-    return launch(_rank, told, nproc=_count(chosen, ranks), show_traceback=show_traceback)
+        return run_guarded(_calibrate_rank, told, show_traceback=show_traceback)
+    return launch_ranks(_calibrate_rank, told, nproc=_choose_num_ranks(chosen, ranks), show_traceback=show_traceback)
 
 
-def _rank(store: dist.Store | None, path: str, base: str, device: str, effort: Effort | None) -> None:
+def _calibrate_rank(
+    store: dist.Store | None, path: str, base: str, device: str, effort: MeasurementBudget | None
+) -> None:
 
     def write() -> None:
         try:
-            Path(path).write_text(written(found), encoding="utf-8")
+            Path(path).write_text(format_device_file(found), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error}. Name another file.") from None
 
@@ -95,32 +97,32 @@ def _rank(store: dist.Store | None, path: str, base: str, device: str, effort: E
         world.from_first(write)
 
 
-def calibrate(world: World, base: str, effort: Effort | None = None) -> Device:
-    """Measure the machines of a world; see `calibrate_to`. Collective."""
+def calibrate(world: World, base: str, effort: MeasurementBudget | None = None) -> DeviceSpec:
+    """Measure the machines of a world; see `calibrate_to_file`. Collective."""
     file = find_file(base)
-    effort = effort or Effort.of(world.device)
-    clock = Clock(world, effort)
-    ranks = _ranks_of_node(world)
-    passes: list[Rates] = []
-    times: dict[Sample, float] = {}
+    effort = effort or MeasurementBudget.of(world.device)
+    clock = CollectiveTimer(world, effort)
+    ranks = _get_ranks_per_node(world)
+    passes: list[MeasuredRates] = []
+    times: dict[CollectiveSample, float] = {}
     for _ in range(effort.passes):
-        passes.append(_rates(world, clock, effort))
-        for each in measure.samples(world, clock, effort, ranks) if world.size > 1 else []:
+        passes.append(_measure_rates(world, clock, effort))
+        for each in measure.measure_collectives(world, clock, effort, ranks) if world.size > 1 else []:
             known = replace(each, seconds=0.0)
             times[known] = min(each.seconds, times.get(known, each.seconds))
-    rates = best(passes)
+    rates = merge_passes(passes)
     found = [replace(each, seconds=seconds) for each, seconds in times.items()]
     # Ranks agree on every number; the groups are those of the first.
-    return world.from_first(lambda: device_of(world, file, base, rates, found, ranks, effort))
+    return world.from_first(lambda: build_device_spec(world, file, base, rates, found, ranks, effort))
 
 
-def best(passes: Sequence[Rates]) -> Rates:
+def merge_passes(passes: Sequence[MeasuredRates]) -> MeasuredRates:
     """Return the best of each number, and the median of `beside`, which is a ratio."""
 
     def largest(tables: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
         return {key: max(table.get(key, 0.0) for table in tables) for table in tables for key in table}
 
-    return Rates(
+    return MeasuredRates(
         {dtype: largest([each.products[dtype] for each in passes]) for dtype in passes[0].products},
         (max(each.attention[0] for each in passes), max(each.attention[1] for each in passes)),
         passes[0].attention_dtype,
@@ -131,27 +133,33 @@ def best(passes: Sequence[Rates]) -> Rates:
     )
 
 
-def _rates(world: World, clock: Clock, effort: Effort) -> Rates:
+def _measure_rates(world: World, clock: CollectiveTimer, effort: MeasurementBudget) -> MeasuredRates:
     here = world.device
     dtype = torch.float32 if here.type == "cpu" else torch.bfloat16
-    kernel_s = measure.least_kernel(clock, here)
-    return Rates(
-        {name: measure.products(clock, getattr(torch, name), here, effort) for name in DTYPES},
-        measure.attention(clock, dtype, here, effort),
+    kernel_s = measure.measure_min_kernel(clock, here)
+    return MeasuredRates(
+        {name: measure.measure_matmuls(clock, getattr(torch, name), here, effort) for name in DTYPES},
+        measure.measure_attention(clock, dtype, here, effort),
         str(dtype).removeprefix("torch."),
-        measure.streams(clock, here, effort),
+        measure.measure_memory_bandwidth(clock, here, effort),
         kernel_s,
-        measure.issuing(clock, here, kernel_s),
-        measure.beside(clock, here, effort) if world.size > 1 else 1.0,
+        measure.measure_launch_overhead(clock, here, kernel_s),
+        measure.measure_overlap_speed(clock, here, effort) if world.size > 1 else 1.0,
     )
 
 
 # -- the file
 
 
-def device_of(
-    world: World, base: Device, base_name: str, rates: Rates, found: Sequence[Sample], ranks: int, effort: Effort
-) -> Device:
+def build_device_spec(
+    world: World,
+    base: DeviceSpec,
+    base_name: str,
+    rates: MeasuredRates,
+    samples: Sequence[CollectiveSample],
+    ranks_per_node: int,
+    effort: MeasurementBudget,
+) -> DeviceSpec:
     is_cpu = world.device.type == "cpu"
     flops, parts = dict(base.flops), dict(base.matmul_efficiency)
     for dtype, table in rates.products.items():
@@ -163,10 +171,10 @@ def device_of(
     memory = max(streams) if is_cpu else max(base.bandwidth, *streams)
     stream = len(streams) / sum(1 / rate for rate in streams)
     of_attention = [min(1.0, rate / flops[rates.attention_dtype]) for rate in rates.attention]
-    node = _node(base.node, found, ranks, is_cpu=is_cpu)
+    node = _fit_node(base.node, samples, ranks_per_node, is_cpu=is_cpu)
     values = {
-        "name": hardware(world.device),
-        "memory_bytes": _memory(world.device, ranks),
+        "name": describe_hardware(world.device),
+        "memory_bytes": _get_memory_bytes(world.device, ranks_per_node),
         "bandwidth": memory,
         "bandwidth_efficiency": stream / memory,
         "flops": flops,
@@ -180,49 +188,57 @@ def device_of(
         "speed_beside_communication": rates.beside,
         "node": node.model_dump(),
     }
-    sources = _sources(world, base, base_name, rates, found, node, effort)
-    return validated(Device, {**_rounded(values), "sources": sources}, where="what was measured")
+    sources = _describe_sources(world, base, base_name, rates, samples, node, effort)
+    return validate_config(DeviceSpec, {**_round_values(values), "sources": sources}, where="what was measured")
 
 
-def _node(base: Node, found: Sequence[Sample], ranks: int, *, is_cpu: bool) -> Node:
-    if not found:
+def _fit_node(base: NodeSpec, samples: Sequence[CollectiveSample], ranks_per_node: int, *, is_cpu: bool) -> NodeSpec:
+    if not samples:
         return base
-    made = fit(found, base.model_copy(update={"ranks": ranks, "factors": {}}))
-    if any(len({rank // ranks for rank in each.ranks}) > 1 for each in found):
+    made = fit_node(samples, base.model_copy(update={"ranks": ranks_per_node, "factors": {}}))
+    if any(len({rank // ranks_per_node for rank in each.ranks}) > 1 for each in samples):
         return made
     # One node, of which perhaps not all devices were measured.
-    return made.model_copy(update={"ranks": max(ranks, base.ranks if is_cpu else torch.accelerator.device_count())})
+    return made.model_copy(
+        update={"ranks": max(ranks_per_node, base.ranks if is_cpu else torch.accelerator.device_count())}
+    )
 
 
-def written(device: Device) -> str:
+def format_device_file(device: DeviceSpec) -> str:
     lines = ["# A device file of `meshwright plan --calibrate`. Rates are per second, in operations and bytes."]
     for name, value in device.model_dump().items():
-        said = Device.model_fields[name].description
+        said = DeviceSpec.model_fields[name].description
         lines += [f"# {said}"] if said else []
-        lines.append(as_yaml({name: value}).rstrip())
+        lines.append(to_yaml({name: value}).rstrip())
     return "\n".join([*lines, ""])
 
 
-def _rounded(value: Any) -> Any:
+def _round_values(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _rounded(each) for key, each in value.items()}
+        return {key: _round_values(each) for key, each in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def _sources(
-    world: World, base: Device, base_name: str, rates: Rates, found: Sequence[Sample], node: Node, effort: Effort
+def _describe_sources(
+    world: World,
+    base: DeviceSpec,
+    base_name: str,
+    rates: MeasuredRates,
+    samples: Sequence[CollectiveSample],
+    node: NodeSpec,
+    effort: MeasurementBudget,
 ) -> dict[str, str]:
     best = {dtype: max(table.values()) for dtype, table in rates.products.items() if table}
     left = [dtype for dtype in base.flops if dtype not in best]
-    crosses = any(len({rank // node.ranks for rank in each.ranks}) > 1 for each in found)
+    crosses = any(len({rank // node.ranks for rank in each.ranks}) > 1 for each in samples)
     over = [f"products in {', '.join(left)}"] if left else []
     over += ["workspace_bytes"]
-    over += [] if found else ["links inside of a node"]
+    over += [] if samples else ["links inside of a node"]
     over += [] if crosses else ["links between nodes"]
     over += [] if world.device.type == "cpu" else ["peaks of products and of memory, where no more was reached"]
     backend = dist.distributed_c10d.get_backend_config() if world.size > 1 else "none"
     said = {
-        "measured": f"{date.today().isoformat()}, {hardware(world.device)}, torch {torch.__version__}, {world.size} "
+        "measured": f"{date.today().isoformat()}, {describe_hardware(world.device)}, torch {torch.__version__}, {world.size} "
         f"ranks at the same time with {torch.get_num_threads()} threads each, over {backend}; the slowest rank's best "
         f"of {effort.passes} x {effort.windows} windows of {effort.window_s:g} s",
         "products": "forward and both gradients of a linear layer; best seen: "
@@ -234,12 +250,12 @@ def _sources(
         "host": "the least kernel; operators of small blocks, forward and backward",
         "taken over": f"from {Path(base_name).name}: {', '.join(over)}",
     }
-    if found:
-        sizes = sorted({len(each.ranks) for each in found})
-        off = deviation(found, node)
+    if samples:
+        sizes = sorted({len(each.ranks) for each in samples})
+        off = median_relative_error(samples, node)
         said["links"] = (
-            f"{len(found)} collectives of {' and '.join(map(str, sizes))} ranks, {min(effort.messages)} to "
-            f"{max(each.bytes for each in found)} bytes; the links told here are {off:.0%} off them in the median"
+            f"{len(samples)} collectives of {' and '.join(map(str, sizes))} ranks, {min(effort.messages)} to "
+            f"{max(each.bytes for each in samples)} bytes; the links told here are {off:.0%} off them in the median"
         )
     return said
 
@@ -247,7 +263,7 @@ def _sources(
 # -- this machine
 
 
-def hardware(device: torch.device) -> str:
+def describe_hardware(device: torch.device) -> str:
     """Return what a device is, without the name of the machine."""
     if device.type != "cpu":
         return str(torch.cuda.get_device_name(device))
@@ -257,30 +273,30 @@ def hardware(device: torch.device) -> str:
     return f"{len(names)} cores of {names[0]}" if names else platform.machine()
 
 
-def _memory(device: torch.device, ranks: int) -> int:
+def _get_memory_bytes(device: torch.device, ranks: int) -> int:
     if device.type != "cpu":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
 
-def _nearest_file(device: torch.device) -> str:
+def _find_nearest_device_file(device: torch.device) -> str:
     """Return the device file whose name is in that of a device, with the nearest memory."""
     if device.type == "cpu":
         return "cpu"
-    name, size = hardware(device).lower(), _memory(device, 1)
-    known = {each: [part for part in each.split("-") if not part.endswith("gb")] for each in devices()}
+    name, size = describe_hardware(device).lower(), _get_memory_bytes(device, 1)
+    known = {each: [part for part in each.split("-") if not part.endswith("gb")] for each in list_device_specs()}
     alike = [each for each, parts in known.items() if all(part in name for part in parts)]
     if not alike:
         raise ConfigError(
-            f"no device file is known for {hardware(device)!r}, and not everything can be measured. Name the one that "
-            f"is nearest as base: {', '.join(devices())}; or the path of a YAML file."
+            f"no device file is known for {describe_hardware(device)!r}, and not everything can be measured. Name the one that "
+            f"is nearest as base: {', '.join(list_device_specs())}; or the path of a YAML file."
         )
     return min(alike, key=lambda each: abs(find_file(each).memory_bytes - size))
 
 
-def _count(device: torch.device, ranks: int | None) -> int:
+def _choose_num_ranks(device: torch.device, ranks: int | None) -> int:
     if device.type == "cpu":
-        most, here = 64, min(usable_cores(), MOST_RANKS)
+        most, here = 64, min(count_usable_cores(), MAX_CPU_RANKS)
     else:
         most = here = torch.accelerator.device_count()
     if ranks is not None and not 1 <= ranks <= most:
@@ -291,7 +307,7 @@ def _count(device: torch.device, ranks: int | None) -> int:
     return here if ranks is None else ranks
 
 
-def _ranks_of_node(world: World) -> int:
+def _get_ranks_per_node(world: World) -> int:
     mine = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     _, (most, least) = world.exchange([], [mine, -mine])
     if most != -least:

@@ -15,19 +15,19 @@ from torch import Tensor
 
 from meshwright.plugin import MeshError
 
-from ..config import Link, Node
-from ..time import MESSAGES, collective_seconds
+from ..config import LinkSpec, NodeSpec
+from ..time import MESSAGE_KINDS, estimate_collective_seconds
 
-ROUNDS = 200
+MAX_ITERATIONS = 200
 _STEP = 1e-6  # Step of a logarithm to see what depends on it
-_FAR, _FACTORS = 1e3, 20.0
+_MAX_RATIO, _MAX_FACTOR_RATIO = 1e3, 20.0
 """Bounds of numbers and factors by where their search begins: what noisy samples do not tell goes nowhere."""
-_TREES = ("all_reduce", "broadcast")
-_OF_LINK = ("rate", "ring_s", "tree_s")
+_TREE_COLLECTIVES = ("all_reduce", "broadcast")
+_LINK_FIELDS = ("rate", "ring_s", "tree_s")
 
 
 @dataclass(frozen=True)
-class Sample:
+class CollectiveSample:
     """One measured collective; `seconds` count from when all `ranks` (two for a message) had come to it."""
 
     kind: str
@@ -36,7 +36,7 @@ class Sample:
     seconds: float
 
 
-def fit(samples: Sequence[Sample], node: Node) -> Node:
+def fit_node(samples: Sequence[CollectiveSample], node: NodeSpec) -> NodeSpec:
     """Return a node whose links give the measured times; `node` gives what samples do not determine."""
     known = [each for each in samples if len(each.ranks) > 1]
     if not known or any(each.seconds <= 0 for each in known):
@@ -44,34 +44,40 @@ def fit(samples: Sequence[Sample], node: Node) -> Node:
             f"links cannot be fitted to {len(known)} samples of more than one rank, "
             f"{sum(each.seconds <= 0 for each in known)} of which took no time. Measure on 2 ranks or more."
         )
-    names = _free(known, node)
+    names = _list_free_parameters(known, node)
     wanted = torch.tensor([each.seconds for each in known], dtype=torch.float64).log()
 
     def off(logs: Tensor) -> Tensor:
-        made = _node(node, names, logs.exp().tolist())
-        told = [collective_seconds(each.kind, each.bytes, each.ranks, made) for each in known]
+        made = _build_node(node, names, logs.exp().tolist())
+        told = [estimate_collective_seconds(each.kind, each.bytes, each.ranks, made) for each in known]
         return torch.tensor(told, dtype=torch.float64).log() - wanted
 
-    start = torch.tensor([_begin(name, known, node) for name in names], dtype=torch.float64).log()
-    far = torch.tensor([_FACTORS if name.startswith("factors.") else _FAR for name in names]).double().log()
-    return _node(node, names, _least_squares(off, start, far).exp().tolist())
+    start = torch.tensor([_initial_value(name, known, node) for name in names], dtype=torch.float64).log()
+    far = (
+        torch.tensor([_MAX_FACTOR_RATIO if name.startswith("factors.") else _MAX_RATIO for name in names])
+        .double()
+        .log()
+    )
+    return _build_node(node, names, _minimize_least_squares(off, start, far).exp().tolist())
 
 
-def deviation(samples: Sequence[Sample], node: Node) -> float:
+def median_relative_error(samples: Sequence[CollectiveSample], node: NodeSpec) -> float:
     """Return the median over samples of how far a node's links are off, as a part of what was measured."""
-    parts = [abs(collective_seconds(each.kind, each.bytes, each.ranks, node) / each.seconds - 1) for each in samples]
+    parts = [
+        abs(estimate_collective_seconds(each.kind, each.bytes, each.ranks, node) / each.seconds - 1) for each in samples
+    ]
     return sorted(parts)[len(parts) // 2]
 
 
-def _free(samples: Sequence[Sample], node: Node) -> list[str]:
+def _list_free_parameters(samples: Sequence[CollectiveSample], node: NodeSpec) -> list[str]:
     """Return the names of the numbers that samples determine: of links, of beginnings, and factors of kinds."""
-    kinds = {"send" if each.kind in MESSAGES else each.kind for each in samples}
-    levels = [_level(each, node) for each in samples]
-    has_trees = any(kind in _TREES for kind in kinds)
+    kinds = {"send" if each.kind in MESSAGE_KINDS else each.kind for each in samples}
+    levels = [_find_level(each, node) for each in samples]
+    has_trees = any(kind in _TREE_COLLECTIVES for kind in kinds)
     names = []
     for level in ("inside", "between"):
         if level in levels:
-            names += [f"{level}.{name}" for name in _OF_LINK if name != "tree_s" or has_trees]
+            names += [f"{level}.{name}" for name in _LINK_FIELDS if name != "tree_s" or has_trees]
     names += ["ring_begin_s"] if kinds - {"send"} else []
     names += ["tree_begin_s"] if has_trees else []
     # The rate is that of one kind; each other, messages included, has a factor.
@@ -79,45 +85,45 @@ def _free(samples: Sequence[Sample], node: Node) -> list[str]:
     return names + [f"factors.{kind}" for kind in sorted(kinds - {base})]
 
 
-def _begin(name: str, samples: Sequence[Sample], node: Node) -> float:
+def _initial_value(name: str, samples: Sequence[CollectiveSample], node: NodeSpec) -> float:
     owner, _, last = name.rpartition(".")
     if owner == "factors":
         return node.factors.get(last, 1.0)
-    here = [each for each in samples if owner in ("", _level(each, node))]
+    here = [each for each in samples if owner in ("", _find_level(each, node))]
     if last == "rate":
         return max(each.bytes / each.seconds for each in here)
     return min(each.seconds for each in here) / 4
 
 
-def _node(node: Node, names: Sequence[str], values: Sequence[float]) -> Node:
+def _build_node(node: NodeSpec, names: Sequence[str], values: Sequence[float]) -> NodeSpec:
     given = dict(zip(names, values, strict=True))
     changes: dict[str, object] = {}
     for level in ("inside", "between"):
-        link: Link = getattr(node, level)
+        link: LinkSpec = getattr(node, level)
         rate = given.get(f"{level}.rate", link.rate)
         bandwidth = max(rate, link.bandwidth)
         told = {name: given.get(f"{level}.{name}", getattr(link, name)) for name in ("ring_s", "tree_s")}
-        changes[level] = Link.model_construct(bandwidth=bandwidth, efficiency=rate / bandwidth, **told)
+        changes[level] = LinkSpec.model_construct(bandwidth=bandwidth, efficiency=rate / bandwidth, **told)
     changes |= {name: given.get(name, getattr(node, name)) for name in ("ring_begin_s", "tree_begin_s")}
     found = {name.removeprefix("factors."): given[name] for name in names if name.startswith("factors.")}
     return node.model_copy(update={**changes, "factors": {**node.factors, **found}})
 
 
-def _level(sample: Sample, node: Node) -> str:
+def _find_level(sample: CollectiveSample, node: NodeSpec) -> str:
     return "inside" if len({rank // node.ranks for rank in sample.ranks}) == 1 else "between"
 
 
-def _least_squares(off: Callable[[Tensor], Tensor], start: Tensor, far: Tensor) -> Tensor:
-    """Return the argument that minimizes the sum of squares of `off`, no further than `far` from `start`."""
-    now, residual, damping = start, off(start), 1e-2
-    for _ in range(ROUNDS):
-        columns = [(off(now + step) - residual) / _STEP for step in torch.eye(len(now), dtype=now.dtype) * _STEP]
+def _minimize_least_squares(residuals: Callable[[Tensor], Tensor], start: Tensor, max_distance: Tensor) -> Tensor:
+    """Return the argument that minimizes the sum of squares of `residuals`, no further than `max_distance` from `start`."""
+    now, residual, damping = start, residuals(start), 1e-2
+    for _ in range(MAX_ITERATIONS):
+        columns = [(residuals(now + step) - residual) / _STEP for step in torch.eye(len(now), dtype=now.dtype) * _STEP]
         slope = torch.stack(columns, dim=1)
         square = slope.T @ slope
         scale = torch.diag(square.diagonal().clamp(min=1e-9))  # what nothing depends on stays where it is
         step = torch.linalg.solve(square + damping * scale, -slope.T @ residual).clamp(-2, 2)
-        step = (now + step).clamp(start - far, start + far) - now
-        tried = off(now + step)
+        step = (now + step).clamp(start - max_distance, start + max_distance) - now
+        tried = residuals(now + step)
         if tried.square().sum() < residual.square().sum():
             now, residual, damping = now + step, tried, max(damping / 5, 1e-12)
             if float(step.abs().max()) < 1e-13:

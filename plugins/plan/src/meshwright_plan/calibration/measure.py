@@ -17,25 +17,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright.plugin import Meter, Observer, World, all_gather_single, moments_of, reduce_scatter_single, same_timeout
+from meshwright.plugin import (
+    MemoryMeter,
+    OperationObserver,
+    World,
+    all_gather_single,
+    make_event_recorder,
+    reduce_scatter_single,
+    use_run_timeout,
+)
 
 from ..time import VIEW_COST, is_kernel
-from ..trace import Operation, touched
-from .fit import Sample
+from ..trace import Operation, memory_access
+from .fit import CollectiveSample
 
-CLASSES = (64, 128, 256, 512, 1024, 2048, 4096)  # Smallest sizes of products
-PATIENCE_S = 0.5  # What takes longer is not measured, nor is the same in larger
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
+MATMUL_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)  # Smallest sizes of products
+MAX_CALL_S = 0.5  # What takes longer is not measured, nor is the same in larger
+COLLECTIVE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
 
 
 @dataclass(frozen=True)
-class Effort:
+class MeasurementBudget:
     """How much is measured."""
 
     window_s: float = 0.025  # work is repeated for that long, and the best of so many windows counts
     windows: int = 12
     passes: int = 3  # over all that is measured, some time apart
-    classes: tuple[int, ...] = CLASSES
+    classes: tuple[int, ...] = MATMUL_SIZES
     widest: int = 16384
     length: int = 4096  # tokens of an attention
     stream_bytes: int = 1 << 28  # of a tensor that is streamed, and how many take turns
@@ -43,7 +51,7 @@ class Effort:
     messages: tuple[int, ...] = tuple(1 << power for power in range(10, 31, 2))  # bytes of collectives
 
     @classmethod
-    def of(cls, device: torch.device) -> Effort:
+    def of(cls, device: torch.device) -> MeasurementBudget:
         """Return an effort of some minutes; streams on a CPU fit no cache, but need no new pages."""
         if device.type != "cpu":
             return cls()
@@ -51,29 +59,29 @@ class Effort:
         return cls(widest=4096, length=1024, stream_bytes=1 << 22, streams=12, messages=messages)
 
 
-class Clock:
+class CollectiveTimer:
     """Times work that all ranks do together."""
 
-    def __init__(self, world: World, effort: Effort) -> None:
+    def __init__(self, world: World, effort: MeasurementBudget) -> None:
         self._world, self._effort = world, effort
 
-    def seconds(self, work: Callable[[], object]) -> float | None:
-        """Return the time of one call, None if it exceeds `PATIENCE_S`. Collective; `work` may be one, too."""
-        work()
-        once = self._window(work, 1)
-        if once > PATIENCE_S:
+    def seconds(self, call: Callable[[], object]) -> float | None:
+        """Return the time of one call, None if it exceeds `PATIENCE_S`. Collective; `call` may be one, too."""
+        call()
+        once = self._window(call, 1)
+        if once > MAX_CALL_S:
             return None
         count = max(1, round(self._effort.window_s / once))
         windows = max(2, round(self._effort.windows * min(1.0, self._effort.window_s / once)))
-        return min(self._window(work, count) for _ in range(windows)) / count
+        return min(self._window(call, count) for _ in range(windows)) / count
 
-    def _window(self, work: Callable[[], object], count: int) -> float:
+    def _window(self, call: Callable[[], object], count: int) -> float:
         """Return the time in which the slowest rank calls it so many times."""
         self.wait()
         self._world.exchange([0], [])
         begin = time.perf_counter()
         for _ in range(count):
-            work()
+            call()
         self.wait()
         return self.slowest(time.perf_counter() - begin)
 
@@ -85,13 +93,15 @@ class Clock:
             torch.accelerator.synchronize()
 
 
-def products(clock: Clock, dtype: torch.dtype, device: torch.device, effort: Effort) -> dict[int, float]:
+def measure_matmuls(
+    clock: CollectiveTimer, dtype: torch.dtype, device: torch.device, effort: MeasurementBudget
+) -> dict[int, float]:
     """Return operations per second of a linear layer's three products, by class, as far as `PATIENCE_S` allows."""
     found: dict[int, float] = {}
     for size in effort.classes:
         paces = []
         for wide in sorted({size, min(4 * size, max(effort.widest, size))}):
-            for work in _linear(size, wide, dtype, device):
+            for work in _linear_matmuls(size, wide, dtype, device):
                 seconds = clock.seconds(work)
                 if seconds is None:
                     return found
@@ -100,7 +110,7 @@ def products(clock: Clock, dtype: torch.dtype, device: torch.device, effort: Eff
     return found
 
 
-def _linear(size: int, wide: int, dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], Tensor]]:
+def _linear_matmuls(size: int, wide: int, dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], Tensor]]:
     def filled(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
 
@@ -112,7 +122,9 @@ def _linear(size: int, wide: int, dtype: torch.dtype, device: torch.device) -> I
     yield lambda: grad_out.T @ tokens
 
 
-def attention(clock: Clock, dtype: torch.dtype, device: torch.device, effort: Effort) -> tuple[float, float]:
+def measure_attention(
+    clock: CollectiveTimer, dtype: torch.dtype, device: torch.device, effort: MeasurementBudget
+) -> tuple[float, float]:
     """Return the operations a second of causal attention, forward and backward; see its note in `time`."""
     heads, width = 8, 64 if device.type == "cpu" else 128
     shape = (1, heads, effort.length, width)
@@ -129,7 +141,7 @@ def attention(clock: Clock, dtype: torch.dtype, device: torch.device, effort: Ef
     return flops / (forward or 1.0), 2.5 * flops / (backward or 1.0)
 
 
-_STREAMS: Mapping[str, tuple[int, Callable[[Tensor, Tensor, Tensor], object]]] = {
+_MEMORY_BOUND_OPS: Mapping[str, tuple[int, Callable[[Tensor, Tensor, Tensor], object]]] = {
     "copy": (2, lambda a, b, c: a.copy_(b)),
     "add": (3, lambda a, b, c: a + b),
     "mul": (3, lambda a, b, c: a * b),
@@ -145,8 +157,10 @@ _STREAMS: Mapping[str, tuple[int, Callable[[Tensor, Tensor, Tensor], object]]] =
 tensors, some change theirs, some compute more than a sum."""
 
 
-def streams(clock: Clock, device: torch.device, effort: Effort) -> dict[str, float]:
-    """Return the bytes a second that the operators of `_STREAMS` read and write."""
+def measure_memory_bandwidth(
+    clock: CollectiveTimer, device: torch.device, effort: MeasurementBudget
+) -> dict[str, float]:
+    """Return the bytes a second that the operators of `_MEMORY_BOUND_OPS` read and write."""
     columns = 1024
     shape = (max(1, effort.stream_bytes // 4 // columns), columns)
     tensors = [torch.rand(shape, device=device) for _ in range(max(3, effort.streams))]
@@ -159,16 +173,16 @@ def streams(clock: Clock, device: torch.device, effort: Effort) -> dict[str, flo
         return [tensors[(turn * 3 + place) % len(tensors)] for place in range(3)]
 
     found = {}
-    for name, (passes, work) in _STREAMS.items():
+    for name, (passes, work) in _MEMORY_BOUND_OPS.items():
         seconds = clock.seconds(lambda work=work: work(*others()))  # type: ignore[misc]
         found[name] = passes * size / (seconds or 1.0)
     return found
 
 
-def least_kernel(clock: Clock, device: torch.device) -> float:
+def measure_min_kernel(clock: CollectiveTimer, device: torch.device) -> float:
     """Return the seconds of a kernel on few elements, queued behind long work so that none waits for the host."""
     few = torch.zeros(8, device=device)
-    moment = moments_of(device)
+    moment = make_event_recorder(device)
     if moment is None:
         return clock.seconds(lambda: few.neg_()) or 1e-9
     many, best = 200, float("inf")
@@ -185,7 +199,7 @@ def least_kernel(clock: Clock, device: torch.device) -> float:
     return clock.slowest(best)
 
 
-class _Block(nn.Module):
+class _TransformerBlock(nn.Module):
     """What a transformer does for a token, at a size that takes no time."""
 
     def __init__(self) -> None:
@@ -201,32 +215,32 @@ class _Block(nn.Module):
         return out
 
 
-class _Counts(Observer):
+class _KernelCounter(OperationObserver):
     """Numbers of operators that are kernels, and that are views."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.meter = Meter()
+        self.meter = MemoryMeter()
         self.kernels, self.views = 0, 0
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         self.meter.observe(operation, args, kwargs, result)
-        reads, writes = touched(self.meter, operation, args, kwargs, result)
+        reads, writes = memory_access(self.meter, operation, args, kwargs, result)
         is_one = is_kernel(Operation(str(operation), 0, 0, (), None, None, reads, writes))
         self.kernels += is_one
         self.views += not is_one
 
 
-def issuing(clock: Clock, device: torch.device, kernel_s: float) -> float:
-    """Return the seconds in which the host issues one operator; on a host, `kernel_s` is subtracted."""
-    block = nn.Sequential(*(_Block() for _ in range(4))).to(device)
+def measure_launch_overhead(clock: CollectiveTimer, device: torch.device, kernel_s: float) -> float:
+    """Return the seconds in which the host issues one operator; on a host, `min_kernel_s` is subtracted."""
+    block = nn.Sequential(*(_TransformerBlock() for _ in range(4))).to(device)
     hidden = torch.randn(4, 8, device=device, requires_grad=True)
 
     def step() -> None:
         block(hidden).sum().backward()
 
     step()
-    counts = _Counts()
+    counts = _KernelCounter()
     with counts:
         step()
     best = float("inf")
@@ -239,7 +253,7 @@ def issuing(clock: Clock, device: torch.device, kernel_s: float) -> float:
     return clock.slowest(max(best - computing, best / 10) / (counts.kernels + VIEW_COST * counts.views))
 
 
-def beside(clock: Clock, device: torch.device, effort: Effort) -> float:
+def measure_overlap_speed(clock: CollectiveTimer, device: torch.device, effort: MeasurementBudget) -> float:
     """Return the fraction of its speed at which the device computes while a collective of all ranks runs."""
     message = torch.zeros(max(effort.messages) // 8 // 4, device=device)
     width = 512 if device.type == "cpu" else 4096
@@ -263,49 +277,58 @@ def beside(clock: Clock, device: torch.device, effort: Effort) -> float:
 # -- collectives
 
 
-def samples(world: World, clock: Clock, effort: Effort, ranks_of_node: int) -> list[Sample]:
+def measure_collectives(
+    world: World, clock: CollectiveTimer, effort: MeasurementBudget, ranks_of_node: int
+) -> list[CollectiveSample]:
     """Measure collectives of all ranks, of nodes, across nodes, and of pairs, disjoint groups at once. Collective."""
     sizes = {world.size, ranks_of_node, 2} if world.size % 2 == 0 else {world.size, ranks_of_node}
     meshes = [(size, False) for size in sorted(sizes) if size > 1 and world.size % size == 0]
     if 1 < ranks_of_node < world.size:
         meshes.append((world.size // ranks_of_node, True))
-    found: list[Sample] = []
+    found: list[CollectiveSample] = []
     for size, is_across in meshes:
         others = world.size // size  # groups are neighbours, or the ranks with the same place in each node
-        with same_timeout():
+        with use_run_timeout():
             mesh = init_device_mesh(world.device.type, (size, others) if is_across else (others, size))
         group = mesh.get_group(0 if is_across else 1)
         members = tuple(dist.get_process_group_ranks(group))
-        for kind in KINDS:
+        for kind in COLLECTIVE_KINDS:
             # Messages go from the first of a pair to the second; a larger group would add nothing.
             if kind != "send" or len(members) == 2:
-                found += _of_kind(kind, group, members, world, clock, effort)
+                found += _measure_kind(kind, group, members, world, clock, effort)
     return found
 
 
-def _of_kind(
-    kind: str, group: dist.ProcessGroup, members: tuple[int, ...], world: World, clock: Clock, effort: Effort
-) -> Iterator[Sample]:
+def _measure_kind(
+    kind: str,
+    group: dist.ProcessGroup,
+    members: tuple[int, ...],
+    world: World,
+    clock: CollectiveTimer,
+    effort: MeasurementBudget,
+) -> Iterator[CollectiveSample]:
     """Measure all sizes, as far as `PATIENCE_S` allows."""
     for size in effort.messages:
         count = -(-size // (4 * len(members))) * len(members)
         whole, other = torch.zeros(count, device=world.device), torch.zeros(count, device=world.device)
         part = torch.zeros(count // len(members), device=world.device)
-        seconds = clock.seconds(_work(kind, group, whole, other, part))
+        seconds = clock.seconds(_make_collective_call(kind, group, whole, other, part))
         if seconds is None:
             return
-        yield Sample(kind, 4 * count, members, seconds)
+        yield CollectiveSample(kind, 4 * count, members, seconds)
 
 
-def _work(kind: str, group: dist.ProcessGroup, whole: Tensor, other: Tensor, part: Tensor) -> Callable[[], object]:
+def _make_collective_call(
+    kind: str, group: dist.ProcessGroup, full: Tensor, output: Tensor, shard: Tensor
+) -> Callable[[], object]:
     works: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: all_gather_single(whole, part, group=group),
-        "reduce_scatter": lambda: reduce_scatter_single(part, whole, group=group),
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-        "broadcast": lambda: dist.broadcast(whole, group=group, group_src=0),
-        "send": lambda: dist.send(whole, group=group, group_dst=1),
+        "all_gather": lambda: all_gather_single(full, shard, group=group),
+        "reduce_scatter": lambda: reduce_scatter_single(shard, full, group=group),
+        "all_reduce": lambda: dist.all_reduce(full, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(output, full, group=group),
+        "broadcast": lambda: dist.broadcast(full, group=group, group_src=0),
+        "send": lambda: dist.send(full, group=group, group_dst=1),
     }
     if kind == "send" and dist.get_rank(group) > 0:
-        return lambda: dist.recv(whole, group=group, group_src=0)
+        return lambda: dist.recv(full, group=group, group_src=0)
     return works[kind]

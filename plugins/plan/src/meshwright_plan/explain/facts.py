@@ -16,22 +16,22 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from meshwright.plugin import ROOT_AXES, Degrees, MeshwrightError, Sharded, build_scheduler
-from meshwright_run.fate import Fate, check_output
+from meshwright.plugin import ROOT_AXES, ChunkedTensor, Degrees, MeshwrightError, build_scheduler
+from meshwright_run.fate import RunAction, choose_run_action
 from meshwright_run.run_file import RunConfig
 
-from ..comparison import plan_of
-from ..planned import after_step, job_of
-from ..time import members
-from ..trace import Job
+from ..comparison import build_plan
+from ..planned import build_job, manager_after_step
+from ..time import find_group_ranks
+from ..trace import TrainingJob
 
-Divided: TypeAlias = tuple[tuple[str, ...], tuple[str, ...], float]
-FEW = 2  # Blocks of the small model in each stage
-_NEARLY = 0.12  # How much more than its share a rank may hold: padding, and what is too small to be divided
+ShardAxes: TypeAlias = tuple[tuple[str, ...], tuple[str, ...], float]
+BLOCKS_PER_STAGE = 2  # Blocks of the small model in each stage
+_PADDING_TOLERANCE = 0.12  # How much more than its share a rank may hold: padding, and what is too small to be divided
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryShare:
     """The part of something that a rank holds."""
 
     bytes: int  # of the part
@@ -45,66 +45,69 @@ class Held:
             return None
         share = self.bytes / self.of_bytes
         for part in (Fraction(1, math.prod(getattr(degrees, axis) for axis in self.axes)), Fraction(1)):
-            if part * (1 - Fraction(1, 100)) <= share <= part * (1 + _NEARLY):
+            if part * (1 - Fraction(1, 100)) <= share <= part * (1 + _PADDING_TOLERANCE):
                 return part
         return None
 
 
-def division(job: Job) -> Divided:
+def find_shard_axes(job: TrainingJob) -> ShardAxes:
     """Return what divides parameters and optimizer state, and the state's bytes per trained element; see the note."""
-    blocks, make = FEW * job.degrees.pp, job.with_layers
+    blocks, make = BLOCKS_PER_STAGE * job.degrees.pp, job.with_layers
     if make is not None and job.layers > blocks:
         try:
-            return _compared(replace(job, model=lambda: make(blocks), layers=blocks))
+            return _compare_ranks(replace(job, model=lambda: make(blocks), layers=blocks))
         except MeshwrightError:
             pass  # A schedule may want more blocks
-    return _compared(job)
+    return _compare_ranks(job)
 
 
-def _compared(job: Job) -> Divided:
+def _compare_ranks(job: TrainingJob) -> ShardAxes:
     axes = [axis for axis in ROOT_AXES if getattr(job.degrees, axis) > 1]
-    parameters, optimizer, optimizer_bytes = _seen(job, 0)
+    parameters, optimizer, optimizer_bytes = _inspect_rank(job, 0)
     # The last rank along each axis.
-    others = {axis: _seen(job, max(members(axis, 0, job.degrees, getattr(job.degrees, axis)))) for axis in axes}
+    others = {
+        axis: _inspect_rank(job, max(find_group_ranks(axis, 0, job.degrees, getattr(job.degrees, axis))))
+        for axis in axes
+    }
     along_parameters = tuple(axis for axis in axes if others[axis][0] != parameters)
     return along_parameters, tuple(axis for axis in axes if others[axis][1] != optimizer), optimizer_bytes
 
 
-def _seen(job: Job, rank: int) -> tuple[dict[str, Any], dict[str, Any], float]:
+def _inspect_rank(job: TrainingJob, rank: int) -> tuple[dict[str, Any], dict[str, Any], float]:
     """Rectangles of parameters and of optimizer state that a rank holds after a step, and bytes of an element of it."""
-    with after_step(replace(job, ema=None), rank) as manager:
+    with manager_after_step(replace(job, ema=None), rank) as manager:
         state = manager.sharded_state()
         optimizer = state.optimizer.tensors if state.optimizer is not None else {}
         elements = sum(math.prod(state.model[name].shape) for name in optimizer if name in state.model)
         kept = [each for values in optimizer.values() for each in values.values()]
         size = sum(math.prod(each.shape) * each.dtype.itemsize for each in kept)
         return (
-            _rectangles(state.model),
-            {name: _rectangles(values) for name, values in optimizer.items()},
+            _list_rectangles(state.model),
+            {name: _list_rectangles(values) for name, values in optimizer.items()},
             size / elements if elements else 0.0,
         )
 
 
-def _rectangles(values: Mapping[str, Sharded]) -> dict[str, Any]:
+def _list_rectangles(values: Mapping[str, ChunkedTensor]) -> dict[str, Any]:
     return {name: sorted((piece.offsets, piece.sizes) for piece in value.pieces) for name, value in values.items()}
 
 
-Holdings: TypeAlias = dict[int, dict[str, Held]]
+MemoryBreakdown: TypeAlias = dict[int, dict[str, MemoryShare]]
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """What sentences are made of."""
 
     config: RunConfig
-    job: Job
+    job: TrainingJob
     parameters: int  # number of parameters of the whole model
     trainable: int
-    held: Holdings  # by planned rank: parameters, gradients and optimizer state
+    held: MemoryBreakdown  # by planned rank: parameters, gradients and optimizer state
     plan: Mapping[str, Any] | None
     why_not: str
     rates: Mapping[int, float] | None  # learning rates by step; None: the number of steps is unknown
-    fate: Fate | None
+    fate: RunAction | None
     refusal: str
 
     @property
@@ -112,50 +115,54 @@ class Facts:
         return self.job.degrees
 
 
-def facts_of(config: RunConfig, world_size: int) -> Facts:
+def collect_facts(config: RunConfig, world_size: int) -> RunFacts:
     """Plan a run on so many ranks."""
-    job = job_of(config, world_size)
+    job = build_job(config, world_size)
     whole = list({id(each): each for each in job.model().parameters()}.values())
     trained = [each for each in whole if each.requires_grad]
     plan, why_not = None, ""
-    held: Holdings = {}
+    held: MemoryBreakdown = {}
     try:
-        plan = plan_of(config, world_size)
+        plan = build_plan(config, world_size)
     except MeshwrightError as error:
         why_not = str(error)
     else:
-        held = _held(plan, job, whole, trained)
+        held = _break_down_memory(plan, job, whole, trained)
     fate, refusal = None, ""
     try:
-        fate = check_output(config, config.steps)
+        fate = choose_run_action(config, config.steps)
     except MeshwrightError as error:
         refusal = str(error)
     parameters, trainable = (sum(each.numel() for each in those) for those in (whole, trained))
-    return Facts(config, job, parameters, trainable, held, plan, why_not, _rates(config), fate, refusal)
+    return RunFacts(
+        config, job, parameters, trainable, held, plan, why_not, _compute_learning_rates(config), fate, refusal
+    )
 
 
-def _held(plan: Mapping[str, Any], job: Job, whole: list[nn.Parameter], trained: list[nn.Parameter]) -> Holdings:
-    along, along_optimizer, optimizer_bytes = division(job)
+def _break_down_memory(
+    plan: Mapping[str, Any], job: TrainingJob, all_parameters: list[nn.Parameter], trainable: list[nn.Parameter]
+) -> MemoryBreakdown:
+    along, along_optimizer, optimizer_bytes = find_shard_axes(job)
     axes = [axis for axis in ROOT_AXES if getattr(job.degrees, axis) > 1]
-    state = round(optimizer_bytes * sum(each.numel() for each in trained))
+    state = round(optimizer_bytes * sum(each.numel() for each in trainable))
 
     def size_of(parameters: list[nn.Parameter]) -> int:
         return sum(each.numel() * each.element_size() for each in parameters)
 
-    def held(size: int, of: int, along: tuple[str, ...]) -> Held:
-        return Held(size, of, along, tuple(axis for axis in axes if axis not in along))
+    def held(size: int, of: int, along: tuple[str, ...]) -> MemoryShare:
+        return MemoryShare(size, of, along, tuple(axis for axis in axes if axis not in along))
 
     return {
         each["rank"]: {
-            "parameters": held(each["held_by_owner"].get("parameters", 0), size_of(whole), along),
-            "gradients": held(each["gradients_bytes"], size_of(trained), along),
+            "parameters": held(each["held_by_owner"].get("parameters", 0), size_of(all_parameters), along),
+            "gradients": held(each["gradients_bytes"], size_of(trainable), along),
             "optimizer": held(each["held_by_owner"].get("optimizer", 0), state, along_optimizer),
         }
         for each in plan["ranks"]
     }
 
 
-def _rates(config: RunConfig) -> dict[int, float] | None:
+def _compute_learning_rates(config: RunConfig) -> dict[int, float] | None:
     """Rates of the main group at the first step, after the warm-up, in the middle and at the end, by step from 1."""
     steps = config.steps
     if steps is None:

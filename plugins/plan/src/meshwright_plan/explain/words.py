@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from meshwright.plugin import CheckpointError, Folder, all_in
-from meshwright_run.fate import Fate
+from meshwright.plugin import CheckpointError, Storage, list_checkpoints
+from meshwright_run.fate import RunAction
 from meshwright_run.run_directory import RunDirectory
 from meshwright_run.run_sections import HELD_OUT
 
-from .facts import Facts, Held
+from .facts import MemoryShare, RunFacts
 
-AXES = {
+AXIS_DESCRIPTIONS = {
     "pp": "divide the layers into stages",
     "dp_replicate": "train on different sequences",
     "dp_shard": "train on different sequences",
@@ -21,12 +21,12 @@ AXES = {
     "ep": "have different experts of each layer",
 }
 """What ranks along an axis do."""
-PHASES = {
+PHASE_DESCRIPTIONS = {
     "forward": "in the forward passes, and around them",
     "backward": "in the backward passes",
     "optimizer": "while gradients are clipped and the optimizer steps",
 }
-KINDS = {
+COLLECTIVE_NAMES = {
     "all_gather": "all-gathers",
     "reduce_scatter": "reduce-scatters",
     "all_reduce": "all-reduces",
@@ -37,106 +37,110 @@ KINDS = {
 }
 
 
-def sections_of(facts: Facts) -> dict[str, list[str]]:
+def build_sections(facts: RunFacts) -> dict[str, list[str]]:
     ranks = [] if facts.plan is None else facts.plan["ranks"]
     sections = {
-        "What runs": _what(facts),
-        "Who holds what, of each rank": _holdings(facts),
-        "What is sent in a step, of each rank": _by_ranks({each["rank"]: list(_traffic_of(each)) for each in ranks}),
-        "A step": _step(facts),
-        "The data": _data(facts),
-        "The learning rate": _rates(facts),
-        "Evaluation": _evaluation(facts),
-        "Checkpoints, signals, and going on": _checkpoints(facts),
-        "What is written down": _written(facts),
+        "What runs": _describe_layout(facts),
+        "Who holds what, of each rank": _describe_memory(facts),
+        "What is sent in a step, of each rank": _merge_equal_ranks(
+            {each["rank"]: list(_describe_collectives(each)) for each in ranks}
+        ),
+        "A step": _describe_step(facts),
+        "The data": _describe_data(facts),
+        "The learning rate": _describe_learning_rate(facts),
+        "Evaluation": _describe_evaluation(facts),
+        "Checkpoints, signals, and going on": _describe_checkpoints(facts),
+        "What is written down": _describe_outputs(facts),
     }
     return {title: lines for title, text in sections.items() if (lines := list(text))}
 
 
-def size_text(size: float) -> str:
+def format_decimal_size(size: float) -> str:
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
     return f"{size:.0f} bytes"
 
 
-def _what(facts: Facts) -> Iterator[str]:
+def _describe_layout(facts: RunFacts) -> Iterator[str]:
     degrees = facts.degrees
     ranks = f"{degrees.world_size} rank{'s' if degrees.world_size > 1 else ''}"
     yield f"{facts.job.stack} on {ranks}: a model of {facts.parameters:,} parameters" + (
         f", of which {facts.trainable:,} train." if facts.trainable != facts.parameters else ", all of which train."
     )
     for axis in degrees.above_one():
-        yield f"{axis}={getattr(degrees, axis)}: the ranks along this axis {AXES[axis]}."
+        yield f"{axis}={getattr(degrees, axis)}: the ranks along this axis {AXIS_DESCRIPTIONS[axis]}."
 
 
-def _by_ranks(lines: Mapping[int, Sequence[str]]) -> Iterator[str]:
+def _merge_equal_ranks(lines: Mapping[int, Sequence[str]]) -> Iterator[str]:
     """Lines of planned ranks, those of equal ranks once."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, those in lines.items():
         alike.setdefault(tuple(those), []).append(rank)
     for those, ranks in alike.items():
-        named = f"rank{'s' if len(ranks) > 1 else ''} {_listed([str(rank) for rank in ranks])}: "
+        named = f"rank{'s' if len(ranks) > 1 else ''} {_join_names([str(rank) for rank in ranks])}: "
         yield from (f"{named if len(alike) > 1 else ''}{line}" for line in those)
 
 
-def _holdings(facts: Facts) -> Iterator[str]:
+def _describe_memory(facts: RunFacts) -> Iterator[str]:
     if facts.plan is None:
         yield f"Not known: {facts.why_not}"
         return
-    yield from _by_ranks({each["rank"]: list(_holdings_of(each, facts)) for each in facts.plan["ranks"]})
+    yield from _merge_equal_ranks(
+        {each["rank"]: list(_describe_rank_memory(each, facts)) for each in facts.plan["ranks"]}
+    )
     fits = "which fits" if facts.plan["fits"] else "which DOES NOT FIT"
-    has = size_text(facts.plan["memory_bytes"])
-    most = size_text(facts.plan["peak_reserved_bytes"])
+    has = format_decimal_size(facts.plan["memory_bytes"])
+    most = format_decimal_size(facts.plan["peak_reserved_bytes"])
     yield f"The most that is reserved is {most}, {fits} into the {has} of {facts.plan['device']}."
 
 
-def _holdings_of(report: Mapping[str, Any], facts: Facts) -> Iterator[str]:
+def _describe_rank_memory(report: Mapping[str, Any], facts: RunFacts) -> Iterator[str]:
     held = facts.held[report["rank"]]
-    yield f"parameters: {_part(held['parameters'], facts)}."
+    yield f"parameters: {_format_share(held['parameters'], facts)}."
     # Gradients inside communication buffers take no memory of their own.
     if held["gradients"].bytes:
-        yield f"gradients: at most {_part(held['gradients'], facts)}."
+        yield f"gradients: at most {_format_share(held['gradients'], facts)}."
     if held["optimizer"].bytes:
-        yield f"optimizer state: {_part(held['optimizer'], facts)}."
-    activations = size_text(report["peak_by_owner"].get("activations", 0))
-    yield f"at the peak of a step: {size_text(report['peak_allocated_bytes'])}, of which {activations} are activations."
-    yield f"between steps: {size_text(report['held_bytes'])}."
+        yield f"optimizer state: {_format_share(held['optimizer'], facts)}."
+    activations = format_decimal_size(report["peak_by_owner"].get("activations", 0))
+    yield f"at the peak of a step: {format_decimal_size(report['peak_allocated_bytes'])}, of which {activations} are activations."
+    yield f"between steps: {format_decimal_size(report['held_bytes'])}."
 
 
-def _part(held: Held, facts: Facts) -> str:
-    part = held.part(facts.degrees)
-    text = size_text(held.bytes)
+def _format_share(share: MemoryShare, facts: RunFacts) -> str:
+    part = share.part(facts.degrees)
+    text = format_decimal_size(share.bytes)
     if part == 1:
         text += ", the whole"
     elif part is not None:
-        text += f", 1/{part.denominator} of the whole ({size_text(held.of_bytes)}), divided along {_listed(held.axes)}"
-    elif held.axes:
-        text += f"; it is divided along {_listed(held.axes)}"
-    if held.copies and part != 1:
-        text += f"; ranks along {_listed(held.copies)} have copies"
+        text += f", 1/{part.denominator} of the whole ({format_decimal_size(share.of_bytes)}), divided along {_join_names(share.axes)}"
+    elif share.axes:
+        text += f"; it is divided along {_join_names(share.axes)}"
+    if share.copies and part != 1:
+        text += f"; ranks along {_join_names(share.copies)} have copies"
     return text
 
 
-def _traffic_of(report: Mapping[str, Any]) -> Iterator[str]:
+def _describe_collectives(report: Mapping[str, Any]) -> Iterator[str]:
     rows = [row for row in report["collectives_by_phase"] if row["ranks"] > 1]
     if not rows:
         yield "nothing."
     for phase in dict.fromkeys(row["phase"] for row in rows):
-        yield f"{PHASES[phase]}: {'; '.join(_calls(row) for row in rows if row['phase'] == phase)}."
+        yield f"{PHASE_DESCRIPTIONS[phase]}: {'; '.join(_format_calls(row) for row in rows if row['phase'] == phase)}."
 
 
-def _calls(row: Mapping[str, Any]) -> str:
-    name = KINDS.get(row["kind"], row["kind"])
+def _format_calls(row: Mapping[str, Any]) -> str:
+    name = COLLECTIVE_NAMES.get(row["kind"], row["kind"])
     if row["calls"] == 1:
         name = name.replace("messages", "message").removesuffix("s")
     return (
-        f"{row['calls']} {name} among the {row['ranks']} ranks of {row['group']}, {size_text(row['bytes'])} of "
+        f"{row['calls']} {name} among the {row['ranks']} ranks of {row['group']}, {format_decimal_size(row['bytes'])} of "
         f"{row['dtype']}"
     )
 
 
-def _step(facts: Facts) -> Iterator[str]:
+def _describe_step(facts: RunFacts) -> Iterator[str]:
     config, job, dp = facts.config, facts.job, facts.degrees.dp
     tokens = config.batch_size * job.length
     yield f"{config.batch_size} sequences of {job.length} tokens: {tokens:,} tokens."
@@ -161,7 +165,7 @@ def _step(facts: Facts) -> Iterator[str]:
         yield f"An average of the weights is kept beside them, with a decay of {config.ema.decay:g}."
 
 
-def _data(facts: Facts) -> Iterator[str]:
+def _describe_data(facts: RunFacts) -> Iterator[str]:
     data = facts.config.data
     for source in data.training_sources():
         weight = f", with a weight of {source.weight:g}" if source.weight is not None else ""
@@ -176,7 +180,7 @@ def _data(facts: Facts) -> Iterator[str]:
     yield f"Their order follows from the seed {facts.config.seed}, and is the same for any number of ranks."
 
 
-def _rates(facts: Facts) -> Iterator[str]:
+def _describe_learning_rate(facts: RunFacts) -> Iterator[str]:
     config = facts.config
     if facts.rates is None:
         yield (
@@ -189,12 +193,12 @@ def _rates(facts: Facts) -> Iterator[str]:
     yield f"{config.steps:,} steps by the schedule {config.schedule.name}: {at}{groups}."
 
 
-def _evaluation(facts: Facts) -> Iterator[str]:
+def _describe_evaluation(facts: RunFacts) -> Iterator[str]:
     config = facts.config
     sets = [*([HELD_OUT] if config.data.eval_fraction else []), *config.data.eval_sets]
     every = "at the end" if config.eval.every is None else f"every {config.eval.every} steps, and at the end"
     most = f", on at most {config.eval.sequences} sequences of each" if config.eval.sequences is not None else ""
-    yield f"Losses of {_listed(sets)} {every}{most}."
+    yield f"Losses of {_join_names(sets)} {every}{most}."
     if config.data.eval_fraction:
         yield f"{config.data.eval_fraction:.3g} of the examples are held out, and never trained on."
     stopping = config.eval.early_stopping
@@ -202,7 +206,7 @@ def _evaluation(facts: Facts) -> Iterator[str]:
         yield f"{stopping.patience} evaluations in a row in which {stopping.set} does not fall end the run."
 
 
-def _written(facts: Facts) -> Iterator[str]:
+def _describe_outputs(facts: RunFacts) -> Iterator[str]:
     config, directory = facts.config, RunDirectory.of(facts.config)
     ranks = f", and times and memory of each rank in {directory.ranks}" if config.metrics.ranks else ""
     yield f"Each step in {directory.metrics}{ranks}; the trained model in {directory.model}."
@@ -212,14 +216,16 @@ def _written(facts: Facts) -> Iterator[str]:
         yield f"Exposed communication in every {config.metrics.communication_every} steps."
     if config.profile is not None:
         which = config.profile.ranks
-        ranks = "all ranks" if which == "all" else f"rank{'s' if len(which) > 1 else ''} {_listed([*map(str, which)])}"
+        ranks = (
+            "all ranks" if which == "all" else f"rank{'s' if len(which) > 1 else ''} {_join_names([*map(str, which)])}"
+        )
         yield f"Profiles of steps {config.profile.steps}, of {ranks}."
     if config.trackers:
         names = [each if isinstance(each, str) else str(each.get("name")) for each in config.trackers]
-        yield f"The first rank tells {_listed(names)} of the run, too."
+        yield f"The first rank tells {_join_names(names)} of the run, too."
 
 
-def _checkpoints(facts: Facts) -> Iterator[str]:
+def _describe_checkpoints(facts: RunFacts) -> Iterator[str]:
     config = facts.config
     section, directory = config.checkpoint, RunDirectory.of(config).checkpoints
     if not section.saves:
@@ -230,30 +236,30 @@ def _checkpoints(facts: Facts) -> Iterator[str]:
         when += [f"after the best {section.keep_best.n} evaluations"] if section.keep_best is not None else []
         keeps = "all are kept" if section.keep_last is None else f"the newest {section.keep_last} are kept"
         also = f", and those of steps that are multiples of {section.keep_every}" if section.keep_every else ""
-        yield f"Saved {_listed(when) or 'on a signal'}, and after the last step, to {directory}; {keeps}{also}."
+        yield f"Saved {_join_names(when) or 'on a signal'}, and after the last step, to {directory}; {keeps}{also}."
         yield f"Training {'goes on' if section.asynchronous else 'waits'} while one is written."
     stops = section.stops_on
     if stops.signals:
         yield (
-            f"On {_listed(stops.signals)} the run stops after its step, saves, and leaves with exit code "
+            f"On {_join_names(stops.signals)} the run stops after its step, saves, and leaves with exit code "
             f"{stops.exit_code}."
         )
     else:
         yield "A signal ends the run at once, and saves nothing."
-    yield from _going_on(facts, directory)
+    yield from _describe_resume(facts, directory)
 
 
-def _going_on(facts: Facts, directory: Folder) -> Iterator[str]:
+def _describe_resume(facts: RunFacts, directory: Storage) -> Iterator[str]:
     config = facts.config
     if facts.fate is None:
         yield f"It would be refused now: {facts.refusal}"
-    elif facts.fate is Fate.DONE:
+    elif facts.fate is RunAction.DONE:
         yield f"The run in {config.output_dir} has finished: the command would say so, and train nothing."
-    elif facts.fate is Fate.REPLACE:
+    elif facts.fate is RunAction.REPLACE:
         yield f"{config.output_dir} holds another run, which is removed, and this one begins at its first step."
-    elif facts.fate is Fate.GO_ON:
+    elif facts.fate is RunAction.GO_ON:
         try:
-            saved = all_in(directory)
+            saved = list_checkpoints(directory)
         except CheckpointError as error:
             yield f"It would be refused now: {error}"
             return
@@ -277,5 +283,5 @@ def _going_on(facts: Facts, directory: Folder) -> Iterator[str]:
         )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else "".join(names)

@@ -33,15 +33,17 @@ from numpy.typing import NDArray
 
 from meshwright.plugin import ConfigError
 
-NODES = 0.78
+NODE_FAILURE_FRACTION = 0.78
 """Part of the failures that takes a node: those of hardware, as of Llama 3 (The Llama 3 Herd of Models,
 arXiv:2407.21783, section 3.3.4)."""
-PAIRS = 0.01  # Part that takes a node and its copies together: assumed, of nodes that share neither power nor a switch
+PAIR_FAILURE_FRACTION = (
+    0.01  # Part that takes a node and its copies together: assumed, of nodes that share neither power nor a switch
+)
 HOUR = 3600.0
 
 
 @dataclass(frozen=True)
-class Saves:
+class CheckpointSchedule:
     """Checkpoints on disk, each `every` so many steps; see [Note: saving]."""
 
     every: int
@@ -51,7 +53,7 @@ class Saves:
 
 
 @dataclass(frozen=True)
-class Copies:
+class ReplicaSchedule:
     """Copies in the memory of another node, as `Saves`; see [Note: copies]. `every` divides that of the saves."""
 
     every: int
@@ -61,24 +63,24 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Fleet:
+class FailureScenario:
     """A run on ranks that fail; see [Note: what fails]."""
 
     ranks: int
     ranks_per_node: int
     step_s: float
-    saves: Saves
+    saves: CheckpointSchedule
     failures_per_rank_hour: float
     detection_s: float = 0.0  # until a failure is noticed
     restart_s: float = 0.0  # from then until the ranks are there again, without reading
-    copies: Copies | None = None
-    node_share: float = NODES  # part of the failures that takes the memory of a node
-    pair_share: float = PAIRS  # part that takes that of a node and its copies
+    copies: ReplicaSchedule | None = None
+    node_share: float = NODE_FAILURE_FRACTION  # part of the failures that takes the memory of a node
+    pair_share: float = PAIR_FAILURE_FRACTION  # part that takes that of a node and its copies
 
     def __post_init__(self) -> None:
         if not 0 <= self.pair_share <= self.node_share <= 1:
             raise ConfigError(
-                f"pair_share={self.pair_share} of the failures is a part of node_share={self.node_share}, and both are "
+                f"pair_failure_fraction={self.pair_share} of the failures is a part of node_failure_fraction={self.node_share}, and both are "
                 f"from 0 to 1."
             )
         if self.copies is None:
@@ -123,49 +125,49 @@ class Fleet:
         source = self.saves if from_disk or self.copies is None else self.copies
         return self.detection_s + self.restart_s + source.load_s
 
-    def saving(self, every: int, copies: Copies | None = None) -> Fleet:
-        return replace(self, saves=replace(self.saves, every=every), copies=copies)
+    def saving(self, every: int, replicas: ReplicaSchedule | None = None) -> FailureScenario:
+        return replace(self, saves=replace(self.saves, every=every), copies=replicas)
 
 
-def young(hold_s: float, mtbf_s: float) -> float:
+def young_interval(blocking_s: float, mtbf_s: float) -> float:
     """Return the seconds of steps between two saves that lose the least, in first order."""
-    return math.sqrt(2 * hold_s * mtbf_s)
+    return math.sqrt(2 * blocking_s * mtbf_s)
 
 
-def daly(hold_s: float, mtbf_s: float) -> float:
+def daly_interval(blocking_s: float, mtbf_s: float) -> float:
     """Return the same in higher order, for saves that are not short compared with the time between failures."""
-    if hold_s >= 2 * mtbf_s:
+    if blocking_s >= 2 * mtbf_s:
         return mtbf_s
-    part = hold_s / (2 * mtbf_s)
-    return young(hold_s, mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - hold_s
+    part = blocking_s / (2 * mtbf_s)
+    return young_interval(blocking_s, mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - blocking_s
 
 
-def goodput(fleet: Fleet) -> float:
+def compute_goodput(scenario: FailureScenario) -> float:
     """Return the useful part of a long run's time, without copies in memory; see [Note: closed form]."""
-    saves, mtbf = fleet.saves, fleet.mtbf_s
-    steps = saves.every * fleet.step_s
-    period = steps + saves.hold_s + fleet.wait_s
+    saves, mtbf = scenario.saves, scenario.mtbf_s
+    steps = saves.every * scenario.step_s
+    period = steps + saves.hold_s + scenario.wait_s
     if math.isinf(mtbf):
         return steps / period
     try:
-        cycle = mtbf * math.exp(fleet.down_s(from_disk=True) / mtbf)
+        cycle = mtbf * math.exp(scenario.down_s(from_disk=True) / mtbf)
     except OverflowError:
         return 0.0
     kept = math.exp(-(steps + saves.hold_s + saves.write_s) / mtbf) / -math.expm1(-period / mtbf)
     return steps * kept / cycle
 
 
-def best_every(fleet: Fleet) -> int:
+def find_best_interval(scenario: FailureScenario) -> int:
     """Return the steps between saves of most goodput without copies in memory, so that no save waits for another."""
-    saves, mtbf = fleet.saves, fleet.mtbf_s
-    least = max(1, math.ceil(saves.write_s / fleet.step_s))
+    saves, mtbf = scenario.saves, scenario.mtbf_s
+    least = max(1, math.ceil(saves.write_s / scenario.step_s))
     if math.isinf(mtbf):
         raise ValueError("a run that never fails has no best interval.")
 
     def at(every: int) -> float:
-        return goodput(fleet.saving(every))
+        return compute_goodput(scenario.saving(every))
 
-    every = max(least, round(daly(saves.hold_s, mtbf) / fleet.step_s))
+    every = max(least, round(daly_interval(saves.hold_s, mtbf) / scenario.step_s))
     # Daly's is off by little, and the goodput has a single maximum.
     while at(every + 1) > at(every):
         every += 1
@@ -174,55 +176,59 @@ def best_every(fleet: Fleet) -> int:
     return every
 
 
-Numbers: TypeAlias = NDArray[Any]
+FloatArray: TypeAlias = NDArray[Any]
 DAY = 24 * HOUR
-PARTS = ("useful", "redone", "copies", "saves", "detection", "restart", "reading")
+TIME_PARTS = ("useful", "redone", "copies", "saves", "detection", "restart", "reading")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationResult:
     """Parts of the whole time by name as in `PARTS`, failures, and those that read a disk; each (fleets, runs)."""
 
-    parts: dict[str, Numbers]
-    failures: Numbers
-    from_disk: Numbers
+    parts: dict[str, FloatArray]
+    failures: FloatArray
+    from_disk: FloatArray
 
     @property
-    def goodput(self) -> Numbers:
-        mean: Numbers = self.parts["useful"].mean(axis=1)
+    def goodput(self) -> FloatArray:
+        mean: FloatArray = self.parts["useful"].mean(axis=1)
         return mean
 
     @property
-    def error(self) -> Numbers:
+    def error(self) -> FloatArray:
         useful = self.parts["useful"]
-        found: Numbers = useful.std(axis=1, ddof=1) / np.sqrt(useful.shape[1])
+        found: FloatArray = useful.std(axis=1, ddof=1) / np.sqrt(useful.shape[1])
         return found
 
-    def means(self, fleet: int = 0) -> dict[str, float]:
+    def means(self, scenario: int = 0) -> dict[str, float]:
         """Return the parts of one fleet, each the mean over its runs."""
-        return {name: float(each[fleet].mean()) for name, each in self.parts.items()}
+        return {name: float(each[scenario].mean()) for name, each in self.parts.items()}
 
 
-def simulate(fleets: Sequence[Fleet], seconds: float | Sequence[float], *, runs: int = 64, seed: int = 0) -> Outcome:
-    """Simulate `runs` runs of each fleet for so many seconds, all with the same failures."""
-    if not fleets or runs < 1 or not np.all(np.asarray(seconds) > 0):
-        raise ConfigError(f"nothing to simulate: {len(fleets)} fleets, runs={runs}, seconds={seconds}; all above 0.")
-    running = _Running(fleets, np.broadcast_to(np.asarray(seconds, float), len(fleets)), runs)
+def simulate(
+    scenarios: Sequence[FailureScenario], seconds: float | Sequence[float], *, num_runs: int = 64, seed: int = 0
+) -> SimulationResult:
+    """Simulate `num_runs` runs of each fleet for so many seconds, all with the same failures."""
+    if not scenarios or num_runs < 1 or not np.all(np.asarray(seconds) > 0):
+        raise ConfigError(
+            f"nothing to simulate: {len(scenarios)} fleets, runs={num_runs}, seconds={seconds}; all above 0."
+        )
+    running = _Simulation(scenarios, np.broadcast_to(np.asarray(seconds, float), len(scenarios)), num_runs)
     chance = np.random.default_rng(seed)
     while not running.over.all():
         # The time of the next failure, its kind, and the node that a second one takes.
-        running.attempt(chance.standard_exponential(runs), chance.random(runs), chance.random(runs))
+        running.attempt(chance.standard_exponential(num_runs), chance.random(num_runs), chance.random(num_runs))
     return running.outcome()
 
 
-class _Running:
+class _Simulation:
     """All runs, each at its own time; arrays are (fleets, runs), or (fleets, 1) for numbers of a fleet."""
 
-    def __init__(self, fleets: Sequence[Fleet], seconds: Numbers, runs: int) -> None:
-        def zeros() -> Numbers:
+    def __init__(self, fleets: Sequence[FailureScenario], seconds: FloatArray, runs: int) -> None:
+        def zeros() -> FloatArray:
             return np.zeros((len(fleets), runs))
 
-        def column(value: Callable[[Fleet], float]) -> Numbers:
+        def column(value: Callable[[FailureScenario], float]) -> FloatArray:
             return np.array([[value(each)] for each in fleets], float)
 
         self.seconds = seconds
@@ -241,18 +247,20 @@ class _Running:
         self.node, self.pair = column(lambda each: each.node_share), column(lambda each: each.pair_share)
         self.copies = column(lambda each: each.copies is not None) > 0
         self.others = np.maximum(column(lambda each: each.nodes - 1), 1)
-        self.spent = {name: zeros() for name in PARTS}
+        self.spent = {name: zeros() for name in TIME_PARTS}
         self.left = zeros() + seconds[:, None]
         self.at, self.on_disk, self.down, self.lost_nodes = zeros(), zeros(), zeros(), zeros()
         self.has_memory = zeros() == 0
         self.failures, self.from_disk, self.over = zeros(), zeros(), zeros() > 0
 
-    def _place(self, begun: Numbers, ran: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-        """Return seconds of steps, of copies, rounds copied, and rounds on disk, `ran` seconds after round `begun`."""
-        until_save = self.rounds - begun
+    def _place(
+        self, start_round: FloatArray, elapsed: FloatArray
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """Return seconds of steps, of copies, rounds copied, and rounds on disk, `elapsed` seconds after round `start_round`."""
+        until_save = self.rounds - start_round
         first = until_save * self.round + self.hold
-        saves = np.where(ran < first, 0.0, 1 + np.floor((ran - first) / self.period))
-        since = ran - np.where(saves > 0, first + (saves - 1) * self.period, 0.0)
+        saves = np.where(elapsed < first, 0.0, 1 + np.floor((elapsed - first) / self.period))
+        since = elapsed - np.where(saves > 0, first + (saves - 1) * self.period, 0.0)
         whole = np.minimum(np.floor(since / self.round), np.where(saves > 0, self.rounds, until_save))
         rest = since - whole * self.round
         is_saving = whole == np.where(saves > 0, self.rounds, until_save)
@@ -268,11 +276,11 @@ class _Running:
             np.where(written > 0, until_save + (written - 1) * self.rounds, 0.0),
         )
 
-    def attempt(self, until: Numbers, kind: Numbers, second: Numbers) -> None:
+    def attempt(self, time_to_failure: FloatArray, kind: FloatArray, second_failure: FloatArray) -> None:
         """Run until the next failure (in mean times between failures); the others are uniform; all (runs,)."""
-        until = until * self.mtbf
-        ends = until >= self.left
-        lasts = np.minimum(until, self.left)
+        time_to_failure = time_to_failure * self.mtbf
+        ends = time_to_failure >= self.left
+        lasts = np.minimum(time_to_failure, self.left)
         self.left = np.where(ends, 0.0, self.left - lasts)
         waited = np.minimum(lasts, self.down)
         ran = lasts - waited
@@ -290,7 +298,7 @@ class _Running:
         fails = ~ends
         still_down = fails & (lasts < self.down)
         is_node = kind < self.node
-        meets = still_down & is_node & (second < 2 * self.lost_nodes / self.others)
+        meets = still_down & is_node & (second_failure < 2 * self.lost_nodes / self.others)
         is_lost = ~self.copies | (kind < self.pair) | meets | (still_down & ~self.has_memory)
         now = np.where(is_lost, self.on_disk, self.at + in_memory)
         kept = np.where(fails, now * self.of_steps, self.at * self.of_steps + computed)
@@ -303,7 +311,7 @@ class _Running:
         self.from_disk += fails & is_lost
         self.over |= ends
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulationResult:
         parts = dict(self.spent, redone=self.spent["redone"] - self.spent["useful"])
         whole = self.seconds[:, None]
-        return Outcome({name: each / whole for name, each in parts.items()}, self.failures, self.from_disk)
+        return SimulationResult({name: each / whole for name, each in parts.items()}, self.failures, self.from_disk)

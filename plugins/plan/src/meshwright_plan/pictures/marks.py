@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias
 
-GROUND = {
+BASE_COLOURS = {
     "ground": ("#ffffff", "#14171c"),
     "panel": ("#f4f6f8", "#1c2128"),
     "text": ("#1c2330", "#e6e9ee"),
@@ -19,7 +19,7 @@ GROUND = {
 }
 """Colours on a light and on a dark ground. Each has a contrast of at least 3 to its ground, texts of at least 4.5 (WCAG
 2.2, 1.4.3 and 1.4.11)."""
-OWNER = {
+OWNER_COLOURS = {
     "parameters": ("#2b5c9e", "#6f9fe8"),
     "gradients": ("#7b4ea3", "#b892e6"),
     "optimizer": ("#1f7a74", "#4fb8ae"),
@@ -29,21 +29,33 @@ OWNER = {
     "temporary": ("#8a7610", "#d9c050"),
     "other": ("#6b7280", "#9aa3b0"),
 }
-PHASE = {"forward": ("#3f6fc4", "#7aa2ee"), "backward": ("#22855a", "#52c08f"), "optimizer": ("#a8660f", "#e5ad55")}
-LINK = {"inside": ("#7b4ea3", "#b892e6"), "between": ("#c2410c", "#ff9563")}
-FIT = {"fits": ("#1a7f4b", "#5fd39a"), "too large": ("#b3261e", "#ff8a80")}
-ALL = {"": GROUND, "owner-": OWNER, "phase-": PHASE, "link-": LINK, "fit-": FIT}
-COLOURS = {f"{prefix}{name}".replace(" ", "-"): pair for prefix, each in ALL.items() for name, pair in each.items()}
+PHASE_COLOURS = {
+    "forward": ("#3f6fc4", "#7aa2ee"),
+    "backward": ("#22855a", "#52c08f"),
+    "optimizer": ("#a8660f", "#e5ad55"),
+}
+LINK_COLOURS = {"inside": ("#7b4ea3", "#b892e6"), "between": ("#c2410c", "#ff9563")}
+FIT_COLOURS = {"fits": ("#1a7f4b", "#5fd39a"), "too large": ("#b3261e", "#ff8a80")}
+PALETTES = {
+    "": BASE_COLOURS,
+    "owner-": OWNER_COLOURS,
+    "phase-": PHASE_COLOURS,
+    "link-": LINK_COLOURS,
+    "fit-": FIT_COLOURS,
+}
+COLOURS = {
+    f"{prefix}{name}".replace(" ", "-"): pair for prefix, each in PALETTES.items() for name, pair in each.items()
+}
 """All colours by the names that styles and CSS variables use."""
 
 
-def variables() -> str:
+def format_css_variables() -> str:
     """Return all colours as CSS variables, with the dark ones where the reader prefers a dark ground."""
     light, dark = ("".join(f"--{name}:{pair[place]};" for name, pair in COLOURS.items()) for place in (0, 1))
     return f":root{{color-scheme:light dark;{light}}}\n@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
-def contrast(one: str, other: str) -> float:
+def contrast_ratio(one: str, other: str) -> float:
     """Return the contrast of two colours as WCAG defines it, from 1 to 21."""
     low, high = sorted((_luminance(one), _luminance(other)))
     return (high + 0.05) / (low + 0.05)
@@ -59,7 +71,7 @@ def _luminance(colour: str) -> float:
 
 
 @dataclass(frozen=True)
-class Style:
+class MarkStyle:
     """Colours are names in `COLOURS`, or "none"; `opacity` is that of the fill."""
 
     fill: str = "none"
@@ -83,22 +95,22 @@ class Rect:
     y: float
     width: float
     height: float
-    style: Style
+    style: MarkStyle
     tip: str = ""
     radius: float = 0
 
     def svg(self) -> str:
         place = {"x": self.x, "y": self.y, "width": self.width, "height": self.height, "rx": self.radius}
-        return _element("rect", self.style, self.tip, **place)
+        return _format_element("rect", self.style, self.tip, **place)
 
 
 @dataclass(frozen=True)
-class Line:
+class Polyline:
     points: Sequence[tuple[float, float]]
-    style: Style
+    style: MarkStyle
 
     def svg(self) -> str:
-        return _element("polyline", self.style, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in self.points))
+        return _format_element("polyline", self.style, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in self.points))
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,7 @@ class Dot:
     x: float
     y: float
     radius: float
-    style: Style
+    style: MarkStyle
     tip: str = ""
     is_cross: bool = False
 
@@ -116,8 +128,8 @@ class Dot:
         x, y, r = self.x, self.y, self.radius
         if self.is_cross:
             cross = f"M{x - r:.1f} {y - r:.1f}l{2 * r:g} {2 * r:g}m0 -{2 * r:g}l-{2 * r:g} {2 * r:g}"
-            return _element("path", self.style, self.tip, d=cross)
-        return _element("circle", self.style, self.tip, cx=x, cy=y, r=r)
+            return _format_element("path", self.style, self.tip, d=cross)
+        return _format_element("circle", self.style, self.tip, cx=x, cy=y, r=r)
 
 
 @dataclass(frozen=True)
@@ -143,7 +155,7 @@ class Text:
         return f'<text {place}{halo} text-anchor="{self.anchor}" style="{style}">{escape(self.words)}</text>'
 
 
-Mark: TypeAlias = "Rect | Line | Dot | Text"
+Mark: TypeAlias = "Rect | Polyline | Dot | Text"
 
 
 @dataclass(frozen=True)
@@ -164,16 +176,16 @@ class Picture:
         return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {described}>{title}{marks}</svg>'
 
 
-def legend(signs: Iterable[tuple[str, str]], x: float, y: float) -> list[Mark]:
+def build_legend(entries: Iterable[tuple[str, str]], x: float, y: float) -> list[Mark]:
     """Return a row of coloured squares with their (colour, meaning)."""
     made: list[Mark] = []
-    for colour, words in signs:
-        made += [Rect(x, y, 13, 13, Style(fill=colour), radius=3), Text(x + 19, y + 11, words)]
+    for colour, words in entries:
+        made += [Rect(x, y, 13, 13, MarkStyle(fill=colour), radius=3), Text(x + 19, y + 11, words)]
         x += 45 + 7 * len(words)
     return made
 
 
-def _element(tag: str, style: Style, tip: str = "", **attributes: float | str) -> str:
+def _format_element(tag: str, style: MarkStyle, tooltip: str = "", **attributes: float | str) -> str:
     given = (f'{name}="{each if isinstance(each, str) else format(each, ".1f")}"' for name, each in attributes.items())
-    title = f"<title>{escape(tip)}</title>" if tip else ""
+    title = f"<title>{escape(tooltip)}</title>" if tooltip else ""
     return f'<{tag} {" ".join(given)} style="{style.css()}">{title}</{tag}>'

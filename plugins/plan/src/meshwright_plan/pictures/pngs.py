@@ -10,32 +10,34 @@ from typing import Any
 from meshwright.plugin import ConfigError
 
 from ..allocator import COMPUTE
-from ..report import size_text
+from ..report import format_size
 from . import drawings
-from .marks import COLOURS, Line, Picture, Rect, Text
-from .shown import LINK_NAMES, LINKS, PHASES, Lane, Shown, busiest, traffic
+from .marks import COLOURS, Picture, Polyline, Rect, Text
+from .shown import LINK_NAMES, LINKS, PHASES, Lane, PlotData, collect_traffic, select_busiest
 
-PICTURES = ("memory", "timeline", "mesh", "traffic", "layouts")
+PICTURE_NAMES = ("memory", "timeline", "mesh", "traffic", "layouts")
 GIB = 2**30
-TINY = 1e-3  # Streams that work a smaller part of the step are left out
+MIN_STREAM_FRACTION = 1e-3  # Streams that work a smaller part of the step are left out
 _LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 _HALO = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1}
 _EDGE = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "fontsize": 8.5}
 """How lines are named at their right ends."""
 
 
-def write_pngs(directory: Path, subject: Shown, which: Collection[str] = PICTURES) -> list[Path]:
-    """Write the pictures `which` that there is something to draw of, each into a file; return the files."""
+def write_pngs(directory: Path, plot_data: PlotData, names: Collection[str] = PICTURE_NAMES) -> list[Path]:
+    """Write the pictures `names` that there is something to draw of, each into a file; return the files."""
     draw = {
-        "memory": lambda: _memory(subject),
-        "timeline": lambda: _timeline(subject),
-        "mesh": lambda: _painted(drawings.mesh(subject), subject),
-        "traffic": lambda: _painted(drawings.links(busiest(traffic(subject))), subject),
-        "layouts": lambda: _painted(drawings.layouts(subject), subject),
+        "memory": lambda: _plot_memory(plot_data),
+        "timeline": lambda: _plot_timeline(plot_data),
+        "mesh": lambda: _paint(drawings.draw_mesh(plot_data), plot_data),
+        "traffic": lambda: _paint(drawings.draw_links(select_busiest(collect_traffic(plot_data))), plot_data),
+        "layouts": lambda: _paint(drawings.draw_layouts(plot_data), plot_data),
     }
-    missing = {name for name, there in (("traffic", traffic(subject)), ("layouts", subject.layouts)) if not there}
+    missing = {
+        name for name, there in (("traffic", collect_traffic(plot_data)), ("layouts", plot_data.layouts)) if not there
+    }
     paths = []
-    for name in (each for each in PICTURES if each in which and each not in missing):
+    for name in (each for each in PICTURE_NAMES if each in names and each not in missing):
         figure, path = draw[name](), directory / f"{name}.png"
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -46,7 +48,7 @@ def write_pngs(directory: Path, subject: Shown, which: Collection[str] = PICTURE
     return paths
 
 
-def _figure(width: float, height: float, **options: Any) -> Any:
+def _new_figure(width: float, height: float, **options: Any) -> Any:
     # The object interface draws without a display and without global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -56,17 +58,17 @@ def _figure(width: float, height: float, **options: Any) -> Any:
     return figure
 
 
-def _painted(picture: Picture, subject: Shown) -> Any:
+def _paint(picture: Picture, plot_data: PlotData) -> Any:
     """Paint a picture at 96 pixels an inch, below its title."""
     from matplotlib.patches import Circle, FancyBboxPatch
     from matplotlib.patheffects import withStroke
 
     head, margin, width = 48, 12, max(700.0, picture.width)
-    figure = _figure((width + 2 * margin) / 96, (picture.height + head + margin) / 96)
+    figure = _new_figure((width + 2 * margin) / 96, (picture.height + head + margin) / 96)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(-margin, width + margin), ylim=(picture.height + margin, -head))
     axes.set_axis_off()
-    title = ", ".join(filter(None, [subject.title, subject.device.name, "planned"]))
+    title = ", ".join(filter(None, [plot_data.title, plot_data.device.name, "planned"]))
     marks = [Text(0, -28, picture.title, size=15), Text(0, -10, title, "quiet"), *picture.marks]
     for order, mark in enumerate(marks):
         if isinstance(mark, Text):
@@ -86,7 +88,7 @@ def _painted(picture: Picture, subject: Shown) -> Any:
             box = f"round,pad=0,rounding_size={min(mark.radius, mark.width / 2)}" if mark.radius else "square,pad=0"
             place = (mark.x, mark.y), mark.width, mark.height
             axes.add_patch(FancyBboxPatch(*place, boxstyle=box, fc=face, ec=edge, zorder=order, **line))
-        elif isinstance(mark, Line):
+        elif isinstance(mark, Polyline):
             xs, ys = [x for x, _ in mark.points], [y for _, y in mark.points]
             axes.plot(xs, ys, color=edge, zorder=order, **line)
         elif mark.is_cross:
@@ -102,41 +104,43 @@ def _painted(picture: Picture, subject: Shown) -> Any:
 # -- the step
 
 
-def _charted(width: float, height: float) -> tuple[Any, Any]:
-    figure = _figure(width, height, layout="constrained")
+def _new_chart(width: float, height: float) -> tuple[Any, Any]:
+    figure = _new_figure(width, height, layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
     return figure, axes
 
 
-def _titled(axes: Any, subject: Shown, what: str, pad: float = 6) -> None:
-    of = f" ({subject.depth})" if subject.depth else ""
-    axes.set_title(f"{what}{of}\n{subject.title}, {subject.device.name}; planned", loc="left", fontsize=10, pad=pad)
+def _set_title(axes: Any, plot_data: PlotData, title: str, pad: float = 6) -> None:
+    of = f" ({plot_data.depth})" if plot_data.depth else ""
+    axes.set_title(
+        f"{title}{of}\n{plot_data.title}, {plot_data.device.name}; planned", loc="left", fontsize=10, pad=pad
+    )
 
 
-def _signs(figure: Any, signs: dict[str, str]) -> None:
+def _add_legend(figure: Any, entries: dict[str, str]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=_LIGHT[colour], label=name) for name, colour in signs.items()]
+    handles = [Patch(color=_LIGHT[colour], label=name) for name, colour in entries.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(8, len(handles)), fontsize=8.5, frameon=False)
 
 
-def _scale(seconds: float) -> tuple[float, str]:
+def _choose_unit(seconds: float) -> tuple[float, str]:
     return (1.0, "s") if seconds >= 2 else (1e-3, "ms")
 
 
-def _memory(subject: Shown) -> Any:
-    place = max(range(len(subject.memories)), key=subject.reserved.__getitem__)
-    found, line, taken = subject.memories[place], subject.lines[place], subject.reserved[place]
-    one, unit = _scale(line.seconds)
-    figure, axes = _charted(10.5, 5)
+def _plot_memory(plot_data: PlotData) -> Any:
+    place = max(range(len(plot_data.memories)), key=plot_data.reserved.__getitem__)
+    found, line, taken = plot_data.memories[place], plot_data.lines[place], plot_data.reserved[place]
+    one, unit = _choose_unit(line.seconds)
+    figure, axes = _new_chart(10.5, 5)
     times = [each / one for each in (*found.seconds, line.seconds)]
     series = [[size / GIB for size in (*sizes, sizes[-1])] for sizes in found.owners.values()]
     signs = {owner: f"owner-{owner}" for owner in found.owners}
     axes.stackplot(times, series, colors=[_LIGHT[each] for each in signs.values()], step="post", linewidth=0)
     peak, at = found.totals[found.peak], found.seconds[found.peak] / one
-    dark, limit, most = _LIGHT["text"], subject.limit, max(taken, peak)
+    dark, limit, most = _LIGHT["text"], plot_data.limit, max(taken, peak)
     # Names of two lines that are close: the upper one's above it, the lower one's below.
     is_close = 0 <= limit - taken < 0.1 * limit
     lines = [("reserved", taken, dark, 1.2, -11 if is_close else 3)]
@@ -145,24 +149,26 @@ def _memory(subject: Shown) -> Any:
         most = max(most, limit)
     for name, size, colour, width, above in lines:
         axes.axhline(size / GIB, color=colour, linestyle="--", linewidth=width)
-        words = f"{name} {size_text(size)}"
+        words = f"{name} {format_size(size)}"
         axes.annotate(words, (1, size / GIB), (-4, above), color=colour, bbox=_HALO, **_EDGE)
     axes.plot([at], [peak / GIB], "o", color="white", markeredgecolor=dark, markersize=6, clip_on=False)
     shift, side = (8, "left") if at < times[-1] / 2 else (-8, "right")
     # Above the line of what is reserved, if the peak is close to it.
     where = (at, (taken if taken - peak < 0.08 * most else peak) / GIB)
-    words = f"peak {size_text(peak)}: {found.operators[found.peak]}"
+    words = f"peak {format_size(peak)}: {found.operators[found.peak]}"
     axes.annotate(words, where, (shift, 5), textcoords="offset points", ha=side, fontsize=8.5, bbox=_HALO)
     axes.set(xlim=(0, times[-1]), ylim=(0, most / GIB * 1.1), xlabel=f"time [{unit}]", ylabel="memory held [GiB]")
     axes.grid(axis="y", color=_LIGHT["line"])
-    far = "" if limit <= 2.2 * taken else f"; usable {size_text(limit)}, far above"
-    _titled(axes, subject, f"Memory over the step, rank {found.rank}{far}", pad=24)
-    _strip(axes, next(lane for lane in subject.lanes if lane.rank == found.rank and lane.stream == COMPUTE), one)
-    _signs(figure, signs)
+    far = "" if limit <= 2.2 * taken else f"; usable {format_size(limit)}, far above"
+    _set_title(axes, plot_data, f"Memory over the step, rank {found.rank}{far}", pad=24)
+    _draw_phases(
+        axes, next(lane for lane in plot_data.lanes if lane.rank == found.rank and lane.stream == COMPUTE), one
+    )
+    _add_legend(figure, signs)
     return figure
 
 
-def _strip(axes: Any, lane: Lane, one: float) -> None:
+def _draw_phases(axes: Any, lane: Lane, one: float) -> None:
     """Draw the phases above the axes, with their names where there is room."""
     low, high = axes.get_xlim()
     across = axes.get_xaxis_transform()
@@ -177,11 +183,13 @@ def _strip(axes: Any, lane: Lane, one: float) -> None:
             axes.text(middle, 1.03, phase, transform=across, ha="center", va="center", fontsize=7.5, color="white")
 
 
-def _timeline(subject: Shown) -> Any:
-    seconds = max(line.seconds for line in subject.lines)
-    one, unit = _scale(seconds)
-    busy = {id(lane): sum(bar.busy for bar in lane.bars) for lane in subject.lanes}
-    seen = [lane for lane in subject.lanes if lane.stream == COMPUTE or busy[id(lane)] > TINY * seconds]
+def _plot_timeline(plot_data: PlotData) -> Any:
+    seconds = max(line.seconds for line in plot_data.lines)
+    one, unit = _choose_unit(seconds)
+    busy = {id(lane): sum(bar.busy for bar in lane.bars) for lane in plot_data.lanes}
+    seen = [
+        lane for lane in plot_data.lanes if lane.stream == COMPUTE or busy[id(lane)] > MIN_STREAM_FRACTION * seconds
+    ]
     places, names, y = [], [], 0.0
     for rank, own in groupby(seen, key=lambda lane: lane.rank):
         for number, lane in enumerate(own):
@@ -190,7 +198,7 @@ def _timeline(subject: Shown) -> Any:
             names.append(f"rank {rank}  {lane.stream} {share}" if number == 0 else f"{lane.stream} {share}")
             y += 1
         y += 0.6
-    figure, axes = _charted(12, 1.6 + 0.21 * y)
+    figure, axes = _new_chart(12, 1.6 + 0.21 * y)
     for lane, place in zip(seen, places, strict=True):
         if lane.stream == COMPUTE:
             axes.barh(place, seconds / one, height=0.8, color=_LIGHT["panel"])
@@ -200,9 +208,9 @@ def _timeline(subject: Shown) -> Any:
     axes.invert_yaxis()
     axes.margins(y=0.01)
     axes.set(xlim=(0, seconds / one), xlabel=f"time [{unit}]")
-    _titled(axes, subject, "Timeline of a step: streams, and the part of the step that each works")
+    _set_title(axes, plot_data, "Timeline of a step: streams, and the part of the step that each works")
     signs = {phase: f"phase-{phase}" for phase in PHASES}
-    _signs(figure, signs | {f"communication {LINK_NAMES[link]}": f"link-{link}" for link in LINKS})
+    _add_legend(figure, signs | {f"communication {LINK_NAMES[link]}": f"link-{link}" for link in LINKS})
     return figure
 
 

@@ -16,21 +16,21 @@ from typing import Any
 
 from meshwright.plugin import Degrees, MeshwrightError
 
-from ..allocator import COMPUTE, reserved
-from ..config import Device
-from ..depth import DEPTHS
+from ..allocator import COMPUTE, compute_reserved_bytes
+from ..config import DeviceSpec
+from ..depth import SAMPLE_DEPTHS
 from ..meter import OWNERS
-from ..planned import representatives, sums_of, trace_rank
-from ..time import Span, Timeline, members, passed, play, stage_ranks
-from ..trace import Job, Operation, Trace
+from ..planned import choose_representative_ranks, summarize_collectives, trace_rank
+from ..time import Timeline, TimelineSpan, compute_bytes_sent, find_group_ranks, find_pipeline_ranks, simulate_timelines
+from ..trace import Operation, StepTrace, TrainingJob
 
-INSIDE, BETWEEN = LINKS = ("inside", "between")  # Links within a node and between nodes
-SENDS = "to "  # Prefix of the names of message streams; a rank follows
+INTRA_NODE, INTER_NODE = LINKS = ("inside", "between")  # Links within a node and between nodes
+SEND_PREFIX = "to "  # Prefix of the names of message streams; a rank follows
 PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryCurve:
     """What a rank holds over a step, at kept moments; see [Note: moments]."""
 
     rank: int
@@ -46,26 +46,26 @@ class Memory:
         return [sum(sizes) for sizes in zip(*self.owners.values(), strict=True)]
 
 
-def memory(found: Trace, line: Timeline, most: int = 2000) -> Memory:
-    """Return the memory of a rank at about `most` moments, with the least and the largest of each stretch."""
+def sample_memory(trace: StepTrace, timeline: Timeline, max_moments: int = 2000) -> MemoryCurve:
+    """Return the memory of a rank at about `max_moments` moments, with the least and the largest of each stretch."""
     last: dict[int, Operation] = {}
-    for each in found.operations:
+    for each in trace.operations:
         # Marks for profilers hold nothing.
         if each.logged not in last or not each.name.startswith("profiler."):
             last[each.logged] = each
     moments = sorted(last)
-    totals = list(accumulate(sum(c for _, c in found.log[begin:end]) for begin, end in pairwise([0, *moments])))
+    totals = list(accumulate(sum(c for _, c in trace.log[begin:end]) for begin, end in pairwise([0, *moments])))
     peak = max(range(len(totals)), key=lambda place: (totals[place], place))
-    places = kept(totals, most, (peak,))
+    places = downsample(totals, max_moments, (peak,))
     moments = [moments[place] for place in places]
     held: list[Counter[str]] = []
     for begin, logged in pairwise([0, *moments]):
         held.append(held[-1].copy() if held else Counter())
-        for block, change in found.log[begin:logged]:
-            held[-1][found.owners.get(block, "other")] += change
-    return Memory(
-        found.rank,
-        tuple(_begun(line, moments)),
+        for block, change in trace.log[begin:logged]:
+            held[-1][trace.owners.get(block, "other")] += change
+    return MemoryCurve(
+        trace.rank,
+        tuple(_moment_starts(timeline, moments)),
         {owner: tuple(each[owner] for each in held) for owner in OWNERS if any(each[owner] for each in held)},
         tuple(last[logged].name for logged in moments),
         tuple(last[logged].phase for logged in moments),
@@ -74,20 +74,20 @@ def memory(found: Trace, line: Timeline, most: int = 2000) -> Memory:
     )
 
 
-def kept(values: Sequence[float], most: int, always: Iterable[int] = ()) -> list[int]:
-    """Return the places of about `most` values: the least and the largest of each stretch, and both ends."""
-    if len(values) <= most:
+def downsample(values: Sequence[float], max_points: int, always: Iterable[int] = ()) -> list[int]:
+    """Return the places of about `max_points` values: the least and the largest of each stretch, and both ends."""
+    if len(values) <= max_points:
         return list(range(len(values)))
-    count = max(1, most // 2)
+    count = max(1, max_points // 2)
     found = {0, len(values) - 1, *always}
     for first, behind in pairwise(len(values) * part // count for part in range(count + 1)):
         found |= {min(range(first, behind), key=values.__getitem__), max(range(first, behind), key=values.__getitem__)}
     return sorted(found)
 
 
-def _begun(line: Timeline, moments: Sequence[int]) -> Iterator[float]:
+def _moment_starts(timeline: Timeline, moments: Sequence[int]) -> Iterator[float]:
     """Yield when each moment begins on the computing stream [s]."""
-    spans = [span for span in line.spans if span.stream == COMPUTE]
+    spans = [span for span in timeline.spans if span.stream == COMPUTE]
     logged = [span.logged for span in spans]
     for moment in moments:
         place = bisect_left(logged, moment)
@@ -119,64 +119,66 @@ class Lane:
     bars: tuple[Bar, ...]
 
 
-def lanes(
-    traces: Sequence[Trace], lines: Sequence[Timeline], degrees: Degrees, device: Device, most: int = 16_000
+def build_lanes(
+    traces: Sequence[StepTrace], lines: Sequence[Timeline], degrees: Degrees, device: DeviceSpec, max_bars: int = 16_000
 ) -> list[Lane]:
-    """Return the streams of ranks in about `most` bars; short operators share a bar with their neighbours."""
-    streams = [(found, line, *item) for found, line in zip(traces, lines, strict=True) for item in _streams(line)]
+    """Return the streams of ranks in about `max_bars` bars; short operators share a bar with their neighbours."""
+    streams = [
+        (found, line, *item) for found, line in zip(traces, lines, strict=True) for item in _group_by_stream(line)
+    ]
     # The most bars that each stream may have, so that all together have at most `most`.
     rest = sorted(len(spans) for *_, spans in streams)
-    while rest and rest[0] * len(rest) <= most:
-        most -= rest.pop(0)
-    room = max(1, most // max(1, len(rest)))
+    while rest and rest[0] * len(rest) <= max_bars:
+        max_bars -= rest.pop(0)
+    room = max(1, max_bars // max(1, len(rest)))
     made = []
     for found, line, stream, spans in streams:
         sizes, joined = {each.group: each.ranks for each in found.collectives}, ""
-        if stream.startswith(SENDS):
-            joined = link([line.rank, int(stream.removeprefix(SENDS))], device)
+        if stream.startswith(SEND_PREFIX):
+            joined = find_link([line.rank, int(stream.removeprefix(SEND_PREFIX))], device)
         elif stream in sizes:
-            joined = link(members(stream, line.rank, degrees, sizes[stream]), device)
+            joined = find_link(find_group_ranks(stream, line.rank, degrees, sizes[stream]), device)
         width = 0.0 if len(spans) <= room else 2 * line.seconds / room
-        made.append(Lane(line.rank, stream, joined, tuple(_bars(spans, width))))
+        made.append(Lane(line.rank, stream, joined, tuple(_build_bars(spans, width))))
     return made
 
 
-def _streams(line: Timeline) -> list[tuple[str, list[Span]]]:
-    found: dict[str, list[Span]] = {COMPUTE: []}
-    for span in line.spans:
+def _group_by_stream(timeline: Timeline) -> list[tuple[str, list[TimelineSpan]]]:
+    found: dict[str, list[TimelineSpan]] = {COMPUTE: []}
+    for span in timeline.spans:
         found.setdefault(span.stream, []).append(span)
-    return sorted(found.items(), key=lambda item: item[0].startswith(SENDS))
+    return sorted(found.items(), key=lambda item: item[0].startswith(SEND_PREFIX))
 
 
-def _bars(spans: Iterable[Span], width: float) -> Iterator[Bar]:
+def _build_bars(spans: Iterable[TimelineSpan], width: float) -> Iterator[Bar]:
     """Yield bars of one phase each; those of several spans last at most `width` seconds."""
-    group: list[Span] = []
+    group: list[TimelineSpan] = []
     for span in sorted(spans, key=lambda each: each.start):
         if group and (span.phase != group[0].phase or span.end - group[0].start > width):
-            yield _bar(group)
+            yield _merge_spans(group)
             group = []
         group.append(span)
     if group:
-        yield _bar(group)
+        yield _merge_spans(group)
 
 
-def _bar(group: Sequence[Span]) -> Bar:
+def _merge_spans(group: Sequence[TimelineSpan]) -> Bar:
     longest = max(group, key=lambda each: each.end - each.start)
     busy = sum(each.end - each.start for each in group)
     return Bar(longest.name, group[0].phase, len(group), group[0].start, group[-1].end, busy)
 
 
-def link(ranks: Iterable[int], device: Device) -> str:
+def find_link(ranks: Iterable[int], device: DeviceSpec) -> str:
     """Return what joins these ranks: `BETWEEN` if they are on several nodes."""
-    return BETWEEN if len({rank // device.node.ranks for rank in ranks}) > 1 else INSIDE
+    return INTER_NODE if len({rank // device.node.ranks for rank in ranks}) > 1 else INTRA_NODE
 
 
-def hidden(line: Timeline, stream: str) -> float:
+def compute_overlap(timeline: Timeline, stream: str) -> float:
     """Return the seconds in which both a stream and the computing stream work."""
-    computed = [(each.start, each.end) for each in line.spans if each.stream == COMPUTE]
+    computed = [(each.start, each.end) for each in timeline.spans if each.stream == COMPUTE]
     starts, ends = zip(*computed, strict=True) if computed else ((), ())
     found = 0.0
-    for span in line.spans:
+    for span in timeline.spans:
         if span.stream == stream:
             place = bisect_right(ends, span.start)
             while place < len(starts) and starts[place] < span.end:
@@ -185,19 +187,19 @@ def hidden(line: Timeline, stream: str) -> float:
     return found
 
 
-WHOLE = 32  # Deeper models are drawn with fewer blocks
-OF_STAGE = 4  # Blocks of each stage of a pipeline that is drawn with fewer
-LINK_NAMES = {INSIDE: "inside of a node", BETWEEN: "between nodes"}
+MAX_LAYERS_DRAWN = 32  # Deeper models are drawn with fewer blocks
+BLOCKS_PER_STAGE_DRAWN = 4  # Blocks of each stage of a pipeline that is drawn with fewer
+LINK_NAMES = {INTRA_NODE: "inside of a node", INTER_NODE: "between nodes"}
 
 
 @dataclass(frozen=True)
-class Shown:
+class PlotData:
     """What there is to draw of a plan."""
 
     plan: Mapping[str, Any]
     degrees: Degrees
-    device: Device
-    traces: Sequence[Trace]  # traces, lines: of one rank, or of one rank of each stage of a pipeline
+    device: DeviceSpec
+    traces: Sequence[StepTrace]  # traces, lines: of one rank, or of one rank of each stage of a pipeline
     lines: Sequence[Timeline]
     drawn_layers: int  # drawn_layers, layers: blocks of the model that `traces` are of, and that is planned
     layers: int
@@ -222,27 +224,29 @@ class Shown:
         return self.device.memory_bytes - self.device.context_bytes
 
     @functools.cached_property
-    def memories(self) -> list[Memory]:
+    def memories(self) -> list[MemoryCurve]:
         most = max(300, min(2000, 8000 // len(self.traces)))
-        return [memory(found, line, most) for found, line in zip(self.traces, self.lines, strict=True)]
+        return [sample_memory(found, line, most) for found, line in zip(self.traces, self.lines, strict=True)]
 
     @functools.cached_property
     def lanes(self) -> list[Lane]:
-        return lanes(self.traces, self.lines, self.degrees, self.device)
+        return build_lanes(self.traces, self.lines, self.degrees, self.device)
 
     @functools.cached_property
     def reserved(self) -> list[int]:
         """Bytes that the allocator takes for each of `traces`."""
         of_plan = {each["rank"]: each["peak_reserved_bytes"] for each in self.plan["ranks"]} if self.is_whole else {}
         library = self.device.library_bytes
-        return [of_plan.get(found.rank) or reserved(found, workspace=library) for found in self.traces]
+        return [of_plan.get(found.rank) or compute_reserved_bytes(found, workspace=library) for found in self.traces]
 
 
-def shown(job: Job, device: Device, plan: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]] = ()) -> Shown:
-    """Trace what is to be drawn: the rank that reserves the most, or all stages of a pipeline (see `to_plan`)."""
-    ranks, layers = _ranks(job.degrees, plan), job.layers
-    fewer = OF_STAGE * job.degrees.pp if job.degrees.pp > 1 else DEPTHS[-1][-1]
-    if job.with_layers is not None and job.layers > max(WHOLE, fewer):
+def collect_plot_data(
+    job: TrainingJob, device: DeviceSpec, plan: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]] = ()
+) -> PlotData:
+    """Trace what is to be drawn: the rank that reserves the most, or all stages of a pipeline (see `choose_ranks`)."""
+    ranks, layers = _choose_drawn_ranks(job.degrees, plan), job.layers
+    fewer = BLOCKS_PER_STAGE_DRAWN * job.degrees.pp if job.degrees.pp > 1 else SAMPLE_DEPTHS[-1][-1]
+    if job.with_layers is not None and job.layers > max(MAX_LAYERS_DRAWN, fewer):
         layers = fewer
     try:
         traces = [trace_rank(job.at_depth(layers), rank) for rank in ranks]
@@ -251,22 +255,22 @@ def shown(job: Job, device: Device, plan: Mapping[str, Any], layouts: Sequence[M
             raise
         layers = job.layers  # so few blocks cannot be divided as the run file says
         traces = [trace_rank(job, rank) for rank in ranks]
-    lines = play(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
+    lines = simulate_timelines(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
     layouts = [each for each in layouts if each.get("step_seconds") and each.get("peak_reserved_bytes")]
-    return Shown(plan, job.degrees, device, traces, lines, layers, job.layers, layouts)
+    return PlotData(plan, job.degrees, device, traces, lines, layers, job.layers, layouts)
 
 
-def to_plan(degrees: Degrees, asked: Sequence[int] | None) -> list[int]:
-    """Return the ranks to plan for pictures: `asked` or the representatives, and one rank of each stage."""
-    ranks = representatives(degrees) if asked is None else list(asked)
-    return ranks if degrees.pp == 1 else sorted({*stage_ranks(ranks[0], degrees), *ranks})
+def choose_ranks(degrees: Degrees, requested: Sequence[int] | None) -> list[int]:
+    """Return the ranks to plan for pictures: `requested` or the representatives, and one rank of each stage."""
+    ranks = choose_representative_ranks(degrees) if requested is None else list(requested)
+    return ranks if degrees.pp == 1 else sorted({*find_pipeline_ranks(ranks[0], degrees), *ranks})
 
 
-def _ranks(degrees: Degrees, plan: Mapping[str, Any]) -> list[int]:
+def _choose_drawn_ranks(degrees: Degrees, plan: Mapping[str, Any]) -> list[int]:
     known = [each["rank"] for each in plan["ranks"]]
     if degrees.pp == 1:
         return [max(plan["ranks"], key=lambda each: each["peak_reserved_bytes"])["rank"]]
-    pipelines = [stage_ranks(rank, degrees) for rank in known]
+    pipelines = [find_pipeline_ranks(rank, degrees) for rank in known]
     return next((ranks for ranks in pipelines if {*ranks} <= {*known}), pipelines[0])
 
 
@@ -274,7 +278,7 @@ def _ranks(degrees: Degrees, plan: Mapping[str, Any]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StreamTraffic:
     """What a rank sends in a step over one group or to one rank, for all blocks of the model."""
 
     rank: int
@@ -288,55 +292,57 @@ class Traffic:
     hidden: float  # the part of its seconds, from 0 to 1, in which the rank computes too; of the step that is drawn
 
 
-def traffic(subject: Shown) -> list[Traffic]:
+def collect_traffic(plot_data: PlotData) -> list[StreamTraffic]:
     """Return the traffic of the drawn ranks that the plan, or a trace of all blocks, tells."""
-    reports = {each["rank"]: each for each in subject.plan["ranks"]}
+    reports = {each["rank"]: each for each in plot_data.plan["ranks"]}
     found = []
-    for trace, line in zip(subject.traces, subject.lines, strict=True):
+    for trace, line in zip(plot_data.traces, plot_data.lines, strict=True):
         report = reports.get(trace.rank)
-        if report is None and subject.is_whole:
+        if report is None and plot_data.is_whole:
             busy = {name: line.busy(name) for name in {span.stream for span in line.spans}}
-            report = {"collectives": sums_of(trace.collectives), "busy_seconds": busy}
+            report = {"collectives": summarize_collectives(trace.collectives), "busy_seconds": busy}
         if report is not None:
-            found += _of_rank(subject, trace, line, report)
+            found += _sum_rank_traffic(plot_data, trace, line, report)
     return found
 
 
-def _of_rank(subject: Shown, found: Trace, line: Timeline, report: Mapping[str, Any]) -> list[Traffic]:
+def _sum_rank_traffic(
+    plot_data: PlotData, trace: StepTrace, timeline: Timeline, report: Mapping[str, Any]
+) -> list[StreamTraffic]:
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     ranks: dict[str, list[int]] = {}
-    peers = _peers(found, subject.degrees)
+    peers = _find_peers(trace, plot_data.degrees)
     for row in report["collectives"]:
         if row["kind"].startswith("recv") or row["ranks"] == 1:
             continue
-        parts = {row["group"]: (members(row["group"], found.rank, subject.degrees, row["ranks"]), 1.0)}
+        parts = {row["group"]: (find_group_ranks(row["group"], trace.rank, plot_data.degrees, row["ranks"]), 1.0)}
         if row["kind"] == "send":
-            parts = {f"{SENDS}{peer}": ([found.rank, peer], part) for peer, part in peers.items()}
+            parts = {f"{SEND_PREFIX}{peer}": ([trace.rank, peer], part) for peer, part in peers.items()}
         for stream, (those, part) in parts.items():
             ranks[stream] = those
-            numbers = row["calls"], *passed(row["kind"], row["bytes"], those, subject.device.node)
+            numbers = row["calls"], *compute_bytes_sent(row["kind"], row["bytes"], those, plot_data.device.node)
             sums[stream] = [total + value * part for total, value in zip(sums[stream], numbers, strict=True)]
     made = []
     for stream, (calls, inside, between) in sums.items():
-        busy, seconds = line.busy(stream), report["busy_seconds"].get(stream, 0.0)
-        beside = hidden(line, stream) / busy if busy else 0.0
-        size, joined = len(ranks[stream]), link(ranks[stream], subject.device)
-        made.append(Traffic(found.rank, stream, size, joined, round(calls), inside, between, seconds, beside))
+        busy, seconds = timeline.busy(stream), report["busy_seconds"].get(stream, 0.0)
+        beside = compute_overlap(timeline, stream) / busy if busy else 0.0
+        size, joined = len(ranks[stream]), find_link(ranks[stream], plot_data.device)
+        made.append(StreamTraffic(trace.rank, stream, size, joined, round(calls), inside, between, seconds, beside))
     return made
 
 
-def _peers(found: Trace, degrees: Degrees) -> dict[int, float]:
+def _find_peers(trace: StepTrace, degrees: Degrees) -> dict[int, float]:
     """Return the ranks that messages are sent to, and the part of the messages that each gets."""
     counts: Counter[int] = Counter()
-    for each in found.operations:
+    for each in trace.operations:
         if each.call is not None and each.peer is not None:
-            call = found.collectives[each.call]
+            call = trace.collectives[each.call]
             if call.kind == "send":
-                counts[members(call.group, found.rank, degrees, call.ranks)[each.peer]] += 1
+                counts[find_group_ranks(call.group, trace.rank, degrees, call.ranks)[each.peer]] += 1
     return {peer: count / counts.total() for peer, count in counts.items()}
 
 
-def busiest(rows: Sequence[Traffic]) -> list[Traffic]:
+def select_busiest(rows: Sequence[StreamTraffic]) -> list[StreamTraffic]:
     """Return the rows of the rank that sends the most, without those below a thousandth of its largest."""
     of_rank = {rank: list(each) for rank, each in groupby(rows, key=lambda row: row.rank)}
     own = max(of_rank.values(), key=lambda each: sum(row.inside + row.between for row in each))
@@ -344,7 +350,7 @@ def busiest(rows: Sequence[Traffic]) -> list[Traffic]:
     return [row for row in own if max(row.inside, row.between) * 1000 >= most] or own
 
 
-def frontier(layouts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def find_pareto_frontier(layouts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the fitting layouts that no other fitting one beats in both time and memory, the fastest first."""
     found: list[Mapping[str, Any]] = []
     for each in sorted(layouts, key=lambda each: (each["step_seconds"], each["peak_reserved_bytes"])):

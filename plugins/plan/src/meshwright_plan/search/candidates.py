@@ -30,19 +30,19 @@ from meshwright.plugin import (
     ModelSize,
     Stack,
     StrategySpec,
-    as_data,
     get_registry,
     resolve,
-    validated,
+    to_plain_data,
+    validate_config,
 )
 from meshwright_run.data.order import check_batch_size
 
-from ..config import Device
+from ..config import DeviceSpec
 
-RECOMPUTATION = "activation_checkpointing"
-WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
-CHECKPOINTING: tuple[Any, ...] = (False, "selective", "full")
-SIZES = ("pp_size", "dp_size", "dp_replicate_size", "cp_size", "tp_size", "ep_size")
+CHECKPOINTING_KEY = "activation_checkpointing"
+BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4, "float64": 8}
+CHECKPOINTING_MODES: tuple[Any, ...] = (False, "selective", "full")
+SIZE_KEYS = ("pp_size", "dp_size", "dp_replicate_size", "cp_size", "tp_size", "ep_size")
 
 
 @dataclass(frozen=True)
@@ -65,24 +65,26 @@ class Candidate:
     @property
     def lines(self) -> list[str]:
         """Assignments, as --set takes them."""
-        return [f"{key}={_flow(value)}" for key, value in self.values.items()]
+        return [f"{key}={_format_flow_yaml(value)}" for key, value in self.values.items()]
 
     def __str__(self) -> str:
         options = {**self.values.get("strategy_config", {})}
-        options.pop(RECOMPUTATION, None)
+        options.pop(CHECKPOINTING_KEY, None)
         wrapped = self.values.get("wrapper_config", {})
-        told = [f"{key}={_flow(value)}" for each in (options, *wrapped.values()) for key, value in each.items()]
+        told = [
+            f"{key}={_format_flow_yaml(value)}" for each in (options, *wrapped.values()) for key, value in each.items()
+        ]
         return ", ".join([str(self.values["strategy"]), *told])
 
 
 @dataclass
-class Space:
+class SearchSpace:
     """The candidates of a run: of a model of so many `layers`, on sequences of so many tokens (`length`)."""
 
     values: Mapping[str, Any]  # of the run file, with what the command line sets
     kept: tuple[str, ...]  # keys that the command line sets, dotted
     world: int  # ranks, all of which are used
-    device: Device
+    device: DeviceSpec
     layers: int
     length: int
     size: ModelSize
@@ -115,9 +117,9 @@ class Space:
 
     def layouts(self) -> Iterator[Degrees]:
         """Yield the meshes of so many ranks, those first that divide a model least."""
-        given = {key: self.values.get(key) for key in SIZES if self.keeps(key)}
+        given = {key: self.values.get(key) for key in SIZE_KEYS if self.keeps(key)}
         found = []
-        for pp, replicate, shard, cp, tp in _factors(self.world, len(ROOT_AXES)):
+        for pp, replicate, shard, cp, tp in _factorizations(self.world, len(ROOT_AXES)):
             sizes = {"pp_size": pp, "dp_size": replicate * shard, "dp_replicate_size": replicate}
             sizes |= {"cp_size": cp, "tp_size": tp}
             if any(value is not None and sizes.get(key, value) != value for key, value in given.items()):
@@ -136,18 +138,18 @@ class Space:
         made, once = (self._variants(spec, degrees, rows[0], microbatches) for microbatches in (most, 1))
         alone = self._variants(spec, Degrees(dp_shard=degrees.dp_shard * degrees.cp), rows[0], most)
         named = zip(made, alone if len(alone) == len(made) else made, strict=True)
-        recomputations: tuple[Any, ...] = CHECKPOINTING
-        if RECOMPUTATION not in spec.config_cls.model_fields:
+        recomputations: tuple[Any, ...] = CHECKPOINTING_MODES
+        if CHECKPOINTING_KEY not in spec.config_cls.model_fields:
             recomputations = (None,)
-        elif self.keeps(f"strategy_config.{RECOMPUTATION}"):
-            recomputations = (self.values["strategy_config"][RECOMPUTATION],)
+        elif self.keeps(f"strategy_config.{CHECKPOINTING_KEY}"):
+            recomputations = (self.values["strategy_config"][CHECKPOINTING_KEY],)
         options = [(*each, recomputed) for each in named for recomputed in recomputations]
         self.enumerated += len(options) * len(rows)
         try:
             if degrees.tp > self.device.node.ranks:
                 raise MeshwrightError(f"tp={degrees.tp} crosses nodes of {self.device.node.ranks}.")
             check_batch_size(batch, data_size=degrees.dp, micro_batch_size=rows[0])
-            resolve(spec.name, sizes_of(degrees), self.world)
+            resolve(spec.name, get_mesh_sizes(degrees), self.world)
         except MeshwrightError as error:
             self.refuse(str(error), len(options) * len(rows))
             return
@@ -177,28 +179,28 @@ class Space:
     ) -> Candidate:
         chosen = {key: value for key, value in variant.items() if key != "model.dtype"}
         if recomputed is not None:
-            chosen[RECOMPUTATION] = recomputed
+            chosen[CHECKPOINTING_KEY] = recomputed
         options, _ = self._options("strategy_config", spec, self.values.get("strategy_config"), chosen)
-        sizes = sizes_of(degrees).model_dump()
-        values: dict[str, Any] = {"strategy": spec.name, **{key: sizes[key] for key in SIZES}}
+        sizes = get_mesh_sizes(degrees).model_dump()
+        values: dict[str, Any] = {"strategy": spec.name, **{key: sizes[key] for key in SIZE_KEYS}}
         values |= {"strategy_config": options, "micro_batch_size": rows, "wrapper_config": {}}
         if variant.get("model.dtype") is not None:
             values["model.dtype"] = variant["model.dtype"]
         return Candidate(degrees, rows, 1, spec.name, recomputed, values)
 
     def _options(
-        self, section: str, spec: StrategySpec, said: Mapping[str, Any] | None, chosen: Mapping[str, Any]
+        self, section: str, spec: StrategySpec, file_options: Mapping[str, Any] | None, chosen: Mapping[str, Any]
     ) -> tuple[dict[str, Any], BaseModel]:
-        """Return options of the file (`said`), those `chosen`, and the command line's; later ones win."""
-        said = said or {}
-        options = {key: value for key, value in said.items() if key in spec.config_cls.model_fields}
+        """Return options of the file (`file_options`), those `chosen`, and the command line's; later ones win."""
+        file_options = file_options or {}
+        options = {key: value for key, value in file_options.items() if key in spec.config_cls.model_fields}
         options |= chosen
-        options |= {key: value for key, value in said.items() if self.keeps(f"{section}.{key}")}
+        options |= {key: value for key, value in file_options.items() if self.keeps(f"{section}.{key}")}
         name = section.partition(".")[0]
-        return options, validated(spec.config_cls, options, where=f"{name} of {spec.name!r}")
+        return options, validate_config(spec.config_cls, options, where=f"{name} of {spec.name!r}")
 
     def stack(self, candidate: Candidate) -> Stack:
-        values, sizes = candidate.values, sizes_of(candidate.degrees)
+        values, sizes = candidate.values, get_mesh_sizes(candidate.degrees)
         options = {"config": values["strategy_config"], "wrapper_config": values["wrapper_config"]}
         return resolve(values["strategy"], sizes, self.world, **options)[0]
 
@@ -223,7 +225,7 @@ class Space:
     def least(self, candidate: Candidate) -> float:
         """Return the least bytes of a rank: its parameters, divided by all axes that divide such."""
         degrees = candidate.degrees
-        width = WIDTHS.get(candidate.values.get("model.dtype", ""), self.size.bytes_per_element)
+        width = BYTES_PER_ELEMENT.get(candidate.values.get("model.dtype", ""), self.size.bytes_per_element)
         return self.size.parameters * width / (degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp)
 
     def forecast(self, candidate: Candidate, head: float) -> tuple[float, float]:
@@ -238,30 +240,30 @@ class Space:
         return told
 
 
-def sizes_of(degrees: Degrees) -> MeshSizes:
-    return MeshSizes(**{key: getattr(degrees, key.removesuffix("_size")) for key in SIZES})
+def get_mesh_sizes(degrees: Degrees) -> MeshSizes:
+    return MeshSizes(**{key: getattr(degrees, key.removesuffix("_size")) for key in SIZE_KEYS})
 
 
 def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
     """Yield all ways to write a number as an ordered product of `count` factors."""
     if count == 1:
         yield (number,)
         return
     for first in divisors(number):
-        for rest in _factors(number // first, count - 1):
+        for rest in _factorizations(number // first, count - 1):
             yield (first, *rest)
 
 
-def _flow(value: Any) -> str:
-    text = yaml.safe_dump(as_data(value), default_flow_style=True, width=10**9, sort_keys=False)
+def _format_flow_yaml(value: Any) -> str:
+    text = yaml.safe_dump(to_plain_data(value), default_flow_style=True, width=10**9, sort_keys=False)
     return text.removesuffix("\n...\n").strip()
 
 
-def assigned(values: Mapping[str, Any], more: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def set_dotted_keys(values: Mapping[str, Any], more: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Return the values of a run file with dotted keys set, as --set does; sections are copied."""
     found = dict(values)
     for key, value in more:

@@ -22,23 +22,23 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from meshwright.plugin import BatchError, ConfigError, MeshwrightError, validated
+from meshwright.plugin import BatchError, ConfigError, MeshwrightError, validate_config
 from meshwright_run.run_file import RunConfig
 
 from ..allocator import COMPUTE
-from ..config import Device
-from ..planned import job_of, most_of, plan, reserved_of, trace_rank
-from ..time import Timeline, play
-from ..trace import Job
-from .candidates import Candidate, Space
+from ..config import DeviceSpec
+from ..planned import build_job, compute_owner_peak, get_reserved_bytes, plan_job, trace_rank
+from ..time import Timeline, simulate_timelines
+from ..trace import TrainingJob
+from .candidates import Candidate, SearchSpace
 
-DEPTHS = (3, 5)
+QUICK_TRACE_DEPTHS = (3, 5)
 """Blocks of the models that are traced: enough for all that is gathered ahead, and two apart, since some models
 alternate."""
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearFit:
     """What grows with the blocks of a model, from two depths."""
 
     start: float
@@ -48,24 +48,24 @@ class Line:
         return self.start + self.slope * layers
 
     @staticmethod
-    def through(depths: Sequence[int], values: Sequence[float]) -> Line:
+    def through(depths: Sequence[int], values: Sequence[float]) -> LinearFit:
         if len(depths) == 1:
-            return Line(values[0], 0.0)
+            return LinearFit(values[0], 0.0)
         slope = max(0.0, (values[-1] - values[0]) / (depths[-1] - depths[0]))
-        return Line(values[0] - slope * depths[0], slope)
+        return LinearFit(values[0] - slope * depths[0], slope)
 
 
 @dataclass(frozen=True)
-class Glance:
+class QuickTrace:
     """A step of one or two microbatches on one stage, by the blocks of the model; see [Note: from few to all]."""
 
     microbatches: int
-    step: Line  # seconds of the step, and of its first microbatch forward and backward
-    first: Line
-    peaks: Mapping[str, Line]  # bytes at the peak of each phase
+    step: LinearFit  # seconds of the step, and of its first microbatch forward and backward
+    first: LinearFit
+    peaks: Mapping[str, LinearFit]  # bytes at the peak of each phase
     spare: float  # the most bytes that torch's allocator took beyond the peak; two depths do not tell how it grows
-    held: Line  # bytes between steps, and the most of activations
-    activations: Line
+    held: LinearFit  # bytes between steps, and the most of activations
+    activations: LinearFit
 
     def seconds(self, layers: int, microbatches: int) -> float:
         return self.step.at(layers) + (microbatches - self.microbatches) * self.first.at(layers)
@@ -73,16 +73,16 @@ class Glance:
     def reserved(self, layers: float) -> float:
         return max(line.at(layers) for line in self.peaks.values()) + self.spare
 
-    def piped_seconds(self, layers: int, microbatches: int, ranks: int, waiting: float) -> float:
+    def piped_seconds(self, layers: int, microbatches: int, ranks: int, bubble: float) -> float:
         """Return the seconds of a step on so many stages, which wait for this share of the time."""
-        working = microbatches * self.first.at(layers) / ranks / (1 - waiting)
+        working = microbatches * self.first.at(layers) / ranks / (1 - bubble)
         rest = self.step.at(layers / ranks) - self.microbatches * self.first.at(layers / ranks)
         return working + max(0.0, rest)
 
-    def piped_reserved(self, layers: int, ranks: int, live: float) -> float:
-        """Return the bytes of a rank of a pipeline that holds the activations of `live` microbatches of its blocks."""
+    def piped_reserved(self, layers: int, ranks: int, live_microbatches: float) -> float:
+        """Return the bytes of a rank of a pipeline that holds the activations of `live_microbatches` microbatches of its blocks."""
         here = layers / ranks
-        return self.reserved(here) + max(0.0, live - 1) * self.activations.slope * here
+        return self.reserved(here) + max(0.0, live_microbatches - 1) * self.activations.slope * here
 
     @property
     def head(self) -> float:
@@ -91,71 +91,78 @@ class Glance:
 
 
 @dataclass(frozen=True)
-class Request:
+class TraceRequest:
     """What a process is to do: a plan of a run file's values if `is_whole`, else a glance."""
 
     values: Mapping[str, Any]
     world: int
-    device: Device
+    device: DeviceSpec
     expert_imbalance: float
     is_whole: bool
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """Why there is neither glance nor plan; `of_batch`: whether another batch may be accepted."""
+class TraceRefusal:
+    """Why there is neither glance nor plan; `depends_on_batch`: whether another batch may be accepted."""
 
     reason: str
     of_batch: bool
 
 
-def answer(request: Request) -> Glance | dict[str, Any] | Refusal:
+def handle_request(request: TraceRequest) -> QuickTrace | dict[str, Any] | TraceRefusal:
     """Return a glance, a plan, or why there is none."""
     try:
-        config = validated(RunConfig, request.values, where="a candidate")
-        job = replace(job_of(config, request.world), expert_imbalance=request.expert_imbalance)
-        return plan(job, request.device) if request.is_whole else glance(job, request.device)
+        config = validate_config(RunConfig, request.values, where="a candidate")
+        job = replace(build_job(config, request.world), expert_imbalance=request.expert_imbalance)
+        return plan_job(job, request.device) if request.is_whole else quick_trace(job, request.device)
     except MeshwrightError as error:
-        return Refusal(str(error), isinstance(error, BatchError | ConfigError))
+        return TraceRefusal(str(error), isinstance(error, BatchError | ConfigError))
 
 
-def glance(job: Job, device: Device) -> Glance:
+def quick_trace(job: TrainingJob, device: DeviceSpec) -> QuickTrace:
     """Trace a job without a pipeline on its first rank."""
-    shallow = job.with_layers is not None and job.layers > DEPTHS[-1]
-    depths = DEPTHS if shallow else (max(1, job.layers),)
+    shallow = job.with_layers is not None and job.layers > QUICK_TRACE_DEPTHS[-1]
+    depths = QUICK_TRACE_DEPTHS if shallow else (max(1, job.layers),)
     library, spare = device.library_bytes, 0.0
     rows: list[tuple[float, ...]] = []
     peaks: list[Mapping[str, int]] = []
     for depth in depths:
         found = trace_rank(job.at_depth(depth) if shallow else job, 0)
-        (line,) = play([found], job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
-        beyond = reserved_of(found, device) - found.peak.bytes - library
+        (line,) = simulate_timelines([found], job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
+        beyond = get_reserved_bytes(found, device) - found.peak.bytes - library
         spare = max(spare, beyond) if rows else beyond
-        rows.append((line.seconds, _first(line), found.after.bytes + library, most_of(found, "activations")))
+        rows.append(
+            (
+                line.seconds,
+                _first_microbatch_end(line),
+                found.after.bytes + library,
+                compute_owner_peak(found, "activations"),
+            )
+        )
         peaks.append({phase: most + library for phase, most in found.peak.phases.items()})
-    step, first, held, activations = (Line.through(depths, values) for values in zip(*rows, strict=True))
-    phases = {phase: Line.through(depths, [each.get(phase, 0) for each in peaks]) for phase in peaks[-1]}
-    return Glance(job.microbatches, step, first, phases, spare, held, activations)
+    step, first, held, activations = (LinearFit.through(depths, values) for values in zip(*rows, strict=True))
+    phases = {phase: LinearFit.through(depths, [each.get(phase, 0) for each in peaks]) for phase in peaks[-1]}
+    return QuickTrace(job.microbatches, step, first, phases, spare, held, activations)
 
 
-def _first(line: Timeline) -> float:
+def _first_microbatch_end(timeline: Timeline) -> float:
     """Return when the first microbatch has been computed: the next forward or the optimizer begins."""
     has_turned = False
-    for span in line.spans:
+    for span in timeline.spans:
         if span.stream == COMPUTE:
             if has_turned and span.phase != "backward":
                 return span.start
             has_turned = has_turned or span.phase == "backward"
-    return line.seconds
+    return timeline.seconds
 
 
 Prior: TypeAlias = tuple[float, float]  # Mean and standard deviation
-Outlook: TypeAlias = tuple[float, float]
+ScheduleEstimate: TypeAlias = tuple[float, float]
 """The least share of time that ranks wait, and the least part of a microbatch's activations that one of them holds,
 over all schedules."""
-NOISE = 0.07  # What features do not tell, as a part
-LEAST = 0.05  # The least part of a peak that is neither held between steps nor activations
-_ELSE: Prior = (0, 0.07)  # Of a single value of what has a logarithm: how far it is off the line
+NOISE_STD = 0.07  # What features do not tell, as a part
+MIN_REST_FRACTION = 0.05  # The least part of a peak that is neither held between steps nor activations
+_DEFAULT_PRIOR: Prior = (0, 0.07)  # Of a single value of what has a logarithm: how far it is off the line
 _PRIORS: Mapping[str, tuple[Prior, Prior, Prior]] = {
     "all": ((0, 10), (0, 10), (0, 10)),
     "family": ((0, 0.3), (0, 0.1), (0, 0.5)),
@@ -163,8 +170,8 @@ _PRIORS: Mapping[str, tuple[Prior, Prior, Prior]] = {
     "recomputed selective": ((0.07, 0.07), (-0.4, 0.3), (0, 0.2)),
     "recomputed full": ((0.25, 0.1), (-2, 0.5), (0, 0.2)),
     "one microbatch": ((0, 0.1), (0, 0.05), (-0.3, 0.5)),
-    "few rows": ((0.1, 0.1), _ELSE, _ELSE),
-    "log2 rows": (_ELSE, (0.69, 0.05), (0.2, 0.2)),
+    "few rows": ((0.1, 0.1), _DEFAULT_PRIOR, _DEFAULT_PRIOR),
+    "log2 rows": (_DEFAULT_PRIOR, (0.69, 0.05), (0.2, 0.2)),
     "log2 tp": ((0.05, 0.05), (-0.6, 0.1), (-0.6, 0.1)),
     "log2 cp": ((0.1, 0.05), (-0.6, 0.1), (-0.1, 0.2)),
     "log2 ep": ((0.05, 0.1), (0, 0.1), (-0.3, 0.3)),
@@ -174,7 +181,7 @@ _PRIORS: Mapping[str, tuple[Prior, Prior, Prior]] = {
 }
 """Of seconds, of activations and of the rest."""
 _SECONDS, _ACTIVATIONS, _REST = ({name: each[place] for name, each in _PRIORS.items()} for place in range(3))
-_HELD: Mapping[str, Prior] = {
+_PERSISTENT: Mapping[str, Prior] = {
     "all": (2.7, 0.3),
     "family": (0, 0.2),
     "log2 pp": (-0.69, 0.05),
@@ -186,7 +193,7 @@ _HELD: Mapping[str, Prior] = {
 
 
 @dataclass
-class Estimate:
+class BayesianRegression:
     """One number of all candidates; see [Note: the estimate]. `beside`: what is known of it without features."""
 
     priors: Mapping[str, Prior]
@@ -203,7 +210,7 @@ class Estimate:
         values = torch.tensor([value for each in self.features for value in each.values()], dtype=torch.float64)
         self._matrix[rows, columns] = values
         # A feature has the prior of its own name, or of its kind, before the colon.
-        priors = [self.priors.get(name, self.priors.get(name.partition(":")[0], _ELSE)) for name in names]
+        priors = [self.priors.get(name, self.priors.get(name.partition(":")[0], _DEFAULT_PRIOR)) for name in names]
         self._mean, self._deviation = torch.tensor(priors, dtype=torch.float64).T
         self._told: tuple[Tensor, Tensor] | None = None
 
@@ -225,23 +232,23 @@ class Estimate:
     def _with(self, more: Mapping[int, float]) -> tuple[Tensor, Tensor]:
         given = {**self.known, **more}
         seen = self._matrix[list(given)]
-        precision = torch.diag(self._deviation**-2) + seen.T @ seen / NOISE**2
+        precision = torch.diag(self._deviation**-2) + seen.T @ seen / NOISE_STD**2
         target = torch.tensor([*given.values()], dtype=torch.float64) - self.beside[list(given)] - seen @ self._mean
         spread = torch.linalg.inv(precision)
-        weights = self._mean + spread @ (seen.T @ target) / NOISE**2
+        weights = self._mean + spread @ (seen.T @ target) / NOISE_STD**2
         variance = ((self._matrix @ spread) * self._matrix).sum(1)
         return self.beside + self._matrix @ weights, variance.clamp_min(0).sqrt()
 
 
-def _of_work(each: Candidate) -> dict[str, float]:
-    degrees = each.degrees
-    sizes = {"rows": each.rows, "tp": degrees.tp, "cp": degrees.cp, "ep": degrees.ep, "pp": degrees.pp}
-    features = {"all": 1.0, f"family: {each.family}": 1.0, f"recomputed {each.recomputation}": 1.0}
+def _work_features(candidate: Candidate) -> dict[str, float]:
+    degrees = candidate.degrees
+    sizes = {"rows": candidate.rows, "tp": degrees.tp, "cp": degrees.cp, "ep": degrees.ep, "pp": degrees.pp}
+    features = {"all": 1.0, f"family: {candidate.family}": 1.0, f"recomputed {candidate.recomputation}": 1.0}
     for name, size in sizes.items():
         if size > 1:
             features |= {f"log2 {name}": math.log2(size), f"{name} {size}": 1.0}
-    features["few rows"] = 1 / each.rows
-    if each.microbatches == 1:
+    features["few rows"] = 1 / candidate.rows
+    if candidate.microbatches == 1:
         features["one microbatch"] = 1.0
     if degrees.dp_shard > 1:
         features["log2 shards"] = math.log2(degrees.dp_shard)
@@ -250,21 +257,21 @@ def _of_work(each: Candidate) -> dict[str, float]:
     return features
 
 
-def _of_state(each: Candidate) -> dict[str, float]:
-    degrees = each.degrees
+def _state_features(candidate: Candidate) -> dict[str, float]:
+    degrees = candidate.degrees
     sizes = {"log2 pp": degrees.pp, "log2 tp": degrees.tp, "log2 ep": degrees.ep}
-    sizes[f"family, log2 shards: {each.family}"] = degrees.dp_shard * degrees.cp
-    sizes[f"family, log2 copies: {each.family}"] = degrees.dp_replicate
-    features = {"all": 1.0, f"family: {each.family}": 1.0}
+    sizes[f"family, log2 shards: {candidate.family}"] = degrees.dp_shard * degrees.cp
+    sizes[f"family, log2 copies: {candidate.family}"] = degrees.dp_replicate
+    features = {"all": 1.0, f"family: {candidate.family}": 1.0}
     return features | {name: math.log2(size) for name, size in sizes.items() if size > 1}
 
 
-class Outlooks:
-    def __init__(self, space: Space) -> None:
+class ScheduleEstimates:
+    def __init__(self, space: SearchSpace) -> None:
         self._space = space
-        self._told: dict[tuple[int, int], Outlook | str] = {}
+        self._told: dict[tuple[int, int], ScheduleEstimate | str] = {}
 
-    def of(self, candidate: Candidate) -> Outlook | None:
+    def of(self, candidate: Candidate) -> ScheduleEstimate | None:
         """Return the outlook of a candidate; None: all schedules refuse it, which is counted."""
         ranks, count = candidate.degrees.pp, candidate.microbatches
         if ranks == 1:
@@ -280,7 +287,7 @@ class Outlooks:
         idle = few * waiting / (1 - waiting)
         return idle / (idle + count), live / ranks
 
-    def _ask(self, candidate: Candidate) -> Outlook | str:
+    def _ask(self, candidate: Candidate) -> ScheduleEstimate | str:
         found, reason = [], ""
         for each in self._space.wrapped(candidate):
             try:
@@ -294,22 +301,22 @@ class Outlooks:
 
 
 @dataclass
-class Expectations:
+class CandidateEstimates:
     """Expectations of candidates; `surprises` are logarithms of how far traced seconds were off."""
 
-    space: Space
+    space: SearchSpace
     candidates: Sequence[Candidate]
-    outlooks: Sequence[Outlook]
+    outlooks: Sequence[ScheduleEstimate]
     surprises: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         waiting, live = torch.tensor(self.outlooks, dtype=torch.float64).T
-        work, state = [*map(_of_work, self.candidates)], [*map(_of_state, self.candidates)]
+        work, state = [*map(_work_features, self.candidates)], [*map(_state_features, self.candidates)]
         nothing = torch.zeros_like(live)
-        self._seconds = Estimate(_SECONDS, work, -(1 - waiting).log())
-        self._held = Estimate(_HELD, state, nothing)
-        self._activations = Estimate(_ACTIVATIONS, work, live.log())
-        self._rest = Estimate(_REST, work, nothing)
+        self._seconds = BayesianRegression(_SECONDS, work, -(1 - waiting).log())
+        self._held = BayesianRegression(_PERSISTENT, state, nothing)
+        self._activations = BayesianRegression(_ACTIVATIONS, work, live.log())
+        self._rest = BayesianRegression(_REST, work, nothing)
         self._scale = math.log(int(self.space.values["batch_size"]) * self.space.length / self.space.world)
 
     def seconds(self, pending: Iterable[int]) -> tuple[Tensor, Tensor]:
@@ -332,12 +339,12 @@ class Expectations:
             self.surprises.append(told - float(self._seconds.all()[0][number]))
         self._seconds.learn(number, told)
 
-    def learn_bytes(self, number: int, glance: Glance, size: float) -> None:
-        """Take the bytes of a candidate, of which `glance` tells what holds them."""
+    def learn_bytes(self, number: int, trace: QuickTrace, size: float) -> None:
+        """Take the bytes of a candidate, of which `trace` tells what holds them."""
         layers = self.space.layers / self.candidates[number].degrees.pp
-        held, activations = glance.held.at(layers), glance.activations.at(layers)
+        held, activations = trace.held.at(layers), trace.activations.at(layers)
         # Where activations are most need not be the peak.
-        rest = max(LEAST * size, size - held - activations)
+        rest = max(MIN_REST_FRACTION * size, size - held - activations)
         self._held.learn(number, math.log(held / self.space.size.parameters))
         self._activations.learn(number, math.log(activations))
         self._rest.learn(number, math.log(rest))

@@ -15,25 +15,32 @@ from typing import Any
 import yaml
 from rich.table import Table
 
-from meshwright.plugin import ConfigError, TrainingError, find_experts, model_size, usable_cores, validated
-from meshwright_run.launch.local import warm_up
-from meshwright_run.run_file import NO_END, RunConfig, read_job
+from meshwright.plugin import (
+    ConfigError,
+    TrainingError,
+    compute_model_size,
+    count_usable_cores,
+    find_experts,
+    validate_config,
+)
+from meshwright_run.launch.local import start_fork_server
+from meshwright_run.run_file import UNBOUNDED_STEPS, RunConfig, read_unbounded_values
 
-from ..config import Device, find_device
-from ..planned import job_of
-from ..report import table
-from .candidates import SIZES, Candidate, Space, assigned
-from .search import Found, Search
+from ..config import DeviceSpec, load_device_spec
+from ..planned import build_job
+from ..report import new_table
+from .candidates import SIZE_KEYS, Candidate, SearchSpace, set_dotted_keys
+from .search import EvaluatedLayout, LayoutSearch
 
-WANTED = 10
-LIMIT_S = 105.0
-MOST_PROCESSES = 8  # Processes that trace at once, where there are as many cores; each holds about half a GiB
-SHOWN, REASONS = 5, 8  # How many open layouts, and reasons why others lost, are shown
+NUM_BEST = 10
+TIME_LIMIT_S = 105.0
+MAX_PROCESSES = 8  # Processes that trace at once, where there are as many cores; each holds about half a GiB
+NUM_UNTRACED_SHOWN, NUM_REASONS_SHOWN = 5, 8  # How many open layouts, and reasons why others lost, are shown
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_LEFT = ("mesh", "recomputed", "strategy", "for instance")
+_LEFT_ALIGNED = ("mesh", "recomputed", "strategy", "for instance")
 
 
-def recommend(
+def recommend_layouts(
     run_file: Path,
     assignments: Sequence[str],
     gpus: int,
@@ -42,39 +49,46 @@ def recommend(
     batch_tokens: str | None = None,
     max_nodes: int | None = None,
     expert_imbalance: float = 1.0,
-    wanted: int = WANTED,
-    limit_s: float = LIMIT_S,
-    processes: int | None = None,
+    num_best: int = NUM_BEST,
+    time_limit_s: float = TIME_LIMIT_S,
+    num_processes: int | None = None,
 ) -> dict[str, Any]:
     """Search for the fastest layouts that fit; return plain values, see docs/plan.md."""
-    on = find_device(device)
+    on = load_device_spec(device)
     for name, value in (("--gpus", gpus), ("--max-nodes", max_nodes)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1.")
     world = gpus if max_nodes is None else min(gpus, max_nodes * on.node.ranks)
-    values = _values(run_file, assignments, batch_tokens)
-    processes = processes or min(MOST_PROCESSES, max(2, usable_cores()))
-    with _executor(processes) as executor:
-        search = Search(_space(values, assignments, world, on), executor, processes, wanted, limit_s, expert_imbalance)
+    values = _load_values(run_file, assignments, batch_tokens)
+    num_processes = num_processes or min(MAX_PROCESSES, max(2, count_usable_cores()))
+    with _open_executor(num_processes) as executor:
+        search = LayoutSearch(
+            _build_search_space(values, assignments, world, on),
+            executor,
+            num_processes,
+            num_best,
+            time_limit_s,
+            expert_imbalance,
+        )
         try:
             search.run()
             search.settle()
         except BrokenExecutor as error:
             raise TrainingError(
-                f"one of the {processes} processes that trace layouts has died, perhaps for lack of memory: each takes "
+                f"one of the {num_processes} processes that trace layouts has died, perhaps for lack of memory: each takes "
                 f"about half a GiB, and more for many experts or long sequences. Free some, or keep what you know, "
                 f"such as --set pp_size=1."
             ) from error
     if not search.found:
-        raise ConfigError(_nothing(search))
-    return _report(search, assignments, batch_tokens)
+        raise ConfigError(_format_no_layout_error(search))
+    return _build_result(search, assignments, batch_tokens)
 
 
-def write_run(found: Mapping[str, Any], file: Path) -> None:
-    file.write_text(yaml.safe_dump(found["run"], sort_keys=False, allow_unicode=True), encoding="utf-8")
+def write_run_file(best: Mapping[str, Any], file: Path) -> None:
+    file.write_text(yaml.safe_dump(best["run"], sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def tokens_of(text: str) -> int:
+def parse_tokens(text: str) -> int:
     """Return a number of tokens from digits and perhaps K, M or G, which are 2**10, 2**20 and 2**30."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
     tokens = float(found[1]) * _UNITS[found[2]] if found else 0.0
@@ -86,12 +100,12 @@ def tokens_of(text: str) -> int:
     return int(tokens)
 
 
-def _values(run_file: Path, assignments: Sequence[str], batch_tokens: str | None) -> dict[str, Any]:
-    values = read_job(run_file, assignments)
+def _load_values(run_file: Path, assignments: Sequence[str], batch_tokens: str | None) -> dict[str, Any]:
+    values = read_unbounded_values(run_file, assignments)
     if batch_tokens is not None:
         values.setdefault("batch_size", 1)
-        length = validated(RunConfig, values, where=str(run_file)).data.seq_len
-        tokens = tokens_of(batch_tokens)
+        length = validate_config(RunConfig, values, where=str(run_file)).data.seq_len
+        tokens = parse_tokens(batch_tokens)
         if tokens % length:
             near = max(1, round(tokens / length)) * length
             raise ConfigError(
@@ -99,29 +113,33 @@ def _values(run_file: Path, assignments: Sequence[str], batch_tokens: str | None
                 f"data.seq_len={length}. Use {near}, for instance."
             )
         values["batch_size"] = tokens // length
-    validated(RunConfig, values, where=str(run_file))
+    validate_config(RunConfig, values, where=str(run_file))
     return values
 
 
-def _space(values: Mapping[str, Any], assignments: Sequence[str], world: int, device: Device) -> Space:
-    whole = {**values, **dict.fromkeys(SIZES, 1), "strategy": "single", "strategy_config": {}, "wrapper_config": {}}
-    job = job_of(validated(RunConfig, whole, where="the run file"), 1)
+def _build_search_space(
+    values: Mapping[str, Any], assignments: Sequence[str], world: int, device: DeviceSpec
+) -> SearchSpace:
+    whole = {**values, **dict.fromkeys(SIZE_KEYS, 1), "strategy": "single", "strategy_config": {}, "wrapper_config": {}}
+    job = build_job(validate_config(RunConfig, whole, where="the run file"), 1)
     model = job.model()
     kept = tuple(each.partition("=")[0] for each in assignments)
-    return Space(values, kept, world, device, job.layers, job.length, model_size(model), bool(find_experts(model)))
+    return SearchSpace(
+        values, kept, world, device, job.layers, job.length, compute_model_size(model), bool(find_experts(model))
+    )
 
 
 @contextmanager
-def _executor(processes: int) -> Iterator[Executor]:
+def _open_executor(processes: int) -> Iterator[Executor]:
     if processes == 1:
-        yield _Here()
+        yield _InlineExecutor()
         return
     others = active_children()
-    warm_up()
-    pool = ProcessPoolExecutor(processes, get_context("forkserver"), initializer=_begin)
+    start_fork_server()
+    pool = ProcessPoolExecutor(processes, get_context("forkserver"), initializer=_init_worker)
     try:
         for _ in range(processes):
-            pool.submit(_begin)
+            pool.submit(_init_worker)
         yield pool
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # what is still traced is of no use any more
@@ -129,7 +147,7 @@ def _executor(processes: int) -> Iterator[Executor]:
             each.terminate()
 
 
-def _begin() -> None:
+def _init_worker() -> None:
     """Import what tracing needs, while candidates are enumerated."""
     import torch
     import transformers.models.auto.modeling_auto  # noqa: F401
@@ -138,7 +156,7 @@ def _begin() -> None:
     warnings.simplefilter("ignore")  # A run that is planned or trained warns itself
 
 
-class _Here(Executor):
+class _InlineExecutor(Executor):
     def submit(self, work: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
@@ -151,7 +169,7 @@ class _Here(Executor):
 # -- values
 
 
-def _report(search: Search, assignments: Sequence[str], batch_tokens: str | None) -> dict[str, Any]:
+def _build_result(search: LayoutSearch, assignments: Sequence[str], batch_tokens: str | None) -> dict[str, Any]:
     space, best, still_open = search.space, search.best(), search.open()
     points = [*((each, True) for each in search.ranked()), *((each, False) for each in search.crowded)]
     lines = list(assignments) if batch_tokens is None else [*assignments, f"batch_size={space.values['batch_size']}"]
@@ -160,13 +178,13 @@ def _report(search: Search, assignments: Sequence[str], batch_tokens: str | None
         "memory_bytes": space.device.memory_bytes,
         "world_size": space.world,
         "batch_size": space.values["batch_size"],
-        "best": [_told(each, space, lines) for each in best],
-        "layouts": [_point(each, fits=fits) for each, fits in points],
-        "lost": _lost(search, best, len(still_open)),
+        "best": [_describe_best(each, space, lines) for each in best],
+        "layouts": [_summarize_layout(each, fits=fits) for each, fits in points],
+        "lost": _list_rejections(search, best, len(still_open)),
         "is_certain": not still_open,
         "open": [
-            {"expected_seconds": seconds, "mesh": str(each.degrees), **_options(each, assignments)}
-            for seconds, each in still_open[:SHOWN]
+            {"expected_seconds": seconds, "mesh": str(each.degrees), **_layout_options(each, assignments)}
+            for seconds, each in still_open[:NUM_UNTRACED_SHOWN]
         ],
         "open_layouts": len(still_open),
         "deviation": search.deviation,
@@ -177,28 +195,28 @@ def _report(search: Search, assignments: Sequence[str], batch_tokens: str | None
     }
 
 
-def _point(found: Found, *, fits: bool) -> dict[str, Any]:
-    candidate = found.candidate
+def _summarize_layout(layout: EvaluatedLayout, *, fits: bool) -> dict[str, Any]:
+    candidate = layout.candidate
     recomputed = candidate.recomputation or "nothing"
     label = f"{candidate.degrees}, {candidate.rows} rows, {recomputed} recomputed, {candidate}"
-    numbers = {key: found.plan[key] for key in ("step_seconds", "peak_reserved_bytes")}
+    numbers = {key: layout.plan[key] for key in ("step_seconds", "peak_reserved_bytes")}
     return {"label": label, **numbers, "fits": fits}
 
 
-def _told(found: Found, space: Space, assignments: Sequence[str]) -> dict[str, Any]:
-    run = assigned(space.values, found.candidate.values.items())
-    if run.get("steps") == NO_END:
+def _describe_best(layout: EvaluatedLayout, space: SearchSpace, assignments: Sequence[str]) -> dict[str, Any]:
+    run = set_dotted_keys(space.values, layout.candidate.values.items())
+    if run.get("steps") == UNBOUNDED_STEPS:
         del run["steps"]
     keys = ("step_seconds", "tokens_per_second_per_device", "peak_reserved_bytes", "mesh", "strategy")
     return {
-        **{key: found.plan[key] for key in keys},
-        **_options(found.candidate, assignments),
+        **{key: layout.plan[key] for key in keys},
+        **_layout_options(layout.candidate, assignments),
         "run": run,
-        "plan": dict(found.plan) if found.is_planned else None,
+        "plan": dict(layout.plan) if layout.is_planned else None,
     }
 
 
-def _options(candidate: Candidate, assignments: Sequence[str]) -> dict[str, Any]:
+def _layout_options(candidate: Candidate, assignments: Sequence[str]) -> dict[str, Any]:
     return {
         "micro_batch_size": candidate.rows,
         "recomputation": candidate.recomputation,
@@ -207,11 +225,11 @@ def _options(candidate: Candidate, assignments: Sequence[str]) -> dict[str, Any]
     }
 
 
-def _lost(search: Search, best: Sequence[Found], still_open: int) -> list[dict[str, Any]]:
+def _list_rejections(search: LayoutSearch, best: Sequence[EvaluatedLayout], still_open: int) -> list[dict[str, Any]]:
     """Return why others are not among the best: counts by reason, the most first."""
     space = search.space
     reasons = [(count, space.examples[key]) for key, count in space.refused.items()]
-    reasons.append((search.too_large, f"do not fit: {_too_much(search)} too much at best"))
+    reasons.append((search.too_large, f"do not fit: {_format_excess(search)} too much at best"))
     reasons.append((search.left_out(), "are expected not to fit, by the traces of others"))
     slower = search.ranked()[len(best) :]
     reasons += [(len(slower), f"slower: {slower[0].seconds:.4g} s at least")] if slower else []
@@ -220,12 +238,12 @@ def _lost(search: Search, best: Sequence[Found], still_open: int) -> list[dict[s
     return sorted(rows, key=lambda row: -int(row["layouts"]))
 
 
-def _too_much(search: Search) -> str:
+def _format_excess(search: LayoutSearch) -> str:
     device, (size, _) = search.space.device, search.nearest
     return f"{(size - device.memory_bytes + device.context_bytes) / 2**30:.3g} GiB"
 
 
-def _nothing(search: Search) -> str:
+def _format_no_layout_error(search: LayoutSearch) -> str:
     (size, candidate), space = search.nearest, search.space
     if search.open():
         return (
@@ -239,7 +257,7 @@ def _nothing(search: Search) -> str:
     nearest = f"{candidate} on {candidate.degrees}, micro_batch_size={candidate.rows}{recomputed}"
     return (
         f"nothing fits on {space.world} x {space.device.name}. The nearest is {nearest}: it takes "
-        f"{size / 2**30:.4g} GiB at least, {_too_much(search)} too much. Use more devices, or such with more "
+        f"{size / 2**30:.4g} GiB at least, {_format_excess(search)} too much. Use more devices, or such with more "
         f"memory; or shorten data.seq_len, or make the model smaller."
     )
 
@@ -247,50 +265,50 @@ def _nothing(search: Search) -> str:
 # -- tables
 
 
-def tables(found: Mapping[str, Any]) -> list[Any]:
+def build_tables(result: Mapping[str, Any]) -> list[Any]:
     """Return what is printed of `recommend`: the best, why others lost, what is open, and how to get the best."""
-    command = " ".join(f"--set {shlex.quote(each)}" for each in found["best"][0]["assignments"])
+    command = " ".join(f"--set {shlex.quote(each)}" for each in result["best"][0]["assignments"])
     return [
-        _best(found),
-        _lost_table(found),
-        *([_open(found)] if found["open"] else []),
-        f"\nThe best: meshwright plan RUN --world {found['world_size']} {command}",
-        f"\n{found['enumerated']:,} layouts, {found['traced']} looked at, {found['planned']} planned, in "
-        f"{found['seconds']:.0f} s. What was expected of those lay {found['deviation']:.0%} off.",
+        _best_table(result),
+        _rejection_table(result),
+        *([_untraced_table(result)] if result["open"] else []),
+        f"\nThe best: meshwright plan RUN --world {result['world_size']} {command}",
+        f"\n{result['enumerated']:,} layouts, {result['traced']} looked at, {result['planned']} planned, in "
+        f"{result['seconds']:.0f} s. What was expected of those lay {result['deviation']:.0%} off.",
     ]
 
 
-def _best(found: Mapping[str, Any]) -> Table:
-    title = f"the fastest layouts on {found['world_size']} x {found['device']} that fit"
+def _best_table(result: Mapping[str, Any]) -> Table:
+    title = f"the fastest layouts on {result['world_size']} x {result['device']} that fit"
     numbers = ("", "step [s]", "tokens/s/device", "reserved [GiB]", "rows")
-    made = table(title, (*numbers, "mesh", "recomputed", "strategy"), _LEFT)
-    for number, each in enumerate(found["best"], 1):
+    made = new_table(title, (*numbers, "mesh", "recomputed", "strategy"), _LEFT_ALIGNED)
+    for number, each in enumerate(result["best"], 1):
         nearly = "" if each["plan"] else "~"
         sizes = (f"{nearly}{each['step_seconds']:.4g}", f"{each['tokens_per_second_per_device']:,.0f}")
         memory = f"{each['peak_reserved_bytes'] / 2**30:.2f}"
-        made.add_row(str(number), *sizes, memory, *_described(each))
+        made.add_row(str(number), *sizes, memory, *_format_options(each))
     return made
 
 
-def _described(each: Mapping[str, Any]) -> tuple[str, ...]:
-    recomputed = each["recomputation"]
+def _format_options(layout: Mapping[str, Any]) -> tuple[str, ...]:
+    recomputed = layout["recomputation"]
     words = "none" if recomputed in (False, None) else str(recomputed)
-    return str(each["micro_batch_size"]), each["mesh"], words, each["options"]
+    return str(layout["micro_batch_size"]), layout["mesh"], words, layout["options"]
 
 
-def _lost_table(found: Mapping[str, Any]) -> Table:
-    made = table("why others are not among them", ("layouts", "for instance"), _LEFT)
-    for row in found["lost"][:REASONS]:
+def _rejection_table(result: Mapping[str, Any]) -> Table:
+    made = new_table("why others are not among them", ("layouts", "for instance"), _LEFT_ALIGNED)
+    for row in result["lost"][:NUM_REASONS_SHOWN]:
         made.add_row(f"{row['layouts']:,}", row["reason"])
-    others = found["lost"][REASONS:]
+    others = result["lost"][NUM_REASONS_SHOWN:]
     if others:
         made.add_row(f"{sum(row['layouts'] for row in others):,}", f"{len(others)} other reasons")
     return made
 
 
-def _open(found: Mapping[str, Any]) -> Table:
-    title = f"not looked at: {found['open_layouts']:,} that could be as fast, the likeliest first"
-    made = table(title, ("expected [s]", "rows", "mesh", "recomputed", "strategy"), _LEFT)
-    for each in found["open"]:
-        made.add_row(f"{each['expected_seconds']:.3g}", *_described(each))
+def _untraced_table(result: Mapping[str, Any]) -> Table:
+    title = f"not looked at: {result['open_layouts']:,} that could be as fast, the likeliest first"
+    made = new_table(title, ("expected [s]", "rows", "mesh", "recomputed", "strategy"), _LEFT_ALIGNED)
+    for each in result["open"]:
+        made.add_row(f"{each['expected_seconds']:.3g}", *_format_options(each))
     return made

@@ -22,19 +22,23 @@ from torch import Tensor
 
 from meshwright.plugin import MeshwrightError
 
-from ..planned import fits
-from .candidates import Candidate, Space, assigned, sizes_of
-from .expect import Expectations, Glance, Outlooks, Refusal, Request, answer
+from ..planned import fits_in_memory
+from .candidates import Candidate, SearchSpace, get_mesh_sizes, set_dotted_keys
+from .expect import CandidateEstimates, QuickTrace, ScheduleEstimates, TraceRefusal, TraceRequest, handle_request
 
-AFFORDABLE = 120  # Pipelines of more blocks times microbatches are not planned: their numbers stay those of a glance
-CHANCE = 0.02  # Candidates that fit with a lower probability are left out
-UNLIKELY = 1.0  # Seconds of a candidate that fits with probability p are multiplied by p to minus this power
-LOOKING = 0.7  # Part of the time in which layouts are traced; the rest is for whole plans of the best
-WAITING = 0.1  # Part of the time for which traces are waited for when that is over
+MAX_PLANNED_PIPELINE_SIZE = (
+    120  # Pipelines of more blocks times microbatches are not planned: their numbers stay those of a glance
+)
+MIN_FIT_PROBABILITY = 0.02  # Candidates that fit with a lower probability are left out
+FIT_PENALTY_EXPONENT = (
+    1.0  # Seconds of a candidate that fits with probability p are multiplied by p to minus this power
+)
+TRACING_TIME_FRACTION = 0.7  # Part of the time in which layouts are traced; the rest is for whole plans of the best
+DRAIN_TIME_FRACTION = 0.1  # Part of the time for which traces are waited for when that is over
 
 
 @dataclass(frozen=True)
-class Found:
+class EvaluatedLayout:
     """A layout whose step is known, at least nearly; `plan` has only the values of a glance if it is not planned."""
 
     candidate: Candidate
@@ -50,32 +54,32 @@ class Found:
 
 
 @dataclass
-class Search:
+class LayoutSearch:
     """See [Note: the search]. `found` fit and `crowded` do not; nothing new is traced after `limit_s` seconds."""
 
-    space: Space
+    space: SearchSpace
     executor: Executor
     workers: int
     wanted: int
     limit_s: float
     expert_imbalance: float = 1.0
     candidates: list[Candidate] = field(default_factory=list)
-    found: list[Found] = field(default_factory=list)
-    crowded: list[Found] = field(default_factory=list)
+    found: list[EvaluatedLayout] = field(default_factory=list)
+    crowded: list[EvaluatedLayout] = field(default_factory=list)
     too_large: int = 0
     nearest: tuple[float, Candidate | None] = (float("inf"), None)
     traced: int = 0
     planned: int = 0
     started: float = field(default_factory=time.monotonic)
     _seeds: list[int] = field(default_factory=list)
-    _glances: dict[tuple[Any, ...], Glance | Refusal] = field(default_factory=dict)
+    _glances: dict[tuple[Any, ...], QuickTrace | TraceRefusal] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)
     _alike: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Trace until no other candidate could be among the best, or time is up."""
         possible = [each for each in self.space.candidates() if self._fits(each, self.space.least(each))]
-        outlooks = Outlooks(self.space)
+        outlooks = ScheduleEstimates(self.space)
         found = [(each, told) for each in possible if (told := outlooks.of(each)) is not None]
         if not found:
             return
@@ -83,14 +87,14 @@ class Search:
         for at, each in enumerate(self.candidates):
             for key in _refusal_keys(each):
                 self._alike.setdefault(key, []).append(at)
-        self._expected = Expectations(self.space, self.candidates, [told for _, told in found])
-        self._seeds = _seeds(self.candidates)
+        self._expected = CandidateEstimates(self.space, self.candidates, [told for _, told in found])
+        self._seeds = _choose_seeds(self.candidates)
         pending: dict[Future[Any], int] = {}
         while True:
             while len(pending) < self.workers and (number := self._next(pending.values())) is not None:
                 request = self._request(self._alone(self.candidates[number]))
-                pending[self.executor.submit(answer, request)] = number
-            left = (LOOKING + WAITING) * self.limit_s - self.elapsed
+                pending[self.executor.submit(handle_request, request)] = number
+            left = (TRACING_TIME_FRACTION + DRAIN_TIME_FRACTION) * self.limit_s - self.elapsed
             ended = wait(pending, timeout=max(0.0, left), return_when=FIRST_COMPLETED).done
             for done in ended:
                 self._learn(pending.pop(done), done.result())
@@ -99,18 +103,18 @@ class Search:
 
     def settle(self) -> None:
         """Plan the best in their order, as time allows, but the first in any case; drop those that do not fit."""
-        pending: dict[Future[Any], Found] = {}
+        pending: dict[Future[Any], EvaluatedLayout] = {}
         begun, longest = {}, 0.0
         while True:
             waiting = {each.candidate.key for each in pending.values()}
             for number, each in enumerate(self.best()):
                 candidate = each.candidate
-                blocks = candidate.microbatches * self.space.layers  # see `AFFORDABLE`
-                is_affordable = candidate.degrees.pp == 1 or blocks <= AFFORDABLE
+                blocks = candidate.microbatches * self.space.layers  # see `MAX_PLANNED_PIPELINE_SIZE`
+                is_affordable = candidate.degrees.pp == 1 or blocks <= MAX_PLANNED_PIPELINE_SIZE
                 is_open = not each.is_planned and candidate.key not in waiting and is_affordable
                 has_time = number == 0 or self.elapsed + longest < self.limit_s
                 if is_open and has_time and len(pending) < self.workers:
-                    future = self.executor.submit(answer, self._request(candidate, is_whole=True))
+                    future = self.executor.submit(handle_request, self._request(candidate, is_full_plan=True))
                     pending[future], begun[future] = each, self.elapsed
             if not pending:
                 return
@@ -119,15 +123,15 @@ class Search:
                 longest = max(longest, self.elapsed - begun[done])
                 self.planned += 1
                 self.found.remove(each)
-                if isinstance(result, Refusal):
+                if isinstance(result, TraceRefusal):
                     self.space.refuse(result.reason)
                 else:
                     self._keep(each.candidate, result, result["peak_reserved_bytes"])
 
-    def best(self) -> list[Found]:
+    def best(self) -> list[EvaluatedLayout]:
         return self.ranked()[: self.wanted]
 
-    def ranked(self) -> list[Found]:
+    def ranked(self) -> list[EvaluatedLayout]:
         return sorted(self.found, key=lambda each: each.seconds)
 
     def open(self) -> list[tuple[float, Candidate]]:
@@ -152,24 +156,24 @@ class Search:
 
     def left_out(self) -> int:
         """Return how many have not been traced since they are expected not to fit."""
-        return int((self._open & (self._expected.chance() <= CHANCE)).sum()) if self.candidates else 0
+        return int((self._open & (self._expected.chance() <= MIN_FIT_PROBABILITY)).sum()) if self.candidates else 0
 
     def left(self) -> int:
-        return int((self._open & (self._expected.chance() > CHANCE)).sum()) if self.candidates else 0
+        return int((self._open & (self._expected.chance() > MIN_FIT_PROBABILITY)).sum()) if self.candidates else 0
 
     def _next(self, pending: Iterable[int]) -> int | None:
         """Return whom to trace next; schedules of pipelines whose model has been traced are taken at once."""
         if self._seeds:
             return self._seeds.pop(0)
         busy = list(pending)
-        while self.elapsed < LOOKING * self.limit_s:
+        while self.elapsed < TRACING_TIME_FRACTION * self.limit_s:
             least, _ = self._bounds(busy)
             least[busy] = math.inf
             number, best = int(least.argmin()), self.best()
             worst = best[-1].seconds if len(best) == self.wanted else math.inf
             if not least[number] < math.log(worst):
                 return None
-            known = self._glances.get(_work(self._alone(self.candidates[number])))
+            known = self._glances.get(_work_key(self._alone(self.candidates[number])))
             if known is None:
                 return number
             self._learn(number, known)
@@ -185,17 +189,17 @@ class Search:
         """Return logarithms of the least seconds (infinite: done or cannot fit) and of the expected ones."""
         expected, deviation = self._expected.seconds(pending)
         chance = self._expected.chance()
-        could = self._open & (chance > CHANCE)
-        least = expected - deviation - UNLIKELY * chance.clamp_min(CHANCE).log()
+        could = self._open & (chance > MIN_FIT_PROBABILITY)
+        least = expected - deviation - FIT_PENALTY_EXPONENT * chance.clamp_min(MIN_FIT_PROBABILITY).log()
         return torch.where(could, least, math.inf), expected
 
-    def _learn(self, number: int, result: Glance | Refusal) -> None:
+    def _learn(self, number: int, result: QuickTrace | TraceRefusal) -> None:
         candidate = self.candidates[number]
         alone = self._alone(candidate)
-        if _work(alone) not in self._glances:
+        if _work_key(alone) not in self._glances:
             self.traced += 1
-            self._glances[_work(alone)] = result
-        if isinstance(result, Refusal):
+            self._glances[_work_key(alone)] = result
+        if isinstance(result, TraceRefusal):
             self._refuse(candidate, result)
             self._refuse(alone, result)
             return
@@ -210,18 +214,18 @@ class Search:
             self._expected.learn_bytes(number, result, size)
             self._expected.learn_seconds(number, seconds)
 
-    def _schedules(self, candidate: Candidate, glance: Glance) -> tuple[float, float]:
+    def _schedules(self, candidate: Candidate, trace: QuickTrace) -> tuple[float, float]:
         """Note a pipeline under each schedule, from the model on one stage; return the least seconds and its bytes."""
         ranks, layers, count = candidate.degrees.pp, self.space.layers, candidate.microbatches
         best = (math.inf, math.inf)
         for each in self.space.wrapped(candidate):
             try:
-                waiting, live = self.space.forecast(each, glance.head)
+                waiting, live = self.space.forecast(each, trace.head)
             except MeshwrightError as error:
                 self.space.refuse(str(error))
                 continue
-            seconds = glance.piped_seconds(layers, count, ranks, waiting)
-            size = glance.piped_reserved(layers, ranks, live)
+            seconds = trace.piped_seconds(layers, count, ranks, waiting)
+            size = trace.piped_reserved(layers, ranks, live)
             self._note(each, seconds, size)
             best = min(best, (seconds, size))
         return best
@@ -238,16 +242,16 @@ class Search:
         self._keep(candidate, told, size)
 
     def _keep(self, candidate: Candidate, plan: Mapping[str, Any], size: float) -> None:
-        (self.found if self._fits(candidate, size) else self.crowded).append(Found(candidate, plan))
+        (self.found if self._fits(candidate, size) else self.crowded).append(EvaluatedLayout(candidate, plan))
 
-    def _refuse(self, candidate: Candidate, refusal: Refusal) -> None:
+    def _refuse(self, candidate: Candidate, refusal: TraceRefusal) -> None:
         """Refuse also those like a candidate: whatever their batch, unless that was the reason."""
         new = {*self._alike.get(_refusal_keys(candidate)[refusal.of_batch], ())} - self._done
         self.space.refuse(refusal.reason, len(new))
         self._done |= new
 
     def _fits(self, candidate: Candidate, size: float) -> bool:
-        if fits(int(size), self.space.device):
+        if fits_in_memory(int(size), self.space.device):
             return True
         self.too_large += 1
         if size < self.nearest[0]:
@@ -260,18 +264,20 @@ class Search:
         if candidate.degrees.pp == 1:
             return replace(candidate, microbatches=count)
         alone = replace(candidate.degrees, pp=1)
-        sizes = sizes_of(alone).model_dump()
+        sizes = get_mesh_sizes(alone).model_dump()
         values = {key: sizes.get(key, value) for key, value in candidate.values.items()}
         values |= {"wrapper_config": {}}
         return replace(candidate, degrees=alone, microbatches=count, values=values, wrapper=None, schedule="")
 
-    def _request(self, asked: Candidate, *, is_whole: bool = False) -> Request:
-        values = assigned(self.space.values, asked.values.items())
-        values["batch_size"] = asked.degrees.dp * asked.rows * asked.microbatches
-        return Request(values, asked.degrees.world_size, self.space.device, self.expert_imbalance, is_whole)
+    def _request(self, candidate: Candidate, *, is_full_plan: bool = False) -> TraceRequest:
+        values = set_dotted_keys(self.space.values, candidate.values.items())
+        values["batch_size"] = candidate.degrees.dp * candidate.rows * candidate.microbatches
+        return TraceRequest(
+            values, candidate.degrees.world_size, self.space.device, self.expert_imbalance, is_full_plan
+        )
 
 
-def _seeds(candidates: Sequence[Candidate]) -> list[int]:
+def _choose_seeds(candidates: Sequence[Candidate]) -> list[int]:
     """Return whom to trace first: the first, with each kind of recomputation; and the one that tp divides most."""
     alone = [at for at, each in enumerate(candidates) if each.degrees.pp == 1] or [0]
     most, first = alone[0], candidates[alone[0]]
@@ -285,7 +291,7 @@ def _seeds(candidates: Sequence[Candidate]) -> list[int]:
     return list(dict.fromkeys([most, *found.values()]))
 
 
-def _work(candidate: Candidate) -> tuple[Any, ...]:
+def _work_key(candidate: Candidate) -> tuple[Any, ...]:
     """Return a key that candidates share that compute the same in a step."""
     return (candidate.family, candidate.recomputation, candidate.rows, candidate.degrees, candidate.microbatches)
 

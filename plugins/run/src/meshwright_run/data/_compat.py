@@ -15,20 +15,20 @@ from typing import Any
 from meshwright.plugin import DataError
 
 
-def is_reader(datasets: Any, name: str) -> bool:
+def is_packaged_reader(datasets: Any, name: str) -> bool:
     """Return whether a name is a reader of the library, such as "csv", which reads files of the current directory."""
     return name in datasets.packaged_modules._PACKAGED_DATASETS_MODULES
 
 
 @contextmanager
-def own_files(data_files: Any, place: str, directory: Path | None) -> Iterator[None]:
+def restrict_data_files(data_files: Any, dataset: str, directory: Path | None) -> Iterator[None]:
     """Let the library (module `data_files`) open only a dataset's own files; see [Note: own files]."""
     resolve = data_files.resolve_pattern
 
     def resolve_own(pattern: str, base_path: str, *arguments: Any, **options: Any) -> list[str]:
-        if not _is_own(pattern, str(base_path), directory):
+        if not _is_own_file(pattern, str(base_path), directory):
             raise DataError(
-                f"the README of the dataset {place} names {pattern!r} in {str(base_path)!r}, which is not of the "
+                f"the README of the dataset {dataset} names {pattern!r} in {str(base_path)!r}, which is not of the "
                 "dataset. Only its own files are read: download the others, and name them under files."
             )
         # A directory's own brackets are no pattern, though the library takes them for one.
@@ -43,7 +43,7 @@ def own_files(data_files: Any, place: str, directory: Path | None) -> Iterator[N
         data_files.resolve_pattern = resolve
 
 
-def _is_own(pattern: str, base: str, directory: Path | None) -> bool:
+def _is_own_file(pattern: str, base: str, directory: Path | None) -> bool:
     if "::" in base + pattern or ".." in (*PurePosixPath(base).parts, *PurePosixPath(pattern).parts):
         return False
     if directory is None:

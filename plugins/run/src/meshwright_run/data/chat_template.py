@@ -19,26 +19,26 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from meshwright.plugin import ConfigError, DataError, read_regular, render_marked, time_limit
+from meshwright.plugin import ConfigError, DataError, read_regular_file, render_with_generation_spans, time_limit
 
-from .conversations import ANSWERS, REASONING, Conversation, LossOn
-from .tokenizer import Draft, Span
+from .conversations import ASSISTANT, REASONING_KEYS, Conversation, LossOn
+from .tokenizer import Document, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TODAY = datetime(2024, 7, 26)
+FIXED_DATE = datetime(2024, 7, 26)
 """The date for templates that write today's: otherwise the tokens of a source would change overnight."""
-AT_MOST_S = 30.0
+RENDER_TIMEOUT_S = 30.0
 """For one conversation."""
-_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_DIRECTIVES = ("%-d", "%-m", *(f"%{letter}" for letter in "dmYyBbAaHMSIpj"))
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_DATE_DIRECTIVES = ("%-d", "%-m", *(f"%{letter}" for letter in "dmYyBbAaHMSIpj"))
 _ADVICE = {
     "TemplateSyntaxError": " It breaks at line {line}: correct chat_template.",
     "UndefinedError": " It reads what this record does not have: add that, or give it as chat_template_kwargs.",
     "TemplateError": " The template itself refuses it: change the record, or set another chat_template.",
 }
-_THOUGHT = "</think>"
+_END_OF_THOUGHT = "</think>"
 
 ResultT = TypeVar("ResultT")
 
@@ -49,7 +49,7 @@ def read_chat_template(value: str) -> str:
         return value
     path = Path(value).expanduser()
     try:
-        return read_regular(path).decode("utf-8")
+        return read_regular_file(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(
@@ -73,15 +73,15 @@ class ChatTemplate:
         self._tokenizer, self._given = tokenizer, template
         tokens = tokenizer.added_tokens_decoder.values()
         special = {*tokenizer.all_special_tokens, *(token.content for token in tokens if token.special)}
-        self.special = _any_of(special)
-        self.added = _any_of(special | {token.content for token in tokens})
+        self.special = _build_alternation(special)
+        self.added = _build_alternation(special | {token.content for token in tokens})
 
     def marks(self, conversation: Conversation) -> bool:
         """Return whether the template marks what is learnt; it may have another one for tools."""
-        return _MARK.search(self._text(conversation)) is not None
+        return _GENERATION_TAG.search(self._text(conversation)) is not None
 
-    def write(self, conversation: Conversation, *, ask: bool = False) -> str:
-        """Return the text of a conversation; `ask`: with the request for an answer at its end."""
+    def write(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
+        """Return the text of a conversation; `add_generation_prompt`: with the request for an answer at its end."""
 
         def rendered() -> str:
             return str(
@@ -89,39 +89,41 @@ class ChatTemplate:
                     list(conversation.messages),
                     tools=list(conversation.tools) or None,
                     chat_template=self._text(conversation),
-                    add_generation_prompt=ask,
+                    add_generation_prompt=add_generation_prompt,
                     tokenize=False,
                     **conversation.variables,
                 )
             )
 
-        return _in_time(conversation, rendered)
+        return _render_with_timeout(conversation, rendered)
 
     def write_marked(self, conversation: Conversation) -> tuple[str, list[Span]]:
         variables = {**self._tokenizer.special_tokens_map, "add_generation_prompt": False, **conversation.variables}
         template, tools = self._text(conversation), conversation.tools or None
-        return _in_time(conversation, lambda: render_marked(template, conversation.messages, tools, variables))
+        return _render_with_timeout(
+            conversation, lambda: render_with_generation_spans(template, conversation.messages, tools, variables)
+        )
 
     def ends(self, text: str) -> bool:
         return re.search(rf"(?:{self.special})\s*\Z", text) is not None
 
     def _text(self, conversation: Conversation) -> str:
-        """Return the template in which it is always `TODAY`."""
+        """Return the template in which it is always `FIXED_DATE`."""
         template: str = self._tokenizer.get_chat_template(self._given, [{}] if conversation.tools else None)
         if "strftime_now" not in template:
             return template
-        filters = "".join(f" | replace('{each}', '{TODAY.strftime(each)}')" for each in _DIRECTIVES)
+        filters = "".join(f" | replace('{each}', '{FIXED_DATE.strftime(each)}')" for each in _DATE_DIRECTIVES)
         # A name that a template defines hides the global one. The end of this line writes nothing.
         return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"
 
 
-def _any_of(texts: set[str]) -> str:
+def _build_alternation(texts: set[str]) -> str:
     return "|".join(re.escape(text) for text in sorted(texts, key=lambda text: (-len(text), text)) if text) or r"(?!)"
 
 
-def _in_time(conversation: Conversation, render: Callable[[], ResultT]) -> ResultT:
+def _render_with_timeout(conversation: Conversation, render: Callable[[], ResultT]) -> ResultT:
     try:
-        with time_limit(AT_MOST_S, "the template"):
+        with time_limit(RENDER_TIMEOUT_S, "the template"):
             return render()
     except Exception as error:  # templates raise whatever their authors thought of
         roles = ", ".join(message["role"] for message in conversation.messages)
@@ -134,7 +136,7 @@ def _in_time(conversation: Conversation, render: Callable[[], ResultT]) -> Resul
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _RenderedAnswer:
     """The text of the turns up to an answer, and where the answer is; open: nothing of the template ends it."""
 
     text: str
@@ -142,11 +144,11 @@ class _Answer:
     is_open: bool
 
 
-class Answers:
+class AnswerExtractor:
     def __init__(self, template: ChatTemplate, loss_on: LossOn) -> None:
         self._template, self._loss_on = template, loss_on
 
-    def drafts(self, conversation: Conversation) -> list[Draft]:
+    def drafts(self, conversation: Conversation) -> list[Document]:
         """Return the documents of a conversation; raise DataError where nothing is learnt, or a part is left out."""
         if self._loss_on == "all":
             text = self._template.write(conversation)
@@ -166,15 +168,15 @@ class Answers:
         found = [self._marked(whole, answers[0])] if self._template.marks(whole) else [*self._unfolded(whole, answers)]
         return [*found[:-1], replace(found[-1], unanswered=len(conversation.messages) - len(whole.messages))]
 
-    def _draft(self, text: str, spans: tuple[Span, ...] | None) -> Draft:
+    def _draft(self, text: str, spans: tuple[Span, ...] | None) -> Document:
         # Where the template ends no turn, the eos token does.
-        return Draft(text, spans, closed=not self._template.ends(text))
+        return Document(text, spans, closed=not self._template.ends(text))
 
-    def _marked(self, conversation: Conversation, first: int) -> Draft:
+    def _marked(self, conversation: Conversation, first_answer: int) -> Document:
         text, spans = self._template.write_marked(conversation)
         self._check_turns(conversation, text)
-        if any(message["role"] == ANSWERS for message in conversation.messages[:first]):
-            spans = spans[len(self._template.write_marked(conversation.until(first))[1]) :]
+        if any(message["role"] == ASSISTANT for message in conversation.messages[:first_answer]):
+            spans = spans[len(self._template.write_marked(conversation.until(first_answer))[1]) :]
         kept = tuple((start, stop) for start, stop in spans if stop > start)
         if not kept:
             raise DataError(
@@ -183,7 +185,7 @@ class Answers:
             )
         return self._draft(text, kept)
 
-    def _unfolded(self, conversation: Conversation, answers: list[int]) -> Iterator[Draft]:
+    def _unfolded(self, conversation: Conversation, answers: list[int]) -> Iterator[Document]:
         """Make several documents where one cannot hold all answers; the full conversation comes last."""
         left = [self._answer(conversation, index) for index in answers]
         documents = []
@@ -195,12 +197,12 @@ class Answers:
             left = [each for each in left if each not in inside]
         return reversed(documents)
 
-    def _answer(self, conversation: Conversation, index: int) -> _Answer:
+    def _answer(self, conversation: Conversation, index: int) -> _RenderedAnswer:
         until = conversation.until(index + 1)
-        asked = self._template.write(conversation.until(index), ask=True)
+        asked = self._template.write(conversation.until(index), add_generation_prompt=True)
         text = self._template.write(until)
         if not text.startswith(asked):
-            place = _common(asked, text)
+            place = _count_common_prefix(asked, text)
             raise DataError(
                 f"{conversation.where}: it cannot be told where the answer of turn {index + 1} begins: where the chat "
                 f"template asks for it, it writes {asked[place:][:60]!r}, but where it is given {text[place:][:60]!r}. "
@@ -212,7 +214,7 @@ class Answers:
         self._check_answer(until, text[len(asked) : stop])
         content = conversation.messages[index].get("content", "").strip()
         is_open = bool(content) and text.rstrip().endswith(content) and not self._template.ends(text)
-        return _Answer(text, (len(asked), stop), is_open)
+        return _RenderedAnswer(text, (len(asked), stop), is_open)
 
     def _end(self, conversation: Conversation, text: str, start: int) -> int:
         """Return the end of an answer that begins at `start`: behind the token that ends the turn, if there is one."""
@@ -223,7 +225,7 @@ class Answers:
             ends = [start + tail.start() + found.end() for found in re.finditer(tokens, tail.group())]
             if len(ends) > 1:
                 # Some templates end a text with one token more than a turn.
-                common = _common(text, self._template.write(conversation, ask=True))
+                common = _count_common_prefix(text, self._template.write(conversation, add_generation_prompt=True))
                 ends = [end for end in ends if end <= common] or ends[:1]
             return ends[-1]
         return len(text)
@@ -235,27 +237,27 @@ class Answers:
                 f"{conversation.where}: turn {number}: an answer of no tokens: the chat template writes nothing of it."
             )
         parts = {"content": message.get("content", "")}
-        if _THOUGHT in parts["content"]:
-            thought, _, said = parts["content"].partition(_THOUGHT)
+        if _END_OF_THOUGHT in parts["content"]:
+            thought, _, said = parts["content"].partition(_END_OF_THOUGHT)
             parts = {"content": said, "thoughts (before </think>)": thought.replace("<think>", "")}
-        parts |= {name: message[name] for name in REASONING if isinstance(message.get(name), str)}
+        parts |= {name: message[name] for name in REASONING_KEYS if isinstance(message.get(name), str)}
         for call in message.get("tool_calls", ()):
             parts["tool_calls"] = str((call.get("function") or call).get("name", ""))
         for name, value in parts.items():
             if value.strip() not in written:
-                raise _left_out(conversation, f"the {name} of turn {number}")
+                raise _omission_error(conversation, f"the {name} of turn {number}")
 
     def _check_turns(self, conversation: Conversation, text: str) -> None:
         """Refuse a template that leaves out tools or turns that are no answers, and turns with an end of their own."""
         for tool in conversation.tools:
             name = str((tool.get("function") or tool).get("name", ""))
             if name not in text:
-                raise _left_out(conversation, f"the tool {name!r}")
+                raise _omission_error(conversation, f"the tool {name!r}")
         for number, message in enumerate(conversation.messages, start=1):
             content = message.get("content", "").strip()
             # Some templates write results of tools as JSON.
-            if message["role"] != ANSWERS and content not in text and json.dumps(content)[1:-1] not in text:
-                raise _left_out(conversation, f"the content of turn {number} ({message['role']})")
+            if message["role"] != ASSISTANT and content not in text and json.dumps(content)[1:-1] not in text:
+                raise _omission_error(conversation, f"the content of turn {number} ({message['role']})")
             ended = rf"{re.escape(content)}\s*(?:{self._template.special})"
             if self._template.ends(content) and re.search(ended, text):
                 raise DataError(
@@ -264,13 +266,13 @@ class Answers:
                 )
 
 
-def _left_out(conversation: Conversation, what: str) -> DataError:
+def _omission_error(conversation: Conversation, what: str) -> DataError:
     return DataError(
         f"{conversation.where}: the chat template leaves out {what}. Remove it from the record, or set chat_template "
         "to one that writes it."
     )
 
 
-def _common(one: str, other: str) -> int:
+def _count_common_prefix(one: str, other: str) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from meshwright.plugin import FrozenModel, PathText, nearest
+from meshwright.plugin import FrozenModel, PathStr, suggest_match
 
 DEFAULT_VOCAB_SIZE = 1024
 
@@ -16,7 +16,7 @@ STDLIB = "stdlib"
 
 Format = Literal["text", "messages", "prompt_completion", "preference", "tokens"]
 Packing = Literal["documents", "stream", "none"]
-TooLong = Literal["error", "cut", "drop", "split"]
+TooLongAction = Literal["error", "cut", "drop", "split"]
 
 _CHAT = ("role", "content", "tools", "chat_template_kwargs")
 FIELDS: Mapping[Format, tuple[str, ...]] = MappingProxyType(
@@ -29,28 +29,28 @@ FIELDS: Mapping[Format, tuple[str, ...]] = MappingProxyType(
     }
 )
 """What the fields of each format are called where a run file does not say otherwise."""
-_OF_BATCHES = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
+_BATCH_KEYS = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
 
 
-def _named(place: Any) -> Any:
-    patterns = [place] if isinstance(place, str) else place
+def _check_patterns(value: Any) -> Any:
+    patterns = [value] if isinstance(value, str) else value
     if patterns is not None and not (patterns and all(pattern.strip() for pattern in patterns)):
         raise ValueError("names no files; write 'stdlib', a glob, or a list of globs")
-    return place
+    return value
 
 
-_IS_NAMED = AfterValidator(_named)
+_CHECKED_PATTERNS = AfterValidator(_check_patterns)
 
 
 class SourceConfig(FrozenModel):
     """One place that examples come from, and what each is."""
 
-    files: Annotated[PathText | list[PathText] | None, _IS_NAMED] = Field(
+    files: Annotated[PathStr | list[PathStr] | None, _CHECKED_PATTERNS] = Field(
         default=None,
         description="'stdlib', or one or several globs of .txt, .jsonl, .json, .parquet or .csv files, each also "
         "with .gz or .zst; ~ and ** are allowed.",
     )
-    dataset: Annotated[PathText | None, _IS_NAMED] = Field(
+    dataset: Annotated[PathStr | None, _CHECKED_PATTERNS] = Field(
         default=None, description="In place of files: a directory that Hugging Face datasets saved, or a hub id."
     )
     name: str | None = Field(default=None, description="Configuration of the dataset.")
@@ -97,11 +97,11 @@ class SourceConfig(FrozenModel):
         for name in self.fields:
             if name not in known:
                 raise ValueError(
-                    f"fields: {name!r} is nothing that format={self.format} reads.{nearest(name, known)} Write our "
+                    f"fields: {name!r} is nothing that format={self.format} reads.{suggest_match(name, known)} Write our "
                     f"name first, then the source's. Ours: {', '.join(known)}"
                 )
         for name in self.columns:
-            taken = name in _OF_BATCHES or name in FIELDS[self.format]
+            taken = name in _BATCH_KEYS or name in FIELDS[self.format]
             if taken or self.columns.count(name) > 1 or not name:
                 raise ValueError(f"columns: {name!r} is empty, given twice, or the name of what a batch has anyway")
         return self
@@ -116,13 +116,13 @@ class DataConfig(FrozenModel):
     eval_sets: dict[str, SourceConfig | list[SourceConfig]] = Field(
         default={}, description="Further sets to evaluate on, by name, beside what is held out of the sources."
     )
-    corpus: Annotated[PathText | list[PathText], _IS_NAMED] = Field(
+    corpus: Annotated[PathStr | list[PathStr], _CHECKED_PATTERNS] = Field(
         default="stdlib",
         description="'stdlib' (the sources of the running Python's standard library), or one or several globs of "
         ".txt files (a document each) and .jsonl files (a document per line); ~ and ** are allowed.",
     )
     text_field: str = Field(default="text", min_length=1, description="Field of a .jsonl line that holds the document.")
-    tokenizer: PathText | None = Field(
+    tokenizer: PathStr | None = Field(
         default=None,
         description="Local directory with a tokenizer; null: the model's own, or else one trained on the corpus.",
     )
@@ -145,7 +145,7 @@ class DataConfig(FrozenModel):
         "each, padded, rows of about equal length together. null: stream where all sources are text, none for "
         "preferences, else documents.",
     )
-    too_long: TooLong | None = Field(
+    too_long: TooLongAction | None = Field(
         default=None,
         description="What becomes of an example longer than seq_len: cut keeps its beginning, split makes several of "
         "it. null: split for text and tokens, else error.",
@@ -156,7 +156,7 @@ class DataConfig(FrozenModel):
         lt=1,
         description="Share of the examples that is held out from training, for the eval loss; 0 only with eval_sets.",
     )
-    cache_dir: PathText | None = Field(
+    cache_dir: PathStr | None = Field(
         default=None,
         description="Where tokenized corpora are kept; null: meshwright under XDG_CACHE_HOME, or under ~/.cache.",
     )
@@ -178,7 +178,7 @@ class DataConfig(FrozenModel):
         formats = {source.format for _, source in self._all_sources()}
         return "stream" if formats == {"text"} else "none" if "preference" in formats else "documents"
 
-    def too_long_for(self, format: Format) -> TooLong | None:
+    def too_long_for(self, format: Format) -> TooLongAction | None:
         """`too_long`, or what null means for a format; None where a document of any length is well."""
         if self.packing_kind() == "stream":
             return None

@@ -8,30 +8,30 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
-from meshwright.plugin import DataError, nearest
+from meshwright.plugin import DataError, suggest_match
 
 from .sources import Record
 
 LossOn = Literal["answers", "last_answer", "all"]
-ANSWERS = "assistant"
+ASSISTANT = "assistant"
 """The role whose turns are learnt."""
-_SYSTEM = ("system", "developer")
-_TOOL = ("tool", "function", "ipython")
-ROLES = (*_SYSTEM, "user", ANSWERS, *_TOOL)
-_OTHER_NAMES = {"human": "user", "gpt": ANSWERS, "model": ANSWERS}
+_SYSTEM_ROLES = ("system", "developer")
+_TOOL_ROLES = ("tool", "function", "ipython")
+ROLES = (*_SYSTEM_ROLES, "user", ASSISTANT, *_TOOL_ROLES)
+_ROLE_ALIASES = {"human": "user", "gpt": ASSISTANT, "model": ASSISTANT}
 """Of roles, in collections that are older than chat templates."""
-REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of the reasoning before an answer, as transformers knows them."""
 
 Message = dict[str, Any]
-Refuse = Callable[[str], NoReturn]
+RaiseError = Callable[[str], NoReturn]
 
 
-class Fields:
+class FieldReader:
     """Reads fields under the names that `SourceConfig.fields` gives them."""
 
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self._names = names
+    def __init__(self, source_names: Mapping[str, str]) -> None:
+        self._names = source_names
 
     def name(self, field: str) -> str:
         return self._names.get(field, field)
@@ -44,7 +44,7 @@ class Fields:
         if name not in record.value:
             present = ", ".join(sorted(map(str, record.value))) or "none"
             raise DataError(
-                f"{record.where}: no field {name!r}. Fields of this line: {present}.{nearest(name, record.value)} "
+                f"{record.where}: no field {name!r}. Fields of this line: {present}.{suggest_match(name, record.value)} "
                 f"Say under `fields` what the source calls it, {{{field}: its name}}, or set another format."
             )
         return record.value[name]
@@ -90,12 +90,12 @@ class Fields:
             ) from None
 
 
-def check_text(text: str, where: str, what: str) -> None:
+def check_text(text: str, where: str, description: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: {what} holds half of a surrogate pair, {text[error.start]!r}, at character "
+            f"{where}: {description} holds half of a surrogate pair, {text[error.start]!r}, at character "
             f"{error.start}; that is no text. Remove or repair it."
         ) from None
 
@@ -115,15 +115,15 @@ class Conversation:
 
     def answers(self) -> list[int]:
         """Return the indices of the messages to learn: those of the assistant that answer something."""
-        asked = [index for index, message in enumerate(self.messages) if message["role"] in ("user", *_TOOL)]
+        asked = [index for index, message in enumerate(self.messages) if message["role"] in ("user", *_TOOL_ROLES)]
         first = max(self.given, asked[0] if asked else len(self.messages))
-        return [index for index in range(first, len(self.messages)) if self.messages[index]["role"] == ANSWERS]
+        return [index for index in range(first, len(self.messages)) if self.messages[index]["role"] == ASSISTANT]
 
     def _check_roles(self) -> None:
         before = None
         for number, message in enumerate(self.messages, start=1):
             role = message["role"]
-            if reason := _disorder(role, before):
+            if reason := _find_order_error(role, before):
                 raise DataError(
                     f"{self.where}: roles out of order: turn {number} is of {role!r}{reason}. Expected: system or "
                     "developer first, if at all; then user and assistant in turn; tool after an assistant or a tool."
@@ -131,26 +131,26 @@ class Conversation:
             before = role
 
 
-def _disorder(role: str, before: str | None) -> str:
+def _find_order_error(role: str, previous: str | None) -> str:
     """Say why a role cannot follow another one; empty where it can."""
-    after = "and opens the conversation" if before is None else f"after one of {before!r}"
-    if role in _SYSTEM:
-        return "" if before in (None, *_SYSTEM) else f", {after}"
-    if role in _TOOL:
-        return "" if before in (ANSWERS, *_TOOL) else f", {after}"
-    return f", {after}: join the two" if role == before else ""
+    after = "and opens the conversation" if previous is None else f"after one of {previous!r}"
+    if role in _SYSTEM_ROLES:
+        return "" if previous in (None, *_SYSTEM_ROLES) else f", {after}"
+    if role in _TOOL_ROLES:
+        return "" if previous in (ASSISTANT, *_TOOL_ROLES) else f", {after}"
+    return f", {after}: join the two" if role == previous else ""
 
 
 class MessageReader:
     """Reads conversations from the fields of records; raises DataError for what is none."""
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: FieldReader) -> None:
         self._fields = fields
         self._role, self._content = fields.name("role"), fields.name("content")
 
-    def conversation(self, record: Record, messages: Sequence[Message], given: int = 0) -> Conversation:
+    def conversation(self, record: Record, messages: Sequence[Message], num_prompt_messages: int = 0) -> Conversation:
         tools, variables = self._fields.mappings(record, "tools"), self._fields.mapping(record, "chat_template_kwargs")
-        found = Conversation(tuple(messages), tools, variables, record.where, given)
+        found = Conversation(tuple(messages), tools, variables, record.where, num_prompt_messages)
         found._check_roles()
         return found
 
@@ -182,14 +182,14 @@ class MessageReader:
                 f"`fields` what the source calls it, {{role: its name, content: its name}}."
             )
         role = message.pop(self._role)
-        role = _OTHER_NAMES.get(role, role)
+        role = _ROLE_ALIASES.get(role, role)
         if role not in ROLES:
             refuse(f"role {role!r} is none of {', '.join(ROLES)}.")
-        content = _content(message.pop(self._content, None), refuse)
+        content = _read_content(message.pop(self._content, None), refuse)
         message = {"role": role, **({} if content is None else {"content": content}), **message}
         if "tool_calls" in message:
-            message["tool_calls"] = [_tool_call(each, refuse) for each in message["tool_calls"]]
-        if role == ANSWERS:
+            message["tool_calls"] = [_read_tool_call(each, refuse) for each in message["tool_calls"]]
+        if role == ASSISTANT:
             if not (content or "").strip() and not message.get("tool_calls"):
                 refuse("an answer of no tokens: the assistant's turn is empty, and there is nothing to learn from it.")
         elif content is None:
@@ -200,31 +200,31 @@ class MessageReader:
         return message
 
 
-def _content(value: Any, refuse: Refuse) -> str | None:
+def _read_content(value: Any, raise_error: RaiseError) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
-        refuse(f"its content is {value!r:.80}, a {type(value).__name__}, but must be a text, or a list of texts.")
+        raise_error(f"its content is {value!r:.80}, a {type(value).__name__}, but must be a text, or a list of texts.")
     texts: list[str] = []
     for part in value:
         text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
         if not isinstance(text, str):
-            refuse(f'its content has the part {part!r:.80}. Parts must be {{"type": "text", "text": "..."}}.')
+            raise_error(f'its content has the part {part!r:.80}. Parts must be {{"type": "text", "text": "..."}}.')
         texts.append(text)
     return "".join(texts)
 
 
-def _tool_call(value: Any, refuse: Refuse) -> dict[str, Any]:
+def _read_tool_call(value: Any, raise_error: RaiseError) -> dict[str, Any]:
     """Return a call whose arguments are an object, as templates expect them; many records hold their JSON."""
     if not isinstance(value, Mapping):
-        refuse(f"the tool call {value!r:.80} is no object.")
+        raise_error(f"the tool call {value!r:.80} is no object.")
     if isinstance(value.get("function"), Mapping):
         call = {key: each for key, each in value.items() if each is not None}
-        return {**call, "function": _with_arguments(value["function"])}
-    return _with_arguments(value)
+        return {**call, "function": _parse_arguments(value["function"])}
+    return _parse_arguments(value)
 
 
-def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: each for key, each in function.items() if each is not None}
     if isinstance(found.get("arguments"), str):
         with suppress(ValueError, RecursionError):

@@ -22,7 +22,7 @@ from meshwright.plugin import DataError
 EntryT = TypeVar("EntryT")
 
 
-def cache_root(cache_dir: str | None) -> Path:
+def get_cache_root(cache_dir: str | None) -> Path:
     if cache_dir is not None:
         return Path(cache_dir).expanduser().absolute()
     # The XDG specification has relative paths ignored.
@@ -30,7 +30,7 @@ def cache_root(cache_dir: str | None) -> Path:
     return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "meshwright"
 
 
-def cached_entry(directory: Path, *, load: Callable[[Path], EntryT | None], build: Callable[[Path], None]) -> EntryT:
+def load_or_build(directory: Path, *, load: Callable[[Path], EntryT | None], build: Callable[[Path], None]) -> EntryT:
     """Load the entry in `directory`, building it first where it is missing or broken (`load` returns None).
 
     It is built beside its place under a file lock, and renamed into it. The name of `directory` must change with
@@ -73,7 +73,7 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
 @dataclass(frozen=True)
-class Documents:
+class TokenizedDocuments:
     """A tokenized source. T tokens in D documents; a pair of preferences is two documents.
 
     `tokens`: (T,), uint16 or uint32, with special tokens. `ends`: (D,), int64, of each document. `labelled`: (T,),
@@ -99,7 +99,7 @@ class Documents:
         return {"tokens": self.tokens, "ends": self.ends, **of_tokens, **columns}
 
 
-class ArrayFile:
+class NpyWriter:
     """A .npy file of one dimension, written in pieces; its header is written last. Source: numpy.lib.format."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
@@ -150,51 +150,53 @@ class ArrayFile:
     def abandon(self) -> None:
         self._file.close()
 
-    def _seek(self, place: int) -> None:
-        self._file.seek(_HEADER_BYTES + place * self.dtype.itemsize)
+    def _seek(self, index: int) -> None:
+        self._file.seek(_HEADER_BYTES + index * self.dtype.itemsize)
 
 
-def _paths(directory: Path, split: str, columns: int) -> tuple[Path, Path, Path, list[Path]]:
+def _build_paths(directory: Path, split: str, columns: int) -> tuple[Path, Path, Path, list[Path]]:
     """Return the files of one side: tokens, ends, labelled, columns (by number, since a name may hold anything)."""
     tokens, ends, labelled = (directory / f"{split}{part}.npy" for part in ("", ".ends", ".labelled"))
     return tokens, ends, labelled, [directory / f"{split}.column{number}.npy" for number in range(columns)]
 
 
-def open_documents(directory: Path, split: str, columns: tuple[str, ...], group: int) -> Documents:
-    """Map documents that a `DocumentsFile` has written; raise OSError or ValueError where there are none."""
-    tokens, ends, labelled, others = _paths(directory, split, len(columns))
-    found = {name: _mapped(path) for name, path in zip(columns, others, strict=True)}
-    return Documents(_mapped(tokens), _mapped(ends), _mapped(labelled) if labelled.exists() else None, found, group)
+def open_documents(directory: Path, split: str, columns: tuple[str, ...], group_size: int) -> TokenizedDocuments:
+    """Map documents that a `DocumentWriter` has written; raise OSError or ValueError where there are none."""
+    tokens, ends, labelled, others = _build_paths(directory, split, len(columns))
+    found = {name: _memory_map(path) for name, path in zip(columns, others, strict=True)}
+    return TokenizedDocuments(
+        _memory_map(tokens), _memory_map(ends), _memory_map(labelled) if labelled.exists() else None, found, group_size
+    )
 
 
-def _mapped(path: Path) -> np.ndarray:
+def _memory_map(path: Path) -> np.ndarray:
     # An array without values cannot be mapped everywhere.
     array: np.ndarray = np.load(path, mmap_mode="r" if path.stat().st_size > _HEADER_BYTES else None)
     return array
 
 
-def mixed_column(name: str) -> DataError:
+def mixed_column_error(name: str) -> DataError:
     return DataError(
         f"column {name!r} has one number an example in some, and one for each token in others. Give all the same."
     )
 
 
-class DocumentsFile:
+class DocumentWriter:
     """Documents that are written in parts; only the current part is in memory."""
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype, columns: tuple[str, ...]) -> None:
-        tokens, ends, self._labelled_path, others = _paths(directory, split, len(columns))
-        self._tokens, self._ends = ArrayFile(tokens, dtype), ArrayFile(ends, np.dtype(np.int64))
-        self._labelled: ArrayFile | None = None
-        self._columns = {name: _ColumnFile(path) for name, path in zip(columns, others, strict=True)}
+        tokens, ends, self._labelled_path, others = _build_paths(directory, split, len(columns))
+        self._tokens, self._ends = NpyWriter(tokens, dtype), NpyWriter(ends, np.dtype(np.int64))
+        self._labelled: NpyWriter | None = None
+        self._columns = {name: _ColumnWriter(path) for name, path in zip(columns, others, strict=True)}
 
     def __len__(self) -> int:
         return len(self._ends)
 
-    def append(self, documents: Documents) -> None:
+    def append(self, documents: TokenizedDocuments) -> None:
         """Write documents; raise DataError where a column changes between a value a document and a value a token."""
         if documents.labelled is not None and self._labelled is None:
-            self._labelled = ArrayFile(self._labelled_path, np.dtype(bool))
+            self._labelled = NpyWriter(self._labelled_path, np.dtype(bool))
             for _, piece in self._tokens.pieces():
                 self._labelled.append(np.ones(len(piece), bool))
         if self._labelled is not None:
@@ -205,13 +207,13 @@ class DocumentsFile:
         self._ends.append(documents.ends + len(self._tokens))
         self._tokens.append(documents.tokens)
 
-    def take_out(self, first: int, stop: int) -> Documents:
+    def take_out(self, first: int, stop: int) -> TokenizedDocuments:
         begin = int(self._ends.read(first - 1, first)[0]) if first else 0
         ends = self._ends.take_out(first, stop)
         end = int(ends[-1])
         for place, piece in self._ends.pieces(first):
             self._ends.put(place, piece - (end - begin))
-        return Documents(
+        return TokenizedDocuments(
             self._tokens.take_out(begin, end),
             ends - begin,
             None if self._labelled is None else self._labelled.take_out(begin, end),
@@ -229,28 +231,28 @@ class DocumentsFile:
         for file in self._files():
             file.abandon()
 
-    def _files(self) -> list[ArrayFile]:
+    def _files(self) -> list[NpyWriter]:
         labelled = [] if self._labelled is None else [self._labelled]
         return [self._tokens, self._ends, *labelled, *(column.file for column in self._columns.values())]
 
 
-class _ColumnFile:
+class _ColumnWriter:
     """A column: int64 until the first value that is no whole number, then float64."""
 
     def __init__(self, path: Path) -> None:
-        self.file = ArrayFile(path, np.dtype(np.int64))
+        self.file = NpyWriter(path, np.dtype(np.int64))
         self.of_tokens: bool | None = None
 
-    def append(self, name: str, documents: Documents) -> None:
+    def append(self, name: str, documents: TokenizedDocuments) -> None:
         values = documents.columns[name]
         if len(documents) != len(documents.tokens):
             of_tokens = len(values) != len(documents)
             if self.of_tokens not in (None, of_tokens):
-                raise mixed_column(name)
+                raise mixed_column_error(name)
             self.of_tokens = of_tokens
         if values.dtype.kind == "f" and self.file.dtype.kind != "f":
             whole = self.file
-            self.file = ArrayFile(whole.path.with_suffix(".real"), np.dtype(np.float64))
+            self.file = NpyWriter(whole.path.with_suffix(".real"), np.dtype(np.float64))
             for _, piece in whole.pieces():
                 self.file.append(piece)
             whole.abandon()
@@ -261,23 +263,23 @@ class _ColumnFile:
 # -- held out
 
 
-def place_of(document: str) -> float:
+def hash_to_unit_interval(document: str) -> float:
     """Spread documents evenly over [0, 1) by their text; see [Note: held out]."""
     digest = hashlib.blake2b(document.encode(), digest_size=6).digest()
     return int.from_bytes(digest) / 2**48
 
 
-def split_of(place: float, fraction: float) -> Split:
+def assign_split(hash_value: float, fraction: float) -> Split:
     """Return the side of a document at a place, where `fraction`, in [0, 1), is held out."""
-    return "held_out" if place < fraction else "train"
+    return "held_out" if hash_value < fraction else "train"
 
 
-def is_nearer(place: float, other: float, side: Split) -> bool:
-    """Return whether a document is nearer to the other side, which gets the nearest if it is empty, than `other`."""
-    return place < other if side == "train" else place > other
+def is_nearer_boundary(hash_value: float, other_hash_value: float, split: Split) -> bool:
+    """Return whether a document is nearer to the other side, which gets the nearest if it is empty, than `other_hash_value`."""
+    return hash_value < other_hash_value if split == "train" else hash_value > other_hash_value
 
 
-def training_documents(documents: Iterable[str], fraction: float) -> Iterator[str]:
+def iter_training_documents(documents: Iterable[str], fraction: float) -> Iterator[str]:
     """Yield the documents to train on, in about their order and with one of them in memory."""
     if fraction == 0:
         yield from documents
@@ -286,15 +288,15 @@ def training_documents(documents: Iterable[str], fraction: float) -> Iterator[st
     # What changes sides if the other one stays empty.
     nearest: str | None = None
     for document in documents:
-        place = place_of(document)
-        side = split_of(place, fraction)
+        place = hash_to_unit_interval(document)
+        side = assign_split(place, fraction)
         seen.add(side)
         left: str | None = document
         if len(seen) == 2:
             if nearest is not None and side == "held_out":
                 yield nearest
             nearest = None
-        elif nearest is None or is_nearer(place, place_of(nearest), side):
+        elif nearest is None or is_nearer_boundary(place, hash_to_unit_interval(nearest), side):
             left, nearest = nearest, document
         if side == "train" and left is not None:
             yield left

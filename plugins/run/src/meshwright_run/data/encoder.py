@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.plugin import IGNORED_LABEL, DataError
+from meshwright.plugin import IGNORE_INDEX, DataError
 
-from .chat_template import Answers, ChatTemplate
-from .config import Format, TooLong
-from .conversations import Fields, LossOn, Message, MessageReader, check_text
+from .chat_template import AnswerExtractor, ChatTemplate
+from .config import Format, TooLongAction
+from .conversations import FieldReader, LossOn, Message, MessageReader, check_text
 from .sources import Record
-from .tokenizer import Draft, DraftWriter, no_tokenizer_threads, token_dtype, vocab_size_of
+from .tokenizer import Document, DocumentTokenizer, choose_token_dtype, disable_tokenizer_threads, get_vocab_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Tokens = tuple[np.ndarray, np.ndarray | None]
+TokensAndMask = tuple[np.ndarray, np.ndarray | None]
 """Tokens and which of them are learnt, (T,) each."""
-Parse = Callable[[Record], Sequence[Draft] | Sequence[Tokens]]
+ParseRecord = Callable[[Record], Sequence[Document] | Sequence[TokensAndMask]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Counts:
+class EncodingCounts:
     """What became of records; counts add up.
 
     `cut`, `dropped` and `split` count documents that were too long; `unlearnt` documents or pieces left out since
@@ -64,8 +64,10 @@ class Counts:
     unlearnt: int = 0
     unanswered: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Counts)))
+    def __add__(self, other: EncodingCounts) -> EncodingCounts:
+        return EncodingCounts(
+            *(getattr(self, each.name) + getattr(other, each.name) for each in fields(EncodingCounts))
+        )
 
 
 class Encoder:
@@ -76,34 +78,34 @@ class Encoder:
         *,
         loss_on: LossOn = "answers",
         chat_template: str | None = None,
-        too_long: TooLong | None = None,
+        too_long: TooLongAction | None = None,
         seq_len: int | None = None,
         fields: Mapping[str, str] | None = None,
         columns: Sequence[str] = (),
     ) -> None:
         """Check the options of a source, as of `SourceConfig` and `DataConfig`; `chat_template`: its text."""
         self._together = source_format == "preference"
-        self._too_long: TooLong = too_long or ("split" if source_format in ("text", "tokens") else "error")
+        self._too_long: TooLongAction = too_long or ("split" if source_format in ("text", "tokens") else "error")
         self._seq_len, self._columns = seq_len, tuple(columns)
-        self._fields = Fields(fields or {})
-        self._writer = DraftWriter(tokenizer)
-        self._parse = _parser(source_format, tokenizer, self._fields, loss_on, chat_template)
+        self._fields = FieldReader(fields or {})
+        self._writer = DocumentTokenizer(tokenizer)
+        self._parse = _build_parser(source_format, tokenizer, self._fields, loss_on, chat_template)
 
-    def encode(self, records: Sequence[Record]) -> tuple[list[list[Example]], Counts]:
+    def encode(self, records: Sequence[Record]) -> tuple[list[list[Example]], EncodingCounts]:
         parsed = [self._parse(record) for record in records]
-        drafts: list[Draft] = []
-        counts = Counts(records=len(records))
+        drafts: list[Document] = []
+        counts = EncodingCounts(records=len(records))
         for record, documents in zip(records, parsed, strict=True):
             for draft in documents:
-                if isinstance(draft, Draft):
+                if isinstance(draft, Document):
                     check_text(draft.text, record.where, "the text")
                     drafts.append(draft)
-                    counts += Counts(unanswered=draft.unanswered)
-        with no_tokenizer_threads():
+                    counts += EncodingCounts(unanswered=draft.unanswered)
+        with disable_tokenizer_threads():
             written = iter(self._writer.write(drafts))
         found: list[list[Example]] = []
         for record, documents in zip(records, parsed, strict=True):
-            made = [next(written) if isinstance(each, Draft) else each for each in documents]
+            made = [next(written) if isinstance(each, Document) else each for each in documents]
             columns = self._values(record, [len(tokens) for tokens, _ in made])
             examples = [Example(*each, values) for each, values in zip(made, columns, strict=True)]
             kept, own = self._fitted(examples, record)
@@ -119,41 +121,41 @@ class Encoder:
             if len(values) != len(lengths):
                 self._fields.refuse(record, name, value, "must hold a number, or two: of chosen and rejected")
             for entries, each, length in zip(found, values, lengths, strict=True):
-                # `record_of` has refused what is no number.
+                # `build_record` has refused what is no number.
                 if isinstance(each, list) and len(each) != length:
                     rule = f"a column must hold a number, or a list of numbers, one for each of {length} tokens"
                     self._fields.refuse(record, name, each, rule)
                 entries[name] = each
         return found
 
-    def _fitted(self, documents: Sequence[Example], record: Record) -> tuple[list[Example], Counts]:
+    def _fitted(self, documents: Sequence[Example], record: Record) -> tuple[list[Example], EncodingCounts]:
         """Return documents of at most `seq_len` tokens in which something is learnt; of a pair both or none."""
         kept: list[Example] = []
-        counts = Counts()
+        counts = EncodingCounts()
         for document in documents:
             pieces, own = self._pieces(document, record.where)
             learnt = [piece for piece in pieces if piece.learnt()]
-            counts += own + Counts(unlearnt=len(pieces) - len(learnt))
+            counts += own + EncodingCounts(unlearnt=len(pieces) - len(learnt))
             kept += learnt
         if self._together and len(kept) < len(documents):
             reason = "dropped" if counts.dropped else "unlearnt"
-            counts, kept = Counts(**{reason: len(documents)}), []
-        totals = Counts(
+            counts, kept = EncodingCounts(**{reason: len(documents)}), []
+        totals = EncodingCounts(
             documents=len(kept), tokens=sum(map(len, kept)), labelled=sum(document.learnt() for document in kept)
         )
         return kept, counts + totals
 
-    def _pieces(self, document: Example, where: str) -> tuple[list[Example], Counts]:
+    def _pieces(self, document: Example, where: str) -> tuple[list[Example], EncodingCounts]:
         length, seq_len = len(document), self._seq_len
         if seq_len is None or length <= seq_len:
-            return [document], Counts()
+            return [document], EncodingCounts()
         if self._too_long == "cut":
-            return [document.part(0, seq_len)], Counts(cut=1)
+            return [document.part(0, seq_len)], EncodingCounts(cut=1)
         if self._too_long == "drop":
-            return [], Counts(dropped=1)
+            return [], EncodingCounts(dropped=1)
         if self._too_long == "split":
             parts = [document.part(start, min(start + seq_len, length)) for start in range(0, length, seq_len)]
-            return parts, Counts(split=1)
+            return parts, EncodingCounts(split=1)
         raise DataError(
             f"{where}: {length:,} tokens, but seq_len={seq_len:,}. Set seq_len to at least {length}, or say what "
             "becomes of what is longer: too_long: cut keeps the beginning, split makes several of it, drop leaves it "
@@ -161,27 +163,27 @@ class Encoder:
         )
 
 
-def _parser(
+def _build_parser(
     source_format: Format,
     tokenizer: PreTrainedTokenizerBase,
-    fields: Fields,
+    fields: FieldReader,
     loss_on: LossOn,
     chat_template: str | None,
-) -> Parse:
+) -> ParseRecord:
     if source_format == "text":
-        return lambda record: [Draft(fields.text(record, "text"), opened=True, closed=True)]
+        return lambda record: [Document(fields.text(record, "text"), opened=True, closed=True)]
     if source_format == "tokens":
-        return _tokens_of(fields, tokenizer)
-    chat = _Chat(tokenizer, fields, loss_on, chat_template)
+        return _build_token_parser(fields, tokenizer)
+    chat = _ChatParser(tokenizer, fields, loss_on, chat_template)
     if source_format == "messages":
         _ = chat.answers  # refuses a tokenizer without a template
         return chat.messages
     return chat.completion if source_format == "prompt_completion" else chat.preference
 
 
-def _tokens_of(fields: Fields, tokenizer: PreTrainedTokenizerBase) -> Parse:
+def _build_token_parser(fields: FieldReader, tokenizer: PreTrainedTokenizerBase) -> ParseRecord:
     """Parse documents that were tokenized before; nothing is added to them."""
-    vocab_size, dtype = vocab_size_of(tokenizer), token_dtype(tokenizer)
+    vocab_size, dtype = get_vocab_size(tokenizer), choose_token_dtype(tokenizer)
 
     def integers(record: Record, field: str, rule: str) -> np.ndarray:
         value = fields.need(record, field)
@@ -193,7 +195,7 @@ def _tokens_of(fields: Fields, tokenizer: PreTrainedTokenizerBase) -> Parse:
             fields.refuse(record, field, value, rule)
         return found.astype(np.int64)
 
-    def parse(record: Record) -> list[Tokens]:
+    def parse(record: Record) -> list[TokensAndMask]:
         ids = integers(record, "input_ids", "must hold a list of token ids")
         outside = ids[(ids < 0) | (ids >= vocab_size)]
         if len(outside):
@@ -202,7 +204,7 @@ def _tokens_of(fields: Fields, tokenizer: PreTrainedTokenizerBase) -> Parse:
                 "to the one that made these tokens."
             )
         labelled = np.ones(len(ids), bool)
-        for name, read in (("labels", _learnt_labels), ("loss_mask", _learnt_mask)):
+        for name, read in (("labels", _mask_from_labels), ("loss_mask", _mask_from_loss_mask)):
             if fields.find(record, name) is not None:
                 values = integers(record, name, "must hold a list of integers, one for each token")
                 if len(values) != len(ids):
@@ -216,47 +218,49 @@ def _tokens_of(fields: Fields, tokenizer: PreTrainedTokenizerBase) -> Parse:
     return parse
 
 
-def _learnt_labels(record: Record, ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    wrong = np.flatnonzero((labels != IGNORED_LABEL) & (labels != ids))
+def _mask_from_labels(record: Record, ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    wrong = np.flatnonzero((labels != IGNORE_INDEX) & (labels != ids))
     if len(wrong):
         place = wrong[0]
         raise DataError(
-            f"{record.where}: label {labels[place]} of token {place} is neither {IGNORED_LABEL}, not to be learnt, nor "
+            f"{record.where}: label {labels[place]} of token {place} is neither {IGNORE_INDEX}, not to be learnt, nor "
             f"the token itself, {ids[place]}. Labels are not moved by one: the model's loss does that."
         )
-    return labels != IGNORED_LABEL
+    return labels != IGNORE_INDEX
 
 
-def _learnt_mask(record: Record, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def _mask_from_loss_mask(record: Record, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
     wrong = mask[(mask != 0) & (mask != 1)]
     if len(wrong):
         raise DataError(f"{record.where}: loss_mask holds {wrong[0]}; 1 is for tokens to be learnt, 0 for others.")
     return mask != 0
 
 
-class _Chat:
+class _ChatParser:
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, fields: Fields, loss_on: LossOn, chat_template: str | None
+        self, tokenizer: PreTrainedTokenizerBase, fields: FieldReader, loss_on: LossOn, chat_template: str | None
     ) -> None:
         self._tokenizer, self._fields, self._chat_template = tokenizer, fields, chat_template
         self._loss_on: LossOn = loss_on
         self._reader = MessageReader(fields)
 
     @cached_property
-    def answers(self) -> Answers:
+    def answers(self) -> AnswerExtractor:
         """Made when it is needed: prompts and answers of plain text do without a template."""
-        return Answers(ChatTemplate(self._tokenizer, self._chat_template), self._loss_on)
+        return AnswerExtractor(ChatTemplate(self._tokenizer, self._chat_template), self._loss_on)
 
-    def messages(self, record: Record) -> list[Draft]:
+    def messages(self, record: Record) -> list[Document]:
         return self.answers.drafts(self._reader.conversation(record, self._reader.messages(record, "messages")))
 
-    def completion(self, record: Record) -> list[Draft]:
+    def completion(self, record: Record) -> list[Document]:
         if isinstance(self._fields.need(record, "prompt"), str) and self._is_text(record, "completion"):
             return [self._joined(record, "completion")]
         prompt, completion = (self._reader.messages(record, field) for field in ("prompt", "completion"))
-        return self.answers.drafts(self._reader.conversation(record, [*prompt, *completion], given=len(prompt)))
+        return self.answers.drafts(
+            self._reader.conversation(record, [*prompt, *completion], num_prompt_messages=len(prompt))
+        )
 
-    def preference(self, record: Record) -> list[Draft]:
+    def preference(self, record: Record) -> list[Document]:
         if self._is_text(record, "chosen") and self._is_text(record, "rejected"):
             return [self._joined(record, field) for field in ("chosen", "rejected")]
         sides = [self._reader.messages(record, field) for field in ("chosen", "rejected")]
@@ -264,7 +268,7 @@ class _Chat:
         found = []
         for name, side in zip(("chosen", "rejected"), sides, strict=True):
             messages = side if side[: len(prompt)] == prompt and len(side) > len(prompt) else [*prompt, *side]
-            drafts = self.answers.drafts(self._reader.conversation(record, messages, given=len(prompt)))
+            drafts = self.answers.drafts(self._reader.conversation(record, messages, num_prompt_messages=len(prompt)))
             if len(drafts) > 1:
                 raise DataError(
                     f"{record.where}: {name} has several answers, and the chat template writes the earlier ones "
@@ -298,7 +302,7 @@ class _Chat:
     def _is_text(self, record: Record, field: str) -> bool:
         return isinstance(self._fields.need(record, field), str)
 
-    def _joined(self, record: Record, field: str) -> Draft:
+    def _joined(self, record: Record, field: str) -> Document:
         prompt, answer = self._fields.text(record, "prompt"), self._fields.text(record, field)
         if not answer:
             raise DataError(
@@ -307,4 +311,4 @@ class _Chat:
             )
         text = prompt + answer
         span = None if self._loss_on == "all" else ((len(prompt), len(text)),)
-        return Draft(text, span, opened=True, closed=True)
+        return Document(text, span, opened=True, closed=True)

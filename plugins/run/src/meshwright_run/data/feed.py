@@ -14,26 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.plugin import IGNORED_LABEL, CheckpointError, ConfigError, DataError
+from meshwright.plugin import IGNORE_INDEX, CheckpointError, ConfigError, DataError
 
 from .config import DataConfig, SourceConfig
-from .documents import Documents, cache_root
-from .order import DataOrder, Mixture, Stream, check_batch_size, loader_of, shuffled
+from .documents import TokenizedDocuments, get_cache_root
+from .order import DataOrder, SourceMixture, StreamingSource, build_record_loader, check_batch_size, shuffle_indices
 from .prepare import HELD_OUT, PreparedData
-from .rows import JoinedRows, Rows, make_rows
+from .rows import ConcatDataset, RowDataset, build_row_dataset
 from .sources import Record
-from .tokenizer import load_tokenizer, no_tokenizer_threads
-from .tokenizing import PieceEncoder, tokenizing
+from .tokenizer import disable_tokenizer_threads, load_tokenizer
+from .tokenizing import ChunkEncoder, build_tokenization
 
 if TYPE_CHECKING:
     from meshwright.plugin import Batch
 
 
 @dataclass(frozen=True)
-class Place:
+class DataShard:
     """Which part of a global batch a rank has, and in what shapes.
 
-    Lengths of padded rows are multiples of `multiple`; if `seq_len` is none, all rows have that. `one_shape`: all
+    Lengths of padded rows are multiples of `multiple`; if `seq_len` is none, all rows have that. `uniform_length`: all
     microbatches of a step have one length, as stages of a pipeline need it.
     """
 
@@ -51,13 +51,13 @@ class Place:
             raise ValueError(f"data_rank must lie in [0, {self.data_size}), the data ranks, not {self.data_rank}")
 
 
-class Feed:
-    """The rows of each step. Streams need steps in order, and `load_state` where a run resumes."""
+class TrainSampler:
+    """The rows of each step. Streams need steps in order, and `load_state_dict` where a run resumes."""
 
     def __init__(
         self,
-        sources: Sequence[Rows | Stream],
-        place: Place,
+        sources: Sequence[RowDataset | StreamingSource],
+        shard: DataShard,
         *,
         batch_size: int,
         seed: int,
@@ -65,16 +65,16 @@ class Feed:
         origin: tuple[int, int] = (0, 0),
     ) -> None:
         """Set the order; `weights`: of sources, None: all rows in one order; `origin`: a step, and rows before it."""
-        check_batch_size(batch_size, data_size=place.data_size, micro_batch_size=place.micro_batch_size)
+        check_batch_size(batch_size, data_size=shard.data_size, micro_batch_size=shard.micro_batch_size)
         self._sources, self._group = tuple(sources), sources[0].group
-        check_groups(self._group, batch_size=batch_size, micro_batch_size=place.micro_batch_size)
-        self._place, self._seed = place, seed
-        self._streams = [each for each in sources if isinstance(each, Stream)]
-        at_hand = [each for each in sources if not isinstance(each, Stream)]
-        self._rows = JoinedRows(at_hand) if at_hand else None
+        check_group_size(self._group, batch_size=batch_size, micro_batch_size=shard.micro_batch_size)
+        self._place, self._seed = shard, seed
+        self._streams = [each for each in sources if isinstance(each, StreamingSource)]
+        at_hand = [each for each in sources if not isinstance(each, StreamingSource)]
+        self._rows = ConcatDataset(at_hand) if at_hand else None
         if weights is None and self._streams:
             weights = [1.0] * len(sources)
-        self._mixture = None if weights is None else Mixture(weights, seed)
+        self._mixture = None if weights is None else SourceMixture(weights, seed)
         first, rows = origin
         self._order = DataOrder(
             # Without rows at hand only positions are asked for, which depend on no epoch.
@@ -91,20 +91,20 @@ class Feed:
 
     def microbatches(self, step: int) -> list[Batch]:
         """Return this rank's share of a step, counted from 0: microbatches of B rows as `Rows.take` gives them."""
-        return _divided(*self._of_step(step), self._place)
+        return _split_into_microbatches(*self._of_step(step), self._place)
 
     def shares(self, step: int) -> list[list[Batch]]:
         rows, units = self._of_step(step)
         ranks = range(self._place.data_size)
-        return [_divided(rows, units, replace(self._place, data_rank=rank)) for rank in ranks]
+        return [_split_into_microbatches(rows, units, replace(self._place, data_rank=rank)) for rank in ranks]
 
     def state(self, step: int) -> list[dict[str, Any]] | None:
-        """Return what `load_state` needs to resume with a step, as JSON; this step or the one before was read last."""
+        """Return what `load_state_dict` needs to resume with a step, as JSON; this step or the one before was read last."""
         if self._mixture is None or not self._streams:
             return None
         before = self._mixture.before(self._order.position(step))
         pairs = zip(self._sources, before, strict=True)
-        return [source.state(count) for source, count in pairs if isinstance(source, Stream)]
+        return [source.state(count) for source, count in pairs if isinstance(source, StreamingSource)]
 
     def load_state(self, state: Sequence[dict[str, Any]] | None) -> None:
         if len(state or ()) != len(self._streams):
@@ -115,7 +115,7 @@ class Feed:
         for stream, own in zip(self._streams, state or (), strict=True):
             stream.begin(self._seed, own)
 
-    def _of_step(self, step: int) -> tuple[Rows, np.ndarray]:
+    def _of_step(self, step: int) -> tuple[RowDataset, np.ndarray]:
         """Return rows, and which groups of them a step has."""
         if self._mixture is not None:
             return self._mixed(self._mixture, step)
@@ -123,15 +123,15 @@ class Feed:
             raise ValueError("there are no sources")
         return self._rows, self._order.indices(step)
 
-    def _mixed(self, mixture: Mixture, step: int) -> tuple[Rows, np.ndarray]:
+    def _mixed(self, mixture: SourceMixture, step: int) -> tuple[RowDataset, np.ndarray]:
         sources, ranks = mixture.places(self._order.position(step), self._order.position(step + 1))
-        tables: list[Rows] = []
+        tables: list[RowDataset] = []
         units, of_table = np.empty(len(sources), np.int64), np.empty(len(sources), np.int64)
         for number, source in enumerate(self._sources):
             (mine,) = np.nonzero(sources == number)
             if not len(mine):
                 continue
-            if isinstance(source, Stream):
+            if isinstance(source, StreamingSource):
                 found = source.take(int(ranks[mine[0]]), int(ranks[mine[-1]]) + 1)
             else:
                 found = iter([(source, self._in_epochs(number, len(source) // self._group, ranks[mine]))])
@@ -139,7 +139,7 @@ class Feed:
                 here, mine = mine[: len(chosen)], mine[len(chosen) :]
                 units[here], of_table[here] = chosen, len(tables)
                 tables.append(table)
-        joined = JoinedRows(tables)
+        joined = ConcatDataset(tables)
         return joined, units + joined.starts[of_table] // self._group
 
     def _in_epochs(self, number: int, size: int, ranks: np.ndarray) -> np.ndarray:
@@ -148,121 +148,132 @@ class Feed:
         found = np.empty_like(offsets)
         for epoch in np.unique(epochs):
             now = epochs == epoch
-            found[now] = shuffled(offsets[now], size, seed=self._seed, epoch=int(epoch), of=f"source {number}")
+            found[now] = shuffle_indices(
+                offsets[now], size, seed=self._seed, epoch=int(epoch), domain=f"source {number}"
+            )
         return found
 
 
-def check_groups(group: int, *, batch_size: int, micro_batch_size: int) -> None:
+def check_group_size(group_size: int, *, batch_size: int, micro_batch_size: int) -> None:
     for name, size in (("batch_size", batch_size), ("micro_batch_size", micro_batch_size)):
-        if size % group:
+        if size % group_size:
             raise ConfigError(
-                f"{name}={size} counts rows, of which {group} belong together (chosen and rejected): it must be a "
-                f"multiple of {group}."
+                f"{name}={size} counts rows, of which {group_size} belong together (chosen and rejected): it must be a "
+                f"multiple of {group_size}."
             )
 
 
-def eval_microbatches(rows: Rows, place: Place, *, count: int | None) -> list[Batch]:
-    """Read one data rank's share of `count` rows (None: all), spread evenly over all.
+def read_eval_microbatches(dataset: RowDataset, shard: DataShard, *, num_rows: int | None) -> list[Batch]:
+    """Read one data rank's share of `num_rows` rows (None: all), spread evenly over all.
 
     All ranks get equally many microbatches of equal shape; missing rows repeat others, with all labels masked.
     """
-    if count is not None and count < 1:
-        raise ValueError(f"count must be at least 1, or None for all, not {count}")
-    if len(rows) == 0:
+    if num_rows is not None and num_rows < 1:
+        raise ValueError(f"count must be at least 1, or None for all, not {num_rows}")
+    if len(dataset) == 0:
         raise ValueError("there are no sequences to evaluate on")
-    if count is not None and count > len(rows):
+    if num_rows is not None and num_rows > len(dataset):
         raise ConfigError(
-            f"{count} sequences are to be evaluated, but the split holds {len(rows)}. Ask for at most "
-            f"{len(rows)}, leave the number out to use all, or raise eval_fraction."
+            f"{num_rows} sequences are to be evaluated, but the split holds {len(dataset)}. Ask for at most "
+            f"{len(dataset)}, leave the number out to use all, or raise eval_fraction."
         )
-    check_groups(rows.group, batch_size=count or rows.group, micro_batch_size=place.micro_batch_size)
-    available, per_step = len(rows) // rows.group, place.data_size * place.micro_batch_size // rows.group
-    count = available if count is None else count // rows.group
-    padded = -(-count // per_step) * per_step
+    check_group_size(dataset.group, batch_size=num_rows or dataset.group, micro_batch_size=shard.micro_batch_size)
+    available, per_step = len(dataset) // dataset.group, shard.data_size * shard.micro_batch_size // dataset.group
+    num_rows = available if num_rows is None else num_rows // dataset.group
+    padded = -(-num_rows // per_step) * per_step
     numbers = np.arange(padded)
-    return _divided(rows, numbers % count * available // count, place, masked=numbers >= count)
+    return _split_into_microbatches(
+        dataset, numbers % num_rows * available // num_rows, shard, masked_groups=numbers >= num_rows
+    )
 
 
-def _divided(rows: Rows, units: np.ndarray, place: Place, *, masked: np.ndarray | None = None) -> list[Batch]:
-    """Return this rank's microbatches of the groups `units`, with the labels of those in `masked` masked."""
-    indices = units[:, None] * rows.group + np.arange(rows.group)
-    per_batch = place.micro_batch_size // rows.group
-    lengths = rows.lengths(indices.reshape(-1))
+def _split_into_microbatches(
+    dataset: RowDataset, groups: np.ndarray, shard: DataShard, *, masked_groups: np.ndarray | None = None
+) -> list[Batch]:
+    """Return this rank's microbatches of the groups `groups`, with the labels of those in `masked_groups` masked."""
+    indices = groups[:, None] * dataset.group + np.arange(dataset.group)
+    per_batch = shard.micro_batch_size // dataset.group
+    lengths = dataset.lengths(indices.reshape(-1))
     if lengths is None:
-        parts = np.arange(len(units)).reshape(place.data_size, -1)[place.data_rank].reshape(-1, per_batch)
-        widths = [rows.seq_len] * len(parts)
+        parts = np.arange(len(groups)).reshape(shard.data_size, -1)[shard.data_rank].reshape(-1, per_batch)
+        widths = [dataset.seq_len] * len(parts)
     else:
         # See [Note: rows of one length].
         lengths = lengths.reshape(indices.shape).max(1)
-        sorted_ = np.argsort(-lengths, kind="stable").reshape(-1, place.data_size, per_batch)
-        parts = sorted_[:, place.data_rank]
-        widths = _widths(lengths[sorted_].reshape(len(parts), -1).max(1), rows.seq_len, place)
+        sorted_ = np.argsort(-lengths, kind="stable").reshape(-1, shard.data_size, per_batch)
+        parts = sorted_[:, shard.data_rank]
+        widths = _pad_lengths(lengths[sorted_].reshape(len(parts), -1).max(1), dataset.seq_len, shard)
     batches: list[Batch] = []
     for part, width in zip(parts, widths, strict=True):
-        batch = dict(rows.take(indices[part].reshape(-1), width))
-        if masked is not None and masked[part].any():
-            batch["labels"][np.repeat(masked[part], rows.group)] = IGNORED_LABEL
+        batch = dict(dataset.take(indices[part].reshape(-1), width))
+        if masked_groups is not None and masked_groups[part].any():
+            batch["labels"][np.repeat(masked_groups[part], dataset.group)] = IGNORE_INDEX
         batches.append(batch)
     return batches
 
 
-def _widths(longest: np.ndarray, seq_len: int, place: Place) -> list[int]:
-    if seq_len % place.multiple:
+def _pad_lengths(longest: np.ndarray, seq_len: int, shard: DataShard) -> list[int]:
+    if seq_len % shard.multiple:
         # What cannot be divided is an error at the first step, not at one of this length.
         return [seq_len] * len(longest)
-    if place.one_shape:
+    if shard.one_shape:
         longest = np.full_like(longest, longest.max())
-    unit = max(2, place.multiple)
+    unit = max(2, shard.multiple)
     return [min(seq_len, int(-(-each // unit)) * unit) for each in longest]
 
 
 @dataclass(frozen=True)
-class RunRows:
+class RunDatasets:
     """The rows of a run: of each source, its weight (None: by numbers of rows), and evaluation sets by name."""
 
-    training: tuple[Rows | Stream, ...]
+    training: tuple[RowDataset | StreamingSource, ...]
     weights: tuple[float, ...] | None
-    held_out: Mapping[str, Rows]
+    held_out: Mapping[str, RowDataset]
 
     @property
     def streams(self) -> int:
-        return sum(isinstance(each, Stream) for each in self.training)
+        return sum(isinstance(each, StreamingSource) for each in self.training)
 
     @property
     def at_hand(self) -> int:
-        return sum(len(each) for each in self.training if not isinstance(each, Stream))
+        return sum(len(each) for each in self.training if not isinstance(each, StreamingSource))
 
     @property
     def rows_per_epoch(self) -> int | None:
         return None if self.streams else self.at_hand
 
     @property
-    def evaluated(self) -> Rows:
+    def evaluated(self) -> RowDataset:
         return self.held_out.get(HELD_OUT) or next(iter(self.held_out.values()))
 
 
-def lay_out(data: PreparedData, config: DataConfig, *, masks: bool = False) -> RunRows:
-    """Make the rows of what was prepared; `masks`: see [Note: padding without a mask] in `rows`."""
-    cache = cache_root(config.cache_dir) / "rows"
+def build_datasets(data: PreparedData, config: DataConfig, *, mask_padding: bool = False) -> RunDatasets:
+    """Make the rows of what was prepared; `mask_padding`: see [Note: padding without a mask] in `rows`."""
+    cache = get_cache_root(config.cache_dir) / "rows"
 
-    def rows_of(documents: Documents, place: str) -> Rows:
-        rows = make_rows(
-            documents, config.packing_kind(), config.seq_len, cache=cache, masks=masks, dtypes=data.columns
+    def rows_of(documents: TokenizedDocuments, location: str) -> RowDataset:
+        rows = build_row_dataset(
+            documents,
+            config.packing_kind(),
+            config.seq_len,
+            cache=cache,
+            mask_padding=mask_padding,
+            column_dtypes=data.columns,
         )
         if not len(rows):
             raise DataError(
-                f"{place} fills no row of seq_len={config.seq_len}: it holds {len(documents.tokens)} tokens in "
+                f"{location} fills no row of seq_len={config.seq_len}: it holds {len(documents.tokens)} tokens in "
                 f"{len(documents)} documents. Give more, or lower data.seq_len."
             )
         return rows
 
-    def joined(name: str, documents: Sequence[Documents]) -> Rows:
-        return JoinedRows([rows_of(each, f"the evaluation set {name!r}") for each in documents])
+    def joined(name: str, documents: Sequence[TokenizedDocuments]) -> RowDataset:
+        return ConcatDataset([rows_of(each, f"the evaluation set {name!r}") for each in documents])
 
     weights = tuple(source.config.weight for source in data.sources if source.config.weight is not None)
-    return RunRows(
+    return RunDatasets(
         training=tuple(
-            _stream(data, config, source.config, masks)
+            _build_stream(data, config, source.config, mask_padding)
             if source.train is None
             else rows_of(source.train, repr(source.config.place))
             for source in data.sources
@@ -272,19 +283,21 @@ def lay_out(data: PreparedData, config: DataConfig, *, masks: bool = False) -> R
     )
 
 
-def _stream(data: PreparedData, config: DataConfig, source: SourceConfig, masks: bool) -> Stream:
-    how = tokenizing(source, config, 0.0)
+def _build_stream(data: PreparedData, config: DataConfig, source: SourceConfig, mask_padding: bool) -> StreamingSource:
+    how = build_tokenization(source, config, 0.0)
 
     @functools.cache
-    def encoder() -> PieceEncoder:
-        return PieceEncoder(how, load_tokenizer(data.tokenizer_dir))
+    def encoder() -> ChunkEncoder:
+        return ChunkEncoder(how, load_tokenizer(data.tokenizer_dir))
 
-    def encode(records: list[Record]) -> Documents | None:
-        with no_tokenizer_threads():
+    def encode(records: list[Record]) -> TokenizedDocuments | None:
+        with disable_tokenizer_threads():
             documents = encoder()(records).documents.get("train")
         return None if documents is None else replace(documents, group=data.group)
 
-    def make(documents: Documents) -> Rows:
-        return make_rows(documents, config.packing_kind(), config.seq_len, masks=masks)
+    def make(documents: TokenizedDocuments) -> RowDataset:
+        return build_row_dataset(documents, config.packing_kind(), config.seq_len, mask_padding=mask_padding)
 
-    return Stream(source.place, lambda records: loader_of(source, records), encode, make, group=data.group)
+    return StreamingSource(
+        source.place, lambda records: build_record_loader(source, records), encode, make, group_size=data.group
+    )

@@ -16,29 +16,29 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
-from meshwright.plugin import DataError, open_regular
+from meshwright.plugin import DataError, open_regular_file
 
-from .progress import Meter
+from .progress import ReadProgress
 
-Found = tuple[Any, str]
+LocatedValue = tuple[Any, str]
 """A value, and where it is."""
 
 COMPRESSED = (".gz", ".zst")
 MAX_BYTES = 1 << 30
 """Of one line, of one cell of a .csv file, or of one object in an array."""
-FREE, MOST_TIMES = 1 << 26, 500
+ALWAYS_ALLOWED_BYTES, MAX_EXPANSION_RATIO = 1 << 26, 500
 """Bytes that a compressed file may expand to, and beyond that how many times its size. Text shrinks to a tenth."""
 _CHUNK = 1 << 20
 _COMPRESSED_CHUNK = 1 << 12
 """Small, since it may expand to 32,768 times as much."""
-_ROWS = 256
+_ROWS_PER_BATCH = 256
 
 
-class Cells(dict[str, str]):
+class CsvRow(dict[str, str]):
     """A row of a .csv file, in which numbers are text."""
 
 
-def extra(module: str, purpose: str) -> Any:
+def import_extra(module: str, purpose: str) -> Any:
     """Import a module of the extra `meshwright[data]`; `purpose` is the subject of the error's sentence."""
     try:
         return importlib.import_module(module)
@@ -50,31 +50,31 @@ def extra(module: str, purpose: str) -> Any:
         ) from error
 
 
-def kind_of(path: Path) -> str:
+def get_file_kind(path: Path) -> str:
     """Return the suffix that tells a file's kind, in small letters, without that of its compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSED), "")
 
 
-def read_file(path: Path, meter: Meter) -> Iterator[Found]:
-    with opened(path, meter) as file:
-        yield from KINDS[kind_of(path)](file, path)
+def read_file(path: Path, progress: ReadProgress) -> Iterator[LocatedValue]:
+    with open_decompressed(path, progress) as file:
+        yield from READERS[get_file_kind(path)](file, path)
 
 
 @contextmanager
-def opened(path: Path, meter: Meter) -> Iterator[BinaryIO]:
+def open_decompressed(path: Path, progress: ReadProgress) -> Iterator[BinaryIO]:
     compression = path.suffix.lower()
     broken: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
-    zstandard = extra("zstandard", f"reading {path}") if compression == ".zst" else None
+    zstandard = import_extra("zstandard", f"reading {path}") if compression == ".zst" else None
     if zstandard is not None:
         broken = (zstandard.ZstdError, EOFError)
     try:
-        with open_regular(path) as file:
-            meter.file = file
+        with open_regular_file(path) as file:
+            progress.file = file
             if compression == ".gz":
-                yield io.BufferedReader(_Bounded(gzip.GzipFile(fileobj=file), file), _CHUNK)
+                yield io.BufferedReader(_BoundedReader(gzip.GzipFile(fileobj=file), file), _CHUNK)
             elif zstandard is not None:
-                yield io.BufferedReader(_Bounded(_Zst(file, zstandard), file), _CHUNK)
+                yield io.BufferedReader(_BoundedReader(_ZstdReader(file, zstandard), file), _CHUNK)
             else:
                 yield file
     except broken as error:
@@ -85,7 +85,7 @@ def opened(path: Path, meter: Meter) -> Iterator[BinaryIO]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-class _Bounded(io.RawIOBase):
+class _BoundedReader(io.RawIOBase):
     """Decompressed content; raises DataError once it is far larger than the file."""
 
     def __init__(self, content: Any, file: BinaryIO) -> None:
@@ -97,15 +97,15 @@ class _Bounded(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         count = int(self._content.readinto(memoryview(buffer)[:_CHUNK]))
         self._count += count
-        if self._count > FREE and self._count > MOST_TIMES * self._file.tell():
+        if self._count > ALWAYS_ALLOWED_BYTES and self._count > MAX_EXPANSION_RATIO * self._file.tell():
             raise DataError(
-                f"{getattr(self._file, 'name', 'the file')}: the compressed content is more than {MOST_TIMES} times "
+                f"{getattr(self._file, 'name', 'the file')}: the compressed content is more than {MAX_EXPANSION_RATIO} times "
                 f"as large as the file. Give the file as it is, without its compression, if that is what it holds."
             )
         return count
 
 
-class _Zst(io.RawIOBase):
+class _ZstdReader(io.RawIOBase):
     """The content of consecutive Zstandard frames. The library's own reader takes a truncated file for a whole one."""
 
     def __init__(self, file: BinaryIO, zstandard: Any) -> None:
@@ -136,31 +136,31 @@ class _Zst(io.RawIOBase):
 # -- text, lines, tables
 
 
-def _read_text(file: BinaryIO, path: Path) -> Iterator[Found]:
-    yield {"text": _decoded(_whole(file, path), str(path))}, str(path)
+def _read_text(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
+    yield {"text": _decode_utf8(_read_document(file, path), str(path))}, str(path)
 
 
-def _read_python(file: BinaryIO, path: Path) -> Iterator[Found]:
-    text = _whole(file, path).decode("utf-8", errors="replace")
+def _read_python(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
+    text = _read_document(file, path).decode("utf-8", errors="replace")
     # As a file that is opened in text mode.
     yield {"text": text.replace("\r\n", "\n").replace("\r", "\n")}, str(path)
 
 
-def _whole(file: BinaryIO, path: Path) -> bytes:
+def _read_document(file: BinaryIO, path: Path) -> bytes:
     content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise DataError(f"{path}: a document of more than {MAX_BYTES:,} bytes. Cut it into several files.")
     return content
 
 
-def _read_lines(file: BinaryIO, path: Path) -> Iterator[Found]:
-    for number, line in _lines(file, path):
+def _read_lines(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
+    for number, line in _iter_lines(file, path):
         if line.strip():
             where = f"{path}:{number}"
-            yield _parsed(_decoded(line, where), where), where
+            yield _parse_json_line(_decode_utf8(line, where), where), where
 
 
-def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+def _iter_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
     number = 0
     while line := file.readline(MAX_BYTES):
         number += 1
@@ -171,7 +171,7 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def _decoded(content: bytes, where: str) -> str:
+def _decode_utf8(content: bytes, where: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -181,7 +181,7 @@ def _decoded(content: bytes, where: str) -> str:
         ) from None
 
 
-def _parsed(line: str, where: str) -> Any:
+def _parse_json_line(line: str, where: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -191,9 +191,9 @@ def _parsed(line: str, where: str) -> Any:
         ) from None
 
 
-def _read_csv(file: BinaryIO, path: Path) -> Iterator[Found]:
+def _read_csv(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
     csv.field_size_limit(MAX_BYTES)
-    rows = csv.reader((_decoded(line, f"{path}:{number}") for number, line in _lines(file, path)), strict=True)
+    rows = csv.reader((_decode_utf8(line, f"{path}:{number}") for number, line in _iter_lines(file, path)), strict=True)
     names: list[str] = []
     line = 1
     try:
@@ -208,14 +208,14 @@ def _read_csv(file: BinaryIO, path: Path) -> Iterator[Found]:
                         f"{path}:{line}: {len(row)} fields, but the header names {len(names)}: {', '.join(names)}. "
                         "Quote fields that hold commas or ends of lines."
                     )
-                yield Cells(zip(names, row, strict=True)), f"{path}:{line}"
+                yield CsvRow(zip(names, row, strict=True)), f"{path}:{line}"
             line = rows.line_num + 1
     except csv.Error as error:
         raise DataError(f"{path}:{line}: no row of a .csv file ({error}). Quote it as RFC 4180 says.") from None
 
 
-def _read_parquet(file: BinaryIO, path: Path) -> Iterator[Found]:
-    parquet, arrow = extra("pyarrow.parquet", f"reading {path}"), extra("pyarrow", f"reading {path}")
+def _read_parquet(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
+    parquet, arrow = import_extra("pyarrow.parquet", f"reading {path}"), import_extra("pyarrow", f"reading {path}")
     with tempfile.TemporaryFile() as whole:
         if path.suffix.lower() in COMPRESSED:
             # The format is read from the end of the file.
@@ -227,7 +227,7 @@ def _read_parquet(file: BinaryIO, path: Path) -> Iterator[Found]:
         try:
             table = parquet.ParquetFile(file)
             _check_expansion(table.metadata, path)
-            for batch in table.iter_batches(batch_size=_ROWS):
+            for batch in table.iter_batches(batch_size=_ROWS_PER_BATCH):
                 for row in batch.to_pylist():
                     yield row, f"{path}:row {number}"
                     number += 1
@@ -239,9 +239,11 @@ def _check_expansion(metadata: Any, path: Path) -> None:
     """Refuse columns that are far larger than their bytes in the file: a page is decompressed as a whole."""
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         for column in map(group.column, range(group.num_columns)):
-            if column.total_uncompressed_size > max(FREE, MOST_TIMES * column.total_compressed_size):
+            if column.total_uncompressed_size > max(
+                ALWAYS_ALLOWED_BYTES, MAX_EXPANSION_RATIO * column.total_compressed_size
+            ):
                 raise DataError(
-                    f"{path}: {column.path_in_schema} is more than {MOST_TIMES} times as large as its bytes in the "
+                    f"{path}: {column.path_in_schema} is more than {MAX_EXPANSION_RATIO} times as large as its bytes in the "
                     f"file. Write the file anew, without compression, if that is what it holds."
                 )
 
@@ -250,19 +252,19 @@ def _check_expansion(metadata: Any, path: Path) -> None:
 
 
 _ARRAY_CHUNK = 1 << 16
-_NEAR_THE_END = 16
+_END_MARGIN = 16
 """Characters, more than any literal, number or escape has. An error this near to the end of what was read may come from
 the missing rest."""
 
 
-def _read_array(file: BinaryIO, path: Path) -> Iterator[Found]:
-    for value, line in elements(file, path, max_bytes=MAX_BYTES):
+def _read_array(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
+    for value, line in iter_elements(file, path, max_bytes=MAX_BYTES):
         yield value, f"{path}:{line}"
 
 
-def elements(file: BinaryIO, path: Path, *, max_bytes: int) -> Iterator[tuple[Any, int]]:
+def iter_elements(file: BinaryIO, path: Path, *, max_bytes: int) -> Iterator[tuple[Any, int]]:
     """Yield each element of the JSON array in a file, which is read in chunks, and the line where it begins."""
-    text = _ArrayText(file, path, max_bytes)
+    text = _JsonArrayReader(file, path, max_bytes)
     first = text.next_character()
     if first == "":
         return
@@ -288,7 +290,7 @@ def elements(file: BinaryIO, path: Path, *, max_bytes: int) -> Iterator[tuple[An
         raise text.broken(f"expected the end of the file after the array, not {character!r}")
 
 
-class _ArrayText:
+class _JsonArrayReader:
     """The part of a file that was read and is not parsed yet; `line` is that of the next character."""
 
     def __init__(self, file: BinaryIO, path: Path, max_bytes: int) -> None:
@@ -318,7 +320,7 @@ class _ArrayText:
             try:
                 value, end = self._parse(self._text, self._at)
             except json.JSONDecodeError as error:
-                cut = error.pos >= len(self._text) - _NEAR_THE_END or error.msg.startswith("Unterminated string")
+                cut = error.pos >= len(self._text) - _END_MARGIN or error.msg.startswith("Unterminated string")
                 offset = error.pos - self._at
                 # Doubling, so that a long element is parsed only a few times.
                 if not cut or not self._more(max(_ARRAY_CHUNK, len(self._text) - self._at)):
@@ -331,8 +333,8 @@ class _ArrayText:
                 self.skip(end - self._at)
                 return value, line
 
-    def broken(self, what: str) -> DataError:
-        return DataError(f"{self._path}:{self.line}: not valid JSON ({what}).")
+    def broken(self, problem: str) -> DataError:
+        return DataError(f"{self._path}:{self.line}: not valid JSON ({problem}).")
 
     def _more(self, count: int) -> bool:
         if self._ended:
@@ -349,7 +351,7 @@ class _ArrayText:
         return not self._ended
 
 
-KINDS: Mapping[str, Callable[[BinaryIO, Path], Iterator[Found]]] = MappingProxyType(
+READERS: Mapping[str, Callable[[BinaryIO, Path], Iterator[LocatedValue]]] = MappingProxyType(
     {
         ".txt": _read_text,
         ".jsonl": _read_lines,
@@ -359,5 +361,5 @@ KINDS: Mapping[str, Callable[[BinaryIO, Path], Iterator[Found]]] = MappingProxyT
         ".py": _read_python,
     }
 )
-SUFFIXES = tuple(suffix for suffix in KINDS if suffix != ".py")
+SUFFIXES = tuple(suffix for suffix in READERS if suffix != ".py")
 """Kinds of files that a glob may match; .py files are those of the standard library."""

@@ -9,7 +9,7 @@ method of Webster and Sainte-Lague gives it for its weight, by which no source l
 the differences, in random order. A place tells its source and the rank of the row in it, which has its own epochs.
 Source: Balinski and Young 1982, Fair Representation (divisor methods are monotone in the size of the house).
 
-[Note: blocks] A stream is read in blocks of `RECORDS`. The documents of a block become rows by themselves, in a random
+[Note: blocks] A stream is read in blocks of `RECORDS_PER_BLOCK`. The documents of a block become rows by themselves, in a random
 order of (seed, block). Its state is how many rows were used, in which block that is, and where the reader was before
 it; resuming reads one block again. Every rank reads the whole stream, so the state does not depend on the mesh.
 """
@@ -28,47 +28,55 @@ import numpy as np
 from meshwright.plugin import CheckpointError, ConfigError, DataError
 
 from .config import SourceConfig
-from .documents import Documents
-from .files import extra
-from .rows import Rows
-from .sources import Record, find_source, open_dataset, place_of_row, read_records, reading_dataset, record_of
+from .documents import TokenizedDocuments
+from .files import import_extra
+from .rows import RowDataset
+from .sources import (
+    Record,
+    build_record,
+    convert_dataset_errors,
+    format_row_location,
+    open_dataset,
+    read_records,
+    resolve_source,
+)
 
 ORDER_VERSION = 2
 """Raised with every change to the order, which checkpoints name."""
-BLOCK = 1024
+MIXTURE_BLOCK_SIZE = 1024
 """Places of a mixture; part of the order."""
 _ROUNDS = 8
-_LEAST_BITS = 3
+_MIN_HALF_BITS = 3
 """Of a half: with fewer there are so few functions that orders of a few places are not equally likely."""
 
 
-def shuffled(places: np.ndarray, size: int, *, seed: int, epoch: int, of: str = "") -> np.ndarray:
-    """Return what stands at `places`, int64, of a random order of [0, size), each computed by itself; size <= 2^62.
+def shuffle_indices(positions: np.ndarray, size: int, *, seed: int, epoch: int, domain: str = "") -> np.ndarray:
+    """Return what stands at `positions`, int64, of a random order of [0, size), each computed by itself; size <= 2^62.
 
     A keyed bijection: a Feistel network permutes the least [0, 4^h) that holds [0, size), and what falls outside goes
     through it again. All numbers are unsigned integers of 64 bits, whose products wrap, so it is the same everywhere.
     Source: Luby and Rackoff 1988, doi:10.1137/0217022; Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9 (cycle
     walking); Steele et al. 2014, doi:10.1145/2660193.2660195 (the finalizer of SplitMix64, each round's function).
     """
-    half = max(_LEAST_BITS, ((size - 1).bit_length() + 1) // 2)
-    text = f"{seed} {epoch}{of and ' '}{of}"
+    half = max(_MIN_HALF_BITS, ((size - 1).bit_length() + 1) // 2)
+    text = f"{seed} {epoch}{domain and ' '}{domain}"
     digest = hashlib.blake2b(text.encode(), digest_size=8 * _ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-    values = _permuted(np.asarray(places).astype(np.uint64), half, keys)
+    values = _apply_feistel(np.asarray(positions).astype(np.uint64), half, keys)
     while len(outside := np.flatnonzero(values >= size)):
-        values[outside] = _permuted(values[outside], half, keys)
+        values[outside] = _apply_feistel(values[outside], half, keys)
     return values.astype(np.int64)
 
 
-def _permuted(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
+def _apply_feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
     bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> bits, values & mask
     for key in keys:
-        left, right = right, left ^ (_mixed(right ^ key) & mask)
+        left, right = right, left ^ (_splitmix64(right ^ key) & mask)
     return (left << bits) | right
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
+def _splitmix64(values: np.ndarray) -> np.ndarray:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -97,7 +105,7 @@ class DataOrder:
         while position < end:
             epoch, offset = divmod(position, self.num_sequences)
             places = np.arange(offset, min(offset + end - position, self.num_sequences))
-            pieces.append(shuffled(places, self.num_sequences, seed=self.seed, epoch=epoch))
+            pieces.append(shuffle_indices(places, self.num_sequences, seed=self.seed, epoch=epoch))
             position += len(places)
         return np.concatenate(pieces)
 
@@ -116,7 +124,7 @@ def check_batch_size(batch_size: int, *, data_size: int, micro_batch_size: int) 
     )
 
 
-class Mixture:
+class SourceMixture:
     """Which source each place of an endless mixture belongs to, and which of its rows; see [Note: shares]."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
@@ -128,42 +136,46 @@ class Mixture:
     def places(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return for the places [start, stop) the source, and the rank of the row in its source; both int64."""
         sources, ranks = [], []
-        for number in range(start // BLOCK, -(-stop // BLOCK)):
-            first = number * BLOCK
-            chosen = slice(max(start - first, 0), min(stop - first, BLOCK))
+        for number in range(start // MIXTURE_BLOCK_SIZE, -(-stop // MIXTURE_BLOCK_SIZE)):
+            first = number * MIXTURE_BLOCK_SIZE
+            chosen = slice(max(start - first, 0), min(stop - first, MIXTURE_BLOCK_SIZE))
             _, own, earlier = self._of_block(number)
             sources.append(own[chosen])
             ranks.append(earlier[chosen])
         return np.concatenate(sources), np.concatenate(ranks)
 
-    def before(self, place: int) -> list[int]:
-        first = place // BLOCK * BLOCK
+    def before(self, position: int) -> list[int]:
+        first = position // MIXTURE_BLOCK_SIZE * MIXTURE_BLOCK_SIZE
         counts = self.counts(first)
-        _, own, _ = self._of_block(place // BLOCK)
-        inside = np.bincount(own[: place - first], minlength=len(counts))
+        _, own, _ = self._of_block(position // MIXTURE_BLOCK_SIZE)
+        inside = np.bincount(own[: position - first], minlength=len(counts))
         return [count + int(more) for count, more in zip(counts, inside, strict=True)]
 
-    def counts(self, places: int) -> list[int]:
+    def counts(self, num_positions: int) -> list[int]:
         """Count how many of the first places, in full blocks, each source has."""
-        found = [int(places * share + Fraction(1, 2)) for share in self._shares]
+        found = [int(num_positions * share + Fraction(1, 2)) for share in self._shares]
         sources = range(len(found))
         # Rounding gives a few too many or too few, which are those of the least or most claim.
-        while sum(found) > places:
+        while sum(found) > num_positions:
             found[min((k for k in sources if found[k]), key=lambda k: self._claim(k, found[k] - 1))] -= 1
-        while sum(found) < places:
+        while sum(found) < num_positions:
             found[max(sources, key=lambda k: self._claim(k, found[k]))] += 1
         return found
 
-    def _claim(self, source: int, held: int) -> tuple[Fraction, int]:
-        """Return the claim of a source with `held` places to one more; no two are equal."""
-        return self._shares[source] / (2 * held + 1), -source
+    def _claim(self, source: int, num_assigned: int) -> tuple[Fraction, int]:
+        """Return the claim of a source with `num_assigned` places to one more; no two are equal."""
+        return self._shares[source] / (2 * num_assigned + 1), -source
 
     def _of_block(self, number: int) -> tuple[int, np.ndarray, np.ndarray]:
         if self._block is None or self._block[0] != number:
-            before, after = self.counts(number * BLOCK), self.counts((number + 1) * BLOCK)
+            before, after = self.counts(number * MIXTURE_BLOCK_SIZE), self.counts((number + 1) * MIXTURE_BLOCK_SIZE)
             own = np.repeat(range(len(before)), np.subtract(after, before))
-            own = own[shuffled(np.arange(BLOCK), BLOCK, seed=self._seed, epoch=number, of="sources")]
-            earlier = np.empty(BLOCK, np.int64)
+            own = own[
+                shuffle_indices(
+                    np.arange(MIXTURE_BLOCK_SIZE), MIXTURE_BLOCK_SIZE, seed=self._seed, epoch=number, domain="sources"
+                )
+            ]
+            earlier = np.empty(MIXTURE_BLOCK_SIZE, np.int64)
             for source, count in enumerate(before):
                 mine = np.flatnonzero(own == source)
                 earlier[mine] = count + np.arange(len(mine))
@@ -173,16 +185,16 @@ class Mixture:
 
 # -- sources that are read while training
 
-RECORDS = 1024
+RECORDS_PER_BLOCK = 1024
 """Of a block; part of the order."""
 
 
 @dataclass(frozen=True)
-class _Block:
+class _StreamBlock:
     """Some rows of a stream: `first` groups come before, and `order` is that of the block's groups."""
 
     first: int
-    rows: Rows
+    rows: RowDataset
     order: np.ndarray
     state: dict[str, Any]
 
@@ -191,25 +203,30 @@ class _Block:
         return self.first + len(self.order)
 
 
-class Stream:
+class StreamingSource:
     def __init__(
         self,
-        place: str,
+        location: str,
         open_loader: Callable[[int], Any],
-        encode: Callable[[list[Record]], Documents | None],
-        make_rows: Callable[[Documents], Rows],
+        encode: Callable[[list[Record]], TokenizedDocuments | None],
+        make_rows: Callable[[TokenizedDocuments], RowDataset],
         *,
-        group: int = 1,
-        records: int = RECORDS,
+        group_size: int = 1,
+        records_per_block: int = RECORDS_PER_BLOCK,
     ) -> None:
-        """Open nothing yet; `open_loader` makes a loader as `loader_of` does."""
-        self.place, self.group = place, group
-        self._open_loader, self._encode, self._make_rows, self._records = open_loader, encode, make_rows, records
+        """Open nothing yet; `open_loader` makes a loader as `build_record_loader` does."""
+        self.place, self.group = location, group_size
+        self._open_loader, self._encode, self._make_rows, self._records = (
+            open_loader,
+            encode,
+            make_rows,
+            records_per_block,
+        )
         self._seed = 0
         self._loader: Any = None
         self._iterator: Iterator[list[Record]] = iter(())
         self._number = self._stop = self._in_epoch = 0
-        self._blocks: list[_Block] = []
+        self._blocks: list[_StreamBlock] = []
 
     def begin(self, seed: int, state: dict[str, Any] | None = None) -> None:
         self._seed = seed
@@ -230,22 +247,22 @@ class Stream:
                 f"{type(error).__name__}: {error}. Was it of another source? Start anew, with resume=never."
             ) from error
 
-    def take(self, start: int, stop: int) -> Iterator[tuple[Rows, np.ndarray]]:
+    def take(self, start: int, stop: int) -> Iterator[tuple[RowDataset, np.ndarray]]:
         """Yield the groups [start, stop), in order: rows, and which groups of them. Earlier ones are forgotten."""
         self._blocks = [block for block in self._blocks if block.stop > start]
         for block in self._until(start, stop):
             yield block.rows, block.order[max(start - block.first, 0) : min(stop, block.stop) - block.first]
 
-    def state(self, at: int) -> dict[str, Any]:
-        """Return what `begin` needs to resume after `at` groups, not before the last `take`; of JSON."""
-        block = next((block for block in self._blocks if block.first <= at < block.stop), None)
+    def state(self, group: int) -> dict[str, Any]:
+        """Return what `begin` needs to resume after `group` groups, not before the last `take`; of JSON."""
+        block = next((block for block in self._blocks if block.first <= group < block.stop), None)
         return self._state() if block is None else block.state
 
     def _state(self) -> dict[str, Any]:
         reader = self._loader.state_dict()
         return {"reader": reader, "block": self._number, "first": self._stop, "in_epoch": self._in_epoch}
 
-    def _until(self, start: int, stop: int) -> Iterator[_Block]:
+    def _until(self, start: int, stop: int) -> Iterator[_StreamBlock]:
         if start < (self._blocks[0].first if self._blocks else self._stop):
             raise ValueError(f"a stream goes forwards: row {start} of {self.place!r} was read before")
         yield from [block for block in self._blocks if block.first < stop]
@@ -255,7 +272,7 @@ class Stream:
                 self._blocks.append(block)
                 yield block
 
-    def _next(self) -> _Block | None:
+    def _next(self) -> _StreamBlock | None:
         """Read the next block; None where it holds no row, or an epoch has ended."""
         state = self._state()
         records = next(self._iterator, None)
@@ -274,33 +291,33 @@ class Stream:
         count = 0 if rows is None else len(rows) // self.group
         if rows is None or not count:
             return None
-        order = shuffled(np.arange(count), count, seed=self._seed, epoch=number, of="block")
-        block = _Block(self._stop, rows, order, state)
+        order = shuffle_indices(np.arange(count), count, seed=self._seed, epoch=number, domain="block")
+        block = _StreamBlock(self._stop, rows, order, state)
         self._stop += count
         self._in_epoch += count
         return block
 
 
-def loader_of(config: SourceConfig, records: int) -> Any:
+def build_record_loader(config: SourceConfig, batch_size: int) -> Any:
     import torch
     from torch.utils.data import IterableDataset
 
     with warnings.catch_warnings():
         # Of torch, about what torchdata still calls when it is imported.
         warnings.simplefilter("ignore")
-        loaders = extra("torchdata.stateful_dataloader", "streaming: true")
+        loaders = import_extra("torchdata.stateful_dataloader", "streaming: true")
 
     reader = _FileRecords if config.dataset is None else _DatasetRecords
     # The loader asks for this base class, which would make the module import torch.
     dataset = type("Records", (reader, IterableDataset), {})(config)
     # The loader draws a number whenever it begins, which must not be one of the run's.
     own = torch.Generator()
-    return loaders.StatefulDataLoader(dataset, batch_size=records, collate_fn=list, num_workers=0, generator=own)
+    return loaders.StatefulDataLoader(dataset, batch_size=batch_size, collate_fn=list, num_workers=0, generator=own)
 
 
 class _FileRecords:
     def __init__(self, config: SourceConfig) -> None:
-        self._found = find_source(config)
+        self._found = resolve_source(config)
         self._file = self._record = 0
 
     def __iter__(self) -> Iterator[Record]:
@@ -327,10 +344,10 @@ class _DatasetRecords:
         self._dataset = open_dataset(config, streaming=True)
 
     def __iter__(self) -> Iterator[Record]:
-        with reading_dataset(self._config):
+        with convert_dataset_errors(self._config):
             for value in self._dataset:
                 self._row += 1
-                yield record_of(value, place_of_row(self._config, self._row - 1), self._config)
+                yield build_record(value, format_row_location(self._config, self._row - 1), self._config)
         # A dataset that was resumed from a state would begin there again.
         self._row, self._dataset = 0, open_dataset(self._config, streaming=True)
 

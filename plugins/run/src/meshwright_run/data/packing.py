@@ -19,9 +19,9 @@ import numpy as np
 
 from meshwright.plugin import DataError
 
-from .documents import cached_entry
+from .documents import load_or_build
 
-LEAST = 2
+MIN_DOCUMENT_TOKENS = 2
 """Tokens of a document in which anything is predicted; shorter ones are left out."""
 _FORMAT = 1
 """Raised with every change to which documents share a row."""
@@ -29,7 +29,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class BestFit:
+class RowAssignment:
     """Documents of the first row, then of the second, ..., and (R,), int64: where each row ends in them."""
 
     documents: np.ndarray
@@ -39,43 +39,43 @@ class BestFit:
         return len(self.ends)
 
 
-def best_fit(ends: np.ndarray, seq_len: int) -> BestFit:
+def pack_best_fit(ends: np.ndarray, seq_len: int) -> RowAssignment:
     """Put documents, given by their ends (D,), into few rows, deterministically; see [Note: counts of lengths]."""
-    lengths = _lengths(ends, seq_len)
+    lengths = _compute_lengths(ends, seq_len)
     counts = np.bincount(lengths, minlength=seq_len + 1)
-    kept = int(counts[LEAST:].sum())
+    kept = int(counts[MIN_DOCUMENT_TOKENS:].sum())
     longest_first = np.argsort(seq_len - lengths, kind="stable")[:kept]
     del lengths
     longest_first = longest_first.astype(np.int32 if len(ends) < 2**31 else np.int64)
-    filling = _Filling(seq_len)
-    for length in np.flatnonzero(counts[LEAST:])[::-1] + LEAST:
+    filling = _BinPacker(seq_len)
+    for length in np.flatnonzero(counts[MIN_DOCUMENT_TOKENS:])[::-1] + MIN_DOCUMENT_TOKENS:
         filling.put(int(length), int(counts[length]))
     return filling.packing(longest_first)
 
 
-def cached_best_fit(ends: np.ndarray, seq_len: int, root: Path) -> BestFit:
-    """Return `best_fit` memory-mapped from a directory in `root`, where it is written unless it is there."""
+def load_or_pack(ends: np.ndarray, seq_len: int, root: Path) -> RowAssignment:
+    """Return `pack_best_fit` memory-mapped from a directory in `root`, where it is written unless it is there."""
     digest = hashlib.sha256(f"{_FORMAT} {seq_len} {len(ends)} ".encode())
     for start in range(0, len(ends), _CHUNK):
         digest.update(np.ascontiguousarray(ends[start : start + _CHUNK], "<i8").data)
 
     def build(place: Path) -> None:
-        packing = best_fit(ends, seq_len)
+        packing = pack_best_fit(ends, seq_len)
         np.save(place / "documents.npy", packing.documents)
         np.save(place / "ends.npy", packing.ends)
 
-    return cached_entry(root / digest.hexdigest()[:32], load=_load, build=build)
+    return load_or_build(root / digest.hexdigest()[:32], load=_load_assignment, build=build)
 
 
-def _load(directory: Path) -> BestFit | None:
+def _load_assignment(directory: Path) -> RowAssignment | None:
     try:
         documents, ends = (np.load(directory / f"{name}.npy", mmap_mode="r") for name in ("documents", "ends"))
     except (OSError, ValueError):
         return None
-    return BestFit(documents, ends) if len(ends) == 0 or ends[-1] == len(documents) else None
+    return RowAssignment(documents, ends) if len(ends) == 0 or ends[-1] == len(documents) else None
 
 
-def _lengths(ends: np.ndarray, seq_len: int) -> np.ndarray:
+def _compute_lengths(ends: np.ndarray, seq_len: int) -> np.ndarray:
     """Return lengths, (D,), in the smallest dtype, which is also sorted fastest."""
     lengths = np.empty(len(ends), np.uint16 if seq_len < 2**16 else np.uint32)
     before = 0
@@ -91,7 +91,7 @@ def _lengths(ends: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 @dataclass
-class _Filling:
+class _BinPacker:
     """Rows while they are filled: `open` by their room, `steps` as (rows, documents of one length for each)."""
 
     seq_len: int
@@ -131,18 +131,18 @@ class _Filling:
             del self.open[room], self.rooms[at]
         return taken[0] if len(taken) == 1 else np.concatenate(taken)
 
-    def _fill(self, rows: np.ndarray, each: int, room: int) -> None:
+    def _fill(self, rows: np.ndarray, documents_per_row: int, free: int) -> None:
         if not len(rows):
             return
-        self.steps.append((rows, each))
-        if room < LEAST:
+        self.steps.append((rows, documents_per_row))
+        if free < MIN_DOCUMENT_TOKENS:
             return
-        if room not in self.open:
-            insort(self.rooms, room)
-            self.open[room] = []
-        self.open[room].append(rows)
+        if free not in self.open:
+            insort(self.rooms, free)
+            self.open[free] = []
+        self.open[free].append(rows)
 
-    def packing(self, longest_first: np.ndarray) -> BestFit:
+    def packing(self, longest_first: np.ndarray) -> RowAssignment:
         per_row = np.zeros(self.rows, np.int64)
         for rows, each in self.steps:
             per_row[rows] += each
@@ -155,4 +155,4 @@ class _Filling:
             documents[free[rows][:, None] + np.arange(each)] = longest_first[start:stop].reshape(-1, each)
             free[rows] += each
             start = stop
-        return BestFit(documents, ends)
+        return RowAssignment(documents, ends)

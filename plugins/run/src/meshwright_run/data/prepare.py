@@ -19,33 +19,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.plugin import MAX_JSON_BYTES, ConfigError, DataError, read_json_object, read_regular
+from meshwright.plugin import MAX_JSON_BYTES, ConfigError, DataError, read_json_object, read_regular_file
 
 from .config import DEFAULT_VOCAB_SIZE, DataConfig, SourceConfig
-from .conversations import Fields
+from .conversations import FieldReader
 from .documents import (
     SPLITS,
-    Documents,
-    DocumentsFile,
+    DocumentWriter,
     Split,
-    cache_root,
-    cached_entry,
-    is_nearer,
+    TokenizedDocuments,
+    get_cache_root,
+    is_nearer_boundary,
+    iter_training_documents,
+    load_or_build,
     open_documents,
-    training_documents,
 )
-from .encoder import Counts
-from .progress import Meter, progress
-from .sources import FoundSource, find_source, read_records
-from .tokenizer import EOS, holds_tokenizer, load_tokenizer, token_dtype, train_tokenizer, vocab_size_of
-from .tokenizing import Tokenizing, tokenized, tokenizing
+from .encoder import EncodingCounts
+from .progress import ReadProgress, show_progress
+from .sources import ResolvedSource, read_records, resolve_source
+from .tokenizer import EOS, choose_token_dtype, get_vocab_size, has_tokenizer, load_tokenizer, train_tokenizer
+from .tokenizing import Tokenization, build_tokenization, tokenize_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HELD_OUT = "held_out"
 """The evaluation set of what is held out of the sources."""
-FORMAT, TOKENIZER_FORMAT = 3, 1
+CACHE_FORMAT, TOKENIZER_FORMAT = 3, 1
 """Raised with every change to what an entry holds or how its tokens are made, and to how a tokenizer is trained."""
 _CHUNK = 1 << 20
 _TOKENIZER_FILES = frozenset({".json", ".txt", ".model", ".tiktoken", ".jinja"})
@@ -56,8 +56,8 @@ class PreparedSource:
     """A source that a run trains on; one that is read while training has no documents and counts."""
 
     config: SourceConfig
-    train: Documents | None
-    counts: Counts | None
+    train: TokenizedDocuments | None
+    counts: EncodingCounts | None
     fingerprint: str
 
 
@@ -65,13 +65,13 @@ class PreparedSource:
 class PreparedData:
     """Tokenized documents.
 
-    `held_out`: by set, "held_out" and those of `eval_sets`. `vocab_size`: rows of an embedding. `directory`: the first
+    `eval_sets`: by set, "eval_sets" and those of `eval_sets`. `vocab_size`: rows of an embedding. `directory`: the first
     entry of the cache, or its root where every source is read while training. `documents`: their number on both sides.
     `fingerprint`: hexadecimal, of tokens and split. `columns`: the dtype that all sources and sets have.
     """
 
     sources: tuple[PreparedSource, ...]
-    held_out: Mapping[str, tuple[Documents, ...]]
+    held_out: Mapping[str, tuple[TokenizedDocuments, ...]]
     tokenizer_dir: Path
     vocab_size: int
     directory: Path
@@ -81,29 +81,29 @@ class PreparedData:
     group: int
 
 
-def prepare(config: DataConfig, *, tokenizer_dir: str | Path | None = None) -> PreparedData:
+def prepare_data(config: DataConfig, *, tokenizer_dir: str | Path | None = None) -> PreparedData:
     """Find the sources of `config`, and tokenize them unless that was done before; of several processes one works.
 
     `tokenizer_dir`: a model's own, used where `config.tokenizer` is None; without either, one is trained.
     """
-    root = cache_root(config.cache_dir)
-    found = [find_source(source) for source in config.training_sources()]
-    sets = {name: [find_source(each) for each in sources] for name, sources in config.evaluation_sources().items()}
-    tokenizer = _given_tokenizer(config, tokenizer_dir) or _trained_tokenizer(root, found, config)
+    root = get_cache_root(config.cache_dir)
+    found = [resolve_source(source) for source in config.training_sources()]
+    sets = {name: [resolve_source(each) for each in sources] for name, sources in config.evaluation_sources().items()}
+    tokenizer = _find_tokenizer(config, tokenizer_dir) or _load_or_train_tokenizer(root, found, config)
 
-    def entry_of(source: FoundSource, fraction: float) -> Entry:
-        return find_entry(root, source, tokenizing(source.config, config, fraction), tokenizer)
+    def entry_of(source: ResolvedSource, fraction: float) -> CacheEntry:
+        return load_or_build_entry(root, source, build_tokenization(source.config, config, fraction), tokenizer)
 
     entries = [None if each.config.streaming else entry_of(each, config.eval_fraction) for each in found]
     evaluated = {name: [entry_of(each, 0.0) for each in sources] for name, sources in sets.items()}
     for source, entry in zip(found, entries, strict=True):
         if entry is not None and config.packing_kind() == "stream":
-            _check_length(source, entry, config)
+            _check_fills_sequence(source, entry, config)
     kept = [entry for entry in entries if entry is not None]
     held_out = {name: tuple(entry.documents["train"] for entry in given) for name, given in evaluated.items()}
     if config.eval_fraction > 0:
         held_out = {HELD_OUT: tuple(entry.documents["held_out"] for entry in kept), **held_out}
-    sources = tuple(_prepared(source, entry) for source, entry in zip(found, entries, strict=True))
+    sources = tuple(_to_prepared_source(source, entry) for source, entry in zip(found, entries, strict=True))
     # A single source keeps its own fingerprint.
     prints = [source.fingerprint for source in sources]
     documents = [each for entry in chain(kept, *evaluated.values()) for each in entry.documents.values()]
@@ -111,7 +111,7 @@ def prepare(config: DataConfig, *, tokenizer_dir: str | Path | None = None) -> P
         sources=sources,
         held_out=held_out,
         tokenizer_dir=tokenizer,
-        vocab_size=kept[0].vocab_size if kept else vocab_size_of(load_tokenizer(tokenizer)),
+        vocab_size=kept[0].vocab_size if kept else get_vocab_size(load_tokenizer(tokenizer)),
         directory=kept[0].directory if kept else root,
         documents=sum(entry.counts.documents for entry in kept),
         fingerprint=prints[0] if len(prints) == 1 else _digest(" ".join(prints)),
@@ -124,7 +124,7 @@ def prepare(config: DataConfig, *, tokenizer_dir: str | Path | None = None) -> P
     )
 
 
-def _given_tokenizer(config: DataConfig, fallback: str | Path | None) -> Path | None:
+def _find_tokenizer(config: DataConfig, fallback: str | Path | None) -> Path | None:
     if config.tokenizer is not None:
         return Path(config.tokenizer).expanduser().absolute()
     if fallback is None:
@@ -137,7 +137,7 @@ def _given_tokenizer(config: DataConfig, fallback: str | Path | None) -> Path | 
     return Path(fallback).expanduser().absolute()
 
 
-def _prepared(source: FoundSource, entry: Entry | None) -> PreparedSource:
+def _to_prepared_source(source: ResolvedSource, entry: CacheEntry | None) -> PreparedSource:
     if entry is not None:
         return PreparedSource(source.config, entry.documents["train"], entry.counts, entry.fingerprint)
     identity = json.dumps([source.identity(), source.config.model_dump(mode="json")], sort_keys=True)
@@ -148,7 +148,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _check_length(source: FoundSource, entry: Entry, config: DataConfig) -> None:
+def _check_fills_sequence(source: ResolvedSource, entry: CacheEntry, config: DataConfig) -> None:
     sides = entry.documents
     for split in SPLITS if config.eval_fraction > 0 else SPLITS[:1]:
         tokens, documents = len(sides[split].tokens), len(sides[split])
@@ -165,7 +165,7 @@ def _check_length(source: FoundSource, entry: Entry, config: DataConfig) -> None
         )
 
 
-def _trained_tokenizer(root: Path, sources: Sequence[FoundSource], config: DataConfig) -> Path:
+def _load_or_train_tokenizer(root: Path, sources: Sequence[ResolvedSource], config: DataConfig) -> Path:
     for source in sources:
         if source.config.format != "text" or source.config.streaming:
             what = "streaming: true" if source.config.streaming else f"format={source.config.format}"
@@ -185,9 +185,9 @@ def _trained_tokenizer(root: Path, sources: Sequence[FoundSource], config: DataC
 
     def documents() -> Iterator[str]:
         for source in sources:
-            fields = Fields(source.config.fields)
+            fields = FieldReader(source.config.fields)
             texts = (fields.text(record, "text") for record in read_records(source))
-            yield from training_documents(texts, config.eval_fraction)
+            yield from iter_training_documents(texts, config.eval_fraction)
 
     def build(directory: Path) -> None:
         tokenizer = train_tokenizer(documents(), config.vocab_size)
@@ -196,57 +196,63 @@ def _trained_tokenizer(root: Path, sources: Sequence[FoundSource], config: DataC
         tokenizer.save_pretrained(directory)
 
     def load(directory: Path) -> Path | None:
-        return directory if holds_tokenizer(directory) else None
+        return directory if has_tokenizer(directory) else None
 
-    return cached_entry(root / "tokenizers" / _digest(json.dumps(parts, sort_keys=True)), load=load, build=build)
+    return load_or_build(root / "tokenizers" / _digest(json.dumps(parts, sort_keys=True)), load=load, build=build)
 
 
 # -- entries of the cache
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """A tokenized source: documents of each side, counts, rows of an embedding, and a hexadecimal fingerprint."""
 
     directory: Path
-    documents: dict[Split, Documents]
-    counts: Counts
+    documents: dict[Split, TokenizedDocuments]
+    counts: EncodingCounts
     vocab_size: int
     fingerprint: str
 
 
-def find_entry(root: Path, source: FoundSource, how: Tokenizing, tokenizer_dir: Path) -> Entry:
+def load_or_build_entry(
+    root: Path, source: ResolvedSource, tokenization: Tokenization, tokenizer_dir: Path
+) -> CacheEntry:
     """Find the entry of a source, or make it; its key covers everything that changes the tokens or their side."""
     config = source.config
     parts: dict[str, Any] = {
-        "format": FORMAT,
+        "format": CACHE_FORMAT,
         "python": sys.version,
         "tokenizers": version("tokenizers"),
         "transformers": version("transformers"),
         "files": source.identity(),
         "source": [config.format, config.name, config.split],
-        "options": how.options,
-        "tokenizer": tokenizer_key(tokenizer_dir),
-        "fraction": how.fraction,
+        "options": tokenization.options,
+        "tokenizer": hash_tokenizer_files(tokenizer_dir),
+        "fraction": tokenization.fraction,
     }
     directory = root / "data" / _digest(json.dumps(parts, sort_keys=True))
-    return cached_entry(directory, load=_load, build=lambda place: _build(place, source, how, tokenizer_dir))
+    return load_or_build(
+        directory, load=_load_entry, build=lambda place: _build_entry(place, source, tokenization, tokenizer_dir)
+    )
 
 
-def tokenizer_key(directory: Path) -> dict[str, str]:
+def hash_tokenizer_files(directory: Path) -> dict[str, str]:
     return {
-        path.relative_to(directory).as_posix(): hashlib.sha256(read_regular(path, max_bytes=MAX_JSON_BYTES)).hexdigest()
+        path.relative_to(directory).as_posix(): hashlib.sha256(
+            read_regular_file(path, max_bytes=MAX_JSON_BYTES)
+        ).hexdigest()
         for path in sorted([*directory.glob("*"), *directory.glob("additional_chat_templates/*")])
         if path.is_file() and path.suffix in _TOKENIZER_FILES and not path.name.endswith(".index.json")
     }
 
 
-def _build(directory: Path, source: FoundSource, how: Tokenizing, tokenizer_dir: Path) -> None:
+def _build_entry(directory: Path, source: ResolvedSource, tokenization: Tokenization, tokenizer_dir: Path) -> None:
     """Fill an entry. The source is read once; neither it nor its tokens are ever in memory as a whole."""
     # An unusable tokenizer is found before the source is read.
     tokenizer = load_tokenizer(tokenizer_dir)
     try:
-        counts = _write_sides(directory, source, how, tokenizer)
+        counts = _write_splits(directory, source, tokenization, tokenizer)
     except DataError:
         # A file that seems broken may be still being written.
         source.check_unchanged()
@@ -254,44 +260,46 @@ def _build(directory: Path, source: FoundSource, how: Tokenizing, tokenizer_dir:
     source.check_unchanged()
     columns = tuple(source.config.columns)
     meta = {
-        "vocab_size": vocab_size_of(tokenizer),
+        "vocab_size": get_vocab_size(tokenizer),
         "counts": asdict(counts),
         "columns": columns,
         "group": source.config.group,
-        "fingerprint": _fingerprint(directory, columns, of_stream=how.options["too_long"] is None),
-        "sizes": _sizes(directory),
+        "fingerprint": _compute_fingerprint(directory, columns, is_stream=tokenization.options["too_long"] is None),
+        "sizes": _list_file_sizes(directory),
     }
     (directory / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
-def _write_sides(directory: Path, source: FoundSource, how: Tokenizing, tokenizer: PreTrainedTokenizerBase) -> Counts:
-    counts, kept, meter = Counts(), 0, Meter()
+def _write_splits(
+    directory: Path, source: ResolvedSource, tokenization: Tokenization, tokenizer: PreTrainedTokenizerBase
+) -> EncodingCounts:
+    counts, kept, meter = EncodingCounts(), 0, ReadProgress()
     # Of each side, the record that is nearest to the other: its place, and its documents.
     nearest: dict[Split, tuple[float, int, int]] = {}
     with ExitStack() as stack:
-        columns, dtype = tuple(source.config.columns), token_dtype(tokenizer)
-        files = {split: DocumentsFile(directory, split, dtype, columns) for split in SPLITS}
+        columns, dtype = tuple(source.config.columns), choose_token_dtype(tokenizer)
+        files = {split: DocumentWriter(directory, split, dtype, columns) for split in SPLITS}
         for file in files.values():
             stack.callback(file.abandon)
-        advance = stack.enter_context(progress(source.config.place, meter))
-        for piece in tokenized(read_records(source, meter=meter), how, tokenizer):
+        advance = stack.enter_context(show_progress(source.config.place, meter))
+        for piece in tokenize_records(read_records(source, progress=meter), tokenization, tokenizer):
             for split, documents in piece.documents.items():
                 place, first, stop = piece.nearest[split]
                 before = len(files[split])
-                if split not in nearest or is_nearer(place, nearest[split][0], split):
+                if split not in nearest or is_nearer_boundary(place, nearest[split][0], split):
                     nearest[split] = (place, before + first, before + stop)
                 files[split].append(documents)
             counts, kept = counts + piece.counts, kept + piece.kept
             advance(piece.counts.tokens)
         if kept == 0:
-            raise DataError(_why_nothing_is_kept(source, counts, how.options["seq_len"]))
-        if kept == 1 and how.fraction > 0:
+            raise DataError(_describe_empty_source(source, counts, tokenization.options["seq_len"]))
+        if kept == 1 and tokenization.fraction > 0:
             raise DataError(
                 f"{source.config.place!r} holds 1 document, but needs at least 2: whole documents are held out for the "
                 "eval loss. Cut it into several .txt files, or into the lines of a .jsonl file; or set eval_fraction: "
                 "0, and name eval_sets."
             )
-        if how.fraction > 0:
+        if tokenization.fraction > 0:
             for full, empty in (SPLITS, SPLITS[::-1]):
                 if not len(files[empty]):
                     _, first, stop = nearest[full]
@@ -301,7 +309,7 @@ def _write_sides(directory: Path, source: FoundSource, how: Tokenizing, tokenize
     return counts
 
 
-def _why_nothing_is_kept(source: FoundSource, counts: Counts, seq_len: int | None) -> str:
+def _describe_empty_source(source: ResolvedSource, counts: EncodingCounts, seq_len: int | None) -> str:
     place = source.config.place
     if not counts.records:
         return f"{place!r} is empty: it holds no example. Name a source that holds some."
@@ -323,12 +331,12 @@ def _why_nothing_is_kept(source: FoundSource, counts: Counts, seq_len: int | Non
     )
 
 
-def _fingerprint(directory: Path, columns: tuple[str, ...], *, of_stream: bool) -> str:
+def _compute_fingerprint(directory: Path, columns: tuple[str, ...], *, is_stream: bool) -> str:
     """Hash the documents of an entry; of a stream, in which documents have no bounds, only the tokens."""
     digest = hashlib.sha256()
     for split in SPLITS:
         for name, array in open_documents(directory, split, columns, 1).arrays().items():
-            if of_stream and name == "ends":
+            if is_stream and name == "ends":
                 continue
             named = split if name == "tokens" else f"{split} {name}"
             digest.update(f"{named} {array.dtype.str} {len(array)} ".encode())
@@ -337,19 +345,21 @@ def _fingerprint(directory: Path, columns: tuple[str, ...], *, of_stream: bool) 
     return digest.hexdigest()[:32]
 
 
-def _load(directory: Path) -> Entry | None:
+def _load_entry(directory: Path) -> CacheEntry | None:
     """Open an entry, its arrays memory-mapped; None where it is missing, incomplete or corrupt."""
     try:
         meta = read_json_object(directory / "meta.json")
-        if not _sizes(directory).items() >= meta["sizes"].items():
+        if not _list_file_sizes(directory).items() >= meta["sizes"].items():
             return None
         columns, group = tuple(meta["columns"]), meta["group"]
         documents = {split: open_documents(directory, split, columns, group) for split in SPLITS}
-        return Entry(directory, documents, Counts(**meta["counts"]), meta["vocab_size"], meta["fingerprint"])
+        return CacheEntry(
+            directory, documents, EncodingCounts(**meta["counts"]), meta["vocab_size"], meta["fingerprint"]
+        )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
-def _sizes(directory: Path) -> dict[str, int]:
+def _list_file_sizes(directory: Path) -> dict[str, int]:
     files = [path for path in directory.rglob("*") if path.is_file() and path.name != "meta.json"]
     return {path.relative_to(directory).as_posix(): path.stat().st_size for path in sorted(files)}

@@ -10,15 +10,15 @@ from typing import BinaryIO
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from meshwright.plugin import new_console, printable
+from meshwright.plugin import create_console, escape_unprintable
 
-CONSOLE = new_console(stderr=True)
+CONSOLE = create_console(stderr=True)
 """Shared by all bars and spinners: two consoles would draw over each other."""
 _EVERY_S = 0.2
 
 
 @dataclass
-class Meter:
+class ReadProgress:
     """How far a source has been read: bytes, `done` of them before `file`, or rows of a dataset."""
 
     total: int | None = None
@@ -30,7 +30,7 @@ class Meter:
 
 
 @contextmanager
-def progress(name: str, meter: Meter) -> Iterator[Callable[[int], None]]:
+def show_progress(name: str, read_progress: ReadProgress) -> Iterator[Callable[[int], None]]:
     columns = (
         TextColumn("tokenizing {task.description}", markup=False),
         BarColumn(),
@@ -40,8 +40,8 @@ def progress(name: str, meter: Meter) -> Iterator[Callable[[int], None]]:
     )
     with Progress(*columns, console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as shown:
         # A live display bypasses the console's own escaping.
-        name = printable(name)
-        task = shown.add_task(name if len(name) < 40 else f"...{name[-36:]}", total=meter.total, tokens="")
+        name = escape_unprintable(name)
+        task = shown.add_task(name if len(name) < 40 else f"...{name[-36:]}", total=read_progress.total, tokens="")
         tokens, due = 0, 0.0
 
         def advance(count: int) -> None:
@@ -49,6 +49,8 @@ def progress(name: str, meter: Meter) -> Iterator[Callable[[int], None]]:
             tokens += count
             if time.monotonic() >= due:
                 due = time.monotonic() + _EVERY_S
-                shown.update(task, total=meter.total, completed=meter.position(), tokens=f"{tokens:,} tokens")
+                shown.update(
+                    task, total=read_progress.total, completed=read_progress.position(), tokens=f"{tokens:,} tokens"
+                )
 
         yield advance

@@ -12,25 +12,25 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.plugin import IGNORED_LABEL, DataError
+from meshwright.plugin import IGNORE_INDEX, DataError
 
 from .config import Packing
-from .documents import Documents
-from .encoder import Counts
-from .feed import Feed, RunRows
-from .order import Stream
+from .documents import TokenizedDocuments
+from .encoder import EncodingCounts
+from .feed import RunDatasets, TrainSampler
+from .order import StreamingSource
 from .prepare import PreparedData
-from .rows import FILL
+from .rows import PAD_TOKEN_ID
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PADDED_STEPS = 20
+_MEASURED_STEPS = 20
 """Steps that tell how full padded rows are: that depends on which ones are in one microbatch."""
-_BARS = 12
+_NUM_BARS = 12
 _WIDTH = 50
-_LEARNT, _GIVEN, _FRAME = "bold green", "default", "dim"
-_COLOURS = ("#2a6fbb", "#d9792b", "#4b9e5f", "#8a5bb0", "#b8434e", "#6b6b6b")
+_SUPERVISED_STYLE, _CONTEXT_STYLE, _FRAME_STYLE = "bold green", "default", "dim"
+_COLORS = ("#2a6fbb", "#d9792b", "#4b9e5f", "#8a5bb0", "#b8434e", "#6b6b6b")
 
 
 @dataclass(frozen=True)
@@ -43,63 +43,65 @@ class SourceSummary:
     learnt: float
     rows: int
     fill: float | None
-    counts: Counts
+    counts: EncodingCounts
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     text: str
     learnt: bool
     tokens: int
 
 
 @dataclass(frozen=True)
-class ShownRow:
+class DecodedRow:
     """A row as a model sees it: runs of each document, tokens of padding behind them, further numbers."""
 
-    documents: tuple[tuple[Run, ...], ...]
+    documents: tuple[tuple[TokenRun, ...], ...]
     padding: int
     columns: dict[str, float]
 
 
-def summarize(data: PreparedData, rows: RunRows, kind: Packing) -> list[SourceSummary]:
+def summarize_sources(data: PreparedData, datasets: RunDatasets, kind: Packing) -> list[SourceSummary]:
     found = []
-    for source, own in zip(data.sources, rows.training, strict=True):
+    for source, own in zip(data.sources, datasets.training, strict=True):
         documents, counts, config = source.train, source.counts, source.config
-        if isinstance(own, Stream) or documents is None or counts is None:
+        if isinstance(own, StreamingSource) or documents is None or counts is None:
             continue
         lengths, tokens = documents.lengths(), len(documents.tokens)
         fill = {"stream": 1.0, "documents": int(lengths.sum()) / (len(own) * own.seq_len)}.get(kind)
-        learnt = _learnt(documents) / max(tokens, 1)
+        learnt = _count_supervised(documents) / max(tokens, 1)
         found.append(SourceSummary(config.place, config.format, lengths, learnt, len(own), fill, counts))
     return found
 
 
-def measured_fill(feed: Feed, steps: int = _PADDED_STEPS) -> float:
+def measure_fill(sampler: TrainSampler, num_steps: int = _MEASURED_STEPS) -> float:
     taken = places = 0
-    for step in range(steps):
-        for batch in feed.microbatches(step):
+    for step in range(num_steps):
+        for batch in sampler.microbatches(step):
             for ids, labels in zip(batch["input_ids"].numpy(), batch["labels"].numpy(), strict=True):
-                taken += len(ids) - _padding(ids, labels)
+                taken += len(ids) - _count_padding(ids, labels)
                 places += len(ids)
     return taken / max(places, 1)
 
 
-def first_rows(feed: Feed, count: int, kind: Packing, tokenizer: PreTrainedTokenizerBase) -> Iterator[ShownRow]:
+def decode_first_rows(
+    sampler: TrainSampler, count: int, kind: Packing, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[DecodedRow]:
     step = 0
     while count > 0:
-        for batch in feed.microbatches(step):
+        for batch in sampler.microbatches(step):
             for number in range(min(count, len(batch["input_ids"]))):
                 row = {name: values[number].numpy() for name, values in batch.items()}
-                yield shown_row(row, kind, tokenizer)
+                yield decode_row(row, kind, tokenizer)
                 count -= 1
         step += 1
 
 
-def shown_row(row: Mapping[str, Any], kind: Packing, tokenizer: PreTrainedTokenizerBase) -> ShownRow:
+def decode_row(row: Mapping[str, Any], kind: Packing, tokenizer: PreTrainedTokenizerBase) -> DecodedRow:
     """Decode a row: `input_ids` and `labels`, (S,), and the row's other entries of a batch."""
     ids, labels = row["input_ids"], row["labels"]
-    padding = _padding(ids, labels)
+    padding = _count_padding(ids, labels)
     stop = len(ids) - padding
     begins = np.array([], np.int64)
     if kind == "documents":
@@ -107,25 +109,25 @@ def shown_row(row: Mapping[str, Any], kind: Packing, tokenizer: PreTrainedTokeni
     elif kind == "stream":
         begins = np.flatnonzero(ids[: stop - 1] == tokenizer.eos_token_id) + 1
     bounds = [*sorted({0, *begins.tolist()}), stop]
-    documents = tuple(tuple(_runs(ids[a:b], labels[a:b], tokenizer)) for a, b in pairwise(bounds))
-    return ShownRow(documents, padding, {name: each.item() for name, each in row.items() if np.ndim(each) == 0})
+    documents = tuple(tuple(_split_runs(ids[a:b], labels[a:b], tokenizer)) for a, b in pairwise(bounds))
+    return DecodedRow(documents, padding, {name: each.item() for name, each in row.items() if np.ndim(each) == 0})
 
 
-def _runs(ids: np.ndarray, labels: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Iterator[Run]:
-    learnt = labels != IGNORED_LABEL
+def _split_runs(ids: np.ndarray, labels: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Iterator[TokenRun]:
+    learnt = labels != IGNORE_INDEX
     bounds = [0, *(np.flatnonzero(learnt[1:] != learnt[:-1]) + 1).tolist(), len(ids)]
     for start, stop in pairwise(bounds):
         text = tokenizer.decode(ids[start:stop].tolist(), skip_special_tokens=False)
-        yield Run(str(text), bool(learnt[start]), stop - start)
+        yield TokenRun(str(text), bool(learnt[start]), stop - start)
 
 
-def _padding(ids: np.ndarray, labels: np.ndarray) -> int:
+def _count_padding(ids: np.ndarray, labels: np.ndarray) -> int:
     """Count the tokens at the end of a row that stand for nothing."""
-    filled = np.flatnonzero((ids != FILL) | (labels != IGNORED_LABEL))
+    filled = np.flatnonzero((ids != PAD_TOKEN_ID) | (labels != IGNORE_INDEX))
     return len(ids) - (int(filled[-1]) + 1 if len(filled) else 0)
 
 
-def _learnt(documents: Documents) -> int:
+def _count_supervised(documents: TokenizedDocuments) -> int:
     """Count the tokens that are learnt: never the first of a document."""
     if documents.labelled is None:
         return len(documents.tokens) - len(documents)
@@ -133,30 +135,30 @@ def _learnt(documents: Documents) -> int:
     return int(np.count_nonzero(documents.labelled)) - int(np.count_nonzero(documents.labelled[firsts]))
 
 
-def as_text(row: ShownRow, number: int, *, marks: bool) -> Text:
+def render_row(row: DecodedRow, number: int, *, use_marks: bool) -> Text:
     """Return a row; learnt tokens have another colour, or marks around them where there are no colours."""
     learnt = sum(run.tokens for document in row.documents for run in document if run.learnt)
     tokens = sum(run.tokens for document in row.documents for run in document)
     columns = "".join(f", {name}={value:g}" for name, value in row.columns.items())
-    head = f"row {number}: {tokens} tokens in {_several(len(row.documents), 'document')}, {learnt} learnt{columns}"
-    text = Text(f"── {head} ──\n", style=_FRAME)
+    head = f"row {number}: {tokens} tokens in {_format_count(len(row.documents), 'document')}, {learnt} learnt{columns}"
+    text = Text(f"── {head} ──\n", style=_FRAME_STYLE)
     for place, document in enumerate(row.documents):
         if place:
-            text.append(f"\n┄┄ document {place + 1} ┄┄\n", style=_FRAME)
+            text.append(f"\n┄┄ document {place + 1} ┄┄\n", style=_FRAME_STYLE)
         for run in document:
-            shown = f"⟦{run.text}⟧" if run.learnt and marks else run.text
-            text.append(shown, style=_LEARNT if run.learnt else _GIVEN)
+            shown = f"⟦{run.text}⟧" if run.learnt and use_marks else run.text
+            text.append(shown, style=_SUPERVISED_STYLE if run.learnt else _CONTEXT_STYLE)
     if row.padding:
-        text.append(f"\n┄┄ {_several(row.padding, 'token')} of padding ┄┄", style=_FRAME)
+        text.append(f"\n┄┄ {_format_count(row.padding, 'token')} of padding ┄┄", style=_FRAME_STYLE)
     return text.append("\n")
 
 
-def as_histogram(summaries: Sequence[SourceSummary], seq_len: int) -> Text:
+def render_histogram(summaries: Sequence[SourceSummary], seq_len: int) -> Text:
     lengths = np.concatenate([summary.lengths for summary in summaries]) if summaries else np.array([], np.int64)
     text = Text("tokens of a document\n", style="bold")
     if not len(lengths):
         return text.append("no source has documents before the run reads them\n", style="default")
-    counts, edges = np.histogram(lengths, bins=bins_of(lengths, _BARS))
+    counts, edges = np.histogram(lengths, bins=choose_bins(lengths, _NUM_BARS))
     width = len(f"{int(edges[-1]):,}")
     for count, start, stop in zip(counts, edges[:-1], edges[1:], strict=True):
         bar = "█" * round(_WIDTH * count / counts.max()) or ("▏" if count else "")
@@ -168,7 +170,7 @@ def as_histogram(summaries: Sequence[SourceSummary], seq_len: int) -> Text:
     )
 
 
-def bins_of(lengths: np.ndarray, count: int) -> np.ndarray:
+def choose_bins(lengths: np.ndarray, count: int) -> np.ndarray:
     """Return the edges of about `count` bins of one round width; the last edge is above the longest length."""
     most = int(lengths.max()) + 1
     least = -(-most // count)
@@ -177,8 +179,8 @@ def bins_of(lengths: np.ndarray, count: int) -> np.ndarray:
     return np.arange(0, most + width, width)
 
 
-def as_table(summaries: Sequence[SourceSummary], measured: float | None) -> Table:
-    """Return a table of sources; `measured` is the fill of rows, if that depends on the order of documents."""
+def render_table(summaries: Sequence[SourceSummary], measured_fill: float | None) -> Table:
+    """Return a table of sources; `measure_fill` is the fill of rows, if that depends on the order of documents."""
     table = Table(box=None, pad_edge=False)
     table.add_column("source", overflow="fold")
     table.add_column("format")
@@ -186,7 +188,7 @@ def as_table(summaries: Sequence[SourceSummary], measured: float | None) -> Tabl
     for name in (*numbered, "nothing learnt", "turns unanswered"):
         table.add_column(name, justify="right")
     for each in summaries:
-        counts, fill = each.counts, measured if each.fill is None else each.fill
+        counts, fill = each.counts, measured_fill if each.fill is None else each.fill
         numbers = (counts.records, counts.documents, counts.tokens)
         left = (counts.cut, counts.dropped, counts.split, counts.unlearnt, counts.unanswered)
         table.add_row(
@@ -201,14 +203,14 @@ def as_table(summaries: Sequence[SourceSummary], measured: float | None) -> Tabl
     return table
 
 
-def draw(summaries: Sequence[SourceSummary], seq_len: int, path: Path) -> None:
+def plot_summaries(summaries: Sequence[SourceSummary], seq_len: int, path: Path) -> None:
     """Draw lengths of documents and shares of learnt tokens into a PNG file; raise DataError if that fails."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     lengths, shares = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_lengths(lengths, summaries, seq_len)
-    _draw_shares(shares, summaries)
+    _plot_lengths(lengths, summaries, seq_len)
+    _plot_shares(shares, summaries)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png", dpi=130)
@@ -216,13 +218,13 @@ def draw(summaries: Sequence[SourceSummary], seq_len: int, path: Path) -> None:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
-def _draw_lengths(axes: Any, summaries: Sequence[SourceSummary], seq_len: int) -> None:
+def _plot_lengths(axes: Any, summaries: Sequence[SourceSummary], seq_len: int) -> None:
     values = [summary.lengths for summary in summaries]
     if not any(map(len, values)):
         return
-    bins = bins_of(np.concatenate(values), 40)
-    colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(values))]
-    names = [_short(summary.name) for summary in summaries]
+    bins = choose_bins(np.concatenate(values), 40)
+    colours = [_COLORS[number % len(_COLORS)] for number in range(len(values))]
+    names = [_shorten(summary.name) for summary in summaries]
     axes.hist(values, bins=bins, stacked=True, color=colours, label=names, edgecolor="white", linewidth=0.4)
     axes.set_xlim(0, bins[-1])
     if seq_len <= 1.5 * bins[-1]:
@@ -236,8 +238,8 @@ def _draw_lengths(axes: Any, summaries: Sequence[SourceSummary], seq_len: int) -
     axes.legend(frameon=False)
 
 
-def _draw_shares(axes: Any, summaries: Sequence[SourceSummary]) -> None:
-    names = [_short(summary.name) for summary in summaries]
+def _plot_shares(axes: Any, summaries: Sequence[SourceSummary]) -> None:
+    names = [_shorten(summary.name) for summary in summaries]
     tokens = np.array([summary.lengths.sum() for summary in summaries])
     learnt = np.array([summary.learnt for summary in summaries]) * tokens
     axes.barh(names, learnt, color="#4b9e5f", label="learnt")
@@ -257,9 +259,9 @@ def _draw_shares(axes: Any, summaries: Sequence[SourceSummary]) -> None:
     axes.margins(y=max(0.05, 0.6 / (len(names) or 1)))
 
 
-def _short(name: str) -> str:
+def _shorten(name: str) -> str:
     return name if len(name) <= 28 else f"...{name[-25:]}"
 
 
-def _several(count: int, noun: str) -> str:
+def _format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

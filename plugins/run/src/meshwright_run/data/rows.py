@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.plugin import IGNORED_LABEL, ConfigError, DataError
+from meshwright.plugin import IGNORE_INDEX, ConfigError, DataError
 
 from .config import Packing
-from .documents import Documents
-from .packing import best_fit, cached_best_fit
+from .documents import TokenizedDocuments
+from .packing import load_or_pack, pack_best_fit
 
 if TYPE_CHECKING:
     from meshwright.plugin import Batch
 
-FILL = 0
+PAD_TOKEN_ID = 0
 """The token of padding; nothing sees it, and any vocabulary has it."""
 
 
-class Rows(ABC):
+class RowDataset(ABC):
     """Rows by their numbers, `group` of which belong together; `columns`: dtype, and whether (B, S) or (B,)."""
 
     seq_len: int
@@ -68,17 +68,17 @@ class Rows(ABC):
         """Return what `take` does, as arrays."""
 
 
-class StreamRows(Rows):
+class ConcatChunkedDataset(RowDataset):
     """A stream of tokens, cut into rows of one length; the tail that does not fill one is left out."""
 
-    def __init__(self, documents: Documents, seq_len: int) -> None:
+    def __init__(self, documents: TokenizedDocuments, seq_len: int) -> None:
         tokens = documents.tokens
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"tokens must be one row of integers, not {tokens.dtype} of shape {tokens.shape}")
         if seq_len < 1:
             raise ValueError(f"seq_len must be at least 1, not {seq_len}")
         self.seq_len, self.documents = seq_len, documents
-        self.columns = _columns(documents, in_rows=False)
+        self.columns = _build_column_specs(documents, is_per_row=False)
         self._count = len(tokens) // seq_len
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class StreamRows(Rows):
         input_ids = self._cut(documents.tokens)[rows].astype(np.int64)
         labels = input_ids.copy()
         if documents.labelled is not None:
-            labels[~self._cut(documents.labelled)[rows]] = IGNORED_LABEL
+            labels[~self._cut(documents.labelled)[rows]] = IGNORE_INDEX
         found = {"input_ids": input_ids, "labels": labels}
         for name, (dtype, _) in self.columns.items():
             column = documents.columns[name]
@@ -106,15 +106,15 @@ class StreamRows(Rows):
         return stream[: self._count * self.seq_len].reshape(self._count, self.seq_len)
 
 
-class PackedRows(Rows):
+class PackedDataset(RowDataset):
     """Several documents in a row, complete and kept apart; see [Note: kept apart]."""
 
-    def __init__(self, documents: Documents, seq_len: int, *, cache: Path | None = None) -> None:
+    def __init__(self, documents: TokenizedDocuments, seq_len: int, *, cache: Path | None = None) -> None:
         self.seq_len = seq_len
-        self.columns = _columns(documents, in_rows=False)
+        self.columns = _build_column_specs(documents, is_per_row=False)
         self._documents = documents
         ends = documents.ends
-        self._packing = best_fit(ends, seq_len) if cache is None else cached_best_fit(ends, seq_len, cache)
+        self._packing = pack_best_fit(ends, seq_len) if cache is None else load_or_pack(ends, seq_len, cache)
 
     def __len__(self) -> int:
         return len(self._packing)
@@ -122,10 +122,10 @@ class PackedRows(Rows):
     def _read(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
         if length != self.seq_len:
             raise ValueError(f"packed rows have {self.seq_len} tokens, not {length}")
-        starts, stops = _bounds(self._packing.ends, rows)
+        starts, stops = _get_bounds(self._packing.ends, rows)
         held = stops - starts
-        members = self._packing.documents[_ranges(starts, held)].astype(np.int64)
-        layout = _Layout(self._documents, members, np.repeat(np.arange(len(rows)), held), len(rows), length)
+        members = self._packing.documents[_concat_ranges(starts, held)].astype(np.int64)
+        layout = _BatchLayout(self._documents, members, np.repeat(np.arange(len(rows)), held), len(rows), length)
         found = layout.tokens()
         # Padding counts from its own beginning.
         positions = np.tile(np.arange(length), (len(rows), 1)) - layout.used[:, None]
@@ -133,27 +133,27 @@ class PackedRows(Rows):
         return {**found, "position_ids": positions, **layout.columns(self.columns)}
 
 
-class PaddedRows(Rows):
+class PaddedDataset(RowDataset):
     """Each document in a row of its own, and padding behind it; see [Note: padding without a mask]."""
 
-    def __init__(self, documents: Documents, seq_len: int, *, masks: bool = False) -> None:
-        """Take the documents as they are; `masks` adds an attention mask, for models in which padding matters."""
+    def __init__(self, documents: TokenizedDocuments, seq_len: int, *, mask_padding: bool = False) -> None:
+        """Take the documents as they are; `mask_padding` adds an attention mask, for models in which padding matters."""
         longest = int(documents.lengths().max(initial=0))
         if longest > seq_len:
             raise DataError(f"a document has {longest} tokens, more than seq_len={seq_len}.")
         self.seq_len, self.group = seq_len, documents.group
-        self.columns = _columns(documents, in_rows=True)
-        self._documents, self._masks = documents, masks
+        self.columns = _build_column_specs(documents, is_per_row=True)
+        self._documents, self._masks = documents, mask_padding
 
     def __len__(self) -> int:
         return len(self._documents) // self.group * self.group
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        starts, ends = _bounds(self._documents.ends, indices)
+        starts, ends = _get_bounds(self._documents.ends, indices)
         return ends - starts
 
     def _read(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
-        layout = _Layout(self._documents, rows, np.arange(len(rows)), len(rows), length)
+        layout = _BatchLayout(self._documents, rows, np.arange(len(rows)), len(rows), length)
         found = layout.tokens()
         if self._masks:
             mask = np.zeros((len(rows), length), np.int64)
@@ -162,22 +162,23 @@ class PaddedRows(Rows):
         return {**found, **layout.columns(self.columns)}
 
 
-class JoinedRows(Rows):
-    def __init__(self, parts: Sequence[Rows]) -> None:
+class ConcatDataset(RowDataset):
+    def __init__(self, datasets: Sequence[RowDataset]) -> None:
         """Join at least one; raise DataError where they cannot be in one batch."""
-        first = parts[0]
+        first = datasets[0]
         self.seq_len, self.group = first.seq_len, first.group
-        self._parts = tuple(parts)
-        self.starts = np.cumsum([0, *map(len, parts)])
+        self._parts = tuple(datasets)
+        self.starts = np.cumsum([0, *map(len, datasets)])
         by_token = {name: each for name, (_, each) in first.columns.items()}
-        for part in parts[1:]:
+        for part in datasets[1:]:
             if part.group != self.group or {name: each for name, (_, each) in part.columns.items()} != by_token:
                 raise DataError(
                     f"sources do not go together: one has the columns {sorted(first.columns)} and rows {self.group} by "
                     f"{self.group}, another {sorted(part.columns)} and {part.group} by {part.group}."
                 )
         self.columns = {
-            name: (np.result_type(*(part.columns[name][0] for part in parts)), each) for name, each in by_token.items()
+            name: (np.result_type(*(part.columns[name][0] for part in datasets)), each)
+            for name, each in by_token.items()
         }
 
     def __len__(self) -> int:
@@ -202,77 +203,79 @@ class JoinedRows(Rows):
                 found[name][chosen] = values
         return found
 
-    def _shares(self, indices: np.ndarray) -> list[tuple[Rows, np.ndarray, np.ndarray]]:
+    def _shares(self, indices: np.ndarray) -> list[tuple[RowDataset, np.ndarray, np.ndarray]]:
         """Return each part that has some of the rows, which of `indices` these are, and their numbers in it."""
         which = np.searchsorted(self.starts, indices, side="right") - 1
         chosen = [(number, np.flatnonzero(which == number)) for number in np.unique(which)]
         return [(self._parts[number], at, indices[at] - self.starts[number]) for number, at in chosen]
 
 
-def make_rows(
-    documents: Documents,
-    kind: Packing,
+def build_row_dataset(
+    documents: TokenizedDocuments,
+    packing: Packing,
     seq_len: int,
     *,
     cache: Path | None = None,
-    masks: bool = False,
-    dtypes: Mapping[str, np.dtype] | None = None,
-) -> Rows:
-    """Make rows of a kind, see `DataConfig.packing`; `dtypes` of columns where other documents need a wider one."""
-    if kind != "none" and documents.group != 1:
+    mask_padding: bool = False,
+    column_dtypes: Mapping[str, np.dtype] | None = None,
+) -> RowDataset:
+    """Make rows of a kind, see `DataConfig.packing`; `column_dtypes` of columns where other documents need a wider one."""
+    if packing != "none" and documents.group != 1:
         raise ConfigError(
-            f"packing={kind} would part the answers of a preference. Set data.packing=none, or leave it out."
+            f"packing={packing} would part the answers of a preference. Set data.packing=none, or leave it out."
         )
-    rows: Rows
-    if kind == "documents":
-        rows = PackedRows(documents, seq_len, cache=cache)
-    elif kind == "none":
-        rows = PaddedRows(documents, seq_len, masks=masks)
+    rows: RowDataset
+    if packing == "documents":
+        rows = PackedDataset(documents, seq_len, cache=cache)
+    elif packing == "none":
+        rows = PaddedDataset(documents, seq_len, mask_padding=mask_padding)
     else:
-        rows = StreamRows(documents, seq_len)
-    rows.columns |= {name: (dtype, rows.columns[name][1]) for name, dtype in (dtypes or {}).items()}
+        rows = ConcatChunkedDataset(documents, seq_len)
+    rows.columns |= {name: (dtype, rows.columns[name][1]) for name, dtype in (column_dtypes or {}).items()}
     return rows
 
 
-def _columns(documents: Documents, *, in_rows: bool) -> dict[str, tuple[np.dtype, bool]]:
-    """Return `Rows.columns`; `in_rows`: a row is a document, and has its values."""
+def _build_column_specs(documents: TokenizedDocuments, *, is_per_row: bool) -> dict[str, tuple[np.dtype, bool]]:
+    """Return `Rows.columns`; `is_per_row`: a row is a document, and has its values."""
     return {
         name: (
             np.dtype(np.float64 if column.dtype.kind == "f" else np.int64),
-            not in_rows or (len(column) != len(documents) and len(column) == len(documents.tokens)),
+            not is_per_row or (len(column) != len(documents) and len(column) == len(documents.tokens)),
         )
         for name, column in documents.columns.items()
     }
 
 
-class _Layout:
+class _BatchLayout:
     """Where tokens go in a batch: `at` (row, column), `places` in their documents, `used` tokens of each row."""
 
-    def __init__(self, documents: Documents, members: np.ndarray, rows: np.ndarray, count: int, length: int) -> None:
-        """Lay out the documents `members`, in the rows `rows`, which rise, of a batch of (count, length)."""
-        starts, ends = _bounds(documents.ends, members)
+    def __init__(
+        self, documents: TokenizedDocuments, document_ids: np.ndarray, row_index: np.ndarray, num_rows: int, length: int
+    ) -> None:
+        """Lay out the documents `document_ids`, in the rows `row_index`, which rise, of a batch of (count, length)."""
+        starts, ends = _get_bounds(documents.ends, document_ids)
         lengths = ends - starts
-        self.used = np.bincount(rows, lengths, count).astype(np.int64)
+        self.used = np.bincount(row_index, lengths, num_rows).astype(np.int64)
         if self.used.max(initial=0) > length:
             raise ValueError(f"a row has {self.used.max()} tokens, more than {length}")
-        self._documents, self._members, self._shape = documents, members, (count, length)
-        self._source = _ranges(starts, lengths)
-        self._of = np.repeat(np.arange(len(members)), lengths)
-        self._rows = rows
+        self._documents, self._members, self._shape = documents, document_ids, (num_rows, length)
+        self._source = _concat_ranges(starts, lengths)
+        self._of = np.repeat(np.arange(len(document_ids)), lengths)
+        self._rows = row_index
         behind = np.cumsum(lengths) - lengths
         self.places = np.arange(len(self._of)) - behind[self._of]
-        token_rows = rows[self._of]
+        token_rows = row_index[self._of]
         self.at = (token_rows, np.arange(len(self._of)) - (np.cumsum(self.used) - self.used)[token_rows])
 
     def tokens(self) -> dict[str, np.ndarray]:
         found = self._documents.tokens[self._source].astype(np.int64)
-        input_ids = np.full(self._shape, FILL, np.int64)
+        input_ids = np.full(self._shape, PAD_TOKEN_ID, np.int64)
         input_ids[self.at] = found
-        labels = np.full(self._shape, IGNORED_LABEL, np.int64)
+        labels = np.full(self._shape, IGNORE_INDEX, np.int64)
         learnt = self.places > 0
         if self._documents.labelled is not None:
             learnt &= self._documents.labelled[self._source]
-        labels[self.at] = np.where(learnt, found, IGNORED_LABEL)
+        labels[self.at] = np.where(learnt, found, IGNORE_INDEX)
         return {"input_ids": input_ids, "labels": labels}
 
     def columns(self, columns: dict[str, tuple[np.dtype, bool]]) -> dict[str, np.ndarray]:
@@ -289,11 +292,11 @@ class _Layout:
         return found
 
 
-def _bounds(ends: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _get_bounds(ends: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return where some of consecutive items begin and end, given all ends."""
     return np.where(indices > 0, ends[indices - 1], 0), np.asarray(ends[indices])
 
 
-def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _concat_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     behind = np.cumsum(counts) - counts
     return np.repeat(starts - behind, counts) + np.arange(int(counts.sum()))

@@ -13,20 +13,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from meshwright.plugin import DataError, nearest
+from meshwright.plugin import DataError, suggest_match
 
-from ._compat import is_reader, own_files
+from ._compat import is_packaged_reader, restrict_data_files
 from .config import FIELDS, STDLIB, SourceConfig
-from .files import SUFFIXES, Cells, Found, extra, kind_of, read_file
-from .progress import Meter
-from .stdlib import library_records
+from .files import SUFFIXES, CsvRow, LocatedValue, get_file_kind, import_extra, read_file
+from .progress import ReadProgress
+from .stdlib import iter_stdlib_records
 
-_STDLIB_LEAVES_OUT = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
-)
-_PLAIN = (".txt", ".py")
+_STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"})
+_TEXT_SUFFIXES = (".txt", ".py")
 """Kinds of files that are text as a whole."""
-_ROWS = 256
+_ROWS_PER_BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,37 +45,37 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class FoundSource:
+class ResolvedSource:
     """A source whose files were found; `dataset` is one of Hugging Face that had to be opened for that."""
 
     config: SourceConfig
     files: tuple[SourceFile, ...]
     dataset: Any = None
 
-    def values(self, meter: Meter) -> Iterator[Found]:
+    def values(self, progress: ReadProgress) -> Iterator[LocatedValue]:
         if self.config.dataset is not None:
-            yield from self._rows(meter)
+            yield from self._rows(progress)
             return
-        meter.total = sum(file.size for file in self.files)
+        progress.total = sum(file.size for file in self.files)
         for file in self.files:
-            for value, where in read_file(file.path, meter):
+            for value, where in read_file(file.path, progress):
                 if file.path.suffix == ".py" and self.config.format != "text":
-                    yield from library_records(value["text"], file.path, self.config.format)
-                elif kind_of(file.path) in _PLAIN:
+                    yield from iter_stdlib_records(value["text"], file.path, self.config.format)
+                elif get_file_kind(file.path) in _TEXT_SUFFIXES:
                     # Such files have no fields, so the text goes under the name that the source's other files use.
-                    yield {theirs("text", self.config): value["text"]}, where
+                    yield {get_source_field("text", self.config): value["text"]}, where
                 else:
                     yield value, where
-            meter.done, meter.file = meter.done + file.size, None
+            progress.done, progress.file = progress.done + file.size, None
 
-    def _rows(self, meter: Meter) -> Iterator[Found]:
+    def _rows(self, progress: ReadProgress) -> Iterator[LocatedValue]:
         found = open_dataset(self.config) if self.dataset is None else self.dataset
-        meter.total = len(found)
-        with reading_dataset(self.config):
-            for batch in found.iter(_ROWS):
+        progress.total = len(found)
+        with convert_dataset_errors(self.config):
+            for batch in found.iter(_ROWS_PER_BATCH):
                 for values in zip(*batch.values(), strict=True):
-                    yield dict(zip(batch, values, strict=True)), place_of_row(self.config, meter.done)
-                    meter.done += 1
+                    yield dict(zip(batch, values, strict=True)), format_row_location(self.config, progress.done)
+                    progress.done += 1
 
     def identity(self) -> list[tuple[str, int, int]]:
         """Return what changes whenever the content does, as values of JSON."""
@@ -85,48 +83,53 @@ class FoundSource:
 
     def check_unchanged(self) -> None:
         for file in self.files:
-            if _found(file.path) != file:
+            if _stat_file(file.path) != file:
                 raise DataError(f"{file.path} changed while it was read. Start again when it is complete.")
 
 
 # -- records
 
 
-def read_records(source: SourceConfig | FoundSource, start: int = 0, *, meter: Meter | None = None) -> Iterator[Record]:
+def read_records(
+    source: SourceConfig | ResolvedSource, start: int = 0, *, progress: ReadProgress | None = None
+) -> Iterator[Record]:
     """Read the examples of a source in their order, without empty texts and the first `start`."""
-    found = source if isinstance(source, FoundSource) else find_source(source)
+    found = source if isinstance(source, ResolvedSource) else resolve_source(source)
     config = found.config
-    records = (record_of(value, where, config) for value, where in found.values(meter or Meter()))
+    records = (build_record(value, where, config) for value, where in found.values(progress or ReadProgress()))
     if config.format == "text":
-        records = (record for record in records if record.value.get(theirs("text", config)) != "")
+        records = (record for record in records if record.value.get(get_source_field("text", config)) != "")
     return islice(records, start, None)
 
 
-def record_of(value: Any, where: str, config: SourceConfig) -> Record:
+def build_record(value: Any, where: str, config: SourceConfig) -> Record:
     """Make a record of a value; raise DataError where it is no object, or a column no number."""
     if not isinstance(value, dict):
         raise DataError(
             f"{where}: holds a JSON {type(value).__name__}. Each example must be one object, such as "
-            f'{{"{theirs(FIELDS[config.format][0], config)}": ...}}.'
+            f'{{"{get_source_field(FIELDS[config.format][0], config)}": ...}}.'
         )
     if config.columns:
-        value = {**value, **{theirs(name, config): _column(value, name, where, config) for name in config.columns}}
+        value = {
+            **value,
+            **{get_source_field(name, config): _read_column(value, name, where, config) for name in config.columns},
+        }
     return Record(value, where)
 
 
-def theirs(name: str, config: SourceConfig) -> str:
+def get_source_field(name: str, config: SourceConfig) -> str:
     return config.fields.get(name, name)
 
 
-def _column(value: dict[str, Any], name: str, where: str, config: SourceConfig) -> Any:
-    field = theirs(name, config)
+def _read_column(value: dict[str, Any], name: str, where: str, config: SourceConfig) -> Any:
+    field = get_source_field(name, config)
     if field not in value:
         there = ", ".join(sorted(map(str, value))) or "none"
         raise DataError(
             f"{where}: no field {field!r}, which is to be a column. Fields that are there: {there}."
-            f"{nearest(field, map(str, value))} Name the one that holds it, with fields: {{{name}: ...}}."
+            f"{suggest_match(field, map(str, value))} Name the one that holds it, with fields: {{{name}: ...}}."
         )
-    column: Any = _number_in(value[field]) if isinstance(value, Cells) else value[field]
+    column: Any = _parse_number(value[field]) if isinstance(value, CsvRow) else value[field]
     # One for each token where the tokens are given, or for each of a pair.
     several = isinstance(column, list) and config.format in ("tokens", "preference")
     for each in column if several else [column]:
@@ -138,7 +141,7 @@ def _column(value: dict[str, Any], name: str, where: str, config: SourceConfig) 
     return column
 
 
-def _number_in(cell: str) -> int | float | str:
+def _parse_number(cell: str) -> int | float | str:
     for kind in (int, float):
         try:
             return kind(cell)
@@ -150,15 +153,17 @@ def _number_in(cell: str) -> int | float | str:
 # -- files
 
 
-def find_source(config: SourceConfig) -> FoundSource:
+def resolve_source(config: SourceConfig) -> ResolvedSource:
     """Find the files of a source; raise DataError where some are missing, or cannot be read as the source says."""
     if config.dataset is not None:
-        directory = _directory_of(config)
+        directory = _find_dataset_directory(config)
         if directory is not None:
-            return FoundSource(config, tuple(_found(path) for path in sorted(directory.rglob("*")) if path.is_file()))
+            return ResolvedSource(
+                config, tuple(_stat_file(path) for path in sorted(directory.rglob("*")) if path.is_file())
+            )
         if config.streaming:
             # Nothing is downloaded before it is read.
-            return FoundSource(config, ())
+            return ResolvedSource(config, ())
         dataset = open_dataset(config)
         # They change whenever the dataset does.
         files = [Path(entry["filename"]) for entry in dataset.cache_files]
@@ -167,12 +172,12 @@ def find_source(config: SourceConfig) -> FoundSource:
                 "the dataset is held in memory, not in files by which its changes are seen. Leave "
                 "HF_DATASETS_IN_MEMORY_MAX_SIZE out, or save it with `save_to_disk` and name the directory."
             )
-        return FoundSource(config, tuple(map(_found, files)), dataset)
+        return ResolvedSource(config, tuple(map(_stat_file, files)), dataset)
     patterns = [config.files] if isinstance(config.files, str) else config.files or []
     # A file that several globs match is one file: dict keys keep the first place.
-    paths = list(dict.fromkeys(path for pattern in patterns for path in _paths(pattern)))
-    if all(kind_of(path) in _PLAIN for path in paths):
-        if config.format != "text" and any(kind_of(path) == ".txt" for path in paths):
+    paths = list(dict.fromkeys(path for pattern in patterns for path in _expand_glob(pattern)))
+    if all(get_file_kind(path) in _TEXT_SUFFIXES for path in paths):
+        if config.format != "text" and any(get_file_kind(path) == ".txt" for path in paths):
             raise DataError(
                 f"format={config.format} is read from objects with fields; .txt files have none: {paths[0]}."
             )
@@ -182,13 +187,13 @@ def find_source(config: SourceConfig) -> FoundSource:
                 f".txt files have no fields such as {named[0]!r} (text_field, fields or columns), and "
                 f"{config.place!r} matches no others. Leave it out."
             )
-    return FoundSource(config, tuple(map(_found, paths)))
+    return ResolvedSource(config, tuple(map(_stat_file, paths)))
 
 
-def _paths(pattern: str) -> list[Path]:
+def _expand_glob(pattern: str) -> list[Path]:
     if pattern == STDLIB:
-        return _stdlib_paths()
-    matches = [Path(os.path.abspath(match)) for match in glob.glob(_literal_first(pattern), recursive=True)]
+        return _find_stdlib_files()
+    matches = [Path(os.path.abspath(match)) for match in glob.glob(_escape_existing_prefix(pattern), recursive=True)]
     paths = sorted(path for path in matches if not path.is_dir())
     if not paths:
         hint = (
@@ -199,7 +204,7 @@ def _paths(pattern: str) -> list[Path]:
         )
         raise DataError(f"corpus glob {pattern!r} matches no file.{hint}")
     for path in paths:
-        if kind_of(path) not in SUFFIXES:
+        if get_file_kind(path) not in SUFFIXES:
             raise DataError(
                 f"corpus glob {pattern!r} matches {path}, whose suffix is {path.suffix!r}. Allowed: "
                 f"{', '.join(SUFFIXES)}, each also with .gz or .zst. Narrow the glob, for instance to '*.txt', or "
@@ -208,11 +213,11 @@ def _paths(pattern: str) -> list[Path]:
     return paths
 
 
-def _stdlib_paths() -> list[Path]:
+def _find_stdlib_files() -> list[Path]:
     root = sysconfig.get_paths()["stdlib"]
     paths = []
     for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = [name for name in subdirectories if name not in _STDLIB_LEAVES_OUT]
+        subdirectories[:] = [name for name in subdirectories if name not in _STDLIB_EXCLUDED]
         paths += [Path(directory, name) for name in names if name.endswith(".py")]
     if not paths:
         raise DataError(
@@ -222,7 +227,7 @@ def _stdlib_paths() -> list[Path]:
     return sorted(paths)
 
 
-def _literal_first(pattern: str) -> str:
+def _escape_existing_prefix(pattern: str) -> str:
     """Escape as many leading parts of a glob as exist by these very names, such as `run[1]`."""
     path = Path(os.path.expanduser(pattern))
     place, parts = path.anchor or ".", list(path.parts[1:] if path.anchor else path.parts)
@@ -231,7 +236,7 @@ def _literal_first(pattern: str) -> str:
     return os.path.join(glob.escape(place), *parts)
 
 
-def _found(path: Path) -> SourceFile:
+def _stat_file(path: Path) -> SourceFile:
     try:
         status = path.stat()
     except OSError as error:
@@ -244,9 +249,9 @@ def _found(path: Path) -> SourceFile:
 
 def open_dataset(config: SourceConfig, *, streaming: bool = False) -> Any:
     """Open the split of a dataset: a `datasets.Dataset`, or an `IterableDataset` where it is streamed."""
-    datasets = extra("datasets", f"the dataset {config.dataset!r}")
-    directory = _directory_of(config)
-    if directory is None and is_reader(datasets, str(config.dataset)):
+    datasets = import_extra("datasets", f"the dataset {config.dataset!r}")
+    directory = _find_dataset_directory(config)
+    if directory is None and is_packaged_reader(datasets, str(config.dataset)):
         raise DataError(
             f"dataset {config.dataset!r} is a reader of the library `datasets`, which would read the current "
             "directory. Name files under files, or the directory that holds them."
@@ -254,10 +259,10 @@ def open_dataset(config: SourceConfig, *, streaming: bool = False) -> Any:
     try:
         # What `save_to_disk` leaves, of one split or several.
         if directory is not None and any((directory / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            found = _saved(datasets, config, directory)
+            found = _load_saved_dataset(datasets, config, directory)
             return found.to_iterable_dataset() if streaming else found
         place = str(directory or config.dataset)
-        with own_files(extra("datasets.data_files", f"the dataset {place}"), place, directory):
+        with restrict_data_files(import_extra("datasets.data_files", f"the dataset {place}"), place, directory):
             return datasets.load_dataset(
                 place, config.name, split=config.split, revision=config.revision, streaming=streaming
             )
@@ -275,7 +280,7 @@ def open_dataset(config: SourceConfig, *, streaming: bool = False) -> Any:
         ) from error
 
 
-def _directory_of(config: SourceConfig) -> Path | None:
+def _find_dataset_directory(config: SourceConfig) -> Path | None:
     """Return the directory that a dataset names; None for a name of the hub."""
     named = str(config.dataset)
     path = Path(named).expanduser()
@@ -293,7 +298,7 @@ def _directory_of(config: SourceConfig) -> Path | None:
     return None
 
 
-def _saved(datasets: Any, config: SourceConfig, directory: Path) -> Any:
+def _load_saved_dataset(datasets: Any, config: SourceConfig, directory: Path) -> Any:
     if config.name is not None:
         raise DataError(f"name={config.name!r} is a configuration of a dataset, but {directory} was saved without any.")
     found = datasets.load_from_disk(str(directory))
@@ -304,14 +309,14 @@ def _saved(datasets: Any, config: SourceConfig, directory: Path) -> Any:
         return found
     if config.split not in found:
         raise DataError(
-            f"split={config.split!r}: {directory} has no such split.{nearest(config.split, found)} It has "
+            f"split={config.split!r}: {directory} has no such split.{suggest_match(config.split, found)} It has "
             f"{', '.join(found)}."
         )
     return found[config.split]
 
 
 @contextmanager
-def reading_dataset(config: SourceConfig) -> Iterator[None]:
+def convert_dataset_errors(config: SourceConfig) -> Iterator[None]:
     """Turn every error of the library, while rows are read, into a DataError."""
     try:
         yield
@@ -325,5 +330,5 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
 
 
-def place_of_row(config: SourceConfig, number: int) -> str:
+def format_row_location(config: SourceConfig, number: int) -> str:
     return f"{config.dataset}[{config.split}]:{number}"

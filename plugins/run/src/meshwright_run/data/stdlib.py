@@ -17,8 +17,8 @@ from .config import Format
 _TOPICS = "pydoc_data.topics"
 """The module that holds the language reference as texts by topic."""
 _PUBLIC_NAMES = {"posixpath": "os.path"}
-_LEAST, _ENOUGH, _MOST = 12, 80, 600
-"""Characters of an answer: shorter ones are dropped, paragraphs are added up to `_ENOUGH` and never beyond `_MOST`."""
+_MIN_CHARACTERS, _TARGET_CHARACTERS, _MAX_CHARACTERS = 12, 80, 600
+"""Characters of an answer: shorter ones are dropped, paragraphs are added up to `_TARGET_CHARACTERS` and never beyond `_MAX_CHARACTERS`."""
 
 _QUESTIONS: dict[str, tuple[str, ...]] = {
     "function": (
@@ -42,7 +42,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _DocstringEntry:
     name: str
     kind: Literal["function", "class", "module", "topic"]
     line: int
@@ -50,13 +50,13 @@ class _Entry:
     signature: str = ""
 
 
-def library_records(source: str, path: Path, source_format: Format) -> Iterator[tuple[dict[str, Any], str]]:
+def iter_stdlib_records(source: str, path: Path, source_format: Format) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield questions about the names of a module of the library, with answers, and where each comes from."""
     relative = path.relative_to(sysconfig.get_paths()["stdlib"])
-    for entry in _entries(source, _module_name(relative)):
-        answer = _answer(entry.text)
+    for entry in _iter_entries(source, _module_name(relative)):
+        answer = _extract_answer(entry.text)
         if answer:
-            question, where = _question(entry), f"{relative}:{entry.line}"
+            question, where = _build_question(entry), f"{relative}:{entry.line}"
             if source_format == "prompt_completion":
                 yield {"prompt": f"{question}\n", "completion": answer}, where
             else:
@@ -70,7 +70,7 @@ def _module_name(relative: Path) -> str:
     return _PUBLIC_NAMES.get(name, name)
 
 
-def _entries(source: str, module: str) -> Iterator[_Entry]:
+def _iter_entries(source: str, module: str) -> Iterator[_DocstringEntry]:
     """Yield what has a docstring, in order, without private modules, classes and functions."""
     if any(part.startswith("_") for part in module.split(".")):
         return
@@ -79,14 +79,14 @@ def _entries(source: str, module: str) -> Iterator[_Entry]:
     except (SyntaxError, ValueError, RecursionError):
         return  # a few sources of the library do not parse, on purpose
     if module == _TOPICS:
-        yield from _topics(tree)
+        yield from _iter_topics(tree)
         return
     if text := ast.get_docstring(tree):
-        yield _Entry(module, "module", 1, text)
-    yield from _definitions(tree.body, module)
+        yield _DocstringEntry(module, "module", 1, text)
+    yield from _iter_definitions(tree.body, module)
 
 
-def _definitions(body: list[ast.stmt], prefix: str, is_method: bool = False) -> Iterator[_Entry]:
+def _iter_definitions(body: list[ast.stmt], prefix: str, is_method: bool = False) -> Iterator[_DocstringEntry]:
     seen = set()
     for node in body:
         # A second definition of a name is mostly for another platform.
@@ -97,32 +97,32 @@ def _definitions(body: list[ast.stmt], prefix: str, is_method: bool = False) -> 
         text = ast.get_docstring(node)
         if isinstance(node, ast.ClassDef):
             if text:
-                yield _Entry(name, "class", node.lineno, text)
-            yield from _definitions(node.body, name, is_method=True)
+                yield _DocstringEntry(name, "class", node.lineno, text)
+            yield from _iter_definitions(node.body, name, is_method=True)
         elif text:
             signature = f"({ast.unparse(node.args)})"
             if is_method:
                 signature = re.sub(r"\A\((self|cls)(, (/, )?)?", "(", signature)
-            yield _Entry(name, "function", node.lineno, text, signature)
+            yield _DocstringEntry(name, "function", node.lineno, text, signature)
 
 
-def _topics(tree: ast.Module) -> Iterator[_Entry]:
+def _iter_topics(tree: ast.Module) -> Iterator[_DocstringEntry]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
                 if isinstance(key, ast.Constant) and isinstance(value, ast.Constant) and isinstance(value.value, str):
                     # A text begins with its underlined title.
                     text = re.sub(r"\A.*\n([*=-])\1+\n", "", value.value.lstrip())
-                    yield _Entry(str(key.value), "topic", key.lineno, text)
+                    yield _DocstringEntry(str(key.value), "topic", key.lineno, text)
 
 
-def _question(entry: _Entry) -> str:
+def _build_question(entry: _DocstringEntry) -> str:
     wordings = _QUESTIONS[entry.kind]
     chosen = int.from_bytes(hashlib.blake2b(entry.name.encode(), digest_size=8).digest()) % len(wordings)
     return wordings[chosen].format(name=entry.name, signature=entry.signature)
 
 
-def _answer(text: str) -> str:
+def _extract_answer(text: str) -> str:
     """Return the first paragraph of a docstring, and more if it is short, without examples."""
     kept: list[str] = []
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(text)):
@@ -130,10 +130,10 @@ def _answer(text: str) -> str:
             continue  # a title, or a remark on versions
         line = re.sub(r"\s+", " ", paragraph).strip()
         is_prose = not paragraph.startswith((" ", ">>>", "-", "=", "*")) and "\n>>>" not in paragraph
-        if not is_prose or len(line) + sum(map(len, kept)) > _MOST:
+        if not is_prose or len(line) + sum(map(len, kept)) > _MAX_CHARACTERS:
             break
         kept.append(line)
-        if sum(map(len, kept)) >= _ENOUGH:
+        if sum(map(len, kept)) >= _TARGET_CHARACTERS:
             break
     answer = "\n\n".join(kept)
-    return answer if len(answer) >= _LEAST else ""
+    return answer if len(answer) >= _MIN_CHARACTERS else ""

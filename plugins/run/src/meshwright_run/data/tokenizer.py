@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.plugin import DataError, json_object_or_empty, read_json_object, reason
+from meshwright.plugin import DataError, explain_library_error, read_json_object, read_json_object_or_empty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EOS = "<|endoftext|>"
-_VARIABLE = "TOKENIZERS_PARALLELISM"
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
+_PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"
+_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
 _ANCHORS = ("\n", "a", ".")
 
 Span = tuple[int, int]
@@ -49,14 +49,14 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    with no_tokenizer_threads():
+    with disable_tokenizer_threads():
         tokenizer.train_from_iterator(documents, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False)
 
 
-def holds_tokenizer(directory: str | Path) -> bool:
+def has_tokenizer(directory: str | Path) -> bool:
     """Return whether `directory` holds the vocabulary of a tokenizer; that of a model may have none."""
-    return any(any(Path(directory).glob(pattern)) for pattern in _VOCABULARIES)
+    return any(any(Path(directory).glob(pattern)) for pattern in _VOCABULARY_FILES)
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
@@ -68,18 +68,20 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
             "nothing is downloaded. Leave tokenizer out to train one on the corpus."
         )
     # AutoTokenizer silently makes an empty tokenizer from a directory with only a model's config.json.
-    if not holds_tokenizer(path):
+    if not has_tokenizer(path):
         raise DataError(
-            f"{path} holds no tokenizer: none of {', '.join(_VOCABULARIES)}. Save one there with "
+            f"{path} holds no tokenizer: none of {', '.join(_VOCABULARY_FILES)}. Save one there with "
             "`tokenizer.save_pretrained`, or leave tokenizer out to train one on the corpus."
         )
     try:
-        with no_tokenizer_threads():
-            tokenizer = _class_for(path).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        with disable_tokenizer_threads():
+            tokenizer = _find_tokenizer_class(path).from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
     except BaseException as error:  # transformers raises whatever its parsers meet
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust's code
             raise
-        raise DataError(f"the tokenizer in {path} cannot be loaded: {reason(error)}") from error
+        raise DataError(f"the tokenizer in {path} cannot be loaded: {explain_library_error(error)}") from error
     _check_loaded(tokenizer, path)
     if tokenizer.eos_token_id is None:
         raise DataError(
@@ -89,7 +91,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _class_for(path: Path) -> Any:
+def _find_tokenizer_class(path: Path) -> Any:
     """Choose the class that loads a tokenizer. AutoTokenizer imports torch, which is avoided where it is not needed."""
     settings = path / "tokenizer_config.json"
     if settings.is_file() and not (path / "config.json").exists():
@@ -100,10 +102,10 @@ def _class_for(path: Path) -> Any:
             return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
 
-    from meshwright.plugin import never_ask
+    from meshwright.plugin import disable_remote_code_prompt
 
     _check_classes(path)
-    never_ask()
+    disable_remote_code_prompt()
     return AutoTokenizer
 
 
@@ -112,7 +114,7 @@ def _check_classes(path: Path) -> None:
     import transformers
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-    settings, config = (json_object_or_empty(path / name) for name in ("tokenizer_config.json", "config.json"))
+    settings, config = (read_json_object_or_empty(path / name) for name in ("tokenizer_config.json", "config.json"))
     types = [each.get("model_type") for each in (config, config.get("encoder")) if isinstance(each, Mapping)]
     of_types = [TOKENIZER_MAPPING_NAMES.get(each) for each in types if isinstance(each, str)]
     for name in (settings.get("tokenizer_class"), config.get("tokenizer_class"), *of_types):
@@ -142,39 +144,39 @@ def _check_loaded(tokenizer: Any, path: Path) -> None:
             f"it in its tokenizer_config.json."
         )
     entries = len(tokenizer.get_vocab())
-    if vocab_size_of(tokenizer) > 2**20 + 2 * entries:
+    if get_vocab_size(tokenizer) > 2**20 + 2 * entries:
         raise DataError(
-            f"the tokenizer in {path} has {entries:,} tokens, and numbers up to {vocab_size_of(tokenizer) - 1:,}. Each "
+            f"the tokenizer in {path} has {entries:,} tokens, and numbers up to {get_vocab_size(tokenizer) - 1:,}. Each "
             f"number is a row of the model's embedding. Number the tokens without large gaps."
         )
 
 
-def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
+def get_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the rows that an embedding needs: the largest token id plus one, with added tokens and gaps."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
-def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
+def choose_token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
     """Return the dtype in which tokens are kept: uint16 where the vocabulary fits, else uint32."""
-    return np.dtype(np.uint16 if vocab_size_of(tokenizer) <= 1 << 16 else np.uint32)
+    return np.dtype(np.uint16 if get_vocab_size(tokenizer) <= 1 << 16 else np.uint32)
 
 
 @contextmanager
-def no_tokenizer_threads() -> Iterator[None]:
+def disable_tokenizer_threads() -> Iterator[None]:
     """Switch off the library's own threads by its variable, which it reads at each call."""
-    before = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = "false"
+    before = os.environ.get(_PARALLELISM_VARIABLE)
+    os.environ[_PARALLELISM_VARIABLE] = "false"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_VARIABLE]
+            del os.environ[_PARALLELISM_VARIABLE]
         else:
-            os.environ[_VARIABLE] = before
+            os.environ[_PARALLELISM_VARIABLE] = before
 
 
 @dataclass(frozen=True)
-class Draft:
+class Document:
     """A document before it is tokenized. `learnt`: spans of characters, in order and disjoint; None: all of it.
 
     `opened`: begin with what the tokenizer puts before a text; `closed`: end with what it puts after one, and an eos
@@ -189,12 +191,12 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class _Encoded:
+class _Encoding:
     ids: list[int]
     offsets: list[Span]
 
 
-class DraftWriter:
+class DocumentTokenizer:
     """Tokenizes drafts, with special tokens around them as `tokenizer("x")` adds them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -205,80 +207,82 @@ class DraftWriter:
             self._backend.no_truncation()
             self._backend.no_padding()
         self._added = frozenset(tokenizer.added_tokens_decoder)
-        self._dtype = token_dtype(tokenizer)
+        self._dtype = choose_token_dtype(tokenizer)
         self._before, self._after = self._around()
         # Some tokenizers put a space before a text.
         self._is_same_anywhere = self._ids("\na") == self._ids("\n") + self._ids("a")
 
-    def write(self, drafts: Sequence[Draft]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    def write(self, documents: Sequence[Document]) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """Return the tokens of each draft, (T,), and which are learnt, (T,) bool; None: all."""
-        whole = iter(self._batch([draft.text for draft in drafts if draft.learnt is None]))
+        whole = iter(self._batch([draft.text for draft in documents if draft.learnt is None]))
         found = []
-        for draft in drafts:
+        for draft in documents:
             if draft.learnt is None:
                 found.append(self._finished(draft, next(whole), {}))
             else:
                 edges = sorted({edge for span in draft.learnt for edge in span})
-                found.append(self._finished(draft, *self._cut(draft.text, edges, continues=False)))
+                found.append(self._finished(draft, *self._cut(draft.text, edges, is_continuation=False)))
         return found
 
     def _finished(
-        self, draft: Draft, ids: list[int], places: Mapping[int, int]
+        self, document: Document, ids: list[int], token_counts: Mapping[int, int]
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Add the special tokens that a draft lacks around it; none is there twice."""
-        before = self._before if draft.opened and ids[: len(self._before)] != self._before else []
-        after = self._after if draft.closed and ids[-1:] != self._after[-1:] else []
+        before = self._before if document.opened and ids[: len(self._before)] != self._before else []
+        after = self._after if document.closed and ids[-1:] != self._after[-1:] else []
         tokens = np.array([*before, *ids, *after], self._dtype)
-        if draft.learnt is None:
+        if document.learnt is None:
             return tokens, None
         labelled = np.zeros(len(tokens), bool)
-        for start, stop in draft.learnt:
-            labelled[len(before) + places[start] : len(before) + places[stop]] = True
-        if draft.learnt and draft.learnt[-1][1] == len(draft.text):
+        for start, stop in document.learnt:
+            labelled[len(before) + token_counts[start] : len(before) + token_counts[stop]] = True
+        if document.learnt and document.learnt[-1][1] == len(document.text):
             labelled[len(before) + len(ids) :] = True
         return tokens, labelled
 
-    def _cut(self, text: str, edges: list[int], continues: bool) -> tuple[list[int], dict[int, int]]:
+    def _cut(self, text: str, edges: list[int], is_continuation: bool) -> tuple[list[int], dict[int, int]]:
         """Return the tokens of a text, and how many of them stand before each edge; see [Note: edges]."""
-        whole = self._encoded(text, continues)
+        whole = self._encoded(text, is_continuation)
         added = [index for index in range(len(whole.offsets)) if whole.ids[index] in self._added]
         places: dict[int, int] = {}
         for number, edge in enumerate(edges):
-            place = self._place(text, edge, whole, added, continues)
+            place = self._place(text, edge, whole, added, is_continuation)
             if place is None:
-                left, left_places = self._cut(text[:edge], edges[:number], continues)
+                left, left_places = self._cut(text[:edge], edges[:number], is_continuation)
                 right, right_places = self._cut(text[edge:], [each - edge for each in edges[number + 1 :]], True)
                 moved = {each + edge: place + len(left) for each, place in right_places.items()}
                 return left + right, {**left_places, edge: len(left), **moved}
             places[edge] = place
         return whole.ids, places
 
-    def _place(self, text: str, edge: int, whole: _Encoded, added: list[int], continues: bool) -> int | None:
+    def _place(
+        self, text: str, edge: int, encoding: _Encoding, added_indices: list[int], is_continuation: bool
+    ) -> int | None:
         """Count the tokens before an edge; None where the text up to the edge has other tokens."""
         if edge in (0, len(text)):
-            return len(whole.ids) if edge else 0
+            return len(encoding.ids) if edge else 0
         start = index = 0
-        before = bisect_right(added, edge, key=lambda each: whole.offsets[each][1])
+        before = bisect_right(added_indices, edge, key=lambda each: encoding.offsets[each][1])
         if before:
-            index = added[before - 1]
-            start, stop = whole.offsets[index]
+            index = added_indices[before - 1]
+            start, stop = encoding.offsets[index]
             if stop == edge:
                 return index + 1
-        prefix = self._encoded(text[start:edge], continues and start == 0).ids
-        return index + len(prefix) if whole.ids[index : index + len(prefix)] == prefix else None
+        prefix = self._encoded(text[start:edge], is_continuation and start == 0).ids
+        return index + len(prefix) if encoding.ids[index : index + len(prefix)] == prefix else None
 
-    def _encoded(self, text: str, continues: bool) -> _Encoded:
-        if continues and not self._is_same_anywhere:
+    def _encoded(self, text: str, is_continuation: bool) -> _Encoding:
+        if is_continuation and not self._is_same_anywhere:
             for anchor in _ANCHORS:
                 alone, shift = self._ids(anchor), len(anchor)
-                both = self._encoded(anchor + text, continues=False)
+                both = self._encoded(anchor + text, is_continuation=False)
                 if both.ids[: len(alone)] == alone:
                     offsets = [(a - shift, b - shift) for a, b in both.offsets[len(alone) :]]
-                    return _Encoded(both.ids[len(alone) :], offsets)
+                    return _Encoding(both.ids[len(alone) :], offsets)
         if self._backend is None:
-            return _Encoded(self._ids(text), [])
+            return _Encoding(self._ids(text), [])
         encoding = self._backend.encode(text, add_special_tokens=False)
-        return _Encoded(encoding.ids, encoding.offsets)
+        return _Encoding(encoding.ids, encoding.offsets)
 
     def _ids(self, text: str) -> list[int]:
         return self._batch([text])[0]

@@ -26,29 +26,36 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.plugin import PYTHON, DataError, escape_messages, usable_cores
+from meshwright.plugin import SAFE_PYTHON, DataError, count_usable_cores, install_output_escaping
 
 from .chat_template import read_chat_template
 from .config import FIELDS, DataConfig, SourceConfig
-from .documents import Documents, Split, is_nearer, mixed_column, place_of, split_of
-from .encoder import Counts, Encoder, Example
-from .sources import Record, theirs
-from .tokenizer import no_tokenizer_threads, token_dtype
+from .documents import (
+    Split,
+    TokenizedDocuments,
+    assign_split,
+    hash_to_unit_interval,
+    is_nearer_boundary,
+    mixed_column_error,
+)
+from .encoder import Encoder, EncodingCounts, Example
+from .sources import Record, get_source_field
+from .tokenizer import choose_token_dtype, disable_tokenizer_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BATCH_CHARACTERS = 1 << 18
-_IN_THIS_PROCESS = 1 << 25
-_ON_ONE_THREAD = 1 << 21
+_CHARACTERS_PER_BATCH = 1 << 18
+_MAX_THREADED_CHARACTERS = 1 << 25
+_MAX_SINGLE_THREAD_CHARACTERS = 1 << 21
 """Characters after which processes take over: where threads share the work, and where they cannot."""
-_MOST_PROCESSES = 32
+_MAX_PROCESSES = 32
 """One process reads for all."""
-_LENGTH = 8
+_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Tokenizing:
+class Tokenization:
     """How the records of a source become tokens: options of `Encoder`, and the share that is held out."""
 
     source: SourceConfig
@@ -56,7 +63,7 @@ class Tokenizing:
     fraction: float
 
 
-def tokenizing(source: SourceConfig, config: DataConfig, fraction: float) -> Tokenizing:
+def build_tokenization(source: SourceConfig, config: DataConfig, held_out_fraction: float) -> Tokenization:
     too_long = config.too_long_for(source.format)
     options = {
         "loss_on": config.loss_on,
@@ -67,99 +74,101 @@ def tokenizing(source: SourceConfig, config: DataConfig, fraction: float) -> Tok
         "fields": source.fields,
         "columns": source.columns,
     }
-    return Tokenizing(source, options, fraction)
+    return Tokenization(source, options, held_out_fraction)
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenizedChunk:
     """Some records, tokenized; `kept` of them became documents.
 
     `nearest`: of each side the record that is nearest to the other: its place, and its documents, [first, stop).
     """
 
-    documents: dict[Split, Documents]
+    documents: dict[Split, TokenizedDocuments]
     nearest: dict[Split, tuple[float, int, int]]
-    counts: Counts
+    counts: EncodingCounts
     kept: int
 
 
-Encode = Callable[[list[Record]], Piece]
+EncodeRecords = Callable[[list[Record]], TokenizedChunk]
 
 
-def tokenized(records: Iterable[Record], how: Tokenizing, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
+def tokenize_records(
+    records: Iterable[Record], tokenization: Tokenization, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[TokenizedChunk]:
     """Yield the tokens of records in their order, with few of them in memory; see [Note: where tokenizing runs]."""
-    cores = usable_cores()
-    with no_tokenizer_threads():
-        encode = PieceEncoder(how, tokenizer)
+    cores = count_usable_cores()
+    with disable_tokenizer_threads():
+        encode = ChunkEncoder(tokenization, tokenizer)
         # Tokenizers written in Python are not known to be thread-safe.
-        on_threads = how.source.format == "text" and bool(tokenizer.is_fast)
+        on_threads = tokenization.source.format == "text" and bool(tokenizer.is_fast)
         batches = _batches(records)
-        characters = _IN_THIS_PROCESS if on_threads else _ON_ONE_THREAD
-        at_first = islice(batches, max(1, characters // _BATCH_CHARACTERS))
-        yield from _in_order(at_first, encode, cores if on_threads else 1)
+        characters = _MAX_THREADED_CHARACTERS if on_threads else _MAX_SINGLE_THREAD_CHARACTERS
+        at_first = islice(batches, max(1, characters // _CHARACTERS_PER_BATCH))
+        yield from _map_in_order(at_first, encode, cores if on_threads else 1)
         rest = next(batches, None)
         if rest is not None:
-            with _processes(how, tokenizer) as encode_there:
-                yield from _in_order(chain([rest], batches), encode_there, min(cores, _MOST_PROCESSES))
+            with _start_workers(tokenization, tokenizer) as encode_there:
+                yield from _map_in_order(chain([rest], batches), encode_there, min(cores, _MAX_PROCESSES))
 
 
-class PieceEncoder:
-    def __init__(self, how: Tokenizing, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._encoder = Encoder(tokenizer, how.source.format, **how.options)
-        self._how, self._dtype = how, token_dtype(tokenizer)
+class ChunkEncoder:
+    def __init__(self, tokenization: Tokenization, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._encoder = Encoder(tokenizer, tokenization.source.format, **tokenization.options)
+        self._how, self._dtype = tokenization, choose_token_dtype(tokenizer)
 
-    def __call__(self, records: list[Record]) -> Piece:
+    def __call__(self, records: list[Record]) -> TokenizedChunk:
         found, counts = self._encoder.encode(records)
         examples: dict[Split, list[Example]] = {}
         nearest: dict[Split, tuple[float, int, int]] = {}
         for record, made in zip(records, found, strict=True):
             if made:
-                place = place_of(_content(record, self._how.source))
-                side = split_of(place, self._how.fraction)
+                place = hash_to_unit_interval(_get_split_content(record, self._how.source))
+                side = assign_split(place, self._how.fraction)
                 kept = examples.setdefault(side, [])
-                if side not in nearest or is_nearer(place, nearest[side][0], side):
+                if side not in nearest or is_nearer_boundary(place, nearest[side][0], side):
                     nearest[side] = (place, len(kept), len(kept) + len(made))
                 kept += made
         columns = tuple(self._how.source.columns)
-        documents = {side: _joined(kept, self._dtype, columns) for side, kept in examples.items()}
-        return Piece(documents, nearest, counts, sum(map(bool, found)))
+        documents = {side: _concat_examples(kept, self._dtype, columns) for side, kept in examples.items()}
+        return TokenizedChunk(documents, nearest, counts, sum(map(bool, found)))
 
 
-def _content(record: Record, source: SourceConfig) -> str:
+def _get_split_content(record: Record, source: SourceConfig) -> str:
     """Return the text or fields of an example without its columns; equal ones are on the same side."""
     value = record.value
     if source.format == "text":
-        return str(value[theirs("text", source)])
-    names = {theirs(name, source) for name in FIELDS[source.format]}
+        return str(value[get_source_field("text", source)])
+    names = {get_source_field(name, source) for name in FIELDS[source.format]}
     return json.dumps({name: value[name] for name in sorted(names & value.keys())}, sort_keys=True, default=str)
 
 
-def _joined(examples: list[Example], dtype: np.dtype, columns: tuple[str, ...]) -> Documents:
+def _concat_examples(examples: list[Example], dtype: np.dtype, columns: tuple[str, ...]) -> TokenizedDocuments:
     tokens = np.concatenate([example.tokens for example in examples]).astype(dtype, copy=False)
     ends = np.cumsum([len(example) for example in examples], dtype=np.int64)
     labelled = None
     if any(example.labelled is not None for example in examples):
         every = [np.ones(len(each), bool) if each.labelled is None else each.labelled for each in examples]
         labelled = np.concatenate(every)
-    found = {name: _column([example.columns[name] for example in examples], name) for name in columns}
-    return Documents(tokens, ends, labelled, found)
+    found = {name: _concat_column([example.columns[name] for example in examples], name) for name in columns}
+    return TokenizedDocuments(tokens, ends, labelled, found)
 
 
-def _column(values: list[Any], name: str) -> np.ndarray:
+def _concat_column(values: list[Any], name: str) -> np.ndarray:
     kinds = {isinstance(value, list) for value in values}
     if len(kinds) > 1:
-        raise mixed_column(name)
+        raise mixed_column_error(name)
     flat = [each for value in values for each in value] if kinds == {True} else values
     return np.array(flat, np.int64 if all(isinstance(each, int) for each in flat) else np.float64)
 
 
-def _in_order(batches: Iterable[list[Record]], encode: Encode, threads: int) -> Iterator[Piece]:
-    pending: deque[Future[Piece]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
+def _map_in_order(batches: Iterable[list[Record]], encode: EncodeRecords, num_threads: int) -> Iterator[TokenizedChunk]:
+    pending: deque[Future[TokenizedChunk]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
         try:
             for batch in batches:
                 pending.append(pool.submit(encode, batch))
-                if len(pending) > 2 * threads:
+                if len(pending) > 2 * num_threads:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
@@ -174,38 +183,38 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
     characters = 0
     for record in records:
         batch.append(record)
-        characters += _size_of(record.value)
-        if characters >= _BATCH_CHARACTERS:
+        characters += _count_characters(record.value)
+        if characters >= _CHARACTERS_PER_BATCH:
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
 
 
-def _size_of(value: Any) -> int:
+def _count_characters(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(_size_of, value.values()))
+        return sum(map(_count_characters, value.values()))
     if isinstance(value, list) and value and isinstance(value[0], str | dict | list):
-        return sum(map(_size_of, value))
+        return sum(map(_count_characters, value))
     return 4 * len(value) if isinstance(value, list) else 4
 
 
 @contextmanager
-def _processes(how: Tokenizing, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encode]:
+def _start_workers(tokenization: Tokenization, tokenizer: PreTrainedTokenizerBase) -> Iterator[EncodeRecords]:
     """Encode in worker processes, one for each call at a time; they have ended when the context is left."""
-    idle: SimpleQueue[Worker] = SimpleQueue()
-    workers: list[Worker] = []
+    idle: SimpleQueue[TokenizerWorker] = SimpleQueue()
+    workers: list[TokenizerWorker] = []
 
-    def encode(records: list[Record]) -> Piece:
+    def encode(records: list[Record]) -> TokenizedChunk:
         try:
             worker = idle.get_nowait()
         except Empty:
             # The tokenizer is sent: loading it would import torch, to look through the models that it may be of.
-            worker = Worker(PieceEncoder, how, tokenizer)
+            worker = TokenizerWorker(ChunkEncoder, tokenization, tokenizer)
             workers.append(worker)
-        piece: Piece = worker.call(records)
+        piece: TokenizedChunk = worker.call(records)
         idle.put(worker)
         return piece
 
@@ -216,15 +225,15 @@ def _processes(how: Tokenizing, tokenizer: PreTrainedTokenizerBase) -> Iterator[
             worker.close()
 
 
-class Worker:
+class TokenizerWorker:
     """A process that calls what `make(*args)` returns, for one thread; see [Note: processes of our own]."""
 
-    def __init__(self, make: Callable[..., Callable[[Any], Any]], *args: Any) -> None:
+    def __init__(self, factory: Callable[..., Callable[[Any], Any]], *args: Any) -> None:
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
         self._process = subprocess.Popen(
-            [*PYTHON, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
+            [*SAFE_PYTHON, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
         )
-        self._begin = (make, args)
+        self._begin = (factory, args)
         self._begun = False
 
     def call(self, argument: Any) -> Any:
@@ -240,12 +249,12 @@ class Worker:
                     pipe.close()
         self._process.wait()
 
-    def _ask(self, question: Any) -> Any:
+    def _ask(self, request: Any) -> Any:
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
             raise DataError("the process that tokenizes has no pipes.")
         try:
-            _send(stdin, question)
+            _send(stdin, request)
             is_error, answer = _receive(stdout)
         except (EOFError, BrokenPipeError):
             code = self._process.wait()
@@ -257,12 +266,12 @@ class Worker:
         return answer
 
 
-def serve() -> None:
+def run_worker() -> None:
     """Run a worker over standard input and output; what libraries print goes to stderr."""
     # Schedulers send these to all processes; this one ends with the one that it works for.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    escape_messages()
+    install_output_escaping()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     function: Callable[[Any], Any] | None = None
@@ -283,13 +292,13 @@ def serve() -> None:
 
 def _send(pipe: IO[bytes], value: Any) -> None:
     content = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    pipe.write(len(content).to_bytes(_LENGTH, "little"))
+    pipe.write(len(content).to_bytes(_LENGTH_BYTES, "little"))
     pipe.write(content)
     pipe.flush()
 
 
 def _receive(pipe: IO[bytes]) -> Any:
-    return pickle.loads(_read(pipe, int.from_bytes(_read(pipe, _LENGTH), "little")))
+    return pickle.loads(_read(pipe, int.from_bytes(_read(pipe, _LENGTH_BYTES), "little")))
 
 
 def _read(pipe: IO[bytes], count: int) -> bytes:

@@ -7,18 +7,18 @@ import re
 import textwrap
 from pathlib import Path
 
-from meshwright.plugin import ConfigError, parse_yaml, validated
+from meshwright.plugin import ConfigError, parse_yaml, validate_config
 
 from ..data.config import STDLIB
-from ..run_file import RunConfig, check_model, layout_of
-from .answers import NEW_POSITIONS, Answers, Known, Machine, is_hub_id, seq_len_of
+from ..run_file import RunConfig, check_new_model, resolve_layout
+from .answers import NEW_MAX_POSITIONS, InitAnswers, Machine, ModelFacts, choose_seq_len, is_hub_id
 
-MICRO_BATCH = 4
-BATCH = 16
+MICRO_BATCH_SIZE = 4
+MIN_BATCH_SIZE = 16
 """At least."""
 _WIDTH = 100
-_PLAIN = re.compile(r"\w[\w./*-]*", re.ASCII)
-TEMPLATE = """\
+_PLAIN_SCALAR = re.compile(r"\w[\w./*-]*", re.ASCII)
+CHAT_TEMPLATE = """\
 {%- for message in messages %}
 {%- if message.role == 'assistant' %}
 {{- 'Answer:' }}
@@ -37,7 +37,7 @@ TEMPLATE = """\
 """For a tokenizer without a chat template and without tokens for turns."""
 
 
-def run_file_text(answers: Answers, known: Known, machine: Machine, *, name: str) -> str:
+def render_run_file(answers: InitAnswers, facts: ModelFacts, machine: Machine, *, name: str) -> str:
     """Return a whole run file, to be written as `name`."""
     parts = (
         [
@@ -45,17 +45,17 @@ def run_file_text(answers: Answers, known: Known, machine: Machine, *, name: str
             f"{name}. What a rank holds, sends and takes: meshwright train {name} --plan-only. Any value can be "
             f"changed on the command line: --set steps=10. All keys, for an editor: meshwright schema."
         ],
-        _ranks(answers, machine),
-        _model(answers),
-        _data(answers, known, machine),
-        _length(answers),
-        _optimizer(answers),
-        _output(answers, name),
+        _render_ranks(answers, machine),
+        _render_model(answers),
+        _render_data(answers, facts, machine),
+        _render_length(answers),
+        _render_optimizer(answers),
+        _render_output(answers, name),
     )
-    return "\n".join("".join(f"{line}\n" for each in part for line in _wrapped(each)) for part in parts)
+    return "\n".join("".join(f"{line}\n" for each in part for line in _wrap_comment(each)) for part in parts)
 
 
-def _wrapped(text: str) -> list[str]:
+def _wrap_comment(text: str) -> list[str]:
     """Break a comment into lines; leave other lines as they are."""
     indent, sign, comment = text.partition("# ")
     if not sign or indent.strip():
@@ -63,13 +63,13 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(comment, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
-def _value(value: str | list[str]) -> str:
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and parse_yaml(value) == value:
+def _format_value(value: str | list[str]) -> str:
+    if isinstance(value, str) and _PLAIN_SCALAR.fullmatch(value) and parse_yaml(value) == value:
         return value
     return json.dumps(value, ensure_ascii=False)
 
 
-def _ranks(answers: Answers, machine: Machine) -> list[str]:
+def _render_ranks(answers: InitAnswers, machine: Machine) -> list[str]:
     found = "a CPU" if machine.device == "cpu" else f"{machine.count} x {machine.device}"
     return [
         f"# How the work is divided; any other strategy of `meshwright strategies` computes the same gradient. nproc: "
@@ -81,7 +81,7 @@ def _ranks(answers: Answers, machine: Machine) -> list[str]:
     ]
 
 
-def _model(answers: Answers) -> list[str]:
+def _render_model(answers: InitAnswers) -> list[str]:
     if answers.model is None:
         return [
             "# A small model with new weights. Each field is one of transformers' configuration of its type.",
@@ -92,14 +92,14 @@ def _model(answers: Answers) -> list[str]:
             "  num_hidden_layers: 4",
             "  num_attention_heads: 4",
             "  num_key_value_heads: 2",
-            f"  max_position_embeddings: {NEW_POSITIONS}",
+            f"  max_position_embeddings: {NEW_MAX_POSITIONS}",
             "  initializer_range: 0.08",
         ]
     of_hub = ": a hub id, which is downloaded once; give a directory where there is no network."
     lines = [
         f"# The model to begin with{of_hub if is_hub_id(answers.model) else '.'}",
         "model:",
-        f"  path: {_value(answers.model)}",
+        f"  path: {_format_value(answers.model)}",
     ]
     if answers.is_adapter:
         lines += [
@@ -109,7 +109,7 @@ def _model(answers: Answers) -> list[str]:
     return lines
 
 
-def _data(answers: Answers, known: Known, machine: Machine) -> list[str]:
+def _render_data(answers: InitAnswers, facts: ModelFacts, machine: Machine) -> list[str]:
     if answers.data != (STDLIB,):
         said = "Your files: globs of .txt, .jsonl, .json, .csv or .parquet, each also with .gz or .zst."
     elif answers.format == "text":
@@ -118,35 +118,35 @@ def _data(answers: Answers, known: Known, machine: Machine) -> list[str]:
         said = "Questions about Python's standard library, answered by its docstrings: nothing is downloaded."
     lines = [
         f"# {said} `meshwright data show` prints rows as the model sees them.",
-        *("data:", "  sources:", f"    - files: {_value(answers.places)}", f"      format: {answers.format}"),
+        *("data:", "  sources:", f"    - files: {_format_value(answers.places)}", f"      format: {answers.format}"),
     ]
     if answers.model is None:
         lines += ["  # Of the tokenizer, which is trained on these.", "  vocab_size: 1024"]
     if answers.format != "text":
-        if known.has_template is False:
+        if facts.has_template is False:
             lines += ["  # How a conversation is written; what stands in `generation` is learnt.", "  chat_template: |"]
-            lines += textwrap.indent(TEMPLATE, "    ").splitlines()
+            lines += textwrap.indent(CHAT_TEMPLATE, "    ").splitlines()
         lines += ["  # Examples of more tokens than seq_len keep their beginning.", "  too_long: cut"]
     return [
         *lines,
         "  # Tokens of a sequence; memory and time of a step grow with it.",
-        f"  seq_len: {seq_len_of(known, machine.device)}",
+        f"  seq_len: {choose_seq_len(facts, machine.device)}",
     ]
 
 
-def _length(answers: Answers) -> list[str]:
-    together = answers.ranks * MICRO_BATCH
+def _render_length(answers: InitAnswers) -> list[str]:
+    together = answers.ranks * MICRO_BATCH_SIZE
     return [
         "# How long: optimizer steps (`steps`), or how often each row is trained on (`epochs`).",
         f"steps: {answers.steps}" if answers.steps is not None else f"epochs: {answers.epochs:g}",
         "# Sequences of a step, over all ranks, and of a forward pass on one rank: what is less than a step takes "
         "several passes, whose gradients are added up. The result depends on the first alone.",
-        f"batch_size: {together * -(-BATCH // together)}",
-        f"micro_batch_size: {MICRO_BATCH}",
+        f"batch_size: {together * -(-MIN_BATCH_SIZE // together)}",
+        f"micro_batch_size: {MICRO_BATCH_SIZE}",
     ]
 
 
-def _optimizer(answers: Answers) -> list[str]:
+def _render_optimizer(answers: InitAnswers) -> list[str]:
     rate, decay = ("4e-3", 0.1) if answers.model is None else ("2e-4", 0.01) if answers.is_adapter else ("1e-5", 0.01)
     return [
         "# AdamW or any other of docs/optimizers.md; the rate rises in the first twentieth and then falls.",
@@ -157,7 +157,7 @@ def _optimizer(answers: Answers) -> list[str]:
     ]
 
 
-def _output(answers: Answers, name: str) -> list[str]:
+def _render_output(answers: InitAnswers, name: str) -> list[str]:
     every = 100 if answers.steps is None else max(1, min(100, answers.steps // 3))
     sequences = ", sequences: 32" if answers.data == (STDLIB,) else ""
     directory = name.rpartition("/")[2].rpartition(".")[0] or "run"
@@ -168,11 +168,11 @@ def _output(answers: Answers, name: str) -> list[str]:
         "any other strategy and number of ranks, too.",
         f"checkpoint: {{every: {every}, keep_last: 2}}",
         "# Where metrics, the picture of the loss, checkpoints and the trained model go.",
-        f"output_dir: {_value(f'runs/{directory}')}",
+        f"output_dir: {_format_value(f'runs/{directory}')}",
     ]
 
 
-def check_place(file: Path, *, overwrite: bool) -> None:
+def check_output_file(file: Path, *, overwrite: bool) -> None:
     """Raise ConfigError if the file is a directory, or exists and may not be overwritten."""
     if file.is_dir():
         raise ConfigError(f"{file} is a directory. Name a file, such as {file / 'run.yaml'}.")
@@ -180,12 +180,14 @@ def check_place(file: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"{file} exists, and is left as it is. Give another name, or --overwrite to replace it.")
 
 
-def write_run_file(file: Path, answers: Answers, known: Known, machine: Machine, *, overwrite: bool) -> RunConfig:
+def write_run_file(
+    file: Path, answers: InitAnswers, facts: ModelFacts, machine: Machine, *, overwrite: bool
+) -> RunConfig:
     """Write the run file, if it is valid and its layout would not be refused."""
-    text = run_file_text(answers, known, machine, name=str(file))
-    config = validated(RunConfig, parse_yaml(text), where=str(file))
-    layout_of(config, answers.ranks)
-    check_model(config.model, config.data.seq_len)
+    text = render_run_file(answers, facts, machine, name=str(file))
+    config = validate_config(RunConfig, parse_yaml(text), where=str(file))
+    resolve_layout(config, answers.ranks)
+    check_new_model(config.model, config.data.seq_len)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # "x": a file that has appeared meanwhile is kept.

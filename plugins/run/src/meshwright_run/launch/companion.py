@@ -20,30 +20,30 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from meshwright.plugin import PYTHON, Handle, warn
+from meshwright.plugin import SAFE_PYTHON, ProcessHandle, warn
 
-LEAST_INTERVAL_S = 1.0
+MIN_INTERVAL_S = 1.0
 """A word takes a quarter of a millisecond of a CPU, on both sides."""
-_WORD = struct.Struct("d")
-_MOST_WORDS = 512
-_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_PING = struct.Struct("d")
+_MAX_PINGS = 512
+_IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 """Signals that a rank may survive for a while."""
 
 
-class Companion(threading.Thread):
+class ExternalWatchdog(threading.Thread):
     """The companion of this rank, as a context manager; see [Note: a rank that is stopped]. After an error it stays.
 
-    `patience_s` returns for how long this rank may be silent from now on; the companion waits `interval_s` longer.
+    `silence_limit_s` returns for how long this rank may be silent from now on; the companion waits `interval_s` longer.
     """
 
-    def __init__(self, patience_s: Callable[[], float], interval_s: float) -> None:
+    def __init__(self, silence_limit_s: Callable[[], float], interval_s: float) -> None:
         super().__init__(name="meshwright-companion", daemon=True)
-        self._patience_s, self._interval_s = patience_s, max(interval_s, LEAST_INTERVAL_S)
+        self._patience_s, self._interval_s = silence_limit_s, max(interval_s, MIN_INTERVAL_S)
         self._over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Companion:
-        command = [*PYTHON, "-m", f"{__package__}.companion", str(os.getpid()), str(self._interval_s)]
+    def __enter__(self) -> ExternalWatchdog:
+        command = [*SAFE_PYTHON, "-m", f"{__package__}.companion", str(os.getpid()), str(self._interval_s)]
         nothing = subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, bufsize=0)
@@ -72,30 +72,30 @@ class Companion(threading.Thread):
         if self._process is not None and self._process.stdin is not None:
             # A companion that does not read is stopped itself, or has ended.
             with suppress(OSError):
-                os.write(self._process.stdin.fileno(), _WORD.pack(self._patience_s() + self._interval_s))
+                os.write(self._process.stdin.fileno(), _PING.pack(self._patience_s() + self._interval_s))
 
 
-def watch(rank: int, words: int, interval_s: float) -> None:
-    """Kill `rank`, the parent of this process, after too long a silence in the file `words`; return when it ends."""
+def kill_when_silent(rank_pid: int, pings_fd: int, interval_s: float) -> None:
+    """Kill `rank_pid`, the parent of this process, after too long a silence in the file `pings_fd`; return when it ends."""
     patience_s, silent_s, last_s = math.inf, 0.0, time.monotonic()
     # Opened while it is the parent, it cannot be another process with the same pid.
-    process = Handle(rank)
-    while os.getppid() == rank:
-        has_come = select.select([words], [], [], interval_s)[0]
+    process = ProcessHandle(rank_pid)
+    while os.getppid() == rank_pid:
+        has_come = select.select([pings_fd], [], [], interval_s)[0]
         elapsed_s, last_s = time.monotonic() - last_s, time.monotonic()
         # More than two intervals: this process was stopped itself.
         silent_s = 0.0 if has_come else silent_s + min(elapsed_s, 2 * interval_s)
         if has_come:
-            read = os.read(words, _MOST_WORDS * _WORD.size)
+            read = os.read(pings_fd, _MAX_PINGS * _PING.size)
             if not read:
                 return
-            (patience_s,) = _WORD.unpack(read[-_WORD.size :])
+            (patience_s,) = _PING.unpack(read[-_PING.size :])
         if silent_s > patience_s:
             process.send(signal.SIGKILL)
             return
 
 
 if __name__ == "__main__":
-    for name in _IGNORED:
+    for name in _IGNORED_SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    watch(int(sys.argv[1]), sys.stdin.fileno(), float(sys.argv[2]))
+    kill_when_silent(int(sys.argv[1]), sys.stdin.fileno(), float(sys.argv[2]))

@@ -19,35 +19,37 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from meshwright.plugin import Counts, Sign
+from meshwright.plugin import CollectiveCounts, HeartbeatRecord
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-DONE = -1
+FINISHED = -1
 """The count of a rank whose main function has returned."""
-MOST_FRAMES = 40
+MAX_FRAMES = 40
 """Frames of the main thread's stack in a sign."""
-_WAITING = frozenset({"wait", "_pass"})
+_WAIT_FUNCTIONS = frozenset({"wait", "_pass"})
 """Functions of this project in which a rank waits for others."""
 
 
 @dataclass(frozen=True)
-class Report:
+class HangReport:
     """What a rank reports once there is a hang."""
 
-    sign: Sign
-    counts: Counts = field(default_factory=dict)
+    sign: HeartbeatRecord
+    counts: CollectiveCounts = field(default_factory=dict)
 
 
-def read_signs(store: Store, ranks: Sequence[int], known: Collection[int] = ()) -> dict[int, Sign]:
-    """Return the last sign of each rank that has given one; of the `known` ranks this is not asked first."""
-    keys = {rank: str(rank) for rank in ranks if rank in known or store.check([str(rank)])}
+def read_heartbeats(
+    store: Store, ranks: Sequence[int], known_ranks: Collection[int] = ()
+) -> dict[int, HeartbeatRecord]:
+    """Return the last sign of each rank that has given one; of the `known_ranks` ranks this is not asked first."""
+    keys = {rank: str(rank) for rank in ranks if rank in known_ranks or store.check([str(rank)])}
     values = store.multi_get(list(keys.values())) if keys else []
-    return {rank: Sign.read(value) for rank, value in zip(keys, values, strict=True)}
+    return {rank: HeartbeatRecord.read(value) for rank, value in zip(keys, values, strict=True)}
 
 
-def main_thread() -> tuple[bool, str, tuple[str, ...]]:
+def inspect_main_thread() -> tuple[bool, str, tuple[str, ...]]:
     """Return whether the main thread waits for other ranks, where it is outside of torch, and its stack."""
     ident = threading.main_thread().ident
     innermost = sys._current_frames().get(ident) if ident is not None else None
@@ -57,104 +59,110 @@ def main_thread() -> tuple[bool, str, tuple[str, ...]]:
         parts = frame.f_code.co_filename.split(os.sep)
         is_torch = "torch" in parts
         waits = waits or (is_torch and "distributed" in parts[parts.index("torch") :])
-        is_waiting = frame.f_code.co_name in _WAITING and any(part.startswith("meshwright") for part in parts[:-1])
+        is_waiting = frame.f_code.co_name in _WAIT_FUNCTIONS and any(
+            part.startswith("meshwright") for part in parts[:-1]
+        )
         waits = waits or is_waiting
         if not is_torch and frame.f_code.co_filename != threading.__file__:
-            place = _described(frame)
+            place = _format_frame(frame)
             break
-    return waits, place, tuple(map(_described, frames[:MOST_FRAMES]))
+    return waits, place, tuple(map(_format_frame, frames[:MAX_FRAMES]))
 
 
-def _described(frame: FrameType) -> str:
+def _format_frame(frame: FrameType) -> str:
     where = "/".join(frame.f_code.co_filename.split(os.sep)[-3:])
     return f"{where}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def standing(signs: Mapping[int, Sign], limit_s: float) -> list[int]:
+def find_stalled_ranks(heartbeats: Mapping[int, HeartbeatRecord], limit_s: float) -> list[int]:
     """Return the ranks at the earliest position, if they all have stood still for longer; see [Note: who hangs]."""
-    last = _last(signs)
+    last = _find_rearmost(heartbeats)
     too_long = all(sign.still_s > limit_s and sign.at.settled and not sign.at.patient for sign in last.values())
     return list(last) if last and too_long else []
 
 
-def culprits(reports: Mapping[int, Report]) -> list[int]:
+def find_culprits(reports: Mapping[int, HangReport]) -> list[int]:
     """Return the ranks to name; see [Note: who hangs]."""
-    found = list(_last({rank: report.sign for rank, report in reports.items()}))
+    found = list(_find_rearmost({rank: report.sign for rank, report in reports.items()}))
     found = [rank for rank in found if not reports[rank].sign.waits] or found
     found = [rank for rank in found if _is_behind(rank, reports)] or found
     fewest = min((reports[rank].sign.at.moves for rank in found), default=0)
     return [rank for rank in found if reports[rank].sign.at.moves == fewest]
 
 
-def _last(signs: Mapping[int, Sign]) -> dict[int, Sign]:
-    going = {rank: sign for rank, sign in signs.items() if sign.count != DONE}
+def _find_rearmost(heartbeats: Mapping[int, HeartbeatRecord]) -> dict[int, HeartbeatRecord]:
+    going = {rank: sign for rank, sign in heartbeats.items() if sign.count != FINISHED}
     earliest = min(((sign.at.step, sign.at.part) for sign in going.values()), default=None)
     return {rank: sign for rank, sign in going.items() if (sign.at.step, sign.at.part) == earliest}
 
 
-def _is_behind(rank: int, reports: Mapping[int, Report]) -> bool:
+def _is_behind(rank: int, reports: Mapping[int, HangReport]) -> bool:
     mine = reports[rank].counts
     others = (report.counts for other, report in reports.items() if other != rank)
     return any(group in mine and mine[group] < counts for each in others for group, counts in each.items())
 
 
-def tell_standing(ranks: Sequence[int], signs: Mapping[int, Sign]) -> str:
+def format_stall(ranks: Sequence[int], heartbeats: Mapping[int, HeartbeatRecord]) -> str:
     """Return the message about ranks that live and do not move."""
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {', '.join(map(str, ranks))}"
-    sign = signs[ranks[0]]
+    sign = heartbeats[ranks[0]]
     return (
         f"{which} hangs: no progress for {sign.still_s:.1f} s in step {sign.at.step}, phase {sign.at.phase}: "
-        f"{_places(ranks, signs)}. If a phase may take so long, raise watchdog_s."
+        f"{_format_locations(ranks, heartbeats)}. If a phase may take so long, raise watchdog_s."
     )
 
 
-def tell_silent(ranks: Sequence[int], signs: Mapping[int, Sign], how_long: str, option: str = "timeout_s") -> str:
+def format_silence(
+    ranks: Sequence[int], heartbeats: Mapping[int, HeartbeatRecord], duration: str, option: str = "timeout_s"
+) -> str:
     """Return the message about ranks that give no sign of life; `option` of the run file sets how long they may."""
     rank, others = ranks[0], ", ".join(map(str, ranks[1:]))
-    sign = signs.get(rank)
+    sign = heartbeats.get(rank)
     who, where = f"rank {rank}", ""
     if sign is not None:
         step = f", in step {sign.at.step}, phase {sign.at.phase}" if sign.at.step else ""
         who, where = f"{who} ({sign.process})", f" It was last at {sign.place}{step}."
     more = f" So do the ranks {others}." if others else ""
     return (
-        f"{who} hangs: no sign of life for {how_long}.{where}{more} Its process is stopped or starved, or its machine "
+        f"{who} hangs: no sign of life for {duration}.{where}{more} Its process is stopped or starved, or its machine "
         f"is cut off. If such pauses are to be borne, raise {option}."
     )
 
 
-def tell_cut_off(rank: int, sign: Sign, how_long: str, option: str) -> str:
-    """Return the message of a rank that gets no answer from a launcher's store; arguments as of `tell_silent`."""
+def format_disconnect(rank: int, heartbeat: HeartbeatRecord, duration: str, option: str) -> str:
+    """Return the message of a rank that gets no answer from a launcher's store; arguments as of `format_silence`."""
     return (
-        f"rank {rank} ({sign.process}) gets no answer from the rendezvous store for {how_long}: its machine is cut "
+        f"rank {rank} ({heartbeat.process}) gets no answer from the rendezvous store for {duration}: its machine is cut "
         f"off from that of the launcher that hosts it, or that one is stopped. It ends, since others will go on "
         f"without it. If such pauses are to be borne, raise {option}."
     )
 
 
-def _places(ranks: Sequence[int], signs: Mapping[int, Sign]) -> str:
-    return "; ".join(f"rank {rank} ({signs[rank].process}) is at {signs[rank].place}" for rank in ranks)
+def _format_locations(ranks: Sequence[int], heartbeats: Mapping[int, HeartbeatRecord]) -> str:
+    return "; ".join(f"rank {rank} ({heartbeats[rank].process}) is at {heartbeats[rank].place}" for rank in ranks)
 
 
-def who_hangs(store: Store, me: int, size: int, gave_up: Callable[[], Collection[int]]) -> str | None:
-    """Name the rank that others wait for in vain, after a collective of this rank `me` has timed out.
+def describe_hung_rank(
+    store: Store, own_rank: int, size: int, find_timed_out: Callable[[], Collection[int]]
+) -> str | None:
+    """Name the rank that others wait for in vain, after a collective of this rank `own_rank` has timed out.
 
-    `gave_up` returns the ranks whose collectives have timed out, too.
+    `find_timed_out` returns the ranks whose collectives have timed out, too.
     """
-    others = [rank for rank in range(size) if rank != me]
-    before = read_signs(store, others)
+    others = [rank for rank in range(size) if rank != own_rank]
+    before = read_heartbeats(store, others)
     if not before:
         return None
     time.sleep(2.5 * max(sign.interval_s for sign in before.values()))
-    after = read_signs(store, others, before)
-    silent = [rank for rank, sign in after.items() if rank in before and sign.count == before[rank].count != DONE]
+    after = read_heartbeats(store, others, before)
+    silent = [rank for rank, sign in after.items() if rank in before and sign.count == before[rank].count != FINISHED]
     if silent:
-        return tell_silent(silent, after, f"{2.5 * after[silent[0]].interval_s:.0f} s and more")
-    waiting = set(gave_up())
-    busy = [rank for rank in after if rank not in waiting and not after[rank].waits and after[rank].count != DONE]
+        return format_silence(silent, after, f"{2.5 * after[silent[0]].interval_s:.0f} s and more")
+    waiting = set(find_timed_out())
+    busy = [rank for rank in after if rank not in waiting and not after[rank].waits and after[rank].count != FINISHED]
     if not busy:
         return None
     return (
-        f"{'rank' if len(busy) == 1 else 'ranks'} {', '.join(map(str, busy))} did not come to where rank {me} waits: "
-        f"{_places(busy, after)}. If that may take so long, raise timeout_s."
+        f"{'rank' if len(busy) == 1 else 'ranks'} {', '.join(map(str, busy))} did not come to where rank {own_rank} waits: "
+        f"{_format_locations(busy, after)}. If that may take so long, raise timeout_s."
     )

@@ -7,16 +7,16 @@ launcher. Ranks are forked from it and begin by calling `mind`.
 
 import signal
 
-_TO_ALL = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def mind() -> None:
+def restore_signals() -> None:
     """Restore the default handlers of these signals, in a rank."""
-    for number in _TO_ALL:
+    for number in _SCHEDULER_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-for _number in _TO_ALL:
+for _number in _SCHEDULER_SIGNALS:
     signal.signal(_number, signal.SIG_IGN)

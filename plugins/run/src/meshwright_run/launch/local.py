@@ -33,28 +33,28 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meshwright.plugin import (
     LOOPBACK,
-    ONE_MACHINE,
-    SAME_S,
+    SIGNAL_DEBOUNCE_S,
+    SINGLE_NODE_BACKEND,
     ConfigError,
-    Handle,
-    end_with_launcher,
-    identity_of,
-    leave,
-    noted_text,
-    protected_children,
-    register_one_machine,
-    say,
-    usable_cores,
+    ProcessHandle,
+    count_usable_cores,
+    echo,
+    exit_process,
+    exit_with_launcher,
+    format_stop_notice,
+    get_process_identity,
+    register_single_node_backend,
+    safe_path_enabled,
 )
 
-from .rank import INTERRUPTED, guarded
+from .rank import INTERRUPTED, run_guarded
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
 
     from torch.distributed.launcher.api import LaunchConfig
 
-    Roll: TypeAlias = SimpleQueue[tuple[int, tuple[int, str] | None]]
+    StatusQueue: TypeAlias = SimpleQueue[tuple[int, tuple[int, str] | None]]
     """A rank signs with its pid and identity when it starts, and with None when it is done."""
 
 PRELOAD = (
@@ -71,12 +71,12 @@ PRELOAD = (
 MONITOR_INTERVAL_S = 0.1
 
 KILL_DELAY_S = 2
-"""From the first death, or the signal, to SIGKILL for the ranks that remain; less than `rank.ECHO_WAIT_S`."""
+"""From the first death, or the signal, to SIGKILL for the ranks that remain; less than `rank.PEER_FAILURE_WAIT_S`."""
 
 _NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
-def warm_up(preload: Sequence[str] = ()) -> None:
+def start_fork_server(preload: Sequence[str] = ()) -> None:
     """Start the fork server, which imports torch, transformers and `preload` in the background, and return at once.
 
     Ranks are forked from it, so they see this process's environment as it is now. A second call does nothing.
@@ -86,11 +86,11 @@ def warm_up(preload: Sequence[str] = ()) -> None:
     # With one thread, torch and numpy start no thread pool on import: threads do not survive the fork into a rank.
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        with protected_children():
+        with safe_path_enabled():
             # The server would start the tracker otherwise, and that ends with SIGINT let through.
             resource_tracker.ensure_running()
             # The server inherits the mask; see meshwright_run.launch.interruptible.
-            with interrupts_held():
+            with block_interrupts():
                 forkserver.ensure_running()
     finally:
         if threads is None:
@@ -99,40 +99,40 @@ def warm_up(preload: Sequence[str] = ()) -> None:
             os.environ["OMP_NUM_THREADS"] = threads
 
 
-def launch(
+def launch_ranks(
     main: Callable[..., object],
     args: tuple[Any, ...],
     *,
     nproc: int,
     show_traceback: bool = False,
-    passed_on: Sequence[str] = (),
+    forwarded_signals: Sequence[str] = (),
 ) -> int:
     """Run `main(store, *args)` on `nproc` ranks of this machine, each in a process of its own, and wait for them.
 
     Each rank runs it under `rank.guarded`; `main` is at the top level of a module, and pickled with `args`. The ranks
-    handle the signals in `passed_on` as `StopSignals` does: the first is passed on, and they take all the time they
+    handle the signals in `forwarded_signals` as `StopSignals` does: the first is passed on, and they take all the time they
     need. A second one ends the job, as any other signal does at once. Returns 0, the exit code of the rank that failed
     first (1 when a signal killed it), or 128 plus the number of the signal that ended the wait (130 for Ctrl-C).
     """
     if nproc < 1:
         raise ConfigError(f"no rank to start: nproc={nproc}. It must be at least 1.")
     try:
-        warm_up()
-        with interrupts_held():  # torch's import can swallow a KeyboardInterrupt
+        start_fork_server()
+        with block_interrupts():  # torch's import can swallow a KeyboardInterrupt
             from torch.distributed.elastic.multiprocessing import SignalException
-        _await_fork_server()
+        _wait_for_fork_server()
     except KeyboardInterrupt:
         return INTERRUPTED
     try:
-        with own_signals(), _quiet(), _sweep():
-            return _run_agent(main, args, nproc, show_traceback, passed_on)
+        with restore_signal_handlers(), _silence_agent_logs(), _kill_leftover_children():
+            return _run_agent(main, args, nproc, show_traceback, forwarded_signals)
     except SignalException as stop:
         return 128 + stop.sigval
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _await_fork_server() -> None:
+def _wait_for_fork_server() -> None:
     """Return when the fork server has imported all: on Ctrl-C the agent would forget a rank that waits for it."""
     probe = multiprocessing.get_context("forkserver").Process(target=int, daemon=True)
     probe.start()
@@ -140,16 +140,20 @@ def _await_fork_server() -> None:
 
 
 def _run_agent(
-    main: Callable[..., object], args: tuple[Any, ...], nproc: int, show_traceback: bool, passed_on: Sequence[str]
+    main: Callable[..., object],
+    args: tuple[Any, ...],
+    nproc: int,
+    show_traceback: bool,
+    forwarded_signals: Sequence[str],
 ) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    roll: Roll = multiprocessing.get_context("forkserver").SimpleQueue()
-    order = _Order(main, args, _threads_per_rank(nproc), show_traceback, roll)
+    roll: StatusQueue = multiprocessing.get_context("forkserver").SimpleQueue()
+    order = _RankTask(main, args, _threads_per_rank(nproc), show_traceback, roll)
     try:
-        with _Reaper(roll) as reaper, passing_on(passed_on, reaper.ranks) as passed:
-            elastic_launch(_launch_config(nproc, passed_on), _run_rank)(order)
+        with _Reaper(roll) as reaper, forward_signals(forwarded_signals, reaper.ranks) as passed:
+            elastic_launch(_launch_config(nproc, forwarded_signals), _run_rank)(order)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode < 0 and passed:
@@ -158,16 +162,16 @@ def _run_agent(
         if failure.exitcode > 0:
             return failure.exitcode
         hint = " (for instance: out of memory)" if -failure.exitcode == signal.SIGKILL else ""
-        say(f"rank {rank} was killed by {signal_name(-failure.exitcode)}{hint}\n", stderr=True)
+        echo(f"rank {rank} was killed by {get_signal_name(-failure.exitcode)}{hint}\n", stderr=True)
         return 1
     return 0
 
 
-def _launch_config(nproc: int, passed_on: Sequence[str]) -> LaunchConfig:
+def _launch_config(nproc: int, forwarded_signals: Sequence[str]) -> LaunchConfig:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    register_one_machine()
+    register_single_node_backend()
     options: dict[str, Any] = {}
     if "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}:  # older versions wait 30 s
         options["shutdown_timeout"] = KILL_DELAY_S
@@ -176,57 +180,57 @@ def _launch_config(nproc: int, passed_on: Sequence[str]) -> LaunchConfig:
         max_nodes=1,
         nproc_per_node=nproc,
         run_id=uuid.uuid4().hex,
-        rdzv_backend=ONE_MACHINE,
+        rdzv_backend=SINGLE_NODE_BACKEND,
         local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
         start_method="forkserver",
-        signals_to_handle=",".join(name for name in AGENTS_SIGNALS if name not in passed_on),
+        signals_to_handle=",".join(name for name in AGENT_SIGNALS if name not in forwarded_signals),
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # no redirection, and no directory left behind
         **options,
     )
 
 
 @dataclass(frozen=True)
-class _Order:
+class _RankTask:
     """All arguments of a rank as one: the agent substitutes macros in arguments that are strings."""
 
     main: Callable[..., object]
     args: tuple[Any, ...]
     threads: int
     show_traceback: bool
-    roll: Roll
+    roll: StatusQueue
 
 
-def _run_rank(order: _Order) -> None:
+def _run_rank(task: _RankTask) -> None:
     """Main function of a rank's process."""
-    from .interruptible import mind
+    from .interruptible import restore_signals
 
-    mind()
+    restore_signals()
     import torch
 
     rank = int(os.environ["RANK"])
-    order.roll.put((rank, (os.getpid(), identity_of(os.getpid()))))
-    end_with_launcher()
-    torch.set_num_threads(order.threads)
-    os.environ["OMP_NUM_THREADS"] = str(order.threads)  # for processes that this rank starts
+    task.roll.put((rank, (os.getpid(), get_process_identity(os.getpid()))))
+    exit_with_launcher()
+    torch.set_num_threads(task.threads)
+    os.environ["OMP_NUM_THREADS"] = str(task.threads)  # for processes that this rank starts
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        exit_code = guarded(order.main, order.args, show_traceback=order.show_traceback)
+        exit_code = run_guarded(task.main, task.args, show_traceback=task.show_traceback)
     except KeyboardInterrupt:
         exit_code = INTERRUPTED
     if exit_code:
-        leave(exit_code)
-    order.roll.put((rank, None))
+        exit_process(exit_code)
+    task.roll.put((rank, None))
 
 
 class _Reaper(threading.Thread):
     """Kills ranks that still live KILL_DELAY_S after one has died before it was done; the agent would wait 30 s."""
 
-    def __init__(self, roll: Roll) -> None:
+    def __init__(self, status_queue: StatusQueue) -> None:
         super().__init__(name="meshwright-reaper", daemon=True)
-        self._roll = roll
-        self._ranks: dict[int, Handle] = {}
+        self._roll = status_queue
+        self._ranks: dict[int, ProcessHandle] = {}
         self._over = threading.Event()
 
     def __enter__(self) -> _Reaper:
@@ -237,7 +241,7 @@ class _Reaper(threading.Thread):
         self._over.set()
         self.join()
 
-    def ranks(self) -> list[Handle]:
+    def ranks(self) -> list[ProcessHandle]:
         """Return the ranks that have started, and not ended well."""
         return list(self._ranks.values())
 
@@ -257,7 +261,7 @@ class _Reaper(threading.Thread):
         while not self._roll.empty():
             rank, process = self._roll.get()
             if process is not None:
-                self._ranks[rank] = Handle(*process)
+                self._ranks[rank] = ProcessHandle(*process)
             elif rank in self._ranks:
                 self._ranks.pop(rank).close()
 
@@ -267,11 +271,11 @@ def _threads_per_rank(nproc: int) -> int:
     wish = os.environ.get("OMP_NUM_THREADS", "")
     if wish.isdecimal() and int(wish) > 0:
         return int(wish)
-    return max(1, usable_cores() // nproc)
+    return max(1, count_usable_cores() // nproc)
 
 
 @contextmanager
-def _sweep() -> Iterator[None]:
+def _kill_leftover_children() -> Iterator[None]:
     """Kill processes that the context leaves behind; on the main thread, since polling races with the agent's."""
     others = set(multiprocessing.active_children())
     try:
@@ -283,7 +287,7 @@ def _sweep() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_agent_logs() -> Iterator[None]:
     """Silence the agent's logs about failures: its ranks have reported them, or `launch` will."""
     loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
     propagated = [logger.propagate for logger in loggers]
@@ -301,13 +305,13 @@ def _quiet() -> Iterator[None]:
 
 # -- signals to this process
 
-AGENTS_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+AGENT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 """Signals that the agent passes on before it kills."""
-_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 @contextmanager
-def passing_on(names: Sequence[str], find_ranks: Callable[[], Sequence[Handle]]) -> Iterator[list[int]]:
+def forward_signals(names: Sequence[str], find_processes: Callable[[], Sequence[ProcessHandle]]) -> Iterator[list[int]]:
     """Pass on the first of some signals to the ranks; yield a list that gets the numbers of those passed on."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -316,14 +320,14 @@ def passing_on(names: Sequence[str], find_ranks: Callable[[], Sequence[Handle]])
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal first_s
-        again, ranks = bool(passed) and time.monotonic() - first_s > SAME_S, find_ranks()
+        again, ranks = bool(passed) and time.monotonic() - first_s > SIGNAL_DEBOUNCE_S, find_processes()
         if again or not ranks:
-            raise SignalException(f"got {signal_name(number)}", sigval=signal.Signals(number))
+            raise SignalException(f"got {get_signal_name(number)}", sigval=signal.Signals(number))
         if not passed:
             first_s = time.monotonic()
             passed.append(number)
             # Not by a stream, which the handler may have interrupted.
-            os.write(2, f"{noted_text(number)}\n".encode())
+            os.write(2, f"{format_stop_notice(number)}\n".encode())
             for each in ranks:
                 each.send(number)
 
@@ -336,7 +340,7 @@ def passing_on(names: Sequence[str], find_ranks: Callable[[], Sequence[Handle]])
 
 
 @contextmanager
-def interrupts_held() -> Iterator[None]:
+def block_interrupts() -> Iterator[None]:
     """Keep Ctrl-C waiting until the end of the context."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -346,10 +350,10 @@ def interrupts_held() -> Iterator[None]:
 
 
 @contextmanager
-def own_signals() -> Iterator[None]:
+def restore_signal_handlers() -> Iterator[None]:
     """Restore the signal handlers, and the variable naming them, that the agent leaves behind."""
-    before = os.environ.get(_VARIABLE)
-    handlers = {name: signal.getsignal(signal.Signals[name]) for name in AGENTS_SIGNALS}
+    before = os.environ.get(_SIGNALS_VARIABLE)
+    handlers = {name: signal.getsignal(signal.Signals[name]) for name in AGENT_SIGNALS}
     try:
         yield
     finally:
@@ -358,12 +362,12 @@ def own_signals() -> Iterator[None]:
                 if handler is not None:  # None: not installed from Python
                     signal.signal(signal.Signals[name], handler)
         if before is None:
-            os.environ.pop(_VARIABLE, None)
+            os.environ.pop(_SIGNALS_VARIABLE, None)
         else:
-            os.environ[_VARIABLE] = before
+            os.environ[_SIGNALS_VARIABLE] = before
 
 
-def signal_name(number: int) -> str:
+def get_signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal has no name

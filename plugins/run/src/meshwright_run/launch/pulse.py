@@ -29,40 +29,52 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshwright.plugin import Counts, Hang, Host, Progress, Sign
+from meshwright.plugin import CollectiveCounts, Hang, HeartbeatRecord, Progress, StoreHost
 
-from .hang import DONE, Report, culprits, main_thread, read_signs, standing, tell_cut_off, tell_silent, tell_standing
+from .hang import (
+    FINISHED,
+    HangReport,
+    find_culprits,
+    find_stalled_ranks,
+    format_disconnect,
+    format_silence,
+    format_stall,
+    inspect_main_thread,
+    read_heartbeats,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-SILENT_SHARE = 0.9
+SILENCE_FRACTION = 0.9
 """A rank may be silent, or stand still, for this share of the limit."""
-LEAST_SILENCE_S = 5.0
+MIN_SILENCE_S = 5.0
 """Shorter silence is taken for a busy machine, unless a watchdog is asked for."""
-SIGNS = 10
+MIN_HEARTBEATS = 10
 """At least so many signs are given within the limit."""
-LONGEST_INTERVAL_S = 2.0
-"""Between two signs of a rank. `who_hangs` takes 2.5 of them, less than `rank.ECHO_WAIT_S`."""
-NAMING_SIGNS = 2
+MAX_INTERVAL_S = 2.0
+"""Between two signs of a rank. `describe_hung_rank` takes 2.5 of them, less than `rank.PEER_FAILURE_WAIT_S`."""
+DETECTION_INTERVALS = 2
 """Others know so many intervals later that a rank was silent: one until they see its last sign, one until they look."""
 REPORT_WAIT_S = 1.5
 """How long ranks that live wait for each other's reports."""
-_ALARM = "alarm"
+_ALARM_KEY = "alarm"
 
 
-def sign_now(count: int, interval_s: float, progress: Progress, still_s: float = 0.0) -> Sign:
+def create_heartbeat_record(
+    sequence_number: int, interval_s: float, progress: Progress, stalled_s: float = 0.0
+) -> HeartbeatRecord:
     """Return a sign of this process."""
-    waits, place, stack = main_thread()
+    waits, place, stack = inspect_main_thread()
     steps = list(progress.steps)
-    return Sign(
-        count,
+    return HeartbeatRecord(
+        sequence_number,
         f"{socket.gethostname()}, process {os.getpid()}",
         waits,
         place,
         interval_s,
         at=progress.at,
-        still_s=still_s,
+        still_s=stalled_s,
         stack=stack,
         own_s=statistics.median(own for own, _ in steps) if steps else 0.0,
         step_s=statistics.median(whole for _, whole in steps) if steps else 0.0,
@@ -70,16 +82,21 @@ def sign_now(count: int, interval_s: float, progress: Progress, still_s: float =
     )
 
 
-def write_sign(
-    store: Store, rank: int, count: int, interval_s: float, progress: Progress | None = None, still_s: float = 0.0
-) -> Sign:
+def write_heartbeat(
+    store: Store,
+    rank: int,
+    sequence_number: int,
+    interval_s: float,
+    progress: Progress | None = None,
+    stalled_s: float = 0.0,
+) -> HeartbeatRecord:
     """Write this rank's sign into the store."""
-    sign = sign_now(count, interval_s, progress or Progress(), still_s)
+    sign = create_heartbeat_record(sequence_number, interval_s, progress or Progress(), stalled_s)
     store.set(str(rank), sign.written())
     return sign
 
 
-class Pulse(threading.Thread):
+class Heartbeat(threading.Thread):
     """Gives this rank's signs of life and watches those of others; see [Note: signs of life]. A context manager.
 
     After an error it continues, so that this rank does not seem to hang while it reports. `store`: of the world, with a
@@ -97,25 +114,25 @@ class Pulse(threading.Thread):
         on_hang: Callable[[Hang], object],
         watchdog_s: float | None = None,
         progress: Progress | None = None,
-        host: Host | None = None,
+        host: StoreHost | None = None,
     ) -> None:
         super().__init__(name="meshwright-pulse", daemon=True)
         self._store, self._rank, self._size = store, rank, size
         self._watched = [each for each in (range(size) if rank == 0 else [0]) if each != rank]
-        self.interval_s = min(LONGEST_INTERVAL_S, (watchdog_s or timeout_s) / SIGNS)
-        self._starting_s = max(SILENT_SHARE * timeout_s, LEAST_SILENCE_S)
-        self._limit_s = self._starting_s if watchdog_s is None else SILENT_SHARE * watchdog_s
+        self.interval_s = min(MAX_INTERVAL_S, (watchdog_s or timeout_s) / MIN_HEARTBEATS)
+        self._starting_s = max(SILENCE_FRACTION * timeout_s, MIN_SILENCE_S)
+        self._limit_s = self._starting_s if watchdog_s is None else SILENCE_FRACTION * watchdog_s
         self._watches = watchdog_s is not None
         self._option = "watchdog_s" if self._watches else "timeout_s"
         self._on_hang, self._progress = on_hang, progress or Progress()
         self._over, self._looks = threading.Event(), 0
         self._host = host
         self._guard = threading.Thread(target=self._mind, name="meshwright-guard", daemon=True) if host else None
-        self._signs: dict[int, Sign] = {}
+        self._signs: dict[int, HeartbeatRecord] = {}
         self._silent_s = dict.fromkeys(self._watched, 0.0)
         self._at, self._still_s, self._settled_s = self._progress.at, 0.0, 0.0
 
-    def __enter__(self) -> Pulse:
+    def __enter__(self) -> Heartbeat:
         self.start()
         if self._guard is not None:
             self._guard.start()
@@ -140,14 +157,14 @@ class Pulse(threading.Thread):
                 if self._over.wait(self.interval_s):
                     break
                 count += 1
-            write_sign(self._store, self._rank, DONE, self.interval_s)
+            write_heartbeat(self._store, self._rank, FINISHED, self.interval_s)
         except RuntimeError:
             # The store has ended with the process that hosts it. Whoever waits for a peer still has its own limit.
             return
 
     def look(self, elapsed_s: float) -> list[int]:
         """Return the watched ranks that have been silent for too long, `elapsed_s` after the last look."""
-        signs = read_signs(self._store, self._watched, self._signs)
+        signs = read_heartbeats(self._store, self._watched, self._signs)
         for rank in self._watched:
             is_new = rank in signs and (rank not in self._signs or signs[rank].count != self._signs[rank].count)
             self._silent_s[rank] = 0.0 if is_new else self._silent_s[rank] + self._counted(elapsed_s)
@@ -155,7 +172,7 @@ class Pulse(threading.Thread):
         self._looks += 1
         if self._progress.at.settled:
             self._settled_s += self._counted(elapsed_s)
-        is_done = {rank for rank, sign in signs.items() if sign.count == DONE}
+        is_done = {rank for rank, sign in signs.items() if sign.count == FINISHED}
         return [rank for rank in self._watched if self._is_silent(rank) and rank not in is_done]
 
     def _is_silent(self, rank: int) -> bool:
@@ -166,7 +183,7 @@ class Pulse(threading.Thread):
 
     def named_after_s(self) -> float:
         """Return for how long this rank may be silent after a sign, until others have named it."""
-        return self._patience_s + NAMING_SIGNS * self.interval_s
+        return self._patience_s + DETECTION_INTERVALS * self.interval_s
 
     @property
     def _patience_s(self) -> float:
@@ -188,7 +205,7 @@ class Pulse(threading.Thread):
         if by_first:
             hang = self._judged({0: silent_s}, self._signs, {})
         else:
-            text = tell_cut_off(self._rank, mine, f"{silent_s:.0f} s", self._option)
+            text = format_disconnect(self._rank, mine, f"{silent_s:.0f} s", self._option)
             hang = Hang((self._rank,), is_silent=False, since=time.time() - silent_s, signs=self._signs, text=text)
         witness = self._progress.witness
         if witness is not None:
@@ -201,41 +218,41 @@ class Pulse(threading.Thread):
     def _counted(self, elapsed_s: float) -> float:
         return min(elapsed_s, 2 * self.interval_s)
 
-    def _sign_now(self) -> Sign:
-        return sign_now(0, self.interval_s, self._progress, self._still_s)
+    def _sign_now(self) -> HeartbeatRecord:
+        return create_heartbeat_record(0, self.interval_s, self._progress, self._still_s)
 
-    def _beat(self, count: int, elapsed_s: float) -> Sign:
+    def _beat(self, sequence_number: int, elapsed_s: float) -> HeartbeatRecord:
         at = self._progress.at
         self._still_s = self._still_s + self._counted(elapsed_s) if at is self._at else 0.0
         self._at = at
-        return write_sign(self._store, self._rank, count, self.interval_s, self._progress, self._still_s)
+        return write_heartbeat(self._store, self._rank, sequence_number, self.interval_s, self._progress, self._still_s)
 
-    def _is_alarmed(self, silent: Sequence[int], mine: Sign) -> bool:
+    def _is_alarmed(self, silent_ranks: Sequence[int], own_heartbeat: HeartbeatRecord) -> bool:
         """Whether there is an alarm, of this rank or another."""
         if self._rank == 0:
-            signs = {0: mine, **self._signs}
+            signs = {0: own_heartbeat, **self._signs}
             self._progress.signs = signs
-            if not silent and self._watches and standing(signs, self._limit_s):
-                self._store.compare_set(_ALARM, "", json.dumps({}))
-        if silent:
-            self._store.compare_set(_ALARM, "", json.dumps({rank: self._silent_s[rank] for rank in silent}))
-        return bool(silent) or self._store.check([_ALARM])
+            if not silent_ranks and self._watches and find_stalled_ranks(signs, self._limit_s):
+                self._store.compare_set(_ALARM_KEY, "", json.dumps({}))
+        if silent_ranks:
+            self._store.compare_set(_ALARM_KEY, "", json.dumps({rank: self._silent_s[rank] for rank in silent_ranks}))
+        return bool(silent_ranks) or self._store.check([_ALARM_KEY])
 
     # -- see [Note: an alarm]
 
     def _verdict(self) -> Hang:
         """The verdict, after all that live have written down what they know."""
-        silent = {int(rank): float(how_long) for rank, how_long in json.loads(self._store.get(_ALARM)).items()}
+        silent = {int(rank): float(how_long) for rank, how_long in json.loads(self._store.get(_ALARM_KEY)).items()}
         witness = self._progress.witness
         mine = self._sign_now()
-        counts: Counts = {}
+        counts: CollectiveCounts = {}
         if witness is not None:
             # The hang is reported even where nothing can be written.
             with suppress(OSError):
                 counts = witness.leave(mine)
         self._store.set(f"report/{self._rank}", json.dumps({"sign": mine.written(), "counts": counts}))
-        signs = read_signs(self._store, range(self._size))
-        reports = self._reports([rank for rank, sign in signs.items() if rank not in silent and sign.count != DONE])
+        signs = read_heartbeats(self._store, range(self._size))
+        reports = self._reports([rank for rank, sign in signs.items() if rank not in silent and sign.count != FINISHED])
         signs |= {rank: report.sign for rank, report in reports.items()}
         hang = self._judged(silent, signs, reports)
         if witness is not None and self._rank == min(reports):
@@ -243,28 +260,30 @@ class Pulse(threading.Thread):
                 witness.tell(hang)
         return hang
 
-    def _reports(self, living: Sequence[int]) -> dict[int, Report]:
+    def _reports(self, ranks: Sequence[int]) -> dict[int, HangReport]:
         until = time.monotonic() + REPORT_WAIT_S
-        waiting = list(living)
+        waiting = list(ranks)
         while waiting and time.monotonic() < until:
             waiting = [rank for rank in waiting if not self._store.check([f"report/{rank}"])]
             time.sleep(0.02)
         reports = {}
-        for rank in living:
+        for rank in ranks:
             if rank not in waiting:
                 values = json.loads(self._store.get(f"report/{rank}"))
                 counts = {group: tuple(each) for group, each in values["counts"].items()}
-                reports[rank] = Report(Sign.read(values["sign"]), counts)
+                reports[rank] = HangReport(HeartbeatRecord.read(values["sign"]), counts)
         return reports
 
-    def _judged(self, silent: dict[int, float], signs: dict[int, Sign], reports: dict[int, Report]) -> Hang:
-        if silent:
-            ranks, how_long = list(silent), max(silent.values())
-            text = tell_silent(ranks, signs, f"{how_long:.0f} s", self._option)
+    def _judged(
+        self, silent_s: dict[int, float], heartbeats: dict[int, HeartbeatRecord], reports: dict[int, HangReport]
+    ) -> Hang:
+        if silent_s:
+            ranks, how_long = list(silent_s), max(silent_s.values())
+            text = format_silence(ranks, heartbeats, f"{how_long:.0f} s", self._option)
         else:
-            ranks = culprits(reports)
-            how_long = signs[ranks[0]].still_s
-            text = tell_standing(ranks, signs)
+            ranks = find_culprits(reports)
+            how_long = heartbeats[ranks[0]].still_s
+            text = format_stall(ranks, heartbeats)
         witness = self._progress.witness
         where = f" The stacks of all ranks are in {witness.where}." if witness is not None else ""
-        return Hang(tuple(ranks), bool(silent), time.time() - how_long, signs, text + where)
+        return Hang(tuple(ranks), bool(silent_s), time.time() - how_long, heartbeats, text + where)

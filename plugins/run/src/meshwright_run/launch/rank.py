@@ -28,37 +28,37 @@ from meshwright.plugin import (
     RankError,
     Stopped,
     connect_store,
-    end_with_launcher,
-    escape_messages,
-    headline,
-    host_of_store,
-    leave,
-    rank,
-    said,
-    say,
-    started_by_launcher,
-    started_by_torchrun,
-    started_elsewhere,
-    world_size,
+    echo,
+    exit_process,
+    exit_with_launcher,
+    format_error,
+    format_exception_only,
+    get_rank_variable,
+    get_store_host,
+    get_world_size,
+    install_output_escaping,
+    is_launched,
+    is_launched_by_torchrun,
+    is_launched_externally,
 )
 
-from .companion import Companion
-from .hang import who_hangs
-from .pulse import Pulse
+from .companion import ExternalWatchdog
+from .hang import describe_hung_rank
+from .pulse import Heartbeat
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as in shells."""
 
-BOARD_TIMEOUT_S = 5.0
+STORE_TIMEOUT_S = 5.0
 """The board's store was there at the start: it answers at once or is gone."""
 
-ECHO_WAIT_S = 6.0
+PEER_FAILURE_WAIT_S = 6.0
 """How long an echo waits for the cause; longer than a launcher takes to end the peers of a rank that was killed."""
 
-LOST_WAIT_S = 1.5
+LOST_PEER_WAIT_S = 1.5
 """The same where a peer's connections have closed and no launcher here ends the others: a failing rank has posted."""
 
-ECHO_TEXTS = (
+PEER_FAILURE_TEXTS = (
     "closed by peer",  # gloo: the peer's process ended and its sockets with it
     "reset by peer",  # gloo and TCPStore: the peer was killed with data still in flight
     "broken pipe",  # gloo and TCPStore: writing to a peer that is gone
@@ -77,11 +77,11 @@ TIMEOUT_TEXTS = (
 )
 """Lower-case texts of errors of ranks that have waited for a peer in vain."""
 
-_PULSES = "meshwright/pulse"
+_HEARTBEAT_PREFIX = "meshwright/pulse"
 """Prefix of the signs of life in the rendezvous store."""
 
 
-def guarded(
+def run_guarded(
     main: Callable[..., object],
     args: tuple[Any, ...] = (),
     *,
@@ -94,16 +94,16 @@ def guarded(
     `store` is that of the launched world, or None outside of one; `timeout_s` the limit for reaching it. Returns 0, the
     exit code of the failure that was reported (on whatever rank), or INTERRUPTED.
     """
-    escape_messages()
-    if started_by_torchrun():
+    install_output_escaping()
+    if is_launched_by_torchrun():
         # `local` does this itself, and other launchers end their ranks.
-        end_with_launcher()
+        exit_with_launcher()
     try:
-        store = connect_store(timeout_s) if started_by_launcher() else None
+        store = connect_store(timeout_s) if is_launched() else None
     except RankError as error:
         # Without a store the ranks cannot agree on who reports, and this one may be the only one cut off.
-        failure = Failure.of(error, show_traceback)
-        say_whole(f"rank {rank()}: {failure.text}")
+        failure = RankFailure.of(error, show_traceback)
+        write_stderr(f"rank {get_rank_variable()}: {failure.text}")
         return failure.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -113,63 +113,70 @@ def guarded(
         # Not a failure, and all ranks have agreed on it.
         return int(stopped.code or 0)
     except BaseException as error:
-        failure = Failure.of(error, show_traceback)
+        failure = RankFailure.of(error, show_traceback)
     else:
         return 0
     try:
-        return _settle(failure)
+        return _report_failure(failure)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
 @contextmanager
-def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator[Progress]:
+def heartbeat(timeout_s: float, watchdog_s: float | None = None) -> Iterator[Progress]:
     """End this process, with the name of the rank that hangs, if a rank falls silent or, with a watchdog, stands still.
 
-    Each rank enters the context, and its main thread updates the `Progress` that it gets. Arguments as of `Pulse`.
+    Each rank enters the context, and its main thread updates the `Progress` that it gets. Arguments as of `Heartbeat`.
     """
-    progress, size = Progress(), world_size() if started_by_launcher() else 1
+    progress, size = Progress(), get_world_size() if is_launched() else 1
     if size == 1 and watchdog_s is None:
         yield progress
         return
     from torch.distributed import HashStore, PrefixStore
 
     def end(hang: Hang) -> None:
-        failure = Failure(1, f"{said(RankError(hang.text))}\n")
+        failure = RankFailure(1, f"{format_error(RankError(hang.text))}\n")
         if hang.is_alone:
-            say_whole(failure.text)
-        leave(failure.exit_code if hang.is_alone else _settle(failure))
+            write_stderr(failure.text)
+        exit_process(failure.exit_code if hang.is_alone else _report_failure(failure))
 
-    pulse = Pulse(
-        PrefixStore(_PULSES, connect_store(timeout_s)) if size > 1 else HashStore(),
-        int(rank()) if size > 1 else 0,
+    pulse = Heartbeat(
+        PrefixStore(_HEARTBEAT_PREFIX, connect_store(timeout_s)) if size > 1 else HashStore(),
+        int(get_rank_variable()) if size > 1 else 0,
         size,
         timeout_s=timeout_s,
         on_hang=end,
         watchdog_s=watchdog_s,
         progress=progress,
-        host=host_of_store() if size > 1 else None,
+        host=get_store_host() if size > 1 else None,
     )
     # `local` ends the ranks that it has started.
-    with Companion(pulse.named_after_s, pulse.interval_s) if started_elsewhere() else nullcontext() as companion, pulse:
+    with (
+        ExternalWatchdog(pulse.named_after_s, pulse.interval_s)
+        if is_launched_externally()
+        else nullcontext() as companion,
+        pulse,
+    ):
         if companion is not None:
             progress.on_settled = companion.tell
         yield progress
 
 
-def is_echo(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Return whether `error`, or what it was raised from, is likely the consequence of a peer's death."""
     from torch.distributed import DistError
 
-    return any(isinstance(link, DistError) for link in _chain(error)) or _reads_like(error, ECHO_TEXTS)
+    return any(isinstance(link, DistError) for link in _iter_exception_chain(error)) or _matches_any(
+        error, PEER_FAILURE_TEXTS
+    )
 
 
-def _reads_like(error: BaseException, texts: tuple[str, ...]) -> bool:
-    links = [link for link in _chain(error) if isinstance(link, (RuntimeError, MeshwrightError))]
+def _matches_any(error: BaseException, texts: tuple[str, ...]) -> bool:
+    links = [link for link in _iter_exception_chain(error) if isinstance(link, (RuntimeError, MeshwrightError))]
     return any(text in str(link).lower() for link in links for text in texts)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _iter_exception_chain(error: BaseException) -> Iterator[BaseException]:
     link: BaseException | None = error
     while link is not None:
         yield link
@@ -177,7 +184,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """What ended a rank's main function. `echo`: "Type: message" if it looks like the consequence of a peer's death."""
 
     exit_code: int
@@ -186,7 +193,7 @@ class Failure:
     timed_out: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, show_traceback: bool) -> Failure:
+    def of(cls, error: BaseException, show_traceback: bool) -> RankFailure:
         if isinstance(error, KeyboardInterrupt):
             return cls(INTERRUPTED, "")
         if isinstance(error, SystemExit):
@@ -194,43 +201,47 @@ class Failure:
             if error.code is None or isinstance(error.code, int):
                 return cls(error.code or 0, "")
             return cls(1, f"{error.code}\n")
-        echo = headline(error) if is_echo(error) else ""
-        timed_out = _reads_like(error, TIMEOUT_TEXTS)
+        echo = format_exception_only(error) if is_peer_failure(error) else ""
+        timed_out = _matches_any(error, TIMEOUT_TEXTS)
         if isinstance(error, MeshwrightError):
-            text = _render(error, said(error), with_traceback=show_traceback)
+            text = _format_failure(error, format_error(error), with_traceback=show_traceback)
             return cls(error.exit_code, text, echo, timed_out)
-        who = f"rank {rank()} failed: " if started_by_launcher() else ""
-        return cls(1, _render(error, who + headline(error), with_traceback=True), echo, timed_out)
+        who = f"rank {get_rank_variable()} failed: " if is_launched() else ""
+        return cls(1, _format_failure(error, who + format_exception_only(error), with_traceback=True), echo, timed_out)
 
 
-def _settle(failure: Failure) -> int:
+def _report_failure(failure: RankFailure) -> int:
     """Post `failure`, show it if it is the first, and return the exit code of the first."""
-    if failure.exit_code == 0 or not started_by_launcher():
-        say_whole(failure.text)
+    if failure.exit_code == 0 or not is_launched():
+        write_stderr(failure.text)
         return failure.exit_code
     try:
-        board = _Board()
+        board = _FailureBoard()
         if failure.timed_out and (hangs := board.who_hangs()):
-            failure = Failure(1, f"{said(RankError(hangs))}\n")
-        is_lost = started_elsewhere() and not failure.timed_out
-        patience_s = (LOST_WAIT_S if is_lost else ECHO_WAIT_S) if failure.echo else 0.0
-        first = board.first(failure.exit_code, patience_s=patience_s)
+            failure = RankFailure(1, f"{format_error(RankError(hangs))}\n")
+        is_lost = is_launched_externally() and not failure.timed_out
+        patience_s = (LOST_PEER_WAIT_S if is_lost else PEER_FAILURE_WAIT_S) if failure.echo else 0.0
+        first = board.first(failure.exit_code, wait_s=patience_s)
     except (RankError, RuntimeError):
         # The store went away with the rank that hosted it. Two reports are better than none, but need not be long.
-        say_whole(f"rank {rank()} lost its peers and their store: {failure.echo}\n" if failure.echo else failure.text)
+        write_stderr(
+            f"rank {get_rank_variable()} lost its peers and their store: {failure.echo}\n"
+            if failure.echo
+            else failure.text
+        )
         if failure.timed_out:
-            say_whole(
+            write_stderr(
                 "The process that hosts the rendezvous store gives no answer either: it may be the one that hangs.\n"
             )
         return failure.exit_code
     if first is None:
         lost = "This rank lost a peer, and no rank has said why: one may have been killed.\n" if failure.echo else ""
-        say_whole(failure.text + (lost if failure.text else ""))
+        write_stderr(failure.text + (lost if failure.text else ""))
         return failure.exit_code
     return first
 
 
-class _Board:
+class _FailureBoard:
     """The first failure of the world, as a key in the store, by a connection of its own: another may be blocked."""
 
     _KEY = "first"
@@ -241,18 +252,18 @@ class _Board:
         # Where nobody listens, torch would say so with pages of C++ frames.
         address = (os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0")))
         try:
-            socket.create_connection(address, timeout=BOARD_TIMEOUT_S).close()
+            socket.create_connection(address, timeout=STORE_TIMEOUT_S).close()
         except OSError as error:
             raise RankError(f"no rendezvous store at {address[0]}:{address[1]} any more: {error}.") from error
-        self._store = PrefixStore("meshwright/failure", connect_store(BOARD_TIMEOUT_S))
+        self._store = PrefixStore("meshwright/failure", connect_store(STORE_TIMEOUT_S))
 
-    def first(self, exit_code: int, *, patience_s: float) -> int | None:
+    def first(self, exit_code: int, *, wait_s: float) -> int | None:
         """Return the exit code that another rank has posted, or post this one and return None."""
-        if patience_s:
+        if wait_s:
             with suppress(RuntimeError):  # nobody posted in time; if the store itself is gone, what follows says so
-                self._store.wait([self._KEY], timedelta(seconds=patience_s))
+                self._store.wait([self._KEY], timedelta(seconds=wait_s))
         # Two threads of a rank may both fail.
-        mine = f"{rank()} {exit_code} {threading.get_ident()}"
+        mine = f"{get_rank_variable()} {exit_code} {threading.get_ident()}"
         first = self._store.compare_set(self._KEY, "", mine).decode()
         return None if first == mine else int(first.split()[1])
 
@@ -260,23 +271,23 @@ class _Board:
         """Return the message about the rank that this one has waited for in vain; None if none stands out."""
         from torch.distributed import PrefixStore
 
-        me, size = int(rank()), world_size()
+        me, size = int(get_rank_variable()), get_world_size()
         self._store.set(f"waited/{me}", "")
-        pulses = PrefixStore(_PULSES, connect_store(BOARD_TIMEOUT_S))
-        return who_hangs(
+        pulses = PrefixStore(_HEARTBEAT_PREFIX, connect_store(STORE_TIMEOUT_S))
+        return describe_hung_rank(
             pulses, me, size, lambda: [each for each in range(size) if self._store.check([f"waited/{each}"])]
         )
 
 
-def _render(error: BaseException, last: str, *, with_traceback: bool) -> str:
-    """Return `last`, after the traceback if wanted, in place of the interpreter's own last line."""
+def _format_failure(error: BaseException, last_line: str, *, with_traceback: bool) -> str:
+    """Return `last_line`, after the traceback if wanted, in place of the interpreter's own last line."""
     if not with_traceback:
-        return f"{last}\n"
+        return f"{last_line}\n"
     whole = "".join(traceback.format_exception(error)).rstrip("\n")
-    return f"{whole.removesuffix(headline(error))}{last}\n"
+    return f"{whole.removesuffix(format_exception_only(error))}{last_line}\n"
 
 
-def say_whole(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write in one piece, so that the lines of two ranks do not mix."""
-    say(text, stderr=True)
+    echo(text, stderr=True)
     sys.stderr.flush()

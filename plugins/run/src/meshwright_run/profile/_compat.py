@@ -10,32 +10,32 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from meshwright.plugin import category_of
+from meshwright.plugin import get_event_category
 
 
-def quieten_kineto() -> None:
+def silence_kineto() -> None:
     """Keep Kineto from writing a line to stderr each time it starts and stops; only this variable switches that off."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")
 
 
-def seen_by(profiler: torch.profiler.profile) -> Iterator[tuple[str, str, int, int, int]]:
+def iter_events(profiler: torch.profiler.profile) -> Iterator[tuple[str, str, int, int, int]]:
     """Yield name, Kineto category, start and end [ns] and thread of each event; the public `events()` is slow."""
     inner = profiler.profiler
     found: Any = inner.kineto_results if inner is not None else None
     for each in found.events() if found is not None else ():
-        yield each.name(), category_of(each), each.start_ns(), each.end_ns(), each.start_thread_id()
+        yield each.name(), get_event_category(each), each.start_ns(), each.end_ns(), each.start_thread_id()
 
 
-def record_memory_history(on: bool) -> None:
+def record_memory_history(enabled: bool) -> None:
     """Let CUDA's allocator record allocations with their stacks. torch documents the private names."""
-    torch.cuda.memory._record_memory_history("all" if on else None)
+    torch.cuda.memory._record_memory_history("all" if enabled else None)
 
 
 def dump_memory_snapshot(path: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(path))
 
 
-def flight_records(*, with_stacks: bool = True) -> list[tuple[str, bytes, bytes]]:
+def dump_flight_records(*, with_stacks: bool = True) -> list[tuple[str, bytes, bytes]]:
     """Return torch's records of this process's last collectives: (backend, as JSON, as torch's own pickle).
 
     NCCL has a recorder of its own, if built. Stacks are in the pickle only, and their symbols take 1 to 3 s.

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from meshwright.plugin import ConfigError, FrozenModel, Size
 
-DIRECTORY, FAULTS = "profile", "faults"
+PROFILE_DIRECTORY, FAULT_DIRECTORY = "profile", "faults"
 
 Window = Annotated[list[Size], Field(min_length=2, max_length=2)]
 """First and last step, from 1, both included."""
@@ -37,7 +37,7 @@ class ProfileConfig(FrozenModel):
     @field_validator("steps")
     @classmethod
     def _are_in_order(cls, value: list[int] | list[list[int]]) -> list[int] | list[list[int]]:
-        found = _windows(value)
+        found = _normalize_windows(value)
         if not found:
             raise ValueError("names no step; leave the section out to profile none")
         before = 0
@@ -58,7 +58,7 @@ class ProfileConfig(FrozenModel):
 
     @property
     def windows(self) -> list[tuple[int, int]]:
-        return _windows(self.steps)
+        return _normalize_windows(self.steps)
 
     def takes(self, rank: int) -> bool:
         return self.ranks == "all" or rank in self.ranks
@@ -68,19 +68,19 @@ class ProfileConfig(FrozenModel):
         return 0 if self.ranks == "all" else min(int(rank) for rank in self.ranks)
 
 
-def _windows(steps: list[int] | list[list[int]]) -> list[tuple[int, int]]:
+def _normalize_windows(steps: list[int] | list[list[int]]) -> list[tuple[int, int]]:
     pairs = [steps] if steps and isinstance(steps[0], int) else steps
     return [(first, last) for first, last in pairs]  # type: ignore[misc] # a list of pairs either way
 
 
-def check_profile(config: ProfileConfig | None, *, steps: int, world_size: int) -> None:
+def check_profile(config: ProfileConfig | None, *, num_steps: int, world_size: int) -> None:
     if config is None:
         return
-    beyond = [f"[{first}, {last}]" for first, last in config.windows if last > steps]
+    beyond = [f"[{first}, {last}]" for first, last in config.windows if last > num_steps]
     if beyond:
         raise ConfigError(
-            f"profile.steps={', '.join(beyond)} ends behind the last step of the run, {steps}. Name steps from 1 to "
-            f"{steps}."
+            f"profile.steps={', '.join(beyond)} ends behind the last step of the run, {num_steps}. Name steps from 1 to "
+            f"{num_steps}."
         )
     if config.ranks != "all" and max(config.ranks) >= world_size:
         raise ConfigError(
@@ -89,21 +89,23 @@ def check_profile(config: ProfileConfig | None, *, steps: int, world_size: int) 
         )
 
 
-def file_name(rank: int, window: tuple[int, int], windows: Sequence[tuple[int, int]], ending: str) -> str:
+def format_rank_file_name(
+    rank: int, window: tuple[int, int], windows: Sequence[tuple[int, int]], extension: str
+) -> str:
     """Return the name of a rank's file of one window, which is in it where there are several."""
-    return f"rank-{rank:05}{suffix(window, windows)}{ending}"
+    return f"rank-{rank:05}{format_window_suffix(window, windows)}{extension}"
 
 
-def suffix(window: tuple[int, int], windows: Sequence[tuple[int, int]]) -> str:
+def format_window_suffix(window: tuple[int, int], windows: Sequence[tuple[int, int]]) -> str:
     return "" if len(windows) == 1 else f"-steps-{window[0]}-{window[1]}"
 
 
-def traces_in(directory: Path) -> list[Path]:
-    for place in (directory / DIRECTORY, directory):
+def find_traces(directory: Path) -> list[Path]:
+    for place in (directory / PROFILE_DIRECTORY, directory):
         found = sorted(place.glob("rank-*.json.gz"))
         if found:
             return found
     raise ConfigError(
-        f"{directory} holds no profile: there is no {DIRECTORY}/rank-*.json.gz. Set profile.steps in the run file, "
+        f"{directory} holds no profile: there is no {PROFILE_DIRECTORY}/rank-*.json.gz. Set profile.steps in the run file, "
         f"such as --set profile.steps=[4,6], and run it."
     )

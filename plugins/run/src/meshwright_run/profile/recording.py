@@ -16,50 +16,50 @@ from rich.console import RenderableType
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.plugin import (
-    MARK,
+    PROFILER_PREFIX,
     Fault,
-    fresh,
+    atomic_writer,
+    create_console,
     hookimpl,
-    is_profiled,
-    marked,
-    new_console,
+    is_profiling,
+    record_if_profiling,
+    remove_existing,
     warn,
-    write_whole,
-    written_whole,
+    write_atomically,
 )
 
-from ._compat import dump_memory_snapshot, flight_records, quieten_kineto, record_memory_history, seen_by
-from .config import DIRECTORY, FAULTS, ProfileConfig, file_name, suffix
-from .show import shown
-from .summary import as_values, summarized, timeline
-from .trace import ABOUT, Span, exposed_communication, read_trace
+from ._compat import dump_flight_records, dump_memory_snapshot, iter_events, record_memory_history, silence_kineto
+from .config import FAULT_DIRECTORY, PROFILE_DIRECTORY, ProfileConfig, format_rank_file_name, format_window_suffix
+from .show import render_summary
+from .summary import build_memory_timeline, summarize_trace, summary_to_dict
+from .trace import METADATA_KEY, TraceSpan, measure_exposed_communication, read_trace
 
-NOTHING: AbstractContextManager[None] = nullcontext()
+NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 """The context of a step that is not profiled."""
-FIRST = 3
+FIRST_SAMPLED_INDEX = 3
 """The first step that is measured, counted from 0 in an attempt: those before warm up, and the third is compared with
 its plan, which slows it down."""
-TIME = "exposed_communication"
+TIME_KEY = "exposed_communication"
 """The key in `StepResult.times`."""
 _NANO = 1e-9
 
 
-def activities(device: torch.device, *, with_host: bool = True) -> list[ProfilerActivity]:
+def get_profiler_activities(device: torch.device, *, with_host: bool = True) -> list[ProfilerActivity]:
     on_device = [] if device.type == "cpu" else [getattr(ProfilerActivity, device.type.upper())]
     return [*([ProfilerActivity.CPU] if with_host or not on_device else []), *on_device]
 
 
-def warm_up(device: torch.device) -> None:
+def warm_up_profiler(device: torch.device) -> None:
     """Start and stop a profiler: the first one of a process takes a second, for which other ranks would wait."""
-    quieten_kineto()
-    with profile(activities=activities(device)):
+    silence_kineto()
+    with profile(activities=get_profiler_activities(device)):
         pass
 
 
-class Recorder:
+class StepProfiler:
     """Profiles the windows of one rank, each from the beginning of its first step to the end of its last.
 
-    A context manager, which ends a window that an error has cut short. `about`: metadata of the traces; `start`: steps
+    A context manager, which ends a window that an error has cut short. `metadata`: metadata of the traces; `start_step`: steps
     that were done before this attempt.
     """
 
@@ -70,18 +70,18 @@ class Recorder:
         *,
         rank: int,
         device: torch.device,
-        about: Mapping[str, Any],
-        start: int = 0,
-        say: Callable[[RenderableType], None] = lambda shown: new_console().print(shown),
+        metadata: Mapping[str, Any],
+        start_step: int = 0,
+        print_summary: Callable[[RenderableType], None] = lambda shown: create_console().print(shown),
     ) -> None:
-        self._config, self._directory, self._rank, self._device = config, directory / DIRECTORY, rank, device
-        self._about, self._start, self._say = about, start, say
+        self._config, self._directory, self._rank, self._device = config, directory / PROFILE_DIRECTORY, rank, device
+        self._about, self._start, self._say = metadata, start_step, print_summary
         self._running: tuple[profile, tuple[int, int]] | None = None
-        self._last = start
-        if any(last > start for _, last in config.windows):
-            warm_up(device)
+        self._last = start_step
+        if any(last > start_step for _, last in config.windows):
+            warm_up_profiler(device)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> StepProfiler:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,7 +90,7 @@ class Recorder:
     def around(self, index: int) -> AbstractContextManager[None]:
         step = self._start + index + 1
         window = next((each for each in self._config.windows if each[0] <= step <= each[1]), None)
-        return NOTHING if window is None else self._seeing(step, window)
+        return NO_CONTEXT if window is None else self._seeing(step, window)
 
     @contextmanager
     def _seeing(self, step: int, window: tuple[int, int]) -> Iterator[None]:
@@ -99,14 +99,14 @@ class Recorder:
             if config.memory and self._device.type == "cuda":
                 record_memory_history(True)
             profiler = profile(
-                activities=activities(self._device),
+                activities=get_profiler_activities(self._device),
                 record_shapes=config.record_shapes,
                 profile_memory=config.memory,
                 with_stack=config.with_stack,
             )
             profiler.start()
             self._running = profiler, window
-        with marked(f"{MARK}step {step}"):
+        with record_if_profiling(f"{PROFILER_PREFIX}step {step}"):
             yield
         self._last = step
         if step == window[1]:
@@ -117,7 +117,7 @@ class Recorder:
             return
         (profiler, window), self._running = self._running, None
         about = {**self._about, "rank": self._rank, "window": list(window), "last_step": self._last}
-        profiler.add_metadata_json(ABOUT, json.dumps(about))
+        profiler.add_metadata_json(METADATA_KEY, json.dumps(about))
         profiler.stop()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -132,41 +132,41 @@ class Recorder:
         config = self._config
 
         def path_of(ending: str) -> Path:
-            return self._directory / file_name(self._rank, window, config.windows, ending)
+            return self._directory / format_rank_file_name(self._rank, window, config.windows, ending)
 
         # Renamed when it is complete. torch packs what ends in .gz.
         path = path_of(".json.gz")
-        new = fresh(path.with_name(f".{path.name}"))
+        new = remove_existing(path.with_name(f".{path.name}"))
         profiler.export_chrome_trace(str(new))
         new.replace(path)
         if config.memory and self._device.type == "cuda":
-            dump_memory_snapshot(fresh(path_of("-memory.pickle")))
+            dump_memory_snapshot(remove_existing(path_of("-memory.pickle")))
             record_memory_history(False)
         if not config.memory and self._rank != config.teller:
             return
         trace = read_trace(path)
         if config.memory:
-            write_whole(path_of("-memory.json"), json.dumps(timeline(trace)) + "\n")
+            write_atomically(path_of("-memory.json"), json.dumps(build_memory_timeline(trace)) + "\n")
         if self._rank == config.teller:
-            summary, text = summarized(trace), StringIO()
-            new_console(file=text, width=120).print(shown(summary))
-            name = f"summary{suffix(window, config.windows)}"
-            write_whole(self._directory / f"{name}.json", json.dumps(as_values(summary), indent=1) + "\n")
-            write_whole(self._directory / f"{name}.txt", text.getvalue())
-            self._say(shown(summary))
+            summary, text = summarize_trace(trace), StringIO()
+            create_console(file=text, width=120).print(render_summary(summary))
+            name = f"summary{format_window_suffix(window, config.windows)}"
+            write_atomically(self._directory / f"{name}.json", json.dumps(summary_to_dict(summary), indent=1) + "\n")
+            write_atomically(self._directory / f"{name}.txt", text.getvalue())
+            self._say(render_summary(summary))
 
 
-class Sampler:
+class CommunicationSampler:
     """Measures exposed communication in every `every`-th step, by a profiler without stacks, shapes and memory."""
 
     def __init__(self, every: int, device: torch.device) -> None:
         self._every, self._device = every, device
         self._measured: dict[str, float] = {}
-        warm_up(device)
+        warm_up_profiler(device)
 
     def around(self, index: int) -> AbstractContextManager[None]:
-        is_due = index >= FIRST and (index - FIRST) % self._every == 0
-        return self._measuring() if is_due else NOTHING
+        is_due = index >= FIRST_SAMPLED_INDEX and (index - FIRST_SAMPLED_INDEX) % self._every == 0
+        return self._measuring() if is_due else NO_CONTEXT
 
     def measured(self) -> dict[str, float]:
         found, self._measured = self._measured, {}
@@ -174,26 +174,29 @@ class Sampler:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        if is_profiled():
+        if is_profiling():
             # By the section `profile`, or by the user: a process can have one profiler.
             yield
             return
-        with profile(activities=activities(self._device, with_host=False)) as profiler, marked(f"{MARK}step 0"):
+        with (
+            profile(activities=get_profiler_activities(self._device, with_host=False)) as profiler,
+            record_if_profiling(f"{PROFILER_PREFIX}step 0"),
+        ):
             yield
-        self._measured = {TIME: exposed_communication(spans_of(profiler))}
+        self._measured = {TIME_KEY: measure_exposed_communication(read_spans(profiler))}
 
 
-def spans_of(profiler: profile) -> list[Span]:
-    events = list(seen_by(profiler))
+def read_spans(profiler: profile) -> list[TraceSpan]:
+    events = list(iter_events(profiler))
     # Seconds since 1970 would lose fractions of microseconds.
     first = min((start for _, _, start, _, _ in events), default=0)
     return [
-        Span(name, kind, (start - first) * _NANO, (end - first) * _NANO, thread)
+        TraceSpan(name, kind, (start - first) * _NANO, (end - first) * _NANO, thread)
         for name, kind, start, end, thread in events
     ]
 
 
-class FaultFiles:
+class FaultFileWriter:
     """An observer that writes files to output_dir/faults when this rank fails.
 
         rank-00000.json           the fault, and the last collectives that torch's flight recorder knows: kind, group,
@@ -206,7 +209,7 @@ class FaultFiles:
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
-        self._directory, self._name = directory / FAULTS, f"rank-{rank:05}"
+        self._directory, self._name = directory / FAULT_DIRECTORY, f"rank-{rank:05}"
 
     @property
     def stacks(self) -> Path:
@@ -222,18 +225,18 @@ class FaultFiles:
         `cpp_stacks`: whether torch looks up where its collectives were called, which takes seconds.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
-        with written_whole(self.stacks) as file:
+        with atomic_writer(self.stacks) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         records = {}
-        for backend, as_json, as_pickle in flight_records(with_stacks=cpp_stacks):
-            write_whole(self._directory / f"{self._name}-{backend}.pickle", as_pickle)
+        for backend, as_json, as_pickle in dump_flight_records(with_stacks=cpp_stacks):
+            write_atomically(self._directory / f"{self._name}-{backend}.pickle", as_pickle)
             records[backend] = json.loads(as_json)
         text = json.dumps({"fault": asdict(fault), "collectives": records}, indent=1) + "\n"
-        write_whole(self._directory / f"{self._name}.json", text)
-        return {group: counts for record in records.values() for group, counts in _counts(record).items()}
+        write_atomically(self._directory / f"{self._name}.json", text)
+        return {group: counts for record in records.values() for group, counts in _count_collectives(record).items()}
 
 
-def _counts(record: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
+def _count_collectives(record: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
     """Count by the name of a group, which is the same on all of its ranks, where the record has it."""
     names = {str(entry["pg_id"]): entry["process_group"][0] for entry in record.get("entries", ())}
     enqueued, started, completed = (f"last_{each}_collective" for each in ("enqueued", "started", "completed"))

@@ -10,33 +10,33 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.plugin import MARK, WAIT, ConfigError
+from meshwright.plugin import PROFILER_PREFIX, WAIT_FOR_RANKS, ConfigError
 
-from .config import traces_in
+from .config import find_traces
 from .trace import (
     ANNOTATION,
-    ON_DEVICE,
+    DEVICE_KINDS,
     OPERATOR,
     Activity,
     Intervals,
     MemoryChange,
-    Span,
-    Trace,
-    activity,
-    common,
-    length,
+    ProfilerTrace,
+    TraceSpan,
+    intersect_intervals,
+    measure_activity,
+    merge_intervals,
     read_json,
     read_trace,
-    union,
-    without,
+    subtract_intervals,
+    total_length,
 )
 
 FORMAT = 1
-BETWEEN = "between"
+BETWEEN_PHASES = "between"
 """The part of the window that is in none that the loop marks."""
-POINTS = 2000
+MAX_TIMELINE_POINTS = 2000
 """Of a timeline of memory."""
-_OF_TORCH = {
+_TORCH_DTYPE_BYTES = {
     "c10::BFloat16": 2,
     "c10::Half": 2,
     "float": 4,
@@ -49,8 +49,18 @@ _OF_TORCH = {
     "unsigned char": 1,
     "bool": 1,
 }
-_OF_NCCL = {"BFloat16": 2, "Half": 2, "Float": 4, "Double": 8, "Long": 8, "Int": 4, "Byte": 1, "Char": 1, "Bool": 1}
-_BYTES = {**_OF_TORCH, **_OF_NCCL}
+_NCCL_DTYPE_BYTES = {
+    "BFloat16": 2,
+    "Half": 2,
+    "Float": 4,
+    "Double": 8,
+    "Long": 8,
+    "Int": 4,
+    "Byte": 1,
+    "Char": 1,
+    "Bool": 1,
+}
+_DTYPE_BYTES = {**_TORCH_DTYPE_BYTES, **_NCCL_DTYPE_BYTES}
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ class CommunicationTime:
 
 
 @dataclass(frozen=True)
-class PartTime:
+class PhaseTime:
     """A part of the steps by the host's clock, and what the rank did meanwhile; the last three add up to the first."""
 
     name: str
@@ -100,7 +110,7 @@ class MemoryPeak:
 
 
 @dataclass(frozen=True)
-class Summary:
+class ProfileSummary:
     """A window of steps on one rank; computing, exposed and host seconds add up to `seconds`.
 
     `host_seconds`: nothing is computed and no message is under way. `about`: metadata of the run.
@@ -115,7 +125,7 @@ class Summary:
     host_seconds: float
     operators: list[OperatorTime]
     communication: list[CommunicationTime]
-    parts: list[PartTime]
+    parts: list[PhaseTime]
     memory: MemoryPeak | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -125,71 +135,71 @@ class Summary:
         return max(1, len(self.steps))
 
 
-def load_summary(path: Path, *, rank: int | None = None) -> Summary:
+def load_summary(path: Path, *, rank: int | None = None) -> ProfileSummary:
     """Summarize a run directory, its directory of profiles (the trace of `rank`, or the first), a trace, a summary."""
     if not path.exists():
         raise ConfigError(f"{path} is not there. Give a run directory, or a trace in its directory profile.")
     if path.is_dir():
-        found = traces_in(path)
+        found = find_traces(path)
         wanted = [each for each in found if rank is None or each.name.startswith(f"rank-{rank:05}")]
         if not wanted:
             there = sorted({int(each.name[5:10]) for each in found})
             raise ConfigError(f"{path} has no profile of rank {rank}. It has those of {', '.join(map(str, there))}.")
-        return summarized(read_trace(wanted[0]))
+        return summarize_trace(read_trace(wanted[0]))
     if rank is not None:
         raise ConfigError(f"--rank={rank} chooses among the traces of a directory, and {path} is a file.")
     if path.name.startswith("summary") and path.suffix == ".json":
-        return from_values(read_json(path), path)
-    return summarized(read_trace(path))
+        return summary_from_dict(read_json(path), path)
+    return summarize_trace(read_trace(path))
 
 
-def summarized(trace: Trace) -> Summary:
-    spans, did = trace.spans, activity(trace.spans)
+def summarize_trace(trace: ProfilerTrace) -> ProfileSummary:
+    spans, did = trace.spans, measure_activity(trace.spans)
     steps = [each for each in spans if each.step is not None]
     marked = [each for each in spans if each.part is not None]
-    timed = [each for each in spans if each.kind == OPERATOR or each.kind in ON_DEVICE]
+    timed = [each for each in spans if each.kind == OPERATOR or each.kind in DEVICE_KINDS]
     # Evaluations and checkpoints are between steps.
     inside = [*steps, *marked] or timed or list(spans)
     window: Intervals = [(min(each.start for each in inside), max(each.end for each in inside))]
-    whole = _part("", 0, window, did)
-    return Summary(
+    whole = _summarize_phase("", 0, window, did)
+    return ProfileSummary(
         steps=sorted({each.step for each in steps if each.step is not None}),
         is_on_device=did.is_on_device,
         seconds=whole.seconds,
         computing_seconds=whole.computing_seconds,
-        communication_seconds=length(common(did.communicating, window)),
+        communication_seconds=total_length(intersect_intervals(did.communicating, window)),
         exposed_seconds=whole.exposed_seconds,
         host_seconds=whole.host_seconds,
-        operators=_operators(timed),
-        communication=_communication(spans, did),
-        parts=_parts(marked, did, window),
-        memory=memory_peak(trace),
+        operators=_summarize_operators(timed),
+        communication=_summarize_communication(spans, did),
+        parts=_summarize_phases(marked, did, window),
+        memory=find_memory_peak(trace),
         about=dict(trace.about),
     )
 
 
-def _operators(spans: Sequence[Span]) -> list[OperatorTime]:
+def _summarize_operators(spans: Sequence[TraceSpan]) -> list[OperatorTime]:
     names: dict[int, str] = {each.operator: each.name for each in spans if each.kind == OPERATOR}
     calls: dict[str, int] = defaultdict(int)
     host: dict[str, float] = defaultdict(float)
     device: dict[str, float] = defaultdict(float)
-    for each, seconds in own_seconds(each for each in spans if each.kind == OPERATOR):
+    for each, seconds in iter_self_times(each for each in spans if each.kind == OPERATOR):
         calls[each.name] += 1
         host[each.name] += seconds
     for each in spans:
-        if each.kind in ON_DEVICE:
+        if each.kind in DEVICE_KINDS:
             device[names.get(each.operator, each.name)] += each.end - each.start
     found = [OperatorTime(name, calls[name], host[name], device[name]) for name in {**host, **device}]
     return sorted(found, key=lambda row: (-row.device_seconds, -row.seconds, row.name))
 
 
-def own_seconds(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
+def iter_self_times(spans: Iterable[TraceSpan]) -> Iterator[tuple[TraceSpan, float]]:
     """Yield each span with its duration less that of the spans within it on its thread."""
-    threads: dict[int | str, list[Span]] = defaultdict(list)
+    threads: dict[int | str, list[TraceSpan]] = defaultdict(list)
     for each in spans:
         threads[each.thread].append(each)
     for of_thread in threads.values():
-        open_ones: list[tuple[Span, float]] = []
+        open_ones: list[tuple[TraceSpan, float]] = []
         for each in sorted(of_thread, key=lambda span: (span.start, -span.end)):
             while open_ones and open_ones[-1][0].end <= each.start:
                 yield open_ones.pop()
@@ -200,84 +210,91 @@ def own_seconds(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
         yield from reversed(open_ones)
 
 
-def _communication(spans: Sequence[Span], did: Activity) -> list[CommunicationTime]:
-    kinds: dict[str, list[Span]] = defaultdict(list)
+def _summarize_communication(spans: Sequence[TraceSpan], activity: Activity) -> list[CommunicationTime]:
+    kinds: dict[str, list[TraceSpan]] = defaultdict(list)
     for each in spans:
         if each.is_communication:
-            kinds[_kind(each)].append(each)
+            kinds[_get_collective_name(each)].append(each)
     found = []
     for name, calls in kinds.items():
-        known = [size for size in map(_passed, calls) if size is not None]
-        under_way = union((each.start, each.end) for each in calls)
-        exposed = length(without(under_way, did.computing))
-        found.append(CommunicationTime(name, len(calls), sum(known) if known else None, length(under_way), exposed))
+        known = [size for size in map(_count_message_bytes, calls) if size is not None]
+        under_way = merge_intervals((each.start, each.end) for each in calls)
+        exposed = total_length(subtract_intervals(under_way, activity.computing))
+        found.append(
+            CommunicationTime(name, len(calls), sum(known) if known else None, total_length(under_way), exposed)
+        )
     return sorted(found, key=lambda row: (-row.exposed_seconds, -row.seconds, row.name))
 
 
-def _kind(span: Span) -> str:
+def _get_collective_name(span: TraceSpan) -> str:
     """Return gloo's name of a collective, or ours, or that in a kernel's name before its types and options."""
     if span.kind == ANNOTATION:
-        return span.name.removeprefix(MARK)
+        return span.name.removeprefix(PROFILER_PREFIX)
     words = span.name.split("(")[0].split("_")
     return f"nccl:{words[1]}" if len(words) > 1 else span.name
 
 
-def _passed(span: Span) -> int | None:
+def _count_message_bytes(span: TraceSpan) -> int | None:
     details = span.details
     if "In msg nelems" in details:
-        width = _BYTES.get(str(details.get("dtype")))
+        width = _DTYPE_BYTES.get(str(details.get("dtype")))
         return None if width is None else width * int(details["In msg nelems"])
     shapes, types = details.get("Input Dims"), details.get("Input type")
     if not isinstance(shapes, list) or not isinstance(types, list):
         # Barriers pass nothing.
-        return 0 if span.name.endswith(":barrier") or span.name == WAIT else None
+        return 0 if span.name.endswith(":barrier") or span.name == WAIT_FOR_RANKS else None
     pairs = zip(shapes, types, strict=False)
-    return sum(_BYTES[kind] * math.prod(shape) for shape, kind in pairs if _BYTES.get(kind) and shape)
+    return sum(_DTYPE_BYTES[kind] * math.prod(shape) for shape, kind in pairs if _DTYPE_BYTES.get(kind) and shape)
 
 
-def _parts(marked: Sequence[Span], did: Activity, window: Intervals) -> list[PartTime]:
+def _summarize_phases(marked: Sequence[TraceSpan], activity: Activity, window: Intervals) -> list[PhaseTime]:
     names = dict.fromkeys(each.part for each in sorted(marked, key=lambda span: span.start))
     found, rest = [], window
     for name in names:
         stretches = [(each.start, each.end) for each in marked if each.part == name]
-        covered = union(stretches)
-        rest = without(rest, covered)
-        found.append(_part(str(name), len(stretches), covered, did))
-    if names and length(rest):
-        found.append(_part(BETWEEN, len(rest), rest, did))
+        covered = merge_intervals(stretches)
+        rest = subtract_intervals(rest, covered)
+        found.append(_summarize_phase(str(name), len(stretches), covered, activity))
+    if names and total_length(rest):
+        found.append(_summarize_phase(BETWEEN_PHASES, len(rest), rest, activity))
     return found
 
 
-def _part(name: str, calls: int, covered: Intervals, did: Activity) -> PartTime:
-    seconds = length(covered)
-    computing, exposed = length(common(did.computing, covered)), length(common(did.exposed, covered))
-    return PartTime(name, calls, seconds, computing, exposed, max(0.0, seconds - computing - exposed))
+def _summarize_phase(name: str, calls: int, covered: Intervals, activity: Activity) -> PhaseTime:
+    seconds = total_length(covered)
+    computing, exposed = (
+        total_length(intersect_intervals(activity.computing, covered)),
+        total_length(intersect_intervals(activity.exposed, covered)),
+    )
+    return PhaseTime(name, calls, seconds, computing, exposed, max(0.0, seconds - computing - exposed))
 
 
-def memory_peak(trace: Trace) -> MemoryPeak | None:
-    changes = _of_one_device(trace.memory)
+def find_memory_peak(trace: ProfilerTrace) -> MemoryPeak | None:
+    changes = _select_device_changes(trace.memory)
     if not changes:
         return None
     last = max(changes, key=lambda change: change.total)
     marks = [each for each in trace.spans if each.part is not None]
     parts: dict[str, int] = {}
     for mark in marks:
-        parts[str(mark.part)] = max(_most(changes, mark), parts.get(str(mark.part), 0))
-    operator = _innermost((each for each in trace.spans if each.kind == OPERATOR and each.thread == last.thread), last)
-    part = _innermost(marks, last)
+        parts[str(mark.part)] = max(_find_peak_bytes(changes, mark), parts.get(str(mark.part), 0))
+    operator = _find_innermost(
+        (each for each in trace.spans if each.kind == OPERATOR and each.thread == last.thread), last
+    )
+    part = _find_innermost(marks, last)
     return MemoryPeak(last.total, operator.name if operator else "", str(part.part) if part else "", parts)
 
 
-def timeline(trace: Trace) -> dict[str, Any]:
+def build_memory_timeline(trace: ProfilerTrace) -> dict[str, Any]:
     """Return what was held over time, and what allocated it, as values of JSON.
 
     The points are the highest of equal shares of the changes: `seconds` since the first mark, and `bytes`.
     """
-    changes, peak = _of_one_device(trace.memory), memory_peak(trace) or MemoryPeak(0, "", "", {})
+    changes, peak = _select_device_changes(trace.memory), find_memory_peak(trace) or MemoryPeak(0, "", "", {})
     is_on_device = any(change.is_on_device for change in trace.memory)
     marks = [each.start for each in trace.spans if each.step is not None]
     start = min(marks, default=changes[0].at if changes else 0.0)
-    each_of = max(1, -(-len(changes) // POINTS))
+    each_of = max(1, -(-len(changes) // MAX_TIMELINE_POINTS))
     shares = [changes[index : index + each_of] for index in range(0, len(changes), each_of)]
     points = [max(share, key=lambda change: change.total) for share in shares]
     return {
@@ -286,38 +303,38 @@ def timeline(trace: Trace) -> dict[str, Any]:
         "peak_operator": peak.operator,
         "peak_part": peak.part,
         "parts": peak.parts,
-        "taken_by_operator": _taken(trace, changes),
+        "taken_by_operator": _count_allocated_bytes(trace, changes),
         "seconds": [point.at - start for point in points],
         "bytes": [point.total for point in points],
     }
 
 
-def _of_one_device(changes: Sequence[MemoryChange]) -> list[MemoryChange]:
+def _select_device_changes(changes: Sequence[MemoryChange]) -> list[MemoryChange]:
     """Return the changes of the accelerator, if there is one: the host allocates little besides."""
     return [change for change in changes if change.is_on_device] or list(changes)
 
 
-def _most(changes: Sequence[MemoryChange], mark: Span) -> int:
+def _find_peak_bytes(changes: Sequence[MemoryChange], mark: TraceSpan) -> int:
     first = bisect.bisect_right(changes, mark.start, key=lambda change: change.at)
     last = bisect.bisect_right(changes, mark.end, key=lambda change: change.at)
     return max((change.total for change in changes[max(0, first - 1) : last]), default=0)
 
 
-def _innermost(spans: Iterable[Span], change: MemoryChange) -> Span | None:
+def _find_innermost(spans: Iterable[TraceSpan], change: MemoryChange) -> TraceSpan | None:
     running = (each for each in spans if each.start <= change.at <= each.end)
     return max(running, key=lambda span: span.start, default=None)
 
 
-def _taken(trace: Trace, changes: Sequence[MemoryChange]) -> dict[str, int]:
+def _count_allocated_bytes(trace: ProfilerTrace, changes: Sequence[MemoryChange]) -> dict[str, int]:
     """Return the bytes that operators have allocated, freed or not, largest first."""
-    threads: dict[int | str, list[Span]] = defaultdict(list)
+    threads: dict[int | str, list[TraceSpan]] = defaultdict(list)
     for each in trace.spans:
         if each.kind == OPERATOR:
             threads[each.thread].append(each)
     taken: dict[str, int] = defaultdict(int)
     for thread, operators in threads.items():
         operators.sort(key=lambda span: (span.start, -span.end))
-        open_ones: list[Span] = []
+        open_ones: list[TraceSpan] = []
         index = 0
         for change in changes:
             if change.thread != thread or change.bytes <= 0:
@@ -334,11 +351,11 @@ def _taken(trace: Trace, changes: Sequence[MemoryChange]) -> dict[str, int]:
     return dict(sorted(taken.items(), key=lambda item: -item[1]))
 
 
-def as_values(summary: Summary) -> dict[str, Any]:
+def summary_to_dict(summary: ProfileSummary) -> dict[str, Any]:
     return {"profile_summary": FORMAT, **asdict(summary)}
 
 
-def from_values(values: Any, path: Path) -> Summary:
+def summary_from_dict(values: Any, path: Path) -> ProfileSummary:
     found = values.get("profile_summary") if isinstance(values, dict) else None
     if found is None:
         raise ConfigError(f"{path} is no summary of a profile. Give the one in the directory profile of a run.")
@@ -346,13 +363,17 @@ def from_values(values: Any, path: Path) -> Summary:
         raise ConfigError(
             f"{path} is a summary of format {found!r}, and this version reads {FORMAT}. Give the trace beside it."
         )
-    tables: Mapping[str, type[Any]] = {"operators": OperatorTime, "communication": CommunicationTime, "parts": PartTime}
+    tables: Mapping[str, type[Any]] = {
+        "operators": OperatorTime,
+        "communication": CommunicationTime,
+        "parts": PhaseTime,
+    }
     try:
         plain = {name: value for name, value in values.items() if name != "profile_summary"}
         plain |= {name: [row_cls(**row) for row in plain[name]] for name, row_cls in tables.items()}
         if plain["memory"] is not None:
             plain["memory"] = MemoryPeak(**plain["memory"])
-        return Summary(**plain)
+        return ProfileSummary(**plain)
     except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} is no whole summary of a profile ({type(error).__name__}: {error}). Give the trace beside it."

@@ -21,28 +21,28 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.plugin import MARK, WAIT, ConfigError, open_regular
+from meshwright.plugin import PROFILER_PREFIX, WAIT_FOR_RANKS, ConfigError, open_regular_file
 
 OPERATOR, ANNOTATION, KERNEL = "cpu_op", "user_annotation", "kernel"
 """Kinds of spans, as Kineto's categories."""
-ON_DEVICE = (KERNEL, "gpu_memcpy", "gpu_memset")
+DEVICE_KINDS = (KERNEL, "gpu_memcpy", "gpu_memset")
 """Kinds of an accelerator's work."""
 MAX_BYTES = 1 << 30
 """Of a trace, unpacked: reading it takes some ten times as much memory."""
-ABOUT = "meshwright"
+METADATA_KEY = "meshwright"
 """The key of a trace that says what run, rank and steps it is of."""
 
-_STEP = re.compile(rf"(?:{MARK}step |ProfilerStep#)(\d+)$")
-_SENDS = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
+_STEP = re.compile(rf"(?:{PROFILER_PREFIX}step |ProfilerStep#)(\d+)$")
+_COMMUNICATION_PREFIXES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
 """Operators that issue communication, or wait for it."""
-_WRAPPERS = ("autograd::", "torch::autograd::", "profiler::")
+_WRAPPER_PREFIXES = ("autograd::", "torch::autograd::", "profiler::")
 """Operators that do nothing themselves, and may wait for something within."""
-_COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
+_COMPILED_PREFIXES = ("Torch-Compiled Region", "## Call CompiledFxGraph")
 _MICRO = 1e-6
-_ASK = "Give a run directory, its directory `profile`, or a file rank-*.json.gz in it."
+_HINT = "Give a run directory, its directory `profile`, or a file rank-*.json.gz in it."
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """One event with a duration; a tuple, since a step has thousands.
 
     `kind`: Kineto's category. `start`, `end`: seconds since any moment. `thread`: of an accelerator, its stream.
@@ -62,19 +62,23 @@ class Span(NamedTuple):
         """Whether it is a message under way: a kernel of NCCL, a collective of gloo, or a wait for other ranks."""
         if self.kind == KERNEL:
             return self.name.startswith("nccl")
-        return self.kind == ANNOTATION and (self.name.startswith("gloo:") or self.name == WAIT)
+        return self.kind == ANNOTATION and (self.name.startswith("gloo:") or self.name == WAIT_FOR_RANKS)
 
     @property
     def sends(self) -> bool:
-        return self.kind == OPERATOR and self.name.startswith(_SENDS)
+        return self.kind == OPERATOR and self.name.startswith(_COMMUNICATION_PREFIXES)
 
     @property
     def computes(self) -> bool:
         if self.kind not in (OPERATOR, ANNOTATION):
             return False
-        if self.name.startswith(_COMPILED):
+        if self.name.startswith(_COMPILED_PREFIXES):
             return True
-        return self.kind == OPERATOR and "::" in self.name and not self.name.startswith((*_SENDS, *_WRAPPERS))
+        return (
+            self.kind == OPERATOR
+            and "::" in self.name
+            and not self.name.startswith((*_COMMUNICATION_PREFIXES, *_WRAPPER_PREFIXES))
+        )
 
     @property
     def step(self) -> int | None:
@@ -83,10 +87,10 @@ class Span(NamedTuple):
 
     @property
     def part(self) -> str | None:
-        is_mark = self.kind == ANNOTATION and self.name.startswith(MARK)
-        if not is_mark or self.name == WAIT or self.step is not None:
+        is_mark = self.kind == ANNOTATION and self.name.startswith(PROFILER_PREFIX)
+        if not is_mark or self.name == WAIT_FOR_RANKS or self.step is not None:
             return None
-        return self.name.removeprefix(MARK)
+        return self.name.removeprefix(PROFILER_PREFIX)
 
 
 @dataclass(frozen=True)
@@ -101,44 +105,44 @@ class MemoryChange:
 
 
 @dataclass(frozen=True)
-class Trace:
+class ProfilerTrace:
     """What one rank's profiler has recorded; `about` is metadata of the run, empty in traces of other programs."""
 
     path: Path
-    spans: Sequence[Span]
+    spans: Sequence[TraceSpan]
     about: Mapping[str, Any]
     memory: Sequence[MemoryChange]
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> ProfilerTrace:
     value = read_json(path)
     events = value.get("traceEvents") if isinstance(value, dict) else None
     if not isinstance(events, list):
-        raise ConfigError(f"{path} is no trace of torch.profiler: it has no list traceEvents. {_ASK}")
+        raise ConfigError(f"{path} is no trace of torch.profiler: it has no list traceEvents. {_HINT}")
     try:
-        spans = [_span(event) for event in events if event.get("ph") == "X" and "dur" in event]
-        memory = [_change(event) for event in events if event.get("name") == "[memory]"]
+        spans = [_parse_span(event) for event in events if event.get("ph") == "X" and "dur" in event]
+        memory = [_parse_memory_change(event) for event in events if event.get("name") == "[memory]"]
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"{path} is no trace of torch.profiler: an event of it is malformed ({type(error).__name__}: {error}). "
-            f"{_ASK}"
+            f"{_HINT}"
         ) from None
     if not spans:
-        raise ConfigError(f"{path} holds no event that lasts, so there is nothing to show. {_ASK}")
-    about = value.get(ABOUT)
+        raise ConfigError(f"{path} holds no event that lasts, so there is nothing to show. {_HINT}")
+    about = value.get(METADATA_KEY)
     memory.sort(key=lambda change: change.at)
-    return Trace(path, spans, about if isinstance(about, dict) else {}, memory)
+    return ProfilerTrace(path, spans, about if isinstance(about, dict) else {}, memory)
 
 
 def read_json(path: Path) -> Any:
     try:
-        with open_regular(path) as raw:
+        with open_regular_file(path) as raw:
             is_packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             file = gzip.GzipFile(fileobj=raw) if is_packed else raw
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}. {_ASK}") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}. {_HINT}") from None
     except (EOFError, zlib.error) as error:
         raise ConfigError(f"cannot unpack {path}, which seems to be cut off: {error}. Record it anew.") from None
     if len(content) > MAX_BYTES:
@@ -148,12 +152,12 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no trace of torch.profiler: it is not JSON ({error}). {_ASK}") from None
+        raise ConfigError(f"{path} is no trace of torch.profiler: it is not JSON ({error}). {_HINT}") from None
 
 
-def _span(event: Mapping[str, Any]) -> Span:
+def _parse_span(event: Mapping[str, Any]) -> TraceSpan:
     start, details = float(event["ts"]) * _MICRO, event.get("args") or {}
-    return Span(
+    return TraceSpan(
         name=str(event["name"]),
         kind=str(event.get("cat", "")),
         start=start,
@@ -164,7 +168,7 @@ def _span(event: Mapping[str, Any]) -> Span:
     )
 
 
-def _change(event: Mapping[str, Any]) -> MemoryChange:
+def _parse_memory_change(event: Mapping[str, Any]) -> MemoryChange:
     details = event["args"]
     return MemoryChange(
         at=float(event["ts"]) * _MICRO,
@@ -182,7 +186,7 @@ Intervals: TypeAlias = "list[tuple[float, float]]"
 """Sorted (start, end) that do not meet; any unit."""
 
 
-def union(stretches: Iterable[tuple[float, float]]) -> Intervals:
+def merge_intervals(stretches: Iterable[tuple[float, float]]) -> Intervals:
     """Return what any of these covers; those that end where they start, or before, cover nothing."""
     found: Intervals = []
     for start, end in sorted(stretches):
@@ -195,11 +199,11 @@ def union(stretches: Iterable[tuple[float, float]]) -> Intervals:
     return found
 
 
-def length(intervals: Sequence[tuple[float, float]]) -> float:
+def total_length(intervals: Sequence[tuple[float, float]]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def common(intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> Intervals:
+def intersect_intervals(intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> Intervals:
     found: Intervals = []
     one = two = 0
     while one < len(intervals) and two < len(others):
@@ -213,9 +217,9 @@ def common(intervals: Sequence[tuple[float, float]], others: Sequence[tuple[floa
     return found
 
 
-def without(intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> Intervals:
+def subtract_intervals(intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> Intervals:
     edges = [-math.inf, *(edge for each in others for edge in each), math.inf]
-    return common(intervals, list(pairwise(edges))[::2])
+    return intersect_intervals(intervals, list(pairwise(edges))[::2])
 
 
 @dataclass(frozen=True)
@@ -228,27 +232,29 @@ class Activity:
 
     @property
     def exposed(self) -> Intervals:
-        return without(self.communicating, self.computing)
+        return subtract_intervals(self.communicating, self.computing)
 
 
-def activity(spans: Sequence[Span]) -> Activity:
-    messages = _covered(each for each in spans if each.is_communication)
-    on_device = [each for each in spans if each.kind in ON_DEVICE]
+def measure_activity(spans: Sequence[TraceSpan]) -> Activity:
+    messages = _merge_spans(each for each in spans if each.is_communication)
+    on_device = [each for each in spans if each.kind in DEVICE_KINDS]
     if on_device:
-        return Activity(_covered(each for each in on_device if not each.is_communication), messages, True)
-    main = _main_thread(spans)
+        return Activity(_merge_spans(each for each in on_device if not each.is_communication), messages, True)
+    main = _find_main_thread(spans)
     of_main = [each for each in spans if each.thread == main]
-    computing = _covered(each for each in of_main if each.computes)
+    computing = _merge_spans(each for each in of_main if each.computes)
     # An operator on sharded tensors waits within for what it has sent.
-    return Activity(without(computing, _covered(each for each in of_main if each.sends)), messages, False)
+    return Activity(
+        subtract_intervals(computing, _merge_spans(each for each in of_main if each.sends)), messages, False
+    )
 
 
-def exposed_communication(spans: Sequence[Span]) -> float:
+def measure_exposed_communication(spans: Sequence[TraceSpan]) -> float:
     """Return the seconds in which a rank waits for messages and computes nothing; see [Note: exposed communication]."""
-    return length(activity(spans).exposed)
+    return total_length(measure_activity(spans).exposed)
 
 
-def _main_thread(spans: Iterable[Span]) -> int | str | None:
+def _find_main_thread(spans: Iterable[TraceSpan]) -> int | str | None:
     """Return the thread of the steps; where none is marked, the one with the most operators."""
     operators: Counter[int | str] = Counter()
     for each in spans:
@@ -259,5 +265,5 @@ def _main_thread(spans: Iterable[Span]) -> int | str | None:
     return operators.most_common(1)[0][0] if operators else None
 
 
-def _covered(spans: Iterable[Span]) -> Intervals:
-    return union((each.start, each.end) for each in spans)
+def _merge_spans(spans: Iterable[TraceSpan]) -> Intervals:
+    return merge_intervals((each.start, each.end) for each in spans)

@@ -21,9 +21,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
-from meshwright.plugin import ModelError, nearest
+from meshwright.plugin import ModelError, suggest_match
 
-NOISE = 0.02
+PARAMETER_NOISE_STD = 0.02
 """Standard deviation of the noise added to each parameter: zeros and equal rows would hide errors."""
 
 
@@ -34,38 +34,38 @@ def zoo_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def zoo_reason(model_type: str) -> str | None:
+def zoo_unsupported_reason(model_type: str) -> str | None:
     """Return why the type cannot train as a text-only causal LM; None if it can."""
-    return zoo_data()["refused"].get(model_type)
+    return load_zoo_data()["refused"].get(model_type)
 
 
-def zoo_config(model_type: str, *, tied: bool | None = None) -> Any:
+def build_zoo_config(model_type: str, *, tied: bool | None = None) -> Any:
     """Return the tiny configuration of a type, tied or not (None: its default); ModelError if it cannot train."""
     from transformers import CONFIG_MAPPING
 
     if model_type not in zoo_types():
-        raise ModelError(f"the zoo has no model type {model_type!r}.{nearest(model_type, zoo_types())}")
-    reason = zoo_reason(model_type)
+        raise ModelError(f"the zoo has no model type {model_type!r}.{suggest_match(model_type, zoo_types())}")
+    reason = zoo_unsupported_reason(model_type)
     if reason is not None:
         raise ModelError(f"the model type {model_type!r} cannot train as a text-only causal LM: {reason}")
-    given = {name: value for name, value in zoo_data()["values"].get(model_type, {}).items() if name != "reason"}
+    given = {name: value for name, value in load_zoo_data()["values"].get(model_type, {}).items() if name != "reason"}
     if tied is not None:
         given["tie_word_embeddings"] = tied
-    return tiny_config(CONFIG_MAPPING[model_type], given)
+    return build_tiny_config(CONFIG_MAPPING[model_type], given)
 
 
-def zoo_vocab(model_type: str) -> int:
+def zoo_vocab_size(model_type: str) -> int:
     """Return the number of token ids that the type embeds."""
-    return int(zoo_config(model_type).get_text_config().vocab_size)
+    return int(build_zoo_config(model_type).get_text_config().vocab_size)
 
 
-def zoo_model(
+def build_zoo_model(
     model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool | None = None
 ) -> nn.Module:
     """Return a random instance in train mode, the same for equal arguments; the global random state does not change."""
     from transformers import AutoModelForCausalLM
 
-    config = zoo_config(model_type, tied=tied)
+    config = build_zoo_config(model_type, tied=tied)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         # The fused experts have no kernel for float64 on the CPU.
@@ -73,14 +73,14 @@ def zoo_model(
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.is_floating_point():
-                    parameter.add_(torch.randn_like(parameter), alpha=NOISE)
+                    parameter.add_(torch.randn_like(parameter), alpha=PARAMETER_NOISE_STD)
     if dtype is torch.float64:
         compute_in_float64(model)
     return model.train()
 
 
 @functools.cache
-def zoo_data() -> dict[str, dict[str, Any]]:
+def load_zoo_data() -> dict[str, dict[str, Any]]:
     """Return the content of zoo.yaml: `values` of fields by type, and types that are `refused`."""
     text = resources.files(__package__).joinpath("zoo.yaml").read_text(encoding="utf-8")
     data: dict[str, dict[str, Any]] = yaml.safe_load(text)
@@ -96,16 +96,16 @@ def compute_in_float64(model: nn.Module) -> None:
     Every module's own forward is wrapped, not only the model's, because activation checkpointing calls those of blocks
     again in the backward, past their hooks.
     """
-    mode = _Float64()
+    mode = _Float64Mode()
     for module in model.modules():
         # A method, so that a copy of the module gets one of its own.
-        module.forward = MethodType(_in_float64(mode, type(module).forward), module)
+        module.forward = MethodType(_wrap_in_float64(mode, type(module).forward), module)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.float64)
 
 
-class _Float64(TorchFunctionMode):
+class _Float64Mode(TorchFunctionMode):
     """Every call of torch that names float32 names float64 instead, within the outermost forward of a model."""
 
     is_running = False
@@ -113,14 +113,14 @@ class _Float64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        return func(*map(_widen, args), **{name: _widen(value) for name, value in (kwargs or {}).items()})
+        return func(*map(_to_float64, args), **{name: _to_float64(value) for name, value in (kwargs or {}).items()})
 
 
-def _widen(value: Any) -> Any:
+def _to_float64(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-def _in_float64(mode: _Float64, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_in_float64(mode: _Float64Mode, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wide(*args: Any, **kwargs: Any) -> Any:
         if mode.is_running:
@@ -143,17 +143,17 @@ def _in_float64(mode: _Float64, forward: Callable[..., Any]) -> Callable[..., An
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 4, 2, 16
 VOCAB, POSITIONS, WINDOW = 160, 64, 8
 
-Table = tuple[tuple[str, int], ...]
+SizeTable = tuple[tuple[str, int], ...]
 
 # Both tables hold whole names of integer fields, and the first that matches counts.
 # Sizes whatever the default is. Two experts per token: the weight of one is 1 after normalisation, and its router
 # would not train.
-EXACT: Table = (
+EXACT_SIZES: SizeTable = (
     (r".*(experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|top_k_experts)", 2),
     (r".*(num|n)_(routed_|local_)?experts", 4),
 )
 # Sizes unless the default is smaller.
-AT_MOST: Table = (
+MAX_SIZES: SizeTable = (
     # Vocabulary, positions, windows. Windows are shorter than the sequences of tests, so that they matter.
     (r".*vocab(_size)?(_per_layer_input)?", VOCAB),
     (r".*position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length", POSITIONS),
@@ -176,36 +176,38 @@ AT_MOST: Table = (
     (r".*(_dim|_size|_size_global|_embd|_width|_model|_ssm)", HIDDEN),
 )
 # Fields that some types need but leave without a value.
-NEEDED = {
+REQUIRED_FIELDS = {
     *("head_dim", "num_key_value_heads", "num_experts_per_tok"),
     *("n_group", "topk_group", "n_routed_experts", "n_shared_experts"),
 }
 # Fields that say what the model is for.
-PURPOSE = {"is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False, "causal": True}
+PURPOSE_FIELDS = {"is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False, "causal": True}
 # What would be random in training.
-RANDOM = re.compile(r".*(dropout|pdrop|layerdrop|drop_path|jitter).*")
-TOKEN_ID = re.compile(r"(bos|eos|pad|sep|cls|mask|decoder_start)_token_id")
+RANDOM_FIELDS = re.compile(r".*(dropout|pdrop|layerdrop|drop_path|jitter).*")
+TOKEN_ID_FIELDS = re.compile(r"(bos|eos|pad|sep|cls|mask|decoder_start)_token_id")
 
 
-def tiny_config(config_cls: Any, given: Mapping[str, Any]) -> Any:
+def build_tiny_config(config_cls: Any, overrides: Mapping[str, Any]) -> Any:
     """Return an instance of a configuration class of transformers with tiny sizes.
 
-    `given` are values of fields that take precedence over the rules; a mapping for a nested configuration.
+    `overrides` are values of fields that take precedence over the rules; a mapping for a nested configuration.
     """
-    values = _tiny_values(config_cls, given)
+    values = _compute_tiny_values(config_cls, overrides)
     config = config_cls(**values)
     # Some types vary sizes from layer to layer, with defaults of their own.
     varied = config.to_dict().get("per_layer_config")
     if not varied:
         return config
     layers = {
-        int(index): {name: _tiny_value(name, value, layer.get("num_attention_heads")) for name, value in layer.items()}
+        int(index): {
+            name: _compute_tiny_value(name, value, layer.get("num_attention_heads")) for name, value in layer.items()
+        }
         for index, layer in varied.items()
     }
     return config_cls(**values, per_layer_config=layers)
 
 
-def _tiny_values(config_cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _compute_tiny_values(config_cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that differ from the default."""
     renamed = config_cls.attribute_map
     # Not by getattr, which refuses sizes that vary from layer to layer.
@@ -216,38 +218,38 @@ def _tiny_values(config_cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     for name in fields:
         value = old.get(renamed.get(name, name))
         if isinstance(value, PreTrainedConfig):
-            values[name] = tiny_config(type(value), given.get(name) or {})
-        elif value is None and name in NEEDED and renamed.get(name, name) in old:
-            values[name] = _size(name, EXACT + AT_MOST)
+            values[name] = build_tiny_config(type(value), given.get(name) or {})
+        elif value is None and name in REQUIRED_FIELDS and renamed.get(name, name) in old:
+            values[name] = _match_size(name, EXACT_SIZES + MAX_SIZES)
         elif fields[name].default is not None:
-            values[name] = _tiny_value(name, value, heads)
+            values[name] = _compute_tiny_value(name, value, heads)
     lists = {name: old[name] for name in fields if isinstance(old.get(name), (list, tuple))}
-    values |= _tiny_lists(lists, old.get(renamed.get("num_hidden_layers", "num_hidden_layers")))
+    values |= _cut_layer_lists(lists, old.get(renamed.get("num_hidden_layers", "num_hidden_layers")))
     values |= {name: value for name, value in given.items() if not isinstance(old.get(name), PreTrainedConfig)}
     return {name: value for name, value in values.items() if name not in old or value is not old[name]}
 
 
-def _tiny_value(name: str, value: Any, heads: int | None = None) -> Any:
+def _compute_tiny_value(name: str, value: Any, heads: int | None = None) -> Any:
     """Return the value of a field by its name, its default, and the default number of heads."""
-    if name in PURPOSE:
-        return PURPOSE[name]
+    if name in PURPOSE_FIELDS:
+        return PURPOSE_FIELDS[name]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and RANDOM.fullmatch(name):
+    if is_number and RANDOM_FIELDS.fullmatch(name):
         return type(value)(0)
     if not is_number or not isinstance(value, int):
         return value
-    if TOKEN_ID.fullmatch(name):
+    if TOKEN_ID_FIELDS.fullmatch(name):
         return min(value, VOCAB - 1)
     if name.endswith("heads") and value == heads:
         return min(value, HEADS)
-    return _size(name, EXACT) or min(value, _size(name, AT_MOST) or value)
+    return _match_size(name, EXACT_SIZES) or min(value, _match_size(name, MAX_SIZES) or value)
 
 
-def _size(name: str, table: Table) -> int | None:
+def _match_size(name: str, table: SizeTable) -> int | None:
     return next((size for pattern, size in table if re.fullmatch(pattern, name)), None)
 
 
-def _tiny_lists(lists: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
+def _cut_layer_lists(lists: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
     """Cut the lists with one entry per layer, such that the kinds of layers come in turn.
 
     A kind is what all lists together say of a layer. Where there are more kinds than layers, those stay that show most
@@ -268,6 +270,6 @@ def _tiny_lists(lists: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
         kept.append(best)
     turn = [kinds[kind] for kind in order if kind in kept]
     return {
-        name: type(value)(_tiny_value(name, turn[index % len(turn)][column]) for index in range(LAYERS))
+        name: type(value)(_compute_tiny_value(name, turn[index % len(turn)][column]) for index in range(LAYERS))
         for column, (name, value) in enumerate(lists.items())
     }
