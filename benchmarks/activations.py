@@ -56,9 +56,9 @@ def modes(given: argparse.Namespace) -> list[tuple[str, ActivationCheckpointing]
     model, ids = made(given)
     blocks = checkpoint_blocks(model, infer_layout(model), ActivationOptions(budget_gb=1e6))
     choices = measured(model, blocks, ids)
-    least = choices.peak
-    choices.fill(2**62)
-    budgets = [(f"{share:.0%}", (least + share * (choices.peak - least)) / 1e9) for share in SHARES]
+    least = choices.peak_bytes
+    choices.fill_budget(2**62)
+    budgets = [(f"{share:.0%}", (least + share * (choices.peak_bytes - least)) / 1e9) for share in SHARES]
     return [
         ("false", False),
         ("selective", "selective"),
@@ -74,9 +74,9 @@ def counted(name: str, mode: ActivationCheckpointing, given: argparse.Namespace)
     budget = peak = 0
     if isinstance(blocks, BudgetedBlocks):
         choices, budget = measured(model, blocks, ids), int(blocks.budget_gb * 1e9)
-        choices.fill(budget)
-        peak = choices.peak
-        blocks.take(choices.made[0])
+        choices.fill_budget(budget)
+        peak = choices.peak_bytes
+        blocks.set_saved(choices.saved[0])
     losses: list[Tensor] = []
     with FlopCounterMode(display=False) as counter:
         held = measure_memory(lambda: losses.append(loss(model, ids)), [model]).after.other
@@ -100,7 +100,7 @@ def made(given: argparse.Namespace) -> tuple[nn.Module, Tensor]:
 def measured(model: nn.Module, blocks: object, ids: Tensor) -> ActivationPlan:
     if not isinstance(blocks, BudgetedBlocks):
         raise TypeError("no budget")
-    with torch.no_grad(), blocks.measuring():
+    with torch.no_grad(), blocks.measure():
         model(input_ids=ids, use_cache=False)
     return ActivationPlan([blocks.profiles], SINGLE_STAGE)
 

@@ -84,7 +84,7 @@ def build(ranks: int) -> Callable[[], ShardedState]:
 def held_elsewhere(first: SaveInventory, rank: int, ranks: int) -> SaveInventory:
     """What another rank has, where the first one has `first`; torch rounds rows up."""
     rectangles = []
-    for each, (_, shape, _) in zip(first.rectangles, first.kinds, strict=True):
+    for each, (_, shape, _) in zip(first.rectangles, first.metas, strict=True):
         rows = -(-shape[0] // ranks)
         begin, end = min(shape[0], rank * rows), min(shape[0], (rank + 1) * rows)
         if begin < end:

@@ -58,7 +58,7 @@ class Eyes:
             num_tokens = count_tokens(microbatches, manager.mesh)
             loss = manager.forward_backward(microbatches, num_tokens=num_tokens)
             norm = manager.clip_grad_norm(MAX_GRAD_NORM)
-            loss_value, norm_value = manager.read(loss, norm)
+            loss_value, norm_value = manager.read_scalars(loss, norm)
             manager.optimizer_step()
             loop.scheduler.step()  # type: ignore[union-attr]
             return loss_value, norm_value
@@ -68,12 +68,12 @@ class Eyes:
     def ours(self, work: Work, world: World) -> Step:
         manager, loop = built("fsdp2", work, world)
         watch = Stopwatch(make_event_recorder(world.device))
-        directory = Path(world.from_first(lambda: tempfile.mkdtemp()))
+        directory = Path(world.run_on_first_rank(lambda: tempfile.mkdtemp()))
         observers = Observers(self.trackers, manager, directory)
 
         def step(index: int) -> tuple[float, float]:
             result = train_step(manager, loop, index, None, watch)
-            observers.tell(replace(result, step=index + 1, steps=10**6))
+            observers.tell(replace(result, step=index + 1, num_steps=10**6))
             return result.loss, result.grad_norm
 
         return step
@@ -91,19 +91,19 @@ class Observers:
             mesh=str(manager.mesh.degrees),
             world_size=world.size,
             rank=world.rank,
-            start=0,
-            steps=10**6,
-            parameters=None,
+            start_step=0,
+            num_steps=10**6,
+            num_parameters=None,
             device=world.device.type,
             directory=directory,
         )
         observing, paths = get_registry().observing, RunDirectory(directory)
-        self._held.enter_context(observing(RankLog(paths.rank_file(world.rank))))
+        self._held.enter_context(observing(RankLog(paths.get_rank_log_path(world.rank))))
         if world.rank == 0:
             self._held.enter_context(attach_trackers(resolve_trackers(trackers), run))
             console = Console(file=io.StringIO(), force_terminal=True)
             reporter = self._held.enter_context(MetricsReporter(paths.metrics, log_every=10, console=console))
-            curve = self._held.enter_context(LossCurvePlotter(paths.metrics, paths.curve))
+            curve = self._held.enter_context(LossCurvePlotter(paths.metrics, paths.loss_curve))
             self._held.enter_context(observing(reporter, curve, EventLog(paths.events)))
         get_registry().hook.on_run_start(run=run, mesh=manager.mesh)
 

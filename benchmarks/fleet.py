@@ -103,15 +103,15 @@ def planned_fleet() -> tuple[FailureScenario, ReplicaSchedule]:
     job = build_job(validate_config(RunConfig, RUN, where="the run"), PLANNED)
     found = plan_job(job, DEVICE, [0])
     took = compute_checkpoint_costs(job, DEVICE, found, ASKED)
-    return _fleet(PLANNED, found["step_seconds"], took.saves), took.copies
+    return _fleet(PLANNED, found["step_seconds"], took.checkpoints), took.replicas
 
 
 def published_fleet() -> tuple[FailureScenario, ReplicaSchedule]:
     """Llama 3, by its report."""
-    ranks, size, link = LLAMA_3["ranks"], LLAMA_3["rank_bytes"], DEVICE.node.between.rate
+    ranks, size, link = LLAMA_3["ranks"], LLAMA_3["rank_bytes"], DEVICE.node.inter_node.effective_bandwidth
     step_s = 6 * LLAMA_3["parameters"] * LLAMA_3["tokens"] / LLAMA_3["flops_of_a_rank"] / ranks
     on_disk = max(size * DEVICE.node.ranks / ASKED.disk_bandwidth, size * ranks / ASKED.disk_bandwidth_total)
-    hold = size / ASKED.copy_bandwidth
+    hold = size / ASKED.device_to_host_bandwidth
     copies = ReplicaSchedule(1, hold, size / (link * REPLICA_LINK_FRACTION), size / link)
     return _fleet(int(ranks), step_s, CheckpointSchedule(1, hold, on_disk, on_disk)), copies
 
@@ -129,7 +129,7 @@ def curve(fleet: FailureScenario, copies: ReplicaSchedule | None) -> dict[str, A
         copies, told = choose_replica_schedule(fleet, copies)
         every = copies.every
     wanted = sorted({max(1, round(each / fleet.step_s / every)) * every for each in INTERVALS} | {told})
-    fleets = [replace(fleet, copies=copies, saves=replace(fleet.saves, every=each)) for each in wanted]
+    fleets = [replace(fleet, replicas=copies, checkpoints=replace(fleet.checkpoints, every=each)) for each in wanted]
     found = simulate(fleets, FAILURES * fleet.mtbf_s, num_runs=RUNS)
     best = int(found.goodput.argmax())
     return {
@@ -138,9 +138,9 @@ def curve(fleet: FailureScenario, copies: ReplicaSchedule | None) -> dict[str, A
         "copied_every": None if copies is None else every,
         "every": wanted,
         "goodput": [round(float(each), 5) for each in found.goodput],
-        "error": round(float(found.error.max()), 6),
+        "error": round(float(found.standard_error.max()), 6),
         "closed_form": None if copies is not None else [round(compute_goodput(each), 5) for each in fleets],
-        "from_disk": round(float(found.from_disk.sum() / found.failures.sum()), 4),
+        "from_disk": round(float(found.disk_restores.sum() / found.failures.sum()), 4),
         "recommended": {"every": told, "goodput": round(float(found.goodput[wanted.index(told)]), 5)},
         "best": {"every": wanted[best], "goodput": round(float(found.goodput[best]), 5)},
     }
@@ -153,7 +153,7 @@ def llama_3(fleet: FailureScenario, copies: ReplicaSchedule) -> dict[str, Any]:
     """
     rate = fleet.failures_per_rank_hour * (1 + LLAMA_3["planned"] / LLAMA_3["unexpected"])
     fleet = replace(fleet, failures_per_rank_hour=rate)
-    best = replace(fleet, saves=replace(fleet.saves, every=find_best_interval(fleet)))
+    best = replace(fleet, checkpoints=replace(fleet.checkpoints, every=find_best_interval(fleet)))
     least, most = 0.0, HOUR
     while most - least > 1:
         middle = (least + most) / 2
@@ -162,8 +162,8 @@ def llama_3(fleet: FailureScenario, copies: ReplicaSchedule) -> dict[str, Any]:
     held, rare = choose_replica_schedule(fleet, copies)
     settings = {
         "as assumed": best,
-        "as assumed, copied": replace(fleet, copies=held, saves=replace(fleet.saves, every=rare)),
-        "saved each hour": replace(fleet, saves=replace(fleet.saves, every=round(HOUR / fleet.step_s))),
+        "as assumed, copied": replace(fleet, replicas=held, checkpoints=replace(fleet.checkpoints, every=rare)),
+        "saved each hour": replace(fleet, checkpoints=replace(fleet.checkpoints, every=round(HOUR / fleet.step_s))),
         "the longest restart": replace(best, restart_s=round(least)),
     }
     found = simulate([*settings.values()], LLAMA_3["days"] * DAY, num_runs=400)
@@ -173,12 +173,12 @@ def llama_3(fleet: FailureScenario, copies: ReplicaSchedule) -> dict[str, Any]:
         "failures": round(float(found.failures[0].mean()), 1),
         "settings": {
             name: {
-                "every": each.saves.every,
-                "copied_every": None if each.copies is None else each.copies.every,
+                "every": each.checkpoints.every,
+                "copied_every": None if each.replicas is None else each.replicas.every,
                 "restart_s": each.restart_s,
                 "goodput": round(float(found.goodput[place]), 5),
                 "of_runs": [round(float(x), 5) for x in np.quantile(found.parts["useful"][place], (0.05, 0.95))],
-                "parts": {part: round(value, 5) for part, value in found.means(place).items()},
+                "parts": {part: round(value, 5) for part, value in found.mean_parts(place).items()},
             }
             for place, (name, each) in enumerate(settings.items())
         },
@@ -199,7 +199,7 @@ def measure() -> dict[str, Any]:
                 **asdict(replace(fleet, restart_s=0.0)),
                 "copies": asdict(copies),
                 "mtbf_hours": fleet.mtbf_s / HOUR,
-                "daly_s": daly_interval(fleet.saves.hold_s, fleet.mtbf_s),
+                "daly_s": daly_interval(fleet.checkpoints.blocking_s, fleet.mtbf_s),
             }
             for ranks, (fleet, copies) in fleets.items()
         },

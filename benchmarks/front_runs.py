@@ -116,7 +116,7 @@ def _step(manager: StrategyManager, whole: Tensor) -> float:
     mesh = manager.mesh
     mine = whole.chunk(mesh.data_size)[mesh.data_rank].split(MICROBATCH)
     batch = [{"input_ids": each, "labels": each} for each in mine]
-    loss = manager.forward_backward(batch, num_tokens=manager.announce(batch))
+    loss = manager.forward_backward(batch, num_tokens=manager.begin_step_sync(batch))
     manager.clip_grad_norm(1.0)
     manager.optimizer_step()
     return loss.item()
@@ -128,6 +128,6 @@ def sent(call: Collective) -> float:
     Raises:
         KeyError: how this kind is sent is not known here.
     """
-    share = (call.ranks - 1) / call.ranks
+    share = (call.num_ranks - 1) / call.num_ranks
     times = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share}
-    return call.bytes * {**times, "broadcast": share, "send": 1, "recv": 0}[call.kind]
+    return call.nbytes * {**times, "broadcast": share, "send": 1, "recv": 0}[call.kind]

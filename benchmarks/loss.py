@@ -36,7 +36,7 @@ def whole(hidden: Tensor, weight: Tensor, targets: Tensor, tokens: Tensor) -> Te
 
 def by_rows(chunk_rows: int) -> Contestant:
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor, tokens: Tensor) -> Tensor:
-        return compute_token_loss(HiddenRows.linear(hidden, weight), targets, tokens, chunk_rows=chunk_rows)
+        return compute_token_loss(HiddenRows.from_linear(hidden, weight), targets, tokens, chunk_rows=chunk_rows)
 
     return loss
 

@@ -132,24 +132,24 @@ def planned(layout: Layout, device: DeviceSpec) -> dict[str, Any]:
     lines = simulate_timelines(traces, job.degrees, device)
     slowest = max(lines, key=lambda line: line.seconds)
     streams = {span.stream for line in lines for span in line.spans}
-    busy = {stream: round(slowest.busy(stream), 3) for stream in sorted(streams)}
+    busy = {stream: round(slowest.busy_seconds(stream), 3) for stream in sorted(streams)}
     return {"planned_s": round(slowest.seconds, 3), "planned_busy_s": busy}
 
 
 def _measured(layouts: list[Layout], rounds: int, passes: int) -> tuple[dict[str, Any], list[list[float]]]:
     """A rank calibrates, and steps each layout so many times: seconds of the slowest rank."""
     world = open_world("cpu")
-    device = calibrate(world, "cpu", replace(MeasurementBudget.of(world.device), passes=passes))
+    device = calibrate(world, "cpu", replace(MeasurementBudget.for_device(world.device), num_passes=passes))
     steps = [_step(layout, world) for layout in layouts]
     found: list[list[float]] = [[] for _ in layouts]
     order = list(range(len(layouts)))
     for turn in range(rounds + 1):
         random.Random(turn).shuffle(order)
         for place in order:
-            world.exchange([0], [])
+            world.reduce_sum_and_max([0], [])
             begin = time.perf_counter()
             steps[place]()
-            took = world.exchange([], [round((time.perf_counter() - begin) * 1e6)])[1][0] / 1e6
+            took = world.reduce_sum_and_max([], [round((time.perf_counter() - begin) * 1e6)])[1][0] / 1e6
             # The first makes the optimizer's state.
             found[place] += [round(took, 4)] if turn else []
     return device.model_dump(), found
@@ -159,16 +159,16 @@ def _step(layout: Layout, world: World) -> Callable[[], None]:
     """What does one step of a layout; as `train.loop.train_step`."""
     job = layout.job(_on_cpu)
     manager = job.stack.build(Mesh(job.degrees, world))
-    manager.parallelize(job.model(), None)
-    manager.build_optimizer(job.optimizer)
-    ids = torch.randint(0, 8192, (job.rows, job.length))
-    batches = [{"input_ids": ids.clone(), "labels": ids.clone()} for _ in range(job.microbatches)]
+    manager.parallelize(job.build_model(), None)
+    manager.build_optimizer(job.optimizer_factory)
+    ids = torch.randint(0, 8192, (job.micro_batch_size, job.seq_len))
+    batches = [{"input_ids": ids.clone(), "labels": ids.clone()} for _ in range(job.num_microbatches)]
 
     def step() -> None:
-        num_tokens = manager.announce(batches)
+        num_tokens = manager.begin_step_sync(batches)
         loss = manager.forward_backward(batches, num_tokens=num_tokens)
         norm = manager.clip_grad_norm(job.max_grad_norm, job.grad_norm_type)
-        manager.read(loss, norm)
+        manager.read_scalars(loss, norm)
         manager.optimizer_step()
 
     return step

@@ -111,7 +111,7 @@ def _staged(row: Mapping[str, Any], device: DeviceSpec) -> list[int]:
     """Bytes at the peak, between steps and reserved, of a pipeline whose stages are too deep to be traced."""
     told = {name: row[name] for name in TRACED if name in row}
     job = job_of(told, blocks(row))
-    job = replace(job, layers=blocks(row), with_layers=lambda layers: job_of(told, layers).model())
+    job = replace(job, num_layers=blocks(row), build_with_layers=lambda layers: job_of(told, layers).build_model())
     with running(told):
         found = plan_of(job, device, [0, job.degrees.world_size * (job.degrees.pp - 1) // job.degrees.pp])
     return [found[name] for name in ("peak_allocated_bytes", "held_bytes", "peak_reserved_bytes")]
@@ -132,9 +132,9 @@ def _numbers(row: Mapping[str, Any], layers: int, device: DeviceSpec, kept: Path
     # Megatron's last rank writes the figures.
     last = traces[-1]
     taken = max(compute_reserved_bytes(each, workspace=device.workspace_bytes) for each in traces)
-    tokens = job.microbatches * job.rows * job.length * job.degrees.dp / job.degrees.world_size
+    tokens = job.num_microbatches * job.micro_batch_size * job.seq_len * job.degrees.dp / job.degrees.world_size
     seconds = max(each.seconds for each in lines)
-    return [last.peak.bytes, last.after.bytes, taken, seconds, lines[-1].busy(), tokens]
+    return [last.peak.bytes, last.between_steps.bytes, taken, seconds, lines[-1].busy_seconds(), tokens]
 
 
 @functools.lru_cache(maxsize=2)
@@ -168,14 +168,18 @@ def in_float8(trace: StepTrace, vocabulary: int, *, gathers: bool) -> StepTrace:
             casts = []
             for place, (block, size) in enumerate(each.reads):
                 cast = -(4 * number + place + 2)
-                yield replace(each, name="amax", flops=0, reads=((block, size),), writes=((cast * 2, 4),), call=None)
+                yield replace(
+                    each, name="amax", flops=0, reads=((block, size),), writes=((cast * 2, 4),), collective_index=None
+                )
                 casts.append((cast * 2 + 1, size // 2))
-                yield replace(each, name="cast", flops=0, reads=((block, size),), writes=(casts[-1],), call=None)
+                yield replace(
+                    each, name="cast", flops=0, reads=((block, size),), writes=(casts[-1],), collective_index=None
+                )
             yield replace(each, dtype=torch.float8_e4m3fn, reads=tuple(casts))
 
     calls = list(trace.collectives)
     for call in _gathered_for_products(trace) if gathers else ():
-        calls[call] = replace(calls[call], bytes=calls[call].bytes // 2)
+        calls[call] = replace(calls[call], nbytes=calls[call].nbytes // 2)
     return replace(trace, operations=tuple(changed()), collectives=tuple(calls))
 
 
@@ -184,17 +188,17 @@ def _gathered_for_products(trace: StepTrace) -> list[int]:
     which are not as large as others; and of sequences, but for their gradients, which are turned for a product."""
     weights, found = Counter[int](), []
     for each in trace.operations:
-        if each.name.startswith("c10d._allgather_base_") and each.call is not None:
-            weights[trace.collectives[each.call].bytes] += 1
+        if each.name.startswith("c10d._allgather_base_") and each.collective_index is not None:
+            weights[trace.collectives[each.collective_index].nbytes] += 1
     size_of_block = weights.most_common(1)[0][0] if weights else 0
     waiting: dict[int, int] = {}
     for each in trace.operations:
-        call = trace.collectives[each.call] if each.call is not None else None
-        if call is not None and call.kind == "all_gather" and each.call is not None:
+        call = trace.collectives[each.collective_index] if each.collective_index is not None else None
+        if call is not None and call.kind == "all_gather" and each.collective_index is not None:
             if call.group == "tp":
-                waiting |= dict.fromkeys((block for block, _ in each.writes), each.call)
-            elif each.name.startswith("c10d._allgather_base_") and call.bytes == size_of_block:
-                found.append(each.call)
+                waiting |= dict.fromkeys((block for block, _ in each.writes), each.collective_index)
+            elif each.name.startswith("c10d._allgather_base_") and call.nbytes == size_of_block:
+                found.append(each.collective_index)
         elif each.name.startswith("aten.cat"):
             known = [waiting[block] for block, _ in each.reads if block in waiting]
             waiting |= {block: known[0] for block, _ in each.writes if known}

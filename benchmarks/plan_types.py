@@ -61,7 +61,13 @@ def planned(model_type: str, sizes: Mapping[str, int]) -> dict[str, Any]:
         stack, degrees = resolve("fsdp2", MeshSizes(**sizes), 4)
         adamw = optimizer_factory(OptimizerConfig(lr=1e-3))
         job = TrainingJob(
-            stack, degrees, functools.partial(made, model_type), adamw, microbatches=2, rows=ROWS, length=LENGTH
+            stack,
+            degrees,
+            functools.partial(made, model_type),
+            adamw,
+            num_microbatches=2,
+            micro_batch_size=ROWS,
+            seq_len=LENGTH,
         )
         return {"peak_allocated_bytes": trace_rank(job, 0).peak.bytes}
     except MeshwrightError as error:

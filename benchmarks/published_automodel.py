@@ -100,9 +100,9 @@ def automodel_job(row: Mapping[str, Any], layers: int) -> TrainingJob:
         degrees,
         lambda: _model(shape_of(row), layers, lora),
         optimizer,
-        microbatches=more,
-        rows=rows,
-        length=row["seq"],
+        num_microbatches=more,
+        micro_batch_size=rows,
+        seq_len=row["seq"],
         max_grad_norm=None,
     )
 

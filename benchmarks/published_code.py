@@ -190,7 +190,7 @@ def _gathering_again(run_region: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(stream: Any, *args: Any) -> Any:
         wholes: dict[int, _Whole] = {}
-        gathered = stream._gathered
+        gathered = stream._gather
 
         def noted(part: Tensor) -> Tensor:
             whole: Tensor = gathered(part)
@@ -215,12 +215,12 @@ def _gathering_again(run_region: Callable[..., Any]) -> Callable[..., Any]:
             known.again = known.again if known.uses else None
             return found
 
-        stream._gathered = noted
+        stream._gather = noted
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 return run_region(stream, *args)
         finally:
-            del stream._gathered
+            del stream._gather
 
     return run
 
@@ -244,7 +244,7 @@ def _in_place_loss(logits_BSL: Tensor, targets_BS: Tensor) -> Tensor:
 
 def _loss_of_rows(loss: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     def taken(rows: HiddenRows, targets_N: Tensor, num_tokens: Tensor, **_: Any) -> Tensor:
-        logits_NL = rows.projection.call(rows.hidden_NH, rows.tensors)
+        logits_NL = rows.projection.compute_logits(rows.hidden_NH, rows.tensors)
         found: Tensor = loss.apply(logits_NL, targets_N) / num_tokens
         return found
 

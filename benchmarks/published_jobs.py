@@ -125,7 +125,7 @@ def _torchtitan(row: Mapping[str, Any], layers: int) -> TrainingJob:
         return as_theirs(model, row)
 
     optimizer = adamw(fused=True) if code.fused_optimizer else adamw(foreach=True)
-    return TrainingJob(stack, degrees, make, optimizer, rows=row["local_batch"], length=row["seq"])
+    return TrainingJob(stack, degrees, make, optimizer, micro_batch_size=row["local_batch"], seq_len=row["seq"])
 
 
 def _megatron(row: Mapping[str, Any], layers: int) -> TrainingJob:
@@ -164,7 +164,9 @@ def _megatron(row: Mapping[str, Any], layers: int) -> TrainingJob:
     microbatches = batch // rows // degrees.dp
     if layout["pp"] > 1:
         rows, microbatches = rows * microbatches, 1
-    return TrainingJob(stack, degrees, make, adamw(fused=True), microbatches=microbatches, rows=rows, length=length)
+    return TrainingJob(
+        stack, degrees, make, adamw(fused=True), num_microbatches=microbatches, micro_batch_size=rows, seq_len=length
+    )
 
 
 def adamw(**options: Any) -> Any:

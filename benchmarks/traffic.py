@@ -99,9 +99,11 @@ def report(counted: dict[str, CollectiveTrace], seconds: np.ndarray, plan: Plan)
     elements = sum(p.numel() for p in plan.work.model().parameters())
     rows: dict[str, Any] = {}
     for (name, traffic), ratio, median in zip(counted.items(), ratios, np.median(seconds, axis=0), strict=True):
-        large = CollectiveTrace(tuple(each for each in traffic if each.bytes > 1024))
+        large = CollectiveTrace(tuple(each for each in traffic if each.nbytes > 1024))
         rows[name] = {
-            "collectives": {kind: {"calls": len(large.of(kind)), "bytes": large.of(kind).bytes} for kind in KINDS},
+            "collectives": {
+                kind: {"calls": len(large.filter(kind)), "bytes": large.filter(kind).nbytes} for kind in KINDS
+            },
             "small_collectives": len(traffic) - len(large),
             "median_step_s": round(float(median), 5),
             "time_to_fsdp2": round(float(ratio), 4),

@@ -52,7 +52,7 @@ class Verified:
         def step(index: int) -> tuple[float, float]:
             result = train_step(manager, loop, index, None, watch, on_gradients=look)
             if verifier is not None:
-                verifier.after_step(result)
+                verifier.process_result(result)
             return result.loss, result.grad_norm
 
         return step

@@ -92,7 +92,7 @@ def call_cost() -> dict[str, float]:
     """Microseconds of a CPU for one phase and one microbatch of the main thread, and for one sign of the other, with
     the reading of one and the calls of a store of this machine, in a loop of nothing else."""
     progress, found = Progress(), {}
-    progress.at = TrainingPhase(1, 1, "data")
+    progress.phase = TrainingPhase(1, 1, "data")
     store = dist.TCPStore("localhost", 0, 1, is_master=True)
 
     def sign() -> None:
@@ -101,8 +101,8 @@ def call_cost() -> dict[str, float]:
         store.check(["alarm"])
 
     for name, calls, call in (
-        ("phase", CALLS, lambda: progress.enter("clip")),
-        ("microbatch", CALLS, progress.move),
+        ("phase", CALLS, lambda: progress.enter_phase("clip")),
+        ("microbatch", CALLS, progress.tick),
         ("sign", CALLS // 100, sign),
     ):
         start = time.thread_time()

@@ -160,7 +160,7 @@ def cells_of_a_rank() -> dict[str, list[int]]:
         numbers = torch.arange(64).view(4, 16)
         batch = {"input_ids": numbers, "labels": numbers}
         for axis in manager.axes:
-            batch = axis.divide(batch)
+            batch = axis.shard_batch(batch)
         found[name] = batch["input_ids"].flatten().tolist()
     return found
 
@@ -207,7 +207,7 @@ def pieces_of_a_rank() -> dict[str, Any]:
         found[name] = {
             "tensor": weight if key is None else f"{weight}, {key}",
             "shape": list(held.shape) if held is not None else None,
-            "pieces": [[each.offsets, each.sizes] for each in held.pieces] if held is not None else [],
+            "pieces": [[each.offsets, each.sizes] for each in held.chunks] if held is not None else [],
         }
     return found
 
@@ -234,7 +234,7 @@ def pipelines() -> Any:
     for name, chunks in SCHEDULES.items():
         schedule = build_schedule(name, num_ranks=4, num_stages=4 * chunks, num_microbatches=8)
         found[name] = {
-            "stages": schedule.stages,
+            "stages": schedule.num_stages,
             "bubble": bubble_fraction(schedule),
             "live": list(count_peak_live_microbatches(schedule)),
             # A stage of half the blocks takes half the time.

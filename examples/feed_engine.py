@@ -27,7 +27,7 @@ with mw.open_world() as world:
     text = torch.arange(32, device=world.device).repeat(4, 1)  # to count upwards
     for step in range(20):
         batch = [{"input_ids": text, "labels": text}]
-        manager.read(manager.forward_backward(batch, num_tokens=manager.announce(batch)))
+        manager.read_scalars(manager.forward_backward(batch, num_tokens=manager.begin_step_sync(batch)))
         manager.optimizer_step()
         if step % 5 == 4:
             update_engine_weights(engine, manager)

@@ -66,9 +66,9 @@ def main(args):
             loop = mw.Loop(
                 batches=build_dataloader(training, mesh, shuffle=True),
                 epochs=args.epochs,
-                accumulate=2,  # microbatches of a step: 32 sums on any number of ranks
+                gradient_accumulation_steps=2,  # microbatches of a step: 32 sums on any number of ranks
                 scheduler=scheduler,
-                held_out={"others": build_dataloader(others, mesh, shuffle=False)},
+                eval_sets={"others": build_dataloader(others, mesh, shuffle=False)},
                 eval_every=12,
                 early_stopping=mw.EarlyStopping("others", patience=3),
                 callbacks=[print_progress],
@@ -78,7 +78,7 @@ def main(args):
             )
             last = find_newest_checkpoint(Path(args.out), world)
             if last is not None:
-                loop = loop.going_on(mw.load_checkpoint(manager, last, scheduler=scheduler))
+                loop = loop.resume_from(mw.load_checkpoint(manager, last, scheduler=scheduler))
             results = mw.fit(manager, loop)
         if world.rank == 0:
             print(f"trained {len(results)} steps, of {loop.num_steps}; checkpoints are in {args.out}")

@@ -91,7 +91,7 @@ def train(world: mw.World, strategy: str, length: int, rollouts: int) -> bool:
         batch["old_log_probs"] = manager.token_stats([batch], ["log_probs"])[0]["log_probs"]
         microbatches = [batch]
         for _ in range(UPDATES_PER_ROLLOUT):
-            count = manager.announce(microbatches, objective=objective)
+            count = manager.begin_step_sync(microbatches, objective=objective)
             manager.forward_backward(microbatches, num_tokens=count, objective=objective)
             manager.clip_grad_norm(1.0)
             manager.optimizer_step()

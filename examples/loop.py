@@ -18,7 +18,7 @@ with mw.open_world() as world:  # the ranks that a launcher has started, or a wo
         seed = torch.Generator().manual_seed(step * mesh.data_size + mesh.data_rank)
         ids = (torch.randint(0, 256, (4, 1), generator=seed) + torch.arange(64)) % 256
         batch = [{"input_ids": ids, "labels": ids}]  # this data-parallel rank's microbatches
-        loss = manager.forward_backward(batch, num_tokens=manager.announce(batch))
+        loss = manager.forward_backward(batch, num_tokens=manager.begin_step_sync(batch))
         norm = manager.clip_grad_norm(1.0)
         manager.optimizer_step()
         if world.rank == 0:

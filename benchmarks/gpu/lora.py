@@ -46,7 +46,7 @@ def _measure(on_gpu: bool) -> dict[str, Any]:
     seconds, losses = [], []
     for _ in range(6):
         start = time.perf_counter()
-        loss = manager.forward_backward(batch, num_tokens=manager.announce(batch))
+        loss = manager.forward_backward(batch, num_tokens=manager.begin_step_sync(batch))
         manager.clip_grad_norm(1.0)
         manager.optimizer_step()
         losses.append(loss.item())

@@ -49,16 +49,18 @@ class PlantedBug:
     """A bug of bugs.yaml, by which `old`, which occurs once in the source of `where`, becomes `new`."""
 
     name: str
-    why: str
-    where: str  # Qualified name of a function, class or constant, after names of its packages if that is ambiguous
-    old: str
-    new: str
+    description: str
+    target: str  # Qualified name of a function, class or constant, after names of its packages if that is ambiguous
+    original: str
+    replacement: str
     caught_by: tuple[str, ...]  # Names of tests with their parameters, without their files
 
     @property
     def digest(self) -> str:
         """Changes with everything that a result depends on."""
-        return hashlib.sha256(repr((self.where, self.old, self.new, self.caught_by)).encode()).hexdigest()[:8]
+        return hashlib.sha256(
+            repr((self.target, self.original, self.replacement, self.caught_by)).encode()
+        ).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -116,14 +118,16 @@ def _iter_spans(parent: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:
 
 def locate(bug: PlantedBug) -> Definition:
     """Find the definition that a bug changes. LookupError, which says where the text does occur: there is not one."""
-    named = [each for each in find_definitions() if each.is_named(bug.where)]
-    fitting = [each for each in named if each.source.count(bug.old) == 1]
+    named = [each for each in find_definitions() if each.is_named(bug.target)]
+    fitting = [each for each in named if each.source.count(bug.original) == 1]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise LookupError(f"{bug.where} is ambiguous: {', '.join(each.module for each in fitting)}")
-    reason = f"{bug.old!r} does not occur once in {bug.where}" if named else f"there is no {bug.where}"
-    others = sorted({f"{each.module}.{each.name}" for each in find_definitions() if each.source.count(bug.old) == 1})
+        raise LookupError(f"{bug.target} is ambiguous: {', '.join(each.module for each in fitting)}")
+    reason = f"{bug.original!r} does not occur once in {bug.target}" if named else f"there is no {bug.target}"
+    others = sorted(
+        {f"{each.module}.{each.name}" for each in find_definitions() if each.source.count(bug.original) == 1}
+    )
     raise LookupError(f"{reason}; it occurs in {', '.join(others[-5:]) or 'no definition'}")
 
 
@@ -151,7 +155,7 @@ def find_stale_bugs(bugs: Sequence[PlantedBug], *, collect: bool = True) -> dict
     for bug in bugs:
         try:
             there = locate(bug)
-            changed = there.source.replace(bug.old, bug.new)
+            changed = there.source.replace(bug.original, bug.replacement)
             compile("if True:\n" + changed if changed[:1].isspace() else changed, there.module, "exec")
         except (LookupError, SyntaxError) as error:
             found[bug.name] = str(error)
@@ -197,7 +201,7 @@ def render_table(results: dict[str, Any]) -> str:
     ]
     for bug in bugs:
         tests = ", ".join(dict.fromkeys(f"`{test.partition('[')[0]}`" for test in bug.caught_by))
-        lines.append(f"| {bug.name} | {bug.why} | `{bug.where}` | {tests} | {find_status(bug, results)} |")
+        lines.append(f"| {bug.name} | {bug.description} | `{bug.target}` | {tests} | {find_status(bug, results)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -209,7 +213,11 @@ def run_with_bug(ids: Sequence[str], bug: PlantedBug | None) -> dict[str, str]:
     change = None
     if bug is not None:
         there = locate(bug)
-        change = {"module": there.module, "old": there.source, "new": there.source.replace(bug.old, bug.new)}
+        change = {
+            "module": there.module,
+            "old": there.source,
+            "new": there.source.replace(bug.original, bug.replacement),
+        }
     return {test: outcome for test, (outcome, _) in run_tests(ids, change).items()}
 
 
@@ -235,7 +243,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="list the bugs that no longer apply")
     arguments = parser.parse_args()
     results = read_results()
-    bugs = [bug for bug in read_bugs() if re.search(arguments.only, f"{bug.name} {bug.why} {bug.where}")]
+    bugs = [bug for bug in read_bugs() if re.search(arguments.only, f"{bug.name} {bug.description} {bug.target}")]
     if arguments.check:
         stale = find_stale_bugs(bugs)
         for name, reason in stale.items():

@@ -72,13 +72,13 @@ def test_the_index_is_gathered_once_and_each_parameter_is_told_of_once(sizes: di
         root = str(tmp_path / f"{layers}")
         for (first, second, third, written), right in pool(ranks).run(_traffic, root, sizes, layers):
             assert all(right)
-            assert first.of("gather")
-            assert first.of("scatter")
+            assert first.filter("gather")
+            assert first.filter("scatter")
             for later in (second, third):
                 # One integer, to ask whether all have what they had; another, for errors.
                 told = [("send", 8), ("recv", 8)] * (ranks - 1).bit_length()
-                assert [(each.kind, each.bytes) for each in later] == [("all_reduce", 8), *told]
-            sent[layers] = written.bytes
+                assert [(each.kind, each.nbytes) for each in later] == [("all_reduce", 8), *told]
+            sent[layers] = written.nbytes
     # The end of a save does not grow with the state: names and checksums of files.
     assert sent[2] == pytest.approx(sent[4], abs=64)
     assert len({(step_directory(tmp_path / "4", step) / INDEX_FILE).read_bytes() for step in (1, 2, 3)}) == 1

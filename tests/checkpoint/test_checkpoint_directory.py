@@ -20,8 +20,8 @@ from meshwright.checkpoint.places import STEP_PATTERN, LocalStorage, StorageOpti
 
 def _write(final: Path, content: str) -> None:
     draft = LocalCheckpointWriter(LocalStorage(final))
-    draft.begin()
-    files = {"data": draft.write("data", lambda: [content.encode()])}
+    draft.prepare()
+    files = {"data": draft.write_file("data", lambda: [content.encode()])}
     named = STEP_PATTERN.fullmatch(final.name)
     step = int(named[1]) if named else 1
     draft.commit(Manifest(step, "single", {}, 1, {}, extra={"content": content}, files=files))
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_torn_one(
     with monkeypatch.context() as patch:
         patch.setattr(places, "open_regular_file", fail)
         with pytest.raises(CheckpointError, match=r"cannot be read.*Input/output error") as caught:
-            read_manifest(LocalStorage(path, StorageOptions(retries=0)))
+            read_manifest(LocalStorage(path, StorageOptions(max_retries=0)))
         assert not isinstance(caught.value, IncompleteCheckpointError)
         assert caught.value.exit_code == 2
     shutil.rmtree(path)

@@ -162,7 +162,7 @@ def _save_over(root: str) -> str:
         saver.save(2)
         saver.close()
     assert manager.mesh.rank or any("is in the way" in str(each.message) for each in caught)
-    return error_of(lambda: save_checkpoint(manager, ours.at("step-00000002"), step=2))
+    return error_of(lambda: save_checkpoint(manager, ours.child("step-00000002"), step=2))
 
 
 def test_a_key_is_a_file_of_enough_bytes_and_is_shown_and_sent_nowhere(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def _with_keys_of(root: str, files: list[str | None]) -> str:
     file = files[world.rank]
     section = {"every": 1, "key_file": None if file is None else str(Path(root, file))}
     config = load_run(Path(root, "run.yaml")).model_copy(update={"checkpoint": CheckpointConfig(**section)})
-    return error_of(lambda: RunDirectory.of(config).check_same_key(world)) or "the same"
+    return error_of(lambda: RunDirectory.from_config(config).check_same_key(world)) or "the same"
 
 
 @pytest.mark.parametrize(

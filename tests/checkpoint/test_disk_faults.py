@@ -118,9 +118,9 @@ def test_lines_are_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", half)
-        assert lines.add("second\n") is not None
+        assert lines.append("second\n") is not None
         assert path.read_text() != "first\n"
-        assert lines.add("third\n") is not None
-    assert lines.add("fourth\n") is None
+        assert lines.append("third\n") is not None
+    assert lines.append("fourth\n") is None
     lines.close()
     assert path.read_text() == "first\nsecond\nthird\nfourth\n"

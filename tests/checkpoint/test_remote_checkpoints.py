@@ -70,16 +70,16 @@ def local(runs: Runs) -> Ended:
 
 
 def _steps(name: str) -> list[str]:
-    return sorted(open_storage(f"{BUCKET}/{name}").names())
+    return sorted(open_storage(f"{BUCKET}/{name}").list_children())
 
 
 def _sizes(name: str) -> dict[str, Any]:
-    return {step: open_storage(f"{BUCKET}/{name}/{step}").sizes() for step in _steps(name)}
+    return {step: open_storage(f"{BUCKET}/{name}/{step}").list_file_sizes() for step in _steps(name)}
 
 
 def _await_step_2(name: str) -> None:
     deadline = time.monotonic() + 120
-    while open_storage(f"{BUCKET}/{name}/step-00000002").sizes() is None and time.monotonic() < deadline:
+    while open_storage(f"{BUCKET}/{name}/step-00000002").list_file_sizes() is None and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
@@ -99,7 +99,7 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(runs: Runs, local: End
     directory = runs.end("killed", process).directory
     assert not (directory / "summary.json").exists()
     # An incomplete checkpoint, whether the kill has left one or not.
-    RemoteStorage(f"{url}/step-00000005").put("tensors-00000.bin", [b"half"])
+    RemoteStorage(f"{url}/step-00000005").write_file("tensors-00000.bin", [b"half"])
     ended = runs("killed", **options)
     assert ended.code == 0, ended.output
     assert ended.numbers == local.numbers
@@ -138,7 +138,7 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(runs: Runs, local: End
 def test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked(runs: Runs, local: Ended) -> None:
     to = f"{BUCKET}/first"
     assert runs("first", to=to).code == 0
-    RemoteStorage(to).put("notes/of.txt", [b"of somebody"])
+    RemoteStorage(to).write_file("notes/of.txt", [b"of somebody"])
     before, anew = _sizes("first"), ("--set", "resume=never")
     for more, told in (
         (anew, "holds step-00000006 of an earlier run. Name another place, or set overwrite=true"),
@@ -170,7 +170,7 @@ def test_torn_and_foreign_objects_are_found(runs: Runs, local: Ended, tmp_path: 
     with newest.open("tensors-00001.bin") as file:
         content = bytearray(file.read())
     content[-1] ^= 1
-    newest.put("tensors-00001.bin", [content])
+    newest.write_file("tensors-00001.bin", [content])
     code, output = invoke("checkpoint", "verify", url)
     assert code == 1
     assert "the contents of tensors-00001.bin have changed since it was written" in output
@@ -222,8 +222,8 @@ def test_without_fsspec_a_url_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 def test_objects_are_read_in_parts_and_a_write_that_fails_leaves_none(server: Server) -> None:
     folder = RemoteStorage(f"{BUCKET}/parts")
-    folder.put("a/b.bin", [bytes(range(100)), bytes(range(100, 200))])
-    assert folder.sizes() == {"a/b.bin": 200}
+    folder.write_file("a/b.bin", [bytes(range(100)), bytes(range(100, 200))])
+    assert folder.list_file_sizes() == {"a/b.bin": 200}
     with folder.open("a/b.bin") as file:
         file.seek(50)
         found = bytearray(100)
@@ -235,7 +235,7 @@ def test_objects_are_read_in_parts_and_a_write_that_fails_leaves_none(server: Se
         raise OSError(5, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output"):
-        folder.put(MANIFEST_FILE, failing())
-    assert folder.sizes() == {"a/b.bin": 200}
-    folder.move(RemoteStorage(f"{BUCKET}/moved"))
-    assert (folder.sizes(), RemoteStorage(f"{BUCKET}/moved").sizes()) == (None, {"a/b.bin": 200})
+        folder.write_file(MANIFEST_FILE, failing())
+    assert folder.list_file_sizes() == {"a/b.bin": 200}
+    folder.move_to(RemoteStorage(f"{BUCKET}/moved"))
+    assert (folder.list_file_sizes(), RemoteStorage(f"{BUCKET}/moved").list_file_sizes()) == (None, {"a/b.bin": 200})

@@ -70,7 +70,7 @@ def _trained(stack: str, where: str | None, directory: str, save_every: int = 5)
         nonlocal steps
         steps += 1
         if where == "replica" and steps == FLIPPED_AFTER + 1 and mesh.rank == victim:
-            flip(flatten_state(manager.sharded_state())["model.model.norm.weight"].pieces[0].tensor)
+            flip(flatten_state(manager.sharded_state())["model.model.norm.weight"].chunks[0].tensor)
 
     optimizer.register_step_post_hook(after_step)
     if where == "gradient" and mesh.rank == victim:
@@ -92,7 +92,7 @@ def _victim(size: int) -> int:
 
 
 def _flip_gradients(manager: StrategyManager, done: list[int]) -> None:
-    read = manager.read
+    read = manager.read_scalars
 
     def flipping(*values: Tensor) -> list[float]:
         found = read(*values)
@@ -102,7 +102,7 @@ def _flip_gradients(manager: StrategyManager, done: list[int]) -> None:
             flip(gradient)
         return found
 
-    manager.read = flipping  # type: ignore[method-assign]
+    manager.read_scalars = flipping  # type: ignore[method-assign]
 
 
 ON_STACKS = mostly_slow([(2, "fsdp2"), *((4, stack) for stack in STACKS)])

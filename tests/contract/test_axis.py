@@ -22,7 +22,7 @@ def _trained(case: Case, ranks: int) -> Outcome:
 
 @pytest.mark.parametrize("ranks", mostly_slow([2, 4]))
 def test_an_axis_of_a_strategys_own_trains_as_one_process(ranks):
-    case = Case(microbatches=3, empty=4, eval_after=True, unshard_after=True)
+    case = Case(microbatches=3, num_masked_sequences=4, eval_after=True, unshard_after=True)
     reference = pool(1).run(train_case, "single", {}, {}, case)[0]
     assert find_max_difference(pool(ranks).run(_trained, case, ranks), reference).worst <= case.tolerance
 

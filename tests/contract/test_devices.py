@@ -74,9 +74,9 @@ def _walk(manager: StrategyManager, devices: TwoDevices) -> list[tuple[str, str]
     for number, norm_type in enumerate(NORMS):
         loop = Loop(
             steps=2 * number + 2,
-            start=2 * number,
+            start_step=2 * number,
             batches=lambda step: rank_microbatches(CASE, step, mesh.data_rank, mesh.data_size),
-            held_out={"held_out": rank_microbatches(CASE, 7, mesh.data_rank, mesh.data_size)},
+            eval_sets={"held_out": rank_microbatches(CASE, 7, mesh.data_rank, mesh.data_size)},
             scheduler=scheduler,
             max_grad_norm=0.1 if number % 2 else None,
             grad_norm_type=norm_type,
@@ -148,7 +148,7 @@ class _Elsewhere:
 
 def _put(manager: StrategyManager, device: torch.device) -> None:
     """Where the model runs."""
-    meshes: list[Any] = [manager.mesh] + ([manager.mesh.stage()] if manager.mesh.degrees.pp > 1 else [])
+    meshes: list[Any] = [manager.mesh] + ([manager.mesh.get_stage_mesh()] if manager.mesh.degrees.pp > 1 else [])
     for mesh in meshes:
         mesh.device = mesh.world.device = device
 

@@ -36,7 +36,7 @@ PLAIN = Case(steps=2, sequences=12)
 TIED = replace(PLAIN, tied=True, frozen=("*layers.1.*",))
 STAGES = replace(TIED, layers=5)
 EXPERTS = replace(PLAIN, model_type="mixtral", tied=None, layers=2)
-MIXED = replace(PLAIN, in_float32=("*norm*",))
+MIXED = replace(PLAIN, float32_parameters=("*norm*",))
 HALF = replace(PLAIN, dtype="bfloat16")
 ZERO1 = {"engine": "bucketed", "use_distributed_optimizer": True}
 
@@ -103,7 +103,7 @@ def _any_bits(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 def _set_any_bits(manager: StrategyManager) -> None:
     for name, sharded in manager.sharded_state().model.items():
         whole = _any_bits(name, sharded.shape, sharded.dtype)
-        for piece in sharded.pieces:
+        for piece in sharded.chunks:
             region = tuple(slice(a, a + size) for a, size in zip(piece.offsets, piece.sizes, strict=True))
             piece.tensor.copy_(whole[region])
 
@@ -170,7 +170,7 @@ def test_names_order_and_bits_are_those_of_the_unwrapped_model_on_every_rank(nam
         case.model_type, tied=case.tied, seed=0, dtype=getattr(torch, case.dtype), layers=case.layers
     )
     order = [each for each, _ in model.named_parameters()]
-    apart = {each for each in order if any(fnmatchcase(each, pattern) for pattern in case.in_float32)}
+    apart = {each for each in order if any(fnmatchcase(each, pattern) for pattern in case.float32_parameters)}
     own = [(each, torch.float32 if each in apart else getattr(torch, case.dtype)) for each in order]
     for rank in found:
         assert rank.goes_on
@@ -227,7 +227,7 @@ def _by_default(name: str) -> bool:
     """Whether the contract's own `parameter_chunks` gives the same."""
     manager = _manager(LAYOUTS[name])
     own = _seen(manager.iter_parameters(bucket_bytes=BUCKET))
-    manager.parameter_pieces = functools.partial(StrategyManager.parameter_pieces, manager)  # type: ignore[method-assign]
+    manager.parameter_chunks = functools.partial(StrategyManager.parameter_chunks, manager)  # type: ignore[method-assign]
     return _seen(manager.iter_parameters(bucket_bytes=BUCKET)) == own
 
 
@@ -255,9 +255,9 @@ def _refused() -> list[str]:
             # By the call itself, before anything is asked of what it returns.
             manager.iter_parameters(**arguments)
         texts.append(str(error.value))
-    whole = manager.parameter_pieces()
+    whole = manager.parameter_chunks()
     for pieces in (dict(list(whole.items())[1 - is_last :]), {**whole, "lm_head.weight": None}):
-        manager.parameter_pieces = lambda pieces=pieces: pieces  # type: ignore[method-assign,misc]
+        manager.parameter_chunks = lambda pieces=pieces: pieces  # type: ignore[method-assign,misc]
         with pytest.raises(StrategyError) as lacking:
             manager.iter_parameters(bucket_bytes=BUCKET)
         texts.append(str(lacking.value))

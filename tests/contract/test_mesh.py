@@ -51,7 +51,7 @@ def test_views_join_neighbouring_axes() -> None:
 
 def _data_coordinates(sizes: dict[str, Any]) -> tuple[int, int, bool]:
     mesh = _mesh(sizes)
-    return mesh.data_rank, mesh.data_size, mesh.leads_data
+    return mesh.data_rank, mesh.data_size, mesh.is_data_leader
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def _together(culprits: tuple[int, ...], text: str) -> str:
         return world.rank
 
     try:
-        return str(world.together(work))
+        return str(world.run_on_all_ranks(work))
     except DataError as error:
         return f"raised {error}"
 

@@ -130,7 +130,7 @@ def test_one_name_from_several_plugins_is_refused_for_all_of_them(count, plugin,
 
 def test_the_names_of_core_cannot_be_taken(plugin, monkeypatch):
     registry = Registry([plugin("thief", bringing("spec('single')", "spec('other', aliases=('single',))"))])
-    assert registry.owner("single") == "core"
+    assert registry.get_owner("single") == "core"
     assert registry.get("single").axes == frozenset()
     assert "the name 'single' belongs to core" in listing(registry, monkeypatch)
     assert "its alias 'single' is the name of another strategy" in str(registry.failures[-1])

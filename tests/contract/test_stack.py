@@ -86,7 +86,7 @@ def test_each_axis_above_one_finds_its_strategy(strategy, sizes, world_size, tex
     registry = registry_of(SHARDS, COPIES, stages(), stages("rings", "cp"))
     stack, found = resolve(strategy, MeshSizes(**sizes), world_size, registry=registry)
     assert (str(stack), found) == (text, degrees)
-    assert set(degrees.above_one()) <= stack.claims
+    assert set(degrees.above_one()) <= stack.claimed_axes
 
 
 def test_two_wrappers_for_one_axis_are_an_error_that_names_both():

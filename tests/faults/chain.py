@@ -81,24 +81,26 @@ class FaultedRun:
     """One way to train, and where."""
 
     settings: dict[str, Any]
-    nodes: int = 1
-    ranks: int = 2
-    copies: bool = False
+    num_nodes: int = 1
+    num_ranks: int = 2
+    replicates_state: bool = False
 
     @property
-    def faults(self) -> list[str]:
-        kinds = [each for each in FAULT_KINDS if each != "bit in a copy" or self.copies]
-        if self.nodes > 1:
+    def fault_kinds(self) -> list[str]:
+        kinds = [each for each in FAULT_KINDS if each != "bit in a copy" or self.replicates_state]
+        if self.num_nodes > 1:
             kinds = [each for each in kinds if each != "parent"] + list(NODE_FAULT_KINDS)
         return kinds
 
 
 STACKS: dict[str, FaultedRun] = {
-    "fsdp2 x tp": FaultedRun({"strategy": "fsdp2", "tp_size": 2}, ranks=4, copies=True),
+    "fsdp2 x tp": FaultedRun({"strategy": "fsdp2", "tp_size": 2}, num_ranks=4, replicates_state=True),
     "megatron_fsdp": FaultedRun({"strategy": "megatron_fsdp"}),
-    "ddp, distributed optimizer": FaultedRun({"strategy": "ddp", "strategy_config": OVERLAPPED}, nodes=2, copies=True),
-    "pipeline over fsdp2": FaultedRun({"strategy": "fsdp2", "pp_size": 2}, nodes=2, ranks=4),
-    "fsdp2": FaultedRun({"strategy": "fsdp2", "batch_size": 6}, nodes=3, ranks=3, copies=True),
+    "ddp, distributed optimizer": FaultedRun(
+        {"strategy": "ddp", "strategy_config": OVERLAPPED}, num_nodes=2, replicates_state=True
+    ),
+    "pipeline over fsdp2": FaultedRun({"strategy": "fsdp2", "pp_size": 2}, num_nodes=2, num_ranks=4),
+    "fsdp2": FaultedRun({"strategy": "fsdp2", "batch_size": 6}, num_nodes=3, num_ranks=3, replicates_state=True),
 }
 
 
@@ -109,19 +111,19 @@ class FaultRecord:
     stack: str
     kind: str
     step: int = 0
-    went_on: str = ""
-    after: int | None = None
-    ended_s: float | None = None
-    next_s: float = 0.0
-    anew: bool = False
-    place: str = ""
+    resumed_from: str = ""
+    resumed_step: int | None = None
+    exit_s: float | None = None
+    recovery_s: float = 0.0
+    is_restarted: bool = False
+    target: str = ""
 
 
 def draw_fault_kinds(stack: FaultedRun, faults: int, rng: random.Random) -> list[str]:
     """Each kind as often as any other, in random order."""
     kinds: list[str] = []
     while len(kinds) < faults:
-        more = list(stack.faults)
+        more = list(stack.fault_kinds)
         rng.shuffle(more)
         kinds += more
     return kinds[:faults]
@@ -165,25 +167,25 @@ class ScheduledJob:
     def __init__(self, run: Run, stack: FaultedRun, nodes: Sequence[netns.Node]) -> None:
         self.run, self.stack, self.nodes = run, stack, nodes
         self.mark = uuid.uuid4().hex
-        self.flip = run.file.with_suffix(".flip")
+        self.flip_file = run.file.with_suffix(".flip")
         self.commands: list[subprocess.Popen[bytes]] = []
-        self.sittings = 0
+        self.num_attempts = 0
 
     @property
     def _outputs(self) -> list[Path]:
         return sorted(self.run.file.parent.glob(f"{self.run.file.stem}.said.*"))
 
-    def said(self, offsets: Mapping[Path, int] | None = None) -> str:
+    def read_output(self, offsets: Mapping[Path, int] | None = None) -> str:
         """What all commands have said, or what they have since they had said so much."""
         texts = {path: path.read_bytes()[(offsets or {}).get(path, 0) :] for path in self._outputs}
         return b"".join(texts.values()).decode(errors="replace")
 
-    def spoken(self) -> dict[Path, int]:
+    def output_sizes(self) -> dict[Path, int]:
         return {path: path.stat().st_size for path in self._outputs}
 
     def start(self) -> None:
-        self.sittings += 1
-        main = ("-c", "import target; target.main()", str(self.run.file), str(self.flip))
+        self.num_attempts += 1
+        main = ("-c", "import target; target.main()", str(self.run.file), str(self.flip_file))
         environment = clean(**{MARK: self.mark, "PYTHONPATH": str(HERE)})
         if not self.nodes:
             commands = [[sys.executable, *main]]
@@ -191,7 +193,7 @@ class ScheduledJob:
             environment["GLOO_SOCKET_IFNAME"] = netns.CARD
             # Agents that meet so begin anew together; with `--master-addr` each would by itself.
             meet = f"--rdzv-endpoint={self.nodes[0].address}:{free_port()}"
-            size = f"--nproc-per-node={self.stack.ranks // len(self.nodes)}"
+            size = f"--nproc-per-node={self.stack.num_ranks // len(self.nodes)}"
             script = (str(HERE / "target.py"), *main[2:])
             commands = [
                 node.command(
@@ -204,16 +206,16 @@ class ScheduledJob:
         self.commands = []
         options: Any = {"env": environment, "stderr": subprocess.STDOUT, "start_new_session": True, "cwd": HERE}
         for number, command in enumerate(commands):
-            with self.run.file.with_suffix(f".said.{self.sittings:03}.{number}").open("wb") as output:
+            with self.run.file.with_suffix(f".said.{self.num_attempts:03}.{number}").open("wb") as output:
                 self.commands.append(subprocess.Popen(command, stdout=output, **options))
 
-    def ranks(self) -> list[int]:
+    def find_ranks(self) -> list[int]:
         """The living ranks, in the order in which they were started."""
         if not self.nodes:
             return ranks_of(self.commands[0])
         return [pid for each in self.commands if each.poll() is None for pid in ranks_of_agent(each.pid) if lives(pid)]
 
-    def keepers(self) -> list[int]:
+    def find_replica_servers(self) -> list[int]:
         return [
             pid
             for pid, command in find_marked_processes(self.mark).items()
@@ -223,10 +225,10 @@ class ScheduledJob:
     def has_ended(self) -> bool:
         return any(each.poll() is not None for each in self.commands)
 
-    def is_well(self) -> bool:
+    def has_succeeded(self) -> bool:
         return all(each.poll() == 0 for each in self.commands)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """What a scheduler does when one node has failed: SIGTERM to what is left, and SIGKILL later."""
         for each in self.commands:
             if each.poll() is None:
@@ -239,10 +241,10 @@ class ScheduledJob:
                 each.wait()
         with suppress(RecoveryError):
             wait_until(lambda: not find_marked_processes(self.mark), EXIT_SLACK_S)
-        if left := self.kill():
+        if left := self.kill_all():
             raise RecoveryError(f"processes outlive what has started them: {left}")
 
-    def kill(self) -> dict[int, list[bytes]]:
+    def kill_all(self) -> dict[int, list[bytes]]:
         """Kill all processes of the run; return those that were left."""
         left = find_marked_processes(self.mark)
         kill_all(left)
@@ -267,55 +269,58 @@ class FaultChain:
     """All faults of a stack."""
 
     def __init__(self, workplace: Path, name: str, stack: FaultedRun, faults: int, rng: random.Random) -> None:
-        self.name, self.stack, self.dice = name, stack, rng
+        self.name, self.stack, self.rng = name, stack, rng
         self._kinds = draw_fault_kinds(stack, faults, rng)
         steps = STEPS_PER_FAULT * faults + STEPS_PER_FULL_DISK * self._kinds.count("full disk") + 12
         short = short_name(name)
-        settings = stack.settings | {"nproc": stack.ranks, "steps": steps, "watchdog_s": WATCHDOG_S}
+        settings = stack.settings | {"nproc": stack.num_ranks, "steps": steps, "watchdog_s": WATCHDOG_S}
         settings |= {"verify_every": 3, "max_restarts": 1000, "timeout_s": 60}
-        self.whole = make_run(workplace, f"{short}-whole", settings)
+        self.baseline = make_run(workplace, f"{short}-whole", settings)
         checkpoint: dict[str, Any] = {"every": 4, "keep_last": 3, "on_error": "continue"}
-        if stack.copies:
+        if stack.replicates_state:
             checkpoint |= {"replicate": "neighbour", "every": 25}
         self.disk = workplace / f"{short}-disk"
         self.run = make_run(workplace, f"{short}-struck", settings | {"checkpoint": checkpoint})
         # On a disk of its own, which can be filled.
         values = yaml.safe_load(self.run.file.read_text()) | {"output_dir": str(self.disk / "run")}
         self.run = Run(self.run.file, self.disk / "run")
-        for made, more in ((self.whole, yaml.safe_load(self.whole.file.read_text())), (self.run, values)):
+        for made, more in ((self.baseline, yaml.safe_load(self.baseline.file.read_text())), (self.run, values)):
             more["model"]["num_hidden_layers"] = 2
-            if stack.nodes > 1 and made is self.run:
+            if stack.num_nodes > 1 and made is self.run:
                 del more["nproc"], more["max_restarts"]
             made.file.write_text(yaml.safe_dump(more))
 
-    def strikes(self) -> Iterator[FaultRecord]:
+    def iter_faults(self) -> Iterator[FaultRecord]:
         """Each fault. Broken: the run does not survive one."""
-        self._train_whole()
-        with self._own_disk(), netns.nodes(self.stack.nodes) if self.stack.nodes > 1 else nullcontext(()) as nodes:
+        self._train_baseline()
+        with (
+            self._mount_disk(),
+            netns.nodes(self.stack.num_nodes) if self.stack.num_nodes > 1 else nullcontext(()) as nodes,
+        ):
             job = self.job = ScheduledJob(self.run, self.stack, nodes)
             try:
                 job.start()
                 for kind in self._kinds:
-                    yield self._strike(kind)
-                self._await_end()
+                    yield self._inject_fault(kind)
+                self._wait_for_end()
             except Exception as error:
-                raise RecoveryError(f"{self.name}: {error}\n{job.said()[-6000:]}") from error
+                raise RecoveryError(f"{self.name}: {error}\n{job.read_output()[-6000:]}") from error
             finally:
-                job.kill()
+                job.kill_all()
             self._compare()
 
-    def _train_whole(self) -> None:
-        job = ScheduledJob(self.whole, replace(self.stack, nodes=1), ())
+    def _train_baseline(self) -> None:
+        job = ScheduledJob(self.baseline, replace(self.stack, num_nodes=1), ())
         try:
             job.start()
             wait_until(job.has_ended)
         finally:
-            job.kill()
-        if not job.is_well():
-            raise RecoveryError(f"{self.name}: the run that nothing happens to: {job.said()[-3000:]}")
+            job.kill_all()
+        if not job.has_succeeded():
+            raise RecoveryError(f"{self.name}: the run that nothing happens to: {job.read_output()[-3000:]}")
 
     @contextmanager
-    def _own_disk(self) -> Iterator[None]:
+    def _mount_disk(self) -> Iterator[None]:
         self.disk.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(self.disk)], check=True)
         try:
@@ -325,49 +330,49 @@ class FaultChain:
 
     # -- one fault
 
-    def _strike(self, kind: str) -> FaultRecord:
-        job, run, dice = self.job, self.run, self.dice
-        self._await_step(run.steps_done() + dice.randint(2, 4))
+    def _inject_fault(self, kind: str) -> FaultRecord:
+        job, run, dice = self.job, self.run, self.rng
+        self._wait_for_step(run.count_steps() + dice.randint(2, 4))
         time.sleep(dice.uniform(0.0, 0.3))
         self.place = ""
-        ranks, sitting, spoken = job.ranks(), job.sittings, job.spoken()
-        if len(ranks) != self.stack.ranks:
-            raise RecoveryError(f"{len(ranks)} ranks, not {self.stack.ranks}")
+        ranks, sitting, spoken = job.find_ranks(), job.num_attempts, job.output_sizes()
+        if len(ranks) != self.stack.num_ranks:
+            raise RecoveryError(f"{len(ranks)} ranks, not {self.stack.num_ranks}")
         struck = FaultRecord(self.name, kind)
-        struck.step, saved = self._progress(), self._saved()
+        struck.step, saved = self._find_last_step(), self._find_saved_steps()
         began = time.time()
-        lives_on = self._hit(kind, ranks)
+        lives_on = self._apply_fault(kind, ranks)
         if not lives_on:
             gone = wait_until(lambda: not any(map(lives, ranks)), WATCHDOG_S + EXIT_SLACK_S)
-            struck.ended_s = round(gone, 2)
+            struck.exit_s = round(gone, 2)
             # Until it was found, or met the others, the run may have done more.
-            struck.step = self._progress()
+            struck.step = self._find_last_step()
         if kind == "cut for good":
             for node in job.nodes:
                 node.plug()
         since = time.time()
-        self._await_step(struck.step + 1, since)
-        struck.next_s = round(self._when(struck.step + 1, since) - began, 2)
-        struck.anew = job.sittings > sitting
-        told = job.said(spoken)
-        self._check_told(kind, told)
+        self._wait_for_step(struck.step + 1, since)
+        struck.recovery_s = round(self._find_step_time(struck.step + 1, since) - began, 2)
+        struck.is_restarted = job.num_attempts > sitting
+        told = job.read_output(spoken)
+        self._check_output(kind, told)
         if lives_on:
-            struck.went_on = "on"
-            if not set(ranks) <= set(job.ranks()):
+            struck.resumed_from = "on"
+            if not set(ranks) <= set(job.find_ranks()):
                 raise RecoveryError("ranks were ended by what they can live through")
             return struck
         memory, disk = RESUMED_FROM_MEMORY.findall(told), RESUMED_FROM_DISK.findall(told)
-        struck.place = self.place
-        struck.went_on = "memory" if memory else "disk" if disk else "the beginning"
-        struck.after = int((memory or disk or [0])[-1])
+        struck.target = self.place
+        struck.resumed_from = "memory" if memory else "disk" if disk else "the beginning"
+        struck.resumed_step = int((memory or disk or [0])[-1])
         whole = max((step for step in saved if not self.place.endswith(f"-{step:08d}")), default=0)
-        if struck.after < whole:
-            raise RecoveryError(f"went on after step {struck.after}, though {whole} was on disk")
+        if struck.resumed_step < whole:
+            raise RecoveryError(f"went on after step {struck.resumed_step}, though {whole} was on disk")
         return struck
 
-    def _hit(self, kind: str, ranks: list[int]) -> bool:
+    def _apply_fault(self, kind: str, ranks: list[int]) -> bool:
         """Strike; whether all ranks are to live on."""
-        job, dice = self.job, self.dice
+        job, dice = self.job, self.rng
         if kind in ("rank", "stop"):
             os.kill(dice.choice(ranks), signal.SIGKILL if kind == "rank" else signal.SIGSTOP)
         elif kind in ("parent", "agent"):
@@ -383,16 +388,16 @@ class FaultChain:
             return True
         elif kind == "bit on disk":
             # Where it is the only one, nothing is left to go on from; the run says so, and awaits a copy of it.
-            if len(self._saved()) > 1:
+            if len(self._find_saved_steps()) > 1:
                 newest = list_steps(self.run.checkpoints)[0][1]
                 struck = dice.choice(sorted(newest.glob("tensors-*")))
                 flip(struck, 8 * dice.randrange(struck.stat().st_size) + dice.randrange(8))
                 self.place = newest.name
-            kill_all((*[each.pid for each in job.commands], *job.keepers()))
+            kill_all((*[each.pid for each in job.commands], *job.find_replica_servers()))
         elif kind == "bit in memory":
-            self._flip()
+            self._flip_bit()
         elif kind == "bit in a copy":
-            for keeper in job.keepers():
+            for keeper in job.find_replica_servers():
                 with suppress(OSError):
                     # What is let go of meanwhile needs none.
                     spoil(keeper)
@@ -409,15 +414,15 @@ class FaultChain:
             dice.choice(job.nodes).unplug()
         return False
 
-    def _flip(self) -> None:
+    def _flip_bit(self) -> None:
         places = ("parameter", "optimizer", "gradient")
-        self.place = f"{self.dice.randrange(self.stack.ranks)} {self.dice.choice(places)}"
-        draft = self.job.flip.with_suffix(".draft")
+        self.place = f"{self.rng.randrange(self.stack.num_ranks)} {self.rng.choice(places)}"
+        draft = self.job.flip_file.with_suffix(".draft")
         draft.write_text(self.place)
-        draft.rename(self.job.flip)
-        wait_until(lambda: not self.job.flip.exists(), 30)
+        draft.rename(self.job.flip_file)
+        wait_until(lambda: not self.job.flip_file.exists(), 30)
 
-    def _check_told(self, kind: str, output: str) -> None:
+    def _check_output(self, kind: str, output: str) -> None:
         if "Traceback" in output and not self.job.nodes:
             raise RecoveryError("a traceback where an error should be")
         if kind == "stop" and "hangs" not in output:
@@ -425,34 +430,34 @@ class FaultChain:
         if kind == "bit in memory" and f"rank {self.place.split()[0]} on " not in output:
             raise RecoveryError(f"the rank whose bit has flipped ({self.place}) was not named")
 
-    def _await_step(self, step: int, since: float = 0.0) -> None:
+    def _wait_for_step(self, step: int, since: float = 0.0) -> None:
         """Wait until a step is done, and begin the run again where its command has ended."""
-        wait_until(lambda: self._restart_ended() or self._when(step, since) > 0)
+        wait_until(lambda: self._restart_if_ended() or self._find_step_time(step, since) > 0)
 
-    def _restart_ended(self) -> None:
+    def _restart_if_ended(self) -> None:
         job = self.job
         if not job.has_ended():
             return
-        if job.is_well():
+        if job.has_succeeded():
             raise RecoveryError("it has ended before its faults have")
         if job.nodes:
             # All ranks of the others are told, and end; their agents wait for a node that does not come.
-            wait_until(lambda: not job.ranks(), WATCHDOG_S + EXIT_SLACK_S)
-        job.end()
+            wait_until(lambda: not job.find_ranks(), WATCHDOG_S + EXIT_SLACK_S)
+        job.stop()
         job.start()
 
-    def _await_end(self) -> None:
+    def _wait_for_end(self) -> None:
         def look() -> bool:
             if all(each.poll() == 0 for each in self.job.commands):
                 return True
             if any(each.poll() for each in self.job.commands):
-                self._restart_ended()
+                self._restart_if_ended()
             return False
 
         wait_until(look)
         wait_until(lambda: not find_marked_processes(self.job.mark), EXIT_SLACK_S)
 
-    def _lines(self) -> list[dict[str, Any]]:
+    def _read_metrics(self) -> list[dict[str, Any]]:
         found = []
         with suppress(OSError):
             for line in (self.run.directory / "metrics.jsonl").read_text().splitlines():
@@ -460,22 +465,24 @@ class FaultChain:
                     found.append(json.loads(line))
         return found
 
-    def _progress(self) -> int:
-        return max((int(line["step"]) for line in self._lines()), default=0)
+    def _find_last_step(self) -> int:
+        return max((int(line["step"]) for line in self._read_metrics()), default=0)
 
-    def _when(self, step: int, since: float) -> float:
-        return next((each["time"] for each in self._lines() if each["step"] >= step and each["time"] > since), 0.0)
+    def _find_step_time(self, step: int, since: float) -> float:
+        return next(
+            (each["time"] for each in self._read_metrics() if each["step"] >= step and each["time"] > since), 0.0
+        )
 
-    def _saved(self) -> list[int]:
+    def _find_saved_steps(self) -> list[int]:
         return [step for step, _ in list_steps(self.run.checkpoints)] if self.run.checkpoints.is_dir() else []
 
     # -- the end
 
     def _compare(self) -> None:
-        struck, whole = self.run.numbers(), self.whole.numbers()
+        struck, whole = self.run.read_metrics(), self.baseline.read_metrics()
         if differing := [pair for pair in zip(struck, whole, strict=True) if pair[0] != pair[1]]:
             raise RecoveryError(f"{self.name}: other metrics: {differing[0]}")
-        if fingerprint(self.run.directory / "model") != fingerprint(self.whole.directory / "model"):
+        if fingerprint(self.run.directory / "model") != fingerprint(self.baseline.directory / "model"):
             raise RecoveryError(f"{self.name}: other weights")
         for _, place in list_steps(self.run.checkpoints):
             manifest = read_manifest(place)
@@ -492,7 +499,7 @@ def summarize_recovery(records: Sequence[FaultRecord]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for where in ("memory", "disk", "the beginning", "on"):
         for anew in (False, True):
-            times = [each.next_s for each in records if each.went_on == where and each.anew == anew]
+            times = [each.recovery_s for each in records if each.resumed_from == where and each.is_restarted == anew]
             if times:
                 name = f"{where}{', by a new command' if anew else ''}"
                 found[name] = {"faults": len(times), "median_s": statistics.median(times), "worst_s": max(times)}
@@ -529,7 +536,7 @@ def main() -> None:
 
 def run_chain(workplace: Path, name: str, faults: int, seed: int) -> Iterator[FaultRecord]:
     """The faults of one stack; see `Chain.strikes`."""
-    return FaultChain(workplace, name, STACKS[name], faults, _build_rng(name, seed)).strikes()
+    return FaultChain(workplace, name, STACKS[name], faults, _build_rng(name, seed)).iter_faults()
 
 
 def draw_kinds(name: str, faults: int, seed: int) -> list[str]:

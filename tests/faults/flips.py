@@ -19,7 +19,7 @@ def flip_tensor_bit(tensor: Tensor, bit: int = 3) -> None:
 def find_first_state_tensor(manager: StrategyManager, prefix: str) -> Tensor:
     """The first piece of state on this rank whose name begins so."""
     named = flatten_state(manager.sharded_state()).items()
-    held = [p.tensor for name, each in named if name.startswith(prefix) for p in each.pieces if p.tensor.numel()]
+    held = [p.tensor for name, each in named if name.startswith(prefix) for p in each.chunks if p.tensor.numel()]
     return next(each for each in held if each.is_floating_point())
 
 

@@ -33,23 +33,23 @@ class BitFlipper:
     """Flips bits of what this rank holds."""
 
     def __init__(self, manager: StrategyManager) -> None:
-        self._manager, self._read = manager, manager.read
-        manager.read = self.read  # type: ignore[method-assign]
+        self._manager, self._read = manager, manager.read_scalars
+        manager.read_scalars = self.read  # type: ignore[method-assign]
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
-        place = self._wanted()
+        place = self._requested_place()
         if place in ("parameter", "optimizer"):
             self._flip(first_held(self._manager, {"parameter": "model.", "optimizer": "optimizer."}[place]))
 
     def read(self, *values: Tensor) -> list[float]:
         """What a step reads after it has clipped, before the optimizer steps."""
         found = self._read(*values)
-        if self._wanted() == "gradient" and (gradient := first_gradient(self._manager)) is not None:
+        if self._requested_place() == "gradient" and (gradient := first_gradient(self._manager)) is not None:
             self._flip(gradient)
         return found
 
-    def _wanted(self) -> str:
+    def _requested_place(self) -> str:
         """Where this rank is to flip a bit now; empty: nowhere."""
         try:
             rank, place = Path(os.environ[FLIP_FILE_VARIABLE]).read_text().split()

@@ -45,7 +45,7 @@ LARGE = 1e3
 
 def _profile(*operators: tuple[int, float], whole: int = 100, inputs: int = 10, others: float = 1.0) -> BlockProfile:
     held = tuple(Operator(index, *each) for index, each in enumerate(operators))
-    return BlockProfile(inputs, whole, others + sum(each.cost for each in held), held)
+    return BlockProfile(inputs, whole, others + sum(each.recompute_cost for each in held), held)
 
 
 def _best(profiles: list[BlockProfile], limit: int) -> float:
@@ -54,15 +54,15 @@ def _best(profiles: list[BlockProfile], limit: int) -> float:
     def options(profile: BlockProfile) -> Iterable[SavedActivations]:
         for count in range(len(profile.operators) + 1):
             for kept in itertools.combinations(profile.operators, count):
-                size, cost = sum(each.bytes for each in kept), sum(each.cost for each in kept)
-                yield SavedActivations(False, frozenset(each.key for each in kept), size, profile.cost - cost)
-        yield SavedActivations(True, frozenset(), profile.whole, 0.0)
+                size, cost = sum(each.nbytes for each in kept), sum(each.recompute_cost for each in kept)
+                yield SavedActivations(False, frozenset(each.key for each in kept), size, profile.recompute_cost - cost)
+        yield SavedActivations(True, frozenset(), profile.saved_bytes, 0.0)
 
     choices, found = ActivationPlan([profiles], SINGLE_STAGE), float("inf")
     for made in itertools.product(*map(options, profiles)):
-        choices.made = [list(made)]
-        if choices.peak <= limit:
-            found = min(found, choices.cost)
+        choices.saved = [list(made)]
+        if choices.peak_bytes <= limit:
+            found = min(found, choices.recompute_cost)
     return found
 
 
@@ -74,38 +74,42 @@ def test_what_is_held_spares_almost_as_much_as_the_best_choice() -> None:
 
     for _ in range(20):
         profiles = [_profile(*((number(40), number(50)) for _ in range(3))) for _ in range(3)]
-        largest = max(operator.cost for profile in profiles for operator in profile.operators)
-        for limit in range(ActivationPlan([profiles], SINGLE_STAGE).peak, 340, 15):
+        largest = max(operator.recompute_cost for profile in profiles for operator in profile.operators)
+        for limit in range(ActivationPlan([profiles], SINGLE_STAGE).peak_bytes, 340, 15):
             choices = ActivationPlan([profiles], SINGLE_STAGE)
-            choices.fill(limit)
-            assert choices.peak <= limit
-            assert choices.cost <= _best(profiles, limit) + largest + 1
+            choices.fill_budget(limit)
+            assert choices.peak_bytes <= limit
+            assert choices.recompute_cost <= _best(profiles, limit) + largest + 1
 
 
 def test_microbatches_in_flight_count_and_those_of_all_stages() -> None:
     profile = _profile((50, 9.0))
     moments = [BackwardStart((3, 1), 0), BackwardStart((2, 2), 1)]
     choices = ActivationPlan([[profile], [profile]], moments)
-    assert choices.peak == 4 * 10 + 100
-    choices.made[0][0] = SavedActivations(True, frozenset(), 100, 0.0)
-    assert choices.peak == max(3 * 110 + 10, 2 * 110 + 2 * 10 + 100)
+    assert choices.peak_bytes == 4 * 10 + 100
+    choices.saved[0][0] = SavedActivations(True, frozenset(), 100, 0.0)
+    assert choices.peak_bytes == max(3 * 110 + 10, 2 * 110 + 2 * 10 + 100)
 
 
 def test_what_one_rank_cannot_hold_is_released_and_nobody_takes_it_again() -> None:
     profile = _profile((30, 90.0), (20, 5.0), (25, 4.0))
     choices = ActivationPlan([[profile, profile, profile]], SINGLE_STAGE)
-    choices.fill(3 * 10 + 100 + 30 + 30)
-    assert [(each.whole, set(each.keys)) for each in choices.made[0]] == [(False, {0}), (False, {0}), (True, set())]
-    choices.release(0, 0, [0, 1, 0])
-    assert choices.peak == 3 * 10 + 100 + 30
-    choices.top_up(3 * 10 + 100 + 30 + 30)
+    choices.fill_budget(3 * 10 + 100 + 30 + 30)
+    assert [(each.saves_all, set(each.operator_keys)) for each in choices.saved[0]] == [
+        (False, {0}),
+        (False, {0}),
+        (True, set()),
+    ]
+    choices.release_operator(0, 0, [0, 1, 0])
+    assert choices.peak_bytes == 3 * 10 + 100 + 30
+    choices.fill_remaining(3 * 10 + 100 + 30 + 30)
     # The first and the last may hold anything but that, the second keeps what it has.
-    first, second, last = choices.made[0]
-    assert 0 in second.keys
-    assert not first.whole
-    assert not last.whole
-    assert first.keys | last.keys == {1, 2}
-    assert choices.peak <= 3 * 10 + 100 + 30 + 30
+    first, second, last = choices.saved[0]
+    assert 0 in second.operator_keys
+    assert not first.saves_all
+    assert not last.saves_all
+    assert first.operator_keys | last.operator_keys == {1, 2}
+    assert choices.peak_bytes <= 3 * 10 + 100 + 30 + 30
 
 
 # -- one process
@@ -116,7 +120,7 @@ def _measured(model_type: str) -> tuple[nn.Module, BudgetedBlocks, Callable[[], 
     ids = torch.randint(0, case_vocab_size(model_type), (2, 32), generator=torch.Generator().manual_seed(0))
     blocks = checkpoint_blocks(model, infer_layout(model), ActivationOptions(budget_gb=LARGE))
     assert isinstance(blocks, BudgetedBlocks)
-    with torch.no_grad(), blocks.measuring():
+    with torch.no_grad(), blocks.measure():
         model(input_ids=ids, use_cache=False)
     return model, blocks, lambda: sum_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
 
@@ -131,25 +135,27 @@ def _held_behind_forward(model: nn.Module, run: Callable[[], Tensor]) -> tuple[i
 @pytest.mark.parametrize("model_type", mostly_slow(["llama", "mixtral", "rwkv"]))
 def test_what_blocks_hold_is_foreseen_to_the_byte_and_changes_no_bit(model_type: str) -> None:
     plain, blocks, run = _measured(model_type)
-    blocks.take([SavedActivations(True, frozenset(), each.whole, 0.0) for each in blocks.profiles])
+    blocks.set_saved([SavedActivations(True, frozenset(), each.saved_bytes, 0.0) for each in blocks.profiles])
     _, loss = _held_behind_forward(plain, run)
     outside = set()
     low, high = ActivationPlan([blocks.profiles], SINGLE_STAGE), ActivationPlan([blocks.profiles], SINGLE_STAGE)
-    high.fill(2**62)
+    high.fill_budget(2**62)
     for share in (0.0, 0.3, 0.6):
         model, blocks, run = _measured(model_type)
         choices = ActivationPlan([blocks.profiles], SINGLE_STAGE)
-        choices.fill(int(low.peak + share * (high.peak - low.peak)))
-        blocks.take(choices.made[0])
+        choices.fill_budget(int(low.peak_bytes + share * (high.peak_bytes - low.peak_bytes)))
+        blocks.set_saved(choices.saved[0])
         held, found = _held_behind_forward(model, run)
-        outside.add(held - sum(p.inputs + c.bytes for p, c in zip(blocks.profiles, choices.made[0], strict=True)))
+        outside.add(
+            held - sum(p.input_bytes + c.nbytes for p, c in zip(blocks.profiles, choices.saved[0], strict=True))
+        )
         assert torch.equal(found, loss)
         for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
             assert (expected.grad is None) == (parameter.grad is None)
             assert expected.grad is None or torch.equal(expected.grad, parameter.grad)
     # What is not of blocks is the same under every budget.
     assert max(outside) - min(outside) <= 64
-    assert high.cost == 0
+    assert high.recompute_cost == 0
 
 
 class _Dropping(nn.Module):
@@ -181,11 +187,11 @@ def test_random_numbers_are_drawn_again_by_all_operators_that_draw() -> None:
                 x = block(x)
             return x
 
-        with torch.no_grad(), blocks.measuring():
+        with torch.no_grad(), blocks.measure():
             run(x)
         operators = blocks.profiles[0].operators
         keys = frozenset(() if held is None else [each.key for each in operators[held : held + 1]])
-        blocks.take([SavedActivations(held == -1, keys, 0, 0.0)] * 3)
+        blocks.set_saved([SavedActivations(held == -1, keys, 0, 0.0)] * 3)
         torch.manual_seed(1)
         run(x).sum().backward()
         assert x.grad is not None
@@ -198,7 +204,7 @@ def test_random_numbers_are_drawn_again_by_all_operators_that_draw() -> None:
 
 def test_a_larger_microbatch_is_told_once() -> None:
     model, blocks, run = _measured("llama")
-    blocks.take([SavedActivations(True, frozenset(), each.whole, 0.0) for each in blocks.profiles])
+    blocks.set_saved([SavedActivations(True, frozenset(), each.saved_bytes, 0.0) for each in blocks.profiles])
     run()
     with pytest.warns(UserWarning, match=r"1.50 times as large as those of the first step"):
         model(input_ids=torch.zeros((3, 32), dtype=torch.int64), use_cache=False)
@@ -339,26 +345,26 @@ def test_ranks_hold_what_the_budget_allows_and_train_bit_for_bit(
 
 def test_what_blocks_hold_goes_to_host_memory_and_back_once() -> None:
     plain, blocks, run = _measured("llama")
-    blocks.take([SavedActivations(True, frozenset(), each.whole, 0.0) for each in blocks.profiles])
+    blocks.set_saved([SavedActivations(True, frozenset(), each.saved_bytes, 0.0) for each in blocks.profiles])
     held, loss = _held_behind_forward(plain, run)
     # Beside the hidden states of each block, the first is given two tables of positions.
-    hidden = blocks.profiles[-1].inputs
-    expected = sum(each.whole + hidden for each in blocks.profiles)
+    hidden = blocks.profiles[-1].input_bytes
+    expected = sum(each.saved_bytes + hidden for each in blocks.profiles)
     model = build_case_model("llama", tied=None, seed=0, dtype=torch.float64).train()
     moved = checkpoint_blocks(model, infer_layout(model), ActivationOptions(offload="cpu"))
     assert isinstance(moved, OffloadedBlocks)
     ids = torch.randint(0, case_vocab_size("llama"), (2, 32), generator=torch.Generator().manual_seed(0))
     found = sum_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
-    assert (moved.bytes_out, moved.bytes_back) == (expected, 0)
+    assert (moved.bytes_offloaded, moved.bytes_restored) == (expected, 0)
     found.backward()
-    assert (moved.bytes_out, moved.bytes_back) == (expected, expected)
+    assert (moved.bytes_offloaded, moved.bytes_restored) == (expected, expected)
     assert torch.equal(found, loss)
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
     del held
     model.eval()
     model(input_ids=ids, use_cache=False).logits.sum().backward()
-    assert moved.bytes_out == expected
+    assert moved.bytes_offloaded == expected
 
 
 def _offloaded(

@@ -205,7 +205,7 @@ def test_single_tokens_that_are_trained_are_merged(tied: str, bases: Path, tmp_p
     weights = {name: value.clone() for name, value in model.named_parameters()}
     model.save_pretrained(tmp_path / "adapter")
     merging = AdapterMerger(model)
-    given = dict(merging.merged((name, weights[name]) for name in merging.names))
+    given = dict(merging.merge((name, weights[name]) for name in merging.needed_names))
     merged = merged_model(tmp_path / "adapter", tmp_path / "merged", base=bases / tied).state_dict()
     plain = model.merge_and_unload()
     before = AutoModelForCausalLM.from_pretrained(bases / tied).model.embed_tokens.weight

@@ -126,7 +126,7 @@ def test_an_export_that_is_cut_off_leaves_nothing_under_its_name(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(module.ModelExporter, "describe", lambda *_: (tmp_path / "file" / "below").touch())
+        patched.setattr(module.ModelExporter, "write_metadata", lambda *_: (tmp_path / "file" / "below").touch())
         with pytest.raises(FileNotFoundError):
             export_checkpoint(checkpoint, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out.writing"]

@@ -101,22 +101,22 @@ def test_values_depend_on_the_seed_and_not_on_threads_and_tiles_differ() -> None
 def test_rectangles_of_any_shape_are_cut_from_the_same_values(shape: tuple[int, ...]) -> None:
     operator = torch.ops.aten.normal_.default
     scale = FillOp(torch.ops.aten.mul_.Tensor, (2.0,), {})
-    recipe = FillRecipe(shape, torch.float32, (FillOp(operator, (0.0, 1.0), {}, stream=11), scale), 5)
-    full = recipe.part([0] * len(shape), shape)
+    recipe = FillRecipe(shape, torch.float32, (FillOp(operator, (0.0, 1.0), {}, first_tile=11), scale), 5)
+    full = recipe.read([0] * len(shape), shape)
     assert full.shape == torch.Size(shape)
     for begin, end in ((0.0, 0.5), (0.4, 0.9), (0.9, 1.0), (0.5, 0.5)):
         offsets = [int(size * begin) for size in shape]
         sizes = [int(size * end) - offset for size, offset in zip(shape, offsets, strict=True)]
         part = full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-        assert torch.equal(recipe.part(offsets, sizes), part)
+        assert torch.equal(recipe.read(offsets, sizes), part)
 
 
 def test_rows_that_are_set_are_set_in_every_tile() -> None:
     fills = (
-        FillOp(torch.ops.aten.normal_.default, (0.0, 1.0), {}, stream=0),
+        FillOp(torch.ops.aten.normal_.default, (0.0, 1.0), {}, first_tile=0),
         FillOp(torch.ops.aten.zero_.default, (), {}, rows=slice(127, 130)),
     )
-    full = FillRecipe((300, 600), torch.float32, fills, 1).part([0, 0], [300, 600])
+    full = FillRecipe((300, 600), torch.float32, fills, 1).read([0, 0], [300, 600])
     is_zero = (full == 0).all(1)
     assert is_zero.nonzero().flatten().tolist() == [127, 128, 129]
     assert (full == 0).sum() < 3 * 600 + 5
@@ -125,18 +125,18 @@ def test_rows_that_are_set_are_set_in_every_tile() -> None:
 def _weights(strategy: str, config: dict[str, Any], sizes: dict[str, int], init: str) -> tuple[dict[str, Tensor], int]:
     drawn_weights.MIN_TRACKED_BYTES = 64
     tiles: list[int] = []
-    tile = random_tiles.FillRecipe._tile
+    tile = random_tiles.FillRecipe._draw_tile
 
     def counted(self: FillRecipe, which: Any) -> Tensor:
         found = tile(self, which)
         tiles.append(found.numel())
         return found
 
-    random_tiles.FillRecipe._tile = counted  # type: ignore[method-assign]
+    random_tiles.FillRecipe._draw_tile = counted  # type: ignore[method-assign]
     try:
         manager = from_config(config, strategy, device="cpu", seed=7, init=init, **sizes)  # type: ignore[arg-type]
     finally:
-        random_tiles.FillRecipe._tile = tile  # type: ignore[method-assign]
+        random_tiles.FillRecipe._draw_tile = tile  # type: ignore[method-assign]
     return {name: value.clone() for name, value in full_weights(manager).items()}, sum(tiles)
 
 

@@ -80,7 +80,7 @@ def test_what_a_thread_of_gloo_is_about_to_let_go_of_is_not_held() -> None:
         thread.join()
 
     meter = StepMeter(is_real=True)
-    meter.begin()
+    meter.begin_step()
     with meter:
         work()
     assert meter.peak == 4 * MB

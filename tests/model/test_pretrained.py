@@ -38,7 +38,7 @@ def opened(directory: Path, **options: Any) -> tuple[nn.Module, PretrainedWeight
 
 
 def whole(weights: PretrainedWeights, name: str) -> Tensor:
-    shape = weights.shape(name)
+    shape = weights.get_shape(name)
     return weights.read(name, [0] * len(shape), list(shape))
 
 
@@ -139,7 +139,7 @@ def test_tied_weights_and_the_prefix_of_the_base_model_may_be_saved_in_several_w
     build_tiny_model(model_type, tied=True).save_pretrained(tmp_path)
     edit(tmp_path, change)
     model, weights = opened(tmp_path)
-    assert not weights.remarks
+    assert not weights.warnings
     check_equals_plain(model, weights, AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
@@ -148,7 +148,7 @@ def test_missing_weights_are_told_and_start_as_the_model_initialises_them(tmp_pa
     edit(tmp_path, lambda tensors: [tensors.pop(name) for name in ("lm_head.weight", "model.norm.weight")])
     model, weights = opened(tmp_path, seed=7)
     assert weights.missing == ("lm_head.weight", "model.norm.weight")
-    assert "lacks 2 weights of the model" in weights.remarks[0]
+    assert "lacks 2 weights of the model" in weights.warnings[0]
     torch.manual_seed(7)
     check_equals_plain(model, weights, AutoModelForCausalLM.from_pretrained(tmp_path))
     assert not torch.equal(whole(weights, "lm_head.weight"), whole(opened(tmp_path, seed=8)[1], "lm_head.weight"))
@@ -160,8 +160,8 @@ def test_unexpected_weights_are_told(tmp_path):
     extra = {"value_head.weight": torch.ones(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     edit(tmp_path, lambda tensors: tensors.update(extra))
     _, weights = opened(tmp_path)
-    assert len(weights.remarks) == 1
-    assert "1 weights that the model has no place for, which are not read: value_head.weight" in weights.remarks[0]
+    assert len(weights.warnings) == 1
+    assert "1 weights that the model has no place for, which are not read: value_head.weight" in weights.warnings[0]
 
 
 def test_the_generation_configuration_is_kept_and_random_state_stays_as_it_was(tmp_path):
@@ -306,10 +306,10 @@ def test_a_rectangle_reads_its_own_elements_alone(model_type, name, rows, tmp_pa
 
     monkeypatch.setattr("meshwright.model.pretrained.open_weights", counted)
     _, weights = opened(tmp_path)
-    first, *others = weights.shape(name)
+    first, *others = weights.get_shape(name)
     Counted.total = 0
     weights.read(name, [0] * (1 + len(others)), [rows, *others])
-    assert Counted.total == weights.shape(name).numel() * rows // first
+    assert Counted.total == weights.get_shape(name).numel() * rows // first
 
 
 def _operation(draw: Any, value: Tensor) -> Callable[[Tensor], Tensor]:
@@ -342,7 +342,7 @@ def _operation(draw: Any, value: Tensor) -> Callable[[Tensor], Tensor]:
 def test_rectangles_of_what_operations_make_of_recorded_tensors(data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     real = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
-    recorded: Tensor = LazyTensor.of(InMemoryReader(real))
+    recorded: Tensor = LazyTensor.from_source(InMemoryReader(real))
     for _ in range(data.draw(st.integers(0, 5))):
         operation = _operation(data.draw, real)
         real, recorded = operation(real), operation(recorded)
@@ -355,7 +355,7 @@ def test_rectangles_of_what_operations_make_of_recorded_tensors(data):
 
 
 def test_a_recorded_tensor_gives_values_where_they_are_asked_for_and_cannot_be_written_to():
-    recorded = LazyTensor.of(InMemoryReader(torch.arange(6.0).reshape(2, 3)))
+    recorded = LazyTensor.from_source(InMemoryReader(torch.arange(6.0).reshape(2, 3)))
     assert recorded.sum().source.shape == ()
     assert float(read_full(recorded.sum().source)) == 15
     assert recorded.max().item() == 5

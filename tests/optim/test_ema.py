@@ -65,7 +65,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def averaged(manager: StrategyManager, ema: EMA) -> dict[str, Tensor]:
-    with ema.in_place():
+    with ema.swap():
         return full_weights(manager)
 
 
@@ -83,12 +83,12 @@ def trained(
     ema = EMA(manager, EMAConfig(**settings))
     train_steps(manager, case, range(case.steps - 1))
     weights = full_weights(manager)
-    with ema.in_place():
+    with ema.swap():
         evaluated(manager, case)
     same = all(torch.equal(weights[name], each) for name, each in full_weights(manager).items())
     train_steps(manager, case, range(case.steps - 1, case.steps))
     last = evaluated(manager, case)
-    with ema.in_place():
+    with ema.swap():
         of_average = evaluated(manager, case)
     return averaged(manager, ema), of_average, last, same and last == evaluated(manager, case)
 
@@ -101,9 +101,9 @@ def by_hand(case: Case, settings: dict[str, Any]) -> tuple[dict[str, Tensor], fl
     for step in range(case.steps):
         train_steps(manager, case, range(step, step + 1))
         weights = full_weights(manager)
-        if step + 1 <= config.start:
+        if step + 1 <= config.start_step:
             average = {name: each.clone() for name, each in weights.items()}
-        elif (step + 1 - config.start) % config.every == 0:
+        elif (step + 1 - config.start_step) % config.every == 0:
             decay = min(config.decay, (1 + updates) / (10 + updates)) if config.warmup else config.decay
             average = {name: decay * each + (1 - decay) * weights[name] for name, each in average.items()}
             updates += 1
@@ -117,7 +117,7 @@ def by_hand(case: Case, settings: dict[str, Any]) -> tuple[dict[str, Tensor], fl
 
 @functools.lru_cache
 def expected(case: Case, setting: str) -> tuple[dict[str, Tensor], float, float]:
-    (found,) = pool(1).run(by_hand, case.undivided(), SETTINGS[setting])
+    (found,) = pool(1).run(by_hand, case.on_one_rank(), SETTINGS[setting])
     hand: tuple[dict[str, Tensor], float, float] = found
     return hand
 
@@ -193,8 +193,8 @@ def saved_again(layout: str, case: Case, paths: list[str]) -> None:
 def stored_averages(path: str) -> dict[str, Tensor]:
     manifest = read_manifest(Path(path))
     index = read_index(Path(path), manifest)
-    names = [name for name in index.kinds if name.startswith("ema.")]
-    values = {name: torch.empty(index.kinds[name][0], dtype=index.kinds[name][1]) for name in names}
+    names = [name for name in index.metas if name.startswith("ema.")]
+    values = {name: torch.empty(index.metas[name][0], dtype=index.metas[name][1]) for name in names}
     read_tensors(
         Path(path),
         manifest,
@@ -294,14 +294,14 @@ def fitted(settings: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]
     ema = EMA(manager, EMAConfig(decay=0.5, **settings))
     place = manager.mesh.data_rank, manager.mesh.data_size
     sets = {name: rank_microbatches(CASE, step, *place) for name, step in (("held_out", 50), ("other", 51))}
-    loop = mw.Loop(batches=lambda step: rank_microbatches(CASE, step, *place), steps=3, held_out=sets, ema=ema)
+    loop = mw.Loop(batches=lambda step: rank_microbatches(CASE, step, *place), steps=3, eval_sets=sets, ema=ema)
     results = mw.fit(manager, loop)
     by_hand = {}
-    with ema.in_place():
+    with ema.swap():
         for name, batches in sets.items():
             tokens = count_tokens(batches, manager.mesh)
             by_hand[f"{name}_ema"] = float(manager.eval_loss(batches, num_tokens=tokens))
-    text = told(mw.fit, manager, replace(loop, held_out={"a": sets["other"], "a_ema": sets["other"]}))
+    text = told(mw.fit, manager, replace(loop, eval_sets={"a": sets["other"], "a_ema": sets["other"]}))
     return dict(results[-1].evaluations), by_hand, text
 
 

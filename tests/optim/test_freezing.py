@@ -74,8 +74,8 @@ def _plain(case: Case) -> tuple[list[float], dict[str, Tensor]]:
 def _step(manager: StrategyManager, case: Case, step: int) -> float:
     batches = rank_microbatches(case, step, manager.mesh.data_rank, manager.mesh.data_size)
     # Which ends with what engines hold under the flags of now.
-    manager.eval_loss(batches, num_tokens=manager.announce(batches))
-    manager.forward_backward(batches, num_tokens=manager.announce(batches))
+    manager.eval_loss(batches, num_tokens=manager.begin_step_sync(batches))
+    manager.forward_backward(batches, num_tokens=manager.begin_step_sync(batches))
     norm = float(manager.clip_grad_norm(0.5))
     manager.optimizer_step()
     return norm

@@ -59,8 +59,8 @@ CASES = {
 def test_norms_by_block_are_those_of_one_process(layout: str, case: str) -> None:
     ranks, strategy, config, sizes, wrapper = LAYOUTS[layout]
     for found in pool(ranks).run(train_with_gradient_norms, strategy, config, sizes, CASES[case], "cpu", wrapper):
-        assert found.apart(run_norms_reference(CASES[case])) <= 1e-9
-        assert found.apart_from_total() <= 1e-12
+        assert found.max_difference(run_norms_reference(CASES[case])) <= 1e-9
+        assert found.max_difference_from_total() <= 1e-12
 
 
 def test_names_are_those_of_blocks_in_the_order_in_which_they_run() -> None:
@@ -93,7 +93,7 @@ def test_one_vector_is_summed_for_each_set_of_groups(strategy: str, sizes: Mappi
     for traffic in pool(2).run(_traffic, strategy, sizes):
         assert [each.kind for each in traffic] == ["all_reduce"] * calls
         # Of six numbers: the embedding, four blocks, and the rest.
-        assert traffic.bytes == calls * 6 * 8
+        assert traffic.nbytes == calls * 6 * 8
 
 
 def test_what_is_not_finite_stays_in_its_part() -> None:

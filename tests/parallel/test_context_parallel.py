@@ -202,8 +202,8 @@ def _kept(size: int, way: Any) -> int:
         else:
             mesh = Mesh(MeshSizes(cp_size=size).resolve(world.size), world)
             parallel = ContextParallel(model, model_layout(model), mesh["cp"], attention=way)
-            inputs, targets_BS = split_targets(parallel.divide({"input_ids": ids, "labels": ids}))
-            with parallel.around_step(), parallel.around_forward(inputs) as given:
+            inputs, targets_BS = split_targets(parallel.shard_batch({"input_ids": ids, "labels": ids}))
+            with parallel.step_context(), parallel.forward_context(inputs) as given:
                 sum_target_loss(model(**given, use_cache=False).logits, targets_BS)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 

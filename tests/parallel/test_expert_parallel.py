@@ -50,7 +50,7 @@ def _on_meta(model_type: str) -> nn.Module:
 )
 def test_experts_are_found_by_structure(model_type: str, names: list[str]) -> None:
     model = _on_meta(model_type)
-    assert [(each.name, each.count) for each in find_experts(model)] == [(name, 4) for name in names]
+    assert [(each.name, each.num_experts) for each in find_experts(model)] == [(name, 4) for name in names]
     check_expert_parallel(model, 4)
 
 

@@ -53,7 +53,7 @@ def test_blocks_that_are_compiled_are_not_recomputed_afterwards():
 def test_two_watchers_share_a_linear_layer():
     layer, first, second = nn.Linear(2, 2), DeferredWeightGradients(), DeferredWeightGradients()
     for each in (first, second):
-        each.watch(layer)
+        each.attach(layer)
     out = layer(torch.ones(1, 2, requires_grad=True))
     with second.collecting() as rest:
         out.sum().backward()

@@ -147,22 +147,22 @@ def _messages(model_type: str, sequence_parallel: bool) -> tuple[list[dict[str, 
     model = build_case_model(model_type, tied=False, seed=0, dtype=torch.float64)
     head = DeferredHead(model, "lm_head")
     parallel = apply_tensor_parallel(model, mesh, sequence_parallel=sequence_parallel)
-    loss = ChunkedCrossEntropy(head, None, is_sharded=parallel.divides_vocabulary, model_name=model_type)
+    loss = ChunkedCrossEntropy(head, None, is_sharded=parallel.shards_vocabulary, model_name=model_type)
     batch = build_global_batch(Case(), 0)
     losses: list[Tensor] = []
 
-    loss.choose(lambda: model(input_ids=batch["input_ids"][:1, :8], use_cache=False), open_world("cpu"))
+    loss.probe(lambda: model(input_ids=batch["input_ids"][:1, :8], use_cache=False), open_world("cpu"))
 
     def forward() -> None:
         run = lambda: model(input_ids=batch["input_ids"], use_cache=False)  # noqa: E731
         given = shift_labels(batch["labels"]), torch.tensor(7)
-        losses.append(loss.share(run, *given, parallel.check_logits)[0])
+        losses.append(loss.compute_token_loss(run, *given, parallel.check_logits)[0])
 
-    parts = [record_collectives(work) for work in (forward, lambda: losses[-1].backward(), parallel.add_gradients)]
+    parts = [record_collectives(work) for work in (forward, lambda: losses[-1].backward(), parallel.reduce_gradients)]
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
     assert all(each.kind in kinds for part in parts for each in part)
-    counts = [{kind: len(part.of(kind)) for kind in kinds} for part in parts]
-    return counts, [max((each.bytes for each in part), default=0) for part in parts]
+    counts = [{kind: len(part.filter(kind)) for kind in kinds} for part in parts]
+    return counts, [max((each.nbytes for each in part), default=0) for part in parts]
 
 
 BLOCKS = 3

@@ -108,11 +108,11 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_dict_or_an_import_path_of_one_or_of_a_function_goes_before_all_others(allowed: str) -> None:
     hook = _Hook({"lm_head": "colwise_gather_output"})
     by_dict = found(f"{allowed}.ONE", registry=_registry_with(hook))
-    assert by_dict.modules == found(ONE, registry=_registry_with(hook)).modules
-    assert set(by_dict.modules) == {f"model.layers.{index}.mlp.gate_proj" for index in range(3)}
+    assert by_dict.module_styles == found(ONE, registry=_registry_with(hook)).module_styles
+    assert set(by_dict.module_styles) == {f"model.layers.{index}.mlp.gate_proj" for index in range(3)}
     by_function = found(f"{allowed}.plan_for_a_model", registry=_registry_with(hook))
-    assert set(by_function.modules) == {f"model.layers.{index}.mlp.up_proj" for index in range(3)}
-    assert found(f"{allowed}.plan_for_all_models").modules == by_dict.modules
+    assert set(by_function.module_styles) == {f"model.layers.{index}.mlp.up_proj" for index in range(3)}
+    assert found(f"{allowed}.plan_for_all_models").module_styles == by_dict.module_styles
     assert hook.asked == []
 
 
@@ -133,23 +133,23 @@ def test_a_path_of_what_is_no_plan_is_refused(path: str, text: str, allowed: str
 def test_a_hook_goes_before_the_model_s_own_plan_and_passes_with_none() -> None:
     hook = _Hook({"model.layers.0.mlp.down_proj": "rowwise_split_input"})
     plan = find_plan(llama(), model_layout(llama()), sequence_parallel=True, registry=_registry_with(hook))
-    assert plan.modules == hook.answer
+    assert plan.module_styles == hook.answer
     assert hook.asked == [True]
-    assert found(registry=_registry_with(_Hook(None))).modules == found().modules
+    assert found(registry=_registry_with(_Hook(None))).module_styles == found().module_styles
 
 
 def test_the_model_s_own_plan_and_its_vocabulary_or_the_linear_layers_of_blocks() -> None:
     plan = found()
-    assert plan.modules["model.layers.2.self_attn.o_proj"] == "rowwise"
-    assert plan.modules["model.embed_tokens"] == "embedding_rowwise"
-    assert plan.modules["lm_head"] == "colwise_gather_output"
-    assert len(plan.modules) == 3 * 7 + 2
-    assert all(f"{name}.weight" in plan.parameters for name in plan.modules)
+    assert plan.module_styles["model.layers.2.self_attn.o_proj"] == "rowwise"
+    assert plan.module_styles["model.embed_tokens"] == "embedding_rowwise"
+    assert plan.module_styles["lm_head"] == "colwise_gather_output"
+    assert len(plan.module_styles) == 3 * 7 + 2
+    assert all(f"{name}.weight" in plan.parameter_styles for name in plan.module_styles)
     plan = found(model=build_tiny_model("gpt2", tied=True))
-    layers = {name: style for name, style in plan.modules.items() if ".h." in name}
+    layers = {name: style for name, style in plan.module_styles.items() if ".h." in name}
     assert len(layers) == 3 * 4
     assert set(layers.values()) == {"colwise_gather_output"}
-    assert plan.modules["transformer.wte"] == "embedding_rowwise"
+    assert plan.module_styles["transformer.wte"] == "embedding_rowwise"
     with pytest.raises(ModelError, match=r"Linear has no tensor-parallel plan.*Give a tp_plan, or set tp_size=1"):
         found(model=nn.Linear(3, 3))
 
@@ -159,32 +159,32 @@ def test_the_model_s_own_plan_and_its_vocabulary_or_the_linear_layers_of_blocks(
 
 def test_a_number_goes_before_the_star_and_an_entry_for_a_parameter_before_its_module_s() -> None:
     plan = found({GATE: "colwise", "model.layers.1.mlp.gate_proj": "replicate"})
-    styles = [plan.modules[f"model.layers.{index}.mlp.gate_proj"] for index in range(3)]
+    styles = [plan.module_styles[f"model.layers.{index}.mlp.gate_proj"] for index in range(3)]
     assert styles == ["colwise", "replicate", "colwise"]
     plan = found({GATE: "colwise", f"{GATE}.weight": "replicate", "lm_head.weight": "replicate"})
-    assert plan.parameters["model.layers.1.mlp.gate_proj.weight"] == "replicate"
-    assert plan.parameters["lm_head.weight"] == "replicate"
-    assert "lm_head" not in plan.modules
+    assert plan.parameter_styles["model.layers.1.mlp.gate_proj.weight"] == "replicate"
+    assert plan.parameter_styles["lm_head.weight"] == "replicate"
+    assert "lm_head" not in plan.module_styles
 
 
 def test_styles_of_torch_stand_beside_names() -> None:
     plan = found({GATE: ColwiseParallel(), "lm_head": "colwise_gather_output"})
-    assert plan.modules["model.layers.0.mlp.gate_proj"] == "colwise"
-    assert set(plan.parameters) == {f"model.layers.{index}.mlp.gate_proj.weight" for index in range(3)} | {
+    assert plan.module_styles["model.layers.0.mlp.gate_proj"] == "colwise"
+    assert set(plan.parameter_styles) == {f"model.layers.{index}.mlp.gate_proj.weight" for index in range(3)} | {
         "lm_head.weight"
     }
     # Layouts that shard positions turn sequence parallelism on.
-    assert not plan.shards_positions
-    assert found({GATE: ColwiseParallel(input_layouts=Shard(1))}).shards_positions
-    assert found({"model.norm": SequenceParallel()}).shards_positions
+    assert not plan.uses_sequence_parallel
+    assert found({GATE: ColwiseParallel(input_layouts=Shard(1))}).uses_sequence_parallel
+    assert found({"model.norm": SequenceParallel()}).uses_sequence_parallel
 
 
 @pytest.mark.parametrize("head", ["colwise", ColwiseParallel(), ColwiseParallel(output_layouts=Shard(-1))], ids=str)
 def test_a_head_gives_whole_logits(head: Any) -> None:
     """Parts of them would give another loss on each rank."""
-    assert found({"lm_head": head}).modules == {"lm_head": "colwise_gather_output"}
+    assert found({"lm_head": head}).module_styles == {"lm_head": "colwise_gather_output"}
     model = AutoModelForSequenceClassification.from_config(LlamaConfig(**TINY["llama"], num_labels=4))
-    assert found({"score": head}, model=model).modules == {"score": "colwise_gather_output"}
+    assert found({"score": head}, model=model).module_styles == {"score": "colwise_gather_output"}
 
 
 @pytest.mark.parametrize(
@@ -302,8 +302,8 @@ def test_the_model_s_plan_in_styles_of_torch_is_the_one_that_is_used_without_any
     if is_inside:
         model = nn.Sequential(model)
     plan, own = found(get_hf_tp_shard_plan(model), model=model), found(model=model)
-    assert (plan.modules, plan.parameters) == (own.modules, own.parameters)
-    assert "colwise" in plan.modules.values()
+    assert (plan.module_styles, plan.parameter_styles) == (own.module_styles, own.parameter_styles)
+    assert "colwise" in plan.module_styles.values()
 
 
 def test_plans_of_the_class_and_of_inner_models_are_merged() -> None:

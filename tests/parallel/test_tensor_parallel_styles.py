@@ -162,8 +162,8 @@ def _logits(shape: tuple[int, int], vocab: int, dtype: torch.dtype, scale: float
 
 
 def _of_shards(logits_BSL: Tensor, labels_BS: Tensor, vocab: int) -> Tensor:
-    vocabulary = ShardedVocabulary.over(dist.group.WORLD, vocab)
-    rows = HiddenRows.of_logits(logits_BSL, vocabulary=vocabulary)
+    vocabulary = ShardedVocabulary.from_group(dist.group.WORLD, vocab)
+    rows = HiddenRows.from_logits(logits_BSL, vocabulary=vocabulary)
     return compute_token_loss(rows, shift_labels(labels_BS).flatten(), torch.tensor(1), chunk_rows=10)
 
 
@@ -184,7 +184,7 @@ def _sharded_loss(vocab: int, dtype: torch.dtype, scale: float, masked: str) -> 
     traffic = record_collectives(work)
     assert torch.equal(logits_BSL.detach(), before_BSL), "logits were changed in place"
     assert logits_BSL.grad is not None
-    return losses[0].detach(), logits_BSL.grad, traffic.bytes
+    return losses[0].detach(), logits_BSL.grad, traffic.nbytes
 
 
 @pytest.mark.parametrize(

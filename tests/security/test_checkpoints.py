@@ -61,7 +61,7 @@ def _divided(shape: tuple[int, ...], draw: random.Random) -> list[tuple[tuple[in
 
 def _problem(shape: tuple[int, ...], rectangles: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
     pieces = np.array([(0, 0, *offsets, *sizes) for offsets, sizes in rectangles], np.int64)
-    return StoredTensor(torch.Size(shape), torch.int8, pieces).problem([10**6])
+    return StoredTensor(torch.Size(shape), torch.int8, pieces).find_error([10**6])
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -170,7 +170,7 @@ def test_an_older_checkpoint_in_the_place_of_a_newer_one_is_refused(root: Path, 
         read_manifest(place)
     # Under a name that tells no step, it is what it says.
     (root / "step-00000002").rename(root / "best")
-    assert read_manifest(LocalStorage(root / "best", place.access)).step == 1
+    assert read_manifest(LocalStorage(root / "best", place.options)).step == 1
     with (root / "best" / MANIFEST_FILE).open("r+b") as file:
         # Without a byte on the disk.
         file.truncate(1 << 33)
@@ -202,11 +202,11 @@ def test_parts_are_read_as_they_lie_in_the_file(root: Path, chunk: int, monkeypa
 
 def test_links_that_lead_in_a_circle_hang_nobody(root: Path) -> None:
     checkpoint = root / "step-00000001"
-    names = LocalStorage(checkpoint).sizes()
+    names = LocalStorage(checkpoint).list_file_sizes()
     for number in range(8):
         (checkpoint / f"circle-{number}").symlink_to(checkpoint)
         (checkpoint / "huggingface" / f"circle-{number}").symlink_to("..")
-    assert LocalStorage(checkpoint).sizes() == names
+    assert LocalStorage(checkpoint).list_file_sizes() == names
     for command, place in itertools.product(("show", "verify"), (checkpoint, root)):
         assert invoke("checkpoint", command, place)[0] == 0
 
@@ -222,8 +222,8 @@ def _paths(value: Any) -> list[tuple[Any, ...]]:
 
 def test_what_a_run_remembers_is_taken_or_the_checkpoint_is_refused(root: Path) -> None:
     stopping = EarlyStopping()
-    loop = {"best": {"set": "held_out", "values": [[2.5, 1]]}, **MetricMonitor(stopping, None, None).state()}
-    loop |= BadStepDetector(BadStepConfig(do="skip"), {"losses": [1.5], "norms": [0.5]}).state()
+    loop = {"best": {"set": "held_out", "values": [[2.5, 1]]}, **MetricMonitor(stopping, None, None).state_dict()}
+    loop |= BadStepDetector(BadStepConfig(action="skip"), {"losses": [1.5], "norms": [0.5]}).state_dict()
     whole = {
         "identity": {"batch_size": 2, "order": 2, "ema": {"decay": 0.5}, "model": {}, "data": {"seq_len": 16}},
         "run": {"output_dir": "out"},
@@ -247,11 +247,18 @@ def test_what_a_run_remembers_is_taken_or_the_checkpoint_is_refused(root: Path) 
         except CheckpointError:
             outcomes[False] += 1
             continue
-        source = ResumePoint(LocalStorage(place), manifest, named=None, changed=(), keeps=-1, metrics=None)
-        told = source.has_average, source.left_out, source.position()
+        source = ResumePoint(
+            LocalStorage(place),
+            manifest,
+            resumed_from=None,
+            changed_settings=(),
+            keep_until_step=-1,
+            metrics_storage=None,
+        )
+        told = source.has_ema, source.num_skipped_batches, source.compute_data_position()
         assert [type(each) for each in told] == [bool, int, int], (path, odd)
-        MetricMonitor(stopping, best, source.watched).state()  # type: ignore[arg-type]
-        BadStepDetector(BadStepConfig(do="skip"), (source.watched or {}).get(BAD_STEPS_KEY)).state()
+        MetricMonitor(stopping, best, source.loop_state).state_dict()  # type: ignore[arg-type]
+        BadStepDetector(BadStepConfig(action="skip"), (source.loop_state or {}).get(BAD_STEPS_KEY)).state_dict()
         find_best_checkpoints([LocalStorage(place)], "held_out", 1)
         outcomes[True] += 1
     assert min(outcomes[False], outcomes[True]) > 50

@@ -64,7 +64,7 @@ def test_a_template_that_does_not_end_is_refused(marks: str, monkeypatch: pytest
     template = ChatTemplate(train_tokenizer(["some words"], 300), LOOP + marks)
     conversation = Conversation(({"role": "user", "content": "x"},), (), {}, "a place")
     with pytest.raises(DataError, match=r"the template took longer than 0\.5 seconds"):
-        (template.write_marked if marks else template.write)(conversation)
+        (template.render_with_spans if marks else template.render)(conversation)
 
 
 @pytest.mark.parametrize("name", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])

@@ -189,7 +189,7 @@ def test_run_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
             with bounded((number, file)):
                 config = load_run(path, file.assignments)
                 outcome = "refused by their strategy"
-                ranks = config.processes(get_registry().get(config.strategy).axes, 0)
+                ranks = config.count_local_ranks(get_registry().get(config.strategy).axes, 0)
                 options = {"config": config.strategy_config, "wrapper_config": config.wrapper_config}
                 resolve(config.strategy, config, ranks, **options)
         except MeshwrightError as error:

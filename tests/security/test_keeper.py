@@ -50,7 +50,7 @@ class Process:
             assert time.monotonic() < until
             time.sleep(0.02)
         self.near = wire.Connection(connection)
-        self.port = int(self.near.ask("serve", host="127.0.0.1", token=TOKEN)["port"])
+        self.port = int(self.near.request("serve", host="127.0.0.1", token=TOKEN)["port"])
 
     def number(self, field: str) -> int:
         """Of /proc/PID/status: `Threads`, or `VmRSS` in kB."""
@@ -99,7 +99,7 @@ def test_silent_strangers_are_few_and_leave_soon_and_who_has_the_token_comes_thr
         assert process.number("Threads") - before <= keeper.MAX_UNAUTHENTICATED
         link = process.connection()
         wire.authenticate_to_server(link, TOKEN)
-        assert wire.Connection(link).ask("list")["steps"] == {}
+        assert wire.Connection(link).request("list")["steps"] == {}
         link.close()
         until = time.monotonic() + 4 * wire.AUTH_TIMEOUT_S + SLACK_S
         while process.number("Threads") > before and time.monotonic() < until:

@@ -40,7 +40,7 @@ DIRECTORIES = [
 
 
 def _refused(out: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is a link|is neither"), files.RunDirectory(out).locked(timeout_s=0):
+    with pytest.raises(ConfigError, match=r"is a link|is neither"), files.RunDirectory(out).lock(timeout_s=0):
         pass
 
 
@@ -103,7 +103,7 @@ def test_files_that_grow_are_not_opened_through_links(tmp_path: Path) -> None:
     (tmp_path / "victims").mkdir()
     (tmp_path / "step.writing").symlink_to(tmp_path / "victims")
     with pytest.raises(CheckpointError, match="is a link"):
-        LocalCheckpointWriter(LocalStorage(tmp_path / "step")).begin()
+        LocalCheckpointWriter(LocalStorage(tmp_path / "step")).prepare()
 
 
 def test_files_that_are_written_whole_replace_links(tmp_path: Path) -> None:

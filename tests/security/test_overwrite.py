@@ -50,18 +50,18 @@ def test_what_no_run_has_made_is_not_removed(name: str, list_of: str | None, tmp
     if name not in (RUN_FILE, "summary.json"):
         RunDirectory(tmp_path).prepare("", overwrite=False)
         assert mine.read_text() == "the user's own"
-        assert name not in RunDirectory(tmp_path).listed()
+        assert name not in RunDirectory(tmp_path).read_created_names()
 
 
 def test_what_a_run_has_made_is_removed_and_what_lies_beside_it_stays(tmp_path: Path) -> None:
     config = _config(tmp_path)
     RunDirectory(tmp_path).prepare("", overwrite=False)
-    assert RunDirectory(tmp_path).listed() == {*OUTPUT_DIRECTORIES, *OUTPUT_FILES}
+    assert RunDirectory(tmp_path).read_created_names() == {*OUTPUT_DIRECTORIES, *OUTPUT_FILES}
     (tmp_path / METRICS).write_text("{}\n")
     (tmp_path / MODEL).mkdir()
     (tmp_path / "notes.txt").write_text("mine")
-    assert choose_run_action(config, 3) is RunAction.REPLACE
+    assert choose_run_action(config, 3) is RunAction.OVERWRITE
     RunDirectory(tmp_path).prepare("", overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {RUN_FILE, CREATED_NAMES, "notes.txt"}
     (tmp_path / CREATED_NAMES).write_text(json.dumps(["../outside", "/etc/passwd", "notes.txt", MODEL, ".", ""]))
-    assert RunDirectory(tmp_path).listed() == {MODEL}
+    assert RunDirectory(tmp_path).read_created_names() == {MODEL}

@@ -26,11 +26,11 @@ def test_a_handle_sends_to_its_process_and_not_to_who_has_the_number_later(monke
     ended = _sleeper()
     handle = ProcessHandle(ended.pid, get_process_identity(ended.pid))
     assert handle.is_alive()
-    handle.send(signal.SIGKILL)
+    handle.send_signal(signal.SIGKILL)
     assert ended.wait(20) == -signal.SIGKILL
     monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
     assert not handle.is_alive()
-    handle.send(signal.SIGKILL)
+    handle.send_signal(signal.SIGKILL)
     handle.close()
     assert sent == []
 

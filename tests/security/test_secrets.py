@@ -114,7 +114,7 @@ def test_files_of_a_job_that_hold_secrets_are_their_owners(
     texts = [path.read_text() for path in job.directory.iterdir()]
     assert sum(SECRET in text and "another secret" in text for text in texts) == 1
     assert {stat.S_IMODE(path.stat().st_mode) for path in job.directory.iterdir()} == {0o600}
-    shown = render_job_files(job.shown(), to)
+    shown = render_job_files(job.redact(), to)
     assert not [name for name, text in shown.items() if SECRET in text or "another secret" in text]
     assert REDACTED in "".join(shown.values())
     # Ray's nodes are set up by whoever starts them.

@@ -59,7 +59,7 @@ def test_other_kinds_of_urls_are_refused(url: str, tmp_path: Path) -> None:
 
 def test_a_name_that_a_server_lists_makes_no_chain() -> None:
     with pytest.raises(ConfigError, match="chain of URLs"):
-        RemoteStorage("memory://bucket", DEFAULT_OPTIONS).at("step-00000001::reference://y")
+        RemoteStorage("memory://bucket", DEFAULT_OPTIONS).child("step-00000001::reference://y")
 
 
 def test_every_command_that_takes_a_url_refuses_it(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ class Value:
 
     def __call__(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         value_BS = outputs.logits[..., 0]
-        rest = outputs.document_sum(outputs.logits[..., 1:].sum(-1) * outputs.mask).square().sum() * 1e-2
+        rest = outputs.sum_by_document(outputs.logits[..., 1:].sum(-1) * outputs.mask).square().sum() * 1e-2
         errors_BS = (value_BS - batch["returns"]) ** 2 * outputs.mask
         return errors_BS.sum() / 2 + rest, {"values": (value_BS * outputs.mask).sum()}
 

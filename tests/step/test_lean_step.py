@@ -57,26 +57,26 @@ def _step(
     """The messages of a third step, what else it communicates, and what a fourth one reads."""
     manager = build_manager(strategy, config, sizes, case, wrapper_config=wrapper)
     world, messages = manager.mesh.world, []
-    exchanged = world._exchanged
+    exchanged = world._reduce_now
 
     def noted(*numbers: Any) -> Any:
         # In the thread of the message, which no other note sees.
         answers: list[Any] = []
         sent = record_collectives(lambda: answers.append(exchanged(*numbers)), {"world": dist.group.WORLD})
-        messages.append(sent.of("send", "world"))
+        messages.append(sent.filter("send", "world"))
         return answers[0]
 
     def step(index: int) -> None:
         batches = rank_microbatches(case, index, manager.mesh.data_rank, manager.mesh.data_size)
-        loss = manager.forward_backward(batches, num_tokens=manager.announce(batches))
-        manager.read(loss, manager.clip_grad_norm(case.max_norm))
+        loss = manager.forward_backward(batches, num_tokens=manager.begin_step_sync(batches))
+        manager.read_scalars(loss, manager.clip_grad_norm(case.max_norm))
         manager.optimizer_step()
 
     step(0)
     step(1)
-    world._exchanged = noted
+    world._reduce_now = noted
     traffic = record_collectives(lambda: step(2), {"world": dist.group.WORLD})
-    world._exchanged = exchanged
+    world._reduce_now = exchanged
     return messages, traffic, count_reads(lambda: step(3))
 
 
@@ -99,8 +99,8 @@ def test_a_step_sends_one_message_in_log2_rounds_and_waits_once(stack: str) -> N
     for messages, traffic, reads in pool(ranks).run(_step, *STACKS[stack]):
         (sent,) = messages
         assert len(sent) == ROUNDS[ranks]
-        assert all(each.bytes == 96 for each in sent)
-        assert not [each for each in traffic.of("send", "world") if each.dtype == torch.int64]
+        assert all(each.nbytes == 96 for each in sent)
+        assert not [each for each in traffic.filter("send", "world") if each.dtype == torch.int64]
         assert {place: reads[place] for place in reads if place not in HOST} == _expected_reads(stack, reads)
 
 
@@ -117,20 +117,20 @@ def _announced(culprit: int, reader: int | None) -> list[str]:
     outside = [{**each, "labels": each["labels"] + 10**6} for each in good]
     for bad in (good[:1], outside, good):
         mine = bad if mesh.rank == culprit else good
-        count, announced = count_tokens(good, mesh), manager.announce(mine)
+        count, announced = count_tokens(good, mesh), manager.begin_step_sync(mine)
         if mesh.rank == reader:
             assert (int(count), type(int(announced))) == (total, int)
         dist.barrier()
         texts.append(told(manager.eval_loss, mine, num_tokens=announced))
     # Nobody reads this one, nor trains on it.
-    manager.announce(good)
+    manager.begin_step_sync(good)
     texts.append(told(manager.eval_loss, good, num_tokens=torch.tensor(7 + (mesh.rank == culprit))))
-    announced = manager.announce(good)
+    announced = manager.begin_step_sync(good)
     texts.append(told(manager.eval_loss, [*good], num_tokens=announced))
     if mesh.rank == culprit:
         texts.append(told(count_tokens, good, mesh))
     else:
-        texts.append(told(lambda: manager.eval_loss(good, num_tokens=manager.announce(good))))
+        texts.append(told(lambda: manager.eval_loss(good, num_tokens=manager.begin_step_sync(good))))
     assert float(manager.eval_loss(good, num_tokens=announced)) > 0
     return texts
 
@@ -157,7 +157,7 @@ def _exchanged(seed: int) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-(2**40), 2**40, (world.size, 6), generator=generator)
     mine = values[world.rank].tolist()
-    sums, highs = world.exchange(mine[:4], mine[4:])
+    sums, highs = world.reduce_sum_and_max(mine[:4], mine[4:])
     expected = values[:, :4].sum(0).tolist(), values[:, 4:].amax(0).tolist()
     low = world.reduce_ints(mine, dist.ReduceOp.MIN)
     return [(sums, highs) == expected, low == values.amin(0).tolist()]

@@ -84,7 +84,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any], bo
 @pytest.mark.parametrize("name", mostly_slow(LAYOUTS, "tp"))
 def test_every_layout_trains_and_evaluates_by_rows_and_holds_logits_of_no_more(name: str) -> None:
     strategy, config, sizes, wrapper, tied = LAYOUTS[name]
-    case = Case(tied=tied, microbatches=2, empty=3, eval_after=True, layers=4)
+    case = Case(tied=tied, microbatches=2, num_masked_sequences=3, eval_after=True, layers=4)
     task = (strategy, {**config, "loss_chunk_rows": CHUNK}, sizes, case, {"pipeline": wrapper} if wrapper else None)
     answers = pool(2).run(_train, *task)
     assert find_max_difference([outcome for outcome, _ in answers], run_reference(case)).worst <= 1e-12
@@ -137,7 +137,7 @@ def _chosen(model: _Bag, given: int | None = CHUNK) -> tuple[ChunkedCrossEntropy
     loss = ChunkedCrossEntropy(DeferredHead(model, "head"), given, is_sharded=False, model_name="Bag")
     with warnings.catch_warnings(record=True) as told, open_world("cpu") as world:
         warnings.simplefilter("always")
-        loss.choose(lambda: model(torch.arange(8)[None]), world)
+        loss.probe(lambda: model(torch.arange(8)[None]), world)
     return loss, [str(each.message) for each in told]
 
 
@@ -145,7 +145,7 @@ def _losses(head: nn.Module, behind: Any) -> tuple[list[str], float, float]:
     """What is said; and how far the loss, and all gradients, are from those of whole logits."""
     model, ids_BS = _Bag(head, behind), torch.arange(22).view(2, 11) % 11
     loss, told = _chosen(model)
-    found, outputs = loss.share(lambda: model(ids_BS), ids_BS, torch.tensor(7), lambda *_: None)
+    found, outputs = loss.compute_token_loss(lambda: model(ids_BS), ids_BS, torch.tensor(7), lambda *_: None)
     found.backward()
     assert (outputs.logits.dim() == 0) == (not told)
     mine = [p.grad.clone() for p in model.parameters()]
@@ -189,7 +189,7 @@ def test_a_model_that_changes_its_ways_is_refused() -> None:
     ids_BS = torch.arange(11)[None]
     text = r"but what softmax makes of its logits is not known.* Set loss_chunk_rows=0\."
     with pytest.raises(ModelError, match=text):
-        loss.share(lambda: model(ids_BS), ids_BS, torch.tensor(7), lambda *_: None)
+        loss.compute_token_loss(lambda: model(ids_BS), ids_BS, torch.tensor(7), lambda *_: None)
     # The model is what it was for whoever calls it.
     assert model(ids_BS).logits.shape == (1, 11, 11)
 
@@ -201,7 +201,7 @@ def test_logits_are_held_for_a_chunk_where_they_are_large(rows: int, held: int) 
     model = _Bag(nn.Linear(4, vocabulary), vocabulary=vocabulary)
     loss = _chosen(model, None)[0]
     ids_BS = torch.arange(rows)[None]
-    work = lambda: loss.share(lambda: model(ids_BS), ids_BS, torch.tensor(7), lambda *_: None)  # noqa: E731
+    work = lambda: loss.compute_token_loss(lambda: model(ids_BS), ids_BS, torch.tensor(7), lambda *_: None)  # noqa: E731
     with torch.no_grad():
         peak = measure_memory(work, [model]).peak.other
     assert held <= peak / (8 * vocabulary) < (2 * held if held == 512 else 4 * held)

@@ -37,10 +37,10 @@ def _of_capped(given: list[Tensor]) -> HiddenRows:
 
 
 KINDS: dict[str, tuple[int, Make, Callable[[list[Tensor]], Tensor]]] = {
-    "linear": (2, lambda given: HiddenRows.linear(*given), lambda given: F.linear(*given)),
-    "with-bias": (3, lambda given: HiddenRows.linear(*given), lambda given: F.linear(*given)),
+    "linear": (2, lambda given: HiddenRows.from_linear(*given), lambda given: F.linear(*given)),
+    "with-bias": (3, lambda given: HiddenRows.from_linear(*given), lambda given: F.linear(*given)),
     "capped": (3, _of_capped, lambda given: _capped(F.linear(*given))),
-    "logits": (1, lambda given: HiddenRows.of_logits(given[0]), lambda given: given[0]),
+    "logits": (1, lambda given: HiddenRows.from_logits(given[0]), lambda given: given[0]),
 }
 
 
@@ -126,10 +126,10 @@ def _shared_out(entries: int, ids_NK: Tensor) -> tuple[dict[str, Tensor], list[T
     """Statistics, and the gradients of hidden states (summed over ranks) and of this rank's part of the weight."""
     (hidden, weight, bias), ids_N = _inputs(3, entries=entries)
     group: Any = dist.group.WORLD
-    vocabulary = ShardedVocabulary.over(group, entries)
+    vocabulary = ShardedVocabulary.from_group(group, entries)
     here = slice(vocabulary.start, vocabulary.start + chunk_sizes(entries, group.size())[group.rank()])
     mine = [hidden, weight[here].detach().requires_grad_(), bias[here].detach().requires_grad_()]
-    rows = HiddenRows.linear(*mine, vocabulary=vocabulary)
+    rows = HiddenRows.from_linear(*mine, vocabulary=vocabulary)
     found = compute_token_statistics(rows, ids_NK, STATISTICS, chunk_rows=5)
     gradients = torch.autograd.grad(_weighed(found), mine)
     of_loss = torch.autograd.grad(compute_token_loss(rows, ids_N, torch.tensor(7), chunk_rows=5), mine)
@@ -169,7 +169,7 @@ def test_the_probability_of_a_token_that_is_almost_certain_has_a_gradient_in_hal
     logits_NV.requires_grad_()
     for ids in ([3], [3, -100], [3, 5]):
         ids_NK = torch.tensor([ids]).expand(4, -1)
-        found = compute_token_statistics(HiddenRows.of_logits(logits_NV), ids_NK, ["log_probs"], chunk_rows=3)[
+        found = compute_token_statistics(HiddenRows.from_logits(logits_NV), ids_NK, ["log_probs"], chunk_rows=3)[
             "log_probs"
         ][:, 0]
         expected = torch.autograd.grad(logits_NV.float().log_softmax(-1)[:, 3].sum(), logits_NV)[0]
@@ -181,7 +181,7 @@ def test_half_precision_is_computed_in_float32_and_rounded_once() -> None:
     # A token that is almost certain: its gradient is p - 1, of which nothing is left where p is rounded first.
     with torch.no_grad():
         given[2][int(ids_N[1])] += 12.0
-    loss = compute_token_loss(HiddenRows.linear(*given), ids_N, torch.tensor(1), chunk_rows=N)
+    loss = compute_token_loss(HiddenRows.from_linear(*given), ids_N, torch.tensor(1), chunk_rows=N)
     logits_NV = F.linear(*given)
     whole = F.cross_entropy(logits_NV.float(), ids_N, reduction="sum")
     assert loss.dtype == torch.float32
@@ -193,10 +193,10 @@ def test_half_precision_is_computed_in_float32_and_rounded_once() -> None:
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_what_is_frozen_gets_no_gradient_and_what_trains_gets_its_own(frozen: int) -> None:
     given, ids_N = _inputs(3)
-    loss = compute_token_loss(HiddenRows.linear(*given), ids_N, torch.tensor(1), chunk_rows=5)
+    loss = compute_token_loss(HiddenRows.from_linear(*given), ids_N, torch.tensor(1), chunk_rows=5)
     expected = torch.autograd.grad(loss, given)
     given[frozen].requires_grad_(False)
-    compute_token_loss(HiddenRows.linear(*given), ids_N, torch.tensor(1), chunk_rows=5).backward()
+    compute_token_loss(HiddenRows.from_linear(*given), ids_N, torch.tensor(1), chunk_rows=5).backward()
     for index, each in enumerate(given):
         assert each.grad is None if index == frozen else torch.equal(each.grad, expected[index])
 
@@ -205,8 +205,8 @@ def test_gradients_that_wait_for_a_backward_are_made_for_one_microbatch_only() -
     given, ids_N = _inputs(2)
     waiting: WeakSet[Any] = WeakSet()
     make = lambda: compute_token_loss(
-        HiddenRows.linear(*given), ids_N, torch.tensor(7), chunk_rows=5, pending_gradients=waiting
-    )  # noqa: E731
+        HiddenRows.from_linear(*given), ids_N, torch.tensor(7), chunk_rows=5, pending_gradients=waiting
+    )
     first, second = make(), make()
     assert len(waiting) == 1
     # Computed again in backward, which holds what it was given.
@@ -229,7 +229,7 @@ def test_nothing_of_rows_times_vocabulary_lives(dtype: torch.dtype) -> None:
     head.hidden = nn.Parameter(torch.randn(64, 4, dtype=dtype))
 
     def work() -> None:
-        rows = HiddenRows.linear(head.hidden, head.weight)
+        rows = HiddenRows.from_linear(head.hidden, head.weight)
         compute_token_loss(rows, torch.arange(64), torch.tensor(64), chunk_rows=8).backward()
 
     peak = measure_memory(work, [head]).peak

@@ -186,11 +186,11 @@ def measure_step_bytes(strategy: str, config: Any, sizes: Any, case: Case) -> tu
     manager = build_manager(strategy, config, sizes, case)
     train_steps(manager, case, range(1))
     traffic = record_collectives(gradient_step(manager, case, 1))
-    summed = traffic.of("all_reduce").bytes + traffic.of("reduce_scatter").bytes
+    summed = traffic.filter("all_reduce").nbytes + traffic.filter("reduce_scatter").nbytes
     parameters = [p for part in manager.model_parts for p in part.parameters()]
     held = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
     whole = sum(w.nbytes for name, w in full_weights(manager).items() if "lora_" in name)
-    return summed, traffic.bytes, held, whole
+    return summed, traffic.nbytes, held, whole
 
 
 def train_with_dropout(strategy: str, config: Any, sizes: Any, case: Case) -> list[float]:

@@ -28,14 +28,14 @@ class FinishedRun:
     directory: Path
 
     @property
-    def numbers(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    def reproducible_results(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """Metrics that are the same when the run is repeated, and checksums of the weights."""
         lines = map(json.loads, (self.directory / "metrics.jsonl").read_text().splitlines())
         metrics = [{key: value for key, value in line.items() if key not in NONDETERMINISTIC_FIELDS} for line in lines]
         files = sorted((self.directory / "model").glob("*.safetensors"))
         return metrics, {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
-    def whole(self, root: Path | None = None) -> list[int]:
+    def verify_checkpoints(self, root: Path | None = None) -> list[int]:
         """Verify all checkpoints in a directory; return their steps."""
         root = root or self.directory / "checkpoints"
         for _, path in list_steps(root):
@@ -44,7 +44,7 @@ class FinishedRun:
         assert not [path.name for path in root.iterdir() if path.suffix], "leftovers"
         return sorted(step for step, _ in list_steps(root))
 
-    def fails(self, code: int, text: str) -> None:
+    def assert_fails(self, code: int, text: str) -> None:
         assert (self.code, text in self.output, "Traceback" in self.output) == (code, True, False), self.output
 
 
@@ -55,7 +55,7 @@ class CheckpointRuns:
         self.directory, self.file, self.steps = directory, write_run(directory), steps
         self.defaults = {"every": 2, "keep_last": None, **defaults}
 
-    def write(self, name: str, **checkpoint: Any) -> Path:
+    def write_run_file(self, name: str, **checkpoint: Any) -> Path:
         """Write the run file of a name, which its output gets, too."""
         values = yaml.safe_load(self.file.read_text())
         output = str(self.directory / name)
@@ -65,17 +65,17 @@ class CheckpointRuns:
         file.write_text(yaml.safe_dump(values))
         return file
 
-    def begin(self, file: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
+    def start(self, file: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
         own = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES} | environment
         command = [sys.executable, "-m", "meshwright", "train", str(file), *more]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, env=own, start_new_session=True, **pipes)
 
-    def end(self, name: str, process: subprocess.Popen[str]) -> FinishedRun:
+    def wait(self, name: str, process: subprocess.Popen[str]) -> FinishedRun:
         output, _ = process.communicate(timeout=240)
         return FinishedRun(process.returncode, output, self.directory / name)
 
     def __call__(
         self, name: str, *more: str, environment: dict[str, str] | None = None, **checkpoint: Any
     ) -> FinishedRun:
-        return self.end(name, self.begin(self.write(name, **checkpoint), *more, **(environment or {})))
+        return self.wait(name, self.start(self.write_run_file(name, **checkpoint), *more, **(environment or {})))

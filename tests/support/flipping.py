@@ -20,21 +20,21 @@ class _ParameterFlipper:
     """Flips a bit of what the optimizer of a run steps."""
 
     def __init__(self) -> None:
-        self.stepped: list[Tensor] = []
+        self.stepped_parameters: list[Tensor] = []
 
-    def note(self, optimizer: Optimizer, *_: Any) -> None:
-        self.stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    def record_parameters(self, optimizer: Optimizer, *_: Any) -> None:
+        self.stepped_parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
         if result.step == FLIPPED_AFTER:
-            flip(self.stepped[0])
+            flip(self.stepped_parameters[0])
 
 
 def run_with_bit_flip(path: str) -> tuple[str, int]:
     """Run a run file on this rank, flip a bit after a step, and return error and exit code."""
     flips = _ParameterFlipper()
-    hook = register_optimizer_step_post_hook(flips.note)
+    hook = register_optimizer_step_post_hook(flips.record_parameters)
     try:
         with get_registry().observing(flips):
             return output_of_rank(path, None)[1:]

@@ -78,14 +78,14 @@ class _Outcomes:
     """Plugin of pytest that records the outcome of each test."""
 
     def __init__(self) -> None:
-        self.found: dict[str, tuple[str, str]] = {}
+        self.outcomes: dict[str, tuple[str, str]] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             lines = [line for line in report.longreprtext.splitlines() if line.startswith("E  ")]
-            self.found[report.nodeid] = ("failed", " ".join(lines[:1] + lines[-1:])[:300])
+            self.outcomes[report.nodeid] = ("failed", " ".join(lines[:1] + lines[-1:])[:300])
         elif report.when == "call" or report.skipped:
-            self.found.setdefault(report.nodeid, (report.outcome, ""))
+            self.outcomes.setdefault(report.nodeid, (report.outcome, ""))
 
 
 def _run(arguments: Sequence[str], outcome: Connection, log: Path) -> int:
@@ -100,7 +100,7 @@ def _run(arguments: Sequence[str], outcome: Connection, log: Path) -> int:
     server._forkserver.ensure_running = server.ensure_running = lambda: None
     outcomes = _Outcomes()
     pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments], plugins=[outcomes])
-    outcome.send(outcomes.found)
+    outcome.send(outcomes.outcomes)
     atexit._run_exitfuncs()
     return 0
 

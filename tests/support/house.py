@@ -30,7 +30,7 @@ class SourceModule:
     path: Path
 
     @property
-    def room(self) -> str:
+    def package(self) -> str:
         """The folder within the package; empty for modules of the package itself."""
         parts = self.name.split(".")
         return parts[1] if len(parts) > 2 or (len(parts) == 2 and self.path.name == "__init__.py") else ""
@@ -75,7 +75,7 @@ def read_modules(package: Path) -> dict[str, SourceModule]:
 
 def find_import_edges(modules: Mapping[str, SourceModule]) -> set[tuple[str, str]]:
     """Pairs of rooms of core of which the first imports the second."""
-    names = ((module.room, name.split(".")) for module in modules.values() for name in module.imports())
+    names = ((module.package, name.split(".")) for module in modules.values() for name in module.imports())
     pairs = {(room, parts[1]) for room, parts in names if parts[0] == "meshwright" and len(parts) > 1}
     rooms = {room for floor in LAYERS for room in floor}
     return {(one, other) for one, other in pairs if {one, other} <= rooms and one != other}
@@ -114,7 +114,7 @@ def draw_map(modules: Mapping[str, SourceModule], path: Path) -> None:
         for index, room in enumerate(floor)
     }
     for room, (x, y) in place.items():
-        lines = sum(module.lines for module in modules.values() if module.room == room)
+        lines = sum(module.lines for module in modules.values() if module.package == room)
         box = {"boxstyle": "round,pad=0.4", "fc": "#f4f1ea", "ec": "#555"}
         axes.text(x, y, f"{room}\n{lines:,} lines", ha="center", va="center", fontsize=9, bbox=box)
     for room, other in nx.transitive_reduction(nx.DiGraph(sorted(find_import_edges(modules)))).edges:

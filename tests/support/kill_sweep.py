@@ -56,8 +56,8 @@ class KillRecord:
     moment: str
     victim: str
     step: int = 0
-    left: list[str] = field(default_factory=list)
-    ended_s: float = 0.0
+    leftovers: list[str] = field(default_factory=list)
+    exit_s: float = 0.0
 
 
 @dataclass
@@ -71,16 +71,16 @@ class TrainingRun:
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
 
-    def steps_done(self) -> int:
+    def count_steps(self) -> int:
         path = self.directory / "metrics.jsonl"
         return path.read_text().count("\n") if path.is_file() else 0
 
-    def numbers(self) -> list[dict[str, Any]]:
+    def read_metrics(self) -> list[dict[str, Any]]:
         """All that the metrics say, but for durations."""
         lines = [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
         return [{k: v for k, v in line.items() if k not in NONDETERMINISTIC_FIELDS} for line in lines]
 
-    def newest(self) -> Path:
+    def find_newest_checkpoint(self) -> Path:
         return max(path for path in self.checkpoints.iterdir() if path.name[-1].isdigit())
 
 
@@ -207,7 +207,7 @@ def build_moment_condition(run: TrainingRun, moment: str, step: int, dice: rando
         return lambda: time.monotonic() - begun > wait
     if moment == "training":
         wait = dice.uniform(0.0, 0.1)
-        return lambda: run.steps_done() >= step and time.sleep(wait) is None  # type: ignore[func-returns-value]
+        return lambda: run.count_steps() >= step and time.sleep(wait) is None  # type: ignore[func-returns-value]
     if moment == "exporting":
         start = dice.choice(("model.checkpoint", "model.writing"))
         return lambda: any(path.name.startswith(start) for path in _list_directory(run.directory))
@@ -248,22 +248,22 @@ def hash_weights(directory: Path) -> dict[str, str]:
 
 class SweptLayout:
     def __init__(self, workplace: Path, name: str, settings: dict[str, Any], dice: random.Random) -> None:
-        self.workplace, self.name, self.dice = workplace, name, dice
+        self.workplace, self.name, self.rng = workplace, name, dice
         self._settings = settings
         self._count = 0
-        whole = self._new("whole")
+        whole = self._make_run("whole")
         run_to_end("train", str(whole.file))
-        self._numbers, self._weights = whole.numbers(), hash_weights(whole.directory / "model")
+        self._numbers, self._weights = whole.read_metrics(), hash_weights(whole.directory / "model")
         assert [each["step"] for each in self._numbers] == list(range(1, STEPS + 1))
-        self.whole = whole
-        self.run = self._new()
+        self.baseline = whole
+        self.run = self._make_run()
 
-    def _new(self, name: str | None = None) -> TrainingRun:
+    def _make_run(self, name: str | None = None) -> TrainingRun:
         self._count += 1
         return make_run(self.workplace, f"{short_name(self.name)}-{name or self._count}", self._settings)
 
     @property
-    def runs(self) -> int:
+    def num_runs(self) -> int:
         return self._count - 1
 
     def kill(self, moment: str, victim: str) -> KillRecord:
@@ -271,35 +271,38 @@ class SweptLayout:
         if moment == "export command":
             return self._kill_export()
         for _ in range(4):
-            done = self.run.steps_done()
+            done = self.run.count_steps()
             if done > STEPS - 6 and moment != "exporting":
-                self.end()
-                self.run, done = self._new(), 0
+                self.finish_run()
+                self.run, done = self._make_run(), 0
             if moment == "deleting" and done < 5:
                 # There must be something to delete.
                 self._kill("training", "all", 5)
-                done = self.run.steps_done()
-            found = self._kill(moment, victim, done + self.dice.randint(2, 4))
+                done = self.run.count_steps()
+            found = self._kill(moment, victim, done + self.rng.randint(2, 4))
             if found is not None:
                 return found
             self.compare()
-            self.run = self._new()
+            self.run = self._make_run()
         raise AssertionError(f"{self.name}: no run could be killed while {moment}")
 
     def _kill(self, moment: str, victim: str, at: int) -> KillRecord | None:
-        has_come = build_moment_condition(self.run, moment, at, self.dice)
+        has_come = build_moment_condition(self.run, moment, at, self.rng)
         process = CommandProcess("train", str(self.run.file))
         if not wait_for_moment(process, has_come):
             process.check()
             return None
-        kill_victim(process, victim, self.dice)
+        kill_victim(process, victim, self.rng)
         kill = KillRecord(self.name, moment, victim)
-        kill.ended_s = self._await_end(process)
-        kill.step, kill.left = self.run.steps_done(), self._left()
+        kill.exit_s = self._wait_for_exit(process)
+        kill.step, kill.leftovers = self.run.count_steps(), self._find_leftovers()
         return kill
 
     def _kill_export(self) -> KillRecord:
-        source, output = str(self.whole.newest()), self.whole.directory.with_name(f"{self.whole.directory.name}-export")
+        source, output = (
+            str(self.baseline.find_newest_checkpoint()),
+            self.baseline.directory.with_name(f"{self.baseline.directory.name}-export"),
+        )
         process = CommandProcess("export", source, str(output))
         came = wait_for_moment(
             process, lambda: any(p.name.startswith(output.name) for p in _list_directory(self.workplace))
@@ -307,13 +310,15 @@ class SweptLayout:
         assert came, "the export ended before it was seen"
         os.killpg(process.pid, signal.SIGKILL)
         kill = KillRecord(self.name, "export command", "all", STEPS)
-        kill.ended_s = self._await_end(process)
-        kill.left = sorted(path.name for path in _list_directory(self.workplace) if path.name.startswith(output.name))
+        kill.exit_s = self._wait_for_exit(process)
+        kill.leftovers = sorted(
+            path.name for path in _list_directory(self.workplace) if path.name.startswith(output.name)
+        )
         run_to_end("export", source, str(output))
         assert hash_weights(output) == self._weights, f"{self.name}: the export after a killed one differs"
         return kill
 
-    def _await_end(self, process: subprocess.Popen[bytes]) -> float:
+    def _wait_for_exit(self, process: subprocess.Popen[bytes]) -> float:
         begun = time.monotonic()
         while find_session_processes(process):
             if time.monotonic() - begun > TIMEOUT_S:
@@ -324,21 +329,21 @@ class SweptLayout:
         process.wait()
         return round(time.monotonic() - begun, 2)
 
-    def _left(self) -> list[str]:
+    def _find_leftovers(self) -> list[str]:
         names = [path.name for path in _list_directory(self.run.checkpoints) if not path.name[-1].isdigit()]
         return sorted(
             names + [path.name for path in _list_directory(self.run.directory) if path.name.startswith("model")]
         )
 
-    def end(self) -> None:
+    def finish_run(self) -> None:
         """Let the run end, and compare it."""
         run_to_end("train", str(self.run.file))
         self.compare()
 
     def compare(self) -> None:
-        assert self.run.numbers() == self._numbers, f"{self.run.directory}: other metrics"
+        assert self.run.read_metrics() == self._numbers, f"{self.run.directory}: other metrics"
         assert hash_weights(self.run.directory / "model") == self._weights, f"{self.run.directory}: other weights"
-        left = [name for name in self._left() if name != "model"]
+        left = [name for name in self._find_leftovers() if name != "model"]
         assert not left, f"{self.run.directory}: {left} is left"
 
 
@@ -349,8 +354,8 @@ def run_sweep(workplace: Path, kills: int, seed: int, name: str) -> Iterator[tup
     victims = [*VICTIMS] * (kills // len(VICTIMS) + 1)
     dice.shuffle(victims)
     for number in range(kills):
-        yield layout.kill(MOMENTS[number % len(MOMENTS)], victims[number]), layout.runs
-    layout.end()
+        yield layout.kill(MOMENTS[number % len(MOMENTS)], victims[number]), layout.num_runs
+    layout.finish_run()
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ def train() -> list[float]:
             draw = torch.Generator().manual_seed(step * mesh.data_size + mesh.data_rank)
             ids_BS = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=draw)
             batch = [{"input_ids": ids_BS, "labels": ids_BS}]
-            losses.append(manager.forward_backward(batch, num_tokens=manager.announce(batch)).item())
+            losses.append(manager.forward_backward(batch, num_tokens=manager.begin_step_sync(batch)).item())
             manager.clip_grad_norm(1.0)
             manager.optimizer_step()
         return losses

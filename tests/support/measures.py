@@ -70,7 +70,7 @@ def measure_memory(
     with mode:
         work()
     mode.update_peak()
-    return MemoryMeasurement(mode.peak, mode.now())
+    return MemoryMeasurement(mode.peak, mode.measure_now())
 
 
 @contextmanager
@@ -92,26 +92,26 @@ def limit_memory(size: int) -> Iterator[None]:
 class _MemoryMeter(MemoryMeter):
     def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer | None) -> None:
         super().__init__()
-        self._held = list(dict.fromkeys(p for module in modules for p in module.parameters()))
+        self._parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
         self._optimizer = optimizer
-        self.see([*self._held, *(b for module in modules for b in module.buffers())])
-        self.peak = self.now()
+        self.track([*self._parameters, *(b for module in modules for b in module.buffers())])
+        self.peak = self.measure_now()
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         super().observe(operation, args, kwargs, result)
         self.update_peak()
 
     def update_peak(self) -> None:
-        if self.total > self.peak.total:
+        if self.total_bytes > self.peak.total:
             wait_for_gloo_threads()
         # Of equal moments the last: a gradient is in its place only after the operation that makes it.
-        if self.total >= self.peak.total:
-            self.peak = self.now()
+        if self.total_bytes >= self.peak.total:
+            self.peak = self.measure_now()
 
-    def now(self) -> RankMemory:
-        gradients = [p.grad for p in self._held if p.grad is not None]
+    def measure_now(self) -> RankMemory:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
         state = [] if self._optimizer is None else list(list_tensors([*self._optimizer.state.values()]))
-        self.see([*gradients, *state])
+        self.track([*gradients, *state])
         seen: set[int] = set()
 
         def held(tensors: Iterable[Tensor]) -> int:
@@ -120,8 +120,8 @@ class _MemoryMeter(MemoryMeter):
             seen.update(found)
             return sum(storage.nbytes() for storage in found.values())
 
-        sizes = [held(self._held), held(gradients), held(state)]
-        return RankMemory(*sizes, self.total - sum(sizes))
+        sizes = [held(self._parameters), held(gradients), held(state)]
+        return RankMemory(*sizes, self.total_bytes - sum(sizes))
 
 
 # -- reads of values
@@ -147,13 +147,13 @@ def count_reads(work: Callable[[], object]) -> Counter[str]:
     calls = _ReadCallCounter(operators)
     with calls, operators:
         work()
-    return operators.found + calls.found
+    return operators.counts + calls.counts
 
 
 class _ReadOperatorCounter(OperationObserver):
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.on_host: list[Tensor] = []  # Copies that have been counted
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -165,18 +165,18 @@ class _ReadOperatorCounter(OperationObserver):
         if name == "on_host":
             self.on_host.append(result)
         if name in _READING_OPERATORS or chooses or counts:
-            self.found[_find_calling_file()] += 1
+            self.counts[_find_calling_file()] += 1
 
 
 class _ReadCallCounter(TorchFunctionMode):
     def __init__(self, operators: _ReadOperatorCounter) -> None:
         super().__init__()
         self._operators = operators
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _COPYING_CALLS and not any(args[0] is each for each in self._operators.on_host):
-            self.found[_find_calling_file()] += 1
+            self.counts[_find_calling_file()] += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -29,7 +29,7 @@ class NamespaceNode:
     def command(self, *command: str) -> list[str]:
         return ["ip", "netns", "exec", self.name, *command]
 
-    def pids(self) -> list[int]:
+    def find_pids(self) -> list[int]:
         inside = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
         return [int(each) for each in inside.stdout.split()]
 
@@ -79,7 +79,7 @@ def create_nodes(count: int = 2) -> Iterator[tuple[NamespaceNode, ...]]:
         yield found
     finally:
         for node in found:
-            for pid in node.pids():
+            for pid in node.find_pids():
                 with suppress(ProcessLookupError):
                     os.kill(pid, 9)
         for name in (*(node.name for node in found), switch):

@@ -99,7 +99,7 @@ def evaluate_objective(value: Any, batch: dict[str, Tensor]) -> tuple[Tensor, di
     if getattr(objective, "on", "tokens") == "outputs":
         given: Any = Outputs(shift_labels(batch["labels"]), logits, positions_BS=positions)
     else:
-        given = Tokens.of_logits(logits, batch["labels"], position_ids=positions)
+        given = Tokens.from_logits(logits, batch["labels"], position_ids=positions)
     found = objective(given, columns)
     loss, sums = found if isinstance(found, tuple) else (found, {})
     (gradient,) = torch.autograd.grad(loss, logits)

@@ -137,17 +137,17 @@ def combined_objective(tokens: Tokens, batch: Batch) -> tuple[Tensor, dict[str, 
     clipped_BS = ratio_BS.clamp(0.8, 1.2) * batch["advantage"]
     policy = -(torch.minimum(gains_BS, clipped_BS) * mask).sum()
     given_BSK = batch["ids"] != IGNORE_INDEX
-    some = (tokens.log_probs_of(batch["ids"]).exp() * given_BSK * batch["scales"] * real_B1[..., None]).sum()
-    wholes_B = tokens.sequence_sum(tokens.log_probs)
+    some = (tokens.log_probs_for(batch["ids"]).exp() * given_BSK * batch["scales"] * real_B1[..., None]).sum()
+    wholes_B = tokens.sum_by_sequence(tokens.log_probs)
     sequences = (F.softplus(wholes_B * batch["beta"]) * mask.any(1)).sum()
-    documents_D = tokens.document_sum(tokens.log_probs * batch["advantage"])
+    documents_D = tokens.sum_by_document(tokens.log_probs * batch["advantage"])
     documents = documents_D.square().sum() * 1e-2
     # Of all positions of rows that count, masked or not.
     shape = ((tokens.entropy * 0.1 + tokens.logsumexp.square() * 1e-2 + tokens.mean_logit * 0.3) * real_B1).sum()
     value = policy + some * 10.0 + sequences + documents + shape + batch["real"].sum()
     return value, {
         "correct": (tokens.is_top1 * batch["advantage"]).sum(),
-        "documents": (tokens.document_sum(mask) > 0).sum(),
+        "documents": (tokens.sum_by_document(mask) > 0).sum(),
         "entropy": (tokens.entropy * mask).sum(),
         "rows": batch["real"].sum(),
         "squares": wholes_B.square().sum() * 1e-4,
@@ -207,7 +207,7 @@ def train_manager(
     mesh, losses, norms, evaluated = manager.mesh, [], [], []
     for step in range(case.steps):
         mine = batches(case, step, mesh.data_rank, mesh.data_size)
-        count = manager.announce(mine, objective=objective) if announces else count_tokens(mine, mesh, objective)
+        count = manager.begin_step_sync(mine, objective=objective) if announces else count_tokens(mine, mesh, objective)
         losses += [float(manager.forward_backward(mine, num_tokens=count, objective=objective)), *_read_sums(manager)]
         norms.append(float(manager.clip_grad_norm(case.max_norm)))
         manager.optimizer_step()

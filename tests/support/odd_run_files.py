@@ -91,9 +91,9 @@ class RunFileFuzzer:
         for _ in range(changes):
             path, schema = chance.choice(self._places)
             if chance.random() < 0.1:
-                assignments.append(f"{'.'.join(path)}={_write_yaml(self._value(schema, chance), chance)}")
+                assignments.append(f"{'.'.join(path)}={_write_yaml(self._draw_value(schema, chance), chance)}")
             else:
-                self._change(values, path, schema, chance)
+                self._mutate(values, path, schema, chance)
         text = _write_yaml(values, chance)
         if chance.random() < 0.1:
             text = _corrupt(text, chance)
@@ -108,38 +108,46 @@ class RunFileFuzzer:
         for path, schema in chance.choices(places, k=min(len(places), chance.choice((0, 1, 1, 2, 3)))):
             fits = chance.random() < 0.7
             set_at(
-                values["strategy_config"], path, self._fitting(schema, chance) if fits else self._value(schema, chance)
+                values["strategy_config"],
+                path,
+                self._draw_valid_value(schema, chance) if fits else self._draw_value(schema, chance),
             )
-        if spec.wraps or chance.random() < 0.3:
+        if spec.is_wrapper or chance.random() < 0.3:
             values["pp_size"] = chance.choice((1, 2, 2, 4))
             if chance.random() < 0.7:
-                wrapping = [each for each, (other, _) in self._strategies.items() if other.wraps]
+                wrapping = [each for each, (other, _) in self._strategies.items() if other.is_wrapper]
                 _, places = self._strategies[chance.choice(wrapping)]
                 path, schema = chance.choice(places)
-                set_at(values, ("wrapper_config", chance.choice(wrapping), *path), self._fitting(schema, chance))
+                set_at(
+                    values, ("wrapper_config", chance.choice(wrapping), *path), self._draw_valid_value(schema, chance)
+                )
         if chance.random() < 0.3:
             size = chance.choice(("dp_size", "dp_replicate_size", "tp_size", "cp_size", "ep_size"))
             values[size] = chance.choice((1, 2, 2, 3, 4, None))
 
-    def _change(self, values: dict[str, Any], path: tuple[str, ...], schema: Any, chance: random.Random) -> None:
+    def _mutate(self, values: dict[str, Any], path: tuple[str, ...], schema: Any, chance: random.Random) -> None:
         holder, last = _find_parent(values, path), path[-1]
         how = chance.randrange(12)
         if how == 0:
             holder.pop(last, None)
         elif how == 1:
-            holder[last[::-1]] = self._value(schema, chance)
+            holder[last[::-1]] = self._draw_value(schema, chance)
         else:
             there = holder.get(last)
-            holder[last] = str(there) if how == 2 else [there] if how == 3 else self._value(schema, chance)
+            holder[last] = str(there) if how == 2 else [there] if how == 3 else self._draw_value(schema, chance)
 
-    def _value(self, schema: dict[str, Any], chance: random.Random) -> Any:
-        return copy.deepcopy(chance.choice(UNUSUAL_VALUES)) if chance.random() < 0.6 else self._fitting(schema, chance)
+    def _draw_value(self, schema: dict[str, Any], chance: random.Random) -> Any:
+        return (
+            copy.deepcopy(chance.choice(UNUSUAL_VALUES))
+            if chance.random() < 0.6
+            else self._draw_valid_value(schema, chance)
+        )
 
-    def _fitting(self, schema: dict[str, Any], chance: random.Random) -> Any:
+    def _draw_valid_value(self, schema: dict[str, Any], chance: random.Random) -> Any:
         """What a schema allows, or what lies just beyond its ends."""
         schema = _resolve_reference(self._schema, schema)
         if "anyOf" in schema:
-            return self._fitting(chance.choice(schema["anyOf"]), chance)
+            return self._draw_valid_value(chance.choice(schema["anyOf"]), chance)
         if "enum" in schema or "const" in schema or "examples" in schema:
             return chance.choice(schema.get("enum") or schema.get("examples") or [schema["const"]])
         kind = schema.get("type")
@@ -154,10 +162,10 @@ class RunFileFuzzer:
             case "number":
                 return chance.choice((low, chance.uniform(low, min(high, 1e6)), low + 1, high, low - 1e-9))
             case "array":
-                return [self._fitting(schema.get("items", {}), chance) for _ in range(chance.randrange(3))]
+                return [self._draw_valid_value(schema.get("items", {}), chance) for _ in range(chance.randrange(3))]
             case "object":
                 known = schema.get("properties", {})
-                return {key: self._fitting(known[key], chance) for key in known if chance.random() < 0.5}
+                return {key: self._draw_valid_value(known[key], chance) for key in known if chance.random() < 0.5}
             case "null":
                 return None
         return chance.choice(("x", "lm_head", "colwise", "torch.float32", "meshwright.plans.mine", "a.b", "*.bias"))

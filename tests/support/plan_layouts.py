@@ -69,20 +69,22 @@ class PlannedLayout:
         others = [each for each in (self.dtype, self.model) if each not in ("float64", "llama")]
         return "-".join([*parts, f"{self.ranks}ranks", *others])
 
-    def job(self) -> TrainingJob:
+    def build_job(self) -> TrainingJob:
         wrapper = {"pipeline": dict(self.wrapper)} if self.wrapper else None
         stack, degrees = resolve(
             self.strategy, MeshSizes(**self.sizes), self.ranks, config=dict(self.config), wrapper_config=wrapper
         )
         make = functools.partial(build_model, self.model, self.dtype, self.layers, self.is_adapted)
         optimizer = optimizer_factory(OptimizerConfig(lr=1e-2))
-        return TrainingJob(stack, degrees, make, optimizer, microbatches=self.microbatches, rows=2)
+        return TrainingJob(stack, degrees, make, optimizer, num_microbatches=self.microbatches, micro_batch_size=2)
 
-    def deep_job(self, layers: int | None = None, microbatches: int | None = None) -> TrainingJob:
+    def build_deep_job(self, layers: int | None = None, microbatches: int | None = None) -> TrainingJob:
         """Return the job with so many blocks and microbatches, which knows how to have fewer."""
         make = functools.partial(build_model, self.model, self.dtype, is_adapted=self.is_adapted)
         sizes = {"layers": layers or self.layers, "microbatches": microbatches or self.microbatches}
-        return replace(self.job(), model=functools.partial(make, sizes["layers"]), with_layers=make, **sizes)
+        return replace(
+            self.build_job(), build_model=functools.partial(make, sizes["layers"]), build_with_layers=make, **sizes
+        )
 
 
 def build_deep_layout(engine: str, ranks: int, schedule: str, layers: int, microbatches: int) -> PlannedLayout:
@@ -93,7 +95,7 @@ def build_deep_layout(engine: str, ranks: int, schedule: str, layers: int, micro
 
 def plan_deep_layout(layout: PlannedLayout, *, from_small: bool) -> list[dict[str, Any]] | None:
     """Return reports of the ranks that stand for all, of a pipeline; None if `extrapolate_ranks` ones do not give them."""
-    job, device = layout.deep_job(), load_device_spec("h100-80gb")
+    job, device = layout.build_deep_job(), load_device_spec("h100-80gb")
     known: list[Any] = []
 
     def asked(*given: Any) -> Any:
@@ -144,10 +146,10 @@ def build_model(model_type: str, dtype: str, layers: int = 4, is_adapted: bool =
 
 def trace_real_rank(layout: PlannedLayout) -> StepTrace:
     """Trace this real rank."""
-    job = layout.job()
+    job = layout.build_job()
     if layout.is_adapted:
         # peft's models are not materialised, but read.
-        job = replace(job, model=functools.partial(_materialize, job.model))
+        job = replace(job, build_model=functools.partial(_materialize, job.build_model))
     return trace_job(job, Mesh(job.degrees, open_world("cpu")))
 
 
@@ -161,4 +163,4 @@ def _materialize(make: Callable[[], nn.Module]) -> nn.Module:
 
 def trace_planned_rank(layout: PlannedLayout, rank: int) -> StepTrace:
     """Trace a rank of a planned world."""
-    return trace_rank(layout.job(), rank)
+    return trace_rank(layout.build_job(), rank)

@@ -34,7 +34,7 @@ class AveragesGradients(FSDP2Manager):
 
     def shard(self, model: nn.Module) -> nn.Module:
         module = super().shard(model)
-        for unit in self._sharding.modules:
+        for unit in self._sharding.unit_modules:
             unit.set_force_sum_reduction_for_comms(False)
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 group.gradient_divide_factor = None
@@ -46,7 +46,7 @@ class DividesTwice(FSDP2Manager):
 
     def shard(self, model: nn.Module) -> nn.Module:
         module = super().shard(model)
-        for unit in self._sharding.modules:
+        for unit in self._sharding.unit_modules:
             unit.set_gradient_divide_factor(float(self.mesh.degrees.dp))
         return module
 
@@ -70,7 +70,7 @@ class ClipsByLocalNorm(FSDP2Manager):
     """Clips by the norm of this rank's shards."""
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
-        gradients = [p.grad.to_local() for p in self.trainable() if p.grad is not None]
+        gradients = [p.grad.to_local() for p in self.iter_trainable() if p.grad is not None]
         norm = compute_grad_norm(gradients, norm_type)
         if max_norm is not None:
             clip_grads_with_norm(gradients, norm, max_norm)
@@ -83,7 +83,7 @@ class LosesMicrobatches(DDPManager):
     def after_backward(self, *, is_last: bool) -> None:
         super().after_backward(is_last=is_last)
         if not is_last:
-            for parameter in self.trainable():
+            for parameter in self.iter_trainable():
                 parameter.grad = None
 
 
@@ -94,7 +94,7 @@ class DriftingCopies(DDPManager):
         super().optimizer_step()
         if dist.get_rank() == 1:
             with torch.no_grad():
-                next(self.trainable()).mul_(1 + 1e-6)
+                next(self.iter_trainable()).mul_(1 + 1e-6)
 
 
 class _AliasOptimizer(Optimizer):
@@ -120,8 +120,8 @@ class SpoilsLoadedState(DDPManager):
     """Loads right, and then spoils groups of parameters or the state of the optimizer."""
 
     @contextmanager
-    def loading(self, optimizer: OptimizerState[TensorMeta] | None) -> Iterator[ShardedState]:
-        with super().loading(optimizer) as target:
+    def load_sharded_state(self, optimizer: OptimizerState[TensorMeta] | None) -> Iterator[ShardedState]:
+        with super().load_sharded_state(optimizer) as target:
             yield target
         for group in self.optimizer.param_groups:
             self.spoil_group(group)
@@ -158,12 +158,12 @@ class SwapsGroups(DDPManager):
     """Loads the settings of parameter groups in the wrong order."""
 
     @contextmanager
-    def loading(self, optimizer: OptimizerState[TensorMeta] | None) -> Iterator[ShardedState]:
+    def load_sharded_state(self, optimizer: OptimizerState[TensorMeta] | None) -> Iterator[ShardedState]:
         if optimizer is not None:
             names = [group["params"] for group in optimizer.groups]
             pairs = zip(optimizer.groups, reversed(names), strict=True)
             optimizer.groups = [{**group, "params": other} for group, other in pairs]
-        with super().loading(optimizer) as target:
+        with super().load_sharded_state(optimizer) as target:
             yield target
 
 
@@ -189,11 +189,11 @@ class KeepsPrivateSchedule(DDPManager):
 class YieldsStaleWeights(DDPManager):
     """Gives what the model had at first, as an engine would see that is fed with copies."""
 
-    def parameter_pieces(self) -> dict[str, ChunkedTensor | None]:
+    def parameter_chunks(self) -> dict[str, ChunkedTensor | None]:
         if not hasattr(self, "_first"):
-            pieces = super().parameter_pieces().items()
+            pieces = super().parameter_chunks().items()
             self._first: dict[str, ChunkedTensor | None] = {
-                name: held and replace(held, pieces=tuple(replace(p, tensor=p.tensor.clone()) for p in held.pieces))
+                name: held and replace(held, chunks=tuple(replace(p, tensor=p.tensor.clone()) for p in held.chunks))
                 for name, held in pieces
             }
         return self._first
@@ -242,10 +242,10 @@ class IgnoresTensorParallelNorms(FSDP2Manager):
         own, along_tp = self.gradients, self.mesh.group("tp")
 
         class Local(Gradients):
-            def groups_of(self, parameter: nn.Parameter) -> ShardGroups:
-                return tuple(each for each in own.groups_of(parameter) if each is not along_tp)
+            def get_shard_groups(self, parameter: nn.Parameter) -> ShardGroups:
+                return tuple(each for each in own.get_shard_groups(parameter) if each is not along_tp)
 
-        self.gradients = Local(self.trainable, self.parts, self.mesh, use_float64=False)
+        self.gradients = Local(self.iter_trainable, self.shard_layout, self.mesh, use_float64=False)
         try:
             return super().gradient_norms()
         finally:
@@ -264,14 +264,14 @@ class ClipsForNorms(DDPManager):
     """Leaves gradients that are not those from before."""
 
     def gradient_norms(self) -> dict[str, float]:
-        self.gradients.scale(self.gradients.total_norm(2.0), 0.5)
+        self.gradients.clip(self.gradients.compute_total_norm(2.0), 0.5)
         return super().gradient_norms()
 
 
 class GathersInBlocks(Rows):
     """Puts the rows of a rank together, which are every n-th of the microbatch."""
 
-    def joined(self, part: Tensor) -> Tensor:
+    def gather(self, part: Tensor) -> Tensor:
         whole = super().joined(part)
         return torch.cat([whole[rank :: self._size] for rank in range(self._size)])
 
@@ -279,7 +279,7 @@ class GathersInBlocks(Rows):
 class GathersWithoutGradientSum(Rows):
     """Gives each rank the gradient of its own sum alone."""
 
-    def joined(self, part: Tensor) -> Tensor:
+    def gather(self, part: Tensor) -> Tensor:
         whole = super().joined(part.detach())
         if not part.is_floating_point():
             return whole
@@ -292,7 +292,7 @@ class IgnoresReplicas(Rows):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self.sharers = 1
+        self.replicas = 1
 
 
 SHARDED_AXES, REPLICATED_AXES, ROW_AXES = (

@@ -35,7 +35,7 @@ def _replay_with_fault(order: ReplayRequest, fault: str) -> dict[str, Any]:
     with redirect_stdout(io.StringIO()), without_launcher() as patch:
         FAULTS[fault](patch)
         replay_on_rank(None, order)
-    return order.found[-1]
+    return order.results[-1]
 
 
 def write_run_file(workplace: Path, name: str, **changes: Any) -> Path:
@@ -132,16 +132,16 @@ def _halve_gradients(patch: pytest.MonkeyPatch) -> None:
     """Gradients of one layer are summed with another scale."""
     from meshwright_fsdp2.manager import FSDP2Manager
 
-    plain = FSDP2Manager.check_gradients
+    plain = FSDP2Manager.report_gradients
 
     def check_gradients(self: FSDP2Manager) -> Any:
         found = plain(self)
-        for name, parameter in self.named_trainable():
+        for name, parameter in self.named_trainable_parameters():
             if "layers.1.mlp.up_proj" in name and parameter.grad is not None:
                 parameter.grad.mul_(0.5)
         return found
 
-    patch.setattr(FSDP2Manager, "check_gradients", check_gradients)
+    patch.setattr(FSDP2Manager, "report_gradients", check_gradients)
 
 
 def _scale_activations(patch: pytest.MonkeyPatch) -> None:

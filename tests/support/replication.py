@@ -20,18 +20,18 @@ class TrainingProcess(subprocess.Popen[bytes]):
     """A command that trains, in a session of its own, and its output."""
 
     def __init__(self, arguments: Sequence[str], said: Path, **environment: str) -> None:
-        self._said = said
+        self._output_file = said
         options: Any = {"env": clean(**environment), "start_new_session": True, "cwd": said.parent}
         with said.open("wb") as file:
             super().__init__(arguments, stdout=file, stderr=file, **options)
 
     @property
-    def said(self) -> str:
-        return self._said.read_text(errors="replace")
+    def output(self) -> str:
+        return self._output_file.read_text(errors="replace")
 
-    def ended(self) -> None:
+    def assert_succeeds(self) -> None:
         """Wait for the command to succeed."""
-        assert self.wait(200) == 0, self.said[-4000:]
+        assert self.wait(200) == 0, self.output[-4000:]
 
 
 def start_training(run: Run, *settings: str) -> TrainingProcess:

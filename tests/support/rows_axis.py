@@ -33,32 +33,32 @@ class _GatherRows(torch.autograd.Function):
 class RowsAxis(Axis):
     """Each rank of the group has every n-th sequence of a microbatch."""
 
-    divides_batches = True
+    shards_batches = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
-        self.sharers = self._size
+        self.replicas = self._size
 
     def check_batch(self, batch: Batch) -> None:
         if batch["input_ids"].shape[0] % self._size:
             raise BatchError(f"{batch['input_ids'].shape[0]} sequences do not divide among {self._size} ranks.")
 
-    def divide(self, batch: Batch) -> Batch:
+    def shard_batch(self, batch: Batch) -> Batch:
         return {name: tensor[self._rank :: self._size] for name, tensor in batch.items()}
 
-    def parted(self, whole: Tensor) -> Tensor:
+    def shard(self, whole: Tensor) -> Tensor:
         return whole[self._rank :: self._size]
 
-    def joined(self, part: Tensor) -> Tensor:
+    def gather(self, part: Tensor) -> Tensor:
         # A bool travels as a byte.
         number = part.to(torch.uint8) if part.dtype is torch.bool else part
         whole: Tensor = _GatherRows.apply(number, self._group)
         return whole.to(part.dtype)
 
-    def add_losses(self, total: Tensor) -> None:
+    def reduce_losses(self, total: Tensor) -> None:
         dist.all_reduce(total, group=self._group)
 
-    def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(gradient, group=self._group)
@@ -76,7 +76,7 @@ class RowsManager(DataParallelManager):
 class RowsAxisWithoutGather(RowsAxis):
     """As one that was written before there were objectives."""
 
-    joined = Axis.joined
+    gather = Axis.gather
 
 
 class RowsWithoutGatherManager(RowsManager):

@@ -76,7 +76,7 @@ class RunWorkspace:
         self.out = directory / "out"
         self.root = self.out / "checkpoints"
 
-    def file(self, **changes: Any) -> Path:
+    def write_run_file(self, **changes: Any) -> Path:
         values = yaml.safe_load((self.workplace / "run.yaml").read_text())
         values |= {"strategy": "single", "strategy_config": {}, "nproc": 1, "output_dir": str(self.out)}
         values |= {"steps": STEPS, "sample": None, "eval": {"sequences": 2}, "timeout_s": 4}
@@ -90,21 +90,21 @@ class RunWorkspace:
         return path
 
     def run(self, *, ranks: int = 1, kill_after: int | None = None, **changes: Any) -> tuple[str, str, int]:
-        return pool(ranks).run(run_rank_capturing, str(self.file(**changes)), kill_after)[0]
+        return pool(ranks).run(run_rank_capturing, str(self.write_run_file(**changes)), kill_after)[0]
 
-    def runs(self, **changes: Any) -> str:
+    def run_successfully(self, **changes: Any) -> str:
         output, error, code = self.run(**changes)
         assert code == 0, error
         return output
 
-    def metrics(self, directory: Path | None = None) -> list[dict[str, Any]]:
+    def read_metrics(self, directory: Path | None = None) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in ((directory or self.out) / "metrics.jsonl").read_text().splitlines()]
         return [{k: v for k, v in line.items() if k not in NONDETERMINISTIC_FIELDS} for line in lines]
 
-    def steps(self, root: Path | None = None) -> list[int]:
+    def list_steps(self, root: Path | None = None) -> list[int]:
         return [step for step, _ in list_steps(root or self.root)]
 
-    def contents(self) -> dict[str, bytes]:
+    def read_contents(self) -> dict[str, bytes]:
         """All that is there, but for the lock."""
         paths = [path for path in self.out.rglob("*") if path.is_file() and not path.name.startswith(".lock")]
         return {str(path.relative_to(self.out)): path.read_bytes() for path in paths}

@@ -45,7 +45,7 @@ class SlurmCluster:
         key = self.directory / "munge" / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        (self.directory / "slurm.conf").write_text(self._config())
+        (self.directory / "slurm.conf").write_text(self._render_config())
         (self.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         self.environment = {**os.environ, "SLURM_CONF": str(self.directory / "slurm.conf")}
         try:
@@ -54,11 +54,11 @@ class SlurmCluster:
                 *("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge / 's'}"),
                 *(f"--pid-file={munge / 'pid'}", f"--log-file={munge / 'log'}", f"--seed-file={munge / 'seed'}"),
             )
-            self._await(lambda: (munge / "s").exists(), "munged")
+            self._wait_for(lambda: (munge / "s").exists(), "munged")
             self._start("slurmctld", "-D", "-i")
-            self._await(lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld")
+            self._wait_for(lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld")
             self._start("slurmd", "-D", "-N", "node1")
-            self._await(lambda: "State=IDLE" in self.run("scontrol", "show", "node", "node1").stdout, "slurmd")
+            self._wait_for(lambda: "State=IDLE" in self.run("scontrol", "show", "node", "node1").stdout, "slurmd")
         except BaseException:
             self.__exit__()
             raise
@@ -82,13 +82,13 @@ class SlurmCluster:
         assert done.returncode == 0 or not check, f"{program} {arguments}: {done.stdout}{done.stderr}{self.logs()}"
         return done
 
-    def job(self, number: str) -> dict[str, str]:
+    def read_job(self, number: str) -> dict[str, str]:
         told = self.run("scontrol", "--oneliner", "show", "job", number).stdout
         return dict(each.partition("=")[::2] for each in told.split() if "=" in each)
 
-    def await_state(self, number: str, *states: str, timeout_s: float = 150) -> dict[str, str]:
+    def wait_for_state(self, number: str, *states: str, timeout_s: float = 150) -> dict[str, str]:
         end = time.monotonic() + timeout_s
-        while (job := self.job(number))["JobState"] not in states:
+        while (job := self.read_job(number))["JobState"] not in states:
             assert time.monotonic() < end, f"job {number} is {job['JobState']} and not {states}: {job}{self.logs()}"
             time.sleep(0.2)
         return job
@@ -107,14 +107,14 @@ class SlurmCluster:
             )
         self._processes.append(process)
 
-    def _await(self, is_there: object, program: str) -> None:
+    def _wait_for(self, is_there: object, program: str) -> None:
         end = time.monotonic() + 60
         while not is_there():  # type: ignore[operator]
             assert self._processes[-1].poll() is None, f"{program} has ended: {self.logs()}"
             assert time.monotonic() < end, f"{program} is not there: {self.logs()}"
             time.sleep(0.1)
 
-    def _config(self) -> str:
+    def _render_config(self) -> str:
         host, place = socket.gethostname(), self.directory
         simple = f"""ClusterName=meshwright SlurmctldHost={host}(127.0.0.1) SlurmUser=root SlurmdUser=root
             AuthType=auth/munge AuthInfo=socket={place}/munge/s CredType=cred/munge SlurmctldPort={free_port()}

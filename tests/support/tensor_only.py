@@ -40,24 +40,28 @@ class PlainShardLayout(ShardLayout):
     def __init__(self, divisions: Mapping[Tensor, ParameterSharding]) -> None:
         self._divisions = divisions
 
-    def _of(self, value: Tensor, parameter: Tensor) -> ParameterSharding | None:
+    def _find_division(self, value: Tensor, parameter: Tensor) -> ParameterSharding | None:
         return self._divisions.get(parameter) if value.shape == parameter.shape else None
 
-    def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
-        return value if (division := self._of(value, parameter)) is None else division.whole(value)
+    def gather(self, value: Tensor, parameter: Tensor) -> Tensor:
+        return value if (division := self._find_division(value, parameter)) is None else division.gather(value)
 
-    def part(self, full: Tensor, parameter: Tensor) -> Tensor:
+    def shard(self, full: Tensor, parameter: Tensor) -> Tensor:
         division = self._divisions.get(parameter)
-        return full if division is None or full.shape != division.shape else division.part(full)
+        return full if division is None or full.shape != division.shape else division.shard(full)
 
-    def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
-        return value.shape if (division := self._of(value, parameter)) is None else division.shape
+    def get_full_shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
+        return value.shape if (division := self._find_division(value, parameter)) is None else division.shape
 
-    def pieces(self, value: Tensor, parameter: Tensor) -> list[LocalChunk]:
-        own = super().pieces(value, parameter)
-        return own if (division := self._of(value, parameter)) is None else division.pieces(own, value.shape)
+    def get_local_chunks(self, value: Tensor, parameter: Tensor) -> list[LocalChunk]:
+        own = super().get_local_chunks(value, parameter)
+        return (
+            own
+            if (division := self._find_division(value, parameter)) is None
+            else division.to_global_chunks(own, value.shape)
+        )
 
-    def groups(self, parameter: Tensor) -> ShardGroups:
+    def get_shard_groups(self, parameter: Tensor) -> ShardGroups:
         division = self._divisions[parameter]
         return (division.mesh.get_group(),) if division.is_sharded else ()
 
@@ -71,8 +75,8 @@ class TensorOnlyManager(DataParallelManager):
         parallel.apply()
         self.axes.append(parallel)
         if self.config.plain:
-            divisions = parallel.divisions
-            self.parts = PlainShardLayout({p: divisions[name] for name, p in model.named_parameters()})
+            divisions = parallel.shardings
+            self.shard_layout = PlainShardLayout({p: divisions[name] for name, p in model.named_parameters()})
         return model
 
 

@@ -35,8 +35,8 @@ def test_bytes_are_those_of_the_whole_tensor_whichever_operation_carries_it() ->
     for traffic in pool(2).run(_in_place):
         assert [each.kind for each in traffic] == [*kinds, "barrier"]
         for each in traffic.calls[:-1]:
-            assert (each.ranks, each.dtype) == (2, dtypes.get(each.kind, torch.float32))
-            assert each.bytes == 6 * each.dtype.itemsize
+            assert (each.num_ranks, each.dtype) == (2, dtypes.get(each.kind, torch.float32))
+            assert each.nbytes == 6 * each.dtype.itemsize
 
 
 def _functional() -> CollectiveTrace:
@@ -59,14 +59,14 @@ def _functional() -> CollectiveTrace:
 def test_functional_collectives_measure_like_those_in_place() -> None:
     sent = [("all_gather", 24), ("reduce_scatter", 24), ("all_reduce", 24), ("all_reduce", 36)]
     for traffic in pool(2).run(_functional):
-        assert [(each.kind, each.bytes) for each in traffic] == sent
+        assert [(each.kind, each.nbytes) for each in traffic] == sent
 
 
 def test_traffic_selects_and_adds_up() -> None:
     a = Collective("all_gather", "dp", 4, torch.bfloat16, 10)
     b = Collective("all_reduce", "tp", 2, torch.float32, 3)
     traffic = CollectiveTrace((a, b, a))
-    assert (traffic.bytes, len(traffic)) == (23, 3)
-    assert traffic.of("all_gather").bytes == 20
-    assert traffic.of(group="tp").calls == (b,)
-    assert len(traffic.of("all_gather", "tp")) == 0
+    assert (traffic.nbytes, len(traffic)) == (23, 3)
+    assert traffic.filter("all_gather").nbytes == 20
+    assert traffic.filter(group="tp").calls == (b,)
+    assert len(traffic.filter("all_gather", "tp")) == 0

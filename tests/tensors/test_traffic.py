@@ -254,7 +254,7 @@ def _measured(name: str) -> Measured:
         generator = torch.Generator().manual_seed(100 * index + manager.mesh.data_rank)
         ids = [torch.randint(0, VOCAB, (SEQUENCES, LENGTH), generator=generator) for _ in range(M)]
         batches = [{"input_ids": each, "labels": each.clone()} for each in ids]
-        manager.read(manager.forward_backward(batches, num_tokens=count_tokens(batches, manager.mesh)))
+        manager.read_scalars(manager.forward_backward(batches, num_tokens=count_tokens(batches, manager.mesh)))
         manager.optimizer_step()
 
     # In the first steps strategies try out what they do not know yet.
@@ -264,10 +264,10 @@ def _measured(name: str) -> Measured:
     sent: Counter[str] = Counter()
     few = 0
     for each in record_collectives(lambda: step(2), _groups(manager)):
-        if each.bytes > FEW:
-            sent[f"{each.kind} {NAMES.get(each.group, each.group)}"] += each.bytes
+        if each.nbytes > FEW:
+            sent[f"{each.kind} {NAMES.get(each.group, each.group)}"] += each.nbytes
         elif each.kind not in ("send", "recv"):
-            few += each.bytes
+            few += each.nbytes
     return Measured(dict(sent), few, manager.mesh.axis_rank("pp"), routed)
 
 
@@ -337,7 +337,7 @@ def _fed(name: str, dtype: torch.dtype | None) -> list[tuple[str, int, int]]:
     manager, _ = _built(name)
     given = manager.iter_parameters(bucket_bytes=P // 4, dtype=dtype)
     traffic = record_collectives(lambda: [None for _ in given])
-    return [(each.kind, each.ranks, each.bytes) for each in traffic]
+    return [(each.kind, each.num_ranks, each.nbytes) for each in traffic]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "fsdp2" else SLOW) for name in FED])

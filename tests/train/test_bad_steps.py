@@ -49,7 +49,7 @@ class _Told:
     @hookimpl
     def on_bad_step(self, bad: BadStep) -> None:
         assert "nan" in bad.reason.lower()
-        self.bad.append((bad.step, bad.back_to, bad.count))
+        self.bad.append((bad.step, bad.rollback_step, bad.num_bad_steps))
 
 
 def _built(stack: str) -> StrategyManager:
@@ -110,7 +110,7 @@ def _fitted(stack: str, do: Any, poisoned: Sequence[int], directory: str, stop_a
         max_grad_norm=CASE.max_norm,
         seed=3,
         save_every=2,
-        on_bad_step=BadStepConfig(do=do, limit=3),
+        on_bad_step=BadStepConfig(action=do, max_bad_steps=3),
         callbacks=[lambda result: result.step == stop_at],
     )
     with get_registry().observing(told):
@@ -120,7 +120,7 @@ def _fitted(stack: str, do: Any, poisoned: Sequence[int], directory: str, stop_a
             manager = _built(stack)
             scheduler = _scheduler(manager)
             manifest = load_checkpoint(manager, step_directory(root, stop_at), scheduler=scheduler)
-            loop = replace(loop, batches=_batches(manager, poisoned), scheduler=scheduler, callbacks=[]).going_on(
+            loop = replace(loop, batches=_batches(manager, poisoned), scheduler=scheduler, callbacks=[]).resume_from(
                 manifest
             )
             with Checkpointer(manager, root, keep_last=None) as checkpointer:
@@ -129,7 +129,7 @@ def _fitted(stack: str, do: Any, poisoned: Sequence[int], directory: str, stop_a
         course[result.step] = result
     made = [course[step] for step in sorted(course)]
     return (
-        [(each.step, each.loss, each.grad_norm, each.learning_rate, bool(each.skipped)) for each in made],
+        [(each.step, each.loss, each.grad_norm, each.learning_rate, bool(each.skip_reason)) for each in made],
         full_weights(manager),
         told.bad,
     )
@@ -182,7 +182,7 @@ def test_a_course_goes_on_as_it_would_have_after_it_was_stopped(stop_at: int | N
 def _ends(do: str, poisoned: Sequence[int], directory: str) -> tuple[str, bool]:
     manager = _built("fsdp2")
     before = full_weights(manager)
-    config = BadStepConfig(do=do, limit=2)  # type: ignore[arg-type]
+    config = BadStepConfig(action=do, max_bad_steps=2)  # type: ignore[arg-type]
     loop = Loop(_batches(manager, poisoned), steps=STEPS, on_bad_step=config)
     with Checkpointer(manager, directory) as checkpointer:
         try:
@@ -218,7 +218,7 @@ def test_what_cannot_go_on_ends_on_all_ranks_and_has_changed_nothing(
 
 def _judged(config: BadStepConfig, values: Sequence[float], state: Any = None) -> tuple[list[bool], BadStepDetector]:
     judge = BadStepDetector(config, state)
-    return [judge.judge(step, value, 1.0) is not None for step, value in enumerate(values, start=1)], judge
+    return [judge.check_step(step, value, 1.0) is not None for step, value in enumerate(values, start=1)], judge
 
 
 def test_what_is_far_follows_from_the_good_steps_before_alone() -> None:
@@ -226,16 +226,16 @@ def test_what_is_far_follows_from_the_good_steps_before_alone() -> None:
     leaps = {25: 9.0, 26: 9.0, 40: math.inf, 41: -50.0}
     for step, value in leaps.items():
         values[step] = value
-    config = BadStepConfig(do="skip", deviations=8, window=30)
+    config = BadStepConfig(action="skip", max_deviations=8, window=30)
     found, whole = _judged(config, values)
     # What falls is no harm.
     assert [step for step, is_bad in enumerate(found) if is_bad] == [25, 26, 40]
     for cut in (10, 26, 41):
         first, judge = _judged(config, values[:cut])
-        rest, judge = _judged(config, values[cut:], json.loads(json.dumps(judge.state()))["bad_steps"])
+        rest, judge = _judged(config, values[cut:], json.loads(json.dumps(judge.state_dict()))["bad_steps"])
         assert first + rest == found
-        assert judge.state()["bad_steps"]["losses"] == whole.state()["bad_steps"]["losses"]
-    assert not any(_judged(BadStepConfig(do="skip"), [1.0] * 30 + [1e9])[0])
+        assert judge.state_dict()["bad_steps"]["losses"] == whole.state_dict()["bad_steps"]["losses"]
+    assert not any(_judged(BadStepConfig(action="skip"), [1.0] * 30 + [1e9])[0])
     assert not any(_judged(config, [1.0] * (MIN_GOOD_STEPS - 1) + [1e9])[0])
     assert _judged(config, [1.0] * MIN_GOOD_STEPS + [1e9])[0][-1]
     # Values that hardly differ are no reason to find a hair's breadth far.
@@ -251,14 +251,14 @@ def test_deviations_are_those_of_a_normal_distribution() -> None:
 
 
 def test_the_limit_counts_bad_steps_since_the_furthest_good_one() -> None:
-    assert _judged(BadStepConfig(), [1.0])[1].state() == {}
-    judge = BadStepDetector(BadStepConfig(do="skip", limit=2))
+    assert _judged(BadStepConfig(), [1.0])[1].state_dict() == {}
+    judge = BadStepDetector(BadStepConfig(action="skip", max_bad_steps=2))
     for step, loss in ((1, 1.0), (2, math.nan), (3, math.nan), (4, 1.0), (5, math.nan), (6, math.nan)):
-        judge.judge(step, loss, 1.0)
+        judge.check_step(step, loss, 1.0)
     # A step that was done before is not further.
-    judge.judge(4, 1.0, 1.0)
+    judge.check_step(4, 1.0, 1.0)
     with pytest.raises(TrainingError, match=r"There were 3 bad steps"):
-        judge.judge(5, math.nan, 1.0)
+        judge.check_step(5, math.nan, 1.0)
 
 
 # -- the run file
@@ -303,6 +303,6 @@ def test_what_is_far_is_told_by_as_many_good_steps_as_the_window_holds(window: i
     """Losses that have halved: what is as before is a leap for whom remembers the lower ones alone."""
     noise = [0.05 * math.sin(step) for step in range(MIN_GOOD_STEPS + 30)]
     losses = [2 + each for each in noise[:30]] + [1 + each for each in noise[30:]]
-    found, judge = _judged(BadStepConfig(do="skip", deviations=8, window=window), [*losses, 2.0])
+    found, judge = _judged(BadStepConfig(action="skip", max_deviations=8, window=window), [*losses, 2.0])
     assert found == [False] * len(losses) + [is_far]
-    assert len(judge.state()["bad_steps"]["losses"]) == (window if is_far else len(losses))
+    assert len(judge.state_dict()["bad_steps"]["losses"]) == (window if is_far else len(losses))

@@ -82,7 +82,7 @@ def _told(results: list[StepResult]) -> list[dict[str, Any]]:
 
 def _trained(strategy: str, sizes: dict[str, int]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     manager = build_manager(strategy, {}, sizes, Case())
-    results = fit(manager, Loop(batches=_loader(manager), accumulate=2, epochs=2))
+    results = fit(manager, Loop(batches=_loader(manager), gradient_accumulation_steps=2, epochs=2))
     return _told(results), full_weights(manager)
 
 
@@ -195,7 +195,7 @@ def test_a_run_goes_on_at_the_microbatch_that_comes_next(kind: str) -> None:
     passes, states, whole = EpochBatches(MADE[kind](), gradient_accumulation_steps=2, seed_for_step=_seed), [None], []
     for step in range(8):
         whole += _drawn(passes, range(step, step + 1))
-        states.append(passes.state())
+        states.append(passes.state_dict())
     # A state is saved after the next step has been drawn.
     states = json.loads(json.dumps(encode_values(states)))
     assert len({tuple(each) for each in whole}) > 3
@@ -237,19 +237,19 @@ def _raised(make: str, directory: str = "") -> tuple[str, str, int]:
     endless = itertools.repeat(batch)
     loops: dict[str, Callable[[], Loop]] = {
         "earlier": lambda: Loop(batches=itertools.islice(endless, 3 + rank), steps=9),
-        "fewer": lambda: Loop(batches=itertools.islice(endless, 3 + rank), accumulate=2, steps=9),
+        "fewer": lambda: Loop(batches=itertools.islice(endless, 3 + rank), gradient_accumulation_steps=2, steps=9),
         "tensor": lambda: Loop(batches=DataLoader(Rows(), batch_size=2, shuffle=True), steps=3),
         "steps": lambda: Loop(batches=[batch], steps=3 + rank),
         "signals": lambda: Loop([batch], steps=3, signals=StopSignals(["SIGUSR1" if rank else "SIGTERM"])),
         "culprit": lambda: Loop(batches=[batch, batch, {**batch, "text": "a"} if rank else batch], steps=9),
         "callback": lambda: Loop(batches=[batch], steps=3, callbacks=[_fails] if rank else []),
-        "held out": lambda: Loop(batches=[batch], steps=3, held_out={"a": _failing([batch]) if rank else [batch]}),
+        "held out": lambda: Loop(batches=[batch], steps=3, eval_sets={"a": _failing([batch]) if rank else [batch]}),
         "drawing": lambda: Loop(batches=_failing([batch] * 2) if rank else iter([batch] * 2), steps=9),
         "extra": lambda: Loop(
             batches=[batch],
             steps=3,
             checkpointer=Checkpointer(manager, directory),
-            extra=lambda step: {"a": 1 / (1 - rank)},
+            checkpoint_extra=lambda step: {"a": 1 / (1 - rank)},
         ),
     }
 
@@ -343,7 +343,7 @@ def _stopped(asking: int) -> tuple[list[Any], list[dict[str, Any]]]:
         return manager.mesh.rank == asking and result.step == 3
 
     sets = {name: list(_loader(manager)) for name in ("short", "long")}
-    loop = Loop(batches=_loader(manager), epochs=3, callbacks=[first, second], held_out=sets, eval_every=2)
+    loop = Loop(batches=_loader(manager), epochs=3, callbacks=[first, second], eval_sets=sets, eval_every=2)
     return seen, _told(fit(manager, loop))
 
 
@@ -369,7 +369,7 @@ def _course(directory: str, strategy: str, sizes: dict[str, int], changes: dict[
             batches=_loader(manager),
             steps=12,
             scheduler=scheduler,
-            held_out=held_out,
+            eval_sets=held_out,
             eval_every=1,
             checkpointer=checkpointer,
             early_stopping=changes.get("early_stopping"),
@@ -377,7 +377,7 @@ def _course(directory: str, strategy: str, sizes: dict[str, int], changes: dict[
         )
         if start is not None:
             manifest = load_checkpoint(manager, step_directory(Path(directory), start), scheduler=scheduler)
-            loop = loop.going_on(manifest)
+            loop = loop.resume_from(manifest)
         results = fit(manager, loop)
     return _told(results), sorted(step for step, _ in list_steps(Path(directory)))
 
@@ -436,7 +436,7 @@ def _watched(values: Sequence[float], state: Any = None, **stopping: Any) -> tup
     results = [
         StepResult(first + n, 9, 1.0, 1.0, 1.0, 1, 1.0, 0, evaluations={"a": v}) for n, v in enumerate(values, 1)
     ]
-    return [watch.note(result) for result in results], watch
+    return [watch.update(result) for result in results], watch
 
 
 @pytest.mark.parametrize(
@@ -454,20 +454,20 @@ def test_only_a_loss_that_is_lower_by_enough_renews_patience(
     values: list[float], best: list[bool], stops: bool
 ) -> None:
     found, watch = _watched(values, patience=2, min_delta=0.1)
-    assert (found, watch.is_exhausted) == (best, stops)
+    assert (found, watch.should_stop) == (best, stops)
     # The same, interrupted after each.
     for cut in range(1, len(values)):
         _, before = _watched(values[:cut], patience=2, min_delta=0.1)
-        state = {**json.loads(json.dumps(before.state())), "steps": cut}
+        state = {**json.loads(json.dumps(before.state_dict())), "steps": cut}
         rest, after = _watched(values[cut:], state, patience=2, min_delta=0.1)
-        assert (rest, after.is_exhausted, after.state()) == (best[cut:], stops, watch.state())
+        assert (rest, after.should_stop, after.state_dict()) == (best[cut:], stops, watch.state_dict())
 
 
 def test_patience_with_one_set_is_none_with_another() -> None:
     _, watch = _watched([1, 2, 3], patience=2)
-    assert not MetricMonitor(EarlyStopping("b", patience=2), None, watch.state()).is_exhausted
-    assert not MetricMonitor(EarlyStopping("a", patience=3), None, watch.state()).is_exhausted
-    assert MetricMonitor(EarlyStopping("a", patience=2), None, watch.state()).is_exhausted
+    assert not MetricMonitor(EarlyStopping("b", patience=2), None, watch.state_dict()).should_stop
+    assert not MetricMonitor(EarlyStopping("a", patience=3), None, watch.state_dict()).should_stop
+    assert MetricMonitor(EarlyStopping("a", patience=2), None, watch.state_dict()).should_stop
 
 
 # -- checkpoints by the clock, and of a loader's state
@@ -479,7 +479,7 @@ def _by_the_clock(directory: str) -> list[int]:
     clock = itertools.count(0, 10 if manager.mesh.rank == 0 else 1000).__next__
     with Checkpointer(manager, directory) as checkpointer, pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop_fit, "clock", clock)
-        loop = Loop(batches=_loader(manager), steps=10, checkpointer=checkpointer, save_after_s=25)
+        loop = Loop(batches=_loader(manager), steps=10, checkpointer=checkpointer, save_every_s=25)
         fit(manager, loop)
     return [step for step, _ in list_steps(Path(directory))]
 
@@ -495,9 +495,9 @@ def _stateful(directory: str, strategy: str, start: int | None) -> tuple[list[An
     sampler = DistributedSampler(data, num_replicas=mesh.data_size, rank=mesh.data_rank)
     loader = StatefulDataLoader(data, batch_size=1, sampler=sampler)
     with Checkpointer(manager, directory, keep_last=None) as checkpointer:
-        loop = Loop(batches=loader, accumulate=2, steps=8, checkpointer=checkpointer, save_every=1)
+        loop = Loop(batches=loader, gradient_accumulation_steps=2, steps=8, checkpointer=checkpointer, save_every=1)
         if start is not None:
-            loop = loop.going_on(load_checkpoint(manager, step_directory(Path(directory), start)))
+            loop = loop.resume_from(load_checkpoint(manager, step_directory(Path(directory), start)))
         return _told(fit(manager, loop)), data.read
 
 

@@ -36,7 +36,7 @@ def test_epochs_and_a_share_of_warm_up_are_the_steps_that_they_come_to(
 ) -> None:
     told = {"steps": None, "epochs": 0.21, "schedule": {"warmup_ratio": 0.3}}
     place.runs(**told)
-    rows = sum(map(len, preflight(load_run(place.file(**told)), 1).rows.training))
+    rows = sum(map(len, preflight(load_run(place.file(**told)), 1).datasets.train_sets))
     steps = math.ceil(0.21 * rows / 4)
     assert 4 < steps < 12
     assert _summary(place)["of_steps"] == steps
@@ -52,7 +52,7 @@ def test_epochs_and_a_share_of_warm_up_are_the_steps_that_they_come_to(
 
 def test_a_share_of_warm_up_is_rounded_up_as_it_is_written() -> None:
     for ratio, steps, warmup in ((0.07, 100, 7), (0.0701, 100, 8), (0.1, 30, 3), (0.03, 10, 1), (1, 9, 9), (0, 9, 0)):
-        assert ScheduleConfig(warmup_ratio=ratio).over(steps) == ScheduleConfig(warmup_steps=warmup)
+        assert ScheduleConfig(warmup_ratio=ratio).resolve_warmup(steps) == ScheduleConfig(warmup_steps=warmup)
 
 
 def test_an_epoch_has_each_row_once_the_last_step_is_whole_and_there_is_room_for_the_warm_up(place: Place) -> None:
@@ -133,7 +133,7 @@ def test_checkpoints_are_saved_by_the_clock(place: Place) -> None:
     assert place.steps() == [3, 2, 1]
     for every, steps, seconds in ((500, 500, None), ("1.5h", None, 5400.0), ([".5s", 3], 3, 0.5), (None, None, None)):
         told = load_run(place.file(checkpoint={"every": every})).checkpoint
-        assert (told.every_steps, told.after_s, told.saves) == (steps, seconds, every is not None)
+        assert (told.every_steps, told.every_seconds, told.is_enabled) == (steps, seconds, every is not None)
     for wrong in ("0m", "20", "20d", [], [500, 600], ["1m", "2m"], 0, True, [500, "0.0s"]):
         with pytest.raises(ConfigError, match=r"checkpoint\.every"):
             load_run(place.file(checkpoint={"every": wrong}))
@@ -147,7 +147,7 @@ def test_a_sample_continues_a_held_out_document_unless_a_prompt_is_given(place: 
     changes = {"steps": 1, "schedule": {}, "checkpoint": {}}
     config = load_run(place.file(**changes))
     plan = preflight(config, 1)
-    text = load_tokenizer(plan.data.tokenizer_dir).decode(read_prompt(plan.rows.evaluated)[0])
+    text = load_tokenizer(plan.data.tokenizer_dir).decode(read_prompt(plan.datasets.main_eval_set)[0])
     assert 8 < len(text) < 120
     assert f"\nsample\n{text}" in place.runs(**changes, sample={"max_new_tokens": 3}, overwrite=True)
     assert "\nsample\n3 is" in place.runs(**changes, sample={"prompt": "3 is"}, overwrite=True)

@@ -195,13 +195,13 @@ def _check_parts(results: list[StepResult]) -> None:
         assert 2**20 < result.memory["host"] <= result.memory["host_peak"]
         assert result.tokens_per_second_per_device == result.tokens_per_second / 2
         assert result.flops is result.mfu is None
-        assert bool(result.norms) == (result.step % 2 == 0)
-        if result.norms:
-            assert {"embedding", "model.layers.0", "model.layers.1"} <= set(result.norms)
-            assert math.hypot(*result.norms.values()) == pytest.approx(result.grad_norm, rel=1e-5)
+        assert bool(result.block_grad_norms) == (result.step % 2 == 0)
+        if result.block_grad_norms:
+            assert {"embedding", "model.layers.0", "model.layers.1"} <= set(result.block_grad_norms)
+            assert math.hypot(*result.block_grad_norms.values()) == pytest.approx(result.grad_norm, rel=1e-5)
     further = [sorted({"save", "evaluation"} & set(each.times)) for each in results]
     assert further == [[], ["evaluation"], ["save"], ["evaluation"]]
-    assert time.time() - 60 < results[0].ended < results[1].ended
+    assert time.time() - 60 < results[0].end_time < results[1].end_time
 
 
 def test_utilization_is_the_models_work_of_what_all_devices_could_do() -> None:
@@ -248,7 +248,7 @@ def test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed(place: Place
     assert [each["start"] for each in starts] == [0, 4]
     assert starts[0]["id"] == starts[1]["id"] == get_run_id(place.out / EVENTS)
     for rank in range(2):
-        path = RunDirectory(place.out).rank_file(rank).relative_to(place.out)
+        path = RunDirectory(place.out).get_rank_log_path(rank).relative_to(place.out)
         lines = place.lines(str(path))
         assert [each["step"] for each in lines] == [1, 2, 3, 4, 5, 6]
         assert all(each["memory"]["host"] > 2**20 and each["times"]["forward_backward"] > 0 for each in lines)
@@ -266,7 +266,7 @@ def test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed(place: Place
 def test_a_disk_that_takes_nothing_is_told_once_and_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "ranks").write_text("a file")
     now = iter(range(0, 1000, 10))
-    log = RankLog(RunDirectory(tmp_path).rank_file(3), clock=lambda: float(next(now)))
+    log = RankLog(RunDirectory(tmp_path).get_rank_log_path(3), clock=lambda: float(next(now)))
     result = StepResult(1, 1, 2.0, 1.0, 0.1, num_tokens=100, seconds=2.0, rank=3)
     with pytest.warns(UserWarning, match="cannot be written"):
         log.on_step_end(result)
@@ -339,16 +339,16 @@ def test_parts_of_an_accelerator_are_told_as_soon_as_they_are_known() -> None:
     watch = Stopwatch(lambda: _Event(device, device[0]), clock=lambda: 0.0)
     told = []
     for forward, optimizer in ((2.0, 0.5), (3.0, 0.25)):
-        watch.begin()
-        watch.end("data")
+        watch.begin_step()
+        watch.end_phase("data")
         for part, took in (("forward_backward", forward), ("clip", 1.0)):
             device[0] += took
-            watch.end(part)
+            watch.end_phase(part)
         device[1] = device[0]
-        watch.end("read")
+        watch.end_phase("read")
         device[0] += optimizer
-        watch.end("optimizer")
-        told.append({name: value for name, value in watch.take().items() if value})
+        watch.end_phase("optimizer")
+        told.append({name: value for name, value in watch.pop_times().items() if value})
     assert told == [{"forward_backward": 2.0, "clip": 1.0}, {"forward_backward": 3.0, "clip": 1.0, "optimizer": 0.5}]
 
 

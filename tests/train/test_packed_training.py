@@ -55,9 +55,9 @@ def batches_of(kind: str, model_type: str, step: int, place: DataShard) -> list[
     held = documents(model_type, step)
     if kind == "apart":
         rows = build_row_dataset(held, "none", SEQ_LEN)
-        return [rows.take([number], length) for number, length in enumerate(held.lengths().tolist())]
+        return [rows.read_batch([number], length) for number, length in enumerate(held.lengths().tolist())]
     rows = build_row_dataset(held, kind, SEQ_LEN)  # type: ignore[arg-type]
-    return TrainSampler([rows], place, batch_size=len(rows), seed=step).microbatches(0)
+    return TrainSampler([rows], place, batch_size=len(rows), seed=step).read_microbatches(0)
 
 
 def train(layout: str | None, model_type: str, kind: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -78,7 +78,9 @@ def train_with(layout: str | None, case: Case, kind: str, steps: int) -> tuple[l
     mesh = manager.mesh
     multiple = (2 * mesh.degrees.cp if mesh.degrees.cp > 1 else 1) * mesh.degrees.tp
     size = 1 if kind == "apart" else 2
-    place = DataShard(mesh.data_rank, mesh.data_size, size, multiple=multiple, one_shape=mesh.degrees.pp > 1)
+    place = DataShard(
+        mesh.data_rank, mesh.data_size, size, length_multiple=multiple, uniform_length=mesh.degrees.pp > 1
+    )
     found = []
     for step in range(steps):
         mine = batches_of(kind, case.model_type, step, place)
@@ -135,7 +137,9 @@ def _losses() -> list[float]:
     """Of one batch: as it is, with other tokens and with a mask where there is padding, and without positions."""
     manager = build_manager("single", {}, {}, Case(tied=None))
     plain, masked = (
-        dict(build_row_dataset(documents("llama", 0), "none", SEQ_LEN, mask_padding=masks).take(range(4), SEQ_LEN))
+        dict(
+            build_row_dataset(documents("llama", 0), "none", SEQ_LEN, mask_padding=masks).read_batch(range(4), SEQ_LEN)
+        )
         for masks in (False, True)
     )
     other = {**plain, "input_ids": plain["input_ids"].masked_fill(masked["attention_mask"] == 0, 3)}

@@ -219,7 +219,7 @@ def test_restarts_that_could_not_go_on_are_refused_at_the_first_attempt(monkeypa
 
 
 def test_a_second_run_is_refused_with_who_holds_the_directory(place: Place) -> None:
-    with RunDirectory(place.out).locked(timeout_s=0):
+    with RunDirectory(place.out).lock(timeout_s=0):
         _, error, code = place.run()
     assert code == 2
     assert f"is in use by another run: process {os.getpid()} on " in error
@@ -232,15 +232,15 @@ def test_the_system_lets_go_of_the_directory_of_a_run_that_is_killed(tmp_path: P
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        with RunDirectory(tmp_path).locked(timeout_s=0):
+        with RunDirectory(tmp_path).lock(timeout_s=0):
             os.write(write, b"x")
             time.sleep(600)
     os.read(read, 1)
     with pytest.raises(ConfigError, match=f"process {child} on"):
-        with RunDirectory(tmp_path).locked(timeout_s=0.2):
+        with RunDirectory(tmp_path).lock(timeout_s=0.2):
             pass
     os.kill(child, signal.SIGKILL)
-    with RunDirectory(tmp_path).locked(timeout_s=60):
+    with RunDirectory(tmp_path).lock(timeout_s=60):
         os.waitpid(child, 0)
 
 
@@ -253,7 +253,7 @@ def _handwritten(
     """Losses and weights of a plain loop; from each step on, the settings that belong to it."""
     config = load_run(path)
     data, hf_config = prepare_data_and_model_config(config)
-    (training,) = build_datasets(data, config.data).training
+    (training,) = build_datasets(data, config.data).train_sets
     if model is None:
         torch.manual_seed(config.seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float64)
@@ -268,9 +268,9 @@ def _handwritten(
             if since == step and "seed" in settings:
                 position = 0
         order = DataOrder(len(training), 1, now.get("seed", config.seed))
-        rows = [int(order.indices(position + each)[0]) for each in range(now.get("batch_size", 4))]
+        rows = [int(order.get_indices(position + each)[0]) for each in range(now.get("batch_size", 4))]
         position += len(rows)
-        ids = training.take(rows)["input_ids"]
+        ids = training.read_groups(rows)["input_ids"]
         logits = model(input_ids=ids).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
@@ -456,10 +456,10 @@ def test_metrics_end_at_the_step_that_a_run_goes_on_from(tmp_path: Path) -> None
     assert read_metrics(path, last_step=4, num_steps=4) == [first[0], *again]
 
     # What JSON has no number for comes back, too.
-    result = StepResult(1, 4, math.nan, 1.0, 0.1, 7, 0.5, 0, sums={"correct": 3.0, "kl": math.nan}, skipped="why")
+    result = StepResult(1, 4, math.nan, 1.0, 0.1, 7, 0.5, 0, sums={"correct": 3.0, "kl": math.nan}, skip_reason="why")
     path.write_text(json.dumps(to_record(result), allow_nan=False) + "\n")
     (found,) = read_metrics(path, last_step=4, num_steps=4)
     assert found.sums["correct"] == 3.0
-    assert found.skipped == "why"
+    assert found.skip_reason == "why"
     assert math.isnan(found.sums["kl"])
     assert math.isnan(found.loss)

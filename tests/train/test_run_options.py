@@ -82,9 +82,9 @@ def test_a_plan_heeds_what_is_said_of_ranks_strategies_and_microbatches(workplac
     config = load_run(Place(workplace, tmp_path).file(**BASE | options))
     assert count_local_ranks(config) == 2
     plan = preflight(config, 2)
-    assert str(plan.stack) == "pipeline over fsdp2"
-    assert plan.stack.inner.config.activation_checkpointing == "full"  # type: ignore[attr-defined]
-    assert plan.stack.wrappers[0].config.pp_schedule == "gpipe"  # type: ignore[attr-defined]
+    assert str(plan.strategy_stack) == "pipeline over fsdp2"
+    assert plan.strategy_stack.inner.config.activation_checkpointing == "full"  # type: ignore[attr-defined]
+    assert plan.strategy_stack.wrappers[0].config.pp_schedule == "gpipe"  # type: ignore[attr-defined]
     assert plan.micro_batch_size == 2
 
 

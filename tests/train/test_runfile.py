@@ -92,7 +92,7 @@ def test_assignments_reach_nested_values_and_create_what_is_left_out(run_file):
     assert config.data.corpus == ["a.txt", "b.txt"]
     assert (config.max_grad_norm, config.steps, config.sample.prompt) == (None, 30, "a = b")
     assert config.wrapper_config == {"pipeline": {"schedule": "1f1b"}}
-    assert config.bad_steps == BadStepConfig(do="skip")
+    assert config.bad_step_config == BadStepConfig(action="skip")
     with pytest.raises(ValueError):
         config.steps = 3
 
@@ -222,7 +222,7 @@ def test_ranks_of_a_node_follow_from_sizes_and_devices():
         ({"nproc": 3, "dp_size": 2}, {"dp_shard"}, 8, 3),
     ):
         config = RunConfig(model={"model_type": "llama"}, steps=1, batch_size=1, **sizes)
-        assert config.processes(frozenset(claims), accelerators) == expected
+        assert config.count_local_ranks(frozenset(claims), accelerators) == expected
 
 
 # -- schema
@@ -296,7 +296,7 @@ def registry_of(**configs: Any) -> Registry:
         @hookimpl
         def register_strategies(self) -> list[StrategySpec]:
             return [
-                StrategySpec(name, "S.", frozenset({"pp"}), config, print, wraps=name == "wrapping")  # type: ignore[arg-type]
+                StrategySpec(name, "S.", frozenset({"pp"}), config, print, is_wrapper=name == "wrapping")  # type: ignore[arg-type]
                 for name, config in configs.items()
             ]
 

@@ -127,14 +127,14 @@ def test_a_run_stopped_time_and_again_ends_as_one_that_was_not(tmp_path: Path) -
     ):
         code, said = _stop(run, after, number, victim, launcher=launcher)
         assert code == expected, said
-        done = run.steps_done()
+        done = run.count_steps()
         assert after <= done < STEPS
         name = signal.Signals(number).name
         assert f"stopped by {name} after step {done} of {STEPS}, saved; the same command goes on" in said
-        assert run.newest().name == f"step-{done:08d}", said
+        assert run.find_newest_checkpoint().name == f"step-{done:08d}", said
         assert "Traceback" not in said.replace(_agents_traceback(said), "")
     finish("train", str(run.file))
-    assert run.numbers() == whole.numbers()
+    assert run.read_metrics() == whole.read_metrics()
     assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")
 
 
@@ -149,7 +149,7 @@ def test_a_second_signal_to_the_parent_ends_ranks_that_cannot_save(tmp_path: Pat
         process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
     try:
         deadline_s = time.monotonic() + PROMPT_S * 2
-        while run.steps_done() < 3:
+        while run.count_steps() < 3:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
@@ -237,7 +237,7 @@ def _resumed(
                 stopped = caught
     assert stopped is not None
     manifest = load_checkpoint(second, step_directory(Path(directory), stopped.step), scheduler=late)
-    rest = fit(second, Loop(batches(), scheduler=late, **more).going_on(manifest))
+    rest = fit(second, Loop(batches(), scheduler=late, **more).resume_from(manifest))
     weights, others = full_weights(whole), full_weights(second)
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     return (stopped.signal, stopped.step, stopped.saved, stopped.code), rest, expected[stopped.step :]
@@ -299,8 +299,8 @@ def _stopped_in_time(directory: str, grace_s: float) -> tuple[bool, bool, float,
             try:
                 fit(manager, loop)
             except Stopped as stopped:
-                told = stopped.saved, stopped.too_late
-        return *told, checkpointer.seconds, [step for step, _ in list_steps(root)]
+                told = stopped.saved, stopped.has_skipped_save
+        return *told, checkpointer.max_save_s, [step for step, _ in list_steps(root)]
 
 
 @pytest.mark.slow
@@ -384,7 +384,7 @@ def test_signals_that_cannot_be_noted_are_refused_and_handlers_are_put_back() ->
             StopSignals(names)
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)]
     with StopSignals(["SIGTERM", "SIGUSR2"]) as signals:
-        assert signals.noted == 0
+        assert signals.received_signal == 0
         assert signal.getsignal(signal.SIGTERM) is not before[0]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)] == before
     assert signal.set_wakeup_fd(-1) == -1
@@ -394,14 +394,14 @@ def test_signals_that_cannot_be_noted_are_refused_and_handlers_are_put_back() ->
 
 
 def test_signals_save_where_checkpoints_are_saved_or_where_they_are_asked_for() -> None:
-    assert not CheckpointConfig().saves
-    assert CheckpointConfig().stops_on.signals == []
-    assert CheckpointConfig(every=5).stops_on.signals == ["SIGTERM", "SIGUSR1", "SIGINT"]
+    assert not CheckpointConfig().is_enabled
+    assert CheckpointConfig().stop_config.signals == []
+    assert CheckpointConfig(every=5).stop_config.signals == ["SIGTERM", "SIGUSR1", "SIGINT"]
     asked = CheckpointConfig.model_validate({"on_signal": {"signals": ["SIGUSR2"], "exit_code": 3, "grace_s": 60}})
-    assert asked.saves
-    assert (asked.stops_on.signals, asked.stops_on.exit_code, asked.stops_on.grace_s) == (["SIGUSR2"], 3, 60)
+    assert asked.is_enabled
+    assert (asked.stop_config.signals, asked.stop_config.exit_code, asked.stop_config.grace_s) == (["SIGUSR2"], 3, 60)
     off = CheckpointConfig.model_validate({"every": 5, "on_signal": {"signals": []}})
-    assert off.stops_on.signals == []
+    assert off.stop_config.signals == []
     with pytest.raises(ValueError, match="SIGKILL"):
         CheckpointConfig.model_validate({"on_signal": {"signals": ["SIGKILL"]}})
 
@@ -413,9 +413,9 @@ def _messages(signals: StopSignals | None) -> list[int]:
 
     def noted(*numbers: Any) -> Any:
         sent.append(sum(map(len, numbers)))
-        return type(mesh.world)._exchanged(mesh.world, *numbers)
+        return type(mesh.world)._reduce_now(mesh.world, *numbers)
 
-    mesh.world._exchanged = noted  # type: ignore[method-assign]
+    mesh.world._reduce_now = noted  # type: ignore[method-assign]
     fit(
         manager,
         Loop(lambda step: rank_microbatches(Case(), step, mesh.data_rank, mesh.data_size), steps=5, signals=signals),

@@ -24,7 +24,7 @@ def loop_of_ones_own() -> float:
         manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig(lr=3e-3)))
         ids = torch.zeros(4, 64, dtype=torch.int64)
         batch: list[mw.Batch] = [{"input_ids": ids, "labels": ids}]
-        loss: Tensor = manager.forward_backward(batch, num_tokens=manager.announce(batch))
+        loss: Tensor = manager.forward_backward(batch, num_tokens=manager.begin_step_sync(batch))
         norm: Tensor = manager.clip_grad_norm(1.0)
         manager.optimizer_step()
         place: int = mesh.data_rank + world.rank

@@ -202,6 +202,14 @@ def main():
             for m in g:
                 rename[(m, old)] = new
     print("renamed members", len(rename))
+    for c, i in ours.items():
+        to = defaultdict(set)
+        for b in i.mro:
+            for m in own.get(b.fullname, ()):
+                to[rename.get((b.fullname, m), m)].add(m)
+        for new, old in to.items():
+            if len(old) > 1:
+                print("TWO", c, new, old)
     olds = {o for _, o in rename}
 
     def new_of(info, name):

@@ -45,7 +45,7 @@ class PublicName:
         page: without the suffix, within docs/reference.
         source: the file that defines it, absolute.
         summary: the first sentence of its docstring.
-        shown: whether its source says what it is; else its class is made when it is asked for.
+        is_documented: whether its source says what it is; else its class is made when it is asked for.
     """
 
     package: str
@@ -53,7 +53,7 @@ class PublicName:
     page: str
     source: Path
     summary: str
-    shown: bool = True
+    is_documented: bool = True
 
     @property
     def path(self) -> str:
@@ -114,7 +114,7 @@ def _build_public_name(package: str, name: str) -> PublicName:
             _find_page(package, name),
             Path(str(module.filepath)),
             _describe_generated_classes(package)[name],
-            shown=False,
+            is_documented=False,
         )
     found = module.members[name]
     target = found.final_target if isinstance(found, griffe.Alias) else found
@@ -159,7 +159,7 @@ def _render_page_lines(page: str, page_names: list[PublicName]) -> Iterator[str]
         # The run file's class derives from one with the options, to which plugins add theirs.
         options = "    options:\n      inherited_members: true\n" if name.name == "RunConfig" else ""
         shown = f"::: {name.path}\n{options}"
-        yield shown if name.shown else f"## {name.name} {{ #{name.path} }}\n\n{name.summary}\n"
+        yield shown if name.is_documented else f"## {name.name} {{ #{name.path} }}\n\n{name.summary}\n"
 
 
 def render_index() -> str:

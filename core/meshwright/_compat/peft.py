@@ -123,11 +123,11 @@ def merge_layer(layer: Any, name: str) -> nn.Module:
 class LoraLayer:
     """A wrapper of LoRA around a linear layer, an embedding or a parameter, as peft computes it."""
 
-    parameter: str | None
+    parameter_name: str | None
     """Name of the parameter that it wraps; None: the weight of a layer."""
-    outer: tuple[str, ...]
+    output_params: tuple[str, ...]
     """Names, within the wrapper, of what has the weight's output along its first dim: B and DoRA's magnitudes."""
-    inner: tuple[str, ...]
+    input_params: tuple[str, ...]
     """Names of what has its input along the last dim: A."""
     in_features: int
     is_transposed: bool
@@ -158,9 +158,9 @@ def describe_lora_layer(module: nn.Module) -> LoraLayer | None:
     # In a stage of a pipeline, parts of a wrapper may be on another stage.
     here = dict(module.named_parameters(remove_duplicate=False))
     return LoraLayer(
-        parameter=getattr(module, "parameter_name", None),
-        outer=tuple(filter(here.__contains__, outer)),
-        inner=tuple(filter(here.__contains__, inner)),
+        parameter_name=getattr(module, "parameter_name", None),
+        output_params=tuple(filter(here.__contains__, outer)),
+        input_params=tuple(filter(here.__contains__, inner)),
         in_features=module.in_features,
         is_transposed=getattr(module, "num_experts", 1) > 1 and not module._did_swap_in_out_features,
         biases=tuple(each for each in module.lora_B.values() if each.bias is not None),
@@ -205,20 +205,20 @@ def patch_dora_norms(magnitude: Any, all_reduce_sum: Callable[[Tensor], Tensor],
 class DoraFactors:
     """What the norms of one magnitude of DoRA are taken of, besides the weight, which has this `dtype`."""
 
-    taken: Callable[..., Tensor]
+    compute_norm: Callable[..., Tensor]
     """peft's own function, before `patch_dora_norms` changes it."""
     left: Tensor
     right: Tensor
     scaling: float
     dtype: torch.dtype
-    transposed: bool
+    is_transposed: bool
     """Whether norms are of the weight's columns."""
 
-    def norms(self, part: Tensor, first_row: int, row_range: slice) -> Tensor:
+    def compute_norms(self, part: Tensor, first_row: int, row_range: slice) -> Tensor:
         """Return norms of rows from `first_row` on, `part` of the weight; all ranks multiply the rows `row_range` together."""
         delta = self.left[row_range].to(self.dtype) @ self.right.to(self.dtype)
-        delta = delta[first_row - row_range.start :][: part.shape[1 if self.transposed else 0]]
-        return self.taken(part, delta, self.scaling)
+        delta = delta[first_row - row_range.start :][: part.shape[1 if self.is_transposed else 0]]
+        return self.compute_norm(part, delta, self.scaling)
 
 
 def iter_dora_magnitudes(model: nn.Module) -> Iterator[tuple[str, str, DoraFactors]]:

@@ -45,37 +45,37 @@ class ProcessHandle:
 
     def __init__(self, pid: int, identity: str = "") -> None:
         self.pid = pid
-        self._file: int | None = None
-        self._has_gone = False
+        self._pidfd: int | None = None
+        self._has_exited = False
         try:
-            self._file = os.pidfd_open(pid)
+            self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._has_gone = True
+            self._has_exited = True
         except (OSError, AttributeError):
             # Not Linux, or an old one.
             pass
         if identity and get_process_identity(pid) != identity:
             self.close()
-            self._has_gone = True
+            self._has_exited = True
 
     def is_alive(self) -> bool:
-        if self._file is not None:
-            return not select.select([self._file], [], [], 0)[0]
-        return not self._has_gone and self._sent(0)
+        if self._pidfd is not None:
+            return not select.select([self._pidfd], [], [], 0)[0]
+        return not self._has_exited and self._kill(0)
 
-    def send(self, signum: int) -> None:
-        if self._file is not None:
+    def send_signal(self, signum: int) -> None:
+        if self._pidfd is not None:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._file, signum)
-        elif not self._has_gone:
-            self._sent(signum)
+                signal.pidfd_send_signal(self._pidfd, signum)
+        elif not self._has_exited:
+            self._kill(signum)
 
     def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file, self._has_gone = None, True
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd, self._has_exited = None, True
 
-    def _sent(self, signum: int) -> bool:
+    def _kill(self, signum: int) -> bool:
         try:
             os.kill(self.pid, signum)
         except ProcessLookupError:

@@ -42,7 +42,12 @@ class Stopped(SystemExit):
 
     def __init__(self, signum: int, *, step: int, saved: bool, exit_code: int, has_skipped_save: bool = False) -> None:
         super().__init__(exit_code)
-        self.signal, self.step, self.saved, self.too_late = signal.Signals(signum).name, step, saved, has_skipped_save
+        self.signal, self.step, self.saved, self.has_skipped_save = (
+            signal.Signals(signum).name,
+            step,
+            saved,
+            has_skipped_save,
+        )
 
 
 def format_stop_notice(signum: int) -> str:
@@ -74,39 +79,39 @@ class StopSignals:
                 f"{wrong!r} is none of the signals that can be noted. Give a list of some of {', '.join(_SIGNAL_NAMES)}."
             )
         self.names, self.exit_code, self.grace_s = tuple(names), exit_code, grace_s
-        self._numbers = {int(signal.Signals[name]) for name in names}
-        self._tell = report
-        self._noted, self._noted_s, self._settled = 0, 0.0, False
-        self._handlers: dict[int, Any] = {}
+        self._signums = {int(signal.Signals[name]) for name in names}
+        self._report = report
+        self._received, self._received_at_s, self._is_stopping = 0, 0.0, False
+        self._previous_handlers: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
-        self._before = -1
+        self._previous_wakeup_fd = -1
 
     @property
-    def noted(self) -> int:
+    def received_signal(self) -> int:
         """Number of the signal that has come; 0: none."""
-        return self._noted
+        return self._received
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds until the process is ended, after a signal and if that is known; infinite otherwise."""
-        if not self._noted or self.grace_s is None:
+        if not self._received or self.grace_s is None:
             return math.inf
-        return self._noted_s + self.grace_s - time.monotonic()
+        return self._received_at_s + self.grace_s - time.monotonic()
 
-    def settle(self) -> None:
+    def ignore_further_signals(self) -> None:
         """Ignore a second signal from now on: the run is leaving by itself, and other ranks may have left."""
-        self._settled = True
+        self._is_stopping = True
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is not threading.main_thread() or not self._numbers:
+        if threading.current_thread() is not threading.main_thread() or not self._signums:
             return self
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="meshwright-signals", daemon=True)
         self._thread.start()
-        self._handlers = {number: signal.signal(number, _ignore_in_main_thread) for number in self._numbers}
-        os.register_at_fork(after_in_child=self._leave_to_parent)
+        self._previous_handlers = {number: signal.signal(number, _ignore_in_main_thread) for number in self._signums}
+        os.register_at_fork(after_in_child=self._reset_in_fork)
         return self
 
     def __exit__(
@@ -116,40 +121,40 @@ class StopSignals:
             return
         # A rank that is leaving must not be killed by what its launcher sends when the first rank has left.
         late = isinstance(error, Stopped)
-        for number, handler in self._handlers.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, signal.SIG_IGN if late else signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(self._before)
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
         os.write(self._writer, _STOP_LISTENING)
         self._thread.join()
         os.close(self._writer)
         os.close(self._reader)
         self._thread = None
 
-    def _leave_to_parent(self) -> None:
+    def _reset_in_fork(self) -> None:
         if self._thread is not None:
             self._thread = None
             signal.set_wakeup_fd(-1)
-            if signal.SIGTERM in self._handlers:
-                signal.signal(signal.SIGTERM, self._handlers[signal.SIGTERM] or signal.SIG_DFL)
+            if signal.SIGTERM in self._previous_handlers:
+                signal.signal(signal.SIGTERM, self._previous_handlers[signal.SIGTERM] or signal.SIG_DFL)
 
     def _listen(self) -> None:
         found = b""
         while _STOP_LISTENING not in found:
             found = os.read(self._reader, 64)
-            if self._before != -1:
-                os.write(self._before, found.rstrip(_STOP_LISTENING))
+            if self._previous_wakeup_fd != -1:
+                os.write(self._previous_wakeup_fd, found.rstrip(_STOP_LISTENING))
             for number in found:
-                if number in self._numbers:
-                    self._note(number)
+                if number in self._signums:
+                    self._receive(number)
 
-    def _note(self, signum: int) -> None:
+    def _receive(self, signum: int) -> None:
         now = time.monotonic()
-        if not self._noted:
-            self._noted_s, self._noted = now, signum
-            if self._tell is not None:
+        if not self._received:
+            self._received_at_s, self._received = now, signum
+            if self._report is not None:
                 with suppress(OSError):  # nobody reads this process's output any more
-                    self._tell(format_stop_notice(signum))
-        elif now - self._noted_s > SIGNAL_DEBOUNCE_S and not self._settled:
+                    self._report(format_stop_notice(signum))
+        elif now - self._received_at_s > SIGNAL_DEBOUNCE_S and not self._is_stopping:
             sys.stderr.flush()
             os._exit(128 + signum)
 

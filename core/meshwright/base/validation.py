@@ -50,7 +50,7 @@ else:
 class FrozenModel(_PositionalModel):
     """A frozen model that refuses unknown fields and values of another type; `positional` fields go by position."""
 
-    positional: ClassVar[tuple[str, ...]] = ()
+    positional_fields: ClassVar[tuple[str, ...]] = ()
 
     model_config = ConfigDict(
         frozen=True,
@@ -63,7 +63,7 @@ class FrozenModel(_PositionalModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _reject_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         # pydantic is strict with numbers, but not with a Literal of them, which True equals.
         allowed = _get_literal_values(cls.model_fields[str(info.field_name)].annotation)
         same = [each for each in allowed if each == value]
@@ -77,17 +77,17 @@ class FrozenModel(_PositionalModel):
 
     def model_dump_json(self, **options: Any) -> str:
         """See pydantic; ConfigError if an option holds an object that a file cannot name, such as a lambda."""
-        self._check_is_data()
+        self._check_serializable()
         return super().model_dump_json(**options)
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
         """See pydantic; in the mode "json" it raises as `model_dump_json` does."""
         if options.get("mode") == "json":
-            self._check_is_data()
+            self._check_serializable()
         return super().model_dump(**options)
 
-    def _check_is_data(self) -> None:
-        for name, value in self._data().items():
+    def _check_serializable(self) -> None:
+        for name, value in self._to_plain_data().items():
             try:
                 TypeAdapter(Any).dump_json(value)
             except ValueError:
@@ -97,14 +97,20 @@ class FrozenModel(_PositionalModel):
                 ) from None
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and isinstance(other, FrozenModel) and self._data() == other._data()
+        return (
+            type(self) is type(other)
+            and isinstance(other, FrozenModel)
+            and self._to_plain_data() == other._to_plain_data()
+        )
 
     def __hash__(self) -> int:
         # What holds other values has no hash; the rest tells most configs apart.
-        return hash((type(self), *(each for each in self._data().values() if isinstance(each, str | int | float))))
+        return hash(
+            (type(self), *(each for each in self._to_plain_data().values() if isinstance(each, str | int | float)))
+        )
 
     @model_serializer(mode="plain", when_used="json")
-    def _data(self) -> dict[str, Any]:
+    def _to_plain_data(self) -> dict[str, Any]:
         return {name: to_plain_data(value) for name, value in self}
 
 
@@ -143,7 +149,7 @@ def coerce_config(config_cls: type[ModelT], config: Any, *, where: str) -> Model
 
 
 def _bind_positional(cls: type[FrozenModel], arguments: Sequence[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    names = cls.positional
+    names = cls.positional_fields
     if len(arguments) > len(names):
         listed = f": {', '.join(names)}" if names else ""
         raise TypeError(f"{cls.__name__} takes {len(names)} arguments by position{listed}; {len(arguments)} were given")

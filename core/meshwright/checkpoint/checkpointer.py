@@ -53,7 +53,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: it could not be written; on all ranks. Nothing has changed then.
     """
-    place = manager.mesh.world.together(lambda: open_storage(directory))
+    place = manager.mesh.world.run_on_all_ranks(lambda: open_storage(directory))
     with temporary_group() as group:
         content = collect_content(
             manager, group, step=step, scheduler=scheduler, extra=extra, with_optimizer=with_optimizer
@@ -77,8 +77,8 @@ class Checkpointer:
         tokenizer: of Hugging Face, to be exported with the model.
 
     Attributes:
-        saved: step of the last checkpoint that is complete; None: none yet.
-        seconds: longest time from a call of `save` until its checkpoint was complete.
+        last_saved_step: step of the last checkpoint that is complete; None: none yet.
+        max_save_s: longest time from a call of `save` until its checkpoint was complete.
     """
 
     def __init__(
@@ -96,18 +96,18 @@ class Checkpointer:
     ) -> None:
         self._manager = manager
         world = manager.mesh.world
-        self.root = world.together(lambda: open_storage(root))
-        self._retain = partial(
+        self.root = world.run_on_all_ranks(lambda: open_storage(root))
+        self._apply_retention = partial(
             apply_retention, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, eval_set=best_eval_set
         )
-        self.keep_best, self.best_of = keep_best, best_eval_set
+        self.keep_best, self.best_eval_set = keep_best, best_eval_set
         self._asynchronous, self._on_error, self._tokenizer = asynchronous, on_error, tokenizer
-        self._group, self._agreement = new_group("gloo"), SavePlanner()
+        self._group, self._planner = new_group("gloo"), SavePlanner()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
-        self.saved: int | None = None
-        self.seconds = 0.0
-        world.from_first(lambda: cleanup(self.root))
+        self.last_saved_step: int | None = None
+        self.max_save_s = 0.0
+        world.run_on_first_rank(lambda: cleanup(self.root))
 
     def save(
         self,
@@ -130,9 +130,9 @@ class Checkpointer:
         try:
             values = {**(extra or {}), EVALUATIONS_KEY: dict(evaluations or {})}
             content = collect_content(
-                self._manager, self._group, step=step, scheduler=scheduler, extra=values, planner=self._agreement
+                self._manager, self._group, step=step, scheduler=scheduler, extra=values, planner=self._planner
             )
-            saving = CheckpointSave(self._manager, self.place(step), self._group, content, self._tokenizer)
+            saving = CheckpointSave(self._manager, self.storage_for_step(step), self._group, content, self._tokenizer)
         except CheckpointError as error:
             self._report(error)
             return
@@ -140,13 +140,13 @@ class Checkpointer:
             self._write(saving, step, began)
             self.wait()
             return
-        content.detach()
+        content.copy_to_cpu()
         self._thread = threading.Thread(target=self._write, args=(saving, step, began), name="meshwright-checkpoint")
         self._thread.start()
 
-    def place(self, step: int) -> Storage:
+    def storage_for_step(self, step: int) -> Storage:
         """Return the place of the checkpoint of a step, which need not exist."""
-        return self.root.at(format_step_name(step))
+        return self.root.child(format_step_name(step))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. Collective. Raises as `save`."""
@@ -175,8 +175,8 @@ class Checkpointer:
     def _write(self, saving: CheckpointSave, step: int, start_time: float) -> None:
         try:
             saving.write()
-            self.saved, self.seconds = step, max(self.seconds, time.monotonic() - start_time)
-            self._error = run_on_first(self._group, lambda: self._retain(self.root, newest_step=step))
+            self.last_saved_step, self.max_save_s = step, max(self.max_save_s, time.monotonic() - start_time)
+            self._error = run_on_first(self._group, lambda: self._apply_retention(self.root, newest_step=step))
         except CheckpointError as error:
             self._error = error
         except Exception as error:

@@ -67,7 +67,7 @@ def create_writer(storage: Storage) -> CheckpointWriter:
     """Return a checkpoint to be written at a place."""
     if isinstance(storage, LocalStorage):
         return LocalCheckpointWriter(storage)
-    if not hasattr(storage, "put"):
+    if not hasattr(storage, "write_file"):
         raise CheckpointWriteError(f"{storage} can be read, but not be written to. Name a directory or a URL.")
     return CheckpointWriter(storage)
 
@@ -79,43 +79,47 @@ class CheckpointWriter:
     """
 
     def __init__(self, storage: Storage, target: Storage | None = None) -> None:
-        self.folder, self.target = storage, target or storage
+        self.storage, self.target = storage, target or storage
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         """Make room for the checkpoint. Raises CheckpointWriteError."""
-        _reject_wrong_signature(self.folder)
-        with _convert_write_errors(f"the checkpoint {self.folder} cannot be written"):
-            self.folder.remove()
+        _reject_wrong_signature(self.storage)
+        with _convert_write_errors(f"the checkpoint {self.storage} cannot be written"):
+            self.storage.remove()
 
-    def write(self, name: str, parts: ByteParts) -> StoredFile:
+    def write_file(self, name: str, parts: ByteParts) -> StoredFile:
         """Write a file, which is stored when this returns. Raises OSError."""
-        in_chunks = self.folder.access.key is not None and name.startswith(TENSORS_PREFIX)
+        in_chunks = self.storage.options.key is not None and name.startswith(TENSORS_PREFIX)
 
         def write() -> StoredFile:
             counted = _HashedParts(parts, in_blocks=in_chunks)
-            self.target.put(name, counted)
-            return counted.stored()
+            self.target.write_file(name, counted)
+            return counted.to_stored_file()
 
-        return retry(write, self.folder.access, f"writing {self.target}/{name}")
+        return retry(write, self.storage.options, f"writing {self.target}/{name}")
 
     def commit(self, manifest: Manifest) -> None:
         """Complete the checkpoint. After an OSError one of that name is unchanged, or `recover` restores it."""
-        sizes = self.folder.sizes() or {}
+        sizes = self.storage.list_file_sizes() or {}
         for name, stored in manifest.files.items():
             if sizes.get(name) != stored.size:
-                raise OSError(f"{self.folder}/{name} has {sizes.get(name)} bytes there, and {stored.size} were written")
-        self._put_manifest(manifest)
+                raise OSError(
+                    f"{self.storage}/{name} has {sizes.get(name)} bytes there, and {stored.size} were written"
+                )
+        self._write_manifest(manifest)
 
-    def _put_manifest(self, manifest: Manifest) -> None:
-        text = serialize_manifest(manifest, self.folder.access.key).encode()
+    def _write_manifest(self, manifest: Manifest) -> None:
+        text = serialize_manifest(manifest, self.storage.options.key).encode()
         retry(
-            lambda: self.target.put(MANIFEST_FILE, [text]), self.folder.access, f"writing {self.target}/{MANIFEST_FILE}"
+            lambda: self.target.write_file(MANIFEST_FILE, [text]),
+            self.storage.options,
+            f"writing {self.target}/{MANIFEST_FILE}",
         )
 
     def discard(self) -> None:
         """Remove what could not be completed, as far as possible."""
         try:
-            self.folder.remove()
+            self.storage.remove()
         except OSError:
             # Without a manifest it is not a checkpoint; the next start removes it.
             return
@@ -125,28 +129,28 @@ class LocalCheckpointWriter(CheckpointWriter):
     """A checkpoint that is being written to a directory; see [Note: complete or absent]."""
 
     def __init__(self, storage: LocalStorage) -> None:
-        self.final, self.writing = storage.path, sibling_path(storage.path, "writing")
-        super().__init__(storage, LocalStorage(self.writing, storage.access))
+        self.final_path, self.temporary_path = storage.path, sibling_path(storage.path, "writing")
+        super().__init__(storage, LocalStorage(self.temporary_path, storage.options))
 
-    def begin(self) -> None:
-        access, writing = self.folder.access, self.writing
-        for path in (self.final, sibling_path(self.final, "replaced"), writing):
+    def prepare(self) -> None:
+        access, writing = self.storage.options, self.temporary_path
+        for path in (self.final_path, sibling_path(self.final_path, "replaced"), writing):
             _reject_wrong_signature(LocalStorage(path, access))
-        with _convert_write_errors(f"the checkpoint {self.final} cannot be written"):
-            recover_interrupted_swap(self.final)
+        with _convert_write_errors(f"the checkpoint {self.final_path} cannot be written"):
+            recover_interrupted_swap(self.final_path)
             shutil.rmtree(writing, ignore_errors=True)
             if writing.is_symlink():
                 raise CheckpointError(f"{writing} is a link, through which no checkpoint is written. Remove it.")
             retry(lambda: writing.mkdir(parents=True, exist_ok=True), access, f"making {writing}")
 
     def commit(self, manifest: Manifest) -> None:
-        self._put_manifest(manifest)
-        for directory in {(self.writing / name).parent for name in (MANIFEST_FILE, *manifest.files)}:
+        self._write_manifest(manifest)
+        for directory in {(self.temporary_path / name).parent for name in (MANIFEST_FILE, *manifest.files)}:
             fsync_directory(directory)
-        replace_directory(self.writing, self.final)
+        replace_directory(self.temporary_path, self.final_path)
 
     def discard(self) -> None:
-        shutil.rmtree(self.writing, ignore_errors=True)
+        shutil.rmtree(self.temporary_path, ignore_errors=True)
 
 
 class _HashedParts:
@@ -164,7 +168,7 @@ class _HashedParts:
             if self._chunks is not None:
                 self._chunks.update(part)
 
-    def stored(self) -> StoredFile:
+    def to_stored_file(self) -> StoredFile:
         return StoredFile(self._size, self._digest.hexdigest(), self._chunks.digests() if self._chunks else ())
 
 
@@ -269,7 +273,7 @@ def cleanup(root: Storage) -> None:
         return
     with _convert_write_errors(f"what a run has left in {root} cannot be removed"):
         for _, place in list_step_checkpoints(root):
-            if MANIFEST_FILE not in (place.sizes() or {}):
+            if MANIFEST_FILE not in (place.list_file_sizes() or {}):
                 place.remove()
 
 
@@ -279,7 +283,7 @@ def _cleanup_directory(root: LocalStorage) -> None:
             recover_interrupted_swap(path.with_suffix(""))
     for kind in TEMPORARY_SUFFIXES:
         for path in root.path.glob(f"step-*{kind}"):
-            if not _has_wrong_signature(LocalStorage(path, root.access)):
+            if not _has_wrong_signature(LocalStorage(path, root.options)):
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -288,25 +292,25 @@ def archive_after(root: Storage, *, after_step: int, files_to_copy: Sequence[Pat
 
     Returns the new place; None if there was nothing to move. Raises CheckpointWriteError.
     """
-    if not hasattr(root, "put"):
+    if not hasattr(root, "write_file"):
         raise CheckpointWriteError(f"{root} cannot be written to. Name a directory or a URL.")
     with _convert_write_errors(f"checkpoints of later steps in {root} cannot be moved"):
         later = [place for step, place in list_step_checkpoints(root) if step > after_step]
         if not later:
             return None
-        numbers = [int(match[1]) for name in root.names() if (match := ARCHIVE_PATTERN.fullmatch(name))]
-        aside = root.at(f"abandoned-{max(numbers, default=0) + 1}")
+        numbers = [int(match[1]) for name in root.list_children() if (match := ARCHIVE_PATTERN.fullmatch(name))]
+        aside = root.child(f"abandoned-{max(numbers, default=0) + 1}")
         for file in files_to_copy:
             if file.is_file():
-                aside.put(file.name, [file.read_bytes()])
+                aside.write_file(file.name, [file.read_bytes()])
         for place in later:
-            place.move(aside.at(place.name))
+            place.move_to(aside.child(place.name))
         return aside
 
 
 def remove_checkpoints(root: Storage) -> None:
     """Remove all checkpoints of a run from a place that may hold other things. Raises CheckpointWriteError."""
     with _convert_write_errors(f"the checkpoints in {root} cannot be removed"):
-        for name in root.names():
+        for name in root.list_children():
             if STEP_PATTERN.fullmatch(name) or ARCHIVE_PATTERN.fullmatch(name):
-                root.at(name).remove()
+                root.child(name).remove()

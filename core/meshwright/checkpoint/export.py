@@ -88,15 +88,15 @@ def export_checkpoint(
             return AdapterExporter(stored, dtype, build_model_on_meta(stored, is_adapter_base=True))
         limit, where = parse_size(max_shard_size), f"the checkpoint {place}"
         return ModelExporter(
-            build_model_on_meta(stored), stored, stored.described, dtype, limit, num_ranks=size, where=where
+            build_model_on_meta(stored), stored, stored.metadata_files, dtype, limit, num_ranks=size, where=where
         )
 
-    export = plan() if world is None else world.together(plan)
+    export = plan() if world is None else world.run_on_all_ranks(plan)
     with atomic_directory(output, world) as writing:
         for name in list(export.files)[rank::size]:
             export.write(name, writing / name)
         if rank == 0:
-            export.describe(writing)
+            export.write_metadata(writing)
 
 
 @contextmanager
@@ -125,7 +125,7 @@ class ModelTensors(Protocol):
     """The values of a model's parameters and buffers: shapes and dtypes by name, and full tensors on the CPU."""
 
     @property
-    def kinds(self) -> Mapping[str, TensorMeta]: ...
+    def metas(self) -> Mapping[str, TensorMeta]: ...
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
@@ -148,17 +148,17 @@ class ModelExporter:
         num_ranks: int,
         where: str,
     ) -> None:
-        self._model, self._tensors, self._described = model, tensors, metadata_files
+        self._model, self._tensors, self._metadata_files = model, tensors, metadata_files
         self._dtype, self._where = dtype, where
-        self._source = self._sources()
-        self.files = self._planned(max_file_bytes, num_ranks)
+        self._source_names = self._map_sources()
+        self.files = self._plan_files(max_file_bytes, num_ranks)
 
-    def _sources(self) -> dict[str, str]:
+    def _map_sources(self) -> dict[str, str]:
         """Map each name that is written to its name in the checkpoint.
 
         A tied weight that the checkpoint has under its own name is written on its own: it may have been untied.
         """
-        state, kinds = self._model.state_dict(keep_vars=True), self._tensors.kinds
+        state, kinds = self._model.state_dict(keep_vars=True), self._tensors.metas
         tied = (getattr(self._model, "all_tied_weights_keys", None) or {}).keys()
         sources = {
             name: name if name in kinds else first
@@ -174,8 +174,10 @@ class ModelExporter:
                 )
         return sources
 
-    def _planned(self, limit: int, ranks: int) -> dict[str, _OutputFile]:
-        sized = [(group, self._sizes(group)) for group in group_for_saving(self._model, list(self._source))]
+    def _plan_files(self, limit: int, ranks: int) -> dict[str, _OutputFile]:
+        sized = [
+            (group, self._compute_sizes(group)) for group in group_for_saving(self._model, list(self._source_names))
+        ]
         total = sum(sum(sizes.values()) for _, sizes in sized)
         limit = min(limit, max(-(-total // ranks), MIN_FILE_BYTES))
         files = [_OutputFile()]
@@ -188,24 +190,24 @@ class ModelExporter:
             return {"model.safetensors": files[0]}
         return {f"model-{i + 1:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files)}
 
-    def _sizes(self, group: list[str]) -> dict[str, int]:
-        shapes = {name: self._tensors.kinds[self._source[name]][0] for name in group}
-        empty = {name: torch.empty(shapes[name], dtype=self._dtype_of(name), device="meta") for name in group}
+    def _compute_sizes(self, group: list[str]) -> dict[str, int]:
+        shapes = {name: self._tensors.metas[self._source_names[name]][0] for name in group}
+        empty = {name: torch.empty(shapes[name], dtype=self._resolve_dtype(name), device="meta") for name in group}
         return {name: tensor.nbytes for name, tensor in to_saved_format(self._model, empty).items()}
 
-    def _dtype_of(self, name: str) -> torch.dtype:
-        dtype = self._tensors.kinds[self._source[name]][1]
+    def _resolve_dtype(self, name: str) -> torch.dtype:
+        dtype = self._tensors.metas[self._source_names[name]][1]
         return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
 
     def write(self, name: str, path: Path) -> None:
         tensors: dict[str, Tensor] = {}
         for group in self.files[name].groups:
-            read = {each: self._tensors.read(self._source[each], self._dtype_of(each)) for each in group}
+            read = {each: self._tensors.read(self._source_names[each], self._resolve_dtype(each)) for each in group}
             made = to_saved_format(self._model, read)
             tensors.update({name: tensor.contiguous() for name, tensor in made.items()})
         save_file(tensors, path, metadata={"format": "pt"})
 
-    def describe(self, output: Path) -> None:
+    def write_metadata(self, output: Path) -> None:
         """Write the index, the configuration, and the tokenizer."""
         if len(self.files) > 1:
             index = {
@@ -216,9 +218,9 @@ class ModelExporter:
         model: Any = self._model
         if model.can_generate():
             (output / GENERATION_CONFIG).write_bytes(format_generation_config(model.generation_config))
-        copy_files([(source, name) for source, name in self._described if name != "config.json"], output)
+        copy_files([(source, name) for source, name in self._metadata_files if name != "config.json"], output)
         model.config.architectures = [type(model).__name__]
-        dtypes = sorted({self._dtype_of(name) for name in self._source}, key=str)
+        dtypes = sorted({self._resolve_dtype(name) for name in self._source_names}, key=str)
         dtype = next((each for each in dtypes if each.is_floating_point), torch.float32)
         model.config.dtype = str(dtype).removeprefix("torch.")
         model.config.save_pretrained(output)
@@ -244,19 +246,19 @@ class AdapterExporter:
         self._model = add_adapters_on_meta(base, self.configs)
         check_adapter_tensors(self._model, stored)
         self.files = {f"{get_adapter_subfolder(name)}/{ADAPTER_WEIGHTS}": name for name in self.configs}
-        self._check_nothing_is_lost()
+        self._check_all_exported()
 
     def write(self, name: str, path: Path) -> None:
         tensors = {}
         named = map_file_names(self._model, self.files[name])
-        for key, source in self._contents(self.files[name]).items():
-            own = self._stored.kinds[source][1]
+        for key, source in self._map_contents(self.files[name]).items():
+            own = self._stored.metas[source][1]
             value = self._stored.read(source, self._dtype if self._dtype and own.is_floating_point else own)
             tensors[key] = value.t().contiguous() if is_transposed(named[key]) else value
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path, metadata={"format": "pt"})
 
-    def describe(self, output: Path) -> None:
+    def write_metadata(self, output: Path) -> None:
         """Write the configurations, the name of the base, and the tokenizer."""
         for name, config in self.configs.items():
             config.inference_mode = True
@@ -267,31 +269,31 @@ class AdapterExporter:
         configurations = (ADAPTER_CONFIG, "config.json")
         kept = [
             (source, name)
-            for source, name in self._stored.described
+            for source, name in self._stored.metadata_files
             if not name.endswith(configurations) or name == "tokenizer_config.json"
         ]
         copy_files(kept, output)
 
-    def _contents(self, adapter: str) -> dict[str, str]:
+    def _map_contents(self, adapter: str) -> dict[str, str]:
         """Map each tensor in an adapter's file to its name in the checkpoint."""
         first = map_to_first_names(self._model)
         named = {key: first[name] for key, name in map_file_names(self._model, adapter).items()}
-        return {key: name for key, name in named.items() if name in self._stored.kinds}
+        return {key: name for key, name in named.items() if name in self._stored.metas}
 
-    def _check_nothing_is_lost(self) -> None:
+    def _check_all_exported(self) -> None:
         """Refuse trained tensors that peft's format has no place for.
 
         A checkpoint without a known base holds the base as well, and does not say which part of it was trained.
         """
         if self._stored.manifest.base is None:
             return
-        written = {source for adapter in self.configs for source in self._contents(adapter).values()}
+        written = {source for adapter in self.configs for source in self._map_contents(adapter).values()}
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        lost = sorted((self._stored.kinds.keys() & parameters) - written)
+        lost = sorted((self._stored.metas.keys() & parameters) - written)
         if lost:
             some = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
             raise CheckpointError(
-                f"the checkpoint {self._stored.checkpoint} holds what was trained beside its adapters, and the "
+                f"the checkpoint {self._stored.storage} holds what was trained beside its adapters, and the "
                 f"directory of an adapter has no place for: {some}. Train it by peft's modules_to_save; or write the "
                 f"merged model: meshwright export --merge."
             )
@@ -299,29 +301,29 @@ class AdapterExporter:
 
 def has_adapters(stored: StoredModel) -> bool:
     """Return whether a checkpoint holds adapters, with their base or without."""
-    return any(name.rpartition("/")[2] == ADAPTER_CONFIG for _, name in stored.described)
+    return any(name.rpartition("/")[2] == ADAPTER_CONFIG for _, name in stored.metadata_files)
 
 
 def load_adapter_configs(stored: StoredModel) -> dict[str, Any]:
     """Return peft's configuration of each adapter in a checkpoint, by the adapter's name. Raises CheckpointError."""
     found = {}
-    for path, name in stored.described:
+    for path, name in stored.metadata_files:
         *folder, file = name.split("/")
         if file == ADAPTER_CONFIG and len(folder) < 2:
             found[folder[0] if folder else "default"] = read_adapter_config(path.parent)
     if not found:
-        raise CheckpointError(f"the checkpoint {stored.checkpoint} is of adapters, but has no {ADAPTER_CONFIG}.")
+        raise CheckpointError(f"the checkpoint {stored.storage} is of adapters, but has no {ADAPTER_CONFIG}.")
     return found
 
 
 def check_adapter_tensors(model: nn.Module, stored: StoredModel) -> None:
     """Raise CheckpointError if the tensors of a checkpoint are not those of its adapters."""
     shapes = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
-    for name, (shape, _) in stored.kinds.items():
+    for name, (shape, _) in stored.metas.items():
         if shapes.get(name) != shape:
             own = tuple(shapes[name]) if name in shapes else "nothing"
             raise CheckpointError(
-                f"the checkpoint {stored.checkpoint} is not of the adapters that its configuration gives: {name} is "
+                f"the checkpoint {stored.storage} is not of the adapters that its configuration gives: {name} is "
                 f"{own} there, and {tuple(shape)} here."
             )
 

@@ -24,26 +24,26 @@ class _RunIdentity(_ExtraModel):
     batch_size: Count
     model: dict[str, Any] = {}
     data: dict[str, Any] = {}
-    order: Count = 0
+    order_version: Count = 0
     ema: dict[str, Any] | None = None
 
 
 class _EarlyStoppingState(_ExtraModel):
-    set: str
+    eval_set: str
     lowest: float | None
-    waited: Count
+    num_bad_evaluations: Count
 
 
 class _BestState(_ExtraModel):
-    set: str
+    eval_set: str
     values: list[Annotated[tuple[float, Count], Strict(False)]]
 
 
 class _BadStepsState(_ExtraModel):
-    left_out: Count = 0
-    count: Count = 0
-    since_good: Count = 0
-    furthest: Count = 0
+    num_skipped_batches: Count = 0
+    num_bad_steps: Count = 0
+    num_since_good: Count = 0
+    last_good_step: Count = 0
     losses: list[float] = []
     norms: list[float] = []
 
@@ -57,7 +57,7 @@ class _LoopState(_ExtraModel):
 class _RunExtra(_ExtraModel):
     identity: _RunIdentity
     run: dict[str, Any] = {}
-    named: str | None = None
+    resumed_from: str | None = None
     position: Count = 0
     streams: list[dict[str, Any]] | None = None
     loop: _LoopState = _LoopState()

@@ -38,15 +38,15 @@ class StoredTensor:
 
     shape: torch.Size
     dtype: torch.dtype
-    pieces: np.ndarray
+    chunks: np.ndarray
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def parts_of(self, piece: LocalChunk) -> list[_ChunkRead]:
+    def intersect(self, piece: LocalChunk) -> list[_ChunkRead]:
         """Return what stored rectangles have of a piece."""
-        starts, lengths = self._rectangles()
+        starts, lengths = self._get_rectangles()
         wanted = np.array(piece.offsets, np.int64)
         first = np.maximum(starts, wanted)
         last = np.minimum(starts + lengths, wanted + np.array(piece.sizes, np.int64))
@@ -59,12 +59,12 @@ class StoredTensor:
                 tuple((last - first)[row].tolist()),
             )
             for row in np.flatnonzero((first < last).all(axis=1))
-            for file, begin in [self.pieces[row, :2]]
+            for file, begin in [self.chunks[row, :2]]
         ]
 
-    def problem(self, file_sizes: Sequence[int]) -> str | None:
+    def find_error(self, file_sizes: Sequence[int]) -> str | None:
         """Say what is wrong with the pieces; None if they hold each element once, within files of these sizes."""
-        starts, lengths = self._rectangles()
+        starts, lengths = self._get_rectangles()
         if min(self.shape, default=0) < 0 or self.nbytes >= 1 << 62:
             return f"is said to have the shape {list(self.shape)}"
         if (lengths <= 0).any() or (starts < 0).any() or (starts + lengths > np.array(self.shape, np.int64)).any():
@@ -81,16 +81,16 @@ class StoredTensor:
             return "has pieces that overlap, and elements that are in none"
         if not elements.size:
             return None
-        numbers, begins = self.pieces[:, 0], self.pieces[:, 1]
+        numbers, begins = self.chunks[:, 0], self.chunks[:, 1]
         if numbers.min() < 0 or numbers.max() >= len(file_sizes):
             return f"is said to be in another file than the {len(file_sizes)} that there are"
         if (begins < 0).any() or (begins > np.array(file_sizes)[numbers] - elements * self.dtype.itemsize).any():
             return "is said to be beyond the end of its file"
         return None
 
-    def _rectangles(self) -> tuple[np.ndarray, np.ndarray]:
+    def _get_rectangles(self) -> tuple[np.ndarray, np.ndarray]:
         dims = len(self.shape)
-        return self.pieces[:, 2 : 2 + dims], self.pieces[:, 2 + dims :]
+        return self.chunks[:, 2 : 2 + dims], self.chunks[:, 2 + dims :]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class StoredChunk:
     """A rectangle of a tensor in a checkpoint: its file number, its first byte, its offsets and sizes."""
 
     file: int
-    begin: int
+    first_byte: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -111,7 +111,7 @@ class Index:
     tensors: dict[str, StoredTensor]
 
     @property
-    def kinds(self) -> dict[str, TensorMeta]:
+    def metas(self) -> dict[str, TensorMeta]:
         return {name: (each.shape, each.dtype) for name, each in self.tensors.items()}
 
 
@@ -146,7 +146,7 @@ def read_index(checkpoint: StorageLike, manifest: Manifest) -> Index:
     absent = StoredFile(0, "")
     sizes = [manifest.files.get(name, absent).size for name in files]
     for name, each in tensors.items():
-        problem = each.problem(sizes)
+        problem = each.find_error(sizes)
         if problem is not None:
             raise incomplete_error(checkpoint, f"{name} {problem}")
     nbytes = sum(each.nbytes for each in tensors.values())
@@ -195,7 +195,7 @@ def parse_stored_dtype(name: Any) -> torch.dtype:
 
 def write_tensors(writer: CheckpointWriter, name: str, tensors: Sequence[Tensor]) -> StoredFile:
     """Write tensors into a file of a checkpoint, which is stored when this returns. Raises OSError."""
-    return writer.write(name, lambda: (_view_bytes(each.detach().to("cpu").contiguous()) for each in tensors))
+    return writer.write_file(name, lambda: (_view_bytes(each.detach().to("cpu").contiguous()) for each in tensors))
 
 
 def read_tensors(
@@ -207,7 +207,7 @@ def read_tensors(
     """
     place = open_storage(checkpoint)
     parts = [part for name, sharded in tensors.items() for part in _plan_reads(place, index, name, sharded)]
-    parts.sort(key=lambda part: (part.stored.file, part.stored.begin))
+    parts.sort(key=lambda part: (part.stored.file, part.stored.first_byte))
     try:
         for number, some in itertools.groupby(parts, key=lambda part: part.stored.file):
             with open_verified(place, manifest, index.files[number]) as file:
@@ -223,7 +223,7 @@ class _ChunkRead:
 
     stored: StoredChunk
     dtype: torch.dtype
-    piece: LocalChunk
+    target: LocalChunk
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -232,8 +232,8 @@ class _ChunkRead:
         shape = (self.sizes[0], *self.stored.sizes[1:]) if self.sizes else ()
         row = math.prod(self.stored.sizes[1:]) * self.dtype.itemsize
         first = self.offsets[0] - self.stored.offsets[0] if self.sizes else 0
-        file.seek(self.stored.begin + first * row)
-        target = self.piece.tensor[self._slices(self.piece.offsets)]
+        file.seek(self.stored.first_byte + first * row)
+        target = self.target.tensor[self._slices(self.target.offsets)]
         alike = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
         if alike and shape == self.sizes:
             _read_into(file, target)
@@ -249,8 +249,8 @@ class _ChunkRead:
 def _plan_reads(storage: StorageReader, index: Index, name: str, sharded: ChunkedTensor) -> list[_ChunkRead]:
     """List what to read for a tensor. Raises CheckpointError if elements are missing."""
     found: list[_ChunkRead] = []
-    for piece in sharded.pieces:
-        parts = index.tensors[name].parts_of(piece)
+    for piece in sharded.chunks:
+        parts = index.tensors[name].intersect(piece)
         missing = piece.tensor.numel() - sum(math.prod(part.sizes) for part in parts)
         found += parts
         if missing:

@@ -60,30 +60,32 @@ def load_checkpoint(
         StrategyError: the optimizer is another; likewise.
     """
     world = manager.mesh.world
-    checkpoint = world.together(lambda: open_storage(checkpoint))
-    manifest = world.together(lambda: read_and_verify_share(checkpoint, world))
-    index = world.together(lambda: read_index(checkpoint, manifest))
-    stored = index.kinds
+    checkpoint = world.run_on_all_ranks(lambda: open_storage(checkpoint))
+    manifest = world.run_on_all_ranks(lambda: read_and_verify_share(checkpoint, world))
+    index = world.run_on_all_ranks(lambda: read_index(checkpoint, manifest))
+    stored = index.metas
     mine = manager.sharded_state()
     _check_base(checkpoint, manifest, get_base(manager.model_parts))
     _check_model(checkpoint, mine.model, stored, find_frozen_base_parameters(manager.model_parts), world)
-    _check_averages(checkpoint, mine.averages, stored, world)
+    _check_averages(checkpoint, mine.ema_weights, stored, world)
     has_optimizer = mine.optimizer is not None
-    saved = world.together(lambda: read_optimizer_state(checkpoint, manifest, stored) if has_optimizer else None)
+    saved = world.run_on_all_ranks(
+        lambda: read_optimizer_state(checkpoint, manifest, stored) if has_optimizer else None
+    )
     if saved is not None and keep_group_settings:
         saved = replace(saved, groups=[])
     if scheduler is not None and manifest.scheduler is None:
         raise CheckpointError(f"the checkpoint {checkpoint} has no learning-rate schedule. Load it without scheduler.")
-    with manager.loading(saved) as target:
+    with manager.load_sharded_state(saved) as target:
         same_mesh = manifest.mesh == asdict(manager.mesh.degrees)
         random = allocate_rng_state(stored, dist.get_rank()) if same_mesh else {}
         wanted = {name: each for name, each in flatten_state(target).items() if name in stored}
-        world.together(lambda: read_tensors(checkpoint, manifest, index, {**wanted, **random}))
+        world.run_on_all_ranks(lambda: read_tensors(checkpoint, manifest, index, {**wanted, **random}))
     for sharded in random.values():
-        set_rng_state(sharded.pieces[0].tensor)
+        set_rng_state(sharded.chunks[0].tensor)
     if scheduler is not None and manifest.scheduler is not None:
         saved_schedule = decode_values(manifest.scheduler)
-        world.together(lambda: load_scheduler_state(scheduler, saved_schedule))
+        world.run_on_all_ranks(lambda: load_scheduler_state(scheduler, saved_schedule))
     return manifest
 
 
@@ -101,9 +103,9 @@ def find_newest_checkpoint(root: str | Path | Storage, world: World) -> Path | S
     Raises CheckpointError, on all ranks, if no checkpoint is valid, or the newest complete one cannot be read, is
     foreign, or is of another version of meshwright.
     """
-    folder = world.together(lambda: open_storage(root))
-    names = world.from_first(lambda: [place.name for place in list_checkpoints(folder)])
-    found, torn = find_first_valid([folder.at(name) for name in names], world)
+    folder = world.run_on_all_ranks(lambda: open_storage(root))
+    names = world.run_on_first_rank(lambda: [place.name for place in list_checkpoints(folder)])
+    found, torn = find_first_valid([folder.child(name) for name in names], world)
     if found is not None:
         for text in torn if world.rank == 0 else ():
             warn(f"{text} An older one is tried.", stacklevel=2)
@@ -126,7 +128,7 @@ def find_first_valid(paths: Sequence[CheckpointT], world: World) -> tuple[Checkp
     torn = []
     for path in paths:
         try:
-            world.together(lambda path=path: read_and_verify_share(path, world))  # type: ignore[misc]
+            world.run_on_all_ranks(lambda path=path: read_and_verify_share(path, world))  # type: ignore[misc]
         except IncompleteCheckpointError as error:
             torn.append(str(error))
             continue
@@ -178,7 +180,7 @@ def _check_model(
     if unknown:
         error = f"it holds {', '.join(unknown[:3])}{' and more' if unknown[3:] else ''}, which the model has not"
     message = f"the checkpoint {directory} is not of this model: {error}. Build the model that it was saved from."
-    world.raise_together(None if error is None else CheckpointError(message))
+    world.raise_on_all_ranks(None if error is None else CheckpointError(message))
 
 
 def _check_averages(
@@ -192,4 +194,4 @@ def _check_averages(
         f"the checkpoint {directory} {lacks}. Load it before the average is begun (mw.EMA), which then begins with its "
         f"weights; in a run file: resume: {{from: ..., allow: [ema]}}."
     )
-    world.raise_together(CheckpointError(message) if names else None)
+    world.raise_on_all_ranks(CheckpointError(message) if names else None)

@@ -76,7 +76,7 @@ def list_checkpoints(storage: Storage) -> list[Storage]:
 def storage_exists(storage: StorageReader) -> bool:
     """Return whether a place exists. Raises CheckpointError if it cannot be read."""
     with convert_read_errors(storage):
-        return storage.sizes() is not None
+        return storage.list_file_sizes() is not None
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class StoredFile:
     __pydantic_config__: ClassVar = _STRICT
     size: Count
     sha256: str
-    chunks: Annotated[tuple[str, ...], Strict(False)] = field(default=(), compare=False)
+    block_digests: Annotated[tuple[str, ...], Strict(False)] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ def read_manifest(checkpoint: StorageLike) -> Manifest:
 def read_manifest_and_sizes(storage: StorageReader) -> tuple[Manifest, dict[str, int]]:
     """Return the manifest, and the size of each file that exists. Raises as `read_manifest`."""
     with convert_read_errors(storage):
-        sizes = storage.sizes()
+        sizes = storage.list_file_sizes()
         if sizes is None:
-            raise CheckpointError(f"{storage} is no checkpoint: it is no directory.{storage.hint()}")
+            raise CheckpointError(f"{storage} is no checkpoint: it is no directory.{storage.format_hint()}")
         if MANIFEST_FILE not in sizes:
             raise IncompleteCheckpointError(
-                f"{storage} is no checkpoint: it has no {MANIFEST_FILE}, so it was never completed.{storage.hint()}"
+                f"{storage} is no checkpoint: it has no {MANIFEST_FILE}, so it was never completed.{storage.format_hint()}"
             )
         if sizes[MANIFEST_FILE] > _MAX_MANIFEST_BYTES:
             raise incomplete_error(
@@ -182,8 +182,8 @@ def _parse_manifest(storage: StorageReader, text: bytes) -> Manifest:
             raise ValueError("only one of adapters names a base")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise incomplete_error(storage, f"{MANIFEST_FILE} was altered or cut off ({error})") from None
-    key = storage.access.key
-    if key is not None and not key.has_signed(version, checksum, signature):
+    key = storage.options.key
+    if key is not None and not key.verify(version, checksum, signature):
         reason = "is not signed" if signature is None else "is signed with another key"
         raise CheckpointSignatureError(
             f"the checkpoint {storage} {reason}, and a key is given (checkpoint.key_file, or --key-file). Give the key "
@@ -252,7 +252,7 @@ def compute_stored_file(storage: StorageReader, name: str) -> StoredFile:
 
 def incomplete_error(checkpoint: StorageLike, reason: str) -> IncompleteCheckpointError:
     place = open_storage(checkpoint)
-    return IncompleteCheckpointError(f"the checkpoint {place} is not whole: {reason}.{place.hint()}")
+    return IncompleteCheckpointError(f"the checkpoint {place} is not whole: {reason}.{place.format_hint()}")
 
 
 def checksum_error(storage: StorageReader, name: str) -> IncompleteCheckpointError:
@@ -287,7 +287,7 @@ def serialize_manifest(manifest: Manifest, key: SigningKey | None) -> str:
         if not stored["chunks"]:
             del stored["chunks"]
     checksum = _compute_checksum(content)
-    signature = {} if key is None else {SIGNATURE_KEY: key.signature(version, checksum)}
+    signature = {} if key is None else {SIGNATURE_KEY: key.sign(version, checksum)}
     return _to_text({"format": version, "sha256": checksum, **signature, **content})
 
 
@@ -303,33 +303,33 @@ class BlockHasher:
     """Checksums of the chunks of a file that is written in parts."""
 
     def __init__(self) -> None:
-        self._done: list[str] = []
-        self._digest, self._room = hashlib.sha256(), BLOCK_BYTES
+        self._digests: list[str] = []
+        self._digest, self._remaining_bytes = hashlib.sha256(), BLOCK_BYTES
 
     def update(self, part: Any) -> None:
         rest = memoryview(part).cast("B")
         while rest:
-            some, rest = rest[: self._room], rest[self._room :]
+            some, rest = rest[: self._remaining_bytes], rest[self._remaining_bytes :]
             self._digest.update(some)
-            self._room -= some.nbytes
-            if not self._room:
-                self._end()
+            self._remaining_bytes -= some.nbytes
+            if not self._remaining_bytes:
+                self._finish_block()
 
     def digests(self) -> tuple[str, ...]:
         """Return the checksums of all chunks, the last of which may be shorter. Nothing can be added afterwards."""
-        if self._room < BLOCK_BYTES:
-            self._end()
-        return tuple(self._done)
+        if self._remaining_bytes < BLOCK_BYTES:
+            self._finish_block()
+        return tuple(self._digests)
 
-    def _end(self) -> None:
-        self._done.append(self._digest.hexdigest())
-        self._digest, self._room = hashlib.sha256(), BLOCK_BYTES
+    def _finish_block(self) -> None:
+        self._digests.append(self._digest.hexdigest())
+        self._digest, self._remaining_bytes = hashlib.sha256(), BLOCK_BYTES
 
 
 def open_verified(storage: StorageReader, manifest: Manifest, name: str) -> AbstractContextManager[BinaryIO]:
     """Open a file of a checkpoint to read parts of it; signed chunks are verified as they are read. Raises OSError."""
     file, stored = storage.open(name), manifest.files[name]
-    if storage.access.key is None or not stored.chunks:
+    if storage.options.key is None or not stored.block_digests:
         return file
     return io.BufferedReader(_VerifyingReader(file, stored, storage, name), 1)
 
@@ -339,8 +339,8 @@ class _VerifyingReader(SeekableReader):
 
     def __init__(self, file: BinaryIO, stored: StoredFile, storage: StorageReader, name: str) -> None:
         super().__init__(name)
-        self._file, self._stored, self._place = file, stored, storage
-        self._number, self._chunk = -1, b""
+        self._file, self._stored, self._storage = file, stored, storage
+        self._block_index, self._block = -1, b""
 
     def _size(self) -> int:
         return self._stored.size
@@ -349,18 +349,18 @@ class _VerifyingReader(SeekableReader):
         number, begin = divmod(position, BLOCK_BYTES)
         if not buffer or position >= self._stored.size:
             return 0
-        if number != self._number:
-            self._chunk, self._number = self._read_chunk(number), number
-        some = self._chunk[begin : begin + buffer.nbytes]
+        if number != self._block_index:
+            self._block, self._block_index = self._read_block(number), number
+        some = self._block[begin : begin + buffer.nbytes]
         buffer[: len(some)] = some
         return len(some)
 
-    def _read_chunk(self, number: int) -> bytes:
+    def _read_block(self, number: int) -> bytes:
         self._file.seek(number * BLOCK_BYTES)
         found = self._file.read(min(BLOCK_BYTES, self._stored.size - number * BLOCK_BYTES))
-        expected = self._stored.chunks[number : number + 1]
+        expected = self._stored.block_digests[number : number + 1]
         if (hashlib.sha256(found).hexdigest(),) != expected:
-            raise checksum_error(self._place, self.name)
+            raise checksum_error(self._storage, self.name)
         return found
 
     def close(self) -> None:

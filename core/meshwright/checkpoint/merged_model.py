@@ -94,7 +94,7 @@ def merge_adapter(
     with atomic_directory(output) as writing:
         for name in export.files:
             export.write(name, writing / name)
-        export.describe(writing)
+        export.write_metadata(writing)
         new = {name: path.read_bytes() for path, name in described}
         for name, content in drop_replaced_files(merged.files, new).items():
             (writing / name).parent.mkdir(exist_ok=True)
@@ -114,59 +114,63 @@ class MergedModel:
     def __init__(
         self, model: nn.Module, weights: TensorReaders, config: Any, values: Callable[[nn.Module], TensorReaders]
     ) -> None:
-        self.full, self._weights = copy.deepcopy(model), weights
+        self.full, self._base_readers = copy.deepcopy(model), weights
         self.files = get_extra_files(model)
-        self._adapted = add_adapters_on_meta(model, {"default": config})
-        self._values = values(self._adapted)
-        for name, _ in self._adapted.named_parameters():
-            if name not in self._values and to_base_name(name) not in weights:
+        self._adapted_model = add_adapters_on_meta(model, {"default": config})
+        self._adapter_readers = values(self._adapted_model)
+        for name, _ in self._adapted_model.named_parameters():
+            if name not in self._adapter_readers and to_base_name(name) not in weights:
                 raise CheckpointError(f"neither the adapter nor its base has {name}. Merge one that is whole.")
-        copies = find_active_copies(self._adapted)
+        copies = find_active_copies(self._adapted_model)
         # Maps tensors of the base to their names in the adapted model, or to the trained copy in their place.
-        self._names = {to_base_name(name): name for name in self._adapted.state_dict() if copies.get(name, True)}
+        self._source_names = {
+            to_base_name(name): name for name in self._adapted_model.state_dict() if copies.get(name, True)
+        }
         # Maps tensors of the base to the wrapper that changes them.
-        self._wrapper = {
+        self._wrapper_paths = {
             to_base_name(name): path
-            for path, layer in iter_tuner_layers(self._adapted, outermost=True)
+            for path, layer in iter_tuner_layers(self._adapted_model, outermost=True)
             for name in (f"{path}.{each}" for each in layer.state_dict())
             if to_base_name(name) in weights
         }
         # Heads that stay tied to the embedding are read as the embedding.
-        self._alike = {
+        self._tied_names = {
             f"{to_base_name(head)}.weight": f"{to_base_name(embedding)}.weight"
-            for head, embedding in find_tied_after_merge(self._adapted).items()
+            for head, embedding in find_tied_after_merge(self._adapted_model).items()
         }
-        self._changed = self._wrapper.keys() | {to_base_name(name) for name in copies}
-        self._last: tuple[str, dict[str, Tensor]] | None = None
-        self._untie_what_differs()
+        self._changed_names = self._wrapper_paths.keys() | {to_base_name(name) for name in copies}
+        self._cached_layer: tuple[str, dict[str, Tensor]] | None = None
+        self._untie_changed()
         state = self.full.state_dict(keep_vars=True)
         firsts = dict.fromkeys(map_to_first_names(self.full).values())
-        self.kinds: dict[str, TensorMeta] = {name: (state[name].shape, state[name].dtype) for name in firsts}
+        self.metas: dict[str, TensorMeta] = {name: (state[name].shape, state[name].dtype) for name in firsts}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        name = self._alike.get(name, name)
-        path = self._wrapper.get(name)
+        name = self._tied_names.get(name, name)
+        path = self._wrapper_paths.get(name)
         if path is None:
-            return self._before(self._names[name]).to(dtype)
-        if self._last is None or self._last[0] != path:
-            self._last = None
-            self._last = path, self._merged(path)
-        return self._last[1][name].to(dtype)
+            return self._read_unmerged(self._source_names[name]).to(dtype)
+        if self._cached_layer is None or self._cached_layer[0] != path:
+            self._cached_layer = None
+            self._cached_layer = path, self._merge_layer(path)
+        return self._cached_layer[1][name].to(dtype)
 
-    def _merged(self, path: str) -> dict[str, Tensor]:
-        layer = self._adapted.get_submodule(path)
-        values = {f"{path}.{each}": self._before(f"{path}.{each}") for each in layer.state_dict()}
+    def _merge_layer(self, path: str) -> dict[str, Tensor]:
+        layer = self._adapted_model.get_submodule(path)
+        values = {f"{path}.{each}": self._read_unmerged(f"{path}.{each}") for each in layer.state_dict()}
         merged = build_merged_layer(layer, path, values).state_dict()
         return {f"{to_base_name(path)}.{name}": tensor for name, tensor in merged.items()}
 
-    def _before(self, name: str) -> Tensor:
-        return self._values[name]() if name in self._values else self._weights[to_base_name(name)]()
+    def _read_unmerged(self, name: str) -> Tensor:
+        return (
+            self._adapter_readers[name]() if name in self._adapter_readers else self._base_readers[to_base_name(name)]()
+        )
 
-    def _untie_what_differs(self) -> None:
+    def _untie_changed(self) -> None:
         """See [Note: tied weights]."""
         state = self.full.state_dict(keep_vars=True)
         for name, other in map_to_first_names(self.full).items():
-            if other == name or not {name, other} & self._changed:
+            if other == name or not {name, other} & self._changed_names:
                 continue
             dtype = state[name].dtype
             if not torch.equal(self.read(name, dtype), self.read(other, dtype)):
@@ -208,10 +212,10 @@ def _open_source(
             f"merged, it does not say. Export it, and merge them with peft."
         )
     if manifest.base is None:
-        weights: TensorReaders = {to_base_name(name): partial(stored.read, name) for name in stored.kinds}
+        weights: TensorReaders = {to_base_name(name): partial(stored.read, name) for name in stored.metas}
         model = build_model_on_meta(stored, is_adapter_base=True)
         # That of the embedding, or what else comes first.
-        model.to(dtype or next(kind for _, kind in stored.kinds.values() if kind.is_floating_point))
+        model.to(dtype or next(kind for _, kind in stored.metas.values() if kind.is_floating_point))
     else:
         directory = _find_base_directory(BaseModelRef(**manifest.base), base)
         config = config_from_directory(stored.directory, {}, with_weights=False)
@@ -220,10 +224,10 @@ def _open_source(
 
     def values(adapted: nn.Module) -> TensorReaders:
         check_adapter_tensors(adapted, stored)
-        own = {name: first for name, first in map_to_first_names(adapted).items() if first in stored.kinds}
+        own = {name: first for name, first in map_to_first_names(adapted).items() if first in stored.metas}
         return {name: partial(stored.read, kept) for name, kept in own.items()}
 
-    described = [each for each in stored.described if each[1].rpartition("/")[2] != ADAPTER_CONFIG]
+    described = [each for each in stored.metadata_files if each[1].rpartition("/")[2] != ADAPTER_CONFIG]
     return MergedModel(model, weights, configs["default"], values), described
 
 

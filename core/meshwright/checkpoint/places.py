@@ -68,16 +68,16 @@ class SigningKey:
     @property
     def fingerprint(self) -> int:
         """A number below 2**62 by which ranks compare keys without revealing them."""
-        return int.from_bytes(self._signed(b"meshwright key")[:8]) >> 2
+        return int.from_bytes(self._compute_hmac(b"meshwright key")[:8]) >> 2
 
-    def signature(self, version: int, checksum: str) -> str:
-        return self._signed(f"meshwright checkpoint {version} {checksum}".encode()).hex()
+    def sign(self, version: int, checksum: str) -> str:
+        return self._compute_hmac(f"meshwright checkpoint {version} {checksum}".encode()).hex()
 
-    def has_signed(self, version: int, checksum: str, signature: str | None) -> bool:
-        own = self.signature(version, checksum)
+    def verify(self, version: int, checksum: str, signature: str | None) -> bool:
+        own = self.sign(version, checksum)
         return isinstance(signature, str) and hmac.compare_digest(own.encode(), signature.encode())
 
-    def _signed(self, text: bytes) -> bytes:
+    def _compute_hmac(self, text: bytes) -> bytes:
         return hmac.new(self._secret, text, hashlib.sha256).digest()
 
 
@@ -105,11 +105,11 @@ class StorageOptions:
 
     Attributes:
         key: signs manifests, and must have signed those that are read; None: signatures are neither made nor checked.
-        retries: attempts after the first one that fails with a temporary error.
+        max_retries: attempts after the first one that fails with a temporary error.
     """
 
     key: SigningKey | None = None
-    retries: int = 3
+    max_retries: int = 3
 
 
 DEFAULT_OPTIONS = StorageOptions()
@@ -123,37 +123,37 @@ class StorageReader(Protocol):
         """Last part of the name, such as "step-00000100"."""
 
     @property
-    def access(self) -> StorageOptions: ...
+    def options(self) -> StorageOptions: ...
 
-    def sizes(self) -> dict[str, int] | None:
+    def list_file_sizes(self) -> dict[str, int] | None:
         """Size in bytes of each file, by its name with slashes; None if the place does not exist. Raises OSError."""
 
     def open(self, name: str) -> BinaryIO:
         """Open a file for `seek`, `read` and `readinto`. Raises OSError."""
 
-    def hint(self) -> str:
+    def format_hint(self) -> str:
         """Return sentences, after a space, that help a user who finds the checkpoint broken; or ""."""
 
 
 class Storage(StorageReader, Protocol):
     """A place that can hold other places, and be written to."""
 
-    def at(self, name: str) -> Storage:
+    def child(self, name: str) -> Storage:
         """Return the place of this name inside; it need not exist."""
 
-    def names(self) -> list[str]:
+    def list_children(self) -> list[str]:
         """List the places inside; empty if this one does not exist. Raises OSError."""
 
     @property
     def parent(self) -> Storage: ...
 
-    def is_same(self, other: StorageReader) -> bool:
+    def is_same_as(self, other: StorageReader) -> bool:
         """Return whether both names stand for one place."""
 
-    def put(self, name: str, parts: Iterable[Any]) -> None:
+    def write_file(self, name: str, parts: Iterable[Any]) -> None:
         """Write a file from its parts, which is stored when this returns. Raises OSError."""
 
-    def move(self, destination: Any) -> None:
+    def move_to(self, destination: Any) -> None:
         """Move this checkpoint to another place of the same kind. Raises OSError."""
 
     def remove(self) -> None:
@@ -169,7 +169,7 @@ class LocalStorage:
     """A directory of a file system."""
 
     path: Path
-    access: StorageOptions = DEFAULT_OPTIONS
+    options: StorageOptions = DEFAULT_OPTIONS
 
     def __str__(self) -> str:
         return str(self.path)
@@ -180,21 +180,21 @@ class LocalStorage:
 
     @property
     def parent(self) -> LocalStorage:
-        return LocalStorage(self.path.parent, self.access)
+        return LocalStorage(self.path.parent, self.options)
 
-    def at(self, name: str) -> LocalStorage:
-        return LocalStorage(self.path / name, self.access)
+    def child(self, name: str) -> LocalStorage:
+        return LocalStorage(self.path / name, self.options)
 
-    def is_same(self, other: StorageReader) -> bool:
+    def is_same_as(self, other: StorageReader) -> bool:
         return isinstance(other, LocalStorage) and self.path.resolve() == other.path.resolve()
 
-    def names(self) -> list[str]:
+    def list_children(self) -> list[str]:
         def names() -> list[str]:
             return [path.name for path in self.path.iterdir() if path.is_dir()] if self.path.is_dir() else []
 
-        return retry(names, self.access, f"reading {self}")
+        return retry(names, self.options, f"reading {self}")
 
-    def sizes(self) -> dict[str, int] | None:
+    def list_file_sizes(self) -> dict[str, int] | None:
         def sizes() -> dict[str, int] | None:
             if not self.path.is_dir():
                 return None
@@ -203,19 +203,19 @@ class LocalStorage:
             paths = [Path(directory, name) for directory, _, names in walked for name in names]
             return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in paths if path.is_file()}
 
-        return retry(sizes, self.access, f"reading {self}")
+        return retry(sizes, self.options, f"reading {self}")
 
     def open(self, name: str) -> BinaryIO:
         path = self.path / name
-        return open_with_retry(lambda: open_regular_file(path, buffering=0), self.access, str(path))
+        return open_with_retry(lambda: open_regular_file(path, buffering=0), self.options, str(path))
 
-    def hint(self) -> str:
+    def format_hint(self) -> str:
         former, hint = self.path.with_name(f"{self.name}.replaced"), ""
         if former.is_dir() and not self.path.exists():
             hint = f" A save over it was interrupted: its former contents are {former.name}."
         return hint + format_siblings(self)
 
-    def put(self, name: str, parts: Iterable[Any]) -> None:
+    def write_file(self, name: str, parts: Iterable[Any]) -> None:
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
@@ -223,7 +223,7 @@ class LocalStorage:
             file.flush()
             os.fsync(file.fileno())
 
-    def move(self, destination: LocalStorage) -> None:
+    def move_to(self, destination: LocalStorage) -> None:
         destination.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.rename(destination.path)
         fsync_directory(self.path.parent)
@@ -253,7 +253,11 @@ def fsync_directory(directory: Path) -> None:
 
 def list_step_checkpoints(storage: Storage) -> list[tuple[int, Storage]]:
     """List step and place of the checkpoints in a folder, valid or not, the newest first. Raises OSError."""
-    found = [(int(match[1]), storage.at(name)) for name in storage.names() if (match := STEP_PATTERN.fullmatch(name))]
+    found = [
+        (int(match[1]), storage.child(name))
+        for name in storage.list_children()
+        if (match := STEP_PATTERN.fullmatch(name))
+    ]
     return sorted(found, key=lambda each: (each[0], each[1].name), reverse=True)
 
 
@@ -276,7 +280,7 @@ def retry(operation: Callable[[], T], options: StorageOptions, description: str)
 
     `description` is done, in the warnings. Raises the OSError of the last attempt.
     """
-    for attempt in range(options.retries):
+    for attempt in range(options.max_retries):
         try:
             return operation()
         except OSError as error:
@@ -285,7 +289,7 @@ def retry(operation: Callable[[], T], options: StorageOptions, description: str)
             # Random, so that ranks do not come back together; not by the generators of training.
             longest = min(INITIAL_BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
             wait_s = longest * random.SystemRandom().uniform(0.5, 1.0)
-            again = f"Trying again in {wait_s:.1f} s ({attempt + 1} of {options.retries})."
+            again = f"Trying again in {wait_s:.1f} s ({attempt + 1} of {options.max_retries})."
             warn(f"{description} failed: {error}. {again}", stacklevel=2)
             time.sleep(wait_s)
     return operation()
@@ -333,26 +337,26 @@ def open_with_retry(open_file: Callable[[], BinaryIO], options: StorageOptions, 
 class _RetryingReader(SeekableReader):
     def __init__(self, open_file: Callable[[], BinaryIO], options: StorageOptions, name: str) -> None:
         super().__init__(name)
-        self._open_file, self._access = open_file, options
+        self._open_file, self._options = open_file, options
         self._file: BinaryIO | None = None
-        self._retried(self._opened)
+        self._retry(self._open)
 
     def _size(self) -> int:
-        return self._retried(lambda: self._opened().seek(0, os.SEEK_END))
+        return self._retry(lambda: self._open().seek(0, os.SEEK_END))
 
     def _read_at(self, position: int, buffer: memoryview) -> int:
         def read() -> int:
-            file = self._opened()
+            file = self._open()
             file.seek(position)
             return int(file.readinto(buffer) or 0)  # type: ignore[attr-defined]
 
-        return self._retried(read)
+        return self._retry(read)
 
     def close(self) -> None:
         self._close_file()
         super().close()
 
-    def _retried(self, work: Callable[[], T]) -> T:
+    def _retry(self, work: Callable[[], T]) -> T:
         def attempt() -> T:
             try:
                 return work()
@@ -360,9 +364,9 @@ class _RetryingReader(SeekableReader):
                 self._close_file()
                 raise
 
-        return retry(attempt, self._access, f"reading {self.name}")
+        return retry(attempt, self._options, f"reading {self.name}")
 
-    def _opened(self) -> BinaryIO:
+    def _open(self) -> BinaryIO:
         if self._file is None:
             self._file = self._open_file()
         return self._file

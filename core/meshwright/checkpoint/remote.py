@@ -104,7 +104,7 @@ class RemoteStorage:
     """A prefix of an object store."""
 
     url: str
-    access: StorageOptions = DEFAULT_OPTIONS
+    options: StorageOptions = DEFAULT_OPTIONS
 
     def __post_init__(self) -> None:
         # Names that a server lists become part of URLs.
@@ -119,20 +119,20 @@ class RemoteStorage:
 
     @property
     def parent(self) -> RemoteStorage:
-        return RemoteStorage(self.url.rpartition("/")[0], self.access)
+        return RemoteStorage(self.url.rpartition("/")[0], self.options)
 
-    def at(self, name: str) -> RemoteStorage:
-        return RemoteStorage(f"{self.url}/{name}", self.access)
+    def child(self, name: str) -> RemoteStorage:
+        return RemoteStorage(f"{self.url}/{name}", self.options)
 
-    def is_same(self, other: StorageReader) -> bool:
+    def is_same_as(self, other: StorageReader) -> bool:
         return isinstance(other, RemoteStorage) and self.url == other.url
 
-    def hint(self) -> str:
+    def format_hint(self) -> str:
         return format_siblings(self)
 
-    def names(self) -> list[str]:
+    def list_children(self) -> list[str]:
         def names() -> list[str]:
-            files, path = self._opened()
+            files, path = self._open_filesystem()
             try:
                 found = files.ls(path, detail=True)
             except FileNotFoundError:
@@ -142,24 +142,24 @@ class RemoteStorage:
             names = (each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory")
             return [name for name in names if name != self.name]
 
-        return self._retried(names, "reading")
+        return self._retry(names, "reading")
 
-    def sizes(self) -> dict[str, int] | None:
+    def list_file_sizes(self) -> dict[str, int] | None:
         def sizes() -> dict[str, int] | None:
-            files, path = self._opened()
+            files, path = self._open_filesystem()
             found = files.find(path, detail=True)
             start = len(path.strip("/")) + 1
             return {name.strip("/")[start:]: int(each["size"]) for name, each in found.items()} or None
 
-        return self._retried(sizes, "reading")
+        return self._retry(sizes, "reading")
 
     def open(self, name: str) -> BinaryIO:
         def open_it() -> Any:
             return _RemoteFile(self._open(name, "rb", block_size=READ_AHEAD_BYTES))
 
-        return open_with_retry(open_it, self.access, f"{self}/{name}")
+        return open_with_retry(open_it, self.options, f"{self}/{name}")
 
-    def put(self, name: str, parts: Iterable[Any]) -> None:
+    def write_file(self, name: str, parts: Iterable[Any]) -> None:
         file = self._open(name, "wb")
         try:
             for part in parts:
@@ -178,7 +178,7 @@ class RemoteStorage:
         """Remove all files below this prefix, manifests first."""
 
         def remove() -> None:
-            files, path = self._opened()
+            files, path = self._open_filesystem()
             found = files.find(path)
             for each in found:
                 if each.endswith(_MANIFEST_SUFFIX):
@@ -187,26 +187,26 @@ class RemoteStorage:
                 with suppress(FileNotFoundError):
                     files.rm(path, recursive=True)
 
-        self._retried(remove, "removing")
+        self._retry(remove, "removing")
 
-    def move(self, destination: RemoteStorage) -> None:
+    def move_to(self, destination: RemoteStorage) -> None:
         """Copy all files below this prefix, manifests last, and remove them here."""
 
         def copy() -> None:
-            files, path = self._opened()
-            _, target = destination._opened()
+            files, path = self._open_filesystem()
+            _, target = destination._open_filesystem()
             for each in sorted(files.find(path), key=lambda name: name.endswith(_MANIFEST_SUFFIX)):
                 files.cp_file(each, f"{target}/{each.strip('/')[len(path.strip('/')) + 1 :]}")
 
-        self._retried(copy, "moving")
+        self._retry(copy, "moving")
         self.remove()
 
     def _open(self, name: str, mode: str, **options: Any) -> Any:
         with _convert_to_os_errors():
-            files, path = self._opened()
+            files, path = self._open_filesystem()
             return files.open(f"{path}/{name}", mode, **options)
 
-    def _opened(self) -> tuple[Any, str]:
+    def _open_filesystem(self) -> tuple[Any, str]:
         """Return the file system and the path in it. Its cache is out of date where other processes write."""
         files, path = importlib.import_module("fsspec.core").url_to_fs(self.url)
         files.invalidate_cache()
@@ -214,12 +214,12 @@ class RemoteStorage:
             loop.set_exception_handler(_ignore_os_errors)
         return files, path
 
-    def _retried(self, work: Callable[[], T], what: str) -> T:
+    def _retry(self, work: Callable[[], T], what: str) -> T:
         def attempt() -> T:
             with _convert_to_os_errors():
                 return work()
 
-        return retry(attempt, self.access, f"{what} {self}")
+        return retry(attempt, self.options, f"{what} {self}")
 
 
 def _ignore_os_errors(loop: Any, context: dict[str, Any]) -> None:

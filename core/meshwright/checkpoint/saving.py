@@ -47,8 +47,8 @@ class SavePlan(NamedTuple):
     """
 
     rectangles: tuple[Rectangle, ...]
-    grouped: frozenset[str]
-    valued: frozenset[str]
+    params_with_groups: frozenset[str]
+    params_with_values: frozenset[str]
     index_json: bytes | None = None
 
 
@@ -56,20 +56,20 @@ class SaveInventory(NamedTuple):
     """What one rank has, in the terms of `Share`; `kinds` are name, shape and dtype of each tensor."""
 
     rectangles: tuple[Rectangle, ...]
-    kinds: tuple[tuple[str, tuple[int, ...], str], ...]
-    grouped: tuple[str, ...]
-    valued: tuple[str, ...]
+    metas: tuple[tuple[str, tuple[int, ...], str], ...]
+    params_with_groups: tuple[str, ...]
+    params_with_values: tuple[str, ...]
 
 
 class SavePlanner:
     """The last division of the work, see [Note: agreement]; `times` is how often it was divided, equal on all ranks."""
 
     def __init__(self) -> None:
-        self.times = 0
-        self._held: SaveInventory | None = None
-        self._share: SavePlan | None = None
+        self.num_plans = 0
+        self._inventory: SaveInventory | None = None
+        self._plan: SavePlan | None = None
 
-    def share(
+    def plan(
         self,
         tensors: Mapping[str, ChunkedTensor],
         optimizer: OptimizerState[ChunkedTensor] | None,
@@ -77,12 +77,12 @@ class SavePlanner:
     ) -> SavePlan:
         """Return what this rank writes of its tensors, by their names in the checkpoint. Collective."""
         held = build_inventory(tensors, optimizer)
-        same = torch.tensor([int(held == self._held)])
+        same = torch.tensor([int(held == self._inventory)])
         dist.all_reduce(same, op=dist.ReduceOp.MIN, group=group)
-        if self._share is None or not same.item():
-            self._share, self._held = _divide_work(held, group), held
-            self.times += 1
-        return self._share
+        if self._plan is None or not same.item():
+            self._plan, self._inventory = _divide_work(held, group), held
+            self.num_plans += 1
+        return self._plan
 
 
 def build_inventory(tensors: Mapping[str, ChunkedTensor], optimizer: OptimizerState[Any] | None) -> SaveInventory:
@@ -90,7 +90,7 @@ def build_inventory(tensors: Mapping[str, ChunkedTensor], optimizer: OptimizerSt
     rectangles = (
         Rectangle(name, tuple(piece.offsets), piece.sizes, piece.tensor.element_size())
         for name, sharded in tensors.items()
-        for piece in sharded.pieces
+        for piece in sharded.chunks
     )
     kinds = ((name, tuple(sharded.shape), format_dtype(sharded.dtype)) for name, sharded in tensors.items())
     grouped = (name for each in (optimizer.groups if optimizer is not None else ()) for name in each["params"])
@@ -112,9 +112,9 @@ def _divide_work(inventory: SaveInventory, group: dist.ProcessGroup) -> SavePlan
 def build_save_plans(inventories: list[SaveInventory]) -> tuple[list[SavePlan], bytes]:
     """Return each rank's share, without the index; and the index."""
     owned = assign_owners([held.rectangles for held in inventories])
-    kinds = {name: (shape, dtype) for held in inventories for name, shape, dtype in held.kinds}
-    grouped = _assign_to_first_rank(held.grouped for held in inventories)
-    valued = _assign_to_first_rank(held.valued for held in inventories)
+    kinds = {name: (shape, dtype) for held in inventories for name, shape, dtype in held.metas}
+    grouped = _assign_to_first_rank(held.params_with_groups for held in inventories)
+    valued = _assign_to_first_rank(held.params_with_values for held in inventories)
     shares = [
         SavePlan(tuple(rows), *names) for rows, names in zip(owned, zip(grouped, valued, strict=True), strict=True)
     ]
@@ -136,11 +136,12 @@ def encode_optimizer_settings(optimizer: OptimizerState[Any] | None, plan: SaveP
     if optimizer is None:
         return None
     groups = [
-        {**each, "params": [name for name in each["params"] if name in plan.grouped]} for each in optimizer.groups
+        {**each, "params": [name for name in each["params"] if name in plan.params_with_groups]}
+        for each in optimizer.groups
     ]
     content = {
         "groups": [each for each in groups if each["params"]],
-        "values": {name: each for name, each in optimizer.values.items() if name in plan.valued},
+        "values": {name: each for name, each in optimizer.values.items() if name in plan.params_with_values},
     }
     return json.dumps(encode_values(content)).encode() if any(content.values()) else None
 
@@ -151,15 +152,15 @@ class CheckpointContent:
 
     Attributes:
         tensors: its part of the state. They are the state itself, which training changes.
-        texts: its other files, by name.
+        other_files: its other files, by name.
         manifest: of the whole checkpoint, without files.
     """
 
     tensors: list[Tensor]
-    texts: dict[str, bytes]
+    other_files: dict[str, bytes]
     manifest: Manifest
 
-    def detach(self) -> None:
+    def copy_to_cpu(self) -> None:
         """Copy the tensors to the CPU, so that training can continue."""
         self.tensors = [each.to("cpu", copy=True, memory_format=torch.contiguous_format) for each in self.tensors]
 
@@ -188,9 +189,9 @@ def collect_content(
     known, skipped = get_base(parts), find_frozen_base_parameters(parts)
     state.model = {name: each for name, each in state.model.items() if name not in skipped}
     tensors = {**flatten_state(state), f"{RNG_PREFIX}{dist.get_rank()}": get_rng_state()}
-    share = (planner or SavePlanner()).share(tensors, state.optimizer, group)
+    share = (planner or SavePlanner()).plan(tensors, state.optimizer, group)
     values = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
-    settings, written = world.together(
+    settings, written = world.run_on_all_ranks(
         lambda: (encode_optimizer_settings(state.optimizer, share), encode_values(values))
     )
     texts = {settings_file_name(world.rank): settings, INDEX_FILE: share.index_json}
@@ -218,7 +219,7 @@ def collect_content(
 
 def cut_rectangle(sharded: ChunkedTensor, rectangle: Rectangle) -> Tensor:
     """Return a rectangle as a view of the piece that holds it."""
-    found = sharded.cut(rectangle.offsets, rectangle.sizes)
+    found = sharded.find_view(rectangle.offsets, rectangle.sizes)
     if found is None:
         raise CheckpointError(f"this rank has not the part of {rectangle.name} that it is to write.")
     return found
@@ -235,41 +236,41 @@ class CheckpointSave:
         content: CheckpointContent,
         tokenizer: Any,
     ) -> None:
-        self._place, self._group, self._content = storage, group, content
+        self._storage, self._group, self._content = storage, group, content
         self._world = manager.mesh.world
-        self._draft = create_writer(storage)
+        self._writer = create_writer(storage)
         self._model, self._tokenizer = manager.model_parts[0], tokenizer
 
     def write(self) -> None:
         """Write and complete the checkpoint, or remove it and raise CheckpointError on all ranks. Collective."""
-        refused = run_on_first(self._group, self._draft.begin)
+        refused = run_on_first(self._group, self._writer.prepare)
         if refused is not None:
             raise refused
         problem: str | None = None
         files: dict[str, StoredFile] = {}
         try:
-            files = self._write_own()
+            files = self._write_share()
         except Exception as caught:
             # File systems raise errors of many kinds.
             problem = format_exception(caught)
         is_first = self._world.rank == 0
         found: list[Any] = [None] * self._world.size
         dist.gather_object((problem, files), found if is_first else None, group=self._group, group_dst=0)
-        error = run_on_first(self._group, partial(self._complete, found))
+        error = run_on_first(self._group, partial(self._commit, found))
         if error is not None:
             if is_first:
-                self._draft.discard()
-            raise CheckpointWriteError(f"the checkpoint {self._place} could not be written: {error}")
+                self._writer.discard()
+            raise CheckpointWriteError(f"the checkpoint {self._storage} could not be written: {error}")
 
-    def _write_own(self) -> dict[str, StoredFile]:
-        texts = dict(self._content.texts)
+    def _write_share(self) -> dict[str, StoredFile]:
+        texts = dict(self._content.other_files)
         if self._world.rank == 0:
-            texts |= self._hugging_face_files()
+            texts |= self._build_hugging_face_files()
         payload = tensors_file_name(self._world.rank)
-        files = {payload: write_tensors(self._draft, payload, self._content.tensors)}
-        return files | {name: self._draft.write(name, partial(list, [text])) for name, text in texts.items()}
+        files = {payload: write_tensors(self._writer, payload, self._content.tensors)}
+        return files | {name: self._writer.write_file(name, partial(list, [text])) for name, text in texts.items()}
 
-    def _hugging_face_files(self) -> dict[str, bytes]:
+    def _build_hugging_face_files(self) -> dict[str, bytes]:
         """Have Hugging Face's classes write their files into a temporary directory, and read them."""
         with tempfile.TemporaryDirectory(prefix="meshwright-") as made:
             directory = Path(made)
@@ -288,12 +289,12 @@ class CheckpointSave:
                 found[GENERATION_CONFIG] = format_generation_config(generation)
         return {f"{HUGGING_FACE_FOLDER}/{name}": content for name, content in found.items()}
 
-    def _complete(self, found: list[tuple[str | None, dict[str, StoredFile]]]) -> None:
+    def _commit(self, found: list[tuple[str | None, dict[str, StoredFile]]]) -> None:
         failures = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(found) if problem is not None]
         if failures:
             raise CheckpointWriteError("; ".join(failures[:5]))
         every = {name: stored for _, files in found for name, stored in files.items()}
-        self._draft.commit(replace(self._content.manifest, files=every))
+        self._writer.commit(replace(self._content.manifest, files=every))
 
 
 def run_on_first(group: dist.ProcessGroup, work: Callable[[], None]) -> CheckpointError | None:

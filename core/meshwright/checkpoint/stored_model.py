@@ -31,52 +31,54 @@ class StoredModel:
 
     Attributes:
         directory: of its Hugging Face files, on this machine.
-        described: path and name of each of these files.
-        kinds: shape and dtype of each tensor.
+        metadata_files: path and name of each of these files.
+        metas: shape and dtype of each tensor.
     """
 
     def __init__(self, checkpoint: StorageReader, manifest: Manifest, *, use_ema: bool = False) -> None:
-        self.checkpoint, self.manifest = checkpoint, manifest
+        self.storage, self.manifest = checkpoint, manifest
         names = [name for name in manifest.files if PurePath(name).parts[0] == HUGGING_FACE_FOLDER]
-        root = self._on_this_machine(names)
+        root = self._localize_files(names)
         self.directory = root / HUGGING_FACE_FOLDER
-        self.described = [(root / name, PurePath(name).relative_to(HUGGING_FACE_FOLDER).as_posix()) for name in names]
+        self.metadata_files = [
+            (root / name, PurePath(name).relative_to(HUGGING_FACE_FOLDER).as_posix()) for name in names
+        ]
         self._index = read_index(checkpoint, manifest)
-        self._average = use_ema
-        if use_ema and not any(name.startswith(EMA_PREFIX) for name in self._index.kinds):
+        self._uses_ema = use_ema
+        if use_ema and not any(name.startswith(EMA_PREFIX) for name in self._index.metas):
             raise CheckpointError(
                 f"the checkpoint {checkpoint} has no average of the weights: the run has kept none (ema). Export its "
                 f"weights."
             )
-        self.kinds = {
+        self.metas = {
             name.removeprefix(MODEL_PREFIX): kind
-            for name, kind in self._index.kinds.items()
+            for name, kind in self._index.metas.items()
             if name.startswith(MODEL_PREFIX)
         }
 
-    def _on_this_machine(self, names: Iterable[str]) -> Path:
+    def _localize_files(self, names: Iterable[str]) -> Path:
         """Return a directory with these files: the checkpoint's, or a copy that is removed together with this object.
 
         Signed files are copied, too: they could be exchanged after they were verified.
         """
-        if isinstance(self.checkpoint, LocalStorage) and self.checkpoint.access.key is None:
-            return self.checkpoint.path
+        if isinstance(self.storage, LocalStorage) and self.storage.options.key is None:
+            return self.storage.path
         root = Path(tempfile.mkdtemp(prefix="meshwright-"))
         weakref.finalize(self, shutil.rmtree, root, ignore_errors=True)
         for name in names:
             path = root / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(read_verified_file(self.checkpoint, self.manifest, name))
+            path.write_bytes(read_verified_file(self.storage, self.manifest, name))
         return root
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a full tensor to the CPU, in its own dtype unless another is given."""
-        shape, own = self.kinds[name]
+        shape, own = self.metas[name]
         tensor = torch.empty(shape, dtype=dtype or own)
         averaged = f"{EMA_PREFIX}{name}"
-        stored = averaged if self._average and averaged in self._index.kinds else f"{MODEL_PREFIX}{name}"
+        stored = averaged if self._uses_ema and averaged in self._index.metas else f"{MODEL_PREFIX}{name}"
         full = ChunkedTensor(tensor.shape, tensor.dtype, tuple(get_local_chunks(tensor)))
-        read_tensors(self.checkpoint, self.manifest, self._index, {stored: full})
+        read_tensors(self.storage, self.manifest, self._index, {stored: full})
         return tensor
 
 
@@ -101,8 +103,8 @@ def build_model_on_meta(source: StoredModel, *, is_adapter_base: bool = False) -
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    checkpoint, stored, directory = source.checkpoint, source.kinds, source.directory
-    if "config.json" not in [name for _, name in source.described]:
+    checkpoint, stored, directory = source.storage, source.metas, source.directory
+    if "config.json" not in [name for _, name in source.metadata_files]:
         raise CheckpointError(
             f"the checkpoint {checkpoint} has no configuration of a Hugging Face model, so it cannot be exported."
         )

@@ -39,7 +39,7 @@ def flatten_state(state: ShardedState) -> dict[str, ChunkedTensor]:
     tensors = {f"{MODEL_PREFIX}{name}": sharded for name, sharded in state.model.items()}
     for name, values in (state.optimizer.tensors if state.optimizer is not None else {}).items():
         tensors.update({f"{OPTIMIZER_PREFIX}{name}.{key}": sharded for key, sharded in values.items()})
-    tensors.update({f"{EMA_PREFIX}{name}": sharded for name, sharded in state.averages.items()})
+    tensors.update({f"{EMA_PREFIX}{name}": sharded for name, sharded in state.ema_weights.items()})
     return tensors
 
 

@@ -128,10 +128,10 @@ def _report_output_error(error: OSError) -> int:
 def strategies() -> None:
     """List the strategies: installed, broken (with the reason), and installable."""
     registry = get_registry()
-    blocks = [_format_strategy(spec, registry.owner(name)) for name, spec in registry.strategies.items()]
+    blocks = [_format_strategy(spec, registry.get_owner(name)) for name, spec in registry.strategies.items()]
     for title, lines in (
         ("broken", [str(failure) for failure in registry.failures]),
-        ("installable, from a clone of meshwright", [f"{n}: {line}" for n, line in registry.installable.items()]),
+        ("installable, from a clone of meshwright", [f"{n}: {line}" for n, line in registry.install_commands.items()]),
     ):
         if lines:
             # Not wrapped, so that reasons and commands can be copied.
@@ -143,7 +143,7 @@ def _format_strategy(spec: StrategySpec, owner: str) -> str:
     rows = {
         "aliases": ", ".join(spec.aliases),
         "shards": ", ".join(axis for axis in CLAIMABLE_AXES if axis in spec.axes) or "nothing",
-        "wraps": "another strategy" if spec.wraps else "",
+        "wraps": "another strategy" if spec.is_wrapper else "",
         "plugin": owner,
     }
     texts = [spec.summary, *(f"{label}: {text}" for label, text in rows.items() if text)]
@@ -156,13 +156,13 @@ def add_commands(app: typer.Typer, registry: Registry) -> None:
 
     A plugin that fails, or whose command would hide another, adds none and is listed in the registry's `failures`.
     """
-    for name, register in registry.implementations("register_commands"):
+    for name, register in registry.find_implementations("register_commands"):
         own = typer.Typer()
         reason = _find_registration_error(own, register, app)
         if reason is None:
             app.add_typer(own)
         else:
-            registry.set_aside(PluginFailure(name, reason))
+            registry.record_failure(PluginFailure(name, reason))
 
 
 def _find_registration_error(plugin_app: typer.Typer, register: Any, app: typer.Typer) -> str | None:

@@ -22,9 +22,9 @@ class RunInfo:
         id: unique, and kept when the run is resumed.
         name: for people.
         strategy, mesh: the stack and the degrees, as text.
-        start: number of steps done before.
-        steps: number of the last step.
-        parameters: of the full model, trained or not; None: unknown.
+        start_step: number of steps done before.
+        num_steps: number of the last step.
+        num_parameters: of the full model, trained or not; None: unknown.
         device: kind of the ranks' devices, such as cpu or cuda.
         directory: of the run's files; None: a loop in a script.
         config: the full run file; empty for a loop in a script.
@@ -37,9 +37,9 @@ class RunInfo:
     mesh: str
     world_size: int
     rank: int
-    start: int
-    steps: int
-    parameters: int | None
+    start_step: int
+    num_steps: int
+    num_parameters: int | None
     device: str
     directory: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Evaluation:
     """
 
     step: int
-    steps: int
+    num_steps: int
     losses: Mapping[str, float]
     seconds: float
     rank: int
@@ -86,16 +86,16 @@ class BadStep:
     Attributes:
         step: for whose batch the optimizer did not step.
         reason: what is wrong with it.
-        count: bad steps of the run so far, including this one.
+        num_bad_steps: bad steps of the run so far, including this one.
         rollback_step: step of the checkpoint that the run goes back to; None: it continues after this step.
     """
 
     step: int
-    steps: int
+    num_steps: int
     reason: str
     rank: int
-    count: int
-    back_to: int | None = None
+    num_bad_steps: int
+    rollback_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,16 @@ class Fault:
 
     Attributes:
         step: the last that was done.
-        kind: class of the error.
+        error_type: class of the error.
         message: its text.
-        ended: time of the error [s since 1970].
+        error_time: time of the error [s since 1970].
     """
 
     step: int
     rank: int
-    kind: str
+    error_type: str
     message: str
-    ended: float
+    error_time: float
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class RunSummary:
     run: RunInfo
     reason: EndReason
     step: int
-    steps: int
+    num_steps: int
     seconds: float
     loss: float | None
     evaluations: Mapping[str, float]
@@ -154,7 +154,7 @@ class RunSection:
     config_cls: type[FrozenModel]
     description: str
     default: FrozenModel | None = None
-    without_secrets: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda hidden, whole: hidden
+    redact: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda hidden, whole: hidden
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class StepResult:
 
     step: int
     """The step that has ended, from 1."""
-    steps: int
+    num_steps: int
     """Steps of the whole run."""
     loss: float
     """Mean over the step's tokens [nats], or an objective's sum over `num_tokens`."""
@@ -44,19 +44,19 @@ class StepResult:
     """See `StrategyManager.last_sums`."""
     evaluations: Mapping[str, float] = field(default_factory=dict)
     """Loss of each evaluation set by name, in steps that evaluate."""
-    ended: float = 0.0
+    end_time: float = 0.0
     """Time of its end [s since 1970]."""
     times: Mapping[str, float] = field(default_factory=dict)
     """Seconds by part: `data`, `forward_backward`, `clip`, `read`, `optimizer`; `norms`, `save`, `evaluation` and
     `measure_exposed_communication` in steps that have them. See [Note: parts of a step]."""
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     """`learning_rate` of each parameter group, by its name or else its number."""
-    norms: Mapping[str, float] = field(default_factory=dict)
+    block_grad_norms: Mapping[str, float] = field(default_factory=dict)
     """Gradient norms by block, before clipping, in steps that measure them; see `StrategyManager.gradient_norms`."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes of this rank: resident `host` and `host_peak`; of an accelerator's allocator `allocated`, `allocated_peak`,
     `reserved` and `reserved_peak`. Peaks are since the start of the process, or since they were reset."""
-    skipped: str = ""
+    skip_reason: str = ""
     """Why the optimizer did not step, see `on_bad_step`; empty: it did."""
     world_size: int = 1
     flops: float | None = None

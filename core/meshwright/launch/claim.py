@@ -20,23 +20,23 @@ class ClusterEnvironment:
 
     Attributes:
         launcher: its name.
-        said: the variables that state it, such as "PMI_RANK=1 and PMI_SIZE=4".
-        unset: the variables without which it would state nothing; empty if it uses no variables.
+        evidence: the variables that state it, such as "PMI_RANK=1 and PMI_SIZE=4".
+        identifying_variables: the variables without which it would state nothing; empty if it uses no variables.
         local_rank, local_world_size: among the ranks of this node; None: not stated.
         address, port: of the rendezvous store that rank 0 hosts. They raise MeshError if the launcher does not know.
         is_nested_in: whether the ranks are started inside the processes of another launcher, which is no contradiction.
     """
 
     launcher: str
-    said: str
-    unset: tuple[str, ...]
+    evidence: str
+    identifying_variables: tuple[str, ...]
     rank: int
-    size: int
+    world_size: int
     local_rank: int | None
-    local_size: int | None
-    address: Callable[[], str]
-    port: Callable[[], int]
-    is_within: Callable[[ClusterEnvironment], bool] = lambda outer: False
+    local_world_size: int | None
+    get_master_address: Callable[[], str]
+    get_master_port: Callable[[], int]
+    is_nested_in: Callable[[ClusterEnvironment], bool] = lambda outer: False
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Launcher:
 
     Attributes:
         name: in errors and docs/launchers.md.
-        reads: the variables that `ask` looks at.
-        ask: returns what it states of a process with this environment; None if it has started none, or a single one.
+        variables: the variables that `ask` looks at.
+        detect: returns what it states of a process with this environment; None if it has started none, or a single one.
             Raises MeshError if it has started several, but does not state enough.
     """
 
     name: str
-    reads: tuple[str, ...]
-    ask: Callable[[Mapping[str, str]], ClusterEnvironment | None]
+    variables: tuple[str, ...]
+    detect: Callable[[Mapping[str, str]], ClusterEnvironment | None]
 
 
 def format_variables(environment: Mapping[str, str], *names: str) -> str:

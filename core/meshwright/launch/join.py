@@ -75,11 +75,11 @@ def resolve_torchrun_variables(environment: Mapping[str, str], *, has_store: boo
             )
         return {}
     inner = claims[0]
-    same = [each for each in claims if (each.rank, each.size) == (inner.rank, inner.size)]
+    same = [each for each in claims if (each.rank, each.world_size) == (inner.rank, inner.world_size)]
     for outer in claims[1:]:
-        if outer not in same and not inner.is_within(outer):
-            raise _conflict_error(inner.said, inner.launcher, inner.unset, outer)
-    for name, value in (("RANK", inner.rank), ("WORLD_SIZE", inner.size)):
+        if outer not in same and not inner.is_nested_in(outer):
+            raise _conflict_error(inner.evidence, inner.launcher, inner.identifying_variables, outer)
+    for name, value in (("RANK", inner.rank), ("WORLD_SIZE", inner.world_size)):
         if name in environment and read_count(environment, name) != value:
             raise _conflict_error(f"{name}={environment[name]}", _MANUAL, (name,), inner)
     return _build_missing_variables(environment, same, has_store=has_store)
@@ -102,7 +102,9 @@ def get_local_rank(num_devices: int) -> int:
 def _variables_for_group(environment: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
     """The variables of launchers that agree with the process group; others have not made it."""
     claims = [
-        each for each in _detect_environments(environment, may_fail=True) if (each.rank, each.size) == (rank, size)
+        each
+        for each in _detect_environments(environment, may_fail=True)
+        if (each.rank, each.world_size) == (rank, size)
     ]
     return _build_missing_variables(environment, claims, has_store=True) if claims else {}
 
@@ -112,7 +114,7 @@ def _detect_environments(environment: Mapping[str, str], *, may_fail: bool) -> l
     found, errors = [], []
     for launcher in list_launchers():
         try:
-            claim = launcher.ask(environment)
+            claim = launcher.detect(environment)
         except MeshError as error:
             errors.append(error)
         else:
@@ -143,12 +145,12 @@ def _detect_manual(environment: Mapping[str, str]) -> ClusterEnvironment:
         format_variables(environment, "RANK", "WORLD_SIZE"),
         ("RANK", "WORLD_SIZE"),
         rank=rank,
-        size=size,
+        world_size=size,
         local_rank=None,
-        local_size=None,
-        address=address,
-        port=lambda: int(address()),
-        is_within=lambda outer: each > 1 and size == each * outer.size,
+        local_world_size=None,
+        get_master_address=address,
+        get_master_port=lambda: int(address()),
+        is_nested_in=lambda outer: each > 1 and size == each * outer.world_size,
     )
 
 
@@ -156,18 +158,18 @@ def _build_missing_variables(
     environment: Mapping[str, str], claims: list[ClusterEnvironment], *, has_store: bool
 ) -> dict[str, str]:
     """torchrun's variables that are not set, from claims to the same rank; see `join`."""
-    found = {"RANK": claims[0].rank, "WORLD_SIZE": claims[0].size}
+    found = {"RANK": claims[0].rank, "WORLD_SIZE": claims[0].world_size}
     for claim in claims:
-        local = {"LOCAL_RANK": claim.local_rank, "LOCAL_WORLD_SIZE": claim.local_size}
+        local = {"LOCAL_RANK": claim.local_rank, "LOCAL_WORLD_SIZE": claim.local_world_size}
         found = {**{name: value for name, value in local.items() if value is not None}, **found}
     texts = {name: str(value) for name, value in found.items() if name not in environment}
     if not has_store:
         # RANK and WORLD_SIZE name no address; the nearest launcher may, and is the same on all ranks.
         knows = next((each for each in claims if each.launcher != _MANUAL), claims[0])
         if "MASTER_ADDR" not in environment:
-            texts["MASTER_ADDR"] = knows.address()
+            texts["MASTER_ADDR"] = knows.get_master_address()
         if "MASTER_PORT" not in environment:
-            texts["MASTER_PORT"] = str(knows.port())
+            texts["MASTER_PORT"] = str(knows.get_master_port())
     return texts
 
 
@@ -175,10 +177,10 @@ def _conflict_error(
     evidence: str, launcher_name: str, identifying_variables: tuple[str, ...], other: ClusterEnvironment
 ) -> MeshError:
     """The error of two contradicting statements: `launcher_name` states `evidence`, and would not without the variables `identifying_variables`."""
-    pairs = ((identifying_variables, other.launcher), (other.unset, launcher_name))
+    pairs = ((identifying_variables, other.launcher), (other.identifying_variables, launcher_name))
     remedies = [f"{' and '.join(names)} if the ranks are those of {launcher}" for names, launcher in pairs if names]
     return MeshError(
-        f"two say what rank this is: {evidence} ({launcher_name}), and {other.said} ({other.launcher}). A process is one rank of one "
-        f"world. Unset {', or '.join(remedies)}. If each of the {other.size} is to start several ranks, let it start "
+        f"two say what rank this is: {evidence} ({launcher_name}), and {other.evidence} ({other.launcher}). A process is one rank of one "
+        f"world. Unset {', or '.join(remedies)}. If each of the {other.world_size} is to start several ranks, let it start "
         f"torchrun."
     )

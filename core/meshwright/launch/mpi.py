@@ -89,13 +89,13 @@ def _build_environment(
         format_variables(environment, names[1], names[0]),
         (names[0],),
         rank=rank,
-        size=size,
+        world_size=size,
         local_rank=local_rank,
-        local_size=local_size,
-        address=address if local_size < size else lambda: "127.0.0.1",
-        port=lambda: derive_port(zlib.crc32(world.encode())) if world else DEFAULT_PORT,
+        local_world_size=local_size,
+        get_master_address=address if local_size < size else lambda: "127.0.0.1",
+        get_master_port=lambda: derive_port(zlib.crc32(world.encode())) if world else DEFAULT_PORT,
         # In an allocation of Slurm, mpirun lets srun start its daemons, one on each further node.
-        is_within=lambda outer: outer.local_size == 1 and outer.size <= size,
+        is_nested_in=lambda outer: outer.local_world_size == 1 and outer.world_size <= size,
     )
 
 

@@ -124,9 +124,9 @@ def _build_environment(
         format_variables(environment, rank_name, size_name),
         (rank_name, size_name),
         rank=rank,
-        size=size,
+        world_size=size,
         local_rank=0,
-        local_size=1,
-        address=find_address,
-        port=lambda: read_count(environment, port, DEFAULT_PORT),
+        local_world_size=1,
+        get_master_address=find_address,
+        get_master_port=lambda: read_count(environment, port, DEFAULT_PORT),
     )

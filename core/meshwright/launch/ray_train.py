@@ -36,13 +36,13 @@ def _detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
         f"ray.train.get_context() with rank {rank} of {size}",
         (),
         rank=rank,
-        size=size,
+        world_size=size,
         local_rank=context.get_local_rank(),
-        local_size=context.get_local_world_size(),
-        address=lambda: meeting()[0],
-        port=lambda: meeting()[1],
+        local_world_size=context.get_local_world_size(),
+        get_master_address=lambda: meeting()[0],
+        get_master_port=lambda: meeting()[1],
         # The launcher of Ray's own processes has left its variables in the workers.
-        is_within=lambda outer: True,
+        is_nested_in=lambda outer: True,
     )
 
 

@@ -44,13 +44,13 @@ def _detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
         format_variables(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
         ("SLURM_STEP_NUM_TASKS",),
         rank=read_count(environment, "SLURM_PROCID"),
-        size=size,
+        world_size=size,
         local_rank=read_count(environment, "SLURM_LOCALID"),
-        local_size=_parse_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[
+        local_world_size=_parse_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[
             read_count(environment, "SLURM_NODEID")
         ],
-        address=lambda: "127.0.0.1" if is_alone else parse_first_host(environment["SLURM_STEP_NODELIST"]),
-        port=lambda: derive_port(job * 31 + step),
+        get_master_address=lambda: "127.0.0.1" if is_alone else parse_first_host(environment["SLURM_STEP_NODELIST"]),
+        get_master_port=lambda: derive_port(job * 31 + step),
     )
 
 

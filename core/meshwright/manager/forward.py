@@ -59,25 +59,25 @@ class ForwardRunner:
         after_probe: Callable[[], None],
     ) -> None:
         config = getattr(model, "config", None)
-        self._mesh, self._axes, self._in_pipeline, self._after_trial = mesh, axes, is_pipeline_stage, after_probe
+        self._mesh, self._axes, self._is_pipeline_stage, self._after_probe = mesh, axes, is_pipeline_stage, after_probe
         self._router_loss = RouterLoss(config) if has_router_loss(model) and not is_pipeline_stage else None
-        self._router_loss_is_checked = False
-        self._router_notes: RouterLogitsRecorder | None = None
-        self.taken = get_forward_arguments(model)
-        self._options_if_in_parts = {each: get_forward_options(model, is_partial=each) for each in (False, True)}
+        self._has_checked_router_loss = False
+        self._router_logits: RouterLogitsRecorder | None = None
+        self.argument_names = get_forward_arguments(model)
+        self._options_if_partial = {each: get_forward_options(model, is_partial=each) for each in (False, True)}
         self._rope_length = RopeLengthHook(model)
         self._vocab_size: int | None = getattr(config, "vocab_size", None)
         row_head, name = DeferredHead(model, head_name) if head_name else None, type(model).__name__
-        self._make_row_loss = functools.partial(
+        self._build_token_loss = functools.partial(
             ChunkedCrossEntropy, row_head, chunk_rows, model_name=name, vocab_size=self._vocab_size
         )
 
     def attach(self, module: nn.Module) -> None:
         """Call `module`, the sharded model or a wrapper around it, from now on."""
         self._module = module
-        in_parts = self._in_pipeline or any(axis.divides_sequences for axis in self._axes)
-        self._options = self._options_if_in_parts[in_parts]
-        self._row_loss = self._make_row_loss(is_sharded=any(axis.divides_vocabulary for axis in self._axes))
+        in_parts = self._is_pipeline_stage or any(axis.shards_sequences for axis in self._axes)
+        self._options = self._options_if_partial[in_parts]
+        self._token_loss = self._build_token_loss(is_sharded=any(axis.shards_vocabulary for axis in self._axes))
 
     # -- batches
 
@@ -87,45 +87,47 @@ class ForwardRunner:
         return math.prod(axis.sequence_multiple for axis in self._axes)
 
     @property
-    def sharers(self) -> int:
+    def replicas(self) -> int:
         """Number of ranks that compute the same value of an objective, and whose losses are added up."""
-        return math.prod(axis.sharers for axis in self._axes)
+        return math.prod(axis.replicas for axis in self._axes)
 
-    def terms(
+    def build_requirements(
         self, check: Callable[[Sequence[Batch]], None], objective: BoundObjective | None, frozen: int
     ) -> BatchRequirements:
-        return BatchRequirements(self._vocab_size, self.sequence_multiple, check, objective=objective, frozen=frozen)
+        return BatchRequirements(
+            self._vocab_size, self.sequence_multiple, check, objective=objective, frozen_share=frozen
+        )
 
-    def check_division(self, microbatches: Sequence[Batch]) -> None:
+    def check_microbatches(self, microbatches: Sequence[Batch]) -> None:
         """Refuse microbatches that an axis cannot divide; BatchError on this rank, no collective."""
         for axis, batch in itertools.product(self._axes, microbatches):
             axis.check_batch(batch)
 
-    def divide(self, batch: Batch, objective: BoundObjective | None = None) -> Batch:
+    def shard_batch(self, batch: Batch, objective: BoundObjective | None = None) -> Batch:
         """Return this rank's part of a microbatch, as `compute_local_loss` takes it."""
-        inputs = batch if objective is None else objective.inputs(batch)
-        part = functools.reduce(lambda part, axis: axis.divide(part), self._axes, inputs)
-        return part if objective is None else {**part, **objective.whole(batch)}
+        inputs = batch if objective is None else objective.get_model_inputs(batch)
+        part = functools.reduce(lambda part, axis: axis.shard_batch(part), self._axes, inputs)
+        return part if objective is None else {**part, **objective.get_unsharded_columns(batch)}
 
-    def own_mask(self, batch: Batch) -> Tensor | None:
+    def local_mask(self, batch: Batch) -> Tensor | None:
         mask = batch.get("attention_mask")
-        return None if mask is None else functools.reduce(lambda part, axis: axis.own(part), self._axes, mask)
+        return None if mask is None else functools.reduce(lambda part, axis: axis.local(part), self._axes, mask)
 
-    def on_device(self, batch: Batch) -> dict[str, Tensor]:
+    def to_device(self, batch: Batch) -> dict[str, Tensor]:
         return {name: tensor.to(self._mesh.device, non_blocking=True) for name, tensor in batch.items()}
 
     # -- forwards
 
     @contextmanager
-    def around_step(self, max_length: int) -> Iterator[None]:
+    def step_context(self, max_length: int) -> Iterator[None]:
         with ExitStack() as contexts:
-            contexts.enter_context(self._rope_length.within_step(max_length))
+            contexts.enter_context(self._rope_length.step_length(max_length))
             for axis in self._axes:
-                contexts.enter_context(axis.around_step())
+                contexts.enter_context(axis.step_context())
             yield
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def eval_mode(self) -> Iterator[None]:
         """Context of forwards in evaluation mode, which no backward follows."""
         was_training = self._module.training
         self._module.eval()
@@ -133,24 +135,24 @@ class ForwardRunner:
             yield
         finally:
             self._module.train(was_training)
-            self._after_trial()
+            self._after_probe()
 
-    def outputs(self, inputs: Batch, **options: Any) -> Any:
+    def call_model(self, inputs: Batch, **options: Any) -> Any:
         """Call the module with a divided microbatch without labels, on this rank's device; `options` go to forward."""
         with ExitStack() as contexts:
             given: Mapping[str, Any] = inputs
             for axis in self._axes:
-                given = contexts.enter_context(axis.around_forward(given))
+                given = contexts.enter_context(axis.forward_context(given))
             return self._module(**given, **{**self._options, **options})
 
-    def loss(
+    def compute_loss(
         self, batch: Batch, num_tokens: Tensor, num_microbatches: int, accumulator: ObjectiveAccumulator | None
     ) -> Tensor:
-        self._mesh.world.progress.move()
-        divided = self.divide(batch, None if accumulator is None else accumulator.given)
-        return self.share_of_loss(divided, num_tokens, num_microbatches=num_microbatches, accumulator=accumulator)
+        self._mesh.world.progress.tick()
+        divided = self.shard_batch(batch, None if accumulator is None else accumulator.objective)
+        return self.compute_local_loss(divided, num_tokens, num_microbatches=num_microbatches, accumulator=accumulator)
 
-    def share_of_loss(
+    def compute_local_loss(
         self,
         batch: Batch,
         num_tokens: Tensor,
@@ -159,80 +161,88 @@ class ForwardRunner:
         accumulator: ObjectiveAccumulator | None = None,
     ) -> Tensor:
         """Run the forward of a divided microbatch; return its share of the step's loss, router loss included."""
-        part, whole = split_unsharded_columns(self.on_device(batch))
+        part, whole = split_unsharded_columns(self.to_device(batch))
         inputs, targets_BS = split_targets(part)
-        run = functools.partial(self.outputs, inputs)
-        with nullcontext() if self._router_notes is None else self._router_notes.noting() as noted:
+        run = functools.partial(self.call_model, inputs)
+        with nullcontext() if self._router_logits is None else self._router_logits.record() as noted:
             if accumulator is None:
-                loss, outputs = self._row_loss.share(run, targets_BS, num_tokens, self._check_logits)
+                loss, outputs = self._token_loss.compute_token_loss(run, targets_BS, num_tokens, self._check_logits)
             else:
-                value, outputs = self._value(accumulator, run, targets_BS, whole)
-                loss = value / (num_tokens * self.sharers)
+                value, outputs = self._evaluate_objective(accumulator, run, targets_BS, whole)
+                loss = value / (num_tokens * self.replicas)
         if self._router_loss is None:
             return loss
-        router_loss, mask = self._router_loss, self.own_mask(inputs)
-        if noted is None and not self._router_loss_is_checked:
-            self._mesh.world.together(lambda: router_loss.check(outputs, mask))
-            self._router_loss_is_checked = True
-        sums = router_loss.sums(outputs.router_logits if noted is None else noted, mask)
-        return loss + router_loss.share(sums, group=self._mesh.group("dp_cp"), num_microbatches=num_microbatches)
+        router_loss, mask = self._router_loss, self.local_mask(inputs)
+        if noted is None and not self._has_checked_router_loss:
+            self._mesh.world.run_on_all_ranks(lambda: router_loss.check(outputs, mask))
+            self._has_checked_router_loss = True
+        sums = router_loss.compute_statistics(outputs.router_logits if noted is None else noted, mask)
+        return loss + router_loss.compute_local_loss(
+            sums, group=self._mesh.group("dp_cp"), num_microbatches=num_microbatches
+        )
 
     def _check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
         for axis in self._axes:
             axis.check_logits(shape, targets_BS)
 
-    def _value(
+    def _evaluate_objective(
         self, accumulator: ObjectiveAccumulator, run: RunModel, targets_BS: Tensor, full_columns: Batch
     ) -> tuple[Tensor, Any]:
         """Return an objective's value for one microbatch, scalar, and the model's outputs."""
         columns = dict(full_columns)
         targets_whole, positions = shift_labels(columns.pop("labels")), columns.pop("position_ids", None)
-        if accumulator.given.on == "outputs":
+        if accumulator.objective.input_kind == "outputs":
             outputs = run()
             wide = outputs.logits.to(torch.promote_types(outputs.logits.dtype, torch.float32))
             # Logits of whole sequences, (B, K), are not divided as `Axis.parted` divides.
-            wide = self._joined(wide, is_per_sequence=wide.dim() == 2)
+            wide = self._gather(wide, is_per_sequence=wide.dim() == 2)
             return accumulator(Outputs(targets_whole, wide, positions_BS=positions), columns), outputs
 
         def value(ask: GetStatistics) -> Tensor:
             def ask_whole(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
-                own_BSK = functools.reduce(lambda part, axis: axis.parted(part), self._axes, ids_BSK)
-                return {name: self._joined(found) for name, found in ask(own_BSK, names).items()}
+                own_BSK = functools.reduce(lambda part, axis: axis.shard(part), self._axes, ids_BSK)
+                return {name: self._gather(found) for name, found in ask(own_BSK, names).items()}
 
             return accumulator(
-                Tokens(targets_whole, ask_whole, positions_BS=positions, usual_statistics=accumulator.given.usual),
+                Tokens(
+                    targets_whole,
+                    ask_whole,
+                    positions_BS=positions,
+                    usual_statistics=accumulator.objective.usual_statistics,
+                ),
                 columns,
             )
 
-        return self._row_loss.of_tokens(run, targets_BS, value, self._check_logits)
+        return self._token_loss.compute_objective(run, targets_BS, value, self._check_logits)
 
-    def _joined(self, part: Tensor, *, is_per_sequence: bool = False) -> Tensor:
+    def _gather(self, part: Tensor, *, is_per_sequence: bool = False) -> Tensor:
         for axis in reversed(self._axes):
-            part = axis.joined_sequences(part) if is_per_sequence and axis.divides_sequences else axis.joined(part)
+            part = axis.gather_sequences(part) if is_per_sequence and axis.shards_sequences else axis.gather(part)
         return part
 
     # -- before the first step
 
-    def try_objective(
+    def probe_objective(
         self, microbatch: Batch, objective: BoundObjective, *, complete_batch: CompleteBatch = lambda batch: batch
     ) -> tuple[str, ...]:
         """Check, before its first step, that the model can serve an objective and that it is a sum. Collective."""
         for axis in self._axes:
-            if axis.divides_batches and type(axis).joined is Axis.joined:
+            if axis.shards_batches and type(axis).gather is Axis.gather:
                 raise ModelError(
                     f"{type(axis).__name__} divides batches and brings no `joined`: it takes no objective."
                 )
-        with self.evaluating(), torch.no_grad():
+        with self.eval_mode(), torch.no_grad():
             logits = _call_checked(
-                self.outputs, complete_batch(self._few(objective.inputs(microbatch), num_sequences=2))
+                self.call_model,
+                complete_batch(self._build_probe_batch(objective.get_model_inputs(microbatch), num_sequences=2)),
             ).logits
         check_logits_shape(objective, logits.shape, self._vocab_size)
         features = logits.shape[-1] if logits.dim() == 3 else -logits.shape[-1]
         return probe_objective(
-            objective, self.on_device(microbatch), features, torch.promote_types(logits.dtype, torch.float32)
+            objective, self.to_device(microbatch), features, torch.promote_types(logits.dtype, torch.float32)
         )
 
-    def try_out(
+    def probe(
         self,
         microbatches: Sequence[Batch],
         *,
@@ -240,55 +250,55 @@ class ForwardRunner:
         complete_batch: CompleteBatch = lambda batch: batch,
     ) -> None:
         """Run a few tokens through the model before the first step, to learn what only that can tell. Collective."""
-        is_open = [axis for axis in self._axes if axis.is_open()]
-        loss_is_open = needs_token_loss and self._row_loss.is_open
+        is_open = [axis for axis in self._axes if axis.needs_probe()]
+        loss_is_open = needs_token_loss and self._token_loss.needs_probe
         if not is_open and not loss_is_open:
             return
-        with self.evaluating():
+        with self.eval_mode():
             for axis in is_open:
                 multiple = math.prod(other.sequence_multiple for other in self._axes if other is not axis)
-                trial = ProbeInputs(self.on_device(microbatches[0]), self.outputs, multiple)
-                self._mesh.world.raise_together(axis.try_out(trial))
-            if any(axis.divides_sequences for axis in is_open) and self._router_loss is not None:
-                self._mesh.world.raise_together(self._find_routers(microbatches[0], self._router_loss))
+                trial = ProbeInputs(self.to_device(microbatches[0]), self.call_model, multiple)
+                self._mesh.world.raise_on_all_ranks(axis.probe(trial))
+            if any(axis.shards_sequences for axis in is_open) and self._router_loss is not None:
+                self._mesh.world.raise_on_all_ranks(self._find_routers(microbatches[0], self._router_loss))
             if loss_is_open:
-                few = complete_batch(self._few(microbatches[0]))
-                self._row_loss.choose(functools.partial(self.outputs, few), self._mesh.world)
+                few = complete_batch(self._build_probe_batch(microbatches[0]))
+                self._token_loss.probe(functools.partial(self.call_model, few), self._mesh.world)
         # Again, now that more is known of the model.
-        self._mesh.world.together(lambda: self.check_division(microbatches))
+        self._mesh.world.run_on_all_ranks(lambda: self.check_microbatches(microbatches))
 
-    def rehearse(self, microbatch: Batch, complete_batch: CompleteBatch = lambda batch: batch) -> None:
+    def dry_run(self, microbatch: Batch, complete_batch: CompleteBatch = lambda batch: batch) -> None:
         """Run the forward of a microbatch without gradients, side effects, and logits if possible. Collective."""
         try:
             with fork_rng(self._mesh.device), torch.no_grad():
-                inputs, targets_BS = split_targets(complete_batch(self.on_device(self.divide(microbatch))))
-                self._row_loss.rehearse(functools.partial(self.outputs, inputs), targets_BS.numel())
+                inputs, targets_BS = split_targets(complete_batch(self.to_device(self.shard_batch(microbatch))))
+                self._token_loss.dry_run(functools.partial(self.call_model, inputs), targets_BS.numel())
         finally:
-            self._after_trial()
+            self._after_probe()
 
-    def _few(self, batch: Batch, *, num_sequences: int = 1) -> Batch:
+    def _build_probe_batch(self, batch: Batch, *, num_sequences: int = 1) -> Batch:
         """Return a few tokens of some sequences (of all, if an axis divides them), divided, without labels."""
         (rows, whole), multiple = batch["input_ids"].shape, self.sequence_multiple
         length = min(whole, multiple * -(-_NUM_PROBE_TOKENS // multiple))
-        divides_rows = any(axis.divides_batches and not axis.divides_sequences for axis in self._axes)
+        divides_rows = any(axis.shards_batches and not axis.shards_sequences for axis in self._axes)
 
         def few(tensor: Tensor) -> Tensor:
             for dim in range(1, tensor.dim()):
                 tensor = tensor.narrow(dim, 0, length) if tensor.shape[dim] == whole else tensor
             return tensor[: rows if divides_rows else num_sequences]
 
-        return split_targets(self.on_device(self.divide({name: few(each) for name, each in batch.items()})))[0]
+        return split_targets(self.to_device(self.shard_batch({name: few(each) for name, each in batch.items()})))[0]
 
     def _find_routers(self, batch: Batch, loss: RouterLoss) -> ModelError | None:
         """Find the routers, whose logits are recorded from now on; return what is wrong with them."""
-        multiple = math.prod(axis.sequence_multiple for axis in self._axes if not axis.divides_sequences)
+        multiple = math.prod(axis.sequence_multiple for axis in self._axes if not axis.shards_sequences)
         ids_BS = batch["input_ids"][:1, : multiple * -(-_NUM_PROBE_TOKENS // multiple)].to(self._mesh.device)
         try:
             with ExitStack() as contexts:
                 for axis in self._axes:
-                    contexts.enter_context(axis.alone())
-                run = functools.partial(self.outputs, {"input_ids": ids_BS}, **enable_router_logits(self._options))
-                self._router_notes = find_routers(self._module, loss, run).watch(self._module)
+                    contexts.enter_context(axis.isolated())
+                run = functools.partial(self.call_model, {"input_ids": ids_BS}, **enable_router_logits(self._options))
+                self._router_logits = find_routers(self._module, loss, run).register_hooks(self._module)
         except ModelError as error:
             return error
         return None

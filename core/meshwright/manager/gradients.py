@@ -30,39 +30,39 @@ class GradientReport:
 
     Attributes:
         trained: of each parameter what the optimizer trains here, in the same order on all ranks that sum findings.
-        used: whether this rank has used each parameter in the step.
-        is_wrong: whether something is wrong, as bool or scalar on the device; None, on all ranks: nothing can be.
-        values: floating point, 1-D, on the device: argument of `error`, which returns what is wrong, or None.
-        void: called if a rank has found something wrong, after gradients were dropped.
+        is_used: whether this rank has used each parameter in the step.
+        has_error: whether something is wrong, as bool or scalar on the device; None, on all ranks: nothing can be.
+        error_values: floating point, 1-D, on the device: argument of `error`, which returns what is wrong, or None.
+        on_error: called if a rank has found something wrong, after gradients were dropped.
     """
 
     trained: Sequence[Sequence[nn.Parameter]] = ()
-    used: Sequence[bool] = ()
-    is_wrong: Tensor | bool | None = None
-    values: Tensor | None = None
-    error: Callable[[Sequence[float]], MeshwrightError | None] = lambda values: None
-    void: Callable[[], None] | None = None
+    is_used: Sequence[bool] = ()
+    has_error: Tensor | bool | None = None
+    error_values: Tensor | None = None
+    build_error: Callable[[Sequence[float]], MeshwrightError | None] = lambda values: None
+    on_error: Callable[[], None] | None = None
 
-    def unused(self, used_flags: Sequence[float] | None = None) -> Iterator[nn.Parameter]:
+    def iter_unused(self, used_flags: Sequence[float] | None = None) -> Iterator[nn.Parameter]:
         """Iterate over what is trained of unused parameters, of this rank's or those that `used_flags` says."""
-        for each, is_used in zip(self.trained, self.used if used_flags is None else used_flags, strict=True):
+        for each, is_used in zip(self.trained, self.is_used if used_flags is None else used_flags, strict=True):
             if not is_used:
                 yield from each
 
-    def leave(self) -> None:
+    def discard(self) -> None:
         for parameter in chain.from_iterable(self.trained):
             parameter.grad = None
-        if self.void is not None:
-            self.void()
+        if self.on_error is not None:
+            self.on_error()
 
-    def tell(self, world: World) -> None:
+    def finalize(self, world: World) -> None:
         """Settle at once, by a control-plane message, for loops by hand; raise any rank's error on all. Collective."""
-        error = self.error(self.values.tolist() if self.values is not None else ())
-        (wrong,), used = world.exchange([error is not None], self.used)
+        error = self.build_error(self.error_values.tolist() if self.error_values is not None else ())
+        (wrong,), used = world.reduce_sum_and_max([error is not None], self.is_used)
         if wrong:
-            self.leave()
-            world.raise_any(error)
-        for parameter in self.unused(used):
+            self.discard()
+            world.raise_first_error(error)
+        for parameter in self.iter_unused(used):
             parameter.grad = None
 
 
@@ -70,13 +70,13 @@ class StepReduction:
     """The end of one step on this rank, with findings for each stage, and in parameters that several stages train."""
 
     def __init__(self, reports: Sequence[GradientReport] = (), shared_report: GradientReport | None = None) -> None:
-        self._parts, self._shared = reports, shared_report or GradientReport()
-        self._all = (self._shared, *reports)
-        self._used = [float(is_used) for part in self._all for is_used in part.used]
-        self._can_be_wrong = any(part.is_wrong is not None for part in reports)
+        self._reports, self._shared_report = reports, shared_report or GradientReport()
+        self._all = (self._shared_report, *reports)
+        self._is_used = [float(is_used) for part in self._all for is_used in part.is_used]
+        self._can_fail = any(part.has_error is not None for part in reports)
         self._sums: Tensor | None = None
 
-    def add_up(
+    def all_reduce(
         self,
         losses: Sequence[Tensor],
         device: torch.device,
@@ -88,9 +88,9 @@ class StepReduction:
     ) -> Tensor:
         """Add up the loss, the further sums and the findings; return the first two, float64, 1-D. Collective."""
         count = 1 + (0 if extra_sums is None else extra_sums.numel())
-        wrong = [part.is_wrong for part in self._parts if part.is_wrong is not None]
+        wrong = [part.has_error for part in self._reports if part.has_error is not None]
         known = float(sum(each for each in wrong if isinstance(each, bool)))
-        sums = torch.tensor([0.0] * count + [known, *self._used], dtype=torch.float64).to(device, non_blocking=True)
+        sums = torch.tensor([0.0] * count + [known, *self._is_used], dtype=torch.float64).to(device, non_blocking=True)
         if losses:
             sums[0] += torch.stack(list(losses)).sum(dtype=torch.float64)
         if extra_sums is not None:
@@ -99,40 +99,42 @@ class StepReduction:
             if isinstance(each, Tensor):
                 sums[count] += each
         dist.all_reduce(sums, group=group)
-        if replica_group is not None and self._can_be_wrong:
+        if replica_group is not None and self._can_fail:
             dist.all_reduce(sums[count : count + 1], group=replica_group)
         if stage_group is not None:
-            dist.all_reduce(sums[: count + 1 + len(self._shared.used)], group=stage_group)
+            dist.all_reduce(sums[: count + 1 + len(self._shared_report.is_used)], group=stage_group)
         self._sums = sums[count:]
         return sums[:count]
 
-    def settle(self, world: World, extra_scalars: Sequence[Tensor] = ()) -> list[float]:
+    def finalize(self, world: World, extra_scalars: Sequence[Tensor] = ()) -> list[float]:
         """Drop, once, the gradients that no rank has used; return the values of `extra_scalars`, read with the same wait."""
         sums, self._sums = self._sums, None
-        unused = (each for part in self._all for each in part.unused())
-        asks = self._can_be_wrong or any(part.values is not None for part in self._parts)
+        unused = (each for part in self._all for each in part.iter_unused())
+        asks = self._can_fail or any(part.error_values is not None for part in self._reports)
         if sums is None or (not asks and next(unused, None) is None):
             return _read_scalars([each.detach().reshape(1) for each in extra_scalars]) if extra_scalars else []
-        own = [part.values for part in self._parts if part.values is not None]
+        own = [part.error_values for part in self._reports if part.error_values is not None]
         read = iter(_read_scalars([each.detach().reshape(1) for each in extra_scalars] + [sums, *own]))
         values, wrong = [next(read) for _ in extra_scalars], next(read)
         used = [next(read) for _ in range(sums.numel() - 1)]
         # In a planned world the sums have no values, since losses are among them.
-        used = world.select(used, self._used)
+        used = world.select(used, self._is_used)
         errors = [
-            part.error([next(read) for _ in range(part.values.numel())] if part.values is not None else ())
-            for part in self._parts
+            part.build_error(
+                [next(read) for _ in range(part.error_values.numel())] if part.error_values is not None else ()
+            )
+            for part in self._reports
         ]
         if wrong:
             for part in self._all:
-                part.leave()
-            world.raise_any(next((error for error in errors if error is not None), None))
+                part.discard()
+            world.raise_first_error(next((error for error in errors if error is not None), None))
         # A parameter that another stage has used has its gradient here, too.
-        shared = {parameter for each in self._shared.trained for parameter in each}
+        shared = {parameter for each in self._shared_report.trained for parameter in each}
         for part in self._all:
-            mine, used = used[: len(part.used)], used[len(part.used) :]
-            for parameter in part.unused(mine):
-                if part is self._shared or parameter not in shared:
+            mine, used = used[: len(part.is_used)], used[len(part.is_used) :]
+            for parameter in part.iter_unused(mine):
+                if part is self._shared_report or parameter not in shared:
                     parameter.grad = None
         return values
 
@@ -155,62 +157,69 @@ class Gradients:
         *,
         use_float64: bool,
     ) -> None:
-        self._trainable, self._parts, self._mesh, self._wide = iter_trainable, shard_layout, mesh, use_float64
-        self._findings = GradientReport()
+        self._iter_trainable, self._shard_layout, self._mesh, self._use_float64 = (
+            iter_trainable,
+            shard_layout,
+            mesh,
+            use_float64,
+        )
+        self._report = GradientReport()
         self._groups: dict[nn.Parameter, ShardGroups] = {}
 
-    def total_norm(self, norm_type: float, *, excluded: Collection[nn.Parameter] = ()) -> Tensor:
+    def compute_total_norm(self, norm_type: float, *, excluded: Collection[nn.Parameter] = ()) -> Tensor:
         """Return the norm of all gradients but those of some parameters; float64, equal on all ranks. Collective."""
         left_out = set(excluded)
-        counted = [each for each in self._trainable() if each.grad is not None and each not in left_out]
+        counted = [each for each in self._iter_trainable() if each.grad is not None and each not in left_out]
         gradients = [each.grad for each in counted if each.grad is not None]
-        groups = [self.groups_of(each) for each in counted]
-        return compute_grad_norm(gradients, norm_type, use_float64=self._wide, groups=groups, device=self._mesh.device)
+        groups = [self.get_shard_groups(each) for each in counted]
+        return compute_grad_norm(
+            gradients, norm_type, use_float64=self._use_float64, groups=groups, device=self._mesh.device
+        )
 
-    def norms_by_part(self, layout: ModelLayout, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, float]:
-        parts = {parameter: layout.part_of(name) for name, parameter in named}
+    def compute_norms_by_part(self, layout: ModelLayout, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, float]:
+        parts = {parameter: layout.find_part(name) for name, parameter in named}
         names = sort_parts(parts.values())
-        return dict(zip(names, self.squares(parts, names).sqrt().tolist(), strict=True))
+        return dict(zip(names, self.sum_squares(parts, names).sqrt().tolist(), strict=True))
 
-    def squares(self, parts: Mapping[nn.Parameter, str], names: Sequence[str]) -> Tensor:
+    def sum_squares(self, parts: Mapping[nn.Parameter, str], names: Sequence[str]) -> Tensor:
         """Return the sum of squares of each part's gradients, float64, (names,), on the CPU. Collective."""
-        groups = [self.groups_of(parameter) for parameter in parts]
+        groups = [self.get_shard_groups(parameter) for parameter in parts]
         numbers = [names.index(name) for name in parts.values()]
-        return sum_squares_by_part(list(parts), numbers, len(names), groups, use_float64=self._wide)
+        return sum_squares_by_part(list(parts), numbers, len(names), groups, use_float64=self._use_float64)
 
-    def groups_of(self, parameter: nn.Parameter) -> ShardGroups:
+    def get_shard_groups(self, parameter: nn.Parameter) -> ShardGroups:
         if parameter not in self._groups:
-            self._groups[parameter] = self._parts.groups(parameter)
+            self._groups[parameter] = self._shard_layout.get_shard_groups(parameter)
         return self._groups[parameter]
 
-    def scale(self, norm: Tensor, max_norm: float) -> None:
-        clip_grads_with_norm([p.grad for p in self._trainable() if p.grad is not None], norm, max_norm)
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        clip_grads_with_norm([p.grad for p in self._iter_trainable() if p.grad is not None], norm, max_norm)
 
     def fill_missing(self) -> None:
         """Give zero gradients to unused parameters, for strategies that reduce each by itself; see [Note: one wait]."""
-        parameters = list(self._trainable())
-        self._findings = GradientReport([[each] for each in parameters], [each.grad is not None for each in parameters])
+        parameters = list(self._iter_trainable())
+        self._report = GradientReport([[each] for each in parameters], [each.grad is not None for each in parameters])
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def take_findings(self) -> GradientReport:
-        findings, self._findings = self._findings, GradientReport()
+    def take_report(self) -> GradientReport:
+        findings, self._report = self._report, GradientReport()
         return findings
 
     # -- in a pipeline
 
-    def trained_as(self, parameter: nn.Parameter) -> nn.Parameter:
+    def get_optimizer_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what the optimizer trains of a parameter of the model."""
         return parameter
 
-    def copy_of(self, trained: nn.Parameter) -> Tensor:
+    def get_local_gradient(self, trained: nn.Parameter) -> Tensor:
         """Return the gradient as it is added to those of copies on other stages, of the same shape on each."""
         gradient = trained.grad if trained.grad is not None else torch.zeros_like(trained)
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
-    def take_sum(self, trained: nn.Parameter, total: Tensor) -> None:
+    def set_summed_gradient(self, trained: nn.Parameter, total: Tensor) -> None:
         """Replace the gradient by the sum of `get_local_gradient` over stages, which may be modified. Collective on the stage."""
         if trained.grad is None:
             trained.grad = torch.zeros_like(trained)
-        self.copy_of(trained).copy_(total)
+        self.get_local_gradient(trained).copy_(total)

@@ -48,22 +48,27 @@ class ChunkedCrossEntropy:
         model_name: str,
         vocab_size: int | None = None,
     ) -> None:
-        self._head, self._given, self._is_divided, self._model = head, chunk_rows, is_sharded, model_name
+        self._head, self._requested_chunk_rows, self._is_sharded, self._model_name = (
+            head,
+            chunk_rows,
+            is_sharded,
+            model_name,
+        )
         self._vocab_size = vocab_size
-        entries = head.entries if head is not None else None
-        self._is_wanted = chunk_rows > 0 if chunk_rows is not None else (entries or 0) >= _MIN_VOCAB_SIZE
+        entries = head.vocab_size if head is not None else None
+        self._is_requested = chunk_rows > 0 if chunk_rows is not None else (entries or 0) >= _MIN_VOCAB_SIZE
         # A model without a head that is known may have another than that of a vocabulary.
-        is_open = self._is_wanted or vocab_size is not None if head is None else self._is_wanted or is_sharded
-        self._takes_rows: bool | None = None if is_open else False
+        is_open = self._is_requested or vocab_size is not None if head is None else self._is_requested or is_sharded
+        self._is_chunked: bool | None = None if is_open else False
         self._dtype = torch.float32
 
     # -- before the first step
 
     @property
-    def is_open(self) -> bool:
-        return self._takes_rows is None
+    def needs_probe(self) -> bool:
+        return self._is_chunked is None
 
-    def choose(self, run: RunModel, world: World) -> None:
+    def probe(self, run: RunModel, world: World) -> None:
         """Try the model on a few tokens; see [Note: whole logits]. Collective. ModelError if it has no vocabulary."""
 
         def alike() -> Any:
@@ -72,21 +77,21 @@ class ChunkedCrossEntropy:
                 return run()
 
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            defect = self._defect(alike)
-        self._takes_rows = bool(world.reduce_ints([defect is None], dist.ReduceOp.MIN)[0])
-        if not self._takes_rows and self._is_wanted and world.rank == 0:
+            defect = self._find_error(alike)
+        self._is_chunked = bool(world.reduce_ints([defect is None], dist.ReduceOp.MIN)[0])
+        if not self._is_chunked and self._is_requested and world.rank == 0:
             warn(
-                f"the loss of {self._model} needs whole logits, rows x vocabulary "
+                f"the loss of {self._model_name} needs whole logits, rows x vocabulary "
                 f"({defect or 'on another rank'}): loss_chunk_rows acts on nothing.",
                 stacklevel=2,
             )
 
-    def _defect(self, run: RunModel) -> str | None:
+    def _find_error(self, run: RunModel) -> str | None:
         if self._head is None:
             shape = () if self._vocab_size is None else tuple(run().logits.shape)
             if self._vocab_size is not None and (len(shape) != 3 or shape[-1] < self._vocab_size):
                 raise ModelError(
-                    f"{self._model} gives logits {shape}, which are not those of its vocabulary of "
+                    f"{self._model_name} gives logits {shape}, which are not those of its vocabulary of "
                     f"{self._vocab_size} entries, so there is no loss over tokens. Give an objective with on = "
                     f"'outputs', which is over what its head returns, or train a causal LM."
                 )
@@ -95,7 +100,7 @@ class ChunkedCrossEntropy:
         # What a strategy makes of the dtype of outputs is made of each row.
         self._dtype = whole_BSV.dtype
         try:
-            rows_BSV, _ = self._head.ask(run, self._row_by_row)
+            rows_BSV, _ = self._head.run_with_deferred_logits(run, self._compute_logits_in_chunks)
             difference = (rows_BSV - whole_BSV).abs().max().item()
         except (torch.OutOfMemoryError, dist.DistError):
             raise
@@ -105,41 +110,47 @@ class ChunkedCrossEntropy:
         limit = torch.finfo(self._dtype).eps ** 0.5 * whole_BSV.abs().max().item()
         return None if difference <= limit else f"row by row, they differ by {difference:.3g}"
 
-    def _row_by_row(self, logits: DeferredLogits) -> Tensor:
-        rows = self._rows(logits)
+    def _compute_logits_in_chunks(self, logits: DeferredLogits) -> Tensor:
+        rows = self._build_rows(logits)
         few = rows.hidden_NH.split(_NUM_PROBE_ROWS)
-        found_NL = torch.cat([rows.projection.call(rows_CH, rows.tensors) for rows_CH in few])
-        return rows.projection.vocabulary.gathered(found_NL).unflatten(0, logits.shape[:-1])
+        found_NL = torch.cat([rows.projection.compute_logits(rows_CH, rows.tensors) for rows_CH in few])
+        return rows.projection.vocabulary.gather_logits(found_NL).unflatten(0, logits.shape[:-1])
 
-    def _rows(self, logits: DeferredLogits) -> HiddenRows:
+    def _build_rows(self, logits: DeferredLogits) -> HiddenRows:
         if self._head is None:
             raise ChunkedLogitsError("no head is known")
-        return self._head.rows(logits if logits.dtype == self._dtype else logits.to(self._dtype))
+        return self._head.build_rows(logits if logits.dtype == self._dtype else logits.to(self._dtype))
 
     # -- in a step
 
-    def share(self, run: RunModel, targets_BS: Tensor, num_tokens: Tensor, check: CheckLogits) -> tuple[Tensor, Any]:
+    def compute_token_loss(
+        self, run: RunModel, targets_BS: Tensor, num_tokens: Tensor, check: CheckLogits
+    ) -> tuple[Tensor, Any]:
         """Return the cross entropy of unmasked targets [nats], summed and divided by `num_tokens`; and the outputs."""
-        head = self._head_for(targets_BS.numel())
+        head = self._select_head(targets_BS.numel())
         if head is None:
             outputs = run()
             check(outputs.logits.shape, targets_BS)
             return sum_target_loss(outputs.logits, targets_BS) / num_tokens, outputs
 
         def loss(logits: DeferredLogits) -> Tensor:
-            self._check(logits.shape, targets_BS, check)
-            rows, targets_N = self._rows(logits), targets_BS.flatten()
+            self._check_logits(logits.shape, targets_BS, check)
+            rows, targets_N = self._build_rows(logits), targets_BS.flatten()
             return compute_token_loss(
-                rows, targets_N, num_tokens, chunk_rows=self._chunk_rows(rows), pending_gradients=head.waiting
+                rows,
+                targets_N,
+                num_tokens,
+                chunk_rows=self._choose_chunk_rows(rows),
+                pending_gradients=head.pending_gradients,
             )
 
-        return self._asked(head, run, loss)
+        return self._run_with_head(head, run, loss)
 
-    def of_tokens(
+    def compute_objective(
         self, run: RunModel, targets_BS: Tensor, consume: Callable[[GetStatistics], Tensor], check: CheckLogits
     ) -> tuple[Tensor, Any]:
         """Return what `consume`, called once within the forward, makes of token statistics; and the outputs."""
-        head, shape = self._head_for(targets_BS.numel()), targets_BS.shape
+        head, shape = self._select_head(targets_BS.numel()), targets_BS.shape
 
         def answer(rows: HiddenRows, chunk_rows: int) -> Tensor:
             def ask(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> dict[str, Tensor]:
@@ -151,50 +162,54 @@ class ChunkedCrossEntropy:
 
         if head is None:
             outputs = run()
-            self._check(outputs.logits.shape, targets_BS, check)
-            return answer(HiddenRows.of_logits(outputs.logits), self._given or _MIN_CHUNK_ROWS), outputs
+            self._check_logits(outputs.logits.shape, targets_BS, check)
+            return answer(
+                HiddenRows.from_logits(outputs.logits), self._requested_chunk_rows or _MIN_CHUNK_ROWS
+            ), outputs
 
         def by_rows(logits: DeferredLogits) -> Tensor:
-            self._check(logits.shape, targets_BS, check)
-            rows = self._rows(logits)
-            return answer(rows, self._chunk_rows(rows))
+            self._check_logits(logits.shape, targets_BS, check)
+            rows = self._build_rows(logits)
+            return answer(rows, self._choose_chunk_rows(rows))
 
-        return self._asked(head, run, by_rows)
+        return self._run_with_head(head, run, by_rows)
 
-    def _check(self, shape: torch.Size, targets_BS: Tensor, check: CheckLogits) -> None:
+    def _check_logits(self, shape: torch.Size, targets_BS: Tensor, check: CheckLogits) -> None:
         check(shape, targets_BS)
         if shape[:-1] != targets_BS.shape:
-            raise ModelError(f"{self._model} gives logits {tuple(shape)} for targets {tuple(targets_BS.shape)}.")
+            raise ModelError(f"{self._model_name} gives logits {tuple(shape)} for targets {tuple(targets_BS.shape)}.")
 
-    def rehearse(self, run: RunModel, num_rows: int) -> None:
+    def dry_run(self, run: RunModel, num_rows: int) -> None:
         """Run the model, without gradients, as for the loss of `num_rows` rows, of which none is computed."""
-        if (head := self._head_for(num_rows)) is None:
+        if (head := self._select_head(num_rows)) is None:
             run()
         else:
-            self._asked(head, run, lambda logits: logits.source.hidden.new_zeros(()))
+            self._run_with_head(head, run, lambda logits: logits.source.hidden.new_zeros(()))
 
-    def _head_for(self, num_rows: int) -> DeferredHead | None:
+    def _select_head(self, num_rows: int) -> DeferredHead | None:
         """Return the head, unless the logits of so many rows may be whole."""
         head = self._head
-        if head is None or not self._takes_rows or head.features is None:
+        if head is None or not self._is_chunked or head.local_vocab_size is None:
             return None
-        is_large = bool(self._given) or (self._given is None and num_rows * head.features >= _MIN_CHUNKED_LOGITS)
-        return head if is_large or self._is_divided else None
+        is_large = bool(self._requested_chunk_rows) or (
+            self._requested_chunk_rows is None and num_rows * head.local_vocab_size >= _MIN_CHUNKED_LOGITS
+        )
+        return head if is_large or self._is_sharded else None
 
-    def _chunk_rows(self, rows: HiddenRows) -> int:
+    def _choose_chunk_rows(self, rows: HiddenRows) -> int:
         count, features = rows.hidden_NH.shape
-        if self._given is not None:
-            return self._given or count
+        if self._requested_chunk_rows is not None:
+            return self._requested_chunk_rows or count
         # Logits half as large as the weight, or all.
-        is_large = self._head is not None and count * (self._head.features or 0) >= _MIN_CHUNKED_LOGITS
+        is_large = self._head is not None and count * (self._head.local_vocab_size or 0) >= _MIN_CHUNKED_LOGITS
         return max(_MIN_CHUNK_ROWS, features // 2) if is_large else count
 
-    def _asked(
+    def _run_with_head(
         self, head: DeferredHead, run: RunModel, consume: Callable[[DeferredLogits], Tensor]
     ) -> tuple[Tensor, Any]:
         try:
-            return head.ask(run, consume)
+            return head.run_with_deferred_logits(run, consume)
         except ChunkedLogitsError as error:
             raise ModelError(
-                f"the loss of {self._model} was computed by rows until now, but {error}. Set loss_chunk_rows=0."
+                f"the loss of {self._model_name} was computed by rows until now, but {error}. Set loss_chunk_rows=0."
             ) from error

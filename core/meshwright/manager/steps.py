@@ -29,11 +29,11 @@ class TrainableParameters:
         self._model = model
         self._names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, parameter) for name, parameter in self._model.named_parameters() if name in self._names)
 
-    def frozen(self) -> set[str]:
-        return {name for name, parameter in self.named() if not parameter.requires_grad}
+    def find_frozen(self) -> set[str]:
+        return {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
 
     def check_unfrozen(self) -> None:
         """Refuse a parameter that requires a gradient now, but did not in `parallelize`; StrategyError on this rank."""
@@ -46,9 +46,9 @@ class TrainableParameters:
                 )
 
     @contextmanager
-    def unfrozen(self) -> Iterator[None]:
+    def temporarily_unfrozen(self) -> Iterator[None]:
         """Give all parameters the flags of `parallelize` within the context."""
-        frozen = [parameter for _, parameter in self.named() if not parameter.requires_grad]
+        frozen = [parameter for _, parameter in self.named_parameters() if not parameter.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(True)
         try:
@@ -66,82 +66,84 @@ class StepBookkeeping:
     """The steps of one manager; `iter_trainable` yields what it trains on this rank."""
 
     def __init__(self, mesh: Mesh, iter_trainable: Callable[[], Iterable[nn.Parameter]]) -> None:
-        self._mesh, self._trainable, self._ending = mesh, iter_trainable, StepReduction()
-        self._known: list[tuple[BoundObjective, tuple[str, ...]]] = []
+        self._mesh, self._iter_trainable, self._reduction = mesh, iter_trainable, StepReduction()
+        self._known_objectives: list[tuple[BoundObjective, tuple[str, ...]]] = []
         self.last_sums: Mapping[str, Tensor] = {}
 
     # -- objectives
 
-    def given(self, objective: Objective | None, argument_names: frozenset[str]) -> BoundObjective | None:
+    def bind_objective(self, objective: Objective | None, argument_names: frozenset[str]) -> BoundObjective | None:
         if objective is None:
             return None
         new = BoundObjective(objective, argument_names | MODEL_KEYS)
-        return next((known for known, _ in self._known if known == new), new)
+        return next((known for known, _ in self._known_objectives if known == new), new)
 
-    def noting(self, recorder: StatisticsRecorder, argument_names: frozenset[str]) -> BoundObjective | None:
+    def bind_recorder(self, recorder: StatisticsRecorder, argument_names: frozenset[str]) -> BoundObjective | None:
         """Return the `BoundObjective` of a recorder, which asks for the statistics it records and no others."""
-        if (given := self.given(recorder, argument_names)) is not None:
-            given.expect(recorder.names)
+        if (given := self.bind_objective(recorder, argument_names)) is not None:
+            given.expect_statistics(recorder.names)
         return given
 
-    def tally(
+    def start_accumulator(
         self, objective: BoundObjective | None, probe: Callable[[BoundObjective], tuple[str, ...]] | None
     ) -> ObjectiveAccumulator | None:
         """Return the tally of an objective for one step; try the objective first if it is new. Collective then."""
         if objective is None:
             return None
-        names = next((names for known, names in self._known if known is objective), None)
+        names = next((names for known, names in self._known_objectives if known is objective), None)
         if names is None:
             world = self._mesh.world
-            own = world.together(lambda: probe(objective) if probe is not None else None)
+            own = world.run_on_all_ranks(lambda: probe(objective) if probe is not None else None)
             every: list[tuple[str, ...] | None] = [None] * world.size
             dist.all_gather_object(every, own, group=world.group)
             found = {each for each in every if each is not None}
             if len(found) != 1:
                 raise ConfigError(f"the {objective.name} returns other sums on different ranks: {sorted(found)}.")
             names = found.pop()
-            self._known = [*self._known[1 - _MAX_KNOWN_OBJECTIVES :], (objective, names)]
+            self._known_objectives = [*self._known_objectives[1 - _MAX_KNOWN_OBJECTIVES :], (objective, names)]
         return ObjectiveAccumulator(objective, names, self._mesh.device)
 
     # -- the end of a step
 
-    def trained(
+    def start_reduction(
         self,
         reports: Sequence[GradientReport],
         shared_report: GradientReport | None,
         accumulator: ObjectiveAccumulator | None,
     ) -> StepReduction:
         """Return the end of a step, to be added up, with the findings of its parts; see `StepReduction`."""
-        self._ending = StepReduction([*reports, *self._found(accumulator)], shared_report)
-        return self._ending
+        self._reduction = StepReduction([*reports, *self._build_objective_reports(accumulator)], shared_report)
+        return self._reduction
 
-    def evaluated(self, accumulator: ObjectiveAccumulator | None) -> StepReduction:
-        return StepReduction([replace(each, void=None) for each in self._found(accumulator)])
+    def build_eval_reduction(self, accumulator: ObjectiveAccumulator | None) -> StepReduction:
+        return StepReduction([replace(each, on_error=None) for each in self._build_objective_reports(accumulator)])
 
-    def loss(self, total: Tensor, accumulator: ObjectiveAccumulator | None, reduction: StepReduction) -> Tensor:
+    def unpack_loss(self, total: Tensor, accumulator: ObjectiveAccumulator | None, reduction: StepReduction) -> Tensor:
         """Return the loss, scalar, and keep the further sums; `total` is added up over all ranks."""
         self.last_sums = {} if accumulator is None else dict(zip(accumulator.names, total[1:].unbind(), strict=True))
-        if reduction is not self._ending:
-            reduction.settle(self._mesh.world)
+        if reduction is not self._reduction:
+            reduction.finalize(self._mesh.world)
         return total[0]
 
-    def read(self, *values: Tensor) -> list[float]:
-        return self._ending.settle(self._mesh.world, values)
+    def read_scalars(self, *values: Tensor) -> list[float]:
+        return self._reduction.finalize(self._mesh.world, values)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Settle the last step before anything is made of it."""
-        self._ending.settle(self._mesh.world)
+        self._reduction.finalize(self._mesh.world)
 
-    def _found(self, accumulator: ObjectiveAccumulator | None) -> list[GradientReport]:
+    def _build_objective_reports(self, accumulator: ObjectiveAccumulator | None) -> list[GradientReport]:
         if accumulator is None:
             return []
-        is_wrong = accumulator.is_wrong | (accumulator.defect is not None)
+        is_wrong = accumulator.has_nonfinite | (accumulator.error is not None)
 
         def error(values: Sequence[float]) -> MeshwrightError | None:
-            return accumulator.error(bool(values[0]))
+            return accumulator.get_error(bool(values[0]))
 
         def drop() -> None:
-            for parameter in self._trainable():
+            for parameter in self._iter_trainable():
                 parameter.grad = None
 
-        return [GradientReport(is_wrong=is_wrong, values=is_wrong.double()[None], error=error, void=drop)]
+        return [
+            GradientReport(has_error=is_wrong, error_values=is_wrong.double()[None], build_error=error, on_error=drop)
+        ]

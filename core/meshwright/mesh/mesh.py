@@ -39,8 +39,8 @@ class Mesh:
             self._views: dict[str | tuple[str, ...], DeviceMesh] = {
                 name: flatten_mesh(self.device_mesh, axes, name) for name, axes in VIEWS.items()
             }
-        self._stage: Mesh | None = None
-        self._ranks = {axis: self.device_mesh.get_local_rank(axis) for axis in ROOT_AXES}
+        self._stage_mesh: Mesh | None = None
+        self._axis_ranks = {axis: self.device_mesh.get_local_rank(axis) for axis in ROOT_AXES}
         if degrees.ep > 1:
             _ = self.expert_mesh
 
@@ -102,19 +102,19 @@ class Mesh:
 
     def axis_rank(self, axis: str) -> int:
         """Return this rank's coordinate along one axis or view, from 0."""
-        return self._ranks[axis] if axis in self._ranks else self[axis].get_local_rank()
+        return self._axis_ranks[axis] if axis in self._axis_ranks else self[axis].get_local_rank()
 
-    def stage(self) -> Mesh:
+    def get_stage_mesh(self) -> Mesh:
         """Return the mesh of this rank's pipeline stage, whose world is the stage's ranks. Collective on first use."""
-        if self._stage is None:
+        if self._stage_mesh is None:
             with use_run_timeout():
                 group = flatten_mesh(self.device_mesh, STAGE_AXES, "stage").get_group()
-            self._stage = copy.copy(self)
-            self._stage.degrees = replace(self.degrees, pp=1)
-            self._stage.world = type(self.world)(self.device, owns_group=False, group=group)
-            self._stage.world.progress = self.world.progress
-            self._stage._ranks = {**self._ranks, "pp": 0}
-        return self._stage
+            self._stage_mesh = copy.copy(self)
+            self._stage_mesh.degrees = replace(self.degrees, pp=1)
+            self._stage_mesh.world = type(self.world)(self.device, owns_group=False, group=group)
+            self._stage_mesh.world.progress = self.world.progress
+            self._stage_mesh._axis_ranks = {**self._axis_ranks, "pp": 0}
+        return self._stage_mesh
 
     @property
     def data_size(self) -> int:
@@ -124,12 +124,12 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which of the `data_size` batches this rank must see; equal for ranks that differ in pp, cp or tp only."""
-        return self._ranks["dp_replicate"] * self.degrees.dp_shard + self._ranks["dp_shard"]
+        return self._axis_ranks["dp_replicate"] * self.degrees.dp_shard + self._axis_ranks["dp_shard"]
 
     @property
-    def leads_data(self) -> bool:
+    def is_data_leader(self) -> bool:
         """Whether this rank is the first of those that see its batch."""
-        return all(self._ranks[axis] == 0 for axis in ("pp", "cp", "tp"))
+        return all(self._axis_ranks[axis] == 0 for axis in ("pp", "cp", "tp"))
 
 
 _AXIS_BY_DIM_NAME = {axis: axis for axis in ROOT_AXES} | {"dp": "dp_shard", "data_parallel": "dp_shard"}
@@ -146,7 +146,7 @@ def from_device_mesh(mesh: Mesh | DeviceMesh, claims: Collection[str], moe_mesh:
     degrees = infer_degrees(mesh, moe_mesh)
     if not isinstance(mesh, Mesh) and "dp_shard" not in claims and "dp_replicate" in claims:
         degrees = replace(degrees, dp_replicate=degrees.dp, dp_shard=1)
-    unclaimed = [axis for axis in degrees.above_one() if axis not in claims]
+    unclaimed = [axis for axis in degrees.active_axes() if axis not in claims]
     if unclaimed:
         raise MeshError(
             f"the mesh is {degrees}, but this strategy does not shard {', '.join(unclaimed)}. It shards "

@@ -26,11 +26,11 @@ class TrainingPhase(NamedTuple):
     """A position; see [Note: positions]. `settled`: a step is finished; `patient`: the rank may stand still."""
 
     step: int = 0
-    part: int = 0
-    phase: str = STARTING
-    moves: int = 0
-    settled: bool = False
-    patient: bool = True
+    phase_index: int = 0
+    name: str = STARTING
+    num_ticks: int = 0
+    is_warmed_up: bool = False
+    may_stall: bool = True
 
 
 @dataclass(frozen=True)
@@ -38,30 +38,30 @@ class HeartbeatRecord:
     """Sign of life of one rank.
 
     Attributes:
-        waits: whether its main thread is in torch's communication.
-        place: file, line and function of its main thread, outside of torch; `stack`: all, the innermost first.
+        is_communicating: whether its main thread is in torch's communication.
+        location: file, line and function of its main thread, outside of torch; `stack`: all, the innermost first.
         stalled_s: for how long its position has not changed.
         busy_s, step_s: medians over its last `steps` of its own time, and of the whole step; 0: not known.
     """
 
-    count: int
+    sequence_number: int
     process: str
-    waits: bool
-    place: str
+    is_communicating: bool
+    location: str
     interval_s: float
-    at: TrainingPhase = field(default_factory=TrainingPhase)
-    still_s: float = 0.0
+    phase: TrainingPhase = field(default_factory=TrainingPhase)
+    stalled_s: float = 0.0
     stack: tuple[str, ...] = ()
-    own_s: float = 0.0
+    busy_s: float = 0.0
     step_s: float = 0.0
-    steps: int = 0
+    num_steps: int = 0
 
     @classmethod
-    def read(cls, text: bytes | str) -> HeartbeatRecord:
+    def from_json(cls, text: bytes | str) -> HeartbeatRecord:
         values = json.loads(text)
         return cls(**{**values, "at": TrainingPhase(*values["at"]), "stack": tuple(values["stack"])})
 
-    def written(self) -> str:
+    def to_json(self) -> str:
         return json.dumps(vars(self))
 
 
@@ -71,21 +71,21 @@ class Hang:
 
     ranks: tuple[int, ...]
     is_silent: bool
-    since: float
-    signs: Mapping[int, HeartbeatRecord]
-    text: str
-    is_alone: bool = False
+    since_s: float
+    heartbeats: Mapping[int, HeartbeatRecord]
+    message: str
+    is_store_down: bool = False
 
 
 class HangReporter(Protocol):
     """Writes down on each rank what is known of a hang; `where` is the place, for people."""
 
-    where: str
+    location: str
 
-    def leave(self, heartbeat: HeartbeatRecord) -> CollectiveCounts:
+    def dump_stacks(self, heartbeat: HeartbeatRecord) -> CollectiveCounts:
         """Write down this process's stacks and its last collectives; return how far these have come."""
 
-    def tell(self, hang: Hang) -> None:
+    def report(self, hang: Hang) -> None:
         """Write down what has been found; on one rank."""
 
 
@@ -97,26 +97,26 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.at = TrainingPhase()
-        self.steps: deque[tuple[float, float]] = deque(maxlen=MAX_STEP_TIMES)
-        self.signs: Mapping[int, HeartbeatRecord] = {}
-        self.witness: HangReporter | None = None
-        self.on_settled: Callable[[], object] = lambda: None
-        self._step = self._part = self._begun = 0
-        self._known: set[str] = set()
+        self.phase = TrainingPhase()
+        self.step_times: deque[tuple[float, float]] = deque(maxlen=MAX_STEP_TIMES)
+        self.heartbeats: Mapping[int, HeartbeatRecord] = {}
+        self.hang_reporter: HangReporter | None = None
+        self.on_warmed_up: Callable[[], object] = lambda: None
+        self._step = self._phase_index = self._num_steps_begun = 0
+        self._seen_phases: set[str] = set()
 
-    def begin(self, step: int, phase: str) -> None:
-        self._step, self._part = step, 0
-        self._begun += 1
-        self.enter(phase)
-        if self._begun == 2:
-            self.on_settled()
+    def begin_step(self, step: int, phase: str) -> None:
+        self._step, self._phase_index = step, 0
+        self._num_steps_begun += 1
+        self.enter_phase(phase)
+        if self._num_steps_begun == 2:
+            self.on_warmed_up()
 
-    def enter(self, phase: str) -> None:
-        self._known.add(self.at.phase)
-        self._part += 1
-        patient = phase in SLOW_PHASES or phase not in self._known
-        self.at = TrainingPhase(self._step, self._part, phase, 0, self._begun > 1, patient)
+    def enter_phase(self, phase: str) -> None:
+        self._seen_phases.add(self.phase.name)
+        self._phase_index += 1
+        patient = phase in SLOW_PHASES or phase not in self._seen_phases
+        self.phase = TrainingPhase(self._step, self._phase_index, phase, 0, self._num_steps_begun > 1, patient)
 
-    def move(self) -> None:
-        self.at = self.at._replace(moves=self.at.moves + 1)
+    def tick(self) -> None:
+        self.phase = self.phase._replace(num_ticks=self.phase.num_ticks + 1)

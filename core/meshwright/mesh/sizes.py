@@ -62,12 +62,12 @@ class Degrees:
     def world_size(self) -> int:
         return math.prod(getattr(self, axis) for axis in ROOT_AXES)
 
-    def above_one(self) -> list[str]:
+    def active_axes(self) -> list[str]:
         """Return the claimable axes whose degree is larger than 1, outermost first."""
         return [axis for axis in CLAIMABLE_AXES if getattr(self, axis) > 1]
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={getattr(self, axis)}" for axis in self.above_one()) or "one rank"
+        return " x ".join(f"{axis}={getattr(self, axis)}" for axis in self.active_axes()) or "one rank"
 
 
 class MeshSizes(FrozenModel):
@@ -102,7 +102,7 @@ class MeshSizes(FrozenModel):
         Raises:
             MeshError: the sizes do not fill the world, or do not divide.
         """
-        sizes = self._inferred(world_size)
+        sizes = self._infer_sizes(world_size)
         dp = sizes["dp_size"]
         replicate = self.dp_replicate_size
         if replicate is None:
@@ -121,7 +121,7 @@ class MeshSizes(FrozenModel):
             )
         return Degrees(pp=sizes["pp_size"], dp_replicate=replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=self.ep_size)
 
-    def _inferred(self, world_size: int) -> dict[str, int]:
+    def _infer_sizes(self, world_size: int) -> dict[str, int]:
         given = {name: getattr(self, name) for name in ("pp_size", "dp_size", "cp_size", "tp_size")}
         unset = [name for name, size in given.items() if size is None]
         product = self.known_product()

@@ -81,46 +81,50 @@ class World:
     `progress` is the position of this rank in its run, for a watchdog.
     """
 
-    computes = True
+    is_real = True
     """Whether tensors have values and messages arrive; if not, this rank stands for all others."""
 
     def __init__(self, device: torch.device, *, owns_group: bool, group: dist.ProcessGroup | None = None) -> None:
         self.device, self.group, self.owns_group = device, group, owns_group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.progress = Progress()
-        self._begun: Callable[[], object] | None = None
+        self._wait_for_pending: Callable[[], object] | None = None
         config = dist.distributed_c10d.get_backend_config()
         self._control_device = torch.device("cpu") if "cpu" in config or "gloo" in config else device
-        self._doubles = self._control_device.type == "cpu" and ("cpu:gloo" in config or config == "gloo")
+        self._uses_recursive_doubling = self._control_device.type == "cpu" and (
+            "cpu:gloo" in config or config == "gloo"
+        )
 
     @property
-    def is_planned(self) -> bool:
-        return not self.computes
+    def is_fake(self) -> bool:
+        return not self.is_real
 
     def reduce_ints(self, values: Sequence[int], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
         """All-reduce a few integers over all ranks by SUM, MAX or MIN; see [Note: control plane]."""
         if op == dist.ReduceOp.SUM:
-            return self.exchange(values, ())[0]
+            return self.reduce_sum_and_max(values, ())[0]
         if op == dist.ReduceOp.MAX:
-            return self.exchange((), values)[1]
-        return [-value for value in self.exchange((), [-value for value in values])[1]]
+            return self.reduce_sum_and_max((), values)[1]
+        return [-value for value in self.reduce_sum_and_max((), [-value for value in values])[1]]
 
-    def exchange(self, sums: Sequence[int], maxima: Sequence[int]) -> tuple[list[int], list[int]]:
+    def reduce_sum_and_max(self, sums: Sequence[int], maxima: Sequence[int]) -> tuple[list[int], list[int]]:
         """All-reduce some int64 by SUM, modulo 2**64, and others by MAX, in one message."""
-        self._finish_begun()
-        return self._exchanged(sums, maxima)
+        self._finish_pending()
+        return self._reduce_now(sums, maxima)
 
-    def begin_exchange(self, sums: Sequence[int], maxima: Sequence[int]) -> Callable[[], tuple[list[int], list[int]]]:
+    def begin_reduce_sum_and_max(
+        self, sums: Sequence[int], maxima: Sequence[int]
+    ) -> Callable[[], tuple[list[int], list[int]]]:
         """Start `exchange` in a thread; return a function that waits for it. No message overtakes it. Collective."""
-        self._finish_begun()
-        if not self._doubles or self.size == 1:
-            result = self._exchanged(sums, maxima)
+        self._finish_pending()
+        if not self._uses_recursive_doubling or self.size == 1:
+            result = self._reduce_now(sums, maxima)
             return lambda: result
         found: Future[tuple[list[int], list[int]]] = Future()
 
         def exchange() -> None:
             try:
-                found.set_result(self._exchanged(sums, maxima))
+                found.set_result(self._reduce_now(sums, maxima))
             except BaseException as error:
                 found.set_exception(error)
 
@@ -129,13 +133,13 @@ class World:
                 return found.result()
 
         threading.Thread(target=exchange, daemon=True).start()
-        self._begun = wait
+        self._wait_for_pending = wait
         return wait
 
-    def _exchanged(self, sums: Sequence[int], maxima: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _reduce_now(self, sums: Sequence[int], maxima: Sequence[int]) -> tuple[list[int], list[int]]:
         mine = torch.tensor([*sums, *maxima], dtype=torch.int64, device=self._control_device)
-        if self._doubles:
-            self._double(mine, len(sums))
+        if self._uses_recursive_doubling:
+            self._reduce_by_recursive_doubling(mine, len(sums))
         else:
             # NCCL has trees.
             for part, op in ((mine[: len(sums)], dist.ReduceOp.SUM), (mine[len(sums) :], dist.ReduceOp.MAX)):
@@ -144,12 +148,12 @@ class World:
         values = mine.tolist()
         return values[: len(sums)], values[len(sums) :]
 
-    def _finish_begun(self) -> None:
-        if self._begun is not None:
-            wait, self._begun = self._begun, None
+    def _finish_pending(self) -> None:
+        if self._wait_for_pending is not None:
+            wait, self._wait_for_pending = self._wait_for_pending, None
             wait()
 
-    def _double(self, mine: torch.Tensor, num_sums: int) -> None:
+    def _reduce_by_recursive_doubling(self, mine: torch.Tensor, num_sums: int) -> None:
         """Combine `mine` with those of all ranks, in place; see [Note: doubling]."""
         power = 1 << (self.size.bit_length() - 1)
         has_beyond = self.rank + power < self.size
@@ -160,21 +164,23 @@ class World:
             torch.maximum(mine[num_sums:], theirs[num_sums:], out=mine[num_sums:])
 
         if self.rank >= power:
-            self._pass(self.rank - power, send=mine)
-            self._pass(self.rank - power, receive=mine)
+            self._send_receive(self.rank - power, send=mine)
+            self._send_receive(self.rank - power, receive=mine)
             return
         if has_beyond:
-            self._pass(self.rank + power, receive=theirs)
+            self._send_receive(self.rank + power, receive=theirs)
             combine()
         step = 1
         while step < power:
-            self._pass(self.rank ^ step, send=mine, receive=theirs)
+            self._send_receive(self.rank ^ step, send=mine, receive=theirs)
             combine()
             step *= 2
         if has_beyond:
-            self._pass(self.rank + power, send=mine)
+            self._send_receive(self.rank + power, send=mine)
 
-    def _pass(self, peer: int, *, send: torch.Tensor | None = None, receive: torch.Tensor | None = None) -> None:
+    def _send_receive(
+        self, peer: int, *, send: torch.Tensor | None = None, receive: torch.Tensor | None = None
+    ) -> None:
         sent = None if send is None else dist.isend(send, group=self.group, group_dst=peer, tag=CONTROL_TAG)
         taken = None if receive is None else dist.irecv(receive, group=self.group, group_src=peer, tag=CONTROL_TAG)
         for work in filter(None, (sent, taken)):
@@ -182,16 +188,16 @@ class World:
 
     def select(self, real: T, fake: T) -> T:
         """Return `real` if this world computes and sends, else `fake`; see `is_planned`."""
-        return fake if self.is_planned else real
+        return fake if self.is_fake else real
 
-    def raise_together(self, error: MeshwrightError | None) -> None:
+    def raise_on_all_ranks(self, error: MeshwrightError | None) -> None:
         """Raise the error of the lowest rank that has one, on all; see [Note: equal on every rank] in `contract`."""
         if self.reduce_ints([int(error is not None)])[0]:
-            self.raise_any(error)
+            self.raise_first_error(error)
 
-    def raise_any(self, error: MeshwrightError | None) -> NoReturn:
+    def raise_first_error(self, error: MeshwrightError | None) -> NoReturn:
         """`raise_on_all_ranks` where all ranks know that some rank has an error."""
-        self._finish_begun()
+        self._finish_pending()
         found: list[MeshwrightError | None] = [None] * self.size
         dist.all_gather_object(found, error, group=self.group)
         culprits = {rank: each for rank, each in enumerate(found) if each is not None}
@@ -201,17 +207,17 @@ class World:
         ranks = ", ".join(map(str, culprits))
         raise type(cause)(f"{cause}\n(found on rank {first}; ranks with an error: {ranks} of {self.size})")
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run `work`, which must not issue collectives; if it fails on any rank, raise as `raise_on_all_ranks`."""
         error = result = None
         try:
             result = work()
         except MeshwrightError as caught:
             error = caught
-        self.raise_together(error)
+        self.raise_on_all_ranks(error)
         return result  # type: ignore[return-value]
 
-    def from_first(self, work: Callable[[], T]) -> T:
+    def run_on_first_rank(self, work: Callable[[], T]) -> T:
         """Run `work`, which must not issue collectives, on the first rank, and return or raise what it does on all."""
         box: list[tuple[MeshwrightError | None, T | None]] = [(None, None)]
         if self.rank == 0:
@@ -219,7 +225,7 @@ class World:
                 box[0] = (None, work())
             except MeshwrightError as caught:
                 box[0] = (caught, None)
-        self._finish_begun()
+        self._finish_pending()
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         error, result = box[0]
         if error is not None:
@@ -237,7 +243,7 @@ class World:
     def close(self) -> None:
         """End the process group, if this world has started it."""
         if self.owns_group and dist.is_initialized():
-            self._finish_begun()
+            self._finish_pending()
             dist.destroy_process_group()
 
 

@@ -156,14 +156,14 @@ class AdapterWeights:
     """Values of an adapted model by peft's names: those of the base, and `adapter` ones; `Weights` of it."""
 
     def __init__(self, base: Weights | None, adapter: Mapping[str, ReadRectangle]) -> None:
-        self.base, self._own = base, adapter
+        self.base, self._adapter = base, adapter
 
     def __contains__(self, name: object) -> bool:
-        return name in self._own or (self.base is not None and to_base_name(str(name)) in self.base)
+        return name in self._adapter or (self.base is not None and to_base_name(str(name)) in self.base)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        if name in self._own:
-            return self._own[name](offsets, sizes)
+        if name in self._adapter:
+            return self._adapter[name](offsets, sizes)
         if self.base is None:
             raise ModelError(f"no values of {name}")
         return self.base.read(to_base_name(name), offsets, sizes)
@@ -248,9 +248,9 @@ def _compute_row_norms(
     step = max(1, _ELEMENTS_AT_ONCE // columns)
     for begin in range(start // step * step, start + size, step):
         first, end = max(begin, start), min(begin + step, start + size)
-        turn = -1 if factors.transposed else 1
+        turn = -1 if factors.is_transposed else 1
         rows = base.read(f"{path}.weight", (first, 0)[::turn], (end - first, columns)[::turn]).to(factors.dtype)
-        found.append(factors.norms(rows, first, slice(begin, begin + step)))
+        found.append(factors.compute_norms(rows, first, slice(begin, begin + step)))
     return torch.cat(found)
 
 

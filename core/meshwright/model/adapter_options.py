@@ -92,13 +92,13 @@ class ExternalAdapterInjection:
         self, model: nn.Module, weights: Weights, options: AdapterOptions, base: BaseModelRef | None, *, where: str
     ) -> None:
         self._weights, self._base = weights, base
-        self._own, self.config = _prepare_config(options, model, base, where)
+        self._base_names, self.config = _prepare_config(options, model, base, where)
         replace_parameters(model, create_nan_placeholder)
 
     def finish(self, adapted: nn.Module) -> Weights:
         """Return the values of the adapted model, and leave it on the meta device."""
         values = collect_adapter_weights(tie_adapters(adapted), self._weights, {})
-        _record_base(adapted, self._base, self._own)
+        _record_base(adapted, self._base, self._base_names)
         return values
 
 

@@ -62,7 +62,7 @@ class BackwardStart:
     """The start of a backward of `stage`; `num_in_flight` counts, for each stage of this rank, the microbatches whose
     forward is done and whose backward is not."""
 
-    in_flight: tuple[int, ...]
+    num_in_flight: tuple[int, ...]
     stage: int
 
 
@@ -75,14 +75,17 @@ class SavedActivations:
     """What one call of a block holds besides its inputs: everything, or results of the operators with these keys.
     `cost` is that of what is recomputed."""
 
-    whole: bool
-    keys: frozenset[Hashable]
-    bytes: int
-    cost: float
+    saves_all: bool
+    operator_keys: frozenset[Hashable]
+    nbytes: int
+    recompute_cost: float
 
-    def plus(self, operator: Operator) -> SavedActivations:
+    def with_operator(self, operator: Operator) -> SavedActivations:
         return SavedActivations(
-            False, self.keys | {operator.key}, self.bytes + operator.bytes, self.cost - operator.cost
+            False,
+            self.operator_keys | {operator.key},
+            self.nbytes + operator.nbytes,
+            self.recompute_cost - operator.recompute_cost,
         )
 
 
@@ -91,82 +94,84 @@ class ActivationPlan:
 
     def __init__(self, stages: Sequence[Sequence[BlockProfile]], moments: Sequence[BackwardStart]) -> None:
         self.stages, self.moments = stages, moments
-        self.made = [[_save_inputs_only(each) for each in stage] for stage in stages]
+        self.saved = [[_save_inputs_only(each) for each in stage] for stage in stages]
         self._released: set[Hashable] = set()
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Most bytes held at any moment: of all microbatches in flight, and of the block whose backward runs."""
-        held, on_top = zip(*map(self._held, range(len(self.stages))), strict=True)
+        held, on_top = zip(*map(self._get_stage_bytes, range(len(self.stages))), strict=True)
         return max(
-            sum(count * each for count, each in zip(moment.in_flight, held, strict=True)) + on_top[moment.stage]
+            sum(count * each for count, each in zip(moment.num_in_flight, held, strict=True)) + on_top[moment.stage]
             for moment in self.moments
         )
 
     @property
-    def cost(self) -> float:
-        return sum(choice.cost for stage in self.made for choice in stage)
+    def recompute_cost(self) -> float:
+        return sum(choice.recompute_cost for stage in self.saved for choice in stage)
 
-    def fill(self, limit: int) -> None:
+    def fill_budget(self, limit: int) -> None:
         ended: set[tuple[int, int]] = set()
-        for stage, block, choice in self._steps():
-            if (stage, block) not in ended and not self._take(stage, block, choice, limit):
+        for stage, block, choice in self._sort_hull_steps():
+            if (stage, block) not in ended and not self._try_saving(stage, block, choice, limit):
                 ended.add((stage, block))
-        self.top_up(limit)
+        self.fill_remaining(limit)
 
-    def release(self, stage: int, key: Hashable, is_saved: Sequence[int]) -> None:
+    def release_operator(self, stage: int, key: Hashable, is_saved: Sequence[int]) -> None:
         """Let calls of blocks for which `is_saved` has a 0 recompute an operator; `fill_remaining` will not hold it."""
         for block, (profile, is_held) in enumerate(zip(self.stages[stage], is_saved, strict=True)):
             released = next((each for each in profile.operators if each.key == key), None)
             if released is None:
                 continue
             self._released.add(key)
-            now = self.made[stage][block]
-            if not is_held and now.whole:
-                self.made[stage][block] = _save_inputs_only(profile)
-            elif not is_held and key in now.keys:
-                size, cost = now.bytes - released.bytes, now.cost + released.cost
-                self.made[stage][block] = SavedActivations(False, now.keys - {key}, size, cost)
+            now = self.saved[stage][block]
+            if not is_held and now.saves_all:
+                self.saved[stage][block] = _save_inputs_only(profile)
+            elif not is_held and key in now.operator_keys:
+                size, cost = now.nbytes - released.nbytes, now.recompute_cost + released.recompute_cost
+                self.saved[stage][block] = SavedActivations(False, now.operator_keys - {key}, size, cost)
 
-    def top_up(self, limit: int) -> None:
+    def fill_remaining(self, limit: int) -> None:
         """Hold single operators of blocks that are not whole, the one that saves most per byte first."""
         rest = [
-            (operator.cost / operator.bytes, block, stage, operator)
+            (operator.recompute_cost / operator.nbytes, block, stage, operator)
             for stage, profiles in enumerate(self.stages)
             for block, profile in enumerate(profiles)
-            if not self.made[stage][block].whole
+            if not self.saved[stage][block].saves_all
             for operator in profile.operators
-            if operator.key not in self.made[stage][block].keys | self._released
+            if operator.key not in self.saved[stage][block].operator_keys | self._released
         ]
         for _, block, stage, operator in sorted(rest, key=_sort_key):
-            more = self.made[stage][block].plus(operator)
-            if more.bytes < self.stages[stage][block].whole:
-                self._take(stage, block, more, limit)
+            more = self.saved[stage][block].with_operator(operator)
+            if more.nbytes < self.stages[stage][block].saved_bytes:
+                self._try_saving(stage, block, more, limit)
 
-    def _held(self, stage: int) -> tuple[int, int]:
+    def _get_stage_bytes(self, stage: int) -> tuple[int, int]:
         """Return the bytes that a stage holds of one microbatch, and what its backward adds at most: before a block
         recomputes what it has not held, the blocks behind it are freed."""
         behind = on_top = 0
-        for profile, choice in zip(reversed(self.stages[stage]), reversed(self.made[stage]), strict=True):
-            on_top = max(on_top, profile.whole - choice.bytes - behind)
-            behind += profile.inputs + choice.bytes
+        for profile, choice in zip(reversed(self.stages[stage]), reversed(self.saved[stage]), strict=True):
+            on_top = max(on_top, profile.saved_bytes - choice.nbytes - behind)
+            behind += profile.input_bytes + choice.nbytes
         return behind, on_top
 
-    def _take(self, stage: int, block: int, choice: SavedActivations, limit: int) -> bool:
-        before, self.made[stage][block] = self.made[stage][block], choice
-        if self.peak <= limit:
+    def _try_saving(self, stage: int, block: int, choice: SavedActivations, limit: int) -> bool:
+        before, self.saved[stage][block] = self.saved[stage][block], choice
+        if self.peak_bytes <= limit:
             return True
-        self.made[stage][block] = before
+        self.saved[stage][block] = before
         return False
 
-    def _steps(self) -> Iterator[tuple[int, int, SavedActivations]]:
+    def _sort_hull_steps(self) -> Iterator[tuple[int, int, SavedActivations]]:
         """Return the steps of all blocks, the one that saves most per byte first; of equal ones, the last block's."""
         steps: list[tuple[float, int, int, SavedActivations]] = []
         for stage, profiles in enumerate(self.stages):
-            weight = max(moment.in_flight[stage] for moment in self.moments)
+            weight = max(moment.num_in_flight[stage] for moment in self.moments)
             for block, profile in enumerate(profiles):
-                for before, choice in itertools.pairwise([self.made[stage][block], *_build_hull(profile)]):
-                    worth = (before.cost - choice.cost) / max(1, (choice.bytes - before.bytes) * weight)
+                for before, choice in itertools.pairwise([self.saved[stage][block], *_build_hull(profile)]):
+                    worth = (before.recompute_cost - choice.recompute_cost) / max(
+                        1, (choice.nbytes - before.nbytes) * weight
+                    )
                     steps.append((worth, block, stage, choice))
         # Steps of one block come with falling worth, and the sort is stable.
         return ((stage, block, choice) for _, block, stage, choice in sorted(steps, key=_sort_key))
@@ -177,18 +182,18 @@ def _sort_key(step: tuple[float, int, int, Any]) -> tuple[float, int, int]:
 
 
 def _save_inputs_only(profile: BlockProfile) -> SavedActivations:
-    return SavedActivations(False, frozenset(), 0, profile.cost)
+    return SavedActivations(False, frozenset(), 0, profile.recompute_cost)
 
 
 def _build_hull(profile: BlockProfile) -> list[SavedActivations]:
     """Return what a block may hold beyond its inputs, up to everything, with falling worth of each further byte."""
     hull = [_save_inputs_only(profile)]
-    for operator in sorted(profile.operators, key=lambda each: -each.cost / each.bytes):
-        point = hull[-1].plus(operator)
-        if point.bytes >= profile.whole:
+    for operator in sorted(profile.operators, key=lambda each: -each.recompute_cost / each.nbytes):
+        point = hull[-1].with_operator(operator)
+        if point.nbytes >= profile.saved_bytes:
             break
         hull.append(point)
-    whole = SavedActivations(True, frozenset(), profile.whole, 0.0)
+    whole = SavedActivations(True, frozenset(), profile.saved_bytes, 0.0)
     # Operators come by falling worth, so only the last point can lie above a line to another.
     while len(hull) > 1 and _slope(hull[-1], whole) > _slope(hull[-2], hull[-1]):
         hull.pop()
@@ -196,7 +201,7 @@ def _build_hull(profile: BlockProfile) -> list[SavedActivations]:
 
 
 def _slope(first: SavedActivations, second: SavedActivations) -> float:
-    return (first.cost - second.cost) / max(1, second.bytes - first.bytes)
+    return (first.recompute_cost - second.recompute_cost) / max(1, second.nbytes - first.nbytes)
 
 
 # -- blocks
@@ -212,15 +217,15 @@ class BudgetedBlocks:
     def __init__(self, budget_gb: float) -> None:
         self.budget_gb = budget_gb
         self.profiles: list[BlockProfile] = []
-        self.choices: list[SavedActivations] = []
-        self.is_open = True
-        self._is_measuring, self._largest = False, 0
+        self.saved: list[SavedActivations] = []
+        self.needs_choice = True
+        self._is_measuring, self._max_elements = False, 0
         # Each block has hidden states of its own; masks and the like are one for all.
         self._inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._calls: list[int] = []
+        self._block_indices: list[int] = []
         self._upcoming: list[Iterator[SavedActivations]] = []
 
-    def put_around(self, block: nn.Module, recompute: Recompute, original: ForwardMethod) -> ForwardMethod:
+    def wrap_block(self, block: nn.Module, recompute: Recompute, original: ForwardMethod) -> ForwardMethod:
         """Return a forward of the block that holds what is chosen for it, call by call."""
         index = len(self._upcoming)
         self._upcoming.append(iter(()))
@@ -237,33 +242,33 @@ class BudgetedBlocks:
                     f"forward_backward, which has not been called. In a loop by hand, set activation_checkpointing to "
                     f"full or selective."
                 )
-            if (elements := _count_elements(args, kwargs)) > self._largest:
+            if (elements := _count_elements(args, kwargs)) > self._max_elements:
                 # Once for each size.
                 warn(
-                    f"a microbatch is {elements / self._largest:.2f} times as large as those of the first step, for "
+                    f"a microbatch is {elements / self._max_elements:.2f} times as large as those of the first step, for "
                     f"which budget_gb={self.budget_gb:g} was divided: blocks may hold as much more.",
                     stacklevel=2,
                 )
-                self._largest = elements
-            if choice.whole:
+                self._max_elements = elements
+            if choice.saves_all:
                 return original(*args, **kwargs)
             return recompute(original, functools.partial(_make_contexts, choice), args, kwargs)
 
         return forward
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Measure blocks in one forward without gradients, of a microbatch as large as those of the run."""
-        self.profiles, self._calls = [], []
+        self.profiles, self._block_indices = [], []
         self._inputs, self._is_measuring = weakref.WeakSet(), True
         try:
             yield
         finally:
             self._is_measuring = False
 
-    def take(self, choices: Sequence[SavedActivations]) -> None:
-        self.choices, self.is_open = list(choices), False
-        pairs = list(zip(choices, self._calls, strict=True))
+    def set_saved(self, choices: Sequence[SavedActivations]) -> None:
+        self.saved, self.needs_choice = list(choices), False
+        pairs = list(zip(choices, self._block_indices, strict=True))
         count = len(self._upcoming)
         self._upcoming = [itertools.cycle([each for each, at in pairs if at == index]) for index in range(count)]
 
@@ -272,7 +277,7 @@ class BudgetedBlocks:
     ) -> Any:
         new = set(map(get_storage, iter_allocated_tensors((args, kwargs)))) - set(self._inputs)
         self._inputs.update(new)
-        self._largest = max(self._largest, _count_elements(args, kwargs))
+        self._max_elements = max(self._max_elements, _count_elements(args, kwargs))
         hidden: Tensor | None = None
 
         def given(value: Any) -> Any:
@@ -286,8 +291,8 @@ class BudgetedBlocks:
         with torch.enable_grad(), OperatorRecorder(block) as recorder:
             positional = [given(each) for each in args]
             result = original(*positional, **{name: given(each) for name, each in kwargs.items()})
-        self.profiles.append(recorder.profile(sum(each.nbytes() for each in new), hidden))
-        self._calls.append(index)
+        self.profiles.append(recorder.build_profile(sum(each.nbytes() for each in new), hidden))
+        self._block_indices.append(index)
         return _detach(result)
 
 
@@ -297,14 +302,14 @@ def _make_contexts(choice: SavedActivations) -> Any:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         key = COMMUNICATION_KEY if is_collective(op) else (op, counts[op])
         counts[op] += 1
-        return CheckpointPolicy.MUST_SAVE if key in choice.keys else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if key in choice.operator_keys else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
 def find_undecided(parts: Sequence[object]) -> list[BudgetedBlocks]:
     """Return those parts that have a budget of which nothing is chosen yet; the same on all ranks."""
-    return [each for each in parts if isinstance(each, BudgetedBlocks) and each.is_open]
+    return [each for each in parts if isinstance(each, BudgetedBlocks) and each.needs_choice]
 
 
 def choose_saved_activations(
@@ -320,25 +325,25 @@ def choose_saved_activations(
     as those of the run, and the ranks that train it. Most may be held at `backward_starts`.
     """
     for stage, rehearse in zip(stages, dry_runs, strict=True):
-        with stage.measuring():
+        with stage.measure():
             rehearse()
     budget_gb = stages[0].budget_gb
     limit = int(budget_gb * 1e9)
     choices = ActivationPlan([each.profiles for each in stages], backward_starts)
-    (smallest,) = world.reduce_ints([choices.peak], dist.ReduceOp.MAX)
+    (smallest,) = world.reduce_ints([choices.peak_bytes], dist.ReduceOp.MAX)
     if smallest > limit:
         raise ConfigError(
             f"activation_checkpointing: budget_gb={budget_gb:g} cannot be met: where all is computed again, blocks "
             f"still hold their inputs, and one of them all its backward needs; a rank has {_format_gb(smallest)} GB then. "
             f"Set budget_gb to at least {_format_gb(smallest)}, or use smaller microbatches or shorter sequences."
         )
-    choices.fill(limit)
+    choices.fill_budget(limit)
     for index, own in enumerate(worlds):
-        holds = [int(each.whole or COMMUNICATION_KEY in each.keys) for each in choices.made[index]]
-        choices.release(index, COMMUNICATION_KEY, own.reduce_ints(holds, dist.ReduceOp.MIN))
-    choices.top_up(limit)
-    for stage, made in zip(stages, choices.made, strict=True):
-        stage.take(made)
+        holds = [int(each.saves_all or COMMUNICATION_KEY in each.operator_keys) for each in choices.saved[index]]
+        choices.release_operator(index, COMMUNICATION_KEY, own.reduce_ints(holds, dist.ReduceOp.MIN))
+    choices.fill_remaining(limit)
+    for stage, made in zip(stages, choices.saved, strict=True):
+        stage.set_saved(made)
 
 
 def _format_gb(size: int) -> str:

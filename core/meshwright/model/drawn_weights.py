@@ -66,7 +66,7 @@ class _TensorRef:
     stride: tuple[int, ...]
     offset: int
 
-    def of(self, flat: Tensor) -> Tensor:
+    def view(self, flat: Tensor) -> Tensor:
         return flat.as_strided(self.size, self.stride, self.offset)
 
 
@@ -79,11 +79,11 @@ class _RecordedOp:
     writes: set[int]
     outputs: tuple[_TensorRef | None, ...]
     """Its results that are new large memory."""
-    generator: Tensor | None
+    rng_state: Tensor | None
     """State of the random generator before."""
-    stream: int | None = None
+    first_tile: int | None = None
     """Number of its first tile, if it draws by tiles."""
-    fills: int | None = None
+    filled_storage: int | None = None
     """The storage of which it writes all elements."""
 
 
@@ -95,9 +95,9 @@ class _InitRecorder(TorchDispatchMode):
 
     def __init__(self, seed: int | None) -> None:
         super().__init__()
-        self._seed, self._tiles = seed, 0
-        self._by_storage: dict[int, list[_RecordedOp]] = {}
-        self._steps: list[_RecordedOp] = []
+        self._seed, self._num_tiles = seed, 0
+        self._ops_by_storage: dict[int, list[_RecordedOp]] = {}
+        self._ops: list[_RecordedOp] = []
         # Held, since a freed storage's key may come again; and how many elements it has, of which dtype.
         self._storages: dict[int, Any] = {}
         self._lengths: dict[int, tuple[int, torch.dtype]] = {}
@@ -106,13 +106,13 @@ class _InitRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._seed is not None and self._can_wait(func, args, kwargs):
-            self._postpone(func, args, kwargs)
+        if self._seed is not None and self._can_defer(func, args, kwargs):
+            self._defer(func, args, kwargs)
             return args[0]
         used = {key for key, _ in map(get_storage_key, list_tensors((args, kwargs)))} & self._storages.keys()
         for key in used:
-            self._bring_back(key)
-        refs, named = self._referred(args), self._referred(kwargs)
+            self._restore(key)
+        refs, named = self._replace_by_refs(args), self._replace_by_refs(kwargs)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         state = torch.get_rng_state() if is_random else None
         result = func(*args, **kwargs)
@@ -122,20 +122,20 @@ class _InitRecorder(TorchDispatchMode):
         writes |= {ref.key for ref in outputs if ref is not None}
         if writes:
             self._record(_RecordedOp(func, refs, named, used, writes, outputs, state))
-        self._free(keep=used | writes)
+        self._evict(keep=used | writes)
         return result
 
-    def part(self, tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    def read(self, tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         key, _ = get_storage_key(tensor)
-        recipe = self._recipe(key)
+        recipe = self._find_recipe(key)
         if recipe is not None and recipe.shape == tensor.shape and tensor.is_contiguous():
-            return recipe.part(offsets, sizes)
+            return recipe.read(offsets, sizes)
         if key in self._storages:
-            self._bring_back(key)
-            self._free(keep={key})
+            self._restore(key)
+            self._evict(keep={key})
         return tensor[to_slices(offsets, sizes)]
 
-    def _can_wait(self, func: Any, args: Any, kwargs: Any) -> bool:
+    def _can_defer(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Return whether an operator fills a large tensor by itself, from numbers alone."""
         if not args or not isinstance(args[0], Tensor):
             return False
@@ -149,11 +149,11 @@ class _InitRecorder(TorchDispatchMode):
             key not in self._resident or get_operator_name(func) in _CONSTANT_OPS
         )
 
-    def _postpone(self, func: Any, args: Any, kwargs: Any) -> None:
-        ref = self._refer(args[0])
+    def _defer(self, func: Any, args: Any, kwargs: Any) -> None:
+        ref = self._make_ref(args[0])
         stream = None
         if torch.Tag.nondeterministic_seeded in func.tags:
-            stream, self._tiles = self._tiles, self._tiles + TileGrid.of(ref.size).count
+            stream, self._num_tiles = self._num_tiles, self._num_tiles + TileGrid.from_shape(ref.size).num_tiles
         is_full = args[0].numel() == self._lengths[ref.key][0] and args[0].is_contiguous()
         fills = ref.key if is_full and (stream is not None or get_operator_name(func) in _CONSTANT_OPS) else None
         self._record(_RecordedOp(func, (ref, *args[1:]), kwargs, {ref.key}, {ref.key}, (None,), None, stream, fills))
@@ -161,14 +161,14 @@ class _InitRecorder(TorchDispatchMode):
         self._resident.pop(ref.key, None)
 
     def _record(self, step: _RecordedOp) -> None:
-        self._steps.append(step)
+        self._ops.append(step)
         for key in step.writes:
-            self._by_storage.setdefault(key, []).append(step)
+            self._ops_by_storage.setdefault(key, []).append(step)
 
-    def _recipe(self, key: int) -> FillRecipe | None:
+    def _find_recipe(self, key: int) -> FillRecipe | None:
         """Return how a storage is filled tile by tile; None if it is not."""
-        steps = self._by_storage.get(key, [])
-        first = max((index for index, step in enumerate(steps) if step.fills == key), default=None)
+        steps = self._ops_by_storage.get(key, [])
+        first = max((index for index, step in enumerate(steps) if step.filled_storage == key), default=None)
         if self._seed is None or first is None:
             return None
         shape = tuple(steps[first].args[0].size)
@@ -186,9 +186,9 @@ class _InitRecorder(TorchDispatchMode):
         self._storages[key] = storage
         self._lengths[key] = (storage.nbytes() // tensor.element_size(), tensor.dtype)
         self._resident[key] = storage.nbytes()
-        return self._refer(tensor)
+        return self._make_ref(tensor)
 
-    def _free(self, keep: set[int]) -> None:
+    def _evict(self, keep: set[int]) -> None:
         for key in list(self._resident):
             if sum(self._resident.values()) <= MAX_RESIDENT_BYTES:
                 return
@@ -196,42 +196,42 @@ class _InitRecorder(TorchDispatchMode):
                 self._storages[key].resize_(0)
                 del self._resident[key]
 
-    def _bring_back(self, key: int) -> None:
+    def _restore(self, key: int) -> None:
         size = self._resident.pop(key, None)
         if size is None:
-            flat, storage = self._computed(key), self._storages[key]
+            flat, storage = self._recompute(key), self._storages[key]
             size = flat.nbytes
             storage.resize_(size)
             storage.copy_(flat.untyped_storage())
         self._resident[key] = size
 
-    def _computed(self, wanted: int) -> Tensor:
-        recipe = self._recipe(wanted)
+    def _recompute(self, wanted: int) -> Tensor:
+        recipe = self._find_recipe(wanted)
         if recipe is not None:
-            return recipe.part([0] * len(recipe.shape), recipe.shape).flatten()
+            return recipe.read([0] * len(recipe.shape), recipe.shape).flatten()
         needed, involved = {wanted}, {wanted}
         chosen = []
-        for step in reversed(self._steps):
+        for step in reversed(self._ops):
             if step.writes & needed:
                 chosen.append(step)
                 # What was in a storage before all of it is filled is not needed.
-                needed = needed - {step.fills} if step.fills is not None else needed | step.reads
+                needed = needed - {step.filled_storage} if step.filled_storage is not None else needed | step.reads
                 involved |= needed
         memory = {key: torch.empty(self._lengths[key][0], dtype=self._lengths[key][1]) for key in involved}
 
         def real(value: Any) -> Any:
-            return value.of(memory[value.key]) if isinstance(value, _TensorRef) else value
+            return value.view(memory[value.key]) if isinstance(value, _TensorRef) else value
 
         state = torch.get_rng_state()
         for step in reversed(chosen):
-            if step.stream is not None and self._seed is not None:
+            if step.first_tile is not None and self._seed is not None:
                 target: Tensor = real(step.args[0])
-                fill = FillOp(step.operator, step.args[1:], step.kwargs, step.stream)
+                fill = FillOp(step.operator, step.args[1:], step.kwargs, step.first_tile)
                 drawn = FillRecipe(tuple(target.shape), target.dtype, (fill,), self._seed)
-                target.copy_(drawn.part([0] * target.dim(), target.shape))
+                target.copy_(drawn.read([0] * target.dim(), target.shape))
                 continue
-            if step.generator is not None:
-                torch.set_rng_state(step.generator)
+            if step.rng_state is not None:
+                torch.set_rng_state(step.rng_state)
             result = step.operator(*_map(real, step.args), **_map(real, step.kwargs))
             for ref, each in zip(step.outputs, _to_tuple(result), strict=True):
                 if ref is not None and ref.key in memory:
@@ -239,17 +239,17 @@ class _InitRecorder(TorchDispatchMode):
         torch.set_rng_state(state)
         return memory[wanted]
 
-    def _referred(self, value: Any) -> Any:
+    def _replace_by_refs(self, value: Any) -> Any:
         """Replace large tensors by references, others by copies, since they may change afterwards."""
 
         def refer(each: Any) -> Any:
             if not isinstance(each, Tensor):
                 return each
-            return self._refer(each) if get_storage_key(each)[0] in self._storages else each.detach().clone()
+            return self._make_ref(each) if get_storage_key(each)[0] in self._storages else each.detach().clone()
 
         return _map(refer, value)
 
-    def _refer(self, tensor: Tensor) -> _TensorRef:
+    def _make_ref(self, tensor: Tensor) -> _TensorRef:
         key, _ = get_storage_key(tensor)
         _, dtype = self._lengths[key]
         if dtype != tensor.dtype:
@@ -282,11 +282,11 @@ class DeferredWeights:
                 f"{type(model).__name__} is on the meta device and no model of transformers, so there is no saying "
                 f"what weights it starts from. Build it without `torch.device('meta')`."
             )
-        self._outline = _InitRecorder(seed)
+        self._recorder = _InitRecorder(seed)
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(next(p.dtype for p in model.parameters() if p.is_floating_point()))
         try:
-            with self._outline:
+            with self._recorder:
                 built = type(model)(copy.deepcopy(config))
         except Exception as error:
             # Each class is built in its own way, and may read values that are not there.
@@ -310,23 +310,25 @@ class DeferredWeights:
         return name in self._values
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        return self._outline.part(self._values[name].detach(), offsets, sizes)
+        return self._recorder.read(self._values[name].detach(), offsets, sizes)
 
 
 def _to_fill(step: _RecordedOp, shape: tuple[int, ...]) -> FillOp | None:
     """Return a recorded operator that writes elements of a tensor of this shape by themselves; None for all others."""
     args, target = step.args[1:], step.args[0]
-    if (step.stream is None and get_operator_name(step.operator) not in _ELEMENTWISE_OPS) or step.generator is not None:
+    if (
+        step.first_tile is None and get_operator_name(step.operator) not in _ELEMENTWISE_OPS
+    ) or step.rng_state is not None:
         return None
     if any(isinstance(each, Tensor | _TensorRef) for each in _list_leaves((args, step.kwargs))):
         return None
     if tuple(target.stride) != torch.empty(target.size, device="meta").stride():
         return None
     if tuple(target.size) == shape:
-        return FillOp(step.operator, args, step.kwargs, step.stream)
+        return FillOp(step.operator, args, step.kwargs, step.first_tile)
     # Rows of it, such as that of a padding token.
     columns, elements = shape[-1], target.size.numel()
-    if step.stream is not None or len(shape) < 2 or target.offset % columns or elements % columns:
+    if step.first_tile is not None or len(shape) < 2 or target.offset % columns or elements % columns:
         return None
     rows = slice(target.offset // columns, (target.offset + elements) // columns)
     return FillOp(step.operator, args, step.kwargs, rows=rows)

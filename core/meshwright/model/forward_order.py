@@ -71,7 +71,7 @@ class DeferredWeightGradients:
         finally:
             self.collected = None
 
-    def watch(self, module: nn.Module) -> None:
+    def attach(self, module: nn.Module) -> None:
         """Let the linear layers of a module defer their weights, in place. Of several watchers the first collects."""
         for each in module.modules():
             # Subclasses, and layers whose forward was replaced, may compute something else.
@@ -79,25 +79,25 @@ class DeferredWeightGradients:
                 if "forward" not in vars(each):
                     wrap_forward(each, WrapOrder.WEIGHTS, lambda _, layer=each: _DeferringForward(layer))  # type: ignore[misc]
                 if isinstance(each.forward, _DeferringForward):
-                    each.forward.stores.append(self)
+                    each.forward.collectors.append(self)
 
 
 class _DeferringForward:
     def __init__(self, layer: nn.Linear) -> None:
         self._layer = layer
-        self.stores: list[DeferredWeightGradients] = []
+        self.collectors: list[DeferredWeightGradients] = []
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self._layer.weight, self._layer.bias
         can_wait = is_plain_tensor(weight) and torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
         if not can_wait or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
             return functional.linear(x, weight, bias)
-        out: Tensor = _DeferringLinear.apply(x, weight, bias, self.put_off)
+        out: Tensor = _DeferringLinear.apply(x, weight, bias, self.defer)
         return out
 
-    def put_off(self, work: Callable[[], None]) -> bool:
+    def defer(self, work: Callable[[], None]) -> bool:
         """Keep `work` for later; False if it must be done now."""
-        collected = next((store.collected for store in self.stores if store.collected is not None), None)
+        collected = next((store.collected for store in self.collectors if store.collected is not None), None)
         if collected is None:
             return False
         collected.append(work)

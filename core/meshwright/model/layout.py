@@ -35,7 +35,7 @@ class ModelLayout:
     def blocks(self) -> tuple[str, ...]:
         return tuple(block for stack in self.stacks for block in stack)
 
-    def part_of(self, name: str) -> str:
+    def find_part(self, name: str) -> str:
         """Return the part (a block, `EMBEDDING`, `HEAD`, `OTHER`) of a parameter, given its first name."""
         blocks, steps = frozenset(self.blocks), name.split(".")
         around = [".".join(steps[:count]) for count in range(1, len(steps))]
@@ -87,8 +87,8 @@ def _find_stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
 class ModelSize:
     """Elements of all parameters, a tied weight counted once, and of those that train."""
 
-    parameters: int
-    trainable: int
+    num_parameters: int
+    num_trainable: int
     bytes_per_element: int
 
 

@@ -45,53 +45,59 @@ class AdapterMerger:
         self._layers: dict[str, Any] = copy.deepcopy(layers, empty)
         first: dict[int, str] = {}
         everywhere = dict(model.named_parameters(remove_duplicate=False))
-        self._first = {name: first.setdefault(id(each), name) for name, each in everywhere.items()}
+        self._first_names = {name: first.setdefault(id(each), name) for name, each in everywhere.items()}
         # Heads that merging leaves tied to the embedding.
-        self._alike = find_tied_after_merge(model)
-        self._of_layer = {name: path for path in layers for name in everywhere if name.startswith(f"{path}.")}
+        self._unchanged_layers = find_tied_after_merge(model)
+        self._layer_by_parameter = {name: path for path in layers for name in everywhere if name.startswith(f"{path}.")}
         # Layers that need the same parameters are merged together.
         self._groups: list[list[str]] = []
         for path in self._layers:
-            needed = set(self._needed([path]))
-            meeting = [group for group in self._groups if needed & set(self._needed(group))]
+            needed = set(self._list_needed([path]))
+            meeting = [group for group in self._groups if needed & set(self._list_needed(group))]
             apart = [group for group in self._groups if group not in meeting]
             self._groups = [*apart, [*(each for group in meeting for each in group), path]]
-        self._group_of = {name: index for index, group in enumerate(self._groups) for name in self._needed(group)}
+        self._group_by_parameter = {
+            name: index for index, group in enumerate(self._groups) for name in self._list_needed(group)
+        }
         copies = find_active_copies(model)
-        self.names = tuple(
-            name for name in dict.fromkeys(self._first.values()) if name in self._group_of or copies.get(name, True)
+        self.needed_names = tuple(
+            name
+            for name in dict.fromkeys(self._first_names.values())
+            if name in self._group_by_parameter or copies.get(name, True)
         )
 
-    def merged(self, pairs: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[Any]:
+    def merge(self, pairs: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[Any]:
         """Yield the base model's parameters, merged, from full tensors of `names` in order, which are written into."""
         waiting: dict[int, dict[str, Tensor]] = {}
         for name, tensor in pairs:
-            index = self._group_of.get(name)
+            index = self._group_by_parameter.get(name)
             if index is None:
                 yield to_base_name(name), _convert(tensor, dtype)
                 continue
             have = waiting.setdefault(index, {})
             have[name] = tensor
             del tensor
-            if len(have) == len(self._needed(self._groups[index])):
-                for merged, value in self._made(self._groups[index], waiting.pop(index)):
+            if len(have) == len(self._list_needed(self._groups[index])):
+                for merged, value in self._merge_group(self._groups[index], waiting.pop(index)):
                     yield merged, _convert(value, dtype)
                 del have
 
-    def _needed(self, group: list[str]) -> list[str]:
-        return list(dict.fromkeys(self._first[name] for name, path in self._of_layer.items() if path in group))
+    def _list_needed(self, group: list[str]) -> list[str]:
+        return list(
+            dict.fromkeys(self._first_names[name] for name, path in self._layer_by_parameter.items() if path in group)
+        )
 
     @torch.no_grad()
-    def _made(self, group: list[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    def _merge_group(self, group: list[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
         # What is tied changes in one place alone.
         values = {
             name: tensors[first] if first == name else tensors[first].clone()
-            for name, first in self._first.items()
+            for name, first in self._first_names.items()
             if first in tensors
         }
-        found = {to_base_name(name): value for name, value in values.items() if name not in self._of_layer}
+        found = {to_base_name(name): value for name, value in values.items() if name not in self._layer_by_parameter}
         for path in group:
-            if path not in self._alike:
+            if path not in self._unchanged_layers:
                 merged = build_merged_layer(self._layers[path], path, values).named_parameters()
                 found |= {f"{to_base_name(path)}.{name}": each.detach() for name, each in merged}
         return list(found.items())
@@ -110,7 +116,7 @@ def build_merged_layer(layer: nn.Module, path: str, values: Mapping[str, Tensor]
 class ParameterOwner(Protocol):
     mesh: Mesh
 
-    def parameter_pieces(self) -> ParameterChunks: ...
+    def parameter_chunks(self) -> ParameterChunks: ...
 
 
 def build_merger(model: nn.Module) -> AdapterMerger | None:
@@ -121,26 +127,26 @@ def build_merger(model: nn.Module) -> AdapterMerger | None:
 def iter_parameters(
     manager: ParameterOwner, *, bucket_bytes: int, dtype: torch.dtype | None, adapters: AdapterMode
 ) -> Iterator[tuple[str, Tensor]]:
-    """See `iter_full_parameters`; collective like it. A manager without `merging` gives the same in both ways."""
+    """See `iter_full_parameters`; collective like it. A manager without `adapter_merger` gives the same in both ways."""
 
     def check() -> None:
         if adapters not in ("apart", "merged"):
             raise ConfigError(f"adapters={adapters!r} must be 'apart' or 'merged'.")
 
-    held, mesh = manager.parameter_pieces, manager.mesh
-    merging: AdapterMerger | None = getattr(manager, "merging", None)
-    mesh.world.together(check)
+    held, mesh = manager.parameter_chunks, manager.mesh
+    merging: AdapterMerger | None = getattr(manager, "adapter_merger", None)
+    mesh.world.run_on_all_ranks(check)
     if adapters == "apart" or merging is None:
         return iter_full_parameters(held, mesh, bucket_bytes=bucket_bytes, dtype=dtype)
 
     def needed() -> ParameterChunks:
         pieces = held()
-        missing = sorted(set(merging.names) - pieces.keys())
+        missing = sorted(set(merging.needed_names) - pieces.keys())
         if missing:
             raise StrategyError(f"{missing[0]} is needed to merge adapters, and not among parameter_chunks.")
-        return {name: pieces[name] for name in merging.names}
+        return {name: pieces[name] for name in merging.needed_names}
 
-    return merging.merged(iter_full_parameters(needed, mesh, bucket_bytes=bucket_bytes, dtype=None), dtype)
+    return merging.merge(iter_full_parameters(needed, mesh, bucket_bytes=bucket_bytes, dtype=None), dtype)
 
 
 def _convert(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -29,9 +29,9 @@ class OffloadedBlocks:
     """The blocks of one model; `bytes_offloaded` and `bytes_restored` were copied to host memory and back so far."""
 
     def __init__(self) -> None:
-        self.bytes_out = self.bytes_back = 0
+        self.bytes_offloaded = self.bytes_restored = 0
 
-    def put_around(self, block: nn.Module, original: ForwardMethod) -> ForwardMethod:
+    def wrap_block(self, block: nn.Module, original: ForwardMethod) -> ForwardMethod:
         """Return the forward of a block whose saved tensors go to host memory."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -50,9 +50,9 @@ class _OffloadedCall:
         stays = [each for module in block.modules() for each in (*module.parameters(False), *module.buffers(False))]
         hidden = find_hidden_states(inputs)
         stays += [each for each in iter_allocated_tensors(inputs) if each is not hidden]
-        self._stays = set(map(get_storage, stays))
+        self._excluded_storages = set(map(get_storage, stays))
         # By autograd's count of writes.
-        self._moved: WeakKeyDictionary[torch.UntypedStorage, dict[int, _OffloadedStorage]] = WeakKeyDictionary()
+        self._offloaded: WeakKeyDictionary[torch.UntypedStorage, dict[int, _OffloadedStorage]] = WeakKeyDictionary()
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what autograd holds in the place of a tensor: a function that gives it back."""
@@ -64,54 +64,54 @@ class _OffloadedCall:
         storage = tensor.untyped_storage()
         stays = isinstance(tensor, nn.Parameter) or not is_plain_tensor(tensor) or tensor.layout is not torch.strided
         # Memory that this dtype does not divide was made for another.
-        if stays or self._keeps(storage) or storage.nbytes() % tensor.itemsize:
+        if stays or self._is_excluded(storage) or storage.nbytes() % tensor.itemsize:
             kept = tensor.detach() if tensor.grad_fn is not None else tensor
             return lambda: kept
-        moved, version = self._moved.setdefault(storage, {}), get_version(tensor)
+        moved, version = self._offloaded.setdefault(storage, {}), get_version(tensor)
         if version not in moved:
             count = storage.nbytes() // tensor.itemsize
             moved[version] = _OffloadedStorage(
                 self._blocks, tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
             )
-        return moved[version].view(tensor)
+        return moved[version].make_unpack(tensor)
 
-    def _keeps(self, storage: torch.UntypedStorage) -> bool:
+    def _is_excluded(self, storage: torch.UntypedStorage) -> bool:
         """Return whether a storage stays; that of parameters may have been gathered since the call began."""
-        if storage not in self._stays and is_parameter_storage(self._block, storage):
-            self._stays.add(storage)
-        return storage in self._stays
+        if storage not in self._excluded_storages and is_parameter_storage(self._block, storage):
+            self._excluded_storages.add(storage)
+        return storage in self._excluded_storages
 
 
 class _OffloadedStorage:
     """A storage of a device, given as a 1-D uint8 tensor, in host memory, with a count of tensors not asked for."""
 
     def __init__(self, blocks: OffloadedBlocks, storage: Tensor) -> None:
-        self._blocks, self._device, self._waiting = blocks, storage.device, 0
+        self._blocks, self._device, self._num_pending = blocks, storage.device, 0
         self._host = torch.empty(storage.numel(), dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
         self._host.copy_(storage, non_blocking=True)
-        self._back: Tensor | None = None
-        blocks.bytes_out += storage.numel()
+        self._restored: Tensor | None = None
+        blocks.bytes_offloaded += storage.numel()
 
-    def view(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def make_unpack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return a function that gives back a tensor in this storage."""
-        self._waiting += 1
+        self._num_pending += 1
         dtype, place = tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset())
         was_asked_for = False
 
         def back() -> Tensor:
             nonlocal was_asked_for
-            self._waiting -= not was_asked_for
+            self._num_pending -= not was_asked_for
             was_asked_for = True
-            return self._storage().view(dtype).as_strided(*place)
+            return self._restore().view(dtype).as_strided(*place)
 
         return back
 
-    def _storage(self) -> Tensor:
+    def _restore(self) -> Tensor:
         """Return the storage on the device, copied once for all tensors in it."""
-        whole = self._back
+        whole = self._restored
         if whole is None:
             whole = torch.empty_like(self._host, device=self._device, pin_memory=False)
             whole.copy_(self._host, non_blocking=True)
-            self._blocks.bytes_back += whole.numel()
-        self._back = whole if self._waiting > 0 else None
+            self._blocks.bytes_restored += whole.numel()
+        self._restored = whole if self._num_pending > 0 else None
         return whole

@@ -34,19 +34,19 @@ class Operator:
     """Something that a block computes and may hold: bytes (at least 1) of its results, cost of recomputing it."""
 
     key: Hashable
-    bytes: int
-    cost: float
+    nbytes: int
+    recompute_cost: float
 
 
 @dataclass(frozen=True)
 class BlockProfile:
     """What one call of a block holds and computes; `cost` is that of recomputing all."""
 
-    inputs: int
+    input_bytes: int
     """Bytes of what it is given, which are held in any case."""
-    whole: int
+    saved_bytes: int
     """Bytes that it holds besides if nothing is recomputed."""
-    cost: float
+    recompute_cost: float
     operators: tuple[Operator, ...]
     """What may be held; all else is recomputed unless the block is held whole."""
 
@@ -55,10 +55,10 @@ class BlockProfile:
 class _RecordedCall:
     func: Any
     key: Hashable
-    made: int
+    nbytes: int
     cost: float
     is_communication: bool
-    can_be_held: bool
+    can_save: bool
 
 
 class OperatorRecorder(TorchDispatchMode):
@@ -74,13 +74,13 @@ class OperatorRecorder(TorchDispatchMode):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self._block = block
-        self._gathers: set[Any] = set()
-        self._seen: list[_RecordedCall] = []
+        self._gather_ops: set[Any] = set()
+        self._calls: list[_RecordedCall] = []
         self._counts: Counter[Any] = Counter()
         # Of each storage that lives: the operator that has made it, or None where it was there before.
         self._makers: WeakKeyDictionary[torch.UntypedStorage, int | None] = WeakKeyDictionary()
         self._saved: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
-        self._needed = 0
+        self._num_needed = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def __enter__(self) -> OperatorRecorder:
@@ -96,18 +96,18 @@ class OperatorRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         given = list(iter_allocated_tensors((args, kwargs)))
         for tensor in given:
-            self._note(get_storage(tensor), None)
+            self._record_storage(get_storage(tensor), None)
         result = func(*args, **kwargs)
         operations = count_flops(func, args, kwargs, result)
         if not torch.is_grad_enabled() and not operations:
-            self._gathers.add(func)
+            self._gather_ops.add(func)
         results = list(iter_allocated_tensors(result))
-        made = sum(self._note(get_storage(tensor), len(self._seen)) for tensor in results)
+        made = sum(self._record_storage(get_storage(tensor), len(self._calls)) for tensor in results)
         moved = sum(tensor.nbytes for tensor in (*given, *results)) if made else 0
         sends = is_collective(func)
         cost = max(operations, (_FLOPS_PER_BYTE_SENT if sends else _FLOPS_PER_BYTE) * moved)
         can_be_held = made > 0 and not draws_random_numbers(func, args, kwargs)
-        self._seen.append(_RecordedCall(func, (func, self._counts[func]), made, cost, sends, can_be_held))
+        self._calls.append(_RecordedCall(func, (func, self._counts[func]), made, cost, sends, can_be_held))
         self._counts[func] += 1
         # What is written into cannot be held, for the recomputation would write into it again.
         for where in get_mutated_arguments(func):
@@ -115,21 +115,21 @@ class OperatorRecorder(TorchDispatchMode):
             for tensor in iter_allocated_tensors(value):
                 maker = self._makers[get_storage(tensor)]
                 if maker is not None:
-                    self._seen[maker].can_be_held = False
+                    self._calls[maker].can_save = False
         return result
 
-    def profile(self, input_bytes: int, hidden: Tensor | None) -> BlockProfile:
+    def build_profile(self, input_bytes: int, hidden: Tensor | None) -> BlockProfile:
         """Return what was recorded, for a block that alone was given so many bytes of `input_bytes`, `hidden` among them."""
         # Recomputation stops where nothing is left that backward needs.
-        needed = self._seen[: self._needed]
+        needed = self._calls[: self._num_needed]
         sent = [each for each in needed if each.is_communication]
         operators = [
-            Operator(each.key, each.made, each.cost)
+            Operator(each.key, each.nbytes, each.cost)
             for each in needed
-            if each.can_be_held and not each.is_communication and each.func not in self._gathers
+            if each.can_save and not each.is_communication and each.func not in self._gather_ops
         ]
         if sent:
-            size, cost = sum(each.made for each in sent), sum(each.cost for each in sent)
+            size, cost = sum(each.nbytes for each in sent), sum(each.cost for each in sent)
             operators.append(Operator(COMMUNICATION_KEY, max(1, size), cost))
         whole = sum(size for storage, size in self._saved.items() if self._makers[storage] is not None)
         if hidden is not None and get_storage(hidden) not in self._saved:
@@ -138,14 +138,14 @@ class OperatorRecorder(TorchDispatchMode):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = get_storage(tensor)
-        self._note(storage, None)
+        self._record_storage(storage, None)
         if not is_parameter_storage(self._block, storage):
             self._saved[storage] = storage.nbytes()
-        self._needed = len(self._seen)
+        self._num_needed = len(self._calls)
         # The graph of a result that holds the result itself would never be freed.
         return tensor.detach()
 
-    def _note(self, storage: torch.UntypedStorage, maker: int | None) -> int:
+    def _record_storage(self, storage: torch.UntypedStorage, maker: int | None) -> int:
         """Return the bytes of a new storage; 0 if it is known."""
         if storage in self._makers:
             return 0

@@ -98,11 +98,11 @@ def find_model_directory_on_all_ranks(
     """Call `find_model_directory` on all ranks: the same commit of the hub, downloaded once on each node. Collective."""
 
     find = functools.partial(find_model_directory, path, allow_pickle=allow_pickle, include_code=include_code)
-    commit = world.from_first(lambda: get_hub_commit(path, find(revision=revision)))
+    commit = world.run_on_first_rank(lambda: get_hub_commit(path, find(revision=revision)))
     if commit is not None:
         # Further nodes have caches of their own; the ranks of one share it.
-        world.together(lambda: find(revision=commit) if os.environ.get("LOCAL_RANK", "0") == "0" else None)
-    return world.together(lambda: find(revision=commit or revision))
+        world.run_on_all_ranks(lambda: find(revision=commit) if os.environ.get("LOCAL_RANK", "0") == "0" else None)
+    return world.run_on_all_ranks(lambda: find(revision=commit or revision))
 
 
 def get_hub_commit(path: str | Path, directory: Path) -> str | None:
@@ -121,9 +121,9 @@ class PretrainedWeights:
         self, sources: Mapping[str, TensorReader], directory: Path, remarks: tuple[str, ...], missing: tuple[str, ...]
     ) -> None:
         self.sources, self._directory = sources, directory
-        self.remarks, self.missing = remarks, missing
+        self.warnings, self.missing = remarks, missing
 
-    def fingerprint(self) -> int:
+    def compute_fingerprint(self) -> int:
         """Return a number of 62 bits of names, shapes and dtypes, to be compared between ranks."""
         described = sorted((name, tuple(each.shape), str(each.dtype)) for name, each in self.sources.items())
         return int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:8]) >> 2
@@ -134,11 +134,11 @@ class PretrainedWeights:
     def __iter__(self) -> Iterator[str]:
         return iter(self.sources)
 
-    def shape(self, name: str) -> torch.Size:
-        return self._source(name).shape
+    def get_shape(self, name: str) -> torch.Size:
+        return self._get_source(name).shape
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        source = self._source(name)
+        source = self._get_source(name)
         whole = tuple(source.shape)
         is_inside = len(offsets) == len(sizes) == len(whole) and all(
             0 <= offset <= offset + size <= length for offset, size, length in zip(offsets, sizes, whole, strict=True)
@@ -149,7 +149,7 @@ class PretrainedWeights:
             )
         return torch.empty(tuple(sizes), dtype=source.dtype) if 0 in sizes else source.read(offsets, sizes)
 
-    def _source(self, name: str) -> TensorReader:
+    def _get_source(self, name: str) -> TensorReader:
         if name not in self.sources:
             raise ModelError(f"{self._directory} gives no weight {name!r}.{suggest_match(name, self.sources)}")
         return self.sources[name]
@@ -177,7 +177,7 @@ def open_pretrained(
     # Further files that a few classes name are looked up by transformers beside the usual ones.
     also = [str(name) for name in getattr(type(config), "extra_files", None) or ()]
     sources = open_weights(directory, extra_files=also, allow_pickle=allow_pickle)
-    recorded = {key: LazyTensor.of(source) for key, source in sources.items()}
+    recorded = {key: LazyTensor.from_source(source) for key, source in sources.items()}
     with torch.random.fork_rng(devices=[]), _capture_load_report() as report:
         torch.manual_seed(seed)
         try:

@@ -42,16 +42,16 @@ class TileGrid:
     tile_columns: int
 
     @classmethod
-    def of(cls, shape: Sequence[int]) -> TileGrid:
+    def from_shape(cls, shape: Sequence[int]) -> TileGrid:
         rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
         tile_columns = max(1, min(columns, TILE_ELEMENTS if rows == 1 else TILE_COLUMNS))
         return cls(rows, columns, max(1, TILE_ELEMENTS // tile_columns), tile_columns)
 
     @property
-    def count(self) -> int:
+    def num_tiles(self) -> int:
         return -(-self.rows // self.tile_rows) * -(-self.columns // self.tile_columns)
 
-    def tiles(self, rows: slice, columns: slice) -> Iterator[Tile]:
+    def iter_tiles(self, rows: slice, columns: slice) -> Iterator[Tile]:
         """Yield the tiles that have elements in these rows and columns."""
         across = -(-self.columns // self.tile_columns)
         for row in range(rows.start // self.tile_rows, -(-rows.stop // self.tile_rows)):
@@ -63,7 +63,7 @@ class TileGrid:
 
 @dataclass(frozen=True)
 class Tile:
-    number: int
+    index: int
     rows: slice
     columns: slice
 
@@ -75,7 +75,7 @@ class FillOp:
     operator: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    stream: int | None = None
+    first_tile: int | None = None
     """Number of its first tile, if it draws random numbers."""
     rows: slice | None = None
     """Rows of the tensor that it writes; None: all."""
@@ -90,8 +90,8 @@ class FillRecipe:
     fills: tuple[FillOp, ...]
     seed: int
 
-    def part(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        grid = TileGrid.of(self.shape)
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        grid = TileGrid.from_shape(self.shape)
         columns = slice(offsets[-1], offsets[-1] + sizes[-1]) if self.shape else slice(0, 1)
         found = torch.empty(tuple(sizes), dtype=self.dtype)
         if not found.numel():
@@ -99,7 +99,7 @@ class FillRecipe:
         flat = found.view(-1, columns.stop - columns.start)
         jobs, done = [], 0
         for rows in _iter_row_ranges(self.shape, offsets, sizes):
-            jobs += [(tile, rows, done) for tile in grid.tiles(rows, columns)]
+            jobs += [(tile, rows, done) for tile in grid.iter_tiles(rows, columns)]
             done += rows.stop - rows.start
 
         def draw(job: tuple[Tile, slice, int]) -> None:
@@ -107,7 +107,7 @@ class FillRecipe:
             top, bottom = max(tile.rows.start, rows.start), min(tile.rows.stop, rows.stop)
             left, right = max(tile.columns.start, columns.start), min(tile.columns.stop, columns.stop)
             down, across = tile.rows.start, tile.columns.start
-            begin, drawn = before + top - rows.start, self._tile(tile)[top - down : bottom - down]
+            begin, drawn = before + top - rows.start, self._draw_tile(tile)[top - down : bottom - down]
             target = flat[begin : begin + bottom - top, left - columns.start : right - columns.start]
             target.copy_(drawn[:, left - across : right - across])
 
@@ -117,7 +117,7 @@ class FillRecipe:
             deque(map(draw, jobs) if workers is None else workers.map(draw, jobs), maxlen=0)
         return found
 
-    def _tile(self, tile: Tile) -> Tensor:
+    def _draw_tile(self, tile: Tile) -> Tensor:
         shape = tile.rows.stop - tile.rows.start, tile.columns.stop - tile.columns.start
         values = torch.empty(shape, dtype=self.dtype)
         for fill in self.fills:
@@ -125,10 +125,10 @@ class FillRecipe:
             if fill.rows is not None:
                 begin, end = (min(max(row - tile.rows.start, 0), shape[0]) for row in (fill.rows.start, fill.rows.stop))
                 target = values[begin:end]
-            if fill.stream is None:
+            if fill.first_tile is None:
                 fill.operator(target, *fill.args, **fill.kwargs)
             else:
-                generator = _make_generator(self.seed, fill.stream + tile.number)
+                generator = _make_generator(self.seed, fill.first_tile + tile.index)
                 fill.operator(target, *fill.args, **{**fill.kwargs, "generator": generator})
         return values
 

@@ -100,9 +100,9 @@ def checkpoint_blocks(
             contexts = [_make_selective_contexts] * (mode == "selective") + keeping
             wrap = functools.partial(_wrap_recompute, block, contexts)
         elif isinstance(held, BudgetedBlocks):
-            wrap = functools.partial(held.put_around, block, recompute)
+            wrap = functools.partial(held.wrap_block, block, recompute)
         else:
-            wrap = functools.partial(held.put_around, block)
+            wrap = functools.partial(held.wrap_block, block)
         wrap_forward(block, WrapOrder.RECOMPUTED, wrap)
         wrap_forward(block, WrapOrder.RECOMPUTED, functools.partial(_drop_cache, block))
     # Caches are refused where they enter the model; see [Note: no cache].
@@ -214,20 +214,20 @@ class _SavedRouting(TorchDispatchMode):
 
     def __init__(self, results: list[Any], *, is_recompute: bool) -> None:
         super().__init__()
-        self._kept, self._is_again = results, is_recompute
+        self._results, self._is_recompute = results, is_recompute
 
     def __enter__(self) -> _SavedRouting:
-        self._rest = iter(self._kept)
+        self._remaining = iter(self._results)
         super().__enter__()
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         depends = _is_data_dependent(func)
-        if depends and self._is_again:
-            return _clone(next(self._rest))
+        if depends and self._is_recompute:
+            return _clone(next(self._remaining))
         result = func(*args, **(kwargs or {}))
         if depends:
-            self._kept.append(_clone(result))
+            self._results.append(_clone(result))
         return result
 
 

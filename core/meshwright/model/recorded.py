@@ -30,7 +30,7 @@ class LazyTensor(Tensor):
     source: TensorReader
 
     @staticmethod
-    def of(source: TensorReader) -> LazyTensor:
+    def from_source(source: TensorReader) -> LazyTensor:
         recorded = torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(LazyTensor)
         recorded.source = source
         return recorded

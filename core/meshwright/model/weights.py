@@ -53,7 +53,7 @@ def replace_parameters(model: nn.Module, make: Callable[[nn.Parameter], nn.Param
 def build_deferred_weights(model: nn.Module, mesh: Mesh) -> DeferredWeights:
     """Return the values that the class of a model on the meta device draws, equal on all ranks. Collective."""
     sync_rng(mesh.device)
-    return mesh.world.together(lambda: DeferredWeights(model))
+    return mesh.world.run_on_all_ranks(lambda: DeferredWeights(model))
 
 
 def sync_rng(device: torch.device | str) -> None:

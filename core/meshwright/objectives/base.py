@@ -47,10 +47,10 @@ class Column:
 
     name: str
     shapes: tuple[str, ...]
-    kind: NumberKind = "float"
-    needed: bool = True
+    number_kind: NumberKind = "float"
+    is_required: bool = True
 
-    def wrong(self, tensor: Tensor, num_rows: int, num_positions: int) -> str | None:
+    def find_error(self, tensor: Tensor, num_rows: int, num_positions: int) -> str | None:
         """Describe what is wrong with a tensor, or return None."""
         sizes = {"B": num_rows, "S": num_positions}
         allowed = [[sizes.get(each) for each in shape.split()] for shape in self.shapes]
@@ -59,8 +59,8 @@ class Column:
             return f"has the shape {tuple(tensor.shape)}, not {wanted} with B={num_rows}, S={num_positions}"
         kind = str(tensor.dtype).removeprefix("torch.")
         fits = {"float": tensor.dtype.is_floating_point, "int": kind == "int64", "bool": kind == "bool"}
-        wanted = {"float": "floating point", "int": "int64", "bool": "bool"}[self.kind]
-        return None if fits[self.kind] else f"is {kind}, not {wanted}"
+        wanted = {"float": "floating point", "int": "int64", "bool": "bool"}[self.number_kind]
+        return None if fits[self.number_kind] else f"is {kind}, not {wanted}"
 
 
 class ObjectiveConfig(FrozenModel):
@@ -68,27 +68,27 @@ class ObjectiveConfig(FrozenModel):
 
     Attributes:
         name: by which `get_objective` finds it.
-        on: the first argument: token statistics, or the outputs of a model with another head.
-        rows: how many consecutive rows belong together.
+        input_kind: the first argument: token statistics, or the outputs of a model with another head.
+        group_size: how many consecutive rows belong together.
     """
 
     name: ClassVar[str]
-    on: ClassVar[InputKind] = "tokens"
-    rows: ClassVar[int] = 1
+    input_kind: ClassVar[InputKind] = "tokens"
+    group_size: ClassVar[int] = 1
 
     @abstractmethod
     def __call__(self, tokens: Any, batch: BatchColumns) -> Tensor | tuple[Tensor, ExtraSums]:
         """Return the sum over a microbatch, scalar, and further sums by name."""
 
     @property
-    def takes(self) -> tuple[Column, ...]:
+    def accepted_columns(self) -> tuple[Column, ...]:
         """The columns that these options read, required or not."""
         return ()
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the required columns."""
-        return tuple(each.name for each in self.takes if each.needed)
+        return tuple(each.name for each in self.accepted_columns if each.is_required)
 
     def count(self, batch: BatchColumns) -> int:
         """Return what a whole microbatch adds to the divisor, on the host: by default its number of targets."""
@@ -97,20 +97,20 @@ class ObjectiveConfig(FrozenModel):
     def check(self, batch: BatchColumns) -> None:
         """Raise BatchError if a column of a whole microbatch is missing or has another shape or dtype, on the host."""
         rows, positions = batch["labels"].shape
-        if rows % self.rows:
+        if rows % self.group_size:
             raise BatchError(
-                f"objective {self.name!r} takes {self.rows} consecutive rows together, and a microbatch has {rows} "
-                f"rows. Give a multiple of {self.rows}."
+                f"objective {self.name!r} takes {self.group_size} consecutive rows together, and a microbatch has {rows} "
+                f"rows. Give a multiple of {self.group_size}."
             )
-        for column in self.takes:
+        for column in self.accepted_columns:
             if column.name not in batch:
-                if column.needed:
+                if column.is_required:
                     raise BatchError(
                         f"objective {self.name!r} needs the column {column.name!r}, which the batch lacks. It has "
                         f"{', '.join(sorted(batch))}."
                     )
                 continue
-            wrong = column.wrong(batch[column.name], rows, positions)
+            wrong = column.find_error(batch[column.name], rows, positions)
             if wrong:
                 raise BatchError(f"column {column.name!r} of objective {self.name!r} {wrong}.")
 
@@ -119,7 +119,7 @@ class SequenceObjective(ObjectiveConfig):
     """An objective that is divided by the number of sequences (or pairs) with any unmasked target."""
 
     def count(self, batch: BatchColumns) -> int:
-        return int(get_target_mask(batch).any(1).unflatten(0, (-1, self.rows)).any(1).sum())
+        return int(get_target_mask(batch).any(1).unflatten(0, (-1, self.group_size)).any(1).sum())
 
 
 def get_target_mask(batch: BatchColumns) -> Tensor:

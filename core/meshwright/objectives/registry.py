@@ -21,7 +21,7 @@ def list_objectives(registry: Registry | None = None) -> Mapping[str, type[Objec
         ConfigError: two plugins register one name, or something that is no objective.
     """
     found: dict[str, type[ObjectiveConfig]] = {}
-    for plugin, register in (registry or get_registry()).implementations("register_objectives"):
+    for plugin, register in (registry or get_registry()).find_implementations("register_objectives"):
         for cls in (cls for classes in register() for cls in classes):
             if not (isinstance(cls, type) and issubclass(cls, ObjectiveConfig) and hasattr(cls, "name")):
                 raise ConfigError(f"plugin {plugin} brings {cls!r}, which is no meshwright.plugin.ObjectiveConfig.")

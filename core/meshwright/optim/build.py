@@ -37,14 +37,14 @@ from .groups import (
 class _GroupSettings:
     """How the parameters of one group are stepped; `where` names the group in the run file."""
 
-    where: str
+    key: str
     cls: type[Optimizer]
     lr: float
     weight_decay: float
     no_decay: tuple[str, ...] | None
     options: Mapping[str, Any]
 
-    def make(self, named: Sequence[tuple[str, nn.Parameter]], trained: Mapping[str, ParamTraits]) -> Optimizer:
+    def build(self, named: Sequence[tuple[str, nn.Parameter]], trained: Mapping[str, ParamTraits]) -> Optimizer:
         cls, name = cast("Callable[..., Optimizer]", self.cls), self.cls.__name__
         # The groups say who is decayed; an optimizer's own default (0.01 for AdamW) must not decay the others.
         decay = {"weight_decay": 0.0} if "weight_decay" in inspect.signature(cls).parameters else {}
@@ -60,24 +60,24 @@ class _GroupSettings:
             return cls(groups, lr=self.lr, **decay, **options)
         except Exception as error:
             # Each optimizer checks its arguments in its own way.
-            if any(parameter.dim() != trained[key].dims for key, parameter in named):
+            if any(parameter.dim() != trained[key].num_dims for key, parameter in named):
                 raise StrategyError(
-                    f"{self.where}: {name} refuses the pieces of parameters that it has under this strategy: "
+                    f"{self.key}: {name} refuses the pieces of parameters that it has under this strategy: "
                     f"{format_exception_line(error)}. Use AdamW, Adam, SGD, Adagrad or another optimizer that treats every element "
                     f"alike, or a strategy or options under which it has whole parameters (fsdp2, or ddp without "
                     f"use_distributed_optimizer)."
                 ) from error
-            told = "" if self.where == "optimizer" else f"{self.where}: "
+            told = "" if self.key == "optimizer" else f"{self.key}: "
             raise ConfigError(f"{told}optimizer {name!r} refuses its parameters or options: {error}") from error
 
-    def tried(self, named_parameters: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> Optimizer:
+    def try_steps(self, named_parameters: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> Optimizer:
         """Make the optimizer of copies of some parameters, and step it twice on the CPU; ConfigError if that fails."""
         # One that only a CPU refuses is left to the ranks, each of which tries it with its own device.
         left = {"capturable"} if device.type != "cpu" else set()
         settings = replace(self, options={key: value for key, value in self.options.items() if key not in left})
         named = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in named_parameters]
-        made = settings.make(named, describe_params_by_name(named))
-        told, how = f"{self.where}: optimizer {self.cls.__name__!r}", f"with lr={self.lr} and options {self.options}"
+        made = settings.build(named, describe_params_by_name(named))
+        told, how = f"{self.key}: optimizer {self.cls.__name__!r}", f"with lr={self.lr} and options {self.options}"
         try:
             for _ in range(2):
                 for _, parameter in named:
@@ -104,15 +104,15 @@ class ConfiguredOptimizer:
     def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         named = list(named_parameters)
         for number, group in enumerate(self._config.groups):
-            if group.matrices:
+            if group.matrices_only:
                 raise ConfigError(
                     f"optimizer.groups[{number}].matrices needs the model, whose blocks tell what its matrices are, "
                     f"and this factory was told of none. Give it to manager.build_optimizer as it is, not within "
                     f"another function; or name the matrices by match."
                 )
-        return self.for_model(describe_params_by_name(named))(named)
+        return self.bind_to_model(describe_params_by_name(named))(named)
 
-    def for_model(self, trained: Mapping[str, ParamTraits]) -> OptimizerFactory:
+    def bind_to_model(self, trained: Mapping[str, ParamTraits]) -> OptimizerFactory:
         numbers = assign_groups(self._config, trained)
 
         def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -122,7 +122,7 @@ class ConfiguredOptimizer:
                 mine = [each for each in named if numbers[each[0]] == number]
                 # Without any, the last says itself that there is nothing.
                 if mine or (not named and number == len(self._settings) - 1):
-                    made.append(settings.make(mine, trained))
+                    made.append(settings.build(mine, trained))
             return made[0] if len(made) == 1 else ChainedOptimizer(made)
 
         return factory
@@ -185,7 +185,7 @@ def probe_optimizer(
     stand_in = [(name, nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
     for settings in _resolve_settings(optimizer):
         check_schedule_rates(
-            schedule, build_scheduler(schedule, settings.tried(stand_in, device), num_steps), num_steps
+            schedule, build_scheduler(schedule, settings.try_steps(stand_in, device), num_steps), num_steps
         )
 
 

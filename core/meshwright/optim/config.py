@@ -36,7 +36,7 @@ class OptimizerGroup(FrozenModel):
     """Parameters that are stepped otherwise than the rest."""
 
     match: list[str] | None = Field(default=None, description="Shell patterns of parameter names; null: all names.")
-    matrices: bool = Field(
+    matrices_only: bool = Field(
         default=False,
         description="Only weights of two dims within the model's blocks: no embedding, no head, no expert stack.",
     )
@@ -55,8 +55,8 @@ class OptimizerGroup(FrozenModel):
     )
 
     @model_validator(mode="after")
-    def _selects_something(self) -> OptimizerGroup:
-        if self.match is None and not self.matrices:
+    def _check_selection(self) -> OptimizerGroup:
+        if self.match is None and not self.matrices_only:
             raise ValueError("give match, matrices: true, or both; all other parameters have the top level's settings")
         if self.match is not None and not self.match:
             raise ValueError("match must have a pattern; leave it out for all names")
@@ -98,7 +98,7 @@ class ScheduleConfig(FrozenModel):
     options: dict[str, Any] = Field(default={}, description="Further arguments of the schedule, such as num_cycles.")
 
     @model_validator(mode="after")
-    def _warms_up_one_way(self) -> ScheduleConfig:
+    def _check_single_warmup(self) -> ScheduleConfig:
         if self.warmup_steps and self.warmup_ratio is not None:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} say different things; leave "
@@ -106,7 +106,7 @@ class ScheduleConfig(FrozenModel):
             )
         return self
 
-    def over(self, num_steps: int) -> ScheduleConfig:
+    def resolve_warmup(self, num_steps: int) -> ScheduleConfig:
         """Return the same with its warm-up in steps, for a run of so many."""
         if self.warmup_ratio is None:
             return self
@@ -120,7 +120,7 @@ class EMAConfig(FrozenModel):
 
     decay: float = Field(default=0.999, ge=0, lt=1, description="What is left of the average in an update.")
     every: Size = Field(default=1, description="Optimizer steps between updates.")
-    start: int = Field(
+    start_step: int = Field(
         default=0, ge=0, lt=2**31, description="The average begins with the weights after so many steps."
     )
     warmup: bool = Field(

@@ -73,7 +73,7 @@ def split_by_decay(
 class ParamTraits(NamedTuple):
     """What the groups of an optimizer ask about a parameter."""
 
-    dims: int
+    num_dims: int
     is_matrix: bool
     is_decayed: bool
 
@@ -129,7 +129,7 @@ def assign_groups(config: OptimizerConfig, trained: Mapping[str, ParamTraits]) -
 
     def fits(name: str, group: OptimizerGroup) -> bool:
         is_named = group.match is None or any(fnmatchcase(name, pattern) for pattern in group.match)
-        return is_named and (trained[name].is_matrix or not group.matrices)
+        return is_named and (trained[name].is_matrix or not group.matrices_only)
 
     numbers = {
         name: next((number for number, group in enumerate(groups) if fits(name, group)), len(groups))
@@ -181,7 +181,7 @@ class ChainedOptimizer(Optimizer):
     def __init__(self, members: Sequence[Optimizer]) -> None:
         if not members:
             raise StrategyError("Optimizers was given none. Give at least one optimizer.")
-        self.members = tuple(members)
+        self.optimizers = tuple(members)
         parameters = [id(each) for group in self.param_groups for each in group["params"]]
         if len(set(parameters)) < len(parameters):
             raise StrategyError(
@@ -193,7 +193,7 @@ class ChainedOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all members; set values in them, not the list."""
-        return [group for member in self.members for group in member.param_groups]
+        return [group for member in self.optimizers for group in member.param_groups]
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -205,7 +205,7 @@ class ChainedOptimizer(Optimizer):
 
     @property
     def state(self) -> Mapping[Tensor, Any]:
-        return _ChainedState(self.members)
+        return _ChainedState(self.optimizers)
 
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:
@@ -213,7 +213,7 @@ class ChainedOptimizer(Optimizer):
             raise StrategyError("the state of several optimizers is their own. Use load_state_dict.")
 
     def step(self, closure: Any = None) -> None:
-        for member in self.members:
+        for member in self.optimizers:
             member.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -227,7 +227,7 @@ class ChainedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Give each member its own groups and state; the end of torch's load_state_dict."""
         groups, values = iter(state["param_groups"]), state["state"]
-        for member in self.members:
+        for member in self.optimizers:
             mine = [next(groups) for _ in member.param_groups]
             own = {p: values[p] for group in mine for p in group["params"] if p in values}
             member.__setstate__({"state": defaultdict(dict, own), "param_groups": mine})
@@ -254,7 +254,7 @@ class _ChainedState(Mapping[Tensor, Any]):
 
 def get_members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """Return the optimizers that an optimizer consists of."""
-    return optimizer.members if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
+    return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
 
 
 def needs_closure(cls: type[Optimizer]) -> bool:

@@ -35,16 +35,16 @@ _ALTERNATIVES = "Use AdamW, Adam, SGD, Adagrad or another optimizer that treats 
 
 @dataclass(frozen=True)
 class _ParamKind:
-    dims: int
-    is_piece: bool
+    num_dims: int
+    is_partial: bool
     device: torch.device
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
 
     @property
-    def is_joint(self) -> bool:
+    def needs_all_ranks(self) -> bool:
         """Whether a step may need all ranks of the mesh, which then all have parameters of this kind."""
-        return self.mesh is not None and not self.is_piece
+        return self.mesh is not None and not self.is_partial
 
 
 def call_optimizer_factory(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -73,14 +73,14 @@ def check_optimizer(optimizer: Optimizer, parts: ShardLayout, world: World) -> N
                 f"{cls.__name__} needs a closure that runs the model again, and a step here is one pass. {_ALTERNATIVES}."
             )
         for cls, kind, settings in kinds:
-            if not kind.is_joint:
+            if not kind.needs_all_ranks:
                 _check_kind(cls, kind, settings)
 
     with real_compute():
         # Ranks may have different pieces.
-        world.together(check_alone)
+        world.run_on_all_ranks(check_alone)
         for cls, kind, settings in world.select(kinds, []):
-            if kind.is_joint:
+            if kind.needs_all_ranks:
                 _check_kind(cls, kind, settings)
 
 
@@ -89,11 +89,11 @@ def _collect_kinds(optimizer: Optimizer, parts: ShardLayout) -> list[tuple[_Para
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for parameter in group["params"]:
-            shape, is_piece = parts.shape(parameter, parameter), False
+            shape, is_piece = parts.get_full_shape(parameter, parameter), False
             if type(parts) is not ShardLayout:
-                held = sum(piece.tensor.numel() for piece in parts.pieces(parameter.detach(), parameter))
+                held = sum(piece.tensor.numel() for piece in parts.get_local_chunks(parameter.detach(), parameter))
                 is_divided = parameter.shape != shape or held < shape.numel()
-                is_piece = is_divided or any(True for _ in parts.groups(parameter))
+                is_piece = is_divided or any(True for _ in parts.get_shard_groups(parameter))
             device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
             place = (parameter.device_mesh, tuple(parameter.placements)) if isinstance(parameter, DTensor) else ()
             kind = _ParamKind(len(shape), is_piece, device, *place)
@@ -111,7 +111,7 @@ def _check_kind(cls: type[Optimizer], kind: _ParamKind, settings: dict[str, Any]
                 f"{cls.__name__} cannot step with these settings: {format_exception_line(error)}. Change them, or use another "
                 f"optimizer."
             ) from error
-        if kind.is_piece or kind.mesh is not None:
+        if kind.is_partial or kind.mesh is not None:
             warn(
                 f"{cls.__name__} could not be tried ({format_exception_line(error)}), so it is not known whether it steps the parts "
                 f"of parameters that it has under this strategy as it would step whole ones. Compare with strategy "
@@ -119,7 +119,7 @@ def _check_kind(cls: type[Optimizer], kind: _ParamKind, settings: dict[str, Any]
             )
         return
     is_elementwise = _is_elementwise(cls, settings, values, whole)
-    if kind.is_piece and not is_elementwise:
+    if kind.is_partial and not is_elementwise:
         raise StrategyError(
             f"{cls.__name__} looks at whole parameters, and under this strategy each rank steps pieces of them. "
             f"{_ALTERNATIVES}, or a strategy or options under which the optimizer has whole parameters (ddp without "
@@ -150,7 +150,7 @@ def _check_kind(cls: type[Optimizer], kind: _ParamKind, settings: dict[str, Any]
 
 def _create_stand_in(kind: _ParamKind) -> list[Tensor]:
     """Return this rank's part of a stand-in, and its gradients in two steps; float64, equal where placements are."""
-    shape = tuple(4 + 2 * dim for dim in range(kind.dims))
+    shape = tuple(4 + 2 * dim for dim in range(kind.num_dims))
     generator = torch.Generator().manual_seed(0)
     values = torch.randn((3, *shape), generator=generator, dtype=torch.float64).view(3, -1)
     # No two parts are alike, in their norms neither.

@@ -55,7 +55,7 @@ class ExpertModule:
     """A module of stacked experts: its name and their number."""
 
     name: str
-    count: int
+    num_experts: int
 
 
 def find_experts(model: nn.Module) -> list[ExpertModule]:
@@ -77,10 +77,10 @@ def check_expert_parallel(model: nn.Module, ep_size: int) -> None:
             f"states, indices and weights. Use ep_size=1."
         )
     for each in found:
-        if each.count % ep_size:
+        if each.num_experts % ep_size:
             raise ModelError(
-                f"ep_size={ep_size} does not divide the {each.count} experts of {each.name}. "
-                f"Use one of {format_divisors(each.count)} for ep_size."
+                f"ep_size={ep_size} does not divide the {each.num_experts} experts of {each.name}. "
+                f"Use one of {format_divisors(each.num_experts)} for ep_size."
             )
         _check_expert_parameters(model, each, ep_size)
 
@@ -141,18 +141,18 @@ class ExpertParallel(Axis):
         mesh: whose `ep` has more than one rank.
 
     Attributes:
-        names: of the modules of experts.
+        module_names: of the modules of experts.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._model, self._experts = model, find_experts(model)
-        self.names = tuple(each.name for each in self._experts)
+        self.module_names = tuple(each.name for each in self._experts)
         self.mesh = mesh.expert_mesh["ep"]
         self.size, self._group = self.mesh.size(), self.mesh.get_group()
         # The ranks of tp have the same tokens.
         self._tp_group = mesh.group("tp") if mesh.degrees.tp > 1 else None
-        self._local: list[LocalParameters] = []
-        self._active = True
+        self._local_parameters: list[LocalParameters] = []
+        self._is_active = True
 
     def apply(self) -> None:
         """Shard the parameters in place and dispatch tokens around the modules. No communication."""
@@ -161,46 +161,48 @@ class ExpertParallel(Axis):
             parameters = LocalParameters(module, self.mesh)
             named = module.named_parameters(recurse=False)
             parameters.distribute({name: ParameterSharding(self.mesh, Shard(0), p.shape) for name, p in named}, {})
-            self._local.append(parameters)
+            self._local_parameters.append(parameters)
             adapters = find_parameter_wrappers(self._model, module)
             self._wrap(module, each, parameters, adapters)
             for adapter in adapters:
                 # What an adapter adds is added to this rank's experts instead.
                 run = functools.partial(_run_base_layer, adapter)
-                wrap_forward_if(adapter, WrapOrder.EXPERTS, run, lambda: self._active)
+                wrap_forward_if(adapter, WrapOrder.EXPERTS, run, lambda: self._is_active)
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def unsharded(self) -> Iterator[None]:
         """Put all experts into the modules, which then compute without communication. Collective.
 
         For parameters that a strategy has gathered over its own axes.
         """
         with ExitStack() as stack, temporary_attribute(self, "_active", False):
-            for parameters in self._local:
-                stack.enter_context(parameters.whole())
+            for parameters in self._local_parameters:
+                stack.enter_context(parameters.unsharded())
             yield
 
     def _wrap(
         self, module: nn.Module, experts: ExpertModule, parameters: LocalParameters, adapters: Sequence[nn.Module]
     ) -> None:
-        slots, names = parameters.take(module), get_argument_names(module)
-        count = experts.count // self.size
+        slots, names = parameters.claim(module), get_argument_names(module)
+        count = experts.num_experts // self.size
         first = self.mesh.get_local_rank() * count
 
         def run(forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            with parameters.inside(slots), _local_experts(module, adapters, first, count):
-                return self._run(experts, forward, *(given[name] for name in names))
+            with parameters.localized(slots), _local_experts(module, adapters, first, count):
+                return self._run_dispatched(experts, forward, *(given[name] for name in names))
 
-        wrap_forward_if(module, WrapOrder.EXPERTS, run, lambda: self._active)
+        wrap_forward_if(module, WrapOrder.EXPERTS, run, lambda: self._is_active)
 
-    def _run(self, experts: ExpertModule, forward: Any, hidden: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def _run_dispatched(
+        self, experts: ExpertModule, forward: Any, hidden: Tensor, index_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
         given = [hidden.reshape(-1, hidden.shape[-1]), index_TK, weights_TK]
         _check_shapes(experts, *given)
         tokens, group = given[0].shape[0], self._tp_group
         if group is not None:
             given = [Split.apply(each, 0, group) for each in given]
-        output = dispatch_tokens(forward, *given, num_experts=experts.count, group=self._group)
+        output = dispatch_tokens(forward, *given, num_experts=experts.num_experts, group=self._group)
         if group is not None:
             output = Gather.apply(output, 0, tokens, group)
         # No view where it can be avoided: hooks of sharding do not see what is written into one.

@@ -14,19 +14,21 @@ from .config import SingleConfig
 
 class SingleManager(DataParallelManager):
     config: SingleConfig
-    runs_in_pipeline = True
+    supports_pipeline = True
 
     def __init__(self, config: SingleConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
-        self._sums = HighPrecisionAccumulator(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+        self._accumulator = (
+            HighPrecisionAccumulator(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+        )
 
     def shard(self, model: nn.Module) -> nn.Module:
         model.to(self.mesh.device)
-        self.activations = checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)
+        self.checkpointed_blocks = checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)
         return model
 
     def after_backward(self, *, is_last: bool) -> None:
-        if self._sums is not None:
-            self._sums.take(self.trainable())
+        if self._accumulator is not None:
+            self._accumulator.accumulate(self.iter_trainable())
             if is_last:
-                self._sums.give()
+                self._accumulator.flush()

@@ -43,19 +43,19 @@ class BatchRequirements:
 
     Attributes:
         check: further check without a collective; raises BatchError or StrategyError.
-        count: a count of which ranks learn the maximum; see `SyncedStep.most`.
-        rows: rows of the pieces into which microbatches are cut; None: they are not.
+        get_count: a count of which ranks learn the maximum; see `SyncedStep.most`.
+        rows_per_chunk: rows of the pieces into which microbatches are cut; None: they are not.
     """
 
     vocab_size: int | None = None
     sequence_multiple: int = 1
     check: Callable[[Sequence[Batch]], None] = lambda microbatches: None
-    count: Callable[[Sequence[Batch]], int] = len
+    get_count: Callable[[Sequence[Batch]], int] = len
     objective: BoundObjective | None = None
-    rows: int | None = None
-    frozen: int = field(default=0, compare=False)
+    rows_per_chunk: int | None = None
+    frozen_share: int = field(default=0, compare=False)
 
-    def tokens(self, microbatches: Sequence[Batch]) -> int:
+    def count_tokens(self, microbatches: Sequence[Batch]) -> int:
         own = None if self.objective is None else self.objective.count(microbatches)
         unmasked = (int((shift_labels(batch["labels"]) != IGNORE_INDEX).sum()) for batch in microbatches)
         return sum(unmasked) if own is None else own
@@ -90,7 +90,7 @@ def find_batch_error(
         return BatchError(defect)
     try:
         if requirements.objective is not None:
-            requirements.objective.check(microbatches, rows_per_chunk=requirements.rows)
+            requirements.objective.check(microbatches, rows_per_chunk=requirements.rows_per_chunk)
         requirements.check(model_inputs(requirements.objective, microbatches))
     except (BatchError, StrategyError) as error:
         return error
@@ -164,16 +164,16 @@ class SyncedStep:
 
     microbatches: list[Batch]
     num_tokens: Tensor
-    most: int
-    longest: int
+    max_count: int
+    max_length: int
 
 
 class TokenCount(Tensor):
     """Token count of an announced step, int64 scalar on the CPU; any use waits until all ranks have announced."""
 
     microbatches: Sequence[Batch]
-    terms: BatchRequirements
-    answer: Callable[[], _HandshakeResult]
+    requirements: BatchRequirements
+    get_result: Callable[[], _HandshakeResult]
 
     @classmethod
     def __torch_function__(
@@ -184,7 +184,7 @@ class TokenCount(Tensor):
 
 def _to_plain_tensors(value: Any) -> Any:
     if isinstance(value, TokenCount):
-        return torch.tensor(value.answer().tokens, dtype=torch.int64)
+        return torch.tensor(value.get_result().num_tokens, dtype=torch.int64)
     if type(value) in (list, tuple):
         return type(value)(map(_to_plain_tensors, value))
     if isinstance(value, dict):
@@ -203,18 +203,18 @@ def count_tokens(microbatches: Sequence[Batch], mesh: Mesh, objective: Objective
     )
     answer = _build_handshake(
         microbatches, mesh, terms, BatchError(found) if found else None, num_tokens=_COUNT_ONLY
-    ).sent()
+    ).send()
     answer.check()
-    return torch.tensor(answer.tokens, dtype=torch.int64)
+    return torch.tensor(answer.num_tokens, dtype=torch.int64)
 
 
 def begin_step_sync(microbatches: Sequence[Batch], mesh: Mesh, requirements: BatchRequirements) -> Tensor:
     """Begin to agree on a step while the one before computes; see `StrategyManager.announce`. Collective."""
     defect = find_batch_error(microbatches, requirements, mesh.degrees.cp)
     message = _build_handshake(microbatches, mesh, requirements, defect, num_tokens=_BEGUN_SYNC)
-    wait = mesh.world.begin_exchange(message.sums, message.highs)
+    wait = mesh.world.begin_reduce_sum_and_max(message.sums, message.maxima)
     count: TokenCount = torch.zeros((), dtype=torch.int64).as_subclass(TokenCount)
-    count.microbatches, count.terms, count.answer = (
+    count.microbatches, count.requirements, count.get_result = (
         microbatches,
         requirements,
         lambda: _HandshakeResult(message, wait()),
@@ -224,31 +224,31 @@ def begin_step_sync(microbatches: Sequence[Batch], mesh: Mesh, requirements: Bat
 
 def has_reported_errors(num_tokens: Tensor) -> bool:
     """Return whether any rank may have found an error in the step that a token count announces."""
-    return not isinstance(num_tokens, TokenCount) or num_tokens.answer().defects > 0
+    return not isinstance(num_tokens, TokenCount) or num_tokens.get_result().num_errors > 0
 
 
 def finish_step_sync(
     microbatches: Sequence[Batch], num_tokens: Tensor | None, mesh: Mesh, requirements: BatchRequirements
 ) -> SyncedStep:
     """Check that all ranks can run this step; `num_tokens` is None where there is no loss. Collective."""
-    if isinstance(num_tokens, TokenCount) and num_tokens.terms == requirements:
+    if isinstance(num_tokens, TokenCount) and num_tokens.requirements == requirements:
         if microbatches is not num_tokens.microbatches:
             raise BatchError("the microbatches are others than those that were announced with this num_tokens.")
-        answer = num_tokens.answer()
-        total = answer.tokens
+        answer = num_tokens.get_result()
+        total = answer.num_tokens
     else:
         total = _NO_LOSS if num_tokens is None else int(num_tokens)
         defect = find_batch_error(microbatches, requirements, mesh.degrees.cp)
-        answer = _build_handshake(microbatches, mesh, requirements, defect, num_tokens=total).sent()
+        answer = _build_handshake(microbatches, mesh, requirements, defect, num_tokens=total).send()
     answer.check()
     total = 1 if num_tokens is None else total
     if total < 1:
         own = requirements.objective
         counted = "an unmasked target" if own is None else f"anything for the {own.name} to count"
         raise BatchError(f"num_tokens is 0: no rank has {counted} in this step. Leave the step out, or unmask labels.")
-    if answer.shares:
+    if answer.checksum_sum:
         _check_shared_batches(microbatches, mesh)
-    return SyncedStep(drop_redundant_mask(microbatches), torch.tensor(total), answer.most, answer.longest)
+    return SyncedStep(drop_redundant_mask(microbatches), torch.tensor(total), answer.max_count, answer.max_length)
 
 
 # -- the message
@@ -257,12 +257,12 @@ def finish_step_sync(
 @dataclass(frozen=True)
 class _StepHandshake:
     world: World
-    defect: MeshwrightError | None
+    error: MeshwrightError | None
     sums: list[int]
-    highs: list[int]
+    maxima: list[int]
 
-    def sent(self) -> _HandshakeResult:
-        return _HandshakeResult(self, self.world.exchange(self.sums, self.highs))
+    def send(self) -> _HandshakeResult:
+        return _HandshakeResult(self, self.world.reduce_sum_and_max(self.sums, self.maxima))
 
 
 def _build_handshake(
@@ -277,14 +277,14 @@ def _build_handshake(
     tokens = count = share = most = signature = longest = frozen = 0
     if batch_error is None:
         try:
-            counts = num_tokens in (_BEGUN_SYNC, _COUNT_ONLY) and mesh.world.select(mesh.leads_data, True)
-            tokens = requirements.tokens(microbatches) if counts else 0
+            counts = num_tokens in (_BEGUN_SYNC, _COUNT_ONLY) and mesh.world.select(mesh.is_data_leader, True)
+            tokens = requirements.count_tokens(microbatches) if counts else 0
         except BatchError as error:
             batch_error = error
     if batch_error is None and num_tokens != _COUNT_ONLY:
-        count, most = len(microbatches), requirements.count(microbatches)
-        signature = 0 if requirements.objective is None else requirements.objective.signature(microbatches)
-        share, frozen = compute_checksum_share(mesh, compute_checksum(microbatches)), requirements.frozen
+        count, most = len(microbatches), requirements.get_count(microbatches)
+        signature = 0 if requirements.objective is None else requirements.objective.compute_signature(microbatches)
+        share, frozen = compute_checksum_share(mesh, compute_checksum(microbatches)), requirements.frozen_share
         longest = max(batch["input_ids"].shape[1] for batch in microbatches)
     equal = [count, -count, num_tokens, -num_tokens, signature, -signature]
     return _StepHandshake(
@@ -294,34 +294,39 @@ def _build_handshake(
 
 class _HandshakeResult:
     def __init__(self, handshake: _StepHandshake, numbers: tuple[Sequence[int], Sequence[int]]) -> None:
-        self._message = handshake
-        (self.defects, self.tokens, self.shares, self._frozen), (*pairs, self.most, self.longest) = numbers
+        self._handshake = handshake
+        (
+            (self.num_errors, self.num_tokens, self.checksum_sum, self._frozen_sum),
+            (*pairs, self.max_count, self.max_length),
+        ) = numbers
         # The lowest and the highest of all ranks.
-        self._counts, self._given, self._signatures = ((-pairs[at + 1], pairs[at]) for at in (0, 2, 4))
+        self._num_microbatches_range, self._num_tokens_range, self._signature_range = (
+            (-pairs[at + 1], pairs[at]) for at in (0, 2, 4)
+        )
 
     def check(self) -> None:
-        if self.defects:
-            self._message.world.raise_any(self._message.defect)
-        low, high = self._given
+        if self.num_errors:
+            self._handshake.world.raise_first_error(self._handshake.error)
+        low, high = self._num_tokens_range
         if low < 0 and low != high:
             raise BatchError(
                 "ranks do not call alike: some announce a step, count tokens or ask for token_stats, while others do "
                 "something else. Call announce, count_tokens, forward_backward, eval_loss and token_stats on all "
                 "ranks, in the same order."
             )
-        if self._signatures[0] != self._signatures[1]:
+        if self._signature_range[0] != self._signature_range[1]:
             raise BatchError(
                 "ranks disagree on the objective, or on the columns of its batches: their names, dtypes and numbers of "
                 "dims. Give all ranks the same objective, and microbatches with the same columns."
             )
-        if self._frozen:
+        if self._frozen_sum:
             raise StrategyError(
                 "ranks disagree on which parameters are frozen. Set requires_grad alike on all ranks, and where stages "
                 "of a pipeline share a parameter (tied embedding and head), on each stage."
             )
-        if self._counts[0] != self._counts[1]:
+        if self._num_microbatches_range[0] != self._num_microbatches_range[1]:
             raise BatchError(
-                f"ranks disagree on the number of microbatches: between {self._counts[0]} and {self._counts[1]}. "
+                f"ranks disagree on the number of microbatches: between {self._num_microbatches_range[0]} and {self._num_microbatches_range[1]}. "
                 f"Give every rank the same number; pad with microbatches whose labels are all {IGNORE_INDEX}."
             )
         if low != high:

@@ -25,8 +25,8 @@ class ProbeInputs:
     """What an axis may try: an undivided microbatch, the model, and the divisor that other axes require."""
 
     microbatch: Batch
-    outputs: Callable[..., Any]
-    multiple: int
+    call_model: Callable[..., Any]
+    length_multiple: int
 
 
 class Axis:
@@ -37,13 +37,13 @@ class Axis:
         shards_sequences: `divide` leaves each rank a part of every sequence, so no rank has what the model's own code
             computes over a whole sequence.
         shards_vocabulary: each rank computes a part of the logits; see `meshwright.step.lm_head`.
-        sharers: ranks that have the same after `joined`, and whose losses are added up.
+        replicas: ranks that have the same after `joined`, and whose losses are added up.
     """
 
-    divides_batches: bool = False
-    divides_sequences: bool = False
-    divides_vocabulary: bool = False
-    sharers: int = 1
+    shards_batches: bool = False
+    shards_sequences: bool = False
+    shards_vocabulary: bool = False
+    replicas: int = 1
 
     @property
     def sequence_multiple(self) -> int:
@@ -54,23 +54,23 @@ class Axis:
     def check_batch(self, batch: Batch) -> None:
         """Refuse what `divide` cannot divide, with a BatchError; no collective."""
 
-    def divide(self, batch: Batch) -> Batch:
+    def shard_batch(self, batch: Batch) -> Batch:
         """Return this rank's part of a microbatch; `token_loss.TARGETS`, shifted, may replace its `labels`."""
         return batch
 
-    def own(self, full: Tensor) -> Tensor:
+    def local(self, full: Tensor) -> Tensor:
         """Return this rank's positions of a tensor (B, S, ...) that was left undivided, such as an attention mask."""
         return full
 
-    def parted(self, full: Tensor) -> Tensor:
+    def shard(self, full: Tensor) -> Tensor:
         """Return what this rank has, after division, of a tensor (B, S, ...) of the whole microbatch."""
-        return self.own(full)
+        return self.local(full)
 
-    def joined(self, local: Tensor) -> Tensor:
+    def gather(self, local: Tensor) -> Tensor:
         """Gather a tensor divided as by `parted`, with a gradient summed over ranks. Collective. Objectives need it."""
         return local
 
-    def joined_sequences(self, local: Tensor) -> Tensor:
+    def gather_sequences(self, local: Tensor) -> Tensor:
         """Return outputs for each sequence, (B, K), from those for each rank's positions. Collective; as `joined`."""
         raise ModelError(
             f"{type(self).__name__} divides sequences and brings no `gather_sequences`: it takes no model that gives "
@@ -79,41 +79,41 @@ class Axis:
 
     # -- forwards and backwards
 
-    def around_step(self) -> AbstractContextManager[None]:
+    def step_context(self) -> AbstractContextManager[None]:
         """Context of all forwards and backwards of a step or evaluation."""
         return nullcontext()
 
-    def around_forward(self, inputs: Batch) -> AbstractContextManager[Mapping[str, Any]]:
+    def forward_context(self, inputs: Batch) -> AbstractContextManager[Mapping[str, Any]]:
         """Context of one forward with a divided batch without labels; gives what the model is called with."""
         return nullcontext(inputs)
 
-    def alone(self) -> AbstractContextManager[Any]:
+    def isolated(self) -> AbstractContextManager[Any]:
         """Context of trial forwards, in which this rank computes without the others of the axis if it can."""
         return nullcontext()
 
     def check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
         """Refuse logits, (B, S, V) or this rank's part, that are not those of `targets_BS`, with a ModelError."""
 
-    def add_losses(self, total: Tensor) -> None:
+    def reduce_losses(self, total: Tensor) -> None:
         """Add up, in place, the losses of ranks with different parts of a microbatch; float64, 1-D. Collective."""
 
-    def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up gradients over the axis if the strategy's reduction does not; after the last backward. Collective."""
 
-    def whole(self) -> AbstractContextManager[None]:
+    def unsharded(self) -> AbstractContextManager[None]:
         """Context with full parameters in the modules, which compute without the others of the axis. Collective."""
         return nullcontext()
 
     # -- before and after the first step
 
-    def is_open(self) -> bool:
+    def needs_probe(self) -> bool:
         """Return whether `probe` has still to be called."""
         return False
 
-    def try_out(self, inputs: ProbeInputs) -> MeshwrightError | None:
+    def probe(self, inputs: ProbeInputs) -> MeshwrightError | None:
         """Try on a few tokens what cannot be known of the model otherwise; return what is wrong with it."""
         return None
 
-    def gradient_defect(self, shard_layout: ShardLayout) -> MeshwrightError | None:
+    def find_gradient_error(self, shard_layout: ShardLayout) -> MeshwrightError | None:
         """Return what the first step's gradients, divided by `shard_layout`, show to be wrong with the model. Collective."""
         return None

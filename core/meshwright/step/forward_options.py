@@ -53,14 +53,16 @@ class RopeLengthHook:
         self._length: int | None = None
         for rope in find_length_dependent_ropes(model):
             rope.register_forward_pre_hook(_reset_length, with_kwargs=True)
-            rope.register_forward_pre_hook(self._before, with_kwargs=True)
-            rope.register_forward_hook(self._after)
+            rope.register_forward_pre_hook(self._extend_positions, with_kwargs=True)
+            rope.register_forward_hook(self._trim_output)
 
-    def within_step(self, length: int) -> AbstractContextManager[None]:
+    def step_length(self, length: int) -> AbstractContextManager[None]:
         """Set the length [tokens] of the longest row of a step, on all ranks."""
         return temporary_attribute(self, "_length", length)
 
-    def _before(self, rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def _extend_positions(
+        self, rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
         """Append the last position of the longest row, the largest of all."""
         if self._length is None:
             return None
@@ -68,7 +70,7 @@ class RopeLengthHook:
         last = positions.new_full((*positions.shape[:-1], 1), self._length - 1)
         return (hidden, torch.cat([positions, last], dim=-1), *rest), {}
 
-    def _after(self, rope: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _trim_output(self, rope: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._length is None:
             return None
         return tuple(each[..., :-1, :] for each in output) if isinstance(output, tuple) else output[..., :-1, :]

@@ -43,13 +43,13 @@ class LogitsSource:
     """What makes logits: the hidden states (..., H), the head, and the steps after it; casts may lose nothing."""
 
     hidden: Tensor
-    run: Callable[[Tensor], Tensor]
-    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
-    only_casts: bool = True
+    head: Callable[[Tensor], Tensor]
+    transforms: tuple[Callable[[Tensor], Tensor], ...] = ()
+    has_only_casts: bool = True
     vocabulary: Vocabulary = UNSHARDED_VOCABULARY
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return functools.reduce(lambda logits, step: step(logits), self.steps, self.run(hidden))
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return functools.reduce(lambda logits, step: step(logits), self.transforms, self.head(hidden))
 
 
 class DeferredLogits(Tensor):
@@ -58,15 +58,15 @@ class DeferredLogits(Tensor):
     source: LogitsSource
 
     @staticmethod
-    def of(source: LogitsSource, num_entries: int, dtype: torch.dtype) -> DeferredLogits:
+    def from_source(source: LogitsSource, num_entries: int, dtype: torch.dtype) -> DeferredLogits:
         shape = (*source.hidden.shape[:-1], num_entries)
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DeferredLogits)
         made.source = source
         return made
 
-    def divided(self, vocabulary: Vocabulary) -> DeferredLogits:
+    def with_vocabulary(self, vocabulary: Vocabulary) -> DeferredLogits:
         """Return the same as a part of a vocabulary that ranks share."""
-        return DeferredLogits.of(replace(self.source, vocabulary=vocabulary), self.shape[-1], self.dtype)
+        return DeferredLogits.from_source(replace(self.source, vocabulary=vocabulary), self.shape[-1], self.dtype)
 
     @classmethod
     def __torch_function__(
@@ -113,9 +113,9 @@ def _apply_deferred(
     dtype = step(torch.zeros((1, 1), dtype=before.dtype, device=before.source.hidden.device)).dtype
     is_lossless = is_lossless and torch.promote_types(dtype, before.dtype) == dtype
     args[index] = None
-    steps, only_casts = (*before.source.steps, step), before.source.only_casts and is_lossless
-    source = replace(before.source, steps=steps, only_casts=only_casts)
-    return DeferredLogits.of(source, before.shape[-1], dtype)
+    steps, only_casts = (*before.source.transforms, step), before.source.has_only_casts and is_lossless
+    source = replace(before.source, transforms=steps, has_only_casts=only_casts)
+    return DeferredLogits.from_source(source, before.shape[-1], dtype)
 
 
 ConsumeLogits = Callable[[DeferredLogits], Tensor]
@@ -126,20 +126,20 @@ class DeferredHead:
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._name, self._head = name, model.get_submodule(name)
-        self.entries: int | None = getattr(self._head, "out_features", None)
+        self.vocab_size: int | None = getattr(self._head, "out_features", None)
         self._is_linear = type(self._head) is nn.Linear and "forward" not in vars(self._head)
-        self._answer: tuple[int, torch.dtype] | None = None
+        self._logits_meta: tuple[int, torch.dtype] | None = None
         self._consume: ConsumeLogits | None = None
-        self.waiting: WeakSet[Any] = WeakSet()
-        wrap_forward(self._head, WrapOrder.LOSS, self._around_head)
-        wrap_forward(model, WrapOrder.LOSS, self._around_model)
+        self.pending_gradients: WeakSet[Any] = WeakSet()
+        wrap_forward(self._head, WrapOrder.LOSS, self._wrap_head)
+        wrap_forward(model, WrapOrder.LOSS, self._wrap_model)
 
     @property
-    def features(self) -> int | None:
+    def local_vocab_size(self) -> int | None:
         """Entries of the vocabulary on this rank, once the head has run."""
-        return None if self._answer is None else self._answer[0]
+        return None if self._logits_meta is None else self._logits_meta[0]
 
-    def ask(self, run: Callable[[], Any], consume: ConsumeLogits) -> tuple[Tensor, Any]:
+    def run_with_deferred_logits(self, run: Callable[[], Any], consume: ConsumeLogits) -> tuple[Tensor, Any]:
         """Run the sharded model and consume its deferred logits in its forward; return the result and the outputs."""
         crossing = _Bypass()
         with temporary_attribute(self, "_consume", lambda logits: _EnterBypass.apply(consume(logits), crossing)):
@@ -147,7 +147,7 @@ class DeferredHead:
         answer: Tensor = _LeaveBypass.apply(outputs.logits, crossing)
         return answer, outputs
 
-    def rows(self, logits: DeferredLogits) -> HiddenRows:
+    def build_rows(self, logits: DeferredLogits) -> HiddenRows:
         """Return the rows of deferred logits, within the forward; ChunkedLogitsError if the head's parameters are gone."""
         source = logits.source
         device = source.hidden.device.type
@@ -159,37 +159,41 @@ class DeferredHead:
         for (_, name), tensor in zip(slots, tensors, strict=True):
             if isinstance(tensor, DTensor) or tensor.untyped_storage().nbytes() < tensor.nbytes:
                 raise ChunkedLogitsError(f"{self._name}.{name} is gathered for the forward of {self._name} alone")
-        if self._is_linear and source.only_casts and [name for _, name in slots] in (["weight"], ["weight", "bias"]):
+        if (
+            self._is_linear
+            and source.has_only_casts
+            and [name for _, name in slots] in (["weight"], ["weight", "bias"])
+        ):
             # As autocast does, which leaves float64 alone.
             is_cast = is_cast and source.hidden.dtype is not torch.float64
             given = [each.to(dtype) if is_cast else each for each in (source.hidden, *tensors)]
-            return HiddenRows.linear(given[0], given[1], *given[2:], vocabulary=source.vocabulary)
+            return HiddenRows.from_linear(given[0], given[1], *given[2:], vocabulary=source.vocabulary)
 
         def project(rows_CH: Tensor, given: Sequence[Tensor]) -> Tensor:
             places = [(module, name, tensor) for (module, name), tensor in zip(slots, given, strict=True)]
             with torch.autocast(device, dtype=dtype, enabled=is_cast), temporary_parameters(places):
-                return source.logits(rows_CH[None])[0]
+                return source.compute_logits(rows_CH[None])[0]
 
         hidden_NH = source.hidden.reshape(-1, source.hidden.shape[-1])
         return HiddenRows(hidden_NH, tensors, Projection(project, False, source.vocabulary))
 
     # -- forwards
 
-    def _around_head(self, forward: ForwardMethod) -> ForwardMethod:
+    def _wrap_head(self, forward: ForwardMethod) -> ForwardMethod:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._consume is None:
                 answer = forward(*args, **kwargs)
                 if isinstance(answer, Tensor):
-                    self._answer = answer.shape[-1], answer.dtype
+                    self._logits_meta = answer.shape[-1], answer.dtype
                 return answer
-            if self._answer is None or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            if self._logits_meta is None or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
                 raise ChunkedLogitsError(f"{self._name} takes more than hidden states")
-            return DeferredLogits.of(LogitsSource(args[0], forward), *self._answer)
+            return DeferredLogits.from_source(LogitsSource(args[0], forward), *self._logits_meta)
 
         return run
 
-    def _around_model(self, forward: ForwardMethod) -> ForwardMethod:
+    def _wrap_model(self, forward: ForwardMethod) -> ForwardMethod:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             outputs = forward(*args, **kwargs)

@@ -52,13 +52,17 @@ class BoundObjective:
     """An objective for a model; `taken`: entries of a batch that the model takes; `usual`: see `Tokens`."""
 
     objective: Objective
-    taken: frozenset[str] = MODEL_KEYS
-    usual: set[TokenStatistic] = field(default_factory=set)
+    model_keys: frozenset[str] = MODEL_KEYS
+    usual_statistics: set[TokenStatistic] = field(default_factory=set)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BoundObjective) and self.is_of(other.objective) and self.taken == other.taken
+        return (
+            isinstance(other, BoundObjective)
+            and self.is_bound_to(other.objective)
+            and self.model_keys == other.model_keys
+        )
 
-    def is_of(self, objective: Objective) -> bool:
+    def is_bound_to(self, objective: Objective) -> bool:
         """Return whether it is this very objective; a bound method is a new object at each access."""
         return objective is self.objective or (isinstance(objective, MethodType) and objective == self.objective)
 
@@ -67,33 +71,35 @@ class BoundObjective:
         own = getattr(self.objective, "name", None) or getattr(self.objective, "__name__", None)
         return f"objective {own if isinstance(own, str) else type(self.objective).__name__!r}"
 
-    def expect(self, names: Sequence[TokenStatistic]) -> None:
-        self.usual.clear()
-        self.usual.update(names)
+    def expect_statistics(self, names: Sequence[TokenStatistic]) -> None:
+        self.usual_statistics.clear()
+        self.usual_statistics.update(names)
 
     @property
-    def on(self) -> Literal["tokens", "outputs"]:
+    def input_kind(self) -> Literal["tokens", "outputs"]:
         """Its first argument: `Tokens` or `Outputs`."""
         return getattr(self.objective, "on", "tokens")
 
     @property
-    def rows(self) -> int:
+    def group_size(self) -> int:
         return getattr(self.objective, "rows", 1)
 
-    def columns(self, batch: Batch) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in batch.items() if name not in self.taken}
+    def get_columns(self, batch: Batch) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in batch.items() if name not in self.model_keys}
 
-    def inputs(self, batch: Batch) -> Batch:
-        return {name: tensor for name, tensor in batch.items() if name in self.taken}
+    def get_model_inputs(self, batch: Batch) -> Batch:
+        return {name: tensor for name, tensor in batch.items() if name in self.model_keys}
 
-    def whole(self, batch: Batch) -> dict[str, Tensor]:
+    def get_unsharded_columns(self, batch: Batch) -> dict[str, Tensor]:
         """Return what the objective sees of an undivided microbatch, under the keys that `split_unsharded_columns` removes."""
-        seen = self.columns(batch) | {key: batch[key] for key in ("labels", "position_ids") if key in batch}
+        seen = self.get_columns(batch) | {key: batch[key] for key in ("labels", "position_ids") if key in batch}
         return {_UNSHARDED_PREFIX + name: tensor for name, tensor in seen.items()}
 
-    def signature(self, microbatches: Sequence[Batch]) -> int:
-        columns = sorted((name, str(each.dtype), each.dim()) for name, each in self.columns(microbatches[0]).items())
-        return 1 + zlib.crc32(repr((self.name, self.on, columns)).encode())
+    def compute_signature(self, microbatches: Sequence[Batch]) -> int:
+        columns = sorted(
+            (name, str(each.dtype), each.dim()) for name, each in self.get_columns(microbatches[0]).items()
+        )
+        return 1 + zlib.crc32(repr((self.name, self.input_kind, columns)).encode())
 
     def count(self, microbatches: Sequence[Batch]) -> int | None:
         """Count what the sum is divided by, on the host; None: unmasked targets."""
@@ -113,10 +119,10 @@ class BoundObjective:
         """Refuse an invalid objective, and batches that it does not take; no collective."""
         if not callable(self.objective):
             raise BatchError(f"objective must be callable as objective(tokens, batch), not {self.objective!r}.")
-        if self.on not in ("tokens", "outputs"):
-            raise BatchError(f"the {self.name} has on={self.on!r}; it must be 'tokens' or 'outputs'.")
-        if not isinstance(self.rows, int) or self.rows < 1:
-            raise BatchError(f"the {self.name} has rows={self.rows!r}; it must be an int, at least 1.")
+        if self.input_kind not in ("tokens", "outputs"):
+            raise BatchError(f"the {self.name} has on={self.input_kind!r}; it must be 'tokens' or 'outputs'.")
+        if not isinstance(self.group_size, int) or self.group_size < 1:
+            raise BatchError(f"the {self.name} has rows={self.group_size!r}; it must be an int, at least 1.")
         for index, batch in enumerate(microbatches):
             about, count = f"microbatch {index} of {len(microbatches)}", batch["input_ids"].shape[0]
             for column in getattr(self.objective, "columns", ()):
@@ -124,7 +130,7 @@ class BoundObjective:
                     raise BatchError(
                         f"{about} lacks the column {column!r}, which the {self.name} needs; it has {', '.join(batch)}."
                     )
-            for column, tensor in self.columns(batch).items():
+            for column, tensor in self.get_columns(batch).items():
                 if tensor.shape[:1] != (count,):
                     raise BatchError(
                         f"{about}: {column} has the shape {tuple(tensor.shape)}; a column of the {self.name} has one "
@@ -136,17 +142,17 @@ class BoundObjective:
             except Exception as error:
                 raise BatchError(f"{about}: the {self.name} refuses it: {error}") from error
             for size in {count, rows_per_chunk or count}:
-                if size % self.rows:
+                if size % self.group_size:
                     raise BatchError(
-                        f"{about}: {size} sequences at a time cannot be taken {self.rows} by {self.rows}, as the "
+                        f"{about}: {size} sequences at a time cannot be taken {self.group_size} by {self.group_size}, as the "
                         f"{self.name} takes them. Let microbatches, and those of a pipeline (pp_microbatch_size), have "
-                        f"a multiple of {self.rows} sequences."
+                        f"a multiple of {self.group_size} sequences."
                     )
 
 
 def model_inputs(objective: BoundObjective | None, microbatches: Sequence[Batch]) -> Sequence[Batch]:
     """Return the microbatches without the columns that are only for the objective."""
-    return microbatches if objective is None else [objective.inputs(batch) for batch in microbatches]
+    return microbatches if objective is None else [objective.get_model_inputs(batch) for batch in microbatches]
 
 
 def split_unsharded_columns(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -162,39 +168,39 @@ class ObjectiveAccumulator:
     """
 
     def __init__(self, objective: BoundObjective, names: Sequence[str], device: torch.device) -> None:
-        self.given, self.names = objective, tuple(names)
+        self.objective, self.names = objective, tuple(names)
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
-        self.is_wrong = torch.zeros((), dtype=torch.bool, device=device)
-        self.defect: MeshwrightError | None = None
+        self.has_nonfinite = torch.zeros((), dtype=torch.bool, device=device)
+        self.error: MeshwrightError | None = None
 
     def __call__(self, inputs: Tokens | Outputs, columns: Mapping[str, Tensor]) -> Tensor:
         value = None
-        if self.defect is None:
+        if self.error is None:
             try:
-                value, sums = call_objective(self.given, inputs, columns)
+                value, sums = call_objective(self.objective, inputs, columns)
                 self._add(sums)
-                self.is_wrong |= ~value.detach().isfinite()
+                self.has_nonfinite |= ~value.detach().isfinite()
             except MeshwrightError as error:
-                self.defect = error
-        if self.defect is not None or value is None:
-            return inputs.nothing()
+                self.error = error
+        if self.error is not None or value is None:
+            return inputs.zero_with_grad()
         # Of rows that count for nothing an objective may return a number.
-        return value if value.requires_grad or not torch.is_grad_enabled() else value + inputs.nothing()
+        return value if value.requires_grad or not torch.is_grad_enabled() else value + inputs.zero_with_grad()
 
     def _add(self, sums: Mapping[str, Tensor]) -> None:
         if tuple(sorted(sums)) != self.names:
             raise ConfigError(
-                f"the {self.given.name} returns sums named {sorted(sums)}, where it has returned {[*self.names]} "
+                f"the {self.objective.name} returns sums named {sorted(sums)}, where it has returned {[*self.names]} "
                 f"before. Return the same names each time."
             )
         for index, name in enumerate(self.names):
             self.sums[index] += sums[name].detach()
 
-    def error(self, has_nonfinite: bool) -> MeshwrightError | None:
-        if self.defect is not None or not has_nonfinite:
-            return self.defect
+    def get_error(self, has_nonfinite: bool) -> MeshwrightError | None:
+        if self.error is not None or not has_nonfinite:
+            return self.error
         return NonFiniteError(
-            f"the {self.given.name} is not finite. No parameter was changed by this step. Look at the batch, and at "
+            f"the {self.objective.name} is not finite. No parameter was changed by this step. Look at the batch, and at "
             f"what the objective divides by, exponentiates or takes the logarithm of."
         )
 
@@ -232,7 +238,7 @@ def _describe_value(value: Any) -> str:
 
 def check_logits_shape(objective: BoundObjective, shape: Sequence[int], vocab_size: int | None) -> None:
     """Refuse an objective over tokens if the logits are not those of a vocabulary, with a ModelError."""
-    if objective.on == "tokens" and (len(shape) != 3 or shape[-1] < (vocab_size or 0)):
+    if objective.input_kind == "tokens" and (len(shape) != 3 or shape[-1] < (vocab_size or 0)):
         raise ModelError(
             f"the {objective.name} is over tokens, but the model gives logits {tuple(shape)}, which are not those of its "
             f"vocabulary. Set on = 'outputs', for an objective over what the model's head returns."
@@ -247,8 +253,8 @@ def probe_objective(
         return ()
     few = _ProbeBatch(objective, batch, num_features, dtype)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        (both, sums), (again, _) = few.called(0, 2), few.called(0, 2)
-        parts = [few.called(0, 1)[0], few.called(1, 2)[0]]
+        (both, sums), (again, _) = few.call(0, 2), few.call(0, 2)
+        parts = [few.call(0, 1)[0], few.call(1, 2)[0]]
     if not both.requires_grad and bool((few.targets != IGNORE_INDEX).any()):
         raise ConfigError(f"the {objective.name} returns a value without a gradient: nothing would be trained.")
     values = [float(each.detach()) for each in (both, again, *parts)]
@@ -267,20 +273,20 @@ class _ProbeBatch:
     """Two groups of rows of a microbatch; the second repeats the first if there is no other."""
 
     def __init__(self, given: BoundObjective, batch: Batch, features: int | None, dtype: torch.dtype) -> None:
-        self._given, self._features = given, features
-        labels, rows = batch["labels"], given.rows
+        self._objective, self._num_features = given, features
+        labels, rows = batch["labels"], given.group_size
         count, length = labels.shape
         index = torch.arange(2 * rows, device=labels.device) % min(count, 2 * rows)
         self.targets = shift_labels(labels)[index]
         positions = batch.get("position_ids")
         self._positions = None if positions is None else positions.expand(count, length)[index]
-        self._columns = {name: tensor[index] for name, tensor in given.columns(batch).items()}
+        self._columns = {name: tensor[index] for name, tensor in given.get_columns(batch).items()}
         generator = torch.Generator().manual_seed(0)
         noise = torch.rand(2 * rows, length, generator=generator, dtype=torch.float64)
         self._noise = noise.to(labels.device, dtype).requires_grad_()
 
-    def called(self, start: int, stop: int) -> tuple[Tensor, Mapping[str, Tensor]]:
-        rows = slice(start * self._given.rows, stop * self._given.rows)
+    def call(self, start: int, stop: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+        rows = slice(start * self._objective.group_size, stop * self._objective.group_size)
         noise_BS, positions = self._noise[rows], None if self._positions is None else self._positions[rows]
 
         def ask(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
@@ -291,11 +297,13 @@ class _ProbeBatch:
             return {name: found[name] for name in names}
 
         seen: Tokens | Outputs
-        if self._given.on == "tokens":
-            seen = Tokens(self.targets[rows], ask, positions_BS=positions, usual_statistics=self._given.usual)
+        if self._objective.input_kind == "tokens":
+            seen = Tokens(
+                self.targets[rows], ask, positions_BS=positions, usual_statistics=self._objective.usual_statistics
+            )
         else:
-            features = self._features or 1
+            features = self._num_features or 1
             each_K = torch.linspace(-1.0, 1.0, abs(features), dtype=noise_BS.dtype, device=noise_BS.device)
             logits = (noise_BS[..., None] if features > 0 else noise_BS[:, :1]) * each_K
             seen = Outputs(self.targets[rows], logits, positions_BS=positions)
-        return call_objective(self._given, seen, {name: tensor[rows] for name, tensor in self._columns.items()})
+        return call_objective(self._objective, seen, {name: tensor[rows] for name, tensor in self._columns.items()})

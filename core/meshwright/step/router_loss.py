@@ -39,14 +39,14 @@ class RouterLoss:
                 f"config.output_router_logits=True asks for a router loss, but the {text.model_type} configuration has "
                 f"no router_aux_loss_coef and num_experts_per_tok. Set it to False to train on the token loss alone."
             )
-        self._coefficient, self._choices = float(coefficient), int(choices)
+        self._coefficient, self._num_experts_per_token = float(coefficient), int(choices)
 
-    def share(self, statistics: Tensor, *, group: dist.ProcessGroup, num_microbatches: int) -> Tensor:
+    def compute_local_loss(self, statistics: Tensor, *, group: dist.ProcessGroup, num_microbatches: int) -> Tensor:
         """Return this rank's share of a microbatch's loss, scalar. Collective over ranks with other tokens."""
         chosen_E, probable_E, tokens = _unpack_statistics(statistics)
         every = torch.cat([chosen_E, tokens[None]]).detach()
         dist.all_reduce(every, group=group)
-        return self._loss(every[:-1], probable_E, every[-1]) * (self._coefficient / num_microbatches)
+        return self._compute_loss(every[:-1], probable_E, every[-1]) * (self._coefficient / num_microbatches)
 
     def check(self, outputs: Any, mask: Tensor | None) -> None:
         """Refuse a model whose own router loss differs, with a ModelError. No communication."""
@@ -57,11 +57,11 @@ class RouterLoss:
                 "config.output_router_logits=True, but the model does not return the logits of its routers, (T, E) for "
                 "each layer, and a router loss. Set it to False to train on the token loss alone."
             )
-        chosen_E, probable_E, tokens = _unpack_statistics(self.sums(logits, mask))
+        chosen_E, probable_E, tokens = _unpack_statistics(self.compute_statistics(logits, mask))
         if not tokens:
             # The model divides by their number.
             return
-        mine, theirs = self._loss(chosen_E, probable_E, tokens).item(), own.item()
+        mine, theirs = self._compute_loss(chosen_E, probable_E, tokens).item(), own.item()
         if not abs(mine - theirs) <= 1e-3 * abs(theirs):
             raise ModelError(
                 f"config.output_router_logits=True: the model's router loss is {theirs:.6g}, where [Note: the router "
@@ -69,21 +69,21 @@ class RouterLoss:
                 f"token loss alone."
             )
 
-    def sums(self, logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+    def compute_statistics(self, logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
         """Sum each expert's choices and probabilities, and count unmasked tokens, over layers; (2 E + 1,)."""
         dtype = torch.promote_types(logits[0].dtype, torch.float32)
         weights_T = logits[0].new_ones(logits[0].shape[0], dtype=dtype) if mask is None else mask.flatten().to(dtype)
         chosen_E = probable_E = tokens = weights_T.new_zeros(())
         for logits_TE in logits:
             probabilities_TE = logits_TE.softmax(-1)
-            _, index_TK = probabilities_TE.topk(self._choices, dim=-1)
+            _, index_TK = probabilities_TE.topk(self._num_experts_per_token, dim=-1)
             choices_TE = torch.zeros_like(probabilities_TE, dtype=dtype).scatter_(1, index_TK, 1.0)
             chosen_E = chosen_E + weights_T @ choices_TE
             probable_E = probable_E + weights_T @ probabilities_TE.to(dtype)
             tokens = tokens + weights_T.sum()
         return torch.cat([chosen_E, probable_E, tokens[None]])
 
-    def _loss(self, chosen_E: Tensor, probable_E: Tensor, tokens: Tensor) -> Tensor:
+    def _compute_loss(self, chosen_E: Tensor, probable_E: Tensor, tokens: Tensor) -> Tensor:
         # Ranks without any token have none to divide by.
         tokens = tokens.clamp(min=1.0)
         return (chosen_E / tokens * (probable_E / tokens)).sum() * chosen_E.shape[0]
@@ -97,32 +97,32 @@ def _unpack_statistics(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class RouterModules:
     """The modules that route tokens; `places`: index of the logits in each result, None if they are the result."""
 
-    places: Mapping[str, int | None]
-    experts: int
+    logits_index: Mapping[str, int | None]
+    num_experts: int
 
-    def watch(self, model: nn.Module) -> RouterLogitsRecorder:
+    def register_hooks(self, model: nn.Module) -> RouterLogitsRecorder:
         notes = RouterLogitsRecorder()
         for name, module in model.named_modules():
-            if name in self.places:
-                module.register_forward_hook(functools.partial(notes.note, self.places[name]))
+            if name in self.logits_index:
+                module.register_forward_hook(functools.partial(notes.on_forward, self.logits_index[name]))
         return notes
 
 
 class RouterLogitsRecorder:
     """Auxiliary losses of the routers, noted during a forward."""
 
-    _open: list[Tensor] | None = None
+    _current: list[Tensor] | None = None
 
     @contextmanager
-    def noting(self) -> Iterator[list[Tensor]]:
+    def record(self) -> Iterator[list[Tensor]]:
         """Yield the list to which the logits of one forward are added, without those of recomputation in backward."""
         noted: list[Tensor] = []
         with temporary_attribute(self, "_open", noted):
             yield noted
 
-    def note(self, index: int | None, module: nn.Module, args: Any, output: Any) -> None:
-        if self._open is not None:
-            self._open.append(output if index is None else output[index])
+    def on_forward(self, index: int | None, module: nn.Module, args: Any, output: Any) -> None:
+        if self._current is not None:
+            self._current.append(output if index is None else output[index])
 
 
 def find_routers(model: nn.Module, loss: RouterLoss, run: Callable[[], Any]) -> RouterModules:

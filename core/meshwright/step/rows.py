@@ -36,15 +36,15 @@ class Vocabulary:
 
     start: int = 0
 
-    def size(self, local_size: int) -> int:
+    def full_size(self, local_size: int) -> int:
         """Return the number of all entries, given that of this rank."""
         return local_size
 
-    def each(self, local: Tensor) -> Tensor:
+    def gather_stacked(self, local: Tensor) -> Tensor:
         """Stack the tensors of ranks that share the entries along a new first dim, without autograd. Collective."""
         return local[None]
 
-    def gathered(self, logits: Tensor) -> Tensor:
+    def gather_logits(self, logits: Tensor) -> Tensor:
         """Gather the logits of all entries; without autograd. Collective likewise."""
         return logits
 
@@ -56,22 +56,22 @@ UNSHARDED_VOCABULARY = Vocabulary()
 class RowStatistics:
     """Of each row, over the whole vocabulary; (C,), but (C, K) for the logits `chosen` of ids; float32 or float64."""
 
-    log_sum: Tensor
-    highest: Tensor
-    chosen: Tensor
-    expected: Tensor | None = None
-    mean: Tensor | None = None
+    logsumexp: Tensor
+    max_logit: Tensor
+    selected_logits: Tensor
+    expected_logit: Tensor | None = None
+    mean_logit: Tensor | None = None
 
-    def values(self, name: TokenStatistic, ids_CK: Tensor) -> Tensor:
+    def get_statistic(self, name: TokenStatistic, ids_CK: Tensor) -> Tensor:
         """Return one statistic: (C, K) for "log_probs", 0 where there is no id, else (C,)."""
         has_id_CK = ids_CK != IGNORE_INDEX
         if name == "log_probs":
-            return torch.where(has_id_CK, self.chosen - self.log_sum[:, None], 0.0)
+            return torch.where(has_id_CK, self.selected_logits - self.logsumexp[:, None], 0.0)
         if name == "is_top1":
-            return (has_id_CK & (self.chosen == self.highest[:, None]))[:, :1].any(-1)
-        found = {"logsumexp": self.log_sum, "mean_logit": self.mean}.get(name)
-        if name == "entropy" and self.expected is not None:
-            found = self.log_sum - self.expected
+            return (has_id_CK & (self.selected_logits == self.max_logit[:, None]))[:, :1].any(-1)
+        found = {"logsumexp": self.logsumexp, "mean_logit": self.mean_logit}.get(name)
+        if name == "entropy" and self.expected_logit is not None:
+            found = self.logsumexp - self.expected_logit
         if found is None:
             raise ValueError(f"{name} was not measured")
         return found
@@ -84,15 +84,15 @@ class ShiftedExponentials:
         # A rank may have no entry at all, and a row no logit above -inf.
         low = torch.finfo(logits_CL.dtype).min
         rows, entries = logits_CL.shape
-        self.highest_C = logits_CL.amax(-1).clamp_(min=low) if entries else logits_CL.new_full((rows,), low)
-        self.values_CL = logits_CL.sub_(self.highest_C[:, None]).exp_()
+        self.max_C = logits_CL.amax(-1).clamp_(min=low) if entries else logits_CL.new_full((rows,), low)
+        self.values_CL = logits_CL.sub_(self.max_C[:, None]).exp_()
 
-    def expected_sum(self) -> Tensor:
+    def sum_weighted_logits(self) -> Tensor:
         """Return the sum of exponential x logit of each row, (C,)."""
         # entr(e) is -e log(e), and 0 at 0.
-        return self.highest_C * self.values_CL.sum(-1) - torch.special.entr(self.values_CL).sum(-1)
+        return self.max_C * self.values_CL.sum(-1) - torch.special.entr(self.values_CL).sum(-1)
 
-    def gradient(
+    def compute_gradient(
         self,
         measures: RowStatistics,
         ids_CK: Tensor,
@@ -104,19 +104,19 @@ class ShiftedExponentials:
 
         It takes the memory of the exponentials, which are lost, if that has this dtype.
         """
-        values_CL, none_C = self.values_CL, torch.zeros_like(self.highest_C)
-        factor_C = (self.highest_C - measures.log_sum).exp_()
+        values_CL, none_C = self.values_CL, torch.zeros_like(self.max_C)
+        factor_C = (self.max_C - measures.logsumexp).exp_()
         if "log_probs" not in weights:
             ids_CK = ids_CK[:, :0]
         chosen_CK = torch.where(ids_CK != IGNORE_INDEX, weights.get("log_probs", none_C[:, None]), 0.0)
         by_value_C = (weights.get("logsumexp", none_C) - chosen_CK.sum(-1)) * factor_C
         more_CL = None
-        if "entropy" in weights and measures.expected is not None:
+        if "entropy" in weights and measures.expected_logit is not None:
             by_entropy_C = weights["entropy"] * factor_C
-            by_value_C = by_value_C - by_entropy_C * (self.highest_C - measures.expected)
+            by_value_C = by_value_C - by_entropy_C * (self.max_C - measures.expected_logit)
             more_CL = torch.special.entr(values_CL).mul_(by_entropy_C[:, None])
         if "mean_logit" in weights:
-            mean_C = weights["mean_logit"] / vocabulary.size(values_CL.shape[1])
+            mean_C = weights["mean_logit"] / vocabulary.full_size(values_CL.shape[1])
             more_CL = mean_C[:, None] if more_CL is None else more_CL.add_(mean_C[:, None])
         here_CK, local_CK = _find_local_ids(ids_CK, vocabulary, values_CL.shape[1])
         found_CL = values_CL if dtype == values_CL.dtype else torch.empty_like(values_CL, dtype=dtype)
@@ -147,16 +147,16 @@ def compute_row_statistics(
         chosen_CK = torch.where(here_CK, logits_CL.gather(1, local_CK), 0.0)
     exponentials = ShiftedExponentials(logits_CL)
     if "entropy" in names:
-        more["expected"] = exponentials.expected_sum()
-    parts = {"highest": exponentials.highest_C, "sum": exponentials.values_CL.sum(-1), **more}
+        more["expected"] = exponentials.sum_weighted_logits()
+    parts = {"highest": exponentials.max_C, "sum": exponentials.values_CL.sum(-1), **more}
     message = torch.cat([torch.stack([*parts.values()]), chosen_CK.t()])
-    each_RMC = vocabulary.each(message)
+    each_RMC = vocabulary.gather_stacked(message)
     each = dict(zip(parts, each_RMC.unbind(1), strict=False))
     highest_C = each["highest"].amax(0)
     scale_RC = (each["highest"] - highest_C).exp_()
     sum_C = (each["sum"] * scale_RC).sum(0)
     expected_C = (each["expected"] * scale_RC).sum(0) / sum_C if "expected" in each else None
-    mean_C = each["mean"].sum(0) / vocabulary.size(entries) if "mean" in each else None
+    mean_C = each["mean"].sum(0) / vocabulary.full_size(entries) if "mean" in each else None
     chosen_CK = each_RMC[:, len(parts) :].sum(0).t()
     return RowStatistics(highest_C + sum_C.log(), highest_C, chosen_CK, expected_C, mean_C), exponentials
 
@@ -172,7 +172,7 @@ def _find_local_ids(ids_CK: Tensor, vocabulary: Vocabulary, entries: int) -> tup
 class Projection:
     """What makes logits (C, L) of rows (C, H), each by itself; `is_linear`: it is `F.linear(rows_CH, *tensors)`."""
 
-    call: Callable[[Tensor, Sequence[Tensor]], Tensor]
+    compute_logits: Callable[[Tensor, Sequence[Tensor]], Tensor]
     is_linear: bool
     vocabulary: Vocabulary = UNSHARDED_VOCABULARY
 
@@ -186,7 +186,7 @@ class HiddenRows:
     projection: Projection
 
     @classmethod
-    def linear(
+    def from_linear(
         cls,
         hidden: Tensor,
         weight_LH: Tensor,
@@ -200,7 +200,7 @@ class HiddenRows:
         return cls(hidden_NH, tensors, Projection(lambda x, given: F.linear(x, *given), True, vocabulary))
 
     @classmethod
-    def of_logits(cls, logits: Tensor, *, vocabulary: Vocabulary = UNSHARDED_VOCABULARY) -> HiddenRows:
+    def from_logits(cls, logits: Tensor, *, vocabulary: Vocabulary = UNSHARDED_VOCABULARY) -> HiddenRows:
         """Return the rows of existing logits, (..., L)."""
         # A rank may have no entry, from which a number of rows cannot be found.
         flat = logits.reshape(logits.shape[:-1].numel(), logits.shape[-1]).contiguous()
@@ -260,18 +260,18 @@ class _LogitsChunk:
     """The logits of some rows, and a way back to rows and tensors."""
 
     def __init__(self, projection: Projection, rows_CH: Tensor, tensors: Sequence[Tensor], needs: Sequence[bool]):
-        self.projection, self.needs = projection, needs
+        self.projection, self.needs_grad = projection, needs
         self._linear, self._tensors = projection.is_linear, tensors
         records = not self._linear and any(needs)
         self._rows_CH = rows_CH.detach().requires_grad_() if records and needs[0] else rows_CH
         with torch.set_grad_enabled(records):
-            self._logits_CL = projection.call(self._rows_CH, tensors)
+            self._logits_CL = projection.compute_logits(self._rows_CH, tensors)
 
     @property
     def dtype(self) -> torch.dtype:
         return self._logits_CL.dtype
 
-    def wide(self) -> Tensor:
+    def take_logits(self) -> Tensor:
         """Return the logits in memory that may be overwritten; once."""
         # What was recorded may have saved them, and what nothing was done to is the input.
         owned = self._logits_CL.detach().to(_promote_to_float32(self.dtype), copy=not self._linear)
@@ -279,21 +279,21 @@ class _LogitsChunk:
             self._logits_CL = self._logits_CL.new_empty(0)
         return owned
 
-    def add(self, gradient_CL: Tensor, part: slice, sums: ChunkGradients) -> None:
+    def add_gradients(self, gradient_CL: Tensor, part: slice, sums: ChunkGradients) -> None:
         """Add to the gradients of rows and tensors what a gradient of the logits contributes."""
         if not self._linear:
             inputs = [self._rows_CH, *self._tensors]
-            asked = [index for index, needed in enumerate(self.needs) if needed]
+            asked = [index for index, needed in enumerate(self.needs_grad) if needed]
             wanted = [inputs[index] for index in asked]
             found = torch.autograd.grad(self._logits_CL, wanted, gradient_CL, allow_unused=True)
             for index, each in zip(asked, found, strict=True):
                 sums.add(index, each, part)
             return
-        if self.needs[0] and sums.hidden_NH is not None:
+        if self.needs_grad[0] and sums.hidden_NH is not None:
             torch.mm(gradient_CL, self._tensors[0], out=sums.hidden_NH[part])
-        if self.needs[1]:
+        if self.needs_grad[1]:
             sums.add_product(gradient_CL.t(), self._rows_CH)
-        if len(self.needs) > 2 and self.needs[2]:
+        if len(self.needs_grad) > 2 and self.needs_grad[2]:
             sums.add(2, gradient_CL.sum(0), part)
 
 
@@ -316,7 +316,7 @@ class ChunkGradients:
         self._tensors[0] = left_LC @ right_CH if before is None else before.addmm_(left_LC, right_CH)
 
     @property
-    def all(self) -> list[Tensor | None]:
+    def gradients(self) -> list[Tensor | None]:
         return [self.hidden_NH, *self._tensors]
 
 
@@ -339,11 +339,13 @@ class _ChunkedLoss(torch.autograd.Function):
         for part in _iter_chunks(hidden_NH.shape[0], chunk_rows):
             chunk = _LogitsChunk(projection, hidden_NH[part], tensors, needs)
             targets_C1 = targets_N[part, None]
-            measures, exponentials = compute_row_statistics(chunk.wide(), targets_C1, vocabulary, ["log_probs"])
+            measures, exponentials = compute_row_statistics(chunk.take_logits(), targets_C1, vocabulary, ["log_probs"])
             if any(needs):
                 weights: dict[TokenStatistic, Tensor] = {"log_probs": -factor.expand(targets_C1.shape)}
-                chunk.add(exponentials.gradient(measures, targets_C1, vocabulary, weights, chunk.dtype), part, sums)
-            total -= measures.values("log_probs", targets_C1).sum()
+                chunk.add_gradients(
+                    exponentials.compute_gradient(measures, targets_C1, vocabulary, weights, chunk.dtype), part, sums
+                )
+            total -= measures.get_statistic("log_probs", targets_C1).sum()
             # Its logits must not outlive it until the next chunk has others.
             del chunk, exponentials
         ctx.sums = sums
@@ -376,11 +378,11 @@ class _ChunkedStatistics(torch.autograd.Function):
         found, kept = [], []
         for part in _iter_chunks(hidden_NH.shape[0], chunk_rows):
             chunk = _LogitsChunk(projection, hidden_NH[part], tensors, [False] * (1 + len(tensors)))
-            measures, _ = compute_row_statistics(chunk.wide(), ids_NK[part], projection.vocabulary, names)
+            measures, _ = compute_row_statistics(chunk.take_logits(), ids_NK[part], projection.vocabulary, names)
             del chunk, _
-            found.append([measures.values(name, ids_NK[part]) for name in names])
-            expected_C = measures.log_sum if measures.expected is None else measures.expected
-            kept.append(torch.stack([measures.log_sum, expected_C]))
+            found.append([measures.get_statistic(name, ids_NK[part]) for name in names])
+            expected_C = measures.logsumexp if measures.expected_logit is None else measures.expected_logit
+            kept.append(torch.stack([measures.logsumexp, expected_C]))
         ctx.projection, ctx.names, ctx.chunk_rows = projection, names, chunk_rows
         ctx.save_for_backward(ids_NK, torch.cat(kept, 1), hidden_NH, *tensors)
         values = tuple(torch.cat(parts) for parts in zip(*found, strict=True))
@@ -400,7 +402,9 @@ class _ChunkedStatistics(torch.autograd.Function):
             # What ranks have exchanged in forward is known, and logits of ids are not asked for.
             measures = RowStatistics(kept[0, part], kept[0, part], kept[0, part, None], kept[1, part])
             weights = {name: grad[part] for name, grad in given.items()}
-            exponentials = ShiftedExponentials(chunk.wide())
-            chunk.add(exponentials.gradient(measures, ids_NK[part], vocabulary, weights, chunk.dtype), part, sums)
+            exponentials = ShiftedExponentials(chunk.take_logits())
+            chunk.add_gradients(
+                exponentials.compute_gradient(measures, ids_NK[part], vocabulary, weights, chunk.dtype), part, sums
+            )
             del chunk, exponentials
-        return (None,) * 4 + tuple(sums.all)
+        return (None,) * 4 + tuple(sums.gradients)

@@ -71,17 +71,17 @@ class Sequences:
         """Which positions predict a label; bool, (B, S). Position s predicts the label of s + 1, the last one none."""
         return self.targets != IGNORE_INDEX
 
-    def sequence_sum(self, values_BS: Tensor) -> Tensor:
+    def sum_by_sequence(self, values_BS: Tensor) -> Tensor:
         """Sum over each sequence, (B,), with its gradient; int64 for bool."""
         return values_BS.sum(1)
 
-    def document_sum(self, values_BS: Tensor) -> Tensor:
+    def sum_by_document(self, values_BS: Tensor) -> Tensor:
         """Sum over each document, (D,), with its gradient: those of the first row, in order, then of the second.
 
         A document begins at each row, and where `position_ids` do not rise. On an accelerator, this waits for them.
         """
         if self._positions_BS is None:
-            return self.sequence_sum(values_BS)
+            return self.sum_by_sequence(values_BS)
         if self._documents is None:
             whole_BS = self._positions_BS.expand(self.targets.shape)
             begins_BS = torch.ones_like(whole_BS, dtype=torch.bool)
@@ -109,13 +109,16 @@ class Tokens(Sequences):
         usual_statistics: set[TokenStatistic] | None = None,
     ) -> None:
         super().__init__(targets_BS, positions_BS)
-        self._ask, self._usual = get_statistics, set() if usual_statistics is None else usual_statistics
-        self._known: dict[str, Tensor] = {}
+        self._get_statistics, self._usual_statistics = (
+            get_statistics,
+            set() if usual_statistics is None else usual_statistics,
+        )
+        self._statistics: dict[str, Tensor] = {}
 
     @classmethod
-    def of_logits(cls, logits_BSV: Tensor, labels_BS: Tensor, *, position_ids: Tensor | None = None) -> Tokens:
+    def from_logits(cls, logits_BSV: Tensor, labels_BS: Tensor, *, position_ids: Tensor | None = None) -> Tokens:
         """Return the tokens of existing logits; labels as in the model's input: the shift by one happens here."""
-        rows = HiddenRows.of_logits(logits_BSV)
+        rows = HiddenRows.from_logits(logits_BSV)
 
         def ask(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
             found = compute_token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=len(rows.hidden_NH))
@@ -126,53 +129,55 @@ class Tokens(Sequences):
     @property
     def log_probs(self) -> Tensor:
         """Log-probability of the label [nats], (B, S), 0 where there is none."""
-        return self._statistic("log_probs")
+        return self._get_statistic("log_probs")
 
     @property
     def logsumexp(self) -> Tensor:
         """Logarithm of the sum of the exponentials of all logits [nats], (B, S), masked or not."""
-        return self._statistic("logsumexp")
+        return self._get_statistic("logsumexp")
 
     @property
     def entropy(self) -> Tensor:
         """Entropy of the distribution over the vocabulary [nats], (B, S), masked or not."""
-        return self._statistic("entropy")
+        return self._get_statistic("entropy")
 
     @property
     def mean_logit(self) -> Tensor:
         """Mean of all logits, (B, S), masked or not."""
-        return self._statistic("mean_logit")
+        return self._get_statistic("mean_logit")
 
     @property
     def is_top1(self) -> Tensor:
         """Whether no entry has a higher logit than the label, bool, (B, S); False where there is none. No gradient."""
-        return self._statistic("is_top1")
+        return self._get_statistic("is_top1")
 
-    def log_probs_of(self, ids_BSK: Tensor) -> Tensor:
+    def log_probs_for(self, ids_BSK: Tensor) -> Tensor:
         """Return log-probabilities of given int64 ids [nats], (B, S, K), 0 where an id is `IGNORE_INDEX`."""
         if ids_BSK.dtype is not torch.int64 or ids_BSK.dim() != 3 or ids_BSK.shape[:2] != self.targets.shape:
             raise ConfigError(
                 f"log_probs_for takes int64 ids of shape (B, S, K), here {(*self.targets.shape, 'K')}, not "
                 f"{ids_BSK.dtype} {tuple(ids_BSK.shape)}."
             )
-        return self._ask(ids_BSK, ["log_probs"])["log_probs"]
+        return self._get_statistics(ids_BSK, ["log_probs"])["log_probs"]
 
-    def nothing(self) -> Tensor:
+    def zero_with_grad(self) -> Tensor:
         """Return 0, scalar, with a gradient of 0 that reaches every parameter as that of any statistic does."""
-        return self._ask(torch.full_like(self.targets, IGNORE_INDEX)[..., None], ["log_probs"])["log_probs"].sum()
+        return self._get_statistics(torch.full_like(self.targets, IGNORE_INDEX)[..., None], ["log_probs"])[
+            "log_probs"
+        ].sum()
 
-    def _statistic(self, name: TokenStatistic) -> Tensor:
-        if name not in self._known:
-            self._usual.add(name)
-            names: list[TokenStatistic] = sorted(self._usual - self._known.keys())
+    def _get_statistic(self, name: TokenStatistic) -> Tensor:
+        if name not in self._statistics:
+            self._usual_statistics.add(name)
+            names: list[TokenStatistic] = sorted(self._usual_statistics - self._statistics.keys())
             ids_BSK = self.targets[..., None]
             if not {"log_probs", "is_top1"} & set(names):
                 ids_BSK = ids_BSK[..., :0]
-            found = dict(self._ask(ids_BSK, names))
+            found = dict(self._get_statistics(ids_BSK, names))
             if "log_probs" in found:
                 found["log_probs"] = found["log_probs"][..., 0]
-            self._known |= found
-        return self._known[name]
+            self._statistics |= found
+        return self._statistics[name]
 
 
 class Outputs(Sequences):
@@ -186,7 +191,7 @@ class Outputs(Sequences):
         super().__init__(targets_BS, positions_BS)
         self.logits = logits
 
-    def nothing(self) -> Tensor:
+    def zero_with_grad(self) -> Tensor:
         """Return 0, scalar, with a gradient of 0 that reaches every parameter as that of the logits does."""
         return (self.logits * 0.0).nan_to_num().sum()
 
@@ -198,11 +203,11 @@ class StatisticsRecorder:
 
     def __init__(self) -> None:
         self.names: Sequence[TokenStatistic] = ()
-        self.found: list[dict[str, Tensor]] = []
+        self.recorded: list[dict[str, Tensor]] = []
 
-    def begin(self, names: Sequence[TokenStatistic]) -> None:
+    def start(self, names: Sequence[TokenStatistic]) -> None:
         """Record these from now on."""
-        self.names, self.found = list(names), []
+        self.names, self.recorded = list(names), []
 
     def check(self, batch: Batch) -> None:
         known = get_args(TokenStatistic)
@@ -211,5 +216,5 @@ class StatisticsRecorder:
                 raise BatchError(f"there is no {name!r}; there are {', '.join(known)}.")
 
     def __call__(self, tokens: Tokens, columns: Any) -> Tensor:
-        self.found.append({name: getattr(tokens, name).detach() for name in self.names})
+        self.recorded.append({name: getattr(tokens, name).detach() for name in self.names})
         return torch.zeros((), device=tokens.targets.device)

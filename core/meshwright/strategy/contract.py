@@ -47,7 +47,7 @@ class StrategyManager(ABC):
     mesh: Mesh
     strategy: str = ""
     """The whole stack, such as "pipeline over fsdp2"; set by `Stack.build`."""
-    settles_after: int = 1
+    steady_after_steps: int = 1
     """Steps after which each sends and holds what the next one does; a plan is of the step behind them."""
 
     @property
@@ -174,7 +174,7 @@ class StrategyManager(ABC):
         )
 
     @abstractmethod
-    def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
+    def begin_step_sync(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
         """Begin to agree with the other ranks on the next step, while the device computes this one.
 
         Errors in the microbatches are raised by the step.
@@ -187,7 +187,7 @@ class StrategyManager(ABC):
             `num_tokens` of that call; reading it is optional on every rank.
         """
 
-    def read(self, *values: Tensor) -> list[float]:
+    def read_scalars(self, *values: Tensor) -> list[float]:
         """Read scalars that are equal on all ranks, such as the loss and the norm of a step, with one wait for the
         device.
 
@@ -212,7 +212,7 @@ class StrategyManager(ABC):
 
         return iter_parameters(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters)
 
-    def parameter_pieces(self) -> Mapping[str, ChunkedTensor | None]:
+    def parameter_chunks(self) -> Mapping[str, ChunkedTensor | None]:
         """Return this rank's pieces of all parameters, each under the first of its names, in the order of the model.
 
         These are values that the model computes with, if it trains others; a piece may have another dtype than its
@@ -249,7 +249,7 @@ class StrategyManager(ABC):
         """
 
     @abstractmethod
-    def loading(self, optimizer: OptimizerState[TensorMeta] | None) -> AbstractContextManager[ShardedState]:
+    def load_sharded_state(self, optimizer: OptimizerState[TensorMeta] | None) -> AbstractContextManager[ShardedState]:
         """Load state from a checkpoint: the context yields the pieces to write into; leaving it puts them to use.
 
         Args:
@@ -300,7 +300,7 @@ class StrategySpec:
         build: `build(config, mesh) -> StrategyManager`; for `wraps`, `build(config, mesh, inner)` with `inner:
             Callable[[Mesh], StrategyManager]`, called once for each model part with the mesh it trains on.
         aliases: other names for it.
-        wraps: it claims its axes around another strategy, which does the rest.
+        is_wrapper: it claims its axes around another strategy, which does the rest.
         check: `check(config, degrees)` raises a MeshwrightError if the config cannot act on a mesh of these degrees;
             without torch, since it is called before ranks start.
     """
@@ -311,5 +311,5 @@ class StrategySpec:
     config_cls: type[BaseModel]
     build: Callable[..., StrategyManager]
     aliases: tuple[str, ...] = ()
-    wraps: bool = False
+    is_wrapper: bool = False
     check: Callable[[Any, Degrees], None] | None = None

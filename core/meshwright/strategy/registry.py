@@ -91,7 +91,7 @@ class Registry:
         elif reason is None and self._manager.is_registered(plugin):
             reason = f"it is the same module as plugin {self._manager.get_name(plugin)}"
         if reason is not None:
-            self.set_aside(PluginFailure(name, reason, strategy))
+            self.record_failure(PluginFailure(name, reason, strategy))
         else:
             self._manager.register(plugin, name=name)
             self._add_strategies(plugin, name, strategy)
@@ -116,15 +116,15 @@ class Registry:
         """Call a hook of `meshwright.strategy.hooks` on all plugins."""
         return self._manager.hook
 
-    def implementations(self, hook: str) -> list[tuple[str, Callable[..., list[Any]]]]:
+    def find_implementations(self, hook: str) -> list[tuple[str, Callable[..., list[Any]]]]:
         """Return the name of each plugin that implements a hook, and a function that calls it there alone."""
         return [
-            (name, functools.partial(self._call_own, plugin, hook))
+            (name, functools.partial(self._call_plugin, plugin, hook))
             for name, plugin in self._manager.list_name_plugin()
             if plugin is not None and self._implements(plugin, hook)
         ]
 
-    def set_aside(self, failure: PluginFailure) -> None:
+    def record_failure(self, failure: PluginFailure) -> None:
         self._failures.append(failure)
 
     def _load(self, entry_point: EntryPoint) -> None:
@@ -134,14 +134,14 @@ class Registry:
             plugin = entry_point.load()
         except (Exception, SystemExit) as error:
             # A plugin's import can fail in any way.
-            self.set_aside(PluginFailure(name, f"{type(error).__name__}: {error}", strategy))
+            self.record_failure(PluginFailure(name, f"{type(error).__name__}: {error}", strategy))
         else:
             self.register(plugin, name=name, strategy=strategy)
 
     def _implements(self, plugin: Any, hook: str) -> bool:
         return any(caller.name == hook for caller in self._manager.get_hookcallers(plugin) or ())
 
-    def _call_own(self, plugin: Any, hook: str, **arguments: Any) -> list[Any]:
+    def _call_plugin(self, plugin: Any, hook: str, **arguments: Any) -> list[Any]:
         """Call one plugin's implementation of a hook; return its results that are not None."""
         # Remove only plugins that have the hook: pluggy hashes them, and observers may not be hashable.
         others = [
@@ -155,40 +155,42 @@ class Registry:
         if not self._implements(plugin, "register_strategies"):
             return
         try:
-            specs = _unpack_specs(self._call_own(plugin, "register_strategies"))
+            specs = _unpack_specs(self._call_plugin(plugin, "register_strategies"))
         except (Exception, SystemExit) as error:
             reason = f"register_strategies failed: {type(error).__name__}: {error}"
-            self.set_aside(PluginFailure(owner, reason, expected))
+            self.record_failure(PluginFailure(owner, reason, expected))
             return
         for spec in specs:
             defects = _find_spec_errors(spec)
             if defects:
                 named = isinstance(spec, StrategySpec) and isinstance(spec.name, str)
-                self.set_aside(
+                self.record_failure(
                     PluginFailure(owner, "; ".join(defects), normalize_name(spec.name) if named else expected)
                 )
             else:
-                self._add(spec, owner)
+                self._add_strategy(spec, owner)
 
-    def _add(self, spec: StrategySpec, owner: str) -> None:
+    def _add_strategy(self, spec: StrategySpec, owner: str) -> None:
         other = self._owners.get(spec.name)
         if other is None:
             self._specs[spec.name], self._owners[spec.name] = spec, owner
         elif other in self._builtins:
-            self.set_aside(PluginFailure(owner, f"the name {spec.name!r} belongs to core", spec.name))
+            self.record_failure(PluginFailure(owner, f"the name {spec.name!r} belongs to core", spec.name))
         else:
             # The owner's entry stays, so that a third plugin is refused too.
             self._specs.pop(spec.name, None)
             for one, two in ((owner, other), (other, owner)):
-                self.set_aside(PluginFailure(one, f"also registered by plugin {two}; uninstall one of them", spec.name))
+                self.record_failure(
+                    PluginFailure(one, f"also registered by plugin {two}; uninstall one of them", spec.name)
+                )
 
     @property
     def failures(self) -> list[PluginFailure]:
         """What cannot be used, and why: plugins, strategies, and aliases that several strategies claim."""
         found = [*self._failures]
-        for alias, names in self._claimed_aliases().items():
+        for alias, names in self._collect_aliases().items():
             for name in names:
-                if self._is_name(alias):
+                if self._is_known_name(alias):
                     reason = f"its alias {alias!r} is the name of another strategy"
                 elif len(names) > 1:
                     others = ", ".join(each for each in names if each != name)
@@ -198,7 +200,7 @@ class Registry:
                 found.append(PluginFailure(self._owners[name], reason, name))
         return found
 
-    def _claimed_aliases(self) -> dict[str, list[str]]:
+    def _collect_aliases(self) -> dict[str, list[str]]:
         claimed: dict[str, list[str]] = {}
         for spec in self.strategies.values():
             for alias in dict.fromkeys(map(normalize_name, spec.aliases)):
@@ -206,7 +208,7 @@ class Registry:
                     claimed.setdefault(alias, []).append(spec.name)
         return claimed
 
-    def _is_name(self, key: str) -> bool:
+    def _is_known_name(self, key: str) -> bool:
         return key in self._specs or any(failure.strategy == key for failure in self._failures)
 
     @property
@@ -214,17 +216,17 @@ class Registry:
         """The strategies that can be used, sorted by name."""
         return dict(sorted(self._specs.items()))
 
-    def owner(self, name: str) -> str:
+    def get_owner(self, name: str) -> str:
         """Return the plugin that brought strategy `name`."""
         return self._owners[name]
 
     @property
-    def installable(self) -> dict[str, str]:
+    def install_commands(self) -> dict[str, str]:
         """The install line of each strategy of this project that is neither installed nor broken."""
         return {
             name: format_install_command(extra)
             for name, extra in sorted(find_installable_extras().items())
-            if not self._is_name(name)
+            if not self._is_known_name(name)
         }
 
     def get(self, name: str) -> StrategySpec:
@@ -235,8 +237,8 @@ class Registry:
         broken = [failure for failure in self._failures if failure.strategy == key]
         if broken:
             reasons = "\n".join(f"  {failure}" for failure in broken)
-            raise StrategyError(f"strategy {name!r} cannot be used:\n{reasons}\n{self._others()}")
-        aliases = self._claimed_aliases()
+            raise StrategyError(f"strategy {name!r} cannot be used:\n{reasons}\n{self._format_alternatives()}")
+        aliases = self._collect_aliases()
         claimants = aliases.get(key, [])
         if len(claimants) > 1:
             raise StrategyError(f"{name!r} is an alias of {' and of '.join(claimants)}. Use one of these names.")
@@ -244,15 +246,15 @@ class Registry:
             return self._specs[claimants[0]]
         if key in find_installable_extras():
             raise UnknownStrategyError(
-                f"strategy {name!r} is not installed. {format_install_hint(find_installable_extras()[key])}\n{self._others()}"
+                f"strategy {name!r} is not installed. {format_install_hint(find_installable_extras()[key])}\n{self._format_alternatives()}"
             )
         hint = suggest_match(key, [*self._specs, *find_installable_extras()]) or suggest_match(key, aliases)
-        raise UnknownStrategyError(f"strategy {name!r} is not installed.{hint}\n{self._others()}")
+        raise UnknownStrategyError(f"strategy {name!r} is not installed.{hint}\n{self._format_alternatives()}")
 
-    def _others(self) -> str:
+    def _format_alternatives(self) -> str:
         lines = [f"Installed: {', '.join(self.strategies) or 'none'}."]
-        if self.installable:
-            lines.append(f"Installable: {', '.join(self.installable)}.")
+        if self.install_commands:
+            lines.append(f"Installable: {', '.join(self.install_commands)}.")
         if self._failures:
             lines.append("Failed to load: " + "; ".join(map(str, self._failures)) + ".")
         return "\n".join(lines)

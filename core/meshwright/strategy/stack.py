@@ -34,30 +34,30 @@ class Stack:
 
     inner: StrategyLayer
     wrappers: tuple[StrategyLayer, ...] = ()
-    idle: tuple[StrategyLayer, ...] = ()
+    unused: tuple[StrategyLayer, ...] = ()
     """Wrapping strategies that were given options, but whose axes have one rank."""
 
     @property
-    def claims(self) -> frozenset[str]:
+    def claimed_axes(self) -> frozenset[str]:
         return self.inner.spec.axes.union(*(layer.spec.axes for layer in self.wrappers))
 
     def build(self, mesh: Mesh) -> StrategyManager:
         """Make the manager that runs the whole stack on `mesh`."""
-        unclaimed = [axis for axis in mesh.degrees.above_one() if axis not in self.claims]
+        unclaimed = [axis for axis in mesh.degrees.active_axes() if axis not in self.claimed_axes]
         if unclaimed:
             raise MeshError(f"{self} does not shard {', '.join(unclaimed)}, but the mesh is {mesh.degrees}.")
 
-        for layer in self.idle:
+        for layer in self.unused:
             if mesh.rank == 0:
                 sizes = " and ".join(f"{axis}_size" for axis in sorted(layer.spec.axes))
                 warn(f"{type(layer.config).__name__} acts on nothing here: {sizes} is 1.", stacklevel=2)
-        manager = self._made(mesh, [*self.wrappers, self.inner])
+        manager = self._build_layers(mesh, [*self.wrappers, self.inner])
         manager.strategy = str(self)
         return manager
 
-    def _made(self, mesh: Mesh, layers: Sequence[StrategyLayer]) -> StrategyManager:
+    def _build_layers(self, mesh: Mesh, layers: Sequence[StrategyLayer]) -> StrategyManager:
         layer, *within = layers
-        inner = [lambda mesh: self._made(mesh, within)] if within else []
+        inner = [lambda mesh: self._build_layers(mesh, within)] if within else []
         return layer.spec.build(layer.config, mesh, *inner)
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ def resolve(
     registry = registry or get_registry()
     named = registry.get(find_strategy_name(config, registry) if strategy is None else strategy)
     wrapper_values = {normalize_name(name): values for name, values in (wrapper_config or {}).items()}
-    if named.wraps:
+    if named.is_wrapper:
         if named.name in wrapper_values:
             raise ConfigError(
                 f"wrapper_config holds options for {named.name!r}, which is the named strategy: "
@@ -122,8 +122,8 @@ def resolve(
     # with the claims of the stack so far tells which axes still need a wrapper.
     try:
         degrees = _resolve_degrees(sizes, world_size, stack, registry)
-        for axis in degrees.above_one():
-            if axis not in stack.claims:
+        for axis in degrees.active_axes():
+            if axis not in stack.claimed_axes:
                 stack = _add_wrapper(axis, stack, wrapper_values, degrees, registry)
     except MeshError as error:
         if sizes.dp_replicate_size is None or named.axes >= _DATA_PARALLEL_AXES:
@@ -132,17 +132,17 @@ def resolve(
     for layer in (stack.inner, *stack.wrappers):
         if layer.spec.check is not None:
             layer.spec.check(layer.config, degrees)
-    return replace(stack, idle=_find_unused_wrappers(stack, wrapper_values, degrees, registry)), degrees
+    return replace(stack, unused=_find_unused_wrappers(stack, wrapper_values, degrees, registry)), degrees
 
 
 def _find_unused_wrappers(
     stack: Stack, wrapper_values: Mapping[str, Mapping[str, Any]], degrees: Degrees, registry: Registry
 ) -> tuple[StrategyLayer, ...]:
     """Return wrapping strategies that have options, but whose axes have one rank; ConfigError for other options."""
-    wrapping = {spec.name: spec for spec in registry.strategies.values() if spec.wraps}
+    wrapping = {spec.name: spec for spec in registry.strategies.values() if spec.is_wrapper}
     names = [name for name in wrapper_values if name not in {layer.spec.name for layer in stack.wrappers}]
     for name in names:
-        if name not in wrapping or wrapping[name].axes & {*degrees.above_one()}:
+        if name not in wrapping or wrapping[name].axes & {*degrees.active_axes()}:
             raise ConfigError(
                 f"wrapper_config holds options for {name!r}, which is no wrapping strategy of the run ({stack})."
                 f"{suggest_match(name, wrapping)} Remove them, or set the size that calls for it."
@@ -154,12 +154,12 @@ _DATA_PARALLEL_AXES = {"dp_replicate", "dp_shard"}
 
 
 def _resolve_degrees(sizes: MeshSizes, world_size: int, stack: Stack, registry: Registry) -> Degrees:
-    takes_experts = any("ep" in spec.axes for spec in registry.strategies.values() if spec.wraps)
-    if sizes.ep_size > 1 and "ep" not in stack.claims and not takes_experts:
+    takes_experts = any("ep" in spec.axes for spec in registry.strategies.values() if spec.is_wrapper)
+    if sizes.ep_size > 1 and "ep" not in stack.claimed_axes and not takes_experts:
         # Before it is asked whether ep_size divides an axis that the stack does not shard either.
-        degrees = sizes.model_copy(update={"ep_size": 1}).resolve(world_size, stack.claims)
+        degrees = sizes.model_copy(update={"ep_size": 1}).resolve(world_size, stack.claimed_axes)
         raise MeshError(_format_unclaimed_axis("ep", stack, replace(degrees, ep=sizes.ep_size), registry))
-    return sizes.resolve(world_size, stack.claims)
+    return sizes.resolve(world_size, stack.claimed_axes)
 
 
 def _build_layer(
@@ -171,7 +171,7 @@ def _build_layer(
 def _add_wrapper(
     axis: str, stack: Stack, wrapper_values: Mapping[str, Mapping[str, Any]], degrees: Degrees, registry: Registry
 ) -> Stack:
-    candidates = [spec for spec in registry.strategies.values() if spec.wraps and axis in spec.axes]
+    candidates = [spec for spec in registry.strategies.values() if spec.is_wrapper and axis in spec.axes]
     if len(candidates) > 1:
         names = ", ".join(spec.name for spec in candidates)
         raise MeshError(
@@ -185,20 +185,22 @@ def _add_wrapper(
 
 
 def _format_unclaimed_axis(axis: str, stack: Stack, degrees: Degrees, registry: Registry) -> str:
-    claims = ", ".join(axis for axis in degrees.__dataclass_fields__ if axis in stack.claims) or "no axis"
+    claims = ", ".join(axis for axis in degrees.__dataclass_fields__ if axis in stack.claimed_axes) or "no axis"
     lines = [f"{axis}={getattr(degrees, axis)}, but {stack} shards {claims}, and no wrapping strategy takes {axis}."]
     if axis == "ep":
         lines.append(f"{stack} does not divide experts: every rank holds all of them.")
     # Which of the two axes the ranks lie on follows from the strategy, unless this one takes the other of them.
-    wanted = _DATA_PARALLEL_AXES if axis in _DATA_PARALLEL_AXES and not _DATA_PARALLEL_AXES & stack.claims else {axis}
+    wanted = (
+        _DATA_PARALLEL_AXES if axis in _DATA_PARALLEL_AXES and not _DATA_PARALLEL_AXES & stack.claimed_axes else {axis}
+    )
     names = " or ".join(sorted(wanted))
     able = ", ".join(spec.name for spec in registry.strategies.values() if wanted & spec.axes)
     lines.append(
         f"Installed strategies that shard {names}: {able}." if able else f"No installed strategy shards {names}."
     )
-    if missing := registry.installable.values():
+    if missing := registry.install_commands.values():
         lines.append("More can be installed from a clone of meshwright: " + "; ".join(missing) + ".")
-    if axis == "dp_shard" and "dp_replicate" in stack.claims:
+    if axis == "dp_shard" and "dp_replicate" in stack.claimed_axes:
         lines.append(f"{stack} keeps whole copies: leave dp_replicate_size out, or set it to dp_size={degrees.dp}.")
     elif axis in ("dp_shard", "dp_replicate"):
         lines.append("Or start one rank, with dp_size=1.")

@@ -178,22 +178,22 @@ class HighPrecisionAccumulator:
         self.dtype = dtype
         self._sums: dict[nn.Parameter, Tensor] = {}
 
-    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+    def accumulate(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add each gradient to its sum and zero it (DDP does not reduce a parameter whose gradient is None)."""
         for parameter in parameters:
             if parameter.grad is not None:
                 wide = parameter.grad.to(self.dtype, copy=True)
-                self.add_waiting(parameter, wide)
+                self.add_pending(parameter, wide)
                 self._sums[parameter] = wide
                 parameter.grad.zero_()
 
-    def add_waiting(self, parameter: nn.Parameter, total: Tensor) -> None:
+    def add_pending(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Add the parameter's sum, if any, to `total` in place, and drop it."""
         waiting = self._sums.pop(parameter, None)
         if waiting is not None:
             total.add_(waiting)
 
-    def give(self) -> None:
+    def flush(self) -> None:
         """Round every sum to its parameter's dtype and make it the gradient."""
         for parameter, total in self._sums.items():
             parameter.grad = total.to(parameter.dtype)

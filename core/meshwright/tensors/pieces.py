@@ -33,11 +33,11 @@ class ChunkedTensor:
 
     shape: torch.Size
     dtype: torch.dtype
-    pieces: tuple[LocalChunk, ...]
+    chunks: tuple[LocalChunk, ...]
 
-    def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor | None:
+    def find_view(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor | None:
         """Return a rectangle of the full tensor as a view of the piece that holds it; None if none does."""
-        for piece in self.pieces:
+        for piece in self.chunks:
             starts = [a - b for a, b in zip(offsets, piece.offsets, strict=True)]
             ends = [start + size for start, size in zip(starts, sizes, strict=True)]
             if all(start >= 0 for start in starts) and all(e <= s for e, s in zip(ends, piece.sizes, strict=True)):
@@ -77,10 +77,10 @@ def to_global_chunks(chunks: Iterable[LocalChunk], shard: DTensor) -> list[Local
 def _intersect(piece: LocalChunk, rectangle: Sequence[_IndexRange]) -> Iterator[LocalChunk]:
     offsets, slices = [], []
     for start, size, run in zip(piece.offsets, piece.sizes, rectangle, strict=True):
-        first, last = max(start, run.local), min(start + size, run.local + run.length)
+        first, last = max(start, run.local_start), min(start + size, run.local_start + run.length)
         if first >= last:
             return
-        offsets.append(run.start + first - run.local)
+        offsets.append(run.start + first - run.local_start)
         slices.append(slice(first - start, last - start))
     yield LocalChunk(tuple(offsets), piece.tensor[tuple(slices)])
 
@@ -90,7 +90,7 @@ class _IndexRange:
     """`length` consecutive indices along one dim, from `start` in the full tensor and from `local` in the shard."""
 
     start: int
-    local: int
+    local_start: int
     length: int
 
 
@@ -118,7 +118,7 @@ def _group_consecutive(indices: Sequence[int]) -> tuple[_IndexRange, ...]:
     runs: list[_IndexRange] = []
     for place, index in enumerate(indices):
         if runs and index == runs[-1].start + runs[-1].length:
-            runs[-1] = _IndexRange(runs[-1].start, runs[-1].local, runs[-1].length + 1)
+            runs[-1] = _IndexRange(runs[-1].start, runs[-1].local_start, runs[-1].length + 1)
         else:
             runs.append(_IndexRange(index, place, 1))
     return tuple(runs)

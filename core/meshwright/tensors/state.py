@@ -34,29 +34,29 @@ class ShardLayout:
     the optimizer holds; `value` is the parameter or an entry of its optimizer state (sharded like it, or a scalar).
     """
 
-    def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
+    def gather(self, value: Tensor, parameter: Tensor) -> Tensor:
         """Return the full `value` on every rank, at least on the first. Collective."""
         return gather_full_tensor(value)
 
-    def part(self, full: Tensor, parameter: Tensor) -> Tensor:
+    def shard(self, full: Tensor, parameter: Tensor) -> Tensor:
         """Return this rank's shard of a full tensor that every rank has. Collective."""
         if isinstance(parameter, DTensor) and parameter.shape == full.shape:
             return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return full
 
-    def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
+    def get_full_shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
         """Return the full shape."""
         return value.shape
 
-    def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    def allocate_shard(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Allocate this rank's shard of a tensor of the parameter's full shape."""
         return torch.empty_like(parameter.detach(), dtype=dtype)
 
-    def pieces(self, value: Tensor, parameter: Tensor) -> list[LocalChunk]:
+    def get_local_chunks(self, value: Tensor, parameter: Tensor) -> list[LocalChunk]:
         """Return the rectangles of `value` on this rank, as views. Also for parameters and buffers of the model."""
         return get_local_chunks(value)
 
-    def groups(self, parameter: Tensor) -> ShardGroups:
+    def get_shard_groups(self, parameter: Tensor) -> ShardGroups:
         """Return the groups over which a parameter, and so its gradient, is sharded."""
         # Not those of the gradient, which torch may cache on an equal mesh that has groups of its own.
         return get_shard_groups(parameter)
@@ -92,7 +92,7 @@ class ShardedState:
 
     model: dict[str, ChunkedTensor]
     optimizer: OptimizerState[ChunkedTensor] | None = None
-    averages: dict[str, ChunkedTensor] = field(default_factory=dict)
+    ema_weights: dict[str, ChunkedTensor] = field(default_factory=dict)
 
 
 def get_sharded_model_state(model: nn.Module, shard_layout: ShardLayout) -> dict[str, ChunkedTensor]:
@@ -151,10 +151,10 @@ def load_sharded_optimizer(
             # Copies: a step counts in place, and another parameter may have been given the same value.
             values = saved.values.get(name, {})
             state[number] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in values.items()}
-        whole = shard_layout.shape(parameter, parameter)
+        whole = shard_layout.get_full_shape(parameter, parameter)
         for key, (shape, dtype) in saved.tensors.get(name, {}).items():
             divided = shape == whole
-            value = shard_layout.empty(parameter, dtype) if divided else torch.empty(shape, dtype=dtype)
+            value = shard_layout.allocate_shard(parameter, dtype) if divided else torch.empty(shape, dtype=dtype)
             state[number][key] = value
             target.tensors.setdefault(name, {})[key] = to_chunked_tensor(
                 value, parameter, shard_layout if divided else DTENSOR_LAYOUT
@@ -166,7 +166,9 @@ def load_sharded_optimizer(
 def to_chunked_tensor(value: Tensor, parameter: Tensor, shard_layout: ShardLayout) -> ChunkedTensor:
     """Return what this rank holds of a tensor; see `Parts.pieces`."""
     return ChunkedTensor(
-        shard_layout.shape(value, parameter), value.dtype, tuple(shard_layout.pieces(value, parameter))
+        shard_layout.get_full_shape(value, parameter),
+        value.dtype,
+        tuple(shard_layout.get_local_chunks(value, parameter)),
     )
 
 
@@ -192,7 +194,7 @@ def load_model_state_dict(
         shapes = _broadcast_object(shapes, world)
     _check_names("model", set(shapes), set(mine))
     for name, value in mine.items():
-        expected = shard_layout.shape(value, value) if full else value.shape
+        expected = shard_layout.get_full_shape(value, value) if full else value.shape
         if shapes[name][0] != expected:
             raise StrategyError(
                 f"{name} has shape {tuple(shapes[name][0])} in the state, but {tuple(expected)} in the model. "
@@ -288,7 +290,7 @@ def _gather_to_cpu(value: Any, parameter: Tensor, world: World, shard_layout: Sh
     """Copy a full tensor to the CPU of rank 0; None elsewhere. Other values stay."""
     if not isinstance(value, Tensor):
         return value
-    whole = shard_layout.whole(value.detach(), parameter)
+    whole = shard_layout.gather(value.detach(), parameter)
     return whole.to("cpu", copy=True) if world.rank == 0 else None
 
 
@@ -320,7 +322,7 @@ def _broadcast_and_shard(
     else:
         received = full.to(world.device, copy=True)
     dist.broadcast(received, group=world.group, group_src=0)
-    return shard_layout.part(received, parameter)
+    return shard_layout.shard(received, parameter)
 
 
 def _broadcast_object(value: Any, world: World) -> Any:
@@ -350,21 +352,22 @@ class EMAWeights:
     """
 
     def __init__(self, names: Mapping[nn.Parameter, str], shard_layout: ShardLayout) -> None:
-        self._names, self._parts = dict(names), shard_layout
-        self._values = {
-            each: shard_layout.empty(each, torch.promote_types(each.dtype, torch.float32)).detach() for each in names
+        self._names, self._shard_layout = dict(names), shard_layout
+        self._averages = {
+            each: shard_layout.allocate_shard(each, torch.promote_types(each.dtype, torch.float32)).detach()
+            for each in names
         }
         self.counts = torch.zeros(2, dtype=torch.int64)
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Set the averages to the current weights."""
-        copy_all(*self._local())
+        copy_all(*self._get_local_pairs())
 
     @torch.no_grad()
     def update(self, decay: float) -> None:
         """Set each average to `decay` * average + (1 - `decay`) * weight."""
-        pairs = list(zip(*self._local(), strict=True))
+        pairs = list(zip(*self._get_local_pairs(), strict=True))
         if alike := [(average, weight) for average, weight in pairs if average.dtype == weight.dtype]:
             get_ema_multi_avg_fn(decay)(*map(list, zip(*alike, strict=True)), 0)
         for average, weight in pairs:
@@ -373,9 +376,9 @@ class EMAWeights:
                 average.lerp_(weight.to(average.dtype), 1 - decay)
 
     @torch.no_grad()
-    def exchange(self) -> SwappedWeights:
+    def swap(self) -> SwappedWeights:
         """Put the averages, rounded to the parameters' dtypes, in place of the weights until `SwappedWeights.undo`."""
-        averages, weights = self._local()
+        averages, weights = self._get_local_pairs()
         kept: list[Tensor | None] = []
         for average, weight in zip(averages, weights, strict=True):
             if average.dtype == weight.dtype:
@@ -386,17 +389,20 @@ class EMAWeights:
                 weight.copy_(average)
         return SwappedWeights(averages, weights, kept)
 
-    def sharded(self) -> dict[str, ChunkedTensor]:
+    def to_chunked_tensors(self) -> dict[str, ChunkedTensor]:
         """Return this rank's averages by parameter name, and `COUNTS`, as views."""
-        found = {name: to_chunked_tensor(self._values[each], each, self._parts) for each, name in self._names.items()}
+        found = {
+            name: to_chunked_tensor(self._averages[each], each, self._shard_layout)
+            for each, name in self._names.items()
+        }
         return {
             **found,
             EMA_COUNTS: ChunkedTensor(self.counts.shape, self.counts.dtype, (LocalChunk((0,), self.counts),)),
         }
 
-    def _local(self) -> tuple[list[Tensor], list[Tensor]]:
-        return [to_local(each.detach()) for each in self._values.values()], [
-            to_local(each.detach()) for each in self._values
+    def _get_local_pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        return [to_local(each.detach()) for each in self._averages.values()], [
+            to_local(each.detach()) for each in self._averages
         ]
 
 
@@ -404,12 +410,12 @@ class SwappedWeights:
     """Averages that stand in place of the weights."""
 
     def __init__(self, averages: list[Tensor], weights: list[Tensor], saved_weights: list[Tensor | None]) -> None:
-        self._all = list(zip(averages, weights, saved_weights, strict=True))
+        self._entries = list(zip(averages, weights, saved_weights, strict=True))
 
     @torch.no_grad()
-    def undo(self) -> None:
+    def restore(self) -> None:
         """Restore weights and averages, bit for bit."""
-        for average, weight, kept in self._all:
+        for average, weight, kept in self._entries:
             if kept is None:
                 _swap(average, weight)
             else:

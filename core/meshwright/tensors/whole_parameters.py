@@ -43,9 +43,9 @@ class ParamMeta(NamedTuple):
 class RankInventory(NamedTuple):
     """What one rank holds: arguments of its call, kinds by name, all names in order, and its rectangles."""
 
-    asked: tuple[int, torch.dtype | None]
-    kinds: dict[str, ParamMeta]
-    order: tuple[str, ...]
+    request: tuple[int, torch.dtype | None]
+    metas: dict[str, ParamMeta]
+    names: tuple[str, ...]
     rectangles: tuple[Rectangle, ...]
 
 
@@ -75,7 +75,7 @@ def iter_full_parameters(
         StrategyError: `parallelize` has not been called, or the ranks do not hold all of a parameter.
     """
     world = mesh.world
-    world.together(lambda: _check_arguments(bucket_bytes, dtype))
+    world.run_on_all_ranks(lambda: _check_arguments(bucket_bytes, dtype))
     pieces = get_chunks()
     told: list[Any] = [None] * world.size
     dist.all_gather_object(told, _build_inventory(pieces, bucket_bytes, dtype), group=world.group)
@@ -83,9 +83,9 @@ def iter_full_parameters(
     group = _find_smallest_group(told, kinds, mesh)
     stream = _ParameterGatherer(pieces, kinds, mesh.device)
     if group is None:
-        return stream.alone()
+        return stream.iter_local()
     owned = assign_owners([told[rank].rectangles for rank in _get_world_ranks(group, world)])
-    return stream.of_group(owned, group, bucket_bytes)
+    return stream.iter_gathered(owned, group, bucket_bytes)
 
 
 def _check_arguments(bucket_bytes: Any, dtype: Any) -> None:
@@ -112,23 +112,23 @@ def _build_inventory(pieces: ParameterChunks, bucket_bytes: int, dtype: torch.dt
         if sharded is not None:
             given = dtype if dtype is not None and sharded.dtype.is_floating_point else sharded.dtype
             kinds[name] = ParamMeta(sharded.shape, given)
-            rectangles += [Rectangle(name, tuple(p.offsets), p.sizes, given.itemsize) for p in sharded.pieces]
+            rectangles += [Rectangle(name, tuple(p.offsets), p.sizes, given.itemsize) for p in sharded.chunks]
     return RankInventory((bucket_bytes, dtype), kinds, tuple(pieces), tuple(dict.fromkeys(rectangles)))
 
 
 def _merge_inventories(inventories: Sequence[RankInventory]) -> dict[str, ParamMeta]:
     """Return the kind of each parameter, in order; raises alike on all ranks."""
-    asked = sorted({f"bucket_bytes={each.asked[0]}, dtype={each.asked[1]}" for each in inventories})
+    asked = sorted({f"bucket_bytes={each.request[0]}, dtype={each.request[1]}" for each in inventories})
     if len(asked) > 1:
         raise ConfigError(f"iter_parameters was called with {' and '.join(asked)}. Give the same on all ranks.")
     known: dict[str, ParamMeta] = {}
     for each in inventories:
-        for name, kind in each.kinds.items():
+        for name, kind in each.metas.items():
             if known.setdefault(name, kind) != kind:
                 raise StrategyError(f"{name} is {tuple(kind)} on one rank and {tuple(known[name])} on another.")
-    kinds = {name: known[name] for each in inventories for name in each.order if name in known}
+    kinds = {name: known[name] for each in inventories for name in each.names if name in known}
     missing = _find_missing(inventories, kinds) or sorted(
-        {name for each in inventories for name in each.order} - known.keys()
+        {name for each in inventories for name in each.names} - known.keys()
     )
     if missing:
         raise StrategyError(f"the ranks together do not have all of {', '.join(missing[:3])}: see parameter_chunks.")
@@ -188,7 +188,7 @@ class GatherBucket:
     is_last: bool
     segments: Sequence[Mapping[str, Sequence[BucketSlice]]]
     starts: tuple[int, ...]
-    is_gathered: bool
+    uses_all_gather: bool
 
     @property
     def nbytes(self) -> int:
@@ -211,15 +211,15 @@ def plan_buckets(
             given[each.name][rank].append(each)
     window = _BucketBuilder(ranks)
     for name in names:
-        if window.names and window.size_with(given[name]) > bucket_bytes:
-            yield window.round(is_last=True)
+        if window.names and window.get_size_with(given[name]) > bucket_bytes:
+            yield window.build(is_last=True)
             window = _BucketBuilder(ranks)
-        if window.names or window.size_with(given[name]) <= bucket_bytes:
+        if window.names or window.get_size_with(given[name]) <= bucket_bytes:
             window.add(name, given[name])
         else:
             yield from _plan_large_tensor(name, given[name], bucket_bytes)
     if window.names:
-        yield window.round(is_last=True)
+        yield window.build(is_last=True)
 
 
 def _plan_large_tensor(name: str, given: Sequence[Sequence[Rectangle]], bucket_bytes: int) -> Iterator[GatherBucket]:
@@ -231,7 +231,7 @@ def _plan_large_tensor(name: str, given: Sequence[Sequence[Rectangle]], bucket_b
     for begin in range(0, max(counts), most):
         segments = _BucketBuilder(len(given))
         segments.add(name, [list(_slice_rectangles(rectangles, begin, begin + most)) for rectangles in given])
-        yield segments.round(is_last=begin + most >= max(counts), is_gathered=is_gathered)
+        yield segments.build(is_last=begin + most >= max(counts), is_gathered=is_gathered)
 
 
 def _slice_rectangles(rectangles: Sequence[Rectangle], begin: int, end: int) -> Iterator[Rectangle]:
@@ -264,7 +264,7 @@ class _BucketBuilder:
                     BucketSlice(each.offsets, each.sizes, begin, self._ends[rank])
                 )
 
-    def size_with(self, given: Sequence[Sequence[Rectangle]]) -> int:
+    def get_size_with(self, given: Sequence[Sequence[Rectangle]]) -> int:
         ends, itemsize = list(self._ends), self._itemsize
         for rank, rectangles in enumerate(given):
             for each in rectangles:
@@ -273,7 +273,7 @@ class _BucketBuilder:
         lengths = [_round_up(end, itemsize) for end in ends]
         return len(lengths) * max(lengths) if _should_all_gather(lengths) else sum(lengths)
 
-    def round(self, *, is_last: bool, is_gathered: bool | None = None) -> GatherBucket:
+    def build(self, *, is_last: bool, is_gathered: bool | None = None) -> GatherBucket:
         # Whatever their order, elements of any of the tensors may begin where a segment does.
         lengths = [_round_up(end, self._itemsize) for end in self._ends]
         is_gathered = _should_all_gather(lengths) if is_gathered is None else is_gathered
@@ -298,54 +298,54 @@ class _ParameterGatherer:
     """The parameters of one call, in the order of `kinds`."""
 
     def __init__(self, pieces: ParameterChunks, kinds: Mapping[str, ParamMeta], device: torch.device) -> None:
-        self._pieces = {name: sharded for name, sharded in pieces.items() if sharded is not None}
-        self._kinds, self._device = kinds, device
+        self._chunks = {name: sharded for name, sharded in pieces.items() if sharded is not None}
+        self._metas, self._device = kinds, device
 
-    def alone(self) -> Iterator[tuple[str, Tensor]]:
-        for name in self._kinds:
-            value = self._empty(name)
-            if name in self._pieces:
-                _copy_rectangles(value, [(piece.offsets, piece.tensor) for piece in self._pieces[name].pieces])
+    def iter_local(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self._metas:
+            value = self._allocate(name)
+            if name in self._chunks:
+                _copy_rectangles(value, [(piece.offsets, piece.tensor) for piece in self._chunks[name].chunks])
             yield name, value
             del value
 
-    def of_group(
+    def iter_gathered(
         self, owned: Sequence[Sequence[Rectangle]], group: dist.ProcessGroup, bucket_bytes: int
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters that the ranks of a group hold together. Between two steps only the bucket is held."""
-        names = list(self._kinds)
+        names = list(self._metas)
         size = max((each.nbytes for each in plan_buckets(names, owned, bucket_bytes)), default=0)
         # One for all rounds: a backend may hold what it has sent for a moment longer.
         bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
         begun: Tensor | None = None
         for each in plan_buckets(names, owned, bucket_bytes):
-            self._exchange(each, bucket, group)
+            self._communicate(each, bucket, group)
             for name in each.names:
-                value, begun = self._empty(name) if begun is None else begun, None
-                _copy_rectangles(value, self._arrived(name, each, bucket))
+                value, begun = self._allocate(name) if begun is None else begun, None
+                _copy_rectangles(value, self._get_received(name, each, bucket))
                 if each.is_last:
                     yield name, value
                 else:
                     begun = value
                 del value
 
-    def _exchange(self, bucket_plan: GatherBucket, bucket: Tensor, group: dist.ProcessGroup) -> None:
+    def _communicate(self, bucket_plan: GatherBucket, bucket: Tensor, group: dist.ProcessGroup) -> None:
         segments = [bucket[start:end] for start, end in itertools.pairwise(bucket_plan.starts)]
         rank = group.rank()
         targets, sources = [], []
         for name, parts in bucket_plan.segments[rank].items():
             targets += [self._view(segments[rank], name, part) for part in parts]
-            sources += [self._pieces[name].cut(part.offsets, part.sizes) for part in parts]
+            sources += [self._chunks[name].find_view(part.offsets, part.sizes) for part in parts]
         if targets:
             copy_all(targets, sources)
-        if not bucket_plan.is_gathered:
+        if not bucket_plan.uses_all_gather:
             for source, segment in enumerate(segments):
                 if segment.numel():
                     dist.broadcast(segment, group=group, group_src=source)
         elif bucket_plan.nbytes:
             all_gather_single(bucket[: bucket_plan.nbytes], segments[rank], group=group)
 
-    def _arrived(self, name: str, each: GatherBucket, bucket: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    def _get_received(self, name: str, each: GatherBucket, bucket: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
         return [
             (part.offsets, self._view(bucket[start:], name, part))
             for start, segment in zip(each.starts, each.segments, strict=False)
@@ -353,10 +353,10 @@ class _ParameterGatherer:
         ]
 
     def _view(self, segment: Tensor, name: str, part: BucketSlice) -> Tensor:
-        return segment[part.begin : part.end].view(self._kinds[name].dtype).view(part.sizes)
+        return segment[part.begin : part.end].view(self._metas[name].dtype).view(part.sizes)
 
-    def _empty(self, name: str) -> Tensor:
-        shape, dtype = self._kinds[name]
+    def _allocate(self, name: str) -> Tensor:
+        shape, dtype = self._metas[name]
         return torch.empty(shape, dtype=dtype, device=self._device)
 
 

@@ -44,9 +44,9 @@ class Collective:
 
     kind: str
     group: str
-    ranks: int
+    num_ranks: int
     dtype: torch.dtype
-    bytes: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class CollectiveTrace:
 
     calls: tuple[Collective, ...]
 
-    def of(self, kind: str | None = None, group: str | None = None) -> CollectiveTrace:
+    def filter(self, kind: str | None = None, group: str | None = None) -> CollectiveTrace:
         """Return the calls of one kind, of one group, or of both."""
         return CollectiveTrace(
             tuple(each for each in self.calls if kind in (None, each.kind) and group in (None, each.group))
         )
 
     @property
-    def bytes(self) -> int:
-        return sum(each.bytes for each in self.calls)
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.calls)
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -74,9 +74,9 @@ class CollectiveTrace:
     def __str__(self) -> str:
         calls, sizes = Counter[str](), Counter[str]()
         for each in self.calls:
-            row = f"{each.kind}, {each.group} ({each.ranks} ranks), {each.dtype}"
+            row = f"{each.kind}, {each.group} ({each.num_ranks} ranks), {each.dtype}"
             calls[row] += 1
-            sizes[row] += each.bytes
+            sizes[row] += each.nbytes
         return "\n".join(f"{row}: {count} calls, {sizes[row]} bytes" for row, count in calls.items())
 
 
@@ -101,7 +101,7 @@ class CollectiveRecorder(OperationObserver):
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], *, ignored_tags: Collection[int] = ()) -> None:
         super().__init__()
-        self._left_out = ignored_tags
+        self._ignored_tags = ignored_tags
         self.calls: list[Collective] = []
         self._names = {group.group_name: name for name, group in reversed(list(groups.items()))}
 
@@ -110,7 +110,7 @@ class CollectiveRecorder(OperationObserver):
         if operation.namespace not in COLLECTIVE_NAMESPACES or name.strip("_") in NOT_COLLECTIVES:
             return
         arguments = bind_arguments(operation, args, kwargs)
-        if arguments.get("tag") in self._left_out:
+        if arguments.get("tag") in self._ignored_tags:
             return
         group = resolve_process_group(arguments.get("process_group", arguments.get("group_name")))
         sides = [list(list_tensors(value)) for value in (*arguments.values(), result)]

@@ -44,9 +44,9 @@ class OperationObserver(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self.dispatched(func, types, args, kwargs)
+        return self.dispatch(func, types, args, kwargs)
 
-    def dispatched(
+    def dispatch(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
     ) -> Any:
         """Run an operation, observe it, and return its result."""
@@ -86,8 +86,8 @@ class _WatchedStorage(torch.UntypedStorage):
 class StorageRecord:
     """The memory of one storage, numbered in the order in which the meter has seen them; its present bytes."""
 
-    number: int
-    size: int
+    index: int
+    nbytes: int
     reference: weakref.ref[torch.UntypedStorage]
 
 
@@ -99,11 +99,11 @@ class MemoryMeter(OperationObserver):
 
     def __init__(self, *, round_to: int = 1) -> None:
         super().__init__()
-        self.total = 0
-        self.live: dict[int, StorageRecord] = {}
-        self._round_to, self._known, self._is_running = round_to, 0, False
+        self.total_bytes = 0
+        self.live_storages: dict[int, StorageRecord] = {}
+        self._round_to, self._num_storages, self._is_running = round_to, 0, False
 
-    def see(self, tensors: Iterable[Tensor]) -> None:
+    def track(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of tensors from now on, by their present sizes."""
         for tensor in tensors:
             # A wrapper other than a DTensor has no memory besides that of the tensors inside.
@@ -111,9 +111,9 @@ class MemoryMeter(OperationObserver):
             if tensor.layout is not torch.strided or is_on_meta(tensor) or is_wrapper:
                 continue
             storage = get_storage(tensor)
-            block = self.live.get(id(storage))
+            block = self.live_storages.get(id(storage))
             if block is None:
-                self.take_up(storage)
+                self.track_storage(storage)
             else:
                 self._set_size(block, storage.nbytes())
                 if self._is_running and type(storage) is torch.UntypedStorage:
@@ -121,49 +121,49 @@ class MemoryMeter(OperationObserver):
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         # The memory of a view has been seen.
-        self.see(list_tensors((args, kwargs) if operation.is_view else (args, kwargs, result)))
+        self.track(list_tensors((args, kwargs) if operation.is_view else (args, kwargs, result)))
 
-    def changed(self, block: StorageRecord, change: int) -> None:
+    def on_size_change(self, block: StorageRecord, change: int) -> None:
         """Called when a block has grown or shrunk by so many bytes, its first and its last included."""
 
-    def take_up(self, storage: torch.UntypedStorage) -> None:
+    def track_storage(self, storage: torch.UntypedStorage) -> None:
         """Count a storage from now on."""
         key = id(storage)
-        block = StorageRecord(self._known, 0, weakref.ref(storage, lambda _: self._end(key)))
-        self._known += 1
-        self.live[key] = block
+        block = StorageRecord(self._num_storages, 0, weakref.ref(storage, lambda _: self._on_freed(key)))
+        self._num_storages += 1
+        self.live_storages[key] = block
         if self._is_running:
             self._watch(storage)
         self._set_size(block, storage.nbytes())
 
-    def _end(self, key: int) -> None:
-        if (block := self.live.pop(key, None)) is not None:
+    def _on_freed(self, key: int) -> None:
+        if (block := self.live_storages.pop(key, None)) is not None:
             self._set_size(block, 0)
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        if (block := self.live.get(id(storage))) is not None:
+    def _on_resized(self, storage: torch.UntypedStorage) -> None:
+        if (block := self.live_storages.get(id(storage))) is not None:
             self._set_size(block, storage.nbytes())
 
     def _set_size(self, block: StorageRecord, nbytes: int) -> None:
         size = -(-nbytes // self._round_to) * self._round_to
-        if change := size - block.size:
-            block.size = size
-            self.total += change
-            self.changed(block, change)
+        if change := size - block.nbytes:
+            block.nbytes = size
+            self.total_bytes += change
+            self.on_size_change(block, change)
 
     def __enter__(self) -> Any:
         self._is_running = True
-        for storage in self._storages():
-            self._resized(storage)
+        for storage in self._list_live_storages():
+            self._on_resized(storage)
             self._watch(storage)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._is_running = False
-        for storage in self._storages():
+        for storage in self._list_live_storages():
             if isinstance(storage, _WatchedStorage):
-                storage.watchers.remove(self._resized)
+                storage.watchers.remove(self._on_resized)
                 if not storage.watchers:
                     storage.__class__ = torch.UntypedStorage
 
@@ -171,11 +171,11 @@ class MemoryMeter(OperationObserver):
         if type(storage) is torch.UntypedStorage:
             storage.__class__ = _WatchedStorage
             storage.watchers = getattr(storage, "watchers", [])
-        if isinstance(storage, _WatchedStorage) and self._resized not in storage.watchers:
-            storage.watchers.append(self._resized)
+        if isinstance(storage, _WatchedStorage) and self._on_resized not in storage.watchers:
+            storage.watchers.append(self._on_resized)
 
-    def _storages(self) -> list[torch.UntypedStorage]:
-        found = (block.reference() for block in list(self.live.values()))
+    def _list_live_storages(self) -> list[torch.UntypedStorage]:
+        found = (block.reference() for block in list(self.live_storages.values()))
         return [storage for storage in found if storage is not None]
 
 

@@ -159,8 +159,8 @@ def from_config(
 
     manager = _build_manager(strategy, sizes, config, wrapper_config, device, world, device_mesh, moe_mesh)
     joined = manager.mesh.world
-    adapters = joined.together(lambda: None if peft is None else parse_adapter_options(peft, where="peft"))
-    manager.parallelize(*joined.together(build))
+    adapters = joined.run_on_all_ranks(lambda: None if peft is None else parse_adapter_options(peft, where="peft"))
+    manager.parallelize(*joined.run_on_all_ranks(build))
     return manager
 
 
@@ -174,7 +174,7 @@ class PretrainedRequest:
     seed: int = 0
     revision: str | None = None
     allow_pickle: bool = False
-    trusted: str | None = None
+    trust_remote_code: str | None = None
     peft: Any = None
 
 
@@ -183,7 +183,7 @@ def open_pretrained_model(world: World, request: PretrainedRequest) -> tuple[nn.
     model, weights, base, options = _open_base(world, request, where="peft")
     if options is None:
         return model, weights
-    adapted, values = world.together(
+    adapted, values = world.run_on_all_ranks(
         lambda: apply_adapter(model, weights, options, base, seed=request.seed, where="peft")
     )
     return adapted, values or weights
@@ -196,15 +196,17 @@ def open_for_injection(
     model, weights, base, options = _open_base(world, request, where=where)
     if options is None:
         raise ModelError(f"{where} gives no adapter.")
-    return model, world.together(lambda: ExternalAdapterInjection(model, weights, options, base, where=where))
+    return model, world.run_on_all_ranks(lambda: ExternalAdapterInjection(model, weights, options, base, where=where))
 
 
 def _open_base(
     world: World, wanted: PretrainedRequest, *, where: str
 ) -> tuple[nn.Module, PretrainedWeights, BaseModelRef | None, AdapterOptions | None]:
     """Return the base model, its values, which base it is, and options of its adapter. Collective."""
-    adapters = world.together(lambda: None if wanted.peft is None else parse_adapter_options(wanted.peft, where=where))
-    trusted, allow_pickle, code = wanted.trusted, wanted.allow_pickle, wanted.trusted is not None
+    adapters = world.run_on_all_ranks(
+        lambda: None if wanted.peft is None else parse_adapter_options(wanted.peft, where=where)
+    )
+    trusted, allow_pickle, code = wanted.trust_remote_code, wanted.allow_pickle, wanted.trust_remote_code is not None
     revision = wanted.revision or (trusted if is_commit(trusted) else None)
     directory = find_model_directory_on_all_ranks(
         wanted.path, world, revision=revision, allow_pickle=allow_pickle, include_code=code
@@ -223,7 +225,7 @@ def _open_base(
         base = None if adapters is None else identify_base(wanted.path, directory, allow_pickle=allow_pickle)
         return model, weights, base
 
-    model, weights, base = world.together(load)
+    model, weights, base = world.run_on_all_ranks(load)
     check_same_weights(weights, world, base)
     warn_about_weights(weights, world, stacklevel=5)
     return model, weights, base, adapters
@@ -266,9 +268,9 @@ def _build_manager(
             wanted = _sizes_from_degrees(known, sizes, claims)
         return resolve(name, wanted, joined.size, config=config, wrapper_config=wrapper_config)
 
-    stack, degrees = joined.together(resolved)
+    stack, degrees = joined.run_on_all_ranks(resolved)
     return stack.build(
-        Mesh(degrees, joined) if device_mesh is None else from_device_mesh(device_mesh, stack.claims, moe_mesh)
+        Mesh(degrees, joined) if device_mesh is None else from_device_mesh(device_mesh, stack.claimed_axes, moe_mesh)
     )
 
 
@@ -285,7 +287,7 @@ def _sizes_from_degrees(degrees: Degrees, sizes: MeshSizeKwargs, claims: Collect
 
 def check_same_weights(weights: PretrainedWeights, world: World, base: BaseModelRef | None = None) -> None:
     """Refuse directories that differ between nodes, by names, shapes, dtypes and the base's fingerprint. Collective."""
-    mine = [weights.fingerprint(), 0 if base is None else int(base.fingerprint[:15], 16)]
+    mine = [weights.compute_fingerprint(), 0 if base is None else int(base.fingerprint[:15], 16)]
     if world.reduce_ints(mine, dist.ReduceOp.MIN) != world.reduce_ints(mine, dist.ReduceOp.MAX):
         raise ModelError(
             "ranks find different weights under the same path: names, shapes, dtypes or values differ. Copy the same "
@@ -296,5 +298,5 @@ def check_same_weights(weights: PretrainedWeights, world: World, base: BaseModel
 def warn_about_weights(weights: PretrainedWeights, world: World, *, stacklevel: int) -> None:
     """Warn of missing or superfluous weights, on the first rank."""
     if world.rank == 0:
-        for remark in weights.remarks:
+        for remark in weights.warnings:
             warn(remark, stacklevel=stacklevel)

@@ -58,7 +58,7 @@ def test_ragged_masks_and_two_decay_groups(ranks: int) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case(empty=3, microbatches=3), id="a-rank-without-tokens-accumulating"),
+        pytest.param(Case(num_masked_sequences=3, microbatches=3), id="a-rank-without-tokens-accumulating"),
         pytest.param(Case(shares=(1, 2, 4, 5)), id="uneven-shares"),
         pytest.param(Case(tied=True, microbatches=3), id="tied-accumulating"),
         pytest.param(Case(max_norm=None), id="unclipped"),

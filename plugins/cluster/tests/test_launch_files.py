@@ -242,7 +242,7 @@ def test_a_job_heeds_ranks_per_node_runtime_and_address() -> None:
     on_cpu = {"device": "cpu", "launch__gpus_per_node": 0}
     assert "--ntasks-per-node=4\n" in _texts("slurm", launch__ranks_per_node=4, **on_cpu)["job.sbatch"]
     values = _job("slurm", launch__nodes=1, launch__ranks_per_node=1, **on_cpu).values
-    assert RunConfig.model_validate(values).processes(frozenset({"dp_shard"}), 0) == 1
+    assert RunConfig.model_validate(values).count_local_ranks(frozenset({"dp_shard"}), 0) == 1
     train_job = _manifests("TrainJob", launch__kubernetes__runtime="other")[1]
     assert train_job["spec"]["runtimeRef"] == {"name": "other"}
     command = build_submit_command(_job("ray", launch__ray={"address": "http://head:8265"}), "ray")

@@ -105,7 +105,7 @@ def test_a_job_that_is_preempted_and_requeued_ends_with_the_numbers_of_one_that_
     said = _log(run)
     assert [int(step) for step in re.findall(r"going on from .*, after step (\d+)", said)] == [first, second]
     assert "Traceback" not in said
-    assert run.numbers() == whole.numbers()
+    assert run.read_metrics() == whole.read_metrics()
     assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")
 
 
@@ -122,5 +122,5 @@ def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(cluster: Cluster,
     time.sleep(3)
     job = cluster.job(number)
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
-    assert run.steps_done() == _saved(run)[0] < STEPS
+    assert run.count_steps() == _saved(run)[0] < STEPS
     assert os.path.isdir(run.checkpoints / f"step-{_saved(run)[0]:08d}")

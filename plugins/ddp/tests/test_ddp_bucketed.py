@@ -59,7 +59,7 @@ LAYOUTS: list[tuple[int, dict[str, Any], Case]] = [
     (4, {**OVERLAP, "bucket_size": 100}, ROUTED["ranks"]),
     (4, SMALL, ROUTED["steps"]),
     (4, SMALL, Case(model_type="gpt2", tied=True, shares=(1, 2, 3, 6), eval_after=True)),
-    (4, SMALL, Case(empty=3, norm_type=float("inf"), max_norm=0.05)),
+    (4, SMALL, Case(num_masked_sequences=3, norm_type=float("inf"), max_norm=0.05)),
     (4, SMALL, Case(model_type="mamba2", tied=None)),
 ]
 
@@ -331,8 +331,8 @@ def _traffic(config: dict[str, Any], case: Case) -> dict[str, tuple[int, int]]:
     """Calls and bytes by kind of collective in the second step."""
     manager = built("ddp", config, {}, case)
     seen = record_collectives(lambda: train_steps(manager, case, range(1, 2)))
-    large = [each for each in seen if each.bytes > 1000]
-    sizes = {kind: [each.bytes for each in large if each.kind == kind] for kind in sorted({e.kind for e in large})}
+    large = [each for each in seen if each.nbytes > 1000]
+    sizes = {kind: [each.nbytes for each in large if each.kind == kind] for kind in sorted({e.kind for e in large})}
     return {kind: (len(each), sum(each)) for kind, each in sizes.items()}
 
 
@@ -419,9 +419,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_with_its_name_and_b
 
 
 def _look(checks: GradChecker, norm: float) -> None:
-    checks.look(0, ["a", "b"], [torch.tensor([0.6 * norm]), torch.tensor([[0.8 * norm]])])
-    norms = checks.norms()
-    assert checks.verdict(norms.tolist() if norms is not None else []) is None
+    checks.record_norms(0, ["a", "b"], [torch.tensor([0.6 * norm]), torch.tensor([[0.8 * norm]])])
+    norms = checks.recorded_norms()
+    assert checks.find_error(norms.tolist() if norms is not None else []) is None
 
 
 def test_large_gradients_are_told_only_after_a_hundred_norms_have_been_seen() -> None:
@@ -451,7 +451,7 @@ def _large() -> list[str]:
         warnings.simplefilter("always")
         for index in range(NUM_REFERENCE_NORMS + 1):
             scale[0] = 20.0 if index == NUM_REFERENCE_NORMS else 1.0
-            manager.read(step())
+            manager.read_scalars(step())
             for parameter in manager.model_parts[0].parameters():
                 parameter.grad = None
     return [str(each.message) for each in caught if "check_for_large_grads" in str(each.message)]

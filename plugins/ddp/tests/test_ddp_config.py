@@ -98,7 +98,7 @@ def test_what_does_not_go_together_or_is_missing_is_refused_with_the_remedy(opti
 
 def test_use_custom_fsdp_is_an_old_name_and_warns() -> None:
     with pytest.warns(DeprecationWarning, match="Set use_megatron_fsdp=true"):
-        assert DDPConfig(use_custom_fsdp=True).hands_over
+        assert DDPConfig(use_custom_fsdp=True).delegates_to_megatron_fsdp
 
 
 def test_the_references_class_is_taken_for_the_bucketed_engine() -> None:

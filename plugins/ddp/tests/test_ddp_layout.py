@@ -95,7 +95,7 @@ def test_buckets_cover_the_buffer_in_order_and_hold_whole_parameters_in_reverse_
         behind = end
         first, last = layout.buckets[bucket]
         assert first <= start < end <= first + layout.unpadded[bucket] <= last
-    for (first, _), members in zip(layout.buckets, layout.members, strict=True):
+    for (first, _), members in zip(layout.buckets, layout.param_indices, strict=True):
         # Only the last parameter of a bucket brings it to its size.
         assert all(size is None or layout.param_ranges[index][1] - first < size for index in members[1:])
         is_alone = len(members) == 1 or not options["shared_embeddings"].intersection(members)
@@ -109,11 +109,11 @@ def test_parameters_and_buckets_are_aligned_and_every_element_is_owned_once(opti
     assert all(start % 64 == 0 for start, _, _ in layout.param_ranges)
     assert all(end % multiple == 0 for _, end in layout.buckets)
     for bucket, (start, end) in enumerate(layout.buckets):
-        parts = [layout.part(bucket, rank) for rank in ranks]
+        parts = [layout.shard_range(bucket, rank) for rank in ranks]
         assert [low for low, _ in parts] == [start, *(high for _, high in parts[:-1])]
         assert parts[-1][1] == end
         assert len({high - low for low, high in parts}) == 1
     for index, numel in enumerate(options["numels"]):
-        owned = [place for rank in ranks if (place := layout.owned(index, rank)) != (0, 0)]
+        owned = [place for rank in ranks if (place := layout.owned_param_range(index, rank)) != (0, 0)]
         assert [low for low, _ in owned] == [0, *(high for _, high in owned[:-1])]
         assert owned[-1][1] == numel

@@ -150,7 +150,7 @@ def test_a_parameter_without_gradient_in_some_microbatches_keeps_the_gradient_of
 def _bytes(config: dict[str, Any]) -> list[tuple[str, int]]:
     case = Case(dtype="float32")
     traffic = record_collectives(gradient_step(built("ddp", config, {}, case, steps=3), case, 3))
-    return [(str(each.dtype), each.bytes) for each in traffic.of("all_reduce") if each.bytes > 1000]
+    return [(str(each.dtype), each.nbytes) for each in traffic.filter("all_reduce") if each.nbytes > 1000]
 
 
 @slow

@@ -40,15 +40,17 @@ def of(
     one: Path, other: Path, fault: str = "none", **options: Any
 ) -> tuple[RunDiff, Divergence | None, StepComparison]:
     found = diff_runs(one, other, runner=performing(fault), **options)
-    assert found.replayed is not None, found.why_not
-    return found, found.parted, found.replayed
+    assert found.replayed is not None, found.unavailable_reason
+    return found, found.first_divergence, found.replayed
 
 
 def test_a_run_and_its_copy_are_the_same_bit_for_bit(plain: Path, tmp_path: Path) -> None:
     found, parted, step = of(plain, copied(plain, tmp_path / "copy"), step=5)
     assert (parted, found.exit_code, found.settings, found.layout) == (None, 0, (), ())
-    parts = (step.before, step.outputs, step.gradients, step.after)
-    assert all(each is not None and each.count >= 21 and each.largest.relative == 0 for each in parts if each.largest)
+    parts = (step.parameters_before, step.outputs, step.gradients, step.parameters_after)
+    assert all(
+        each is not None and each.num_tensors >= 21 and each.largest.relative == 0 for each in parts if each.largest
+    )
 
 
 @pytest.mark.slow
@@ -62,10 +64,10 @@ def test_layouts_agree_to_rounding_and_so_do_all_tensors_and_modules(plain, work
     found, _, step = of(plain, other, step=4, float64=float64)
     assert (found.exit_code, found.settings) == (0, ())
     assert {name for name, *_ in found.layout} == set(layout)
-    assert step.same_rows
-    assert step.outputs.count > 15
-    assert (step.gradients.count, step.tolerance) == (21, 1e-9 if float64 else 1e-4)
-    largest = [each.largest for each in (step.before, step.outputs, step.gradients, step.after)]
+    assert step.has_same_rows
+    assert step.outputs.num_tensors > 15
+    assert (step.gradients.num_tensors, step.tolerance) == (21, 1e-9 if float64 else 1e-4)
+    largest = [each.largest for each in (step.parameters_before, step.outputs, step.gradients, step.parameters_after)]
     assert not float64 or all(each is not None and each.relative < 1e-12 for each in largest)
 
 
@@ -87,7 +89,7 @@ def test_the_rate_that_a_resumed_run_has_frozen_is_named_with_its_step_and_the_r
     # The rate of step 5 is the one that it had reached; that of step 6 should be lower.
     assert (parted.name, parted.step) == ("learning_rate", 6)
     assert parted.one < parted.other
-    assert (found.resumed, found.exit_code) == ((None, 4), 1)
+    assert (found.resumed_after, found.exit_code) == ((None, 4), 1)
 
 
 @pytest.mark.slow
@@ -96,7 +98,7 @@ def test_gradients_that_are_scaled_otherwise_in_one_layout_are_named(workplace: 
     wrong = _trained(workplace, "scaled", "gradients are halved")
     _, parted, step = of(ddp, wrong, "gradients are halved")
     assert (parted.name, parted.step, parted.is_jump) == ("grad_norm", 1, True)
-    assert (step.before.first, step.outputs.first, step.gradients.beyond) == (None, None, 1)
+    assert (step.parameters_before.first, step.outputs.first, step.gradients.num_beyond_tolerance) == (None, None, 1)
     assert step.gradients.first.name == "model.layers.1.mlp.up_proj.weight"
     assert step.gradients.first.relative == pytest.approx(0.5, rel=1e-5)
 
@@ -105,7 +107,7 @@ def test_gradients_that_are_scaled_otherwise_in_one_layout_are_named(workplace: 
 def test_the_first_module_that_computes_otherwise_is_named(plain: Path, workplace: Path) -> None:
     wrong = _trained(workplace, "activations", "activations are more")
     performs = performing(), performing("activations are more")
-    found = diff_runs(plain, wrong, runner=lambda order: performs["other" in str(order.out)](order))
+    found = diff_runs(plain, wrong, runner=lambda order: performs["other" in str(order.output_directory)](order))
     first = found.replayed.outputs.first
     assert (first.name, first.relative > 0.1) == ("model.layers.0.mlp", True)
 
@@ -127,12 +129,12 @@ def test_rounding_that_grows_is_told_from_a_jump(plain: Path, tmp_path: Path) ->
 
     def parted(factors: list[float], name: str, rtol: float | None = None) -> Divergence | None:
         course = compare_metrics(*_runs(plain, tmp_path / name, factors), rtol=rtol, precision="float32")
-        return course.parted[0] if course.parted else None
+        return course.divergences[0] if course.divergences else None
 
     grown, jumped = parted(grows, "grows"), parted(jumps, "jumps")
-    assert (grown.is_jump, grown.first) == (False, 1)
+    assert (grown.is_jump, grown.first_step) == (False, 1)
     assert grown.step > 10
-    assert (jumped.is_jump, jumped.step, jumped.first) == (True, 4, 2)
+    assert (jumped.is_jump, jumped.step, jumped.first_step) == (True, 4, 2)
     assert parted([1.0, 1 + 1e-7], "same") is None
     # With a tolerance, no jump within it is reported.
     assert parted(jumps[:-1], "within", rtol=1e-4) is None
@@ -144,7 +146,7 @@ def test_tensors_are_apart_by_their_scale_and_never_by_what_is_equal() -> None:
     found = compare_tensors("x", one, torch.tensor([1.5, -4.0, math.nan, math.inf]))
     assert (found.absolute, compare_tensors("x", one, one.clone()).relative) == (0.5, 0)
     assert compare_tensors("x", torch.tensor([1.0]), torch.tensor([math.nan])).relative > 1
-    assert compare_tensors("x", torch.zeros(2), torch.zeros(3)).why == "shape (2,) against (3,)"
+    assert compare_tensors("x", torch.zeros(2), torch.zeros(3)).reason == "shape (2,) against (3,)"
 
 
 def test_bad_input_is_reported(plain: Path, tmp_path: Path) -> None:

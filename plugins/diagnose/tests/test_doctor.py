@@ -52,57 +52,57 @@ def test_versions_are_held_against_what_is_declared(requires, python, state, sai
     lines += ["Provides-Extra: more", f"Requires-Dist: {requires}", ""]
     (found / "METADATA").write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    told = [each for each in checks.check_versions() if each.state != "ok"]
-    assert [each.state for each in told] == ([state] if state else [])
-    assert all(said in each.said and each.mend for each in told)
+    told = [each for each in checks.check_versions() if each.status != "ok"]
+    assert [each.status for each in told] == ([state] if state else [])
+    assert all(said in each.message and each.fix for each in told)
 
 
 def test_a_plugin_that_cannot_be_loaded_is_wrong_and_the_others_are_told():
     broken = EntryPoint("odd", "no_such_module_at_all", "meshwright")
     strategies, failure = checks.check_plugins(Registry([broken]))
-    assert (strategies.state, strategies.said) == ("ok", "single")
-    assert (failure.name, failure.state, "no_such_module_at_all" in failure.said) == ("odd", "wrong", True)
+    assert (strategies.status, strategies.message) == ("ok", "single")
+    assert (failure.name, failure.status, "no_such_module_at_all" in failure.message) == ("odd", "wrong", True)
 
 
 def test_threads_that_are_no_number_or_too_many_are_told():
     many = "warning" if count_usable_cores() > 1 else "ok"
     for value, state in ((None, "ok"), ("1", "ok"), ("none", "wrong"), ("0", "wrong"), ("64", many)):
         environment = {} if value is None else {"OMP_NUM_THREADS": value}
-        assert by_name(list(checks.check_settings(environment, 4)))["OMP_NUM_THREADS"].state == state
+        assert by_name(list(checks.check_settings(environment, 4)))["OMP_NUM_THREADS"].status == state
 
 
 def test_few_open_files_are_told(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
     found = by_name(list(checks.check_limits()))["open files"]
-    assert (found.state, "ulimit -n" in found.mend) == ("warning", True)
+    assert (found.status, "ulimit -n" in found.fix) == ("warning", True)
 
 
 def test_a_clock_that_is_behind_the_files_or_is_being_set_is_told(monkeypatch):
-    assert [each.state for each in checks.check_clocks()] == ["ok"]
+    assert [each.status for each in checks.check_clocks()] == ["ok"]
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - 1e9)
-    assert [(each.state, "before the files" in each.said) for each in checks.check_clocks()] == [("warning", True)]
+    assert [(each.status, "before the files" in each.message) for each in checks.check_clocks()] == [("warning", True)]
     jumps = iter([0.0, 30.0])
     monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
-    assert [(each.state, "being set" in each.said) for each in checks.check_clocks()] == [("warning", True)]
+    assert [(each.status, "being set" in each.message) for each in checks.check_clocks()] == [("warning", True)]
 
 
 def test_a_directory_is_tried_and_left_as_it_was(tmp_path):
     place = tmp_path / "runs"
     found = by_name(list(check_directory(place)))
     assert {"writable", "renaming", "locks", "free", "speed"} == found.keys()
-    assert {found[name].state for name in ("writable", "renaming", "locks")} == {"ok"}
+    assert {found[name].status for name in ("writable", "renaming", "locks")} == {"ok"}
     assert not list(place.iterdir())
 
 
 def test_a_directory_that_cannot_be_made_or_holds_no_locks_or_is_full_is_told(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine", encoding="utf-8")
     (found,) = check_directory(tmp_path / "file")
-    assert (found.state, find_exit_code([found])) == ("wrong", 2)
+    assert (found.status, find_exit_code([found])) == ("wrong", 2)
     monkeypatch.setattr(checks, "MIN_FREE_BYTES", 1 << 62)
     monkeypatch.setattr(checks, "MIN_WRITE_SPEED", 1e15)
     monkeypatch.setattr(checks, "FileLock", lambda *_, **__: nullcontext())
-    states = {name: each.state for name, each in by_name(list(check_directory(tmp_path))).items()}
+    states = {name: each.status for name, each in by_name(list(check_directory(tmp_path))).items()}
     assert (states["locks"], states["free"], states["speed"]) == ("wrong", "warning", "warning")
 
 
@@ -115,7 +115,7 @@ def _as_two_nodes(place: str, ahead_s: float) -> list[tuple[str, str, str]]:
             if world.rank == 1:
                 time.time = lambda: real() + ahead_s
             found = list(together.check_ranks(world, Path(place)))
-            return [(each.name, each.state, each.said) for each in found]
+            return [(each.name, each.status, each.message) for each in found]
     finally:
         time.time = real
 

@@ -165,12 +165,12 @@ TWO_STEPS = [
 
 def test_a_window_is_divided_among_computing_exposed_communication_and_the_host(tmp_path: Path) -> None:
     found = summarize_trace(read_trace(_trace_file(tmp_path / "rank-00000.json.gz", TWO_STEPS, run="a run")))
-    assert (found.steps, found.count, found.about["run"]) == ([4, 5], 2, "a run")
+    assert (found.steps, found.num_steps, found.metadata["run"]) == ([4, 5], 2, "a run")
     seconds = (found.seconds, found.computing_seconds, found.exposed_seconds, found.host_seconds)
     assert (seconds, found.communication_seconds) == (pytest.approx((20, 9, 3, 8)), pytest.approx(5))
     parts = {
         row.name: (row.calls, row.seconds, row.computing_seconds, row.exposed_seconds, row.host_seconds)
-        for row in found.parts
+        for row in found.phases
     }
     assert parts["data"] == pytest.approx((2, 2, 0, 0, 2))
     assert parts["forward_backward"] == pytest.approx((2, 15, 9, 3, 3))
@@ -214,9 +214,9 @@ def test_memory_is_told_at_its_peak_by_part_and_by_who_took_it(tmp_path: Path) -
     memory = [(2, 100, 100), (4.5, 50, 150), (5.5, -100, 50), (7, 10, 60)]
     trace = read_trace(_trace_file(tmp_path / "rank-00000.json.gz", spans, memory))
     peak = summarize_trace(trace).memory
-    assert (peak.bytes, peak.part, peak.operator) == (150, "forward_backward", "aten::add")
+    assert (peak.bytes, peak.phase, peak.operator) == (150, "forward_backward", "aten::add")
     # What was held when a part began counts.
-    assert peak.parts == {"forward_backward": 150, "optimizer": 150}
+    assert peak.phases == {"forward_backward": 150, "optimizer": 150}
     told = build_memory_timeline(trace)
     assert told["taken_by_operator"] == {"aten::mm": 100, "aten::add": 50, "aten::sqrt": 10}
     assert (told["seconds"], told["bytes"]) == (pytest.approx([2, 4.5, 5.5, 7]), [100, 150, 50, 60])
@@ -237,10 +237,10 @@ def test_a_comparison_is_by_step_and_by_the_size_of_the_difference(tmp_path: Pat
         ("aten::mm", pytest.approx(4), pytest.approx(2)),
         ("aten::add", pytest.approx(0.5), 0),
     ]
-    whole = {row.name: row.seconds for row in found.whole}
+    whole = {row.name: row.seconds for row in found.totals}
     assert whole["time"] == pytest.approx(16 - 10)
     assert whole["exposed communication"] == pytest.approx(-1.5)
-    parts = {row.name: row.seconds for row in found.parts}
+    parts = {row.name: row.seconds for row in found.phases}
     assert parts["forward_backward"] == pytest.approx(16 - 7.5)
     code, output = invoke("profile", "compare", *paths)
     assert (code, "+11,000" in output, "aten::softmax" in output) == (0, True, True)
@@ -292,9 +292,14 @@ def test_what_is_no_trace_is_refused_with_what_to_give_instead(tmp_path: Path) -
 
 def test_windows_are_in_order_within_the_run_and_on_ranks_that_are_there() -> None:
     several = ProfileConfig(steps=[[1, 2], [5, 5]], ranks=[3, 1])
-    assert (several.windows, several.teller, several.takes(3), several.takes(0)) == ([(1, 2), (5, 5)], 1, True, False)
+    assert (several.windows, several.summary_rank, several.includes_rank(3), several.includes_rank(0)) == (
+        [(1, 2), (5, 5)],
+        1,
+        True,
+        False,
+    )
     assert ProfileConfig(steps=[10, 12]).windows == [(10, 12)]
-    assert ProfileConfig(steps=[1, 1], ranks="all").takes(7)
+    assert ProfileConfig(steps=[1, 1], ranks="all").includes_rank(7)
     for steps, ranks, wrong in (
         ([3, 2], [0], "ends before it begins"),
         ([[1, 4], [4, 5]], [0], "share no step"),

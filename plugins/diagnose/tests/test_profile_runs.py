@@ -61,19 +61,19 @@ def test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen(workplace: Path
     assert all("Input Dims" in each.details for each in spans if each.name == "aten::mm")
     summary = load_summary(path)
     assert summary.steps == [2, 3]
-    parts = {row.name: row for row in summary.parts}
+    parts = {row.name: row for row in summary.phases}
     # Saved and evaluated after step 2, and begun anew: what follows step 3 is not in the window.
     assert set(parts) == PARTS | {"save", "evaluation", "between"}
     assert [parts[name].calls for name in ("forward_backward", "optimizer", "save", "evaluation")] == [2, 2, 1, 1]
     whole = summary.computing_seconds + summary.exposed_seconds + summary.host_seconds
     assert whole == pytest.approx(summary.seconds)
-    assert sum(row.seconds for row in summary.parts) == pytest.approx(summary.seconds)
+    assert sum(row.seconds for row in summary.phases) == pytest.approx(summary.seconds)
     gathers = next(row for row in summary.communication if row.name == "gloo:all_gather")
     assert (gathers.bytes or 0) > 0
     assert load_summary(place.out / "profile" / "summary.json") == summary
     memory = json.loads((place.out / "profile" / "rank-00001-memory.json").read_text())
     assert memory["peak_bytes"] == max(memory["bytes"]) > 0
-    assert summary.memory.part == "forward_backward"
+    assert summary.memory.phase == "forward_backward"
 
 
 @pytest.mark.slow
@@ -107,8 +107,8 @@ def test_a_window_beyond_the_last_step_is_refused_before_anything_starts(workpla
 
 def test_steps_that_nobody_looks_at_are_surrounded_by_nothing(tmp_path: Path) -> None:
     sampler = CommunicationSampler(4, torch.device("cpu"))
-    assert [index for index in range(12) if sampler.around(index) is not NO_CONTEXT] == [3, 7, 11]
-    assert sampler.measured() == {}
+    assert [index for index in range(12) if sampler.step_context(index) is not NO_CONTEXT] == [3, 7, 11]
+    assert sampler.read_times() == {}
     assert not is_profiling()
     assert isinstance(record_if_profiling("data"), nullcontext)
     # Private names of torch that are used on a GPU alone.

@@ -99,7 +99,7 @@ def _set_up(layout: Layout, *, late: bool = False) -> tuple[Fabric, Any, Any]:
     return fabric, *fabric.setup(model, optimizer(model))
 
 
-GROUPS = Case(microbatches=3, steps=4, rates=(("*norm*", 3e-3, 0.0),))
+GROUPS = Case(microbatches=3, steps=4, group_settings=(("*norm*", 3e-3, 0.0),))
 
 
 def _train(fabric: Fabric, model: Any, optimizer: Any, steps: range) -> tuple[list[float], list[float]]:

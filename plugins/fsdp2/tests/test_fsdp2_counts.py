@@ -80,8 +80,8 @@ def test_gathers_parameters_for_forward_and_freed_ones_again_for_backward(
     times = 1 if reshard is False else case.microbatches
     expected = times * (_padded(case, ranks) + freed) * WIDTH
     for traffic in pool(ranks).run(_step, {"reshard_after_forward": reshard}, {}, case):
-        assert traffic.of("all_gather").bytes == expected
-        assert {each.group for each in traffic.of("all_gather")} == {"dp_shard"}
+        assert traffic.filter("all_gather").nbytes == expected
+        assert {each.group for each in traffic.filter("all_gather")} == {"dp_shard"}
 
 
 @slow
@@ -89,9 +89,9 @@ def test_parameters_that_stay_gathered_are_cast_once_a_step() -> None:
     case = replace(ACCUMULATED, dtype="float32")
     config = {"mp_policy": {"param_dtype": "bfloat16"}, "reshard_after_forward": False}
     for traffic in pool(2).run(_step, config, {}, case):
-        gathered = traffic.of("all_gather")
+        gathered = traffic.filter("all_gather")
         assert {each.dtype for each in gathered} == {torch.bfloat16}
-        assert gathered.bytes == _padded(case, 2) * 2
+        assert gathered.nbytes == _padded(case, 2) * 2
 
 
 @pytest.mark.parametrize(("ranks", "defer", "times"), [(2, True, 1), pytest.param(3, False, 3, marks=slow)])
@@ -99,21 +99,21 @@ def test_gradients_travel_once_a_step_or_once_a_microbatch_and_the_rest_is_a_few
     ranks: int, defer: bool, times: int
 ) -> None:
     for traffic in pool(ranks).run(_step, {"defer_fsdp_grad_sync": defer}, {}, ACCUMULATED):
-        assert traffic.of("reduce_scatter").bytes == times * _padded(ACCUMULATED, ranks) * WIDTH
+        assert traffic.filter("reduce_scatter").nbytes == times * _padded(ACCUMULATED, ranks) * WIDTH
         rest = [each for each in traffic if each.kind not in ("all_gather", "reduce_scatter")]
         # Checks of the three microbatches, which parameters have a gradient (a number for each), and the loss.
         parameters = sum(1 for _ in build_case_model("llama", tied=False, seed=0, dtype=torch.float64).parameters())
-        assert sum(each.bytes for each in rest) < 8 * parameters + 3 * 200
+        assert sum(each.nbytes for each in rest) < 8 * parameters + 3 * 200
 
 
 @slow
 def test_gradients_travel_in_the_reduce_dtype_and_parameters_in_their_own() -> None:
     case = replace(Case(), dtype="float32")
     for traffic in pool(2).run(_step, {"reduce_dtype": "float64"}, {}, case):
-        gathered, reduced = traffic.of("all_gather"), traffic.of("reduce_scatter")
+        gathered, reduced = traffic.filter("all_gather"), traffic.filter("reduce_scatter")
         assert {each.dtype for each in gathered} == {torch.float32}
         assert {each.dtype for each in reduced} == {torch.float64}
-        assert reduced.bytes == _padded(case, 2) * 8
+        assert reduced.nbytes == _padded(case, 2) * 8
 
 
 @slow
@@ -121,12 +121,12 @@ def test_gradients_travel_in_the_reduce_dtype_and_parameters_in_their_own() -> N
 def test_gradients_that_travel_in_bfloat16_halve_what_is_scattered(sizes: dict[str, int], ranks: int) -> None:
     case = replace(ACCUMULATED, dtype="float32")
     for traffic in pool(ranks).run(_step, {"reduce_dtype": "bfloat16"}, sizes, case):
-        sent = traffic.of("all_to_all", "dp_shard")
+        sent = traffic.filter("all_to_all", "dp_shard")
         assert {each.dtype for each in sent} == {torch.bfloat16}
-        assert sent.bytes == _padded(case, 2) * 4 // 2
-        assert not traffic.of("reduce_scatter")
+        assert sent.nbytes == _padded(case, 2) * 4 // 2
+        assert not traffic.filter("reduce_scatter")
         # Sums of shards, over copies, are not rounded.
-        assert traffic.of("all_reduce", "dp_replicate").bytes == _padded(case, 2) // 2 * 4 * bool(sizes)
+        assert traffic.filter("all_reduce", "dp_replicate").nbytes == _padded(case, 2) // 2 * 4 * bool(sizes)
 
 
 def _halves() -> bool:
@@ -152,8 +152,8 @@ def test_frozen_parameters_are_gathered_but_have_no_gradients_to_reduce() -> Non
     trainable = _padded(case, 2, lambda name: _trains(name, case)) * WIDTH
     assert trainable < _padded(case, 2) * WIDTH
     for traffic in pool(2).run(_step, {"reshard_after_forward": False}, {}, case):
-        assert traffic.of("all_gather").bytes == _padded(case, 2) * WIDTH
-        assert traffic.of("reduce_scatter").bytes == trainable
+        assert traffic.filter("all_gather").nbytes == _padded(case, 2) * WIDTH
+        assert traffic.filter("reduce_scatter").nbytes == trainable
 
 
 @slow
@@ -163,8 +163,8 @@ def test_hsdp_shards_within_and_all_reduces_shards_across(defer: Any, scatters: 
     freed = _padded(ACCUMULATED, 2, lambda name: _is_freed(name, None))
     gradients = _padded(ACCUMULATED, 2) * WIDTH
     for traffic in pool(4).run(_step, config, sizes, ACCUMULATED):
-        assert traffic.of("all_gather", "dp_shard").bytes == 3 * (_padded(ACCUMULATED, 2) + freed) * WIDTH
-        assert traffic.of("reduce_scatter", "dp_shard").bytes == scatters * gradients
-        assert traffic.of("all_reduce", "dp_replicate").bytes == reductions * gradients // 2
+        assert traffic.filter("all_gather", "dp_shard").nbytes == 3 * (_padded(ACCUMULATED, 2) + freed) * WIDTH
+        assert traffic.filter("reduce_scatter", "dp_shard").nbytes == scatters * gradients
+        assert traffic.filter("all_reduce", "dp_replicate").nbytes == reductions * gradients // 2
         for kind in ("all_gather", "reduce_scatter"):
-            assert len(traffic.of(kind, "dp_replicate")) == 0
+            assert len(traffic.filter(kind, "dp_replicate")) == 0

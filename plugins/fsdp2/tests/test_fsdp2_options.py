@@ -90,7 +90,7 @@ SGD = OptimizerConfig(name="SGD", lr=1.0)
 def test_sums_of_microbatches_that_do_not_use_all_parameters_are_in_the_reduce_dtype(defer: bool, route: Any) -> None:
     case = Case("routed", sequences=8, microbatches=4, max_norm=None, optimizer=SGD, dtype="float32", route=route)
     config = {**MIXED, "defer_fsdp_grad_sync": defer}
-    alone = pool(1).run(train_case, "fsdp2", config, {}, case.undivided(8), "cpu")[0]
+    alone = pool(1).run(train_case, "fsdp2", config, {}, case.on_one_rank(8), "cpu")[0]
     assert find_max_difference(pool(2).run(train_case, "fsdp2", config, {}, case), alone).weight < 1e-6
 
 
@@ -208,7 +208,7 @@ def _stream(model_type: str, config: dict[str, Any], sizes: dict[str, int]) -> s
     for block in blocks:
         block.register_forward_hook(note, with_kwargs=True)
     microbatches = rank_microbatches(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
-    manager.forward_backward(microbatches, num_tokens=manager.announce(microbatches))
+    manager.forward_backward(microbatches, num_tokens=manager.begin_step_sync(microbatches))
     manager.optimizer_step()
     return found
 

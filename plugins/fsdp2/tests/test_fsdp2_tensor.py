@@ -141,26 +141,26 @@ BLOCKS = 3
 @slow
 def test_a_block_all_reduces_twice_in_forward_and_twice_in_backward() -> None:
     for traffic, padded in pool(4).run(_traffic, {"reshard_after_forward": False}, Case()):
-        own = [each for each in traffic.of("all_reduce", "tp") if each.bytes == HIDDEN]
+        own = [each for each in traffic.filter("all_reduce", "tp") if each.nbytes == HIDDEN]
         # Beside the blocks', the embedding's output and the gradient of the head's input.
         assert len(own) == 4 * BLOCKS + 2
         # Three numbers of each position, to compute the loss of logits that no rank has whole.
-        assert [each.bytes for each in traffic.of("all_gather", "tp")] == [2 * 3 * 6 * 16 * 8]
-        assert traffic.of("all_gather", "dp_shard").bytes == padded
-        assert traffic.of("reduce_scatter", "dp_shard").bytes == padded
+        assert [each.nbytes for each in traffic.filter("all_gather", "tp")] == [2 * 3 * 6 * 16 * 8]
+        assert traffic.filter("all_gather", "dp_shard").nbytes == padded
+        assert traffic.filter("reduce_scatter", "dp_shard").nbytes == padded
         # Logits are never whole.
         logits = 6 * 16 * 131 * 8
         for kind in ("all_gather", "all_reduce"):
-            assert all(each.bytes < logits / 2 for each in traffic.of(kind, "tp"))
+            assert all(each.nbytes < logits / 2 for each in traffic.filter(kind, "tp"))
 
 
 @slow
 def test_sequence_parallel_scatters_and_gathers_in_pairs() -> None:
     for traffic, _ in pool(4).run(_traffic, {"reshard_after_forward": False, **SP}, Case()):
-        own = [each for each in traffic.of("all_reduce", "tp") if each.bytes == HIDDEN]
+        own = [each for each in traffic.filter("all_reduce", "tp") if each.nbytes == HIDDEN]
         assert len(own) == 2
-        scatters = [each for each in traffic.of("reduce_scatter", "tp") if each.bytes == HIDDEN]
-        gathers = [each for each in traffic.of("all_gather", "tp") if each.bytes == HIDDEN]
+        scatters = [each for each in traffic.filter("reduce_scatter", "tp") if each.nbytes == HIDDEN]
+        gathers = [each for each in traffic.filter("all_gather", "tp") if each.nbytes == HIDDEN]
         assert len(scatters) == 4 * BLOCKS
         # And at the stack's exit in forward, and its entry in backward.
         assert len(gathers) == 4 * BLOCKS + 2

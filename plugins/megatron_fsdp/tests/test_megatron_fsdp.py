@@ -36,7 +36,9 @@ LAYOUTS = {
 CASES = {
     "accumulation, tied": Case(microbatches=2, sequences=24, tied=True, eval_after=True, unshard_after=True),
     "ranks use different parameters": Case(model_type="routed", route="ranks", microbatches=3, sequences=24),
-    "frozen, a rank without tokens": Case(frozen=("*embed_tokens*", "*layers.1.*"), empty=3, norm_type=1.0),
+    "frozen, a rank without tokens": Case(
+        frozen=("*embed_tokens*", "*layers.1.*"), num_masked_sequences=3, norm_type=1.0
+    ),
 }
 
 
@@ -106,7 +108,7 @@ def _by_hand() -> list[float]:
         ids = torch.randint(131, (8, 6), generator=torch.Generator().manual_seed(step))
         for half in range(2):
             mine = ids[world.rank * 4 + half * 2 :][:2]
-            with manager.sync_gradients(is_last=half == 1):
+            with manager.microbatch_context(is_last=half == 1):
                 (sum_token_loss(module(input_ids=mine).logits, mine) / 40).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -75,7 +75,7 @@ def test_what_is_refused(options: dict[str, Any], told: str) -> None:
 def test_stages_go_by_number_or_by_megatron_cores_name() -> None:
     for stage, name in enumerate(("no_shard", "optim", "optim_grads")):
         for number in ({}, {"zero_dp_strategy": stage}, {"zero_dp_strategy": 3}):
-            assert MegatronFSDPConfig(data_parallel_sharding_strategy=name, **number).zero == stage
+            assert MegatronFSDPConfig(data_parallel_sharding_strategy=name, **number).zero_stage == stage
 
 
 def test_dtypes_are_taken_by_name_or_as_they_are() -> None:

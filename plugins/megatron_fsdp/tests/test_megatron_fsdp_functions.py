@@ -218,8 +218,8 @@ def _own_plan(plan: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     model = build_tiny_model()
     layout = model_layout(model)
     found = find_plan(model, layout, plan)
-    names = [name for name in found.modules if not name.startswith("model.layers.1")]
-    return {name: found.modules[name] for name in names}, found.shards_positions
+    names = [name for name in found.module_styles if not name.startswith("model.layers.1")]
+    return {name: found.module_styles[name] for name in names}, found.uses_sequence_parallel
 
 
 def test_torch_styles_mean_what_ours_do() -> None:

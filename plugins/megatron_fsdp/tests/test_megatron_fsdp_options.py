@@ -57,8 +57,10 @@ def _counts(config: dict[str, Any]) -> tuple[int, ...]:
     manager = built("megatron_fsdp", config, {}, case)
     step = record_collectives(gradient_step(manager, case, 1), {"shard": manager.mesh.group("dp_shard")})
     end = record_collectives(manager.optimizer_step)
-    large = [each.kind for each in step.of(group="shard") if each.bytes > 8000]
-    return *(large.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")), len(end.of("all_gather"))
+    large = [each.kind for each in step.filter(group="shard") if each.nbytes > 8000]
+    return *(large.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")), len(
+        end.filter("all_gather")
+    )
 
 
 @slow
@@ -99,7 +101,7 @@ def _dtypes(config: dict[str, Any], dtype: str) -> dict[str, set[str]]:
     case = Case(dtype=dtype)
     manager = built("megatron_fsdp", config, {}, case)
     step = record_collectives(gradient_step(manager, case, 1))
-    gradients = [each for each in step.of("reduce_scatter") if each.bytes > 4000]
+    gradients = [each for each in step.filter("reduce_scatter") if each.nbytes > 4000]
     return {
         "sent": {str(each.dtype) for each in gradients},
         "trained": {str(p.dtype) for p in manager.trainable()},
@@ -227,7 +229,7 @@ def _broken(config: dict[str, Any]) -> tuple[str, bool, float]:
         handles.append(norm.register_forward_hook(lambda *a: a[-1] * float("inf")))
     try:
         gradient_step(manager, case)()
-        manager.read()
+        manager.read_scalars()
         told = "accepted"
     except TrainingError as error:
         told = str(error)

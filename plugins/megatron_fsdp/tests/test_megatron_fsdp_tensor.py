@@ -80,8 +80,8 @@ def _traffic(config: dict[str, Any]) -> dict[str, int]:
     sizes = TP2 if torch.distributed.get_world_size() == 4 else {}
     manager = built("megatron_fsdp", config, sizes, case)
     groups = {"shard": manager.mesh.group("dp_shard"), "tp": manager.mesh.group("tp")}
-    seen = record_collectives(training_step(manager, case, 1), groups).of(group="shard")
-    return {kind: seen.of(kind).bytes for kind in ("all_gather", "reduce_scatter")}
+    seen = record_collectives(training_step(manager, case, 1), groups).filter(group="shard")
+    return {kind: seen.filter(kind).nbytes for kind in ("all_gather", "reduce_scatter")}
 
 
 @slow
@@ -96,11 +96,11 @@ def _along(axis: str, config: dict[str, Any]) -> tuple[int, int, list[str]]:
     """Reductions and exchanges of a step along an axis of two ranks, and the weights of a block that it divides."""
     case = Case(ragged=False)
     manager = built("megatron_fsdp", config, {f"{axis}_size": 2}, case)
-    seen = record_collectives(training_step(manager, case, 1), {axis: manager.mesh.group(axis)}).of(group=axis)
+    seen = record_collectives(training_step(manager, case, 1), {axis: manager.mesh.group(axis)}).filter(group=axis)
     parallel = manager.tensor_parallel
     divided = {name for name, each in parallel.divisions.items() if each.is_sharded} if parallel else set()
     inside = sorted({name.split(".")[-2] for name in divided if ".layers.0." in name})
-    return len(seen.of("reduce_scatter")), len(seen.of("all_to_all")), inside
+    return len(seen.filter("reduce_scatter")), len(seen.filter("all_to_all")), inside
 
 
 GATHERED = {"model.layers.*.mlp.up_proj": "colwise_gather_output"}

@@ -71,16 +71,16 @@ def test_documents_begin_at_each_row_and_where_positions_do_not_rise() -> None:
     targets_BS = torch.tensor([[1, 1, -100, 1, 1], [1, 1, 1, 1, -100]])
     sequences = Sequences(targets_BS, positions_BS)
     values_BS = torch.arange(10.0).view(2, 5).requires_grad_()
-    sums_D = sequences.document_sum(values_BS)
+    sums_D = sequences.sum_by_document(values_BS)
     assert sums_D.tolist() == [3.0, 7.0, 5.0, 13.0, 8.0, 9.0]
-    assert sequences.document_sum(sequences.mask).tolist() == [2, 2, 1, 2, 1, 0]
-    assert sequences.sequence_sum(values_BS).tolist() == [10.0, 35.0]
+    assert sequences.sum_by_document(sequences.mask).tolist() == [2, 2, 1, 2, 1, 0]
+    assert sequences.sum_by_sequence(values_BS).tolist() == [10.0, 35.0]
     (sums_D * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])).sum().backward()
     assert values_BS.grad is not None
     assert values_BS.grad.tolist() == [[1, 1, 1, 2, 2], [3, 4, 4, 5, 6]]
-    assert Sequences(targets_BS).document_sum(values_BS).tolist() == [10.0, 35.0]
+    assert Sequences(targets_BS).sum_by_document(values_BS).tolist() == [10.0, 35.0]
     # One row of positions for all.
-    assert Sequences(targets_BS, positions_BS[:1]).document_sum(sequences.mask).tolist() == [2, 2, 3, 1]
+    assert Sequences(targets_BS, positions_BS[:1]).sum_by_document(sequences.mask).tolist() == [2, 2, 3, 1]
 
 
 def _batch(rows: int, *, masked: bool = False) -> Batch:
@@ -89,12 +89,12 @@ def _batch(rows: int, *, masked: bool = False) -> Batch:
 
 
 def _policy(tokens: Tokens, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    length_B = tokens.sequence_sum(tokens.mask).clamp(min=1)
-    return -(tokens.sequence_sum(tokens.log_probs) / length_B).sum(), {"b": length_B.sum(), "a": length_B.sum()}
+    length_B = tokens.sum_by_sequence(tokens.mask).clamp(min=1)
+    return -(tokens.sum_by_sequence(tokens.log_probs) / length_B).sum(), {"b": length_B.sum(), "a": length_B.sum()}
 
 
 def _centred(tokens: Tokens, batch: Batch) -> Tensor:
-    sums_B = tokens.sequence_sum(tokens.log_probs)
+    sums_B = tokens.sum_by_sequence(tokens.log_probs)
     return (sums_B - sums_B.mean()).square().sum()
 
 

@@ -26,7 +26,7 @@ def _mean(tokens: Tokens, batch: Batch) -> Tensor:
 
 
 def _vector(tokens: Tokens, batch: Batch) -> Tensor:
-    return -tokens.sequence_sum(tokens.log_probs)
+    return -tokens.sum_by_sequence(tokens.log_probs)
 
 
 def _detached(tokens: Tokens, batch: Batch) -> Tensor:
@@ -46,7 +46,7 @@ def _failing(tokens: Tokens, batch: Batch) -> Tensor:
 
 
 def _bad_ids(tokens: Tokens, batch: Batch) -> Tensor:
-    return tokens.log_probs_of(tokens.targets).sum()
+    return tokens.log_probs_for(tokens.targets).sum()
 
 
 class _Pairs:
@@ -188,12 +188,12 @@ def _breaking(strategy: str, config: Any, sizes: Any, how: str, reads: bool) -> 
         batches = _batches(
             step, mesh.data_rank, mesh.data_size, **{"break": lambda ids, step=step: torch.full_like(ids[:, 0], step)}
         )
-        num_tokens = manager.announce(batches, objective=objective)
+        num_tokens = manager.begin_step_sync(batches, objective=objective)
         weights = full_weights(manager)
         try:
             loss = manager.forward_backward(batches, num_tokens=num_tokens, objective=objective)
             if reads:
-                manager.read(loss, manager.clip_grad_norm(1.0))
+                manager.read_scalars(loss, manager.clip_grad_norm(1.0))
             manager.optimizer_step()
         except MeshwrightError as error:
             told = f"{type(error).__name__} in step {step + 1}: {error}"

@@ -459,7 +459,7 @@ def test_a_step_has_the_objectives_value_and_its_gradient(cell, world):
         microbatches.append(batch)
         columns = {name: each for name, each in batch.items() if name not in ("input_ids", "labels", "position_ids")}
         logits = plain(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        tokens = Tokens.of_logits(logits, batch["labels"], position_ids=batch["position_ids"])
+        tokens = Tokens.from_logits(logits, batch["labels"], position_ids=batch["position_ids"])
         total, count = total + objective(tokens, columns)[0], count + objective.count(batch)
     (total / count).backward()
     num_tokens = manager.announce(microbatches, objective=objective)

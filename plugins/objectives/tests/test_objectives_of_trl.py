@@ -200,8 +200,8 @@ def test_kto_is_that_of_trl(loss, seed):
         torch.where(each["labels"][:, 1:] != -100, each["reference_log_probs"][:, :-1], 0.0).sum(1)
         for each in (batch, other)
     )
-    own = Tokens.of_logits(other["logits"], other["labels"])
-    kl = (own.sequence_sum(own.log_probs) - other_summed).mean().clamp(min=0)
+    own = Tokens.from_logits(other["logits"], other["labels"])
+    kl = (own.sum_by_sequence(own.log_probs) - other_summed).mean().clamp(min=0)
     batch["reference_kl"] = kl.expand(6)
     trainer = trainer_of(
         "KTO",

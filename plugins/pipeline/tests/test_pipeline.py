@@ -105,7 +105,7 @@ LATE: list[Layout] = [
     # Its first block has no experts, and its first stage no other block.
     ("fsdp2", replace(EXPERTS, model_type="deepseek_v3"), {"module_fqns_per_model_part": FIRST_BLOCK_ALONE}, EP2),
     # A rank has no tokens.
-    ("fsdp2", Case(empty=6), {}, DP2),
+    ("fsdp2", Case(num_masked_sequences=6), {}, DP2),
     ("fsdp2", Case(norm_type=math.inf, max_norm=0.05, tied=True), {}, DP2),
     # All but the head is frozen.
     ("fsdp2", Case(frozen=("[!l]*",)), {}, DP2),
@@ -164,7 +164,7 @@ def test_what_context_parallelism_cannot_divide_is_found_in_any_stage() -> None:
 
 def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     schedule, path = build_schedule("zbv", num_ranks=2, num_stages=4, num_microbatches=6), tmp_path / "own.csv"
-    path.write_text("\n".join(",".join(map(str, order)) for order in schedule.orders), encoding="utf-8")
+    path.write_text("\n".join(",".join(map(str, order)) for order in schedule.actions_by_rank), encoding="utf-8")
     _over("single", DEEP, 2, {"pp_schedule_csv": str(path)})
 
 

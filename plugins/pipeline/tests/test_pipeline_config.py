@@ -170,4 +170,4 @@ def test_a_file_says_how_many_microbatches_a_run_has(tmp_path):
     with pytest.raises(ConfigError, match=r"pp_batch_size=6 is 3 microbatches of 2, but .*own.csv' runs 2"):
         compute_num_microbatches(both, num_sequences=12)
     schedule = resolve_schedule(config(pp_schedule_csv=str(path)), num_ranks=1, num_stages=1, num_microbatches=2)
-    assert [str(action) for action in schedule.orders[0]] == ["0F0", "0F1", "0B0", "0B1"]
+    assert [str(action) for action in schedule.actions_by_rank[0]] == ["0F0", "0F1", "0B0", "0B1"]

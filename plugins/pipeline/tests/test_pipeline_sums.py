@@ -40,7 +40,7 @@ def test_sums_over_microbatches_are_those_of_one_process(
 
 def _apart(strategy: str, case: Case, config: dict[str, Any], schedule: str) -> float:
     """How far weights are from those of the same strategy on one rank, in the same microbatches."""
-    alone = pool(1).run(train_case, strategy, config, {}, case.undivided(case.sequences), "cpu")[0]
+    alone = pool(1).run(train_case, strategy, config, {}, case.on_one_rank(case.sequences), "cpu")[0]
     wrapper = {"pipeline": {"pp_schedule": schedule}}
     return find_max_difference(
         pool(2).run(train_case, strategy, config, {"pp_size": 2}, case, "cpu", wrapper), alone

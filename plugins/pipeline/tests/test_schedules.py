@@ -92,7 +92,7 @@ def test_each_schedule_computes_everything_once_on_the_rank_of_its_stage_and_fin
     validate(schedule)
     held = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
     assert {len(stages) for stages in held} == {schedule.stages // schedule.ranks}
-    if find_schedule_spec(schedule.name).v_shaped:
+    if find_schedule_spec(schedule.name).is_v_shaped:
         assert all(sum(stages) == schedule.stages - 1 for stages in held)
 
 
@@ -300,7 +300,7 @@ def test_further_microbatches_repeat_what_a_steady_schedule_does(name, chunks, r
     rule = SCHEDULES[name]
     if not rule.min_chunks <= chunks <= (rule.max_chunks or chunks):
         return
-    least, step = rule.steady(ranks)
+    least, step = rule.steady_state(ranks)
     made = [
         build_schedule(name, num_ranks=ranks, num_stages=ranks * chunks, num_microbatches=least + n * step)
         for n in range(4)
@@ -369,14 +369,14 @@ def test_a_schedule_in_a_file_is_the_same_schedule(name, tmp_path):
     schedule = build_schedule(name, num_ranks=3, num_stages=stages, num_microbatches=7)
     write(tmp_path / "own.csv", schedule)
     read = read_schedule_csv(tmp_path / "own.csv", num_ranks=3, num_stages=stages, num_microbatches=7)
-    assert (read.orders, read.placement) == (schedule.orders, schedule.placement)
+    assert (read.actions_by_rank, read.placement) == (schedule.actions_by_rank, schedule.placement)
     assert read_schedule_size(tmp_path / "own.csv") == (stages, 7)
 
 
 def test_cells_that_overlap_forward_and_backward_run_one_after_the_other(tmp_path):
     path = tmp_path / "own.csv"
     path.write_text("0F0, ,(0F1;0B0)OVERLAP_F_B,0B1\n", encoding="utf-8")
-    (order,) = read_schedule_csv(path, num_ranks=1, num_stages=1, num_microbatches=2).orders
+    (order,) = read_schedule_csv(path, num_ranks=1, num_stages=1, num_microbatches=2).actions_by_rank
     assert order == actions("0F0 0F1 0B0 0B1")
 
 

@@ -79,11 +79,14 @@ def test_schedule_and_split_follow_the_options(run_file, tmp_path):
     run = load_run(run_file, [options(layers_per_stage=3), "pp_size=3", "nproc=3"])
     assert [len(stage.blocks) for stage in summarize_pipeline(run).stages] == [3, 3, 3]
     # Each data-parallel rank has its share of the sequences.
-    assert summarize_pipeline(load_run(run_file, ["strategy=fsdp2", "pp_size=2", "nproc=4"])).schedule.microbatches == 4
+    assert (
+        summarize_pipeline(load_run(run_file, ["strategy=fsdp2", "pp_size=2", "nproc=4"])).schedule.num_microbatches
+        == 4
+    )
     path = tmp_path / "own.csv"
     path.write_text("0F0,0F1,,0B0,0B1\n1F0,1F1,1B0,1B1\n", encoding="utf-8")
     view = summarize_pipeline(load_run(run_file, [options(pp_schedule_csv=str(path)), "pp_size=2", "nproc=2"]))
-    assert view.schedule.microbatches == 2
+    assert view.schedule.num_microbatches == 2
     assert "own.csv" in view.headline
 
 

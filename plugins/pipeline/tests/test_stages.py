@@ -87,7 +87,7 @@ def test_hidden_states_cross_each_boundary_once_and_nothing_else_does(name: str)
         assert [sum(each) for each in zip(*found, strict=True)] == [12 * boundaries] * 2
         assert sizes == {hidden}
         # What is left: agreements of a few numbers, and the loss.
-        assert all(each.bytes <= 64 for each in traffic if each.kind == "all_reduce")
+        assert all(each.nbytes <= 64 for each in traffic if each.kind == "all_reduce")
 
 
 def _what_goes_out(strategy: str, config: Mapping[str, Any], schedule: str) -> str:
@@ -99,7 +99,7 @@ def _what_goes_out(strategy: str, config: Mapping[str, Any], schedule: str) -> s
     calls = record_collectives(training_step(manager, case, 1))
     letters = {"send": "s", "reduce_scatter": "G", "all_reduce": "G"}
     # Without agreements (integers), the norm, and the last all-reduce, of the loss and of what ranks have found.
-    large = [each for each in calls if each.bytes > 64 and each.dtype.is_floating_point]
+    large = [each for each in calls if each.nbytes > 64 and each.dtype.is_floating_point]
     found = "".join(letters.get(each.kind, "") for each in large)
     return found[:-1]
 
@@ -262,17 +262,17 @@ def _chained(model: nn.Module, parts: list[nn.Module], ids: torch.Tensor) -> tor
     """Logits of a chain of stages, one for each block, made of `parts`, copies of the model."""
     layout, options = model_layout(model), get_forward_options(model)
     study = PartitionAnalyzer(model, layout, options)
-    count = len(study.cut.blocks)
-    cut = study.cut_at(range(1, count))
+    count = len(study.partition.blocks)
+    cut = study.partition_at(range(1, count))
     assert len(parts) == count
     passed: Any = ()
     for index, part in enumerate(parts):
         stage = range(index, index + 1)
-        boundary = cut.boundary(stage)
+        boundary = cut.build_boundary(stage)
         reduce_to_stage(part, cut, stage, boundary)
         if index:
             register_input_hook(part, cut, stage, boundary)
-        boundary.start({"input_ids": ids}, passed)
+        boundary.begin_forward({"input_ids": ids}, passed)
         passed = part(input_ids=ids, **options)
     logits: torch.Tensor = passed.logits
     return logits
@@ -294,7 +294,7 @@ def test_stages_run_one_after_the_other_give_the_logits_of_the_whole(model_type:
     ids = torch.arange(4 * 10).view(4, 10) % 100 + 1
     with torch.no_grad():
         expected = whole(input_ids=ids, **get_forward_options(whole)).logits
-        blocks = len(PartitionAnalyzer(whole, model_layout(whole), get_forward_options(whole)).cut.blocks)
+        blocks = len(PartitionAnalyzer(whole, model_layout(whole), get_forward_options(whole)).partition.blocks)
         assert torch.equal(_chained(whole, [model() for _ in range(blocks)], ids), expected)
 
 
@@ -394,7 +394,7 @@ def test_a_model_that_keeps_what_cannot_be_sent_is_refused() -> None:
     model = Carrying("kept")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with pytest.raises(ModelError, match=r"cut before blocks.1.*its logits change.*Set pp_size=1"):
-        PartitionAnalyzer(model, model_layout(model), {}).cut_at([1, 2])
+        PartitionAnalyzer(model, model_layout(model), {}).partition_at([1, 2])
     # Nothing is lost.
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 

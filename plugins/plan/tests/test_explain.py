@@ -56,5 +56,5 @@ def test_learning_rates_are_those_that_the_schedule_gives(tmp_path, monkeypatch)
     facts = collect_facts(
         config("strategy=single", "optimizer.lr=0.01", "schedule={name: linear, warmup_steps: 20}"), 1
     )
-    assert facts.rates == pytest.approx({1: 0.0, 21: 0.01, 50: 0.01 * 51 / 80, 100: 0.01 / 80})
-    assert collect_facts(config("strategy=single", "steps=null", "epochs=2"), 1).rates is None
+    assert facts.learning_rates == pytest.approx({1: 0.0, 21: 0.01, 50: 0.01 * 51 / 80, 100: 0.01 / 80})
+    assert collect_facts(config("strategy=single", "steps=null", "epochs=2"), 1).learning_rates is None

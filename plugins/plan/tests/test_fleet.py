@@ -27,7 +27,7 @@ from meshwright_plan.fleet.fleet import (
 
 RATE = PlanConfig().failures_per_rank_hour
 LARGE = FailureScenario(16_384, 8, 6.2, CheckpointSchedule(24, 1.0, 33.0, 35.0), RATE, 60.0, 300.0)
-COPIED = replace(LARGE, saves=replace(LARGE.saves, every=240), copies=ReplicaSchedule(24, 1.0, 0.9, 1.0))
+COPIED = replace(LARGE, checkpoints=replace(LARGE.checkpoints, every=240), replicas=ReplicaSchedule(24, 1.0, 0.9, 1.0))
 TWO_NODES = replace(COPIED, ranks=16, failures_per_rank_hour=RATE * 1024)
 
 
@@ -52,21 +52,21 @@ class Walk:
     def train(self) -> None:
         """Steps until something ends them; then what there is to go on from."""
         sent, written = [(0.0, self.step)], [(0.0, self.disk)]
-        copies, saves = self.fleet.copies, self.fleet.saves
+        copies, saves = self.fleet.replicas, self.fleet.checkpoints
         while self.spend("redone", self.fleet.step_s):
             self.step += 1
             if copies is not None and self.step % copies.every == 0:
-                if not self.spend("copies", copies.hold_s):
+                if not self.spend("copies", copies.blocking_s):
                     break
                 sent.append((self.now + copies.send_s, self.step))
             if self.step % saves.every == 0:
-                if not self.spend("saves", max(0.0, written[-1][0] - self.now) + saves.hold_s):
+                if not self.spend("saves", max(0.0, written[-1][0] - self.now) + saves.blocking_s):
                     break
                 written.append((self.now + saves.write_s, self.step))
         self.memory, self.disk = (max(step for when, step in each if when <= self.now) for each in (sent, written))
 
     def run(self) -> dict[str, float]:
-        fleet, source = self.fleet, self.fleet.saves
+        fleet, source = self.fleet, self.fleet.checkpoints
         lost_nodes, has_memory, is_down = 0, True, False
         while True:
             until, kind, second = self.luck.standard_exponential(), self.luck.random(), self.luck.random()
@@ -80,12 +80,12 @@ class Walk:
                 self.parts["useful"] = begun * fleet.step_s + self.parts["redone"] - computed
                 self.parts["redone"] -= self.parts["useful"]
                 return {name: each / self.seconds for name, each in self.parts.items()}
-            is_node, is_pair = kind < fleet.node_share, kind < fleet.pair_share
+            is_node, is_pair = kind < fleet.node_failure_fraction, kind < fleet.pair_failure_fraction
             if not is_up and is_node and second < 2 * lost_nodes / (fleet.nodes - 1):
                 has_memory = False
-            has_memory = has_memory and not is_pair and fleet.copies is not None
+            has_memory = has_memory and not is_pair and fleet.replicas is not None
             lost_nodes += is_node + is_pair
-            self.step, source = (self.memory, fleet.copies) if has_memory else (self.disk, fleet.saves)
+            self.step, source = (self.memory, fleet.replicas) if has_memory else (self.disk, fleet.checkpoints)
             self.memory = self.step
             self.failures, self.from_disk = self.failures + 1, self.from_disk + (not has_memory)
             is_down = True
@@ -94,16 +94,18 @@ class Walk:
 WALKED = {
     "as it is": LARGE,
     "never": replace(LARGE, failures_per_rank_hour=0.0),
-    "written at once": replace(LARGE, saves=CheckpointSchedule(7, 20.0)),
-    "saves wait": replace(LARGE, saves=CheckpointSchedule(3, 2.0, 50.0, 9.0)),
-    "saves are longer than attempts": replace(LARGE, saves=CheckpointSchedule(500, 900.0, 50_000.0, 9.0)),
+    "written at once": replace(LARGE, checkpoints=CheckpointSchedule(7, 20.0)),
+    "saves wait": replace(LARGE, checkpoints=CheckpointSchedule(3, 2.0, 50.0, 9.0)),
+    "saves are longer than attempts": replace(LARGE, checkpoints=CheckpointSchedule(500, 900.0, 50_000.0, 9.0)),
     "down for long": replace(LARGE, detection_s=4000.0, restart_s=9000.0),
     "copied": COPIED,
     "copied, saves wait": replace(
-        COPIED, saves=CheckpointSchedule(4, 1.0, 90.0, 60.0), copies=ReplicaSchedule(2, 3.0, 12.0, 2.0)
+        COPIED, checkpoints=CheckpointSchedule(4, 1.0, 90.0, 60.0), replicas=ReplicaSchedule(2, 3.0, 12.0, 2.0)
     ),
-    "copied on two nodes, down for long": replace(TWO_NODES, detection_s=4000.0, pair_share=0.0),
-    "copied, each second failure of a pair": replace(COPIED, pair_share=0.5, copies=ReplicaSchedule(1, 0.3, 6.0, 2.0)),
+    "copied on two nodes, down for long": replace(TWO_NODES, detection_s=4000.0, pair_failure_fraction=0.0),
+    "copied, each second failure of a pair": replace(
+        COPIED, pair_failure_fraction=0.5, replicas=ReplicaSchedule(1, 0.3, 6.0, 2.0)
+    ),
 }
 
 
@@ -113,14 +115,14 @@ def test_a_simulated_run_is_one_that_goes_step_by_step(name):
     for seed in range(3):
         found = simulate([fleet], 3 * DAY, num_runs=1, seed=seed)
         walk = Walk(fleet, 3 * DAY, seed)
-        assert found.means() == pytest.approx(walk.run(), abs=1e-9)
+        assert found.mean_parts() == pytest.approx(walk.run(), abs=1e-9)
         assert sum(found.parts.values()) == pytest.approx(np.ones((1, 1)))
-        assert (found.failures.item(), found.from_disk.item()) == (walk.failures, walk.from_disk)
+        assert (found.failures.item(), found.disk_restores.item()) == (walk.failures, walk.from_disk)
 
 
 CLOSED = {
     "as it is": LARGE,
-    "saves wait": replace(LARGE, saves=CheckpointSchedule(2, 1.0, 60.0, 35.0)),
+    "saves wait": replace(LARGE, checkpoints=CheckpointSchedule(2, 1.0, 60.0, 35.0)),
     "hardly anything is left": replace(LARGE, failures_per_rank_hour=20 * RATE),
 }
 
@@ -129,13 +131,13 @@ CLOSED = {
 def test_the_closed_form_is_within_what_is_simulated(name):
     fleet = CLOSED[name]
     found = simulate([fleet], 3000 * fleet.mtbf_s, num_runs=100)
-    assert found.error[0] < 2e-3
+    assert found.standard_error[0] < 2e-3
     # What a run begins and ends with is not as the rest is: some 1/3000 of an attempt.
-    assert abs(found.goodput[0] - compute_goodput(fleet)) < 4 * found.error[0] + 2e-4
+    assert abs(found.goodput[0] - compute_goodput(fleet)) < 4 * found.standard_error[0] + 2e-4
 
 
 def test_the_closed_form_is_the_complete_model_of_daly():
-    fleet = replace(LARGE, saves=CheckpointSchedule(140, 34.0, 0.0, 35.0))
+    fleet = replace(LARGE, checkpoints=CheckpointSchedule(140, 34.0, 0.0, 35.0))
     steps, mtbf, restart = 140 * 6.2, fleet.mtbf_s, 60 + 300 + 35
     took = mtbf * math.exp(restart / mtbf) * (math.exp((steps + 34) / mtbf) - 1)
     assert compute_goodput(fleet) == pytest.approx(steps / took, rel=1e-12)
@@ -145,7 +147,7 @@ def test_the_closed_form_is_the_complete_model_of_daly():
 @settings(max_examples=30, deadline=None)
 def test_the_best_interval_is_that_of_daly(hold, mtbf):
     fleet = replace(
-        LARGE, step_s=0.5, failures_per_rank_hour=HOUR / mtbf / LARGE.ranks, saves=CheckpointSchedule(1, hold)
+        LARGE, step_s=0.5, failures_per_rank_hour=HOUR / mtbf / LARGE.ranks, checkpoints=CheckpointSchedule(1, hold)
     )
     # His series is within 1 % of the exact optimum up to a save of half the time between failures.
     assert find_best_interval(fleet) * 0.5 == pytest.approx(fleets.daly_interval(hold, mtbf), rel=0.01, abs=0.6)
@@ -154,11 +156,14 @@ def test_the_best_interval_is_that_of_daly(hold, mtbf):
 @given(every=some.integers(1, 400), hold=some.floats(0, 100), write=some.floats(0, 400), rate=some.floats(1e-6, 1e-3))
 @settings(max_examples=30, deadline=None)
 def test_no_interval_is_better_than_the_best(every, hold, write, rate):
-    fleet = replace(LARGE, failures_per_rank_hour=rate, saves=CheckpointSchedule(every, hold, write))
+    fleet = replace(LARGE, failures_per_rank_hour=rate, checkpoints=CheckpointSchedule(every, hold, write))
     best = find_best_interval(fleet)
     assert best * fleet.step_s >= write
     if every * fleet.step_s >= write:
-        assert compute_goodput(replace(fleet, saves=replace(fleet.saves, every=best))) >= compute_goodput(fleet) - 1e-12
+        assert (
+            compute_goodput(replace(fleet, checkpoints=replace(fleet.checkpoints, every=best)))
+            >= compute_goodput(fleet) - 1e-12
+        )
 
 
 def test_failures_are_as_many_as_their_rate_says():

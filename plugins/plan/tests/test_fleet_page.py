@@ -32,7 +32,7 @@ def _fleet(ranks: int, restart_s: float) -> tuple[FailureScenario, ReplicaSchedu
     kept = {**CONTENT["fleets"][str(ranks)], "restart_s": restart_s}
     saves, copies = CheckpointSchedule(**kept.pop("saves")), ReplicaSchedule(**kept.pop("copies"))
     names = FailureScenario.__dataclass_fields__
-    return FailureScenario(**{name: each for name, each in kept.items() if name in names}, saves=saves), copies
+    return FailureScenario(**{name: each for name, each in kept.items() if name in names}, checkpoints=saves), copies
 
 
 def test_results_are_those_of_the_code() -> None:
@@ -43,7 +43,8 @@ def test_results_are_those_of_the_code() -> None:
         if found["copied_every"] is None:
             recommended = find_best_interval(fleet)
             closed = [
-                compute_goodput(replace(fleet, saves=replace(fleet.saves, every=each))) for each in found["every"]
+                compute_goodput(replace(fleet, checkpoints=replace(fleet.checkpoints, every=each)))
+                for each in found["every"]
             ]
             assert closed == pytest.approx(found["closed_form"], abs=6e-6)
             assert closed == pytest.approx(found["goodput"], abs=4 * found["error"])

@@ -111,7 +111,7 @@ def test_a_save_holds_up_by_a_copy_and_takes_what_the_disks_need(planned):
     assert found["saves"]["load_s"] == pytest.approx(8 * own / 2e3)
     limited = _failures(planned, {**asked, "disk_bandwidth_total": 1e3})
     assert limited["saves"]["write_s"] == pytest.approx(found["state_bytes"] / 1e3)
-    link = load_device_spec("h100-80gb").node.between.rate
+    link = load_device_spec("h100-80gb").node.inter_node.effective_bandwidth
     assert found["copies"]["hold_s"] == pytest.approx(own / 1e3)
     assert found["copies"]["send_s"] == pytest.approx(own / link / advice.REPLICA_LINK_FRACTION)
     at_once = _failures(planned, asked, checkpoint={"asynchronous": False})["saves"]

@@ -52,12 +52,12 @@ def _job(make: Any, *, layers: int = 0, with_layers: Any = None) -> TrainingJob:
     stack, degrees = resolve("fsdp2", MeshSizes(tp_size=2), 8, config={"activation_checkpointing": "full"})
     further = on_meta if with_layers is not None else None
     optimizer = optimizer_factory(OptimizerConfig(lr=1e-3))
-    return TrainingJob(stack, degrees, on_meta, optimizer, 4, 2, S, layers=layers, with_layers=further)
+    return TrainingJob(stack, degrees, on_meta, optimizer, 4, 2, S, num_layers=layers, build_with_layers=further)
 
 
 def _of_row(make: Any, **options: Any) -> float:
     found = count_model_flops(_job(make, **options))
-    assert found.per_token is not None, found.why_not
+    assert found.per_token is not None, found.unavailable_reason
     return found.per_token * (S - 1)
 
 
@@ -133,7 +133,7 @@ class _Unseen(nn.Embedding):
 def test_what_cannot_be_counted_says_why() -> None:
     found = count_model_flops(_job(functools.partial(_Unseen, VOCAB, 8)))
     assert found.per_token is None
-    assert "it looks at what is known on real ranks alone" in found.why_not
+    assert "it looks at what is known on real ranks alone" in found.unavailable_reason
     found = count_model_flops(_job(_llama), get_objective("dpo"))
     assert found == ModelFlops(None, "the objective 'dpo' counts something else than tokens")
     counted = count_model_flops(_job(_llama), get_objective({"name": "cross_entropy", "label_smoothing": 0.1}))

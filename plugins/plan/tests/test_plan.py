@@ -75,7 +75,7 @@ def test_each_rank_of_a_planned_world_has_what_this_one_has():
         told: list[Any] = [None] * 4
         dist.all_gather_object(told, {"a": 1})
         assert told == [{"a": 1}] * 4
-        assert world.exchange([3], [5]) == ([12], [5])
+        assert world.reduce_sum_and_max([3], [5]) == ([12], [5])
         # What is made of parameters has no values: nothing is wrong with it.
         assert float(torch.ones(3).sum()) == 0.0
         assert torch.equal(torch.ones(3), torch.zeros(3))
@@ -165,7 +165,7 @@ def traced(monkeypatch) -> list[tuple[int, int, int, list[int]]]:
     found = []
 
     def noting(job: TrainingJob, mesh: Mesh, counts: Sequence[int]) -> list[StepTrace]:
-        found.append((mesh.rank, job.degrees.pp, len(job.model().model.layers), list(counts)))
+        found.append((mesh.rank, job.degrees.pp, len(job.build_model().model.layers), list(counts)))
         return trace_job_steps(job, mesh, counts)
 
     monkeypatch.setattr(planned_module, "trace_job_steps", noting)

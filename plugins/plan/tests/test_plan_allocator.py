@@ -33,21 +33,21 @@ def test_memory_is_held_once_and_taken_in_granules(expandable, steps, random):
     for block, (size, stream, frees) in enumerate(steps):
         if frees and held:
             gone = random.choice(list(held))
-            allocator.change(gone, -held.pop(gone))
+            allocator.update(gone, -held.pop(gone))
         before = allocator.reserved
-        allocator.change(block, size, stream)
+        allocator.update(block, size, stream)
         held[block] = size
         assert sum(held.values()) <= allocator.allocated <= allocator.reserved
         assert (allocator.reserved - before) % SMALL_BUFFER == 0
-        for pool in allocator._segments.values():
+        for pool in allocator._pools.values():
             # Live and free blocks do not overlap and are all that is mapped.
-            ranges = sorted([*pool.live.values(), *pool._starts.items()])
+            ranges = sorted([*pool.live.values(), *pool._free_by_start.items()])
             assert all(one + length <= other for (one, length), (other, _) in itertools.pairwise(ranges))
             assert sum(size for _, size in ranges) == pool.mapped
-            free = set(pool._starts)
-            assert not any(start + size in free for start, size in pool._starts.items())
+            free = set(pool._free_by_start)
+            assert not any(start + size in free for start, size in pool._free_by_start.items())
     for block, size in held.items():
-        allocator.change(block, -size)
+        allocator.update(block, -size)
     assert allocator.allocated == 0
 
 
@@ -58,10 +58,10 @@ def test_what_is_free_is_used_again(made):
     taken = set()
     for _ in range(4):
         for block, size in enumerate(made):
-            allocator.change(block, size)
+            allocator.update(block, size)
         taken.add(allocator.reserved)
         for block, size in enumerate(made):
-            allocator.change(block, -size)
+            allocator.update(block, -size)
     rounded = [-(-size // 512) * 512 for size in made]
     small, large = (sum(s for s in rounded if (s <= SMALL_SIZE) is is_small) for is_small in (True, False))
     assert taken == {-(-small // SMALL_BUFFER) * SMALL_BUFFER + -(-large // LARGE_BUFFER) * LARGE_BUFFER}
@@ -70,12 +70,12 @@ def test_what_is_free_is_used_again(made):
 def test_the_smallest_that_fits_is_taken_and_the_end_last():
     allocator = Allocator(expandable=True)
     for block, size in enumerate([30, 2, 20, 2]):
-        allocator.change(block, size * MIB)
-    allocator.change(0, -30 * MIB)
-    allocator.change(2, -20 * MIB)
-    segment = allocator._segments["compute", False]
-    allocator.change(4, 5 * MIB)  # 54 of 60 MiB: the end has 6
-    allocator.change(5, 25 * MIB)
+        allocator.update(block, size * MIB)
+    allocator.update(0, -30 * MIB)
+    allocator.update(2, -20 * MIB)
+    segment = allocator._pools["compute", False]
+    allocator.update(4, 5 * MIB)  # 54 of 60 MiB: the end has 6
+    allocator.update(5, 25 * MIB)
     assert (segment.live[4][0], segment.live[5][0], allocator.reserved) == (32 * MIB, 0, 60 * MIB)
 
 
@@ -98,19 +98,19 @@ def test_the_first_operator_tells_the_stream(name, stream):
 
 def test_fixed_segments_are_taken_by_size_and_split_and_joined_as_torch_does():
     allocator = Allocator(expandable=False)
-    allocator.change(0, 600_000)  # up to 1 MiB: a segment of 2 MiB
+    allocator.update(0, 600_000)  # up to 1 MiB: a segment of 2 MiB
     assert allocator.reserved == 2 * MIB
-    allocator.change(1, 3 * MIB)  # less than 10 MiB: one of 20 MiB
-    allocator.change(2, 16 * MIB)  # of which 17 MiB are left
+    allocator.update(1, 3 * MIB)  # less than 10 MiB: one of 20 MiB
+    allocator.update(2, 16 * MIB)  # of which 17 MiB are left
     assert allocator.reserved == 22 * MIB
     assert allocator.allocated == 600_064 + 20 * MIB  # the last MiB is not split off
-    allocator.change(3, 10 * MIB + 1)  # else in multiples of 2 MiB
+    allocator.update(3, 10 * MIB + 1)  # else in multiples of 2 MiB
     assert allocator.reserved == 34 * MIB
-    allocator.change(1, -3 * MIB)
-    allocator.change(2, -16 * MIB)
-    allocator.change(4, 20 * MIB)  # joined within their segment, and not with the next one
+    allocator.update(1, -3 * MIB)
+    allocator.update(2, -16 * MIB)
+    allocator.update(4, 20 * MIB)  # joined within their segment, and not with the next one
     assert allocator.reserved == 34 * MIB
-    allocator.change(5, 21 * MIB)
+    allocator.update(5, 21 * MIB)
     assert allocator.reserved == 56 * MIB
 
 
@@ -121,5 +121,5 @@ def test_the_environment_says_which_segments_are_planned(monkeypatch, setting, e
     if setting is not None:
         monkeypatch.setenv(ALLOCATOR_VARIABLES[0], setting)
     allocator = Allocator()
-    allocator.change(0, 41 * MIB)
+    allocator.update(0, 41 * MIB)
     assert allocator.reserved == expected * MIB

@@ -70,9 +70,9 @@ def test_ranks_of_a_launcher_have_a_plan_whose_times_are_compared_and_are_refuse
 def test_a_run_that_does_not_fit_is_refused_with_what_would(tmp_path, capsys):
     device = _device(tmp_path, memory_bytes=100_000)
     refused = create_plan_monitor(load_run(_file(tmp_path, strategy_config={}, plan={"device": device})), 2)
-    assert "--set strategy_config.activation_checkpointing=full" in str(refused.refusal)
+    assert "--set strategy_config.activation_checkpointing=full" in str(refused.refusal_error)
     asked = {"device": device, "when_too_large": "warn"}
-    assert create_plan_monitor(load_run(_file(tmp_path, strategy_config={}, plan=asked)), 2).refusal is None
+    assert create_plan_monitor(load_run(_file(tmp_path, strategy_config={}, plan=asked)), 2).refusal_error is None
     assert "warning: the run does not fit" in capsys.readouterr().err
 
 
@@ -89,7 +89,7 @@ def test_a_plan_alone_starts_nothing(tmp_path):
 def test_a_plan_of_the_token_loss_refuses_no_run_of_another_objective_and_none_is_made_unasked(tmp_path):
     asked = {"device": _device(tmp_path, memory_bytes=1)}
     found = create_plan_monitor(load_run(_file(tmp_path, plan=asked, objective="dpo")), 2)
-    assert (found.plan, found.refusal) == (None, None)
+    assert (found.plan, found.refusal_error) == (None, None)
     assert create_plan_monitor(load_run(_file(tmp_path, plan={"enabled": False})), 2) is None
     assert get_peak_flops(torch.device("cpu"), "float32") is None
 
@@ -97,11 +97,11 @@ def test_a_plan_of_the_token_loss_refuses_no_run_of_another_objective_and_none_i
 def test_where_a_plan_was_off_is_told():
     row = {"kind": "all_gather", "group": "dp_shard", "ranks": 2, "dtype": "float32", "calls": 3, "bytes": 3_000_000}
     rank = {"peak_allocated_bytes": 10_000_000, "held_bytes": 5_000_000, "collectives": [row], "step_seconds": 1.0}
-    comparison = PlanMonitor({"ranks": [rank]}, has_time=True)
-    comparison.found = copy.deepcopy(rank) | {"peak_allocated_bytes": 12_000_000}
-    comparison.found["collectives"] = [{**row, "calls": 4, "bytes": 4_000_000}, {**row, "kind": "send"}]
-    comparison.seconds = [9.0, 9.0, 9.0, 1.5]
-    (line,) = comparison.compared()
+    comparison = PlanMonitor({"ranks": [rank]}, has_device_times=True)
+    comparison.measured = copy.deepcopy(rank) | {"peak_allocated_bytes": 12_000_000}
+    comparison.measured["collectives"] = [{**row, "calls": 4, "bytes": 4_000_000}, {**row, "kind": "send"}]
+    comparison.step_seconds = [9.0, 9.0, 9.0, 1.5]
+    (line,) = comparison.format_comparison()
     assert "memory at the peak: 12.0 MB, 10.0 MB planned (+20 %)" in line
     assert "memory between steps: 5.0 MB, as planned" in line
     assert "all_gather over dp_shard (float32): 3 calls of 3.0 MB planned, 4 of 4.0 MB done" in line

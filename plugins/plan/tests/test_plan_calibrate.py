@@ -30,14 +30,22 @@ from meshwright_plan.time import estimate_collective_seconds
 from meshwright_testing.workers import pool
 
 TINY = MeasurementBudget(
-    0.002, 2, 2, (64, 128), 128, 64, stream_bytes=1 << 18, streams=3, messages=(1 << 10, 1 << 14, 1 << 18)
+    0.002,
+    2,
+    2,
+    (64, 128),
+    128,
+    64,
+    stream_bytes=1 << 18,
+    num_stream_tensors=3,
+    message_bytes=(1 << 10, 1 << 14, 1 << 18),
 )
 FACTORS = {"reduce_scatter": 1.9, "all_reduce": 1.2, "all_to_all": 0.8, "broadcast": 0.6, "send": 0.7}
 CPU = load_device_spec("cpu")
 
 
 def true_node(device: str, ranks: int, **more: Any) -> NodeSpec:
-    return load_device_spec(device).node.model_copy(update={"ranks": ranks, "factors": FACTORS, **more})
+    return load_device_spec(device).node.model_copy(update={"ranks": ranks, "slowdown_factors": FACTORS, **more})
 
 
 def fitted(samples: list[CollectiveSample], ranks: int) -> NodeSpec:
@@ -59,7 +67,12 @@ def measured(node: NodeSpec, world: int) -> list[CollectiveSample]:
 def numbers(node: NodeSpec, levels: list[str]) -> dict[str, float]:
     names = [(level, name) for level in levels for name in ("rate", "ring_s", "tree_s")]
     of_links = {f"{level}.{name}": getattr(getattr(node, level), name) for level, name in names}
-    return {**of_links, "ring_begin_s": node.ring_begin_s, "tree_begin_s": node.tree_begin_s, **node.factors}
+    return {
+        **of_links,
+        "ring_begin_s": node.ring_base_latency_s,
+        "tree_begin_s": node.tree_base_latency_s,
+        **node.slowdown_factors,
+    }
 
 
 @pytest.mark.parametrize(
@@ -77,10 +90,10 @@ def test_links_are_found_exactly_from_times_without_noise_and_nearly_with_some(d
     assert median_relative_error(samples, found) < 1e-9
     assert numbers(found, levels) == pytest.approx(numbers(node, levels), rel=1e-6)
     if levels == ["inside"]:
-        assert found.between == CPU.node.between
+        assert found.inter_node == CPU.node.inter_node
         drawn = random.Random(0)
         found = fitted([replace(each, seconds=each.seconds * drawn.gauss(1, 0.05)) for each in samples], ranks)
-        assert found.inside.rate == pytest.approx(node.inside.rate, rel=0.05)
+        assert found.intra_node.effective_bandwidth == pytest.approx(node.intra_node.effective_bandwidth, rel=0.05)
         assert median_relative_error(samples, found) < 0.05
 
 
@@ -109,10 +122,10 @@ def test_a_file_says_what_was_measured_and_what_was_not(tmp_path):
     assert (*attention, device.bandwidth) == (0.4, 0.2, 1e10)
     # A byte takes as long as a byte of each operator in turn.
     assert device.bandwidth_efficiency == pytest.approx(2 / (1 / 1e10 + 1 / 4e9) / 1e10, rel=1e-3)
-    rest = (device.kernel_s, device.cpu_s, device.speed_beside_communication, device.is_host)
+    rest = (device.min_kernel_s, device.launch_overhead_s, device.overlap_speed, device.is_host)
     assert rest == (1e-6, 2e-6, 0.25, True)
-    assert device.node.inside.rate == pytest.approx(node.inside.rate, rel=1e-3)
-    assert (device.node.between, device.node.ranks) == (CPU.node.between, CPU.node.ranks)
+    assert device.node.intra_node.effective_bandwidth == pytest.approx(node.intra_node.effective_bandwidth, rel=1e-3)
+    assert (device.node.inter_node, device.node.ranks) == (CPU.node.inter_node, CPU.node.ranks)
     over = device.sources["taken over"]
     assert ["products in float16" in over, "links between" in over, "links inside" in over] == [True, True, False]
     path = tmp_path / "mine.yaml"
@@ -123,15 +136,17 @@ def test_a_file_says_what_was_measured_and_what_was_not(tmp_path):
 
 
 def test_the_best_of_all_passes_counts():
-    other = replace(RATES, products={**RATES.products, "float32": {64: 9e10}}, attention=(1e10, 9e10))
-    found = merge_passes([RATES, replace(other, kernel_s=9e-6, cpu_s=1e-6), replace(RATES, beside=0.5)])
-    assert found.products["float32"] == {64: 9e10, 128: 1e11}
+    other = replace(RATES, matmul={**RATES.matmul, "float32": {64: 9e10}}, attention=(1e10, 9e10))
+    found = merge_passes(
+        [RATES, replace(other, min_kernel_s=9e-6, launch_overhead_s=1e-6), replace(RATES, overlap_speed=0.5)]
+    )
+    assert found.matmul["float32"] == {64: 9e10, 128: 1e11}
     assert found.attention == (4e10, 9e10)
-    assert (found.kernel_s, found.cpu_s, found.beside) == (1e-6, 1e-6, 0.25)
+    assert (found.min_kernel_s, found.launch_overhead_s, found.overlap_speed) == (1e-6, 1e-6, 0.25)
 
 
 def groups_of_four() -> list[tuple[str, tuple[int, ...]]]:
-    world, effort = open_world("cpu"), replace(TINY, messages=(1 << 10,))
+    world, effort = open_world("cpu"), replace(TINY, message_bytes=(1 << 10,))
     return [
         (each.kind, each.ranks)
         for each in measure.measure_collectives(world, CollectiveTimer(world, effort), effort, 2)
@@ -180,11 +195,13 @@ def test_one_call_starts_ranks_that_measure_themselves_and_writes_the_file(tmp_p
     assert set(found.matmul_efficiency) == {"bfloat16", "float16", "float32", "float64"}
     for table in found.matmul_efficiency.values():
         assert (set(table), max(table.values())) == ({64, 128}, 1.0)
-    assert set(found.node.factors) == set(COLLECTIVE_KINDS) - {"all_gather"}
+    assert set(found.node.slowdown_factors) == set(COLLECTIVE_KINDS) - {"all_gather"}
     assert found.sources["links"].startswith(f"{len(COLLECTIVE_KINDS) * 2} collectives of 2 ranks, 1024 to 65536")
     assert "2 ranks at the same time with 1 threads each" in found.sources["measured"]
-    assert 0 <= found.speed_beside_communication <= 1
-    assert all(math.isfinite(each) and each > 0 for each in (found.kernel_s, found.cpu_s, found.bandwidth))
+    assert 0 <= found.overlap_speed <= 1
+    assert all(
+        math.isfinite(each) and each > 0 for each in (found.min_kernel_s, found.launch_overhead_s, found.bandwidth)
+    )
 
 
 def test_what_cannot_be_is_refused_before_anything_starts(tmp_path):

@@ -80,9 +80,11 @@ def test_areas_of_memory_sum_to_what_is_held_and_their_peak_is_that_of_the_trace
         assert list(every.seconds) == sorted(every.seconds)
         assert every.seconds[-1] <= line.seconds
         for drawn in (sample_memory(found, line, 40), every):
-            assert max(drawn.totals) == drawn.totals[drawn.peak] == found.peak.bytes
-            assert drawn.operators[drawn.peak] == found.peak.operator
-            at_peak = {owner: each[drawn.peak] for owner, each in drawn.owners.items() if each[drawn.peak]}
+            assert max(drawn.totals) == drawn.totals[drawn.peak_index] == found.peak.bytes
+            assert drawn.operators[drawn.peak_index] == found.peak.operator
+            at_peak = {
+                owner: each[drawn.peak_index] for owner, each in drawn.bytes_by_owner.items() if each[drawn.peak_index]
+            }
             assert at_peak == dict(found.peak.owners)
 
 
@@ -105,7 +107,9 @@ def test_bytes_over_links_are_those_that_take_the_time(kind, ranks):
     took = estimate_collective_seconds(kind, 2 * size, ranks, node) - estimate_collective_seconds(
         kind, size, ranks, node
     )
-    assert took == pytest.approx(max(near / node.inside.rate, away / node.between.rate), rel=1e-9)
+    assert took == pytest.approx(
+        max(near / node.intra_node.effective_bandwidth, away / node.inter_node.effective_bandwidth), rel=1e-9
+    )
 
 
 def test_traffic_is_that_of_all_collectives(subject):
@@ -120,12 +124,14 @@ def test_traffic_is_that_of_all_collectives(subject):
             if each.peer is not None:
                 name, ranks = f"{SEND_PREFIX}{ranks[each.peer]}", [found.rank, ranks[each.peer]]
             wanted[found.rank, name] += sum(compute_bytes_sent(call.kind, call.bytes, ranks, node))
-    told = {(each.rank, each.stream): each.inside + each.between for each in collect_traffic(subject)}
+    told = {
+        (each.rank, each.stream): each.intra_node_bytes + each.inter_node_bytes for each in collect_traffic(subject)
+    }
     assert told == {key: pytest.approx(size) for key, size in wanted.items()}
     for each in collect_traffic(subject):
         line = next(line for line in subject.lines if line.rank == each.rank)
         assert each.seconds == pytest.approx(line.busy(each.stream))
-        assert 0 <= each.hidden <= 1 + 1e-9
+        assert 0 <= each.overlap_fraction <= 1 + 1e-9
     # Of a rank that is not in the plan the trace tells, unless it is of fewer blocks.
     without = replace(subject, plan={**subject.plan, "ranks": []})
     assert [each.stream for each in collect_traffic(without)] == [stream for _, stream in told]
@@ -155,7 +161,7 @@ def test_a_deep_model_is_drawn_with_few_blocks_and_says_so():
     assert (subject.drawn_layers, subject.layers) == (10, 40)
     assert "a model of 10 blocks, not of all 40" in render_page(subject)
     # The trace's own, not that of all blocks.
-    assert subject.reserved == [
+    assert subject.reserved_bytes == [
         compute_reserved_bytes(found, workspace=DEVICE.library_bytes) for found in subject.traces
     ]
     assert subject.traces[0].peak.bytes < subject.plan["peak_allocated_bytes"]

@@ -37,9 +37,9 @@ def test_each_row_has_a_job_or_a_reason(row):
     assert job.degrees.world_size <= (jobs.gpus(row) or 0)
     if jobs.is_megatron(row):
         batch = row["args"].get("global-batch-size", jobs.BATCH_AT_FIRST)
-        assert job.microbatches * job.rows * job.length * job.degrees.dp == batch * row["seq"]
+        assert job.num_microbatches * job.micro_batch_size * job.seq_len * job.degrees.dp == batch * row["seq"]
     else:
-        assert (job.degrees.world_size, job.rows) == (row["gpus"], row["local_batch"])
+        assert (job.degrees.world_size, job.micro_batch_size) == (row["gpus"], row["local_batch"])
 
 
 ROW = {"model": "", "layout": {"tp": 1, "pp": 1}, "activation_checkpointing": "selective_op", "source": "202412"}
@@ -74,9 +74,9 @@ def test_losses_hold_what_theirs_hold(source, compiles, expected):
         weight = torch.empty(8, 4096, dtype=torch.bfloat16)
         targets = torch.zeros(1, 4096, dtype=torch.int64)
         meter = StepMeter()
-        meter.see([hidden, weight, targets])
+        meter.track([hidden, weight, targets])
         with meter:
-            meter.begin()
+            meter.begin_step()
             logits = (hidden @ weight)[None]
             loss = row_loss.sum_target_loss(logits, targets)
             del logits

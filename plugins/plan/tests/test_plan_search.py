@@ -65,22 +65,22 @@ def _space(file: Path, kept: list[str], world: int, device: DeviceSpec) -> Searc
 
 def _all(space: SearchSpace) -> list[Candidate]:
     found = []
-    for candidate in space.candidates():
-        found += space.wrapped(candidate) if candidate.degrees.pp > 1 else [candidate]
+    for candidate in space.iter_candidates():
+        found += space.expand_schedules(candidate) if candidate.degrees.pp > 1 else [candidate]
     return found
 
 
 def _planned(candidate: Candidate, file: Path, kept: list[str], device: DeviceSpec) -> dict[str, Any] | str:
     try:
         return plan_job(
-            build_job(load_job_config(file, [*kept, *candidate.lines]), candidate.degrees.world_size), device
+            build_job(load_job_config(file, [*kept, *candidate.assignments]), candidate.degrees.world_size), device
         )
     except MeshwrightError as error:
         return str(error)
 
 
 def _searched(space: SearchSpace, wanted: int) -> LayoutSearch:
-    search = LayoutSearch(space, recommending._InlineExecutor(), 1, wanted, limit_s=600)
+    search = LayoutSearch(space, recommending._InlineExecutor(), 1, wanted, time_limit_s=600)
     search.run()
     return search
 
@@ -104,13 +104,13 @@ def test_the_best_are_those_of_planning_every_layout(kept, wide, length, tmp_pat
     fitting = {key: each for key, each in everything.items() if isinstance(each, dict) and each["fits"]}
     assert fitting
     search = _searched(_space(file, kept, world, device), 3)
-    search.settle()
+    search.plan_best()
     seconds = sorted(each["step_seconds"] for each in fitting.values())
     assert [each.seconds for each in search.best()] == pytest.approx(seconds[:3], rel=0.02)
     assert all(each.is_planned and each.plan == everything[each.candidate.key] for each in search.best())
-    assert not search.open()
+    assert not search.list_untraced()
     whole = _searched(_space(file, kept, world, device), len(everything) + 1)
-    assert {each.candidate.key for each in whole.found} == fitting.keys()
+    assert {each.candidate.key for each in whole.fitting} == fitting.keys()
 
 
 @pytest.mark.slow
@@ -122,10 +122,10 @@ def test_what_is_said_to_fit_does_and_who_is_left_out_is_counted(tmp_path):
     middle = sorted(sizes.values())[len(sizes) // 2]
     small = device.model_copy(update={"memory_bytes": middle, "context_bytes": 0})
     search = _searched(_space(file, kept, 2, small), len(sizes) + 1)
-    found, fitting = {each.candidate.key for each in search.found}, {key for key in sizes if sizes[key] <= middle}
+    found, fitting = {each.candidate.key for each in search.fitting}, {key for key in sizes if sizes[key] <= middle}
     assert set() < found <= fitting
-    assert len(found) + search.too_large + search.left_out() == len(sizes)
-    assert search.too_large <= sum(size > middle for size in sizes.values())
+    assert len(found) + search.num_too_large + search.count_excluded() == len(sizes)
+    assert search.num_too_large <= sum(size > middle for size in sizes.values())
     fastest = min(plans[key]["step_seconds"] for key in fitting)
     assert search.ranked()[0].seconds <= 1.05 * fastest
 
@@ -157,10 +157,10 @@ def test_kept_settings_stay_and_others_are_searched(tmp_path):
         file, ["tp_size=1", "strategy_config.activation_checkpointing=full"], 4, load_device_spec("h100-80gb")
     )
     ours = {"ddp", "fsdp2", "megatron_fsdp"}  # other tests may have brought strategies of their own
-    found = [(each, each.values["strategy"]) for each in space.candidates() if each.values["strategy"] in ours]
-    assert {(each.degrees.tp, each.recomputation) for each, _ in found} == {(1, "full")}
+    found = [(each, each.values["strategy"]) for each in space.iter_candidates() if each.values["strategy"] in ours]
+    assert {(each.degrees.tp, each.activation_checkpointing) for each, _ in found} == {(1, "full")}
     assert {strategy for _, strategy in found} == ours
-    assert any("single" in each for each in space.examples.values())
+    assert any("single" in each for each in space.refusal_examples.values())
     for each, strategy in found:
         assert each.values["strategy_config"]["loss_chunk_rows"] == 0
         assert ("cp_attention" in each.values["strategy_config"]) == (strategy != "ddp")
@@ -169,7 +169,7 @@ def test_kept_settings_stay_and_others_are_searched(tmp_path):
     given = _space(
         _file(tmp_path, model={**MODEL, "dtype": "float64"}), ["pp_size=1"], 2, load_device_spec("h100-80gb")
     )
-    assert all("model.dtype" not in each.values for each in given.candidates())
+    assert all("model.dtype" not in each.values for each in given.iter_candidates())
 
 
 def test_experts_are_divided_where_there_are_any(tmp_path):
@@ -177,11 +177,11 @@ def test_experts_are_divided_where_there_are_any(tmp_path):
     few = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
     experts = {"model_type": "qwen3_moe", **sizes, **few}
     space = _space(_file(tmp_path, model=experts), ["strategy=fsdp2"], 4, load_device_spec("h100-80gb"))
-    assert {each.ep for each in space.layouts()} == {1, 2, 4}
+    assert {each.ep for each in space.iter_layouts()} == {1, 2, 4}
     dense = _space(_file(tmp_path), ["strategy=fsdp2"], 4, load_device_spec("h100-80gb"))
-    assert {each.ep for each in dense.layouts()} == {1}
-    assert len(list(dense.layouts())) == len(set(dense.layouts())) == 15
-    assert next(dense.layouts()) == Degrees(dp_shard=4)
+    assert {each.ep for each in dense.iter_layouts()} == {1}
+    assert len(list(dense.iter_layouts())) == len(set(dense.iter_layouts())) == 15
+    assert next(dense.iter_layouts()) == Degrees(dp_shard=4)
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_expectations_are_those_of_a_gaussian_process():
     values = torch.tensor([*known.values()], dtype=torch.float64)
     expected = prior + both[:, at] @ inner @ (values - prior[at])
     variance = both.diagonal() - ((both[:, at] @ inner) * both[:, at]).sum(1)
-    found, deviation = told.all()
+    found, deviation = told.posterior()
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(deviation**2, variance, rtol=1e-6, atol=1e-9)
 
@@ -263,61 +263,72 @@ def test_a_glance_tells_nearly_what_a_plan_does(tmp_path):
     file = _file(tmp_path, model={**MODEL, **wide, "num_hidden_layers": 8}, data={"seq_len": 128}, batch_size=16)
     kept, device = ["strategy=fsdp2", "pp_size=1", "cp_size=1"], load_device_spec("h100-80gb")
     space = _space(file, kept, 4, device)
-    search = LayoutSearch(space, recommending._InlineExecutor(), 1, 3, limit_s=600)
-    alike = [each for each in space.candidates() if (each.rows, each.recomputation) == (2, "full")]
+    search = LayoutSearch(space, recommending._InlineExecutor(), 1, 3, time_limit_s=600)
+    alike = [
+        each
+        for each in space.iter_candidates()
+        if (each.micro_batch_size, each.activation_checkpointing) == (2, "full")
+    ]
     for sizes in ((4, 1), (2, 2)):
         each = next(each for each in alike if (each.degrees.dp_shard, each.degrees.tp) == sizes)
-        glance = handle_request(search._request(search._alone(each)))
+        glance = handle_request(search._build_request(search._single_stage(each)))
         whole = _planned(each, file, kept, device)
-        assert glance.seconds(space.layers, each.microbatches) == pytest.approx(whole["step_seconds"], rel=0.05)
-        assert glance.reserved(space.layers) == pytest.approx(whole["peak_reserved_bytes"], rel=0.1)
-        assert glance.held.at(space.layers) == pytest.approx(whole["held_bytes"], rel=0.02)
+        assert glance.predict_seconds(space.num_layers, each.num_microbatches) == pytest.approx(
+            whole["step_seconds"], rel=0.05
+        )
+        assert glance.predict_reserved_bytes(space.num_layers) == pytest.approx(whole["peak_reserved_bytes"], rel=0.1)
+        assert glance.persistent_bytes.at(space.num_layers) == pytest.approx(whole["held_bytes"], rel=0.02)
 
 
 def test_a_pipeline_is_told_by_one_stage_its_bubbles_and_what_it_holds(tmp_path):
     kept = ["strategy=single", "pp_size=2", "micro_batch_size=2", HELD]
     space = _space(_file(tmp_path), kept, 2, load_device_spec("h100-80gb"))
-    (whole,) = space.candidates()
-    found = {each.wrapper.pp_schedule: each for each in space.wrapped(whole)}
+    (whole,) = space.iter_candidates()
+    found = {each.wrapper_options.pp_schedule: each for each in space.expand_schedules(whole)}
     # Of 4 blocks: a step of 2 microbatches takes 21 s, of which each computes 8 s.
     peaks = {"backward": LinearFit(20, 100), "optimizer": LinearFit(30, 50)}
     glance = QuickTrace(2, LinearFit(1, 5), LinearFit(0, 2), peaks, 8.0, LinearFit(0, 10), LinearFit(0, 40))
-    assert (glance.seconds(4, 5), glance.reserved(4), glance.head) == (21 + 3 * 8, 420 + 8, 0)
+    assert (glance.predict_seconds(4, 5), glance.predict_reserved_bytes(4), glance.head_blocks) == (
+        21 + 3 * 8,
+        420 + 8,
+        0,
+    )
     # 4 microbatches of 8 s on two ranks, a bubble of one of 4 + 1 forwards and backwards; and 3 s of the rest.
-    assert space.forecast(found["1F1B"], glance.head) == (pytest.approx(1 / 5), 2)
-    assert glance.piped_seconds(4, 4, 2, 1 / 5) == pytest.approx(4 * 8 / 2 * 5 / 4 + 3)
-    assert glance.piped_reserved(4, 2, 2) == 220 + 8 + 80
-    assert space.forecast(found["GPipe"], glance.head)[1] == 4
-    assert glance.piped_reserved(4, 2, 4) == 220 + 8 + 3 * 80
-    search = LayoutSearch(space, recommending._InlineExecutor(), 1, 20, limit_s=600)
-    search._schedules(whole, glance)
-    told = {each.candidate.wrapper.pp_schedule: each.plan for each in search.found}
+    assert space.estimate_schedule(found["1F1B"], glance.head_blocks) == (pytest.approx(1 / 5), 2)
+    assert glance.predict_pipeline_seconds(4, 4, 2, 1 / 5) == pytest.approx(4 * 8 / 2 * 5 / 4 + 3)
+    assert glance.predict_pipeline_reserved_bytes(4, 2, 2) == 220 + 8 + 80
+    assert space.estimate_schedule(found["GPipe"], glance.head_blocks)[1] == 4
+    assert glance.predict_pipeline_reserved_bytes(4, 2, 4) == 220 + 8 + 3 * 80
+    search = LayoutSearch(space, recommending._InlineExecutor(), 1, 20, time_limit_s=600)
+    search._evaluate_schedules(whole, glance)
+    told = {each.candidate.wrapper_options.pp_schedule: each.plan for each in search.fitting}
     assert told["1F1B"]["step_seconds"] == pytest.approx(23)
     assert (told["1F1B"]["peak_reserved_bytes"], told["GPipe"]["peak_reserved_bytes"]) == (308, 468)
     # What the last stage computes beside its blocks is waited for.
-    assert space.forecast(found["1F1B"], 2.0)[0] > 1 / 5
+    assert space.estimate_schedule(found["1F1B"], 2.0)[0] > 1 / 5
 
 
 def test_pipelines_that_all_schedules_refuse_are_counted(tmp_path):
     space = _space(_file(tmp_path), ["strategy=single", "pp_size=8"], 8, load_device_spec("h100-80gb"))
     search = _searched(space, 3)
-    assert not [*search.candidates, *search.found]
-    assert any("stages, but the model has 4 blocks" in each for each in space.examples.values())
+    assert not [*search.candidates, *search.fitting]
+    assert any("stages, but the model has 4 blocks" in each for each in space.refusal_examples.values())
 
 
 def test_who_is_expected_to_hold_more_fits_less_likely(tmp_path):
     space = _space(_file(tmp_path), ["strategy=fsdp2", "pp_size=1"], 4, load_device_spec("h100-80gb"))
-    candidates = list(space.candidates())
+    candidates = list(space.iter_candidates())
     told = CandidateEstimates(space, candidates, [(0.0, 1.0)] * len(candidates))
     room = space.device.memory_bytes - space.device.context_bytes
     place = {
-        (each.degrees, each.rows, each.recomputation, "defer" in each.family): n for n, each in enumerate(candidates)
+        (each.degrees, each.micro_batch_size, each.activation_checkpointing, "defer" in each.family): n
+        for n, each in enumerate(candidates)
     }
     seen = place[Degrees(dp_shard=4), 1, False, False]
     nothing = LinearFit(0, 0)
     # Nearly all of it activations of 4 blocks.
     told.learn_bytes(seen, QuickTrace(2, nothing, nothing, {}, 0.0, LinearFit(1, 0), LinearFit(0, 0.24 * room)), room)
-    chance = told.chance()
+    chance = told.fit_probability()
     assert chance[seen] == pytest.approx(0.5, abs=0.1)
     assert chance[place[Degrees(dp_shard=4), 2, False, False]] < 0.01
     assert chance[place[Degrees(dp_shard=4), 1, "full", False]] > 0.9

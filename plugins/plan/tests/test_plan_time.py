@@ -32,8 +32,8 @@ from meshwright_plan.time import (
 from meshwright_plan.trace import Operation, StepTrace, memory_access
 
 H100 = load_device_spec("h100-80gb")
-LINK = LinkSpec(bandwidth=1e9, efficiency=1.0, ring_s=1e-9, tree_s=1e-9)
-NODE = H100.node.model_copy(update={"inside": LINK, "ring_begin_s": 1e-9})
+LINK = LinkSpec(bandwidth=1e9, efficiency=1.0, ring_step_latency_s=1e-9, tree_step_latency_s=1e-9)
+NODE = H100.node.model_copy(update={"intra_node": LINK, "ring_base_latency_s": 1e-9})
 COSTS = {"bandwidth": 1e9, "bandwidth_efficiency": 1.0, "kernel_s": 1e-9, "cpu_s": 1e-9, "node": NODE}
 DEVICE = H100.model_copy(update=COSTS)  # a byte takes a nanosecond, in memory and on the link, and all else nothing
 S = 10**9
@@ -49,7 +49,7 @@ def trace(rank: int, *steps: Operation | tuple[Operation, Collective]) -> StepTr
     operations, calls = [], []
     for step in steps:
         if isinstance(step, tuple):
-            operations.append(replace(step[0], call=len(calls)))
+            operations.append(replace(step[0], collective_index=len(calls)))
             calls.append(step[1])
         else:
             operations.append(step)
@@ -117,7 +117,7 @@ COPY_IN = replace(kernel(5, writes=(9,)), name="fsdp.all_gather_copy_in.default"
     ],
 )
 def test_a_host_computes_less_beside_collectives_and_issues_none_meanwhile(steps, speed, is_host, expected):
-    device = DEVICE.model_copy(update={"speed_beside_communication": speed, "is_host": is_host})
+    device = DEVICE.model_copy(update={"overlap_speed": speed, "is_host": is_host})
     assert seconds(*steps, device=device) == pytest.approx(expected, abs=1e-6)
 
 
@@ -171,12 +171,14 @@ def test_links_between_nodes_are_slower_and_shared_by_the_ranks_of_a_node():
     inside, both, alone = (
         estimate_collective_seconds("all_gather", size, r, node) for r in (range(8), range(16), range(0, 128, 8))
     )
-    assert inside == pytest.approx(size * 7 / 8 / node.inside.rate, rel=0.05)
-    assert alone == pytest.approx(size * 15 / 16 / node.between.rate, rel=0.05)
+    assert inside == pytest.approx(size * 7 / 8 / node.intra_node.effective_bandwidth, rel=0.05)
+    assert alone == pytest.approx(size * 15 / 16 / node.inter_node.effective_bandwidth, rel=0.05)
     assert inside < both < alone
     assert estimate_collective_seconds("all_reduce", size, range(8), node) == pytest.approx(2 * inside, rel=0.05)
     # What is small goes over a tree.
-    assert estimate_collective_seconds("all_reduce", 8, range(512), node) < 2 * (8 * 63 * node.inside.ring_s)
+    assert estimate_collective_seconds("all_reduce", 8, range(512), node) < 2 * (
+        8 * 63 * node.intra_node.ring_step_latency_s
+    )
     assert estimate_collective_seconds("all_gather", size, [3], node) == 0
 
 
@@ -188,20 +190,24 @@ def test_devices_are_whole(name):
     assert rates == sorted(rates)
     assert rates[-1] <= device.flops["bfloat16"]
     # Accelerators hide communication, and take no longer for any kind.
-    hides = (device.speed_beside_communication, device.is_host, dict(device.node.factors)) == (1.0, False, {})
+    hides = (device.overlap_speed, device.is_host, dict(device.node.slowdown_factors)) == (1.0, False, {})
     assert hides == (name != "cpu")
 
 
 def test_many_devices_compute_as_the_slowest_of_them():
     device = DEVICE.model_copy(update={"spread": 0.05})
-    assert device.pace(1) == DEVICE.model_copy(update={"spread": 0.0}).pace(512) == pytest.approx(1.0)
+    assert (
+        device.straggler_speed(1)
+        == DEVICE.model_copy(update={"spread": 0.0}).straggler_speed(512)
+        == pytest.approx(1.0)
+    )
     # The mean of the lowest of n normally distributed numbers, in standard deviations, from tables.
     for count, lowest in ((2, 0.564), (8, 1.424), (100, 2.508)):
-        assert device.pace(count) == pytest.approx(1 - 0.05 / 2.847 * lowest, abs=5e-4)
+        assert device.straggler_speed(count) == pytest.approx(1 - 0.05 / 2.847 * lowest, abs=5e-4)
     shapes = ((8192, 8192), (8192, 8192))
     product = Operation("aten.mm.default", 2 * 8192**3, 0, shapes, torch.bfloat16, None, (), ((0, 0),))
     one, many = (seconds(product, degrees=Degrees(dp_shard=ranks), device=device) for ranks in (1, 512))
-    assert many / one == pytest.approx(1 / device.pace(512), rel=1e-3)
+    assert many / one == pytest.approx(1 / device.straggler_speed(512), rel=1e-3)
     # Memory is as fast on all.
     assert seconds(kernel(3), degrees=Degrees(dp_shard=512), device=device) == pytest.approx(3.0, abs=1e-6)
 
@@ -222,7 +228,7 @@ def test_the_roofline():
     assert count_flops(operator, (rows, weights), {}, given) == 2 * 64 * 8 * 16
     assert count_flops(operator, (rows.t(), given), {}, weights) == 2 * 64 * 8 * 16
     device = load_device_spec("a100-80gb")
-    product = functools.partial(Operation, "aten.mm.default", bytes=0, dtype=torch.bfloat16, call=None)
+    product = functools.partial(Operation, "aten.mm.default", bytes=0, dtype=torch.bfloat16, collective_index=None)
     square, column = (8192, 8192), (8192, 1)
     large = product(flops=2 * 8192**3, shapes=(square, square), reads=((0, 1 << 28),), writes=((1, 1 << 27),))
     narrow = product(flops=2 * 8192**2, shapes=(square, column), reads=((0, 1 << 27),), writes=((1, 1 << 14),))
@@ -246,7 +252,7 @@ def played(layout: Layout, *bandwidths: float) -> tuple[list[StepTrace], list[li
     lines = []
     for bandwidth in bandwidths:
         free = {"bandwidth": bandwidth, "efficiency": 1.0, "ring_s": 1e-12, "tree_s": 1e-12}
-        link = H100.node.inside.model_copy(update=free)
+        link = H100.node.intra_node.model_copy(update=free)
         node = {"inside": link, "between": link, "ring_begin_s": 1e-12, "tree_begin_s": 1e-12}
         lines.append(
             simulate_timelines(traces, degrees, H100.model_copy(update={"node": H100.node.model_copy(update=node)}))
@@ -273,17 +279,17 @@ def test_a_step_is_bound_by_what_is_slow_and_reserves_no_less_than_it_holds(layo
         assert compute_reserved_bytes(trace, workspace=LARGE_BUFFER) == compute_reserved_bytes(trace) + LARGE_BUFFER
         sent = [span for span in slowly.spans if span.stream not in (COMPUTE, GATHER, REDUCE)]
         assert len(sent) == len([call for call in trace.collectives if call.kind != "recv"])
-        carried = max(slowly.busy(span.stream) for span in sent)
+        carried = max(slowly.busy_seconds(span.stream) for span in sent)
         assert quickly.seconds < carried <= slowly.seconds
-        assert quickly.busy() == pytest.approx(slowly.busy())
+        assert quickly.busy_seconds() == pytest.approx(slowly.busy_seconds())
     if len(traces) == 1:
         # Of no cost, messages do not hold up the host, which issues such small operators more slowly than they run.
-        issued = [each.call is not None or is_kernel(each) for each in traces[0].operations]
-        host = H100.cpu_s * (sum(issued) + 0.2 * (len(issued) - sum(issued)))
+        issued = [each.collective_index is not None or is_kernel(each) for each in traces[0].operations]
+        host = H100.launch_overhead_s * (sum(issued) + 0.2 * (len(issued) - sum(issued)))
         assert fast[0].seconds == pytest.approx(host, rel=0.05)
     else:
         # Stages wait for each other: each microbatch crosses the boundary and comes back.
-        alone = max(line.busy() for line in slow)
+        alone = max(line.busy_seconds() for line in slow)
         assert min(line.seconds for line in slow) > alone + 2 * 2 * 2 * 16 * 64 * 8 / SLOW / 2
 
 
@@ -303,9 +309,9 @@ def test_memory_of_streams_is_what_was_gathered_and_reduced():
 def test_parts_of_a_block_that_are_put_together_are_all_read():
     whole, meter = torch.ones(8, 64), StepMeter()
     parts = whole.split(2)
-    meter.see([whole])
+    meter.track([whole])
     made = torch.cat(parts, 1)
-    meter.see([made])
+    meter.track([made])
     reads, writes = memory_access(meter, torch.ops.aten.cat.default, (list(parts), 1), {}, made)
     assert [size for _, size in reads] == [size for _, size in writes] == [whole.nbytes]
     # Twice the same is read once.

@@ -76,7 +76,7 @@ def test_ranks_that_are_killed_go_on_from_the_step_before(layout, every, whole, 
             assert await_moment(process, after(run, step)), process.said
             assert copies_without_a_name(process.pid)
             os.kill(dice.choice(ranks_of(process)), signal.SIGKILL)
-            done.append(run.steps_done())
+            done.append(run.count_steps())
             assert not run.checkpoints.exists() or not list(run.checkpoints.iterdir())
             assert await_moment(process, lambda: len(MEMORY.findall(process.said)) == len(done) - 1)
         process.ended()
@@ -151,7 +151,7 @@ def test_fewer_ranks_go_on_from_the_memory_of_more(workplace: Path) -> None:
     assert "on 2 ranks instead of 4" in process.said
     (step,) = MEMORY.findall(process.said)
     assert int(step) >= 4
-    before, since = expected.numbers(), run.numbers()
+    before, since = expected.read_metrics(), run.read_metrics()
     for key in ("step", "loss", "learning_rate"):
         assert [each[key] for each in since] == [each[key] for each in before], key
 
@@ -161,7 +161,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(workplace: Path) -> None:
     run = make_run(workplace, "launcher", FSDP2 | {"max_restarts": 1, "checkpoint": copies})
     process = train(run, "steps=12")
     try:
-        assert await_moment(process, lambda: run.steps_done() >= 6 and (run.checkpoints / "step-00000004").exists())
+        assert await_moment(process, lambda: run.count_steps() >= 6 and (run.checkpoints / "step-00000004").exists())
         (keeper,) = keepers_of(process.pid)
         # It holds no output open, and no scheduler ends it by a signal to all.
         assert {os.readlink(f"/proc/{keeper}/fd/{number}") for number in (0, 1, 2)} == {"/dev/null"}
@@ -212,7 +212,7 @@ def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(nodes, who
         (keeper,) = keepers_of(agents[1].pid)
         for pid in (*ranks_of_agent(agents[1].pid), keeper):
             os.kill(pid, signal.SIGKILL)
-        done, told = run.steps_done(), events(run, "copies")
+        done, told = run.count_steps(), events(run, "copies")
         for agent in agents:
             agent.ended()
         assert all(nothing_is_left(agent.pid) for agent in agents)

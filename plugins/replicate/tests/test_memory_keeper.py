@@ -44,12 +44,12 @@ class Local:
     def __init__(self) -> None:
         self.keeper = ReplicaServer()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._name = f"\0meshwright-test-{self.keeper.id}"
+        self._name = f"\0meshwright-test-{self.keeper.server_id}"
         self._listener.bind(self._name)
         self._listener.listen()
         self.keeper.listen(self._listener, is_local=True)
         self.near = self.connected()
-        self.port = int(self.near.ask("serve", host="127.0.0.1", token=TOKEN)["port"])
+        self.port = int(self.near.request("serve", host="127.0.0.1", token=TOKEN)["port"])
         self.far = Connection(self.introduced(TOKEN))
 
     def connected(self) -> Connection:
@@ -65,16 +65,16 @@ class Local:
     def put(self, step: int, name: str, content: bytes, link: Connection | None = None, run: str = "run") -> None:
         told: dict[str, Any] = {"run": run, "step": step, "name": name, "size": len(content)}
         if link is None:
-            (room,) = [DoubleBuffer().filled([torch.tensor(list(content), dtype=torch.uint8)])]
-            self.near.ask("put", room.file, **told)
+            (room,) = [DoubleBuffer().fill_next([torch.tensor(list(content), dtype=torch.uint8)])]
+            self.near.request("put", room.fd, **told)
         else:
-            link.ask("put", None, [memoryview(content)], **told)
+            link.request("put", None, [memoryview(content)], **told)
 
     def seal(self, step: int, manifest: str = "{}") -> None:
-        self.near.ask("seal", run="run", step=step, manifest=manifest)
+        self.near.request("seal", run="run", step=step, manifest=manifest)
 
     def listed(self) -> dict[str, Any]:
-        return dict(self.near.ask("list")["steps"])
+        return dict(self.near.request("list")["steps"])
 
     def close(self) -> None:
         self.near.close()
@@ -84,7 +84,7 @@ class Local:
 @pytest.fixture
 def local() -> Iterator[Local]:
     found = Local()
-    found.near.ask("keep", run="run", step=0)
+    found.near.request("keep", run="run", step=0)
     yield found
     found.close()
 
@@ -107,7 +107,7 @@ def test_who_has_not_the_token_is_refused(local: Local, token: str) -> None:
 def test_a_process_of_another_user_is_refused(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(OSError, match=r"ended|reset|Broken"):
-        local.connected().ask("list")
+        local.connected().request("list")
 
 
 def test_a_keeper_without_the_token_is_not_believed() -> None:
@@ -128,11 +128,11 @@ def test_a_keeper_without_the_token_is_not_believed() -> None:
 def test_other_nodes_bring_and_take_files_and_no_more_and_nonsense_is_refused(local: Local) -> None:
     for what in ("keep", "seal", "serve"):
         with pytest.raises(OSError, match=f"{what} is nothing that a keeper does"):
-            local.far.ask(what, run="run", step=0, manifest="", host="", token="")
+            local.far.request(what, run="run", step=0, manifest="", host="", token="")
     for told in ({"step": 1}, {"run": "run"}, {"run": "run", "step": 1, "name": "a", "size": "many"}):
         with pytest.raises(OSError, match="the keeper refuses"):
-            local.near.ask("put" if "size" in told else "seal", **told)
-    assert (local.far.ask("list")["id"], local.near.ask("list")["run"]) == (local.keeper.id, "run")
+            local.near.request("put" if "size" in told else "seal", **told)
+    assert (local.far.request("list")["id"], local.near.request("list")["run"]) == (local.keeper.server_id, "run")
 
 
 # -- what is kept
@@ -146,14 +146,14 @@ def test_the_last_sealed_step_is_kept_and_the_one_that_is_written(local: Local) 
         local.seal(step)
         assert local.listed() == {str(step): {"manifest": "{}", "files": {"near": 10, "far": 20}}}
     room = memoryview(bytearray(5))
-    local.far.ask_into(room, "take", step=3, name="near", begin=5, size=5)
+    local.far.request_into(room, "take", step=3, name="near", begin=5, size=5)
     assert bytes(room) == bytes([3]) * 5
-    file = local.near.ask_for_file("take", step=3, name="far")
+    file = local.near.request_file("take", step=3, name="far")
     assert os.pread(file, 100, 0) == bytes([3]) * 20
     os.close(file)
     for step, name, begin, size in ((2, "near", 0, 1), (3, "other", 0, 1), (3, "near", 6, 5), (3, "near", -1, 1)):
         with pytest.raises(OSError, match="refuses"):
-            local.far.ask_into(memoryview(bytearray(size)), "take", step=step, name=name, begin=begin, size=size)
+            local.far.request_into(memoryview(bytearray(size)), "take", step=step, name=name, begin=begin, size=size)
 
 
 def test_another_run_a_step_that_is_sealed_and_a_file_that_breaks_off_are_refused(local: Local) -> None:
@@ -183,9 +183,9 @@ def test_what_a_run_does_not_go_on_from_is_let_go(local: Local) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for step in (4, 5):
         local.put(step, "a", b"x")
-    local.near.ask("keep", run="run", step=4)
+    local.near.request("keep", run="run", step=4)
     assert list(local.listed()) == ["4"]
-    local.near.ask("keep", run="next", step=9)
+    local.near.request("keep", run="next", step=9)
     assert not local.listed()
     assert len(os.listdir("/proc/self/fd")) <= before
 
@@ -225,7 +225,7 @@ def test_a_step_is_whole_where_some_keeper_has_each_file(kept: list[dict[str, in
     # All ranks read a file from the same keeper.
     for here in (0, 1):
         found = find_replicas(ReplicaClient(NODES, here, TOKEN), _listed(*kept), "run", DEFAULT_OPTIONS)
-        assert [[each.holders[f"tensors-0000{rank}.bin"] for rank in (0, 1)] for each in found] == holders
+        assert [[each.file_nodes[f"tensors-0000{rank}.bin"] for rank in (0, 1)] for each in found] == holders
         assert {each.step for each in found} <= {7}
         # Nor are other runs, and steps that are not sealed.
         for unlike in ({"run": "other"}, {"manifest": False}):
@@ -248,10 +248,10 @@ def test_a_step_in_memory_is_read_as_a_checkpoint(local: Local, near: bool, monk
     local.put(3, "tensors-00000.bin", content, local.far)
     local.seal(3, serialize_manifest(Manifest(3, "ddp", {}, 1, {}, files=stored), None))
     monkeypatch.setattr(
-        ReplicaClient, "link", lambda *_: local.connected() if near else Connection(local.introduced(TOKEN))
+        ReplicaClient, "connect", lambda *_: local.connected() if near else Connection(local.introduced(TOKEN))
     )
     keepers = ReplicaClient((ReplicaNode("a", (0,)),), 0 if near else 1, TOKEN)
-    (place,) = find_replicas(keepers, [local.near.ask("list")], "run", DEFAULT_OPTIONS)
+    (place,) = find_replicas(keepers, [local.near.request("list")], "run", DEFAULT_OPTIONS)
     manifest = read_manifest(place)
     assert (manifest.step, manifest.strategy) == (3, "ddp")
     verify_files(place, manifest, list(manifest.files))
@@ -270,12 +270,12 @@ def test_rooms_hold_tensors_as_a_checkpoint_does_and_are_taken_in_turn() -> None
     odd = torch.arange(3, dtype=torch.uint8)
     tensors = [odd, torch.randn(4, 6)[:, 1:4], torch.tensor(2.5, dtype=torch.bfloat16), torch.empty(0)]
     wanted = b"".join(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in tensors)
-    first = rooms.filled(tensors)
-    assert bytes(first.view) == os.pread(first.file, 1000, 0) == wanted
-    second = rooms.filled([torch.zeros(len(wanted), dtype=torch.uint8)])
+    first = rooms.fill_next(tensors)
+    assert bytes(first.view) == os.pread(first.fd, 1000, 0) == wanted
+    second = rooms.fill_next([torch.zeros(len(wanted), dtype=torch.uint8)])
     assert bytes(first.view) == wanted
-    assert rooms.filled(tensors) is first
-    assert rooms.filled(tensors) is second
+    assert rooms.fill_next(tensors) is first
+    assert rooms.fill_next(tensors) is second
 
 
 def _copied_here(path: str, flips: bool) -> tuple[str, int]:
@@ -326,8 +326,8 @@ def test_values_that_make_no_sense_are_refused() -> None:
         with pytest.raises(ValueError, match=match):
             CheckpointConfig(replicate=replicate)
     for bandwidth, expected in (("2.5MB/s", 2.5e6), (3, 3.0), (None, None)):
-        assert CheckpointConfig(replicate={"bandwidth": bandwidth}).copies.bytes_per_s == expected
-    assert CheckpointConfig(replicate="neighbour").copies == CheckpointConfig(replicate={}).copies
+        assert CheckpointConfig(replicate={"bandwidth": bandwidth}).replicate_config.bytes_per_s == expected
+    assert CheckpointConfig(replicate="neighbour").replicate_config == CheckpointConfig(replicate={}).replicate_config
 
 
 def test_copies_that_nobody_would_go_on_from_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

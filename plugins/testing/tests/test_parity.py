@@ -60,7 +60,7 @@ def test_one_process_is_a_loop_of_plain_torch() -> None:
     ("layout", "case", "config"),
     [
         *((layout, Case(), {}) for layout in ("ddp-3", "fsdp2-3")),
-        ("fsdp2-2x2", Case(empty=3, microbatches=3), {"defer_fsdp_grad_sync": False}),
+        ("fsdp2-2x2", Case(num_masked_sequences=3, microbatches=3), {"defer_fsdp_grad_sync": False}),
         ("ddp-4", Case(shares=(3, 4, 5, 6), sequences=18, microbatches=3), {}),
         ("fsdp2-4", Case(norm_type=3.0, max_norm=0.2), {}),
         ("fsdp2-2x2", Case(model_type="gpt2", tied=True), {}),

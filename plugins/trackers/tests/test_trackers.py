@@ -49,7 +49,7 @@ def _quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def _run(directory: Path, *, start: int = 0, config: Mapping[str, Any] | None = None) -> RunInfo:
     values: dict[str, Any] = {"id": "0123456789abcdef", "name": "tiny", "strategy": "fsdp2", "mesh": "dp_shard=2"}
     values |= {"world_size": 2, "rank": 0, "steps": 9, "parameters": 12, "device": "cpu", "version": "0.1.0"}
-    return RunInfo(**values, start=start, directory=directory, config=config or {"optimizer": {"lr": 0.1}})
+    return RunInfo(**values, start_step=start, directory=directory, config=config or {"optimizer": {"lr": 0.1}})
 
 
 def _step(step: int, loss: float = 2.0, **more: Any) -> StepResult:
@@ -58,7 +58,7 @@ def _step(step: int, loss: float = 2.0, **more: Any) -> StepResult:
 
 
 def _ended(run: RunInfo, step: int, reason: Any = "done") -> RunSummary:
-    return RunSummary(run=run, reason=reason, step=step, steps=9, seconds=3.0, loss=2.0, evaluations={}, rank=0)
+    return RunSummary(run=run, reason=reason, step=step, num_steps=9, seconds=3.0, loss=2.0, evaluations={}, rank=0)
 
 
 def test_what_is_not_known_of_a_step_has_no_name() -> None:

@@ -54,9 +54,9 @@ def test_a_file_that_is_another_is_read_from_its_beginning(change: Callable[[Pat
     tail.read(MOST)
     change(path)
     part = tail.read(MOST)
-    assert (part.is_new, part.lines) == (True, path.read_bytes().splitlines())
+    assert (part.is_restarted, part.lines) == (True, path.read_bytes().splitlines())
     path.unlink()
-    assert tail.read(MOST).is_new
+    assert tail.read(MOST).is_restarted
 
 
 def test_each_line_is_read_once_in_bounded_parts_and_a_torn_one_when_it_is_complete(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_columns_are_those_of_reading_line_by_line(given_lines: list[tuple[int, 
     for step, kind in given_lines:
         expected = {known: line for known, line in expected.items() if known < step} | {step: values[kind]}
     for name in ("a", "g/x", "g/y"):
-        steps, found = columns.column(name)
+        steps, found = columns.get_column(name)
         lines = {step: line[name] for step, line in expected.items() if name in line}
         assert steps.tolist() == list(lines)
         np.testing.assert_array_equal(found, np.array(list(lines.values())))
@@ -130,7 +130,7 @@ def test_columns_drawn_together_are_of_the_same_steps(tmp_path: Path) -> None:
     while run.refresh():
         pass
     names = ["seconds", "times/data", "evaluations/held_out", "unknown"]
-    found = run.metrics.together("seconds", names, 100, 2900, 200)
+    found = run.metrics.get_aligned("seconds", names, 100, 2900, 200)
     assert 100 <= len(found["x"]) <= 404
     assert found["columns"]["seconds"] == [step_line(step)["seconds"] for step in found["x"]]
     assert set(found["columns"]["unknown"]) == {None}
@@ -181,23 +181,23 @@ def test_the_history_of_a_rank_continues_where_its_file_does(tmp_path: Path) -> 
     make_ranks(tmp_path, 2, 300)
     ranks, path = RankMetrics(tmp_path / "ranks"), tmp_path / "ranks" / "00001.jsonl"
     values = [json.loads(line)["seconds"] for line in path.read_text().splitlines()[-50:]]
-    spans = [ranks.look(num_steps=50)["parts"]["seconds"][name][1] for name in ("low", "median", "high")]
+    spans = [ranks.summarize(num_steps=50)["parts"]["seconds"][name][1] for name in ("low", "median", "high")]
     assert spans == pytest.approx([min(values), np.median(values), max(values)], abs=0)
 
     def steps(rank: int, low: int | None = None, high: int | None = None) -> list[int]:
-        return ranks.history(rank, low, high, 1000)["series"]["seconds"]["x"]
+        return ranks.get_history(rank, low, high, 1000)["series"]["seconds"]["x"]
 
-    assert ranks.look()["steps"] == [300, 300]
+    assert ranks.summarize()["steps"] == [300, 300]
     # One more on either side, to which lines go.
     assert (steps(1), steps(1, 100, 110)) == ([*range(1, 301)], [*range(99, 112)])
     write_lines(path, [{"step": step, "seconds": 9.0} for step in (299, 300, 301)])
-    assert (steps(1), ranks.look(num_steps=3)["parts"]["seconds"]["low"][1]) == ([*range(1, 302)], 9.0)
+    assert (steps(1), ranks.summarize(num_steps=3)["parts"]["seconds"]["low"][1]) == ([*range(1, 302)], 9.0)
     write_lines(path, [{"step": 201, "seconds": 2.0}])
     assert [steps(rank) for rank in (1, 0, 1)] == [[*range(1, 202)], [*range(1, 301)], [*range(1, 202)]]
     # Written anew, by a run that has resumed elsewhere: nothing is left of what was before.
     write_lines(path, [{"step": 150, "seconds": 2.0}], mode="w")
     assert steps(1) == [150]
-    assert ranks.history(2, None, None, 100) is None
+    assert ranks.get_history(2, None, None, 100) is None
 
 
 def test_a_timeline_is_on_the_clock_of_all_its_ranks(tmp_path: Path) -> None:
@@ -220,18 +220,18 @@ def test_a_run_is_followed_while_it_continues(tmp_path: Path) -> None:
 
     def state() -> tuple[str, int]:
         run.refresh()
-        return run.state()["state"], run.state()["step"]
+        return run.get_state()["state"], run.get_state()["step"]
 
     assert state() == ("waiting", 0)
     write_lines(metrics, [step_line(step) for step in (*range(1, 7), 4, 5)])
     write_lines(tmp_path / "events.jsonl", [start(10)])
     (tmp_path / ".lock.json").write_text('{"pid": 1, "host": "elsewhere", "started": "now"}', encoding="utf-8")
     assert state() == ("running", 5)
-    versions = run.state()["versions"]
+    versions = run.get_state()["versions"]
     write_lines(metrics, [step_line(6, seed=2)])
     assert state() == ("running", 6)
-    assert run.state()["versions"] != versions
-    steps, losses = run.metrics.column("loss")
+    assert run.get_state()["versions"] != versions
+    steps, losses = run.metrics.get_column("loss")
     known = read_metrics(metrics, last_step=100, num_steps=100)
     assert (steps.tolist(), losses.tolist()) == ([each.step for each in known], [each.loss for each in known])
     write_lines(tmp_path / "events.jsonl", [event("end", 6, reason="done")])
@@ -256,8 +256,8 @@ def test_how_a_run_has_ended(events, holder, expected, why, tmp_path):
         (tmp_path / ".lock.json").write_text(json.dumps(holder), encoding="utf-8")
     run = WatchedRun(tmp_path, "run")
     run.refresh()
-    assert run.state()["state"] == expected
-    assert why in run.state()["why"]
+    assert run.get_state()["state"] == expected
+    assert why in run.get_state()["why"]
 
 
 def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:

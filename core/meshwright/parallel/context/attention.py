@@ -40,22 +40,22 @@ class SequenceShard:
     """This rank's share of each sequence: its place on the axis `cp`, and how positions are exchanged."""
 
     group: dist.ProcessGroup
-    size: int
+    num_ranks: int
     rank: int
-    way: CPAttentionMethod
+    method: CPAttentionMethod
 
-    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+    def get_positions(self, length: int, device: torch.device | None = None) -> Tensor:
         """Return this rank's positions of a sequence, whose length 2 x `size` divides; int64."""
-        return shard_positions(torch.arange(length, device=device), 0, self.rank, self.size)
+        return shard_positions(torch.arange(length, device=device), 0, self.rank, self.num_ranks)
 
-    def starts(self, length: int) -> tuple[int, int]:
+    def get_chunk_starts(self, length: int) -> tuple[int, int]:
         """Return the first positions of this rank's two chunks."""
-        chunk = length // (2 * self.size)
-        return self.rank * chunk, (2 * self.size - 1 - self.rank) * chunk
+        chunk = length // (2 * self.num_ranks)
+        return self.rank * chunk, (2 * self.num_ranks - 1 - self.rank) * chunk
 
-    def own(self, full: Tensor) -> Tensor:
+    def shard(self, full: Tensor) -> Tensor:
         """Return this rank's positions of a tensor (B, S, ...)."""
-        return shard_positions(full, 1, self.rank, self.size)
+        return shard_positions(full, 1, self.rank, self.num_ranks)
 
 
 def shard_positions(full: Tensor, dim: int, rank: int, num_ranks: int) -> Tensor:
@@ -103,11 +103,11 @@ def gather_last_tokens(part_BK: Tensor, real_BP: Tensor, sequence_shard: Sequenc
 
     `part_BK` is what this rank has of each sequence; `real_BP` are its tokens that are no padding, bool.
     """
-    positions_P = sequence_shard.positions(sequence_shard.size * real_BP.shape[1], part_BK.device)
+    positions_P = sequence_shard.get_positions(sequence_shard.num_ranks * real_BP.shape[1], part_BK.device)
     every_RB = all_gather(positions_P.where(real_BP, -1).amax(1)[None], 0, sequence_shard.group)
     # A rank has two pieces of each sequence; the value is put into the second one.
     pieces = gather_positions(torch.stack([torch.zeros_like(part_BK), part_BK], 1), sequence_shard.group)
-    second_B = 2 * sequence_shard.size - 1 - every_RB.argmax(0)
+    second_B = 2 * sequence_shard.num_ranks - 1 - every_RB.argmax(0)
     return pieces[torch.arange(len(part_BK), device=part_BK.device), second_B]
 
 
@@ -149,22 +149,26 @@ class PositionMask:
     full sequence, and of it on this rank; `is_causal`: a query attends to exactly its own position and all before.
     """
 
-    share: SequenceShard
-    observer: AttentionProbe | None
-    make: Callable[..., Tensor]
+    sequence_shard: SequenceShard
+    probe: AttentionProbe | None
+    make_mask: Callable[..., Tensor]
     function: MaskFunction
     length: int
-    part: int
+    local_length: int
     is_causal: bool
     arguments: Mapping[str, Any]
 
     @functools.cached_property
-    def rows(self) -> Tensor:
+    def query_positions(self) -> Tensor:
         """The positions of the queries from which this rank attends."""
-        device, exchanges = self.arguments["device"], self.share.way == "ulysses"
-        return torch.arange(self.length, device=device) if exchanges else self.share.positions(self.length, device)
+        device, exchanges = self.arguments["device"], self.sequence_shard.method == "ulysses"
+        return (
+            torch.arange(self.length, device=device)
+            if exchanges
+            else self.sequence_shard.get_positions(self.length, device)
+        )
 
-    def of(self, query_positions: Tensor, num_keys: int | None = None) -> Tensor:
+    def build(self, query_positions: Tensor, num_keys: int | None = None) -> Tensor:
         """Return the mask of queries at `query_positions` and the first `num_keys` keys: (B, 1, rows, keys)."""
 
         def at_rows(sequence: Any, head: Any, query: Any, key: Any) -> Tensor:
@@ -177,12 +181,12 @@ class PositionMask:
             "q_offset": 0,
             "kv_offset": 0,
         }
-        return self.make(mask_function=at_rows, **lengths, **skips, **self.arguments)
+        return self.make_mask(mask_function=at_rows, **lengths, **skips, **self.arguments)
 
     @functools.cached_property
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         """The mask of all these queries and all keys."""
-        return self.of(self.rows)
+        return self.build(self.query_positions)
 
 
 def attend(
@@ -201,13 +205,13 @@ def attend(
     """
     mask = _check_mask(module, query, key, attention_mask)
     without_mask = mask.is_causal and implementation == "sdpa"
-    _check_options(module, options, mask.share.way, without_mask=without_mask)
-    exchanges = mask.share.way == "ulysses"
-    copies = _count_head_copies(module, query.shape[1], key.shape[1], mask.share.size) if exchanges else 1
+    _check_options(module, options, mask.sequence_shard.method, without_mask=without_mask)
+    exchanges = mask.sequence_shard.method == "ulysses"
+    copies = _count_head_copies(module, query.shape[1], key.shape[1], mask.sequence_shard.num_ranks) if exchanges else 1
     layer = _AttentionCall(get_attention_function(module, implementation), module, mask, options, without_mask)
-    if mask.observer is not None:
-        return mask.observer.attend(query, key, value), None
-    return layer.exchanged(query, key, value, copies) if exchanges else layer.gathered(query, key, value), None
+    if mask.probe is not None:
+        return mask.probe.attend(query, key, value), None
+    return layer.run_ulysses(query, key, value, copies) if exchanges else layer.run_allgather(query, key, value), None
 
 
 @dataclass(frozen=True)
@@ -221,28 +225,28 @@ class _AttentionCall:
     module: nn.Module
     mask: PositionMask
     options: Mapping[str, Any]
-    without_mask: bool
+    skips_mask: bool
 
-    def gathered(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run_allgather(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # One message for both.
         sizes = [key.shape[-1], value.shape[-1]]
-        key, value = GatherPositions.apply(torch.cat([key, value], -1), self.mask.share.group).split(sizes, -1)
-        if not self.without_mask:
-            return self._masked(query, key, value)
+        key, value = GatherPositions.apply(torch.cat([key, value], -1), self.mask.sequence_shard.group).split(sizes, -1)
+        if not self.skips_mask:
+            return self._run_masked(query, key, value)
         # Two chunks of consecutive queries.
-        starts = self.mask.share.starts(self.mask.length)
-        parts = zip(query.split(self.mask.part // 2, 2), starts, strict=True)
-        return torch.cat([output for rows, start in parts for output in self._causal(rows, key, value, start)], 1)
+        starts = self.mask.sequence_shard.get_chunk_starts(self.mask.length)
+        parts = zip(query.split(self.mask.local_length // 2, 2), starts, strict=True)
+        return torch.cat([output for rows, start in parts for output in self._run_causal(rows, key, value, start)], 1)
 
-    def exchanged(self, query: Tensor, key: Tensor, value: Tensor, num_copies: int) -> Tensor:
-        group = self.mask.share.group
+    def run_ulysses(self, query: Tensor, key: Tensor, value: Tensor, num_copies: int) -> Tensor:
+        group = self.mask.sequence_shard.group
         if num_copies > 1:
             # Each rank gets the heads that its queries read.
             key, value = (each.repeat_interleave(num_copies, 1) for each in (key, value))
         query, key, value = (scatter_heads(each, group) for each in (query, key, value))
-        if self.without_mask:
+        if self.skips_mask:
             return gather_heads(self._run(query, key, value, None), group)
-        return gather_heads(self._masked(query, key, value), group)
+        return gather_heads(self._run_masked(query, key, value), group)
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         # From the tensors' shapes: in recomputation nothing else knows how many query heads read a key head.
@@ -251,7 +255,7 @@ class _AttentionCall:
         with nullcontext() if is_set else temporary_attribute(self.module, name, groups):
             return self.core(self.module, query, key, value, mask, **self.options)[0]
 
-    def _causal(self, query: Tensor, key: Tensor, value: Tensor, start: int) -> Iterator[Tensor]:
+    def _run_causal(self, query: Tensor, key: Tensor, value: Tensor, start: int) -> Iterator[Tensor]:
         """Attend from consecutive positions, from `start` on, each to all keys up to its own."""
         count = query.shape[2]
         keys = start + count
@@ -261,25 +265,25 @@ class _AttentionCall:
             yield self._run(query, key[:, :, :keys], value[:, :, :keys], causal_lower_right(count, keys))
         elif step >= count:
             rows = torch.arange(start, keys, device=query.device)
-            yield self._run(query, key[:, :, :keys], value[:, :, :keys], self.mask.of(rows, keys))
+            yield self._run(query, key[:, :, :keys], value[:, :, :keys], self.mask.build(rows, keys))
         else:
             for first in range(start, keys, step):
                 rows = torch.arange(first, min(keys, first + step), device=query.device)
                 part = query[:, :, first - start : first - start + step]
-                yield self._block(part, key, value, rows, first + len(rows))
+                yield self._run_query_block(part, key, value, rows, first + len(rows))
 
-    def _masked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _run_masked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         step = max(1, MAX_MASK_ELEMENTS // (query.shape[0] * self.mask.length))
         if step >= query.shape[2]:
-            return self._run(query, key, value, self.mask.whole)
-        parts = zip(query.split(step, 2), self.mask.rows.split(step), strict=True)
-        return torch.cat([self._block(part, key, value, rows, self.mask.length) for part, rows in parts], 1)
+            return self._run(query, key, value, self.mask.full)
+        parts = zip(query.split(step, 2), self.mask.query_positions.split(step), strict=True)
+        return torch.cat([self._run_query_block(part, key, value, rows, self.mask.length) for part, rows in parts], 1)
 
-    def _block(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, keys: int) -> Tensor:
+    def _run_query_block(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, keys: int) -> Tensor:
         """Attend from queries at `rows` to the first keys, recomputed in backward: all masks together are too large."""
 
         def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return self._run(query, key, value, self.mask.of(rows, keys))
+            return self._run(query, key, value, self.mask.build(rows, keys))
 
         key, value = key[:, :, :keys], value[:, :, :keys]
         # Parameters that the function reads itself, such as sinks, are in place during forward only.
@@ -318,9 +322,9 @@ def _check_mask(module: nn.Module, query: Tensor, key: Tensor, mask: Any) -> Pos
             f"{name} attends with a mask ({type(mask).__name__}) that was not made by transformers' mask functions for "
             f"this step, so it cannot be divided by context parallelism. Set cp_size=1."
         )
-    if query.shape[2] != mask.part or key.shape[2] != mask.part:
+    if query.shape[2] != mask.local_length or key.shape[2] != mask.local_length:
         raise ModelError(
-            f"{name} attends from {query.shape[2]} to {key.shape[2]} positions where this rank has {mask.part}, as "
+            f"{name} attends from {query.shape[2]} to {key.shape[2]} positions where this rank has {mask.local_length}, as "
             f"cross-attention does, which context parallelism cannot divide. Set cp_size=1."
         )
     return mask

@@ -65,17 +65,17 @@ class ContextParallel(Axis):
         ModelError: the model's attention, or its positions, cannot be divided.
     """
 
-    divides_batches = divides_sequences = True
+    shards_batches = shards_sequences = True
 
     def __init__(
         self, model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, attention: CPAttentionMethod = "allgather"
     ) -> None:
-        self.share = SequenceShard(mesh.get_group(), mesh.size(), mesh.get_local_rank(), attention)
-        self.observer: AttentionProbe | None = None
+        self.sequence_shard = SequenceShard(mesh.get_group(), mesh.size(), mesh.get_local_rank(), attention)
+        self.attention_probe: AttentionProbe | None = None
         # Sharding changes the class.
         self._name = type(model).__name__
         self._model, self._layout = model, layout
-        self._finding: ProbeResult | None = None
+        self._probe_result: ProbeResult | None = None
         self._configs = collect_nested_configs(model)
         _check_configs(model, self._configs)
 
@@ -83,9 +83,9 @@ class ContextParallel(Axis):
 
     @property
     def sequence_multiple(self) -> int:
-        return 2 * self.share.size
+        return 2 * self.sequence_shard.num_ranks
 
-    def divide(self, batch: Batch) -> Batch:
+    def shard_batch(self, batch: Batch) -> Batch:
         """Return this rank's positions of a microbatch, with explicit positions and, in place of labels, `TARGETS`.
 
         `attention_mask` stays whole, (B, S), and is added where the batch has none.
@@ -93,14 +93,14 @@ class ContextParallel(Axis):
         ids, labels = batch["input_ids"], batch["labels"]
         given, mask = batch.get("position_ids"), batch.get("attention_mask")
         whole = (
-            number_positions(ids, self._finding.padding if self._finding is not None else None)
+            number_positions(ids, self._probe_result.padding_id if self._probe_result is not None else None)
             if given is None
             else given
         )
         divided = {
-            "input_ids": self.own(ids),
-            TARGETS: self.own(shift_labels(labels)),
-            "position_ids": self.own(whole.expand(ids.shape)),
+            "input_ids": self.local(ids),
+            TARGETS: self.local(shift_labels(labels)),
+            "position_ids": self.local(whole.expand(ids.shape)),
             "attention_mask": torch.ones_like(ids) if mask is None else mask,
         }
         if mask is None or mask.device.type == "cpu":
@@ -116,40 +116,40 @@ class ContextParallel(Axis):
         for name, tensor in batch.items():
             if name not in _SHARDED_KEYS:
                 raise BatchError(
-                    f"the batch holds {name}, of which it is not known how cp_size={self.share.size} divides it. "
+                    f"the batch holds {name}, of which it is not known how cp_size={self.sequence_shard.num_ranks} divides it. "
                     f"Leave it out, or set cp_size=1."
                 )
             shapes = [(count, length)] + [(1, length)] * (name == "position_ids")
             if tuple(tensor.shape) not in shapes:
                 raise BatchError(
-                    f"{name} has the shape {tuple(tensor.shape)}, but with cp_size={self.share.size} it must be that "
+                    f"{name} has the shape {tuple(tensor.shape)}, but with cp_size={self.sequence_shard.num_ranks} it must be that "
                     f"of input_ids, {(count, length)}."
                 )
-        follows_mask = self._finding is not None and self._finding.follows_mask
+        follows_mask = self._probe_result is not None and self._probe_result.positions_follow_mask
         if follows_mask and "attention_mask" in batch and "position_ids" not in batch:
             raise BatchError(
-                f"{self._name} computes positions from attention_mask, which cp_size={self.share.size} "
+                f"{self._name} computes positions from attention_mask, which cp_size={self.sequence_shard.num_ranks} "
                 f"cannot divide. Give position_ids beside it."
             )
 
-    def own(self, full: Tensor) -> Tensor:
-        return self.share.own(full)
+    def local(self, full: Tensor) -> Tensor:
+        return self.sequence_shard.shard(full)
 
-    def joined(self, local: Tensor) -> Tensor:
-        return gather_positions(local, self.share.group)
+    def gather(self, local: Tensor) -> Tensor:
+        return gather_positions(local, self.sequence_shard.group)
 
-    def joined_sequences(self, local: Tensor) -> Tensor:
+    def gather_sequences(self, local: Tensor) -> Tensor:
         """Return for each sequence what the rank with its last token gives, padding aside: such a head takes that."""
-        return gather_last_tokens(local, find_real_tokens(self._model, self._ids_BS), self.share)
+        return gather_last_tokens(local, find_real_tokens(self._model, self._ids_BS), self.sequence_shard)
 
     @property
-    def sharers(self) -> int:  # type: ignore[override]
-        return self.share.size
+    def replicas(self) -> int:  # type: ignore[override]
+        return self.sequence_shard.num_ranks
 
     # -- forwards and backwards
 
     @contextmanager
-    def around_step(self) -> Iterator[None]:
+    def step_context(self) -> Iterator[None]:
         """Let the model attend as `attention.attend` does and keep no KV cache, and restore its settings."""
         before = [
             (config, get_attention_setting(config), getattr(config, "use_cache", None)) for config in self._configs
@@ -169,7 +169,7 @@ class ContextParallel(Axis):
                     config.use_cache = use_cache
 
     @contextmanager
-    def around_forward(self, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def forward_context(self, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         global _current_forward
         rest = {name: value for name, value in inputs.items() if name not in (_FULL_POSITION_IDS, _HAS_MASKED_TOKENS)}
         self._ids_BS = inputs["input_ids"]
@@ -188,30 +188,30 @@ class ContextParallel(Axis):
     # -- before the first step
 
     @contextmanager
-    def alone(self) -> Iterator[AttentionProbe]:
+    def isolated(self) -> Iterator[AttentionProbe]:
         """Let each position attend to itself, without communication, and record what attention is given."""
         observer = AttentionProbe()
         with temporary_attribute(self, "observer", observer):
             yield observer
 
-    def is_open(self) -> bool:
-        return self._finding is None or self._finding.defect is not None
+    def needs_probe(self) -> bool:
+        return self._probe_result is None or self._probe_result.error is not None
 
-    def try_out(self, inputs: ProbeInputs) -> ModelError | None:
+    def probe(self, inputs: ProbeInputs) -> ModelError | None:
         """Find out whether the model mixes positions in its attention alone, on a few tokens; nothing of it remains."""
         ids_BS = inputs.microbatch["input_ids"]
-        with self.alone() as observer:
-            self._finding = probe_model(
+        with self.isolated() as observer:
+            self._probe_result = probe_model(
                 self._name,
                 self._model,
                 self._layout,
                 observer,
                 ids_BS,
-                inputs.outputs,
-                inputs.multiple,
-                self.share.size,
+                inputs.call_model,
+                inputs.length_multiple,
+                self.sequence_shard.num_ranks,
             )
-        return None if self._finding.defect is None else ModelError(f"{self._finding.defect} Set cp_size=1.")
+        return None if self._probe_result.error is None else ModelError(f"{self._probe_result.error} Set cp_size=1.")
 
 
 @dataclass(frozen=True)
@@ -222,11 +222,11 @@ class _ForwardState:
     sequences, where they may hold several documents; `masks`: whether the attention mask has zeros, None if unknown.
     """
 
-    parallel: ContextParallel
+    context_parallel: ContextParallel
     length: int
-    part: int
+    local_length: int
     positions_BS: Tensor | None
-    masks: bool | None
+    has_masked_tokens: bool | None
 
 
 _current_forward: _ForwardState | None = None
@@ -267,26 +267,33 @@ def make_mask(
             "the model makes an attention mask outside of its forward (in recomputation, say), where context "
             "parallelism does not know its positions. Set cp_size=1."
         )
-    if (kv_length, q_length) != (_current_forward.length, _current_forward.part):
+    if (kv_length, q_length) != (_current_forward.length, _current_forward.local_length):
         raise ModelError(
             f"the model makes an attention mask of {q_length} queries and {kv_length} keys, where this rank has "
-            f"{_current_forward.part} of {_current_forward.length} positions. Set cp_size=1."
+            f"{_current_forward.local_length} of {_current_forward.length} positions. Set cp_size=1."
         )
     if use_vmap:
         raise ModelError(
             "the model adds a rule of its own to its attention masks, which may be about the positions of one rank. "
             "Set cp_size=1."
         )
-    masks = False if attention_mask is None else _current_forward.masks
+    masks = False if attention_mask is None else _current_forward.has_masked_tokens
     is_whole = bool(attention_mask.all()) if masks is None and attention_mask is not None else not masks
     is_causal = allow_is_causal_skip and is_whole and (local_size is None or kv_length < local_size)
     if _current_forward.positions_BS is not None:
         mask_function, is_documents = isolate_documents(mask_function, _current_forward.positions_BS)
         is_causal = is_causal and not is_documents
     arguments = {"batch_size": batch_size, "attention_mask": None if is_whole else attention_mask, **rest}
-    parallel, make = _current_forward.parallel, get_mask_function(implementation)
+    parallel, make = _current_forward.context_parallel, get_mask_function(implementation)
     return PositionMask(
-        parallel.share, parallel.observer, make, mask_function, kv_length, q_length, is_causal, arguments
+        parallel.sequence_shard,
+        parallel.attention_probe,
+        make,
+        mask_function,
+        kv_length,
+        q_length,
+        is_causal,
+        arguments,
     )
 
 

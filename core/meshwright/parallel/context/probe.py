@@ -33,11 +33,11 @@ class AttentionProbe:
     """Replacement of attention: each position attends to itself, and what attention is given is recorded in `seen`."""
 
     def __init__(self) -> None:
-        self.seen: list[Tensor] = []
+        self.recorded: list[Tensor] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Map (B, H, P, D) to (B, P, H, D)."""
-        self.seen += [each.transpose(1, 2).detach() for each in (query, key, value)]
+        self.recorded += [each.transpose(1, 2).detach() for each in (query, key, value)]
         groups = query.shape[1] // value.shape[1]
         return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous()
 
@@ -50,9 +50,9 @@ class ProbeResult:
     which it numbers real tokens by itself (see `numbered`), None for from 0.
     """
 
-    defect: str | None
-    follows_mask: bool = False
-    padding: int | None = None
+    error: str | None
+    positions_follow_mask: bool = False
+    padding_id: int | None = None
 
 
 def number_positions(ids_BS: Tensor, padding_id: int | None) -> Tensor:
@@ -128,7 +128,7 @@ def _run_checks(name: str, probe: _ProbeRunner, ids: Tensor, last_position: int,
     padded = torch.ones_like(ids)
     padded[:, 0] = 0
     masked = probe.run({"input_ids": ids, "attention_mask": padded})
-    return ProbeResult(None, follows_mask=not _are_close(alone, masked, range(1, length)), padding=padding)
+    return ProbeResult(None, positions_follow_mask=not _are_close(alone, masked, range(1, length)), padding_id=padding)
 
 
 def _reads_last_token(probe: _ProbeRunner, ids: Tensor) -> bool:
@@ -169,31 +169,31 @@ class _ProbeRunner:
     def __init__(
         self, model: nn.Module, layout: ModelLayout, attention_probe: AttentionProbe, call_model: CallModel
     ) -> None:
-        self.model, self._observer, self._call = model, attention_probe, call_model
+        self.model, self._attention_probe, self._call_model = model, attention_probe, call_model
         self._embedding = model.get_submodule(layout.embedding) if layout.embedding else None
         self._blocks = [model.get_submodule(stack[0]) for stack in layout.stacks]
         # A later stage of a pipeline is given hidden states, whatever they are.
         within = tuple(f"{block}." for block in layout.blocks)
         outside = [n for n, _ in model.named_parameters() if not n.startswith(within)]
         self.head = outside[-1].rpartition(".")[0] if outside else ""
-        self._starts_within = self._embedding is None or not any(True for _ in self._embedding.parameters())
+        self._starts_at_block = self._embedding is None or not any(True for _ in self._embedding.parameters())
 
     def run(
         self, inputs: dict[str, Tensor], *, nan_positions: list[int] | None = None, has_equal_positions: bool = False
     ) -> list[Tensor]:
         """Return what attention is given and what the model returns, each (1, P, ...)."""
-        self._observer.seen.clear()
+        self._attention_probe.recorded.clear()
         device = inputs["input_ids"].device
         devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
         with (
             torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
             torch.compiler.set_stance("force_eager"),
             torch.no_grad(),
-            self._changed(nan_positions, has_equal_positions=has_equal_positions and self._starts_within),
+            self._perturb_inputs(nan_positions, has_equal_positions=has_equal_positions and self._starts_at_block),
         ):
             torch.manual_seed(0)
-            outputs = self._call(inputs)
-        seen = [*self._observer.seen]
+            outputs = self._call_model(inputs)
+        seen = [*self._attention_probe.recorded]
         length = inputs["input_ids"].shape[1]
         self.logits = None if isinstance(outputs, tuple) else outputs.logits.detach()
         outputs = outputs if isinstance(outputs, tuple) else (outputs.logits,)
@@ -201,7 +201,7 @@ class _ProbeRunner:
         return seen + [each.detach() for each in floating if each.dim() > 1 and each.shape[1] == length]
 
     @contextmanager
-    def _changed(self, nan_positions: list[int] | None, *, has_equal_positions: bool) -> Iterator[None]:
+    def _perturb_inputs(self, nan_positions: list[int] | None, *, has_equal_positions: bool) -> Iterator[None]:
 
         def change(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() != 3:
@@ -217,7 +217,7 @@ class _ProbeRunner:
             return tuple(map(change, args)), {key: change(value) for key, value in kwargs.items()}
 
         with ExitStack() as hooks:
-            if self._starts_within:
+            if self._starts_at_block:
                 for block in self._blocks:
                     hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
             elif self._embedding is not None and nan_positions is not None:

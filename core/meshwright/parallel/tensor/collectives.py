@@ -145,21 +145,21 @@ def _get_local_chunk(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tens
 class ShardedVocabulary(Vocabulary):
     """A vocabulary of `entries`, sharded over `group`; `start` is this rank's first entry."""
 
-    entries: int
+    num_entries: int
     group: dist.ProcessGroup
     start: int = 0
 
     @classmethod
-    def over(cls, group: dist.ProcessGroup, num_entries: int) -> ShardedVocabulary:
+    def from_group(cls, group: dist.ProcessGroup, num_entries: int) -> ShardedVocabulary:
         """Return this rank's part."""
         sizes = chunk_sizes(num_entries, dist.get_world_size(group))
         return cls(num_entries, group, sum(sizes[: dist.get_rank(group)]))
 
-    def size(self, local_size: int) -> int:
-        return self.entries
+    def full_size(self, local_size: int) -> int:
+        return self.num_entries
 
-    def each(self, local: Tensor) -> Tensor:
+    def gather_stacked(self, local: Tensor) -> Tensor:
         return all_gather(local[None], 0, self.group)
 
-    def gathered(self, logits: Tensor) -> Tensor:
-        return gather_uneven(logits, -1, self.entries, self.group)
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        return gather_uneven(logits, -1, self.num_entries, self.group)

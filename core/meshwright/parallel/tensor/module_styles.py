@@ -52,42 +52,46 @@ class TensorParallelPlan:
 
     Attributes:
         source: of the plan, for errors.
-        parameters: style of each parameter: its own, or its module's.
+        parameter_styles: style of each parameter: its own, or its module's.
         uses_sequence_parallel: whether a style of torch in the plan asks for sequence parallelism.
         is_user_provided: whether a user or a plugin wrote it.
     """
 
     source: str
-    modules: dict[str, str] = field(default_factory=dict)
-    parameters: dict[str, str] = field(default_factory=dict)
-    shards_positions: bool = False
-    is_given: bool = False
+    module_styles: dict[str, str] = field(default_factory=dict)
+    parameter_styles: dict[str, str] = field(default_factory=dict)
+    uses_sequence_parallel: bool = False
+    is_user_provided: bool = False
 
-    def style(self, module: str) -> TensorParallelStyle | None:
+    def get_style(self, module: str) -> TensorParallelStyle | None:
         """Return the style of a module, if it has one."""
-        name = self.modules.get(module)
+        name = self.module_styles.get(module)
         return None if name is None else STYLES[name]
 
-    def names(self, module: str, model: nn.Module) -> list[str]:
+    def get_style_names(self, module: str, model: nn.Module) -> list[str]:
         """Return the styles of a module, or of its original and trained copies."""
-        return [self.modules[each] for each, _ in expand_style(model, module, "replicate") if each in self.modules]
+        return [
+            self.module_styles[each]
+            for each, _ in expand_style(model, module, "replicate")
+            if each in self.module_styles
+        ]
 
-    def name(self, module: str, style: str, model: nn.Module) -> None:
+    def set_style(self, module: str, style: str, model: nn.Module) -> None:
         """Set the style of a module and of its parameters."""
         for name, parameters in expand_style(model, module, style):
-            self.modules[name] = style
-            self.parameters.update(parameters)
+            self.module_styles[name] = style
+            self.parameter_styles.update(parameters)
 
-    def drop(self, module: str, model: nn.Module) -> None:
+    def replicate(self, module: str, model: nn.Module) -> None:
         """Leave a module and its parameters replicated."""
         for name, parameters in expand_style(model, module, "replicate"):
-            self.modules.pop(name, None)
+            self.module_styles.pop(name, None)
             for parameter in parameters:
-                self.parameters.pop(parameter, None)
+                self.parameter_styles.pop(parameter, None)
 
-    def has_inside(self, module: str) -> bool:
+    def has_style_within(self, module: str) -> bool:
         """Return whether a module, or one inside it, has a style."""
-        return any(each == module or each.startswith(f"{module}.") for each in self.modules)
+        return any(each == module or each.startswith(f"{module}.") for each in self.module_styles)
 
 
 def iter_aliases(name: str) -> Iterator[str]:
@@ -110,14 +114,14 @@ def strip_base_layer(name: str) -> str:
 
 def check_layers_have_styles(plan: TensorParallelPlan, model: nn.Module) -> None:
     """Raise ConfigError if a plan shards the weight of a layer, but has no style for the layer's communication."""
-    for name, style in plan.parameters.items():
+    for name, style in plan.parameter_styles.items():
         path = name.rpartition(".")[0]
         owner = path.removesuffix(".base_layer")
         is_layer = type(model.get_submodule(path)) in (nn.Linear, nn.Embedding, Conv1D)
         if (
             is_layer
             and style in (*COLUMN_STYLES, *ROW_STYLES)
-            and owner not in plan.modules
+            and owner not in plan.module_styles
             and not is_weight_read(model, owner)
         ):
             raise ConfigError(
@@ -132,11 +136,13 @@ def gather_column_outputs(plan: TensorParallelPlan, model: nn.Module, layout: Mo
     The model's caller sees that output, and the loss of some of the logits would differ between ranks.
     """
     blocks = frozenset(layout.blocks)
-    outside = {name: style for name, style in plan.modules.items() if layout.part_of(f"{name}.weight") not in blocks}
+    outside = {
+        name: style for name, style in plan.module_styles.items() if layout.find_part(f"{name}.weight") not in blocks
+    }
     is_taken = any(style in ("rowwise", "packed_rowwise") for style in outside.values())
     for name in [name for name, style in outside.items() if style == "colwise"]:
         if name == layout.head or not is_taken:
-            plan.name(name, "colwise_gather_output", model)
+            plan.set_style(name, "colwise_gather_output", model)
 
 
 def is_weight_read(model: nn.Module, name: str) -> bool:
@@ -162,7 +168,7 @@ def expand_style(model: nn.Module, module: str, style: str) -> Iterator[tuple[st
         around = describe_lora_layer(outer)
         path = get_base_layer_name(model, name) if around is not None else name
         styles = {f"{path}.{each}": style for each, _ in model.get_submodule(path).named_parameters(recurse=False)}
-        if around is not None and around.parameter is None:
+        if around is not None and around.parameter_name is None:
             styles |= {f"{name}.{each}": own for each, own in _iter_adapter_styles(around, style)}
         yield name, styles
 
@@ -176,9 +182,9 @@ def find_adapter_styles(model: nn.Module, parameters: Mapping[str, str], exclude
     left = set(excluded)
     for name, module in model.named_modules():
         around = describe_lora_layer(module)
-        if around is not None and around.parameter is not None:
+        if around is not None and around.parameter_name is not None:
             path = get_base_layer_name(model, name)
-            style = PARTIAL_GRAD_STYLE if path in left else parameters.get(f"{path}.{around.parameter}")
+            style = PARTIAL_GRAD_STYLE if path in left else parameters.get(f"{path}.{around.parameter_name}")
             found |= (
                 {f"{name}.{each}": s for each, s in _iter_adapter_styles(around, style)} if style is not None else {}
             )
@@ -216,9 +222,9 @@ def _iter_adapter_styles(layer: LoraLayer, style: str) -> Iterator[tuple[str, st
         divides_out, divides_in = divides_in, divides_out
     packed = "packed_" if style.startswith("packed") else ""
     whole = PARTIAL_GRAD_STYLE if divides_out or divides_in else style
-    for name in layer.outer:
+    for name in layer.output_params:
         yield name, f"{packed}colwise" if divides_out else whole
-    for name in layer.inner:
+    for name in layer.input_params:
         yield name, f"{packed}rowwise" if divides_in else whole
 
 
@@ -228,8 +234,10 @@ def replace_by_wrappers(model: nn.Module, modules: set[nn.Module]) -> set[nn.Mod
     for _, layer in iter_tuner_layers(model):
         adapter = describe_lora_layer(layer)
         if adapter is not None:
-            read = {layer.get_submodule(each.rpartition(".")[0]) for each in (*adapter.outer, *adapter.inner)}
-            read = {each for each in read if adapter.parameter is not None or isinstance(each, nn.ParameterDict)}
+            read = {
+                layer.get_submodule(each.rpartition(".")[0]) for each in (*adapter.output_params, *adapter.input_params)
+            }
+            read = {each for each in read if adapter.parameter_name is not None or isinstance(each, nn.ParameterDict)}
             found = (found - read) | {layer} if found & read else found
     return found
 

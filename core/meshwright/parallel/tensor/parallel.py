@@ -58,7 +58,7 @@ class TensorParallel(Axis):
         excluded: modules whose parameters are sharded otherwise, and are DTensors when `apply` is called.
 
     Attributes:
-        divisions: how each parameter is sharded, by each of its names.
+        shardings: how each parameter is sharded, by each of its names.
 
     Raises:
         ConfigError, ModelError: the plan does not fit the model or the number of ranks; before the model is changed.
@@ -76,28 +76,28 @@ class TensorParallel(Axis):
         excluded: Sequence[str] = (),
     ) -> None:
         self.mesh, self.group, self.size, self.rank = mesh, mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self.active, self.text_config = True, get_text_config(model)
-        self._model, self._layout, self._plain = model, layout, use_plain_tensors
+        self.is_active, self.text_config = True, get_text_config(model)
+        self._model, self._layout, self._use_plain_tensors = model, layout, use_plain_tensors
         self._has_run = self._in_step = False
         self._plan = find_plan(model, layout, plan, sequence_parallel=sequence_parallel)
         for name in excluded:
-            self._plan.drop(strip_base_layer(name), model)
-        sequence_parallel = sequence_parallel or self._plan.shards_positions
+            self._plan.replicate(strip_base_layer(name), model)
+        sequence_parallel = sequence_parallel or self._plan.uses_sequence_parallel
         replicate_small_layers(self._plan, model, self.size)
-        self._plan.parameters.update(find_adapter_styles(model, self._plan.parameters, excluded))
-        self._heads = find_shared_heads(model, self._plan, self.size, self.rank)
-        placements = find_placements(model, layout, self._plan, self._heads, self.size)
+        self._plan.parameter_styles.update(find_adapter_styles(model, self._plan.parameter_styles, excluded))
+        self._shared_heads = find_shared_heads(model, self._plan, self.size, self.rank)
+        placements = find_placements(model, layout, self._plan, self._shared_heads, self.size)
         shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
-        self.divisions = {name: ParameterSharding(mesh, placements[name], shape) for name, shape in shapes.items()}
+        self.shardings = {name: ParameterSharding(mesh, placements[name], shape) for name, shape in shapes.items()}
         parts = plan_sequence_parallel(model, layout, self._plan) if sequence_parallel else None
-        self._cuts = find_parameter_views(self._plan, self._heads, parts)
+        self._views = find_parameter_views(self._plan, self._shared_heads, parts)
         # Tensors, and what layers get that use them in parts, as long as the module runs that has made them.
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._local = LocalParameters(model, mesh, use_plain_tensors=use_plain_tensors)
+        self._local_parameters = LocalParameters(model, mesh, use_plain_tensors=use_plain_tensors)
         self._blocks: dict[nn.Module, list[ParameterSlot]] = {}
-        self._stream = ResidualStream(model, parts, self._copies, self.group) if parts is not None else None
-        head = self._plan.names(layout.head, model) if layout.head else []
-        self.divides_vocabulary = any(style in ("colwise_gather_output", "colwise_rep") for style in head)
+        self._residual_stream = ResidualStream(model, parts, self._copies, self.group) if parts is not None else None
+        head = self._plan.get_style_names(layout.head, model) if layout.head else []
+        self.shards_vocabulary = any(style in ("colwise_gather_output", "colwise_rep") for style in head)
 
     # -- set up
 
@@ -108,41 +108,43 @@ class TensorParallel(Axis):
             separate_modules: modules that a strategy gathers by themselves, besides blocks and the model; with plain
                 parameters, everything that it gathers at once.
         """
-        self._local.distribute(self.divisions, self._cuts)
+        self._local_parameters.distribute(self.shardings, self._views)
         modules = dict(self._model.named_modules())
-        for name in self._plan.modules:
-            style = self._plan.style(name)
-            if style is not None and style.run is not None:
-                self._wrap(modules[name], functools.partial(style.run, self, modules[name]))
+        for name in self._plan.module_styles:
+            style = self._plan.get_style(name)
+            if style is not None and style.run_forward is not None:
+                self._wrap(modules[name], functools.partial(style.run_forward, self, modules[name]))
         for name, module in modules.items():
             adapter = describe_lora_layer(module)
-            if adapter is not None and any(self.divisions[f"{name}.{each}"].is_sharded for each in adapter.inner):
-                shard_adapter_input(self, adapter, lambda: self.active)
-        for shared in self._heads:
+            if adapter is not None and any(
+                self.shardings[f"{name}.{each}"].is_sharded for each in adapter.input_params
+            ):
+                shard_adapter_input(self, adapter, lambda: self.is_active)
+        for shared in self._shared_heads:
             attention = modules[shared.attention]
-            self._wrap(attention, functools.partial(_run_with_groups, attention, shared.groups))
-        if self._stream is not None:
-            for name in self._stream.parts.regions:
-                self._wrap(modules[name], functools.partial(self._stream.run_region, name))
-            for name in self._stream.parts.blocks:
-                self._wrap(modules[name], functools.partial(self._stream.run_block, name))
+            self._wrap(attention, functools.partial(_run_with_groups, attention, shared.queries_per_kv_head))
+        if self._residual_stream is not None:
+            for name in self._residual_stream.plan.regions:
+                self._wrap(modules[name], functools.partial(self._residual_stream.run_region, name))
+            for name in self._residual_stream.plan.blocks:
+                self._wrap(modules[name], functools.partial(self._residual_stream.run_block, name))
         own = {self._model.get_submodule(name) for name in separate_modules}
         blocks = {self._model.get_submodule(name) for name in self._layout.blocks}
-        if self._plain:
+        if self._use_plain_tensors:
             # A module that is gathered just before it runs must hold its parameters until then.
             gathered = {module for each in own for module in each.modules()}
-            own |= replace_by_wrappers(self._model, self._local.cut_modules) - gathered
+            own |= replace_by_wrappers(self._model, self._local_parameters.viewed_modules) - gathered
         # Submodules first.
         for module in reversed(list(self._model.modules())):
             if module in blocks:
-                self._blocks[module] = self._local.take(module)
+                self._blocks[module] = self._local_parameters.claim(module)
             elif module in own:
-                self._localize(module, self._local.take(module))
+                self._localize(module, self._local_parameters.claim(module))
         for block, slots in self._blocks.items():
             self._localize(block, slots)
-        self._localize(self._model, self._local.take(self._model))
-        if self._plan.is_given:
-            self._wrap(self._model, self._explained)
+        self._localize(self._model, self._local_parameters.claim(self._model))
+        if self._plan.is_user_provided:
+            self._wrap(self._model, self._run_explained)
 
     def localize_blocks(self) -> None:
         """Wrap blocks once more, outside of wrappers that must see local tensors too; see `local_parameters`."""
@@ -153,14 +155,14 @@ class TensorParallel(Axis):
         def run(forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
             known = len(self._copies)
             try:
-                with self._local.inside(slots):
+                with self._local_parameters.localized(slots):
                     return forward(*args, **kwargs)
             finally:
                 del self._copies[known:]
 
         self._wrap(module, run, layer)
 
-    def _explained(self, forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
+    def _run_explained(self, forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
         is_first, self._has_run = not self._has_run, True
 
         def tell(reason: str) -> str:
@@ -174,37 +176,37 @@ class TensorParallel(Axis):
             return forward(*args, **kwargs)
 
     def _wrap(self, module: nn.Module, run: ForwardMethod, layer: WrapOrder = WrapOrder.TENSOR) -> None:
-        wrap_forward_if(module, layer, run, lambda: self.active)
+        wrap_forward_if(module, layer, run, lambda: self.is_active)
 
     # -- use
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def unsharded(self) -> Iterator[None]:
         """Put full plain parameters into the modules, which then compute without communication. Collective.
 
         For parameters that a strategy has gathered over its own axes.
         """
-        with self._local.whole(), temporary_attribute(self, "active", False):
+        with self._local_parameters.unsharded(), temporary_attribute(self, "active", False):
             yield
 
     def check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
-        if self._stream is not None and shape[1] * self.size == targets_BS.shape[1]:
+        if self._residual_stream is not None and shape[1] * self.size == targets_BS.shape[1]:
             raise ModelError(
-                f"{type(self._model).__name__} did not run {', '.join(sorted(self._stream.parts.last))}, at whose "
+                f"{type(self._model).__name__} did not run {', '.join(sorted(self._residual_stream.plan.exit_blocks))}, at whose "
                 f"exit the sequence is gathered. Set sequence_parallel=false."
             )
 
-    def add_gradients(self, parameters: Iterable[nn.Parameter] = ()) -> None:
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter] = ()) -> None:
         """Sum partial gradients that a strategy has not reduced itself."""
-        for parameter in () if self._plain else self._model.parameters():
+        for parameter in () if self._use_plain_tensors else self._model.parameters():
             grad = parameter.grad
             if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
-    def around_step(self) -> AbstractContextManager[None]:
+    def step_context(self) -> AbstractContextManager[None]:
         return temporary_attribute(self, "_in_step", True)
 
-    def check_by_hand(self, module: nn.Module) -> None:
+    def check_first_backward(self, module: nn.Module) -> None:
         """Raise `find_gradient_error`, if any, at the end of the first backward of a hand-written loop."""
 
         def at_end() -> None:
@@ -215,7 +217,7 @@ class TensorParallel(Axis):
                 handles
                 and is_reduced
                 and not self._in_step
-                and (defect := self.gradient_defect(DTENSOR_LAYOUT)) is not None
+                and (defect := self.find_gradient_error(DTENSOR_LAYOUT)) is not None
             ):
                 raise defect
             if handles and (is_reduced or self._in_step):
@@ -229,7 +231,7 @@ class TensorParallel(Axis):
 
         handles = [module.register_forward_hook(hook)]
 
-    def gradient_defect(self, shard_layout: ShardLayout) -> StrategyError | None:
+    def find_gradient_error(self, shard_layout: ShardLayout) -> StrategyError | None:
         """Return an error if replicated parameters have gradients that differ between ranks. Collective.
 
         They do only if the plan leaves out a parameter that meets sharded activations.
@@ -237,7 +239,7 @@ class TensorParallel(Axis):
         named = [(name, p) for name, p in self._model.named_parameters() if self._is_replicated(name, p.grad)]
         if not named:
             return None
-        stacked = compute_tensor_norms([p.grad for _, p in named], [shard_layout.groups(p) for _, p in named])
+        stacked = compute_tensor_norms([p.grad for _, p in named], [shard_layout.get_shard_groups(p) for _, p in named])
         high, low = all_reduce(torch.stack([stacked, -stacked]), "max", self.group)
         # Half-precision kernels may differ a little.
         differs = (high + low).abs() > 1e-2 * high
@@ -252,13 +254,13 @@ class TensorParallel(Axis):
         )
 
     def _is_replicated(self, name: str, grad: Tensor | None) -> bool:
-        if self._plain:
-            return grad is not None and not self.divisions[name].is_sharded
+        if self._use_plain_tensors:
+            return grad is not None and not self.shardings[name].is_sharded
         return isinstance(grad, DTensor) and not is_sharded(grad.placements[-1])
 
     @property
     def sequence_multiple(self) -> int:
-        return self.size if self._stream is not None else 1
+        return self.size if self._residual_stream is not None else 1
 
     # -- for the styles
 
@@ -273,8 +275,8 @@ class TensorParallel(Axis):
         self._copies.append((tensor, Copy.apply(tensor, self.group)))
         return self._copies[-1][1]
 
-    def scatters(self, module: nn.Module, output: Tensor) -> bool:
-        return self._stream is not None and self._stream.scatters(module, output)
+    def is_scattered(self, module: nn.Module, output: Tensor) -> bool:
+        return self._residual_stream is not None and self._residual_stream.is_scattered(module, output)
 
 
 def apply_tensor_parallel(

@@ -54,22 +54,22 @@ class ParameterSharding:
     def is_sharded(self) -> bool:
         return is_sharded(self.placement)
 
-    def part(self, full: Tensor) -> Tensor:
+    def shard(self, full: Tensor) -> Tensor:
         """Return this rank's shard of a tensor that all ranks have, contiguous, in memory of its own."""
         part = distribute_tensor(full, self.mesh, [self.placement], src_data_rank=None).to_local()
         return part.clone(memory_format=torch.contiguous_format)
 
-    def whole(self, shard: Tensor) -> Tensor:
+    def gather(self, shard: Tensor) -> Tensor:
         """Gather the full tensor on every rank. Collective where it is sharded."""
-        return gather_full_tensor(self.distributed(shard)) if self.is_sharded else shard
+        return gather_full_tensor(self.to_dtensor(shard)) if self.is_sharded else shard
 
-    def pieces(self, chunks: list[LocalChunk], shape: torch.Size) -> list[LocalChunk]:
+    def to_global_chunks(self, chunks: list[LocalChunk], shape: torch.Size) -> list[LocalChunk]:
         """Return rectangles of the full tensor from those of this rank's shard, which has `shape`."""
         if not self.is_sharded:
             return chunks
-        return to_global_chunks(chunks, self.distributed(torch.empty(shape, device="meta")))
+        return to_global_chunks(chunks, self.to_dtensor(torch.empty(shape, device="meta")))
 
-    def distributed(self, shard: Tensor) -> DTensor:
+    def to_dtensor(self, shard: Tensor) -> DTensor:
         """Wrap this rank's shard in a DTensor."""
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(shard, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
@@ -87,7 +87,7 @@ def get_packed_dim(parameter: Tensor) -> int | None:
 class ParameterView:
     """How a module sees a parameter: with partial gradients, or only some rows (int64) of a replicated one."""
 
-    partial: bool = False
+    has_partial_gradient: bool = False
     rows: Tensor | None = None
 
 
@@ -95,11 +95,11 @@ class LocalParameters:
     """The parameters of one model on the mesh `tp`; `use_plain_tensors`: they stay plain tensors instead of DTensors."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, *, use_plain_tensors: bool = False) -> None:
-        self._model, self._mesh, self._plain = model, mesh, use_plain_tensors
-        self._cuts: dict[ParameterSlot, ParameterView] = {}
-        self._placed: dict[ParameterView, Tensor] = {}
-        self._divisions: dict[ParameterSlot, ParameterSharding] = {}
-        self._taken: set[nn.Module] = set()
+        self._model, self._mesh, self._use_plain_tensors = model, mesh, use_plain_tensors
+        self._views: dict[ParameterSlot, ParameterView] = {}
+        self._rows_on_device: dict[ParameterView, Tensor] = {}
+        self._shardings: dict[ParameterSlot, ParameterSharding] = {}
+        self._claimed: set[nn.Module] = set()
 
     def distribute(self, shardings: Mapping[str, ParameterSharding], views: Mapping[str, ParameterView]) -> None:
         """Shard every parameter; only this rank's shard stays in memory.
@@ -113,49 +113,49 @@ class LocalParameters:
                 continue
             owner, _, own = name.rpartition(".")
             module = self._model.get_submodule(owner)
-            self._divisions[module, own] = shardings[name]
+            self._shardings[module, own] = shardings[name]
             if name in views:
-                self._cuts[module, own] = views[name]
+                self._views[module, own] = views[name]
             if id(parameter) not in made:
-                part = shardings[name].part(parameter.detach())
-                part = part if self._plain else shardings[name].distributed(part)
+                part = shardings[name].shard(parameter.detach())
+                part = part if self._use_plain_tensors else shardings[name].to_dtensor(part)
                 made[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
                 made[id(parameter)].__dict__.update(parameter.__dict__)
             get_own_parameters(module)[own] = made[id(parameter)]
 
     @property
-    def cut_modules(self) -> set[nn.Module]:
+    def viewed_modules(self) -> set[nn.Module]:
         """The modules that see something else of a parameter than the local shard."""
-        return {module for module, _ in self._cuts}
+        return {module for module, _ in self._views}
 
-    def take(self, module: nn.Module) -> list[ParameterSlot]:
+    def claim(self, module: nn.Module) -> list[ParameterSlot]:
         """Claim the parameters of a module and its submodules for `inside`, except those claimed already."""
-        self._taken.add(module)
-        return list(self._slots(module))
+        self._claimed.add(module)
+        return list(self._iter_slots(module))
 
-    def _slots(self, module: nn.Module) -> Iterator[ParameterSlot]:
+    def _iter_slots(self, module: nn.Module) -> Iterator[ParameterSlot]:
         yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
         for child in module.children():
-            if child not in self._taken:
-                yield from self._slots(child)
+            if child not in self._claimed:
+                yield from self._iter_slots(child)
 
     @contextmanager
-    def inside(self, slots: Iterable[ParameterSlot]) -> Iterator[None]:
+    def localized(self, slots: Iterable[ParameterSlot]) -> Iterator[None]:
         """Put local tensors in place of gathered parameters; see [Note: local parameters]."""
         local: dict[tuple[int, ParameterView], Tensor] = {}
         placed: list[tuple[nn.Module, str, Tensor]] = []
         for module, name in slots:
             parameter = get_own_parameters(module)[name]
-            cut = self._cuts.get((module, name), _DEFAULT_VIEW)
-            if self._is_gathered(parameter) and not (self._plain and cut is _DEFAULT_VIEW):
+            cut = self._views.get((module, name), _DEFAULT_VIEW)
+            if self._is_gathered(parameter) and not (self._use_plain_tensors and cut is _DEFAULT_VIEW):
                 if (key := (id(parameter), cut)) not in local:
-                    local[key] = self._localized(parameter, cut)
+                    local[key] = self._localize(parameter, cut)
                 placed.append((module, name, local[key]))
         with temporary_parameters(placed):
             yield
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def unsharded(self) -> Iterator[None]:
         """Put full plain tensors in place of gathered parameters. Collective."""
         made: dict[int, nn.Parameter] = {}
         placed: list[tuple[nn.Module, str, Tensor]] = []
@@ -165,7 +165,11 @@ class LocalParameters:
                     continue
                 if id(parameter) not in made:
                     value = parameter.detach()
-                    full = self._divisions[module, name].whole(value) if self._plain else gather_full_tensor(value)
+                    full = (
+                        self._shardings[module, name].gather(value)
+                        if self._use_plain_tensors
+                        else gather_full_tensor(value)
+                    )
                     made[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                 placed.append((module, name, made[id(parameter)]))
         with temporary_parameters(placed):
@@ -174,20 +178,20 @@ class LocalParameters:
     def _is_gathered(self, parameter: Tensor | None) -> bool:
         """Return whether a parameter is sharded on the `tp` axis alone; plain ones are."""
         if not isinstance(parameter, DTensor):
-            return self._plain and parameter is not None
+            return self._use_plain_tensors and parameter is not None
         return parameter.device_mesh.ndim == 1 and parameter.device_mesh == self._mesh
 
-    def _localized(self, parameter: Tensor, view: ParameterView) -> Tensor:
+    def _localize(self, parameter: Tensor, view: ParameterView) -> Tensor:
         if isinstance(parameter, DTensor):
-            local: Tensor = parameter.to_local(grad_placements=[Partial()] if view.partial else None)
+            local: Tensor = parameter.to_local(grad_placements=[Partial()] if view.has_partial_gradient else None)
         else:
-            local = Copy.apply(parameter, self._mesh.get_group()) if view.partial else parameter
+            local = Copy.apply(parameter, self._mesh.get_group()) if view.has_partial_gradient else parameter
         if view.rows is None:
             return local
-        if view not in self._placed or self._placed[view].device != local.device:
+        if view not in self._rows_on_device or self._rows_on_device[view].device != local.device:
             # Once: a copy to a device waits for it.
-            self._placed[view] = view.rows.to(local.device)
-        return local.index_select(0, self._placed[view])
+            self._rows_on_device[view] = view.rows.to(local.device)
+        return local.index_select(0, self._rows_on_device[view])
 
 
 _DEFAULT_VIEW = ParameterView()
@@ -208,13 +212,13 @@ class SharedHeads:
 
     attention: str
     rows: dict[str, Tensor]
-    groups: int
+    queries_per_kv_head: int
 
 
 def find_shared_heads(model: nn.Module, plan: TensorParallelPlan, size: int, rank: int) -> list[SharedHeads]:
     """Return attention modules whose key and value heads the ranks do not divide; raises ModelError for query heads."""
     shared = []
-    parents = dict.fromkeys(name.rpartition(".")[0] for name, style in plan.modules.items() if style == "colwise")
+    parents = dict.fromkeys(name.rpartition(".")[0] for name, style in plan.module_styles.items() if style == "colwise")
     config = get_text_config(model)
     for name in parents:
         attention = model.get_submodule(name)
@@ -225,7 +229,7 @@ def find_shared_heads(model: nn.Module, plan: TensorParallelPlan, size: int, ran
             continue
         groups, width = getattr(attention, "num_key_value_groups", None), getattr(attention, "head_dim", None)
         key, kv_heads = f"{name}.k_proj", 0
-        if isinstance(groups, int) and isinstance(width, int) and plan.modules.get(key) == "colwise":
+        if isinstance(groups, int) and isinstance(width, int) and plan.module_styles.get(key) == "colwise":
             kv_heads = int(model.get_submodule(key).out_features) // width
             heads = kv_heads * groups
         heads = heads or getattr(config, "num_attention_heads", None)
@@ -254,7 +258,7 @@ def _build_shared_heads(
         width = int(layer.out_features) // kv_heads
         index = torch.cat([torch.arange(head * width, (head + 1) * width) for head in chosen])
         # Also parameters of adapters that have the output along their first dim.
-        named = plan.parameters.items()
+        named = plan.parameter_styles.items()
         rows |= {each: index for each, style in named if each.startswith(f"{projection}.") and style == "colwise"}
     return SharedHeads(name, rows, len(read) // len(chosen))
 
@@ -270,10 +274,10 @@ def find_placements(
     placements: dict[str, Placement] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, own = name.rpartition(".")
-        style = plan.parameters.get(name)
+        style = plan.parameter_styles.get(name)
         placements[name] = Replicate()
         if style is not None and name not in replicated:
-            placements[name] = STYLES[style].place(model.get_submodule(owner), own, parameter)
+            placements[name] = STYLES[style].get_placement(model.get_submodule(owner), own, parameter)
         _check_divisible(name, parameter, placements[name], size)
     for names in layout.tied:
         different = {str(placements[name]): name for name in names if name in placements}
@@ -307,8 +311,8 @@ def find_parameter_views(
     plan: TensorParallelPlan, heads: list[SharedHeads], sequence_plan: SequenceParallelPlan | None
 ) -> dict[str, ParameterView]:
     """Return what modules see of their parameters, where that is not simply the local shard."""
-    partial = {name for name, style in plan.parameters.items() if STYLES[style].partial}
+    partial = {name for name, style in plan.parameter_styles.items() if STYLES[style].has_partial_gradients}
     if sequence_plan is not None:
-        partial |= sequence_plan.on_shard
+        partial |= sequence_plan.partial_grad_parameters
     rows = {name: index for shared in heads for name, index in shared.rows.items()}
     return {name: ParameterView(name in partial or name in rows, rows.get(name)) for name in partial | rows.keys()}

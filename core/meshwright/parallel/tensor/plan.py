@@ -76,14 +76,14 @@ def find_plan(
     plan = _expand_plan(model, layout, own, f"the tp_plan of {type(model).__name__}", is_strict=False)
     _apply_corrections(plan, model)
     ends = {to_base_name(each) for each in (layout.head, layout.embedding) if each}
-    if all(to_base_name(name) in ends for name in plan.modules) or has_unknown_wrappers(model):
+    if all(to_base_name(name) in ends for name in plan.module_styles) or has_unknown_wrappers(model):
         plan = TensorParallelPlan("structure")
         for name in _iter_linear_layers(model, layout):
-            plan.name(name, "colwise_gather_output", model)
+            plan.set_style(name, "colwise_gather_output", model)
     _add_vocabulary(plan, model, layout)
     _add_activations(plan, model)
     _add_tied(plan, model, layout)
-    if not plan.parameters:
+    if not plan.parameter_styles:
         raise ModelError(
             f"{type(model).__name__} has no tensor-parallel plan, and no linear layers or embedding that one could be "
             f"derived from. Give a tp_plan, or set tp_size=1."
@@ -96,10 +96,10 @@ def replicate_small_layers(plan: TensorParallelPlan, model: nn.Module, size: int
 
     `fully_shard` cannot reduce parameters without elements.
     """
-    for name, style in list(plan.modules.items()):
+    for name, style in list(plan.module_styles.items()):
         is_gathered = style in ("colwise_gather_output", "colwise_rep")
         if is_gathered and chunk_sizes(get_out_features(model.get_submodule(name)), size)[-1] == 0:
-            plan.drop(name, model)
+            plan.replicate(name, model)
 
 
 def merge_model_plans(model: nn.Module) -> dict[str, StyleSpec]:
@@ -147,7 +147,9 @@ def _expand_plan(
                 f"{source} gives {name!r} a {type(style).__name__}, not a style's name or a ParallelStyle of torch."
             )
     plan, met = (
-        TensorParallelPlan(source, shards_positions=uses_sequence_parallel(values.values()), is_given=is_strict),
+        TensorParallelPlan(
+            source, uses_sequence_parallel=uses_sequence_parallel(values.values()), is_user_provided=is_strict
+        ),
         set(),
     )
     for name, module in model.named_modules():
@@ -158,8 +160,8 @@ def _expand_plan(
                 values[key], name, get_base_layer(model, name), is_head=name == layout.head, source=source
             )
             # The placeholder of a layer on another pipeline stage has nothing to shard.
-            if style is not None and (not STYLES[style].needs or any(True for _ in module.parameters())):
-                plan.name(name, style, model)
+            if style is not None and (not STYLES[style].required_attributes or any(True for _ in module.parameters())):
+                plan.set_style(name, style, model)
         for parameter, _ in module.named_parameters(recurse=False):
             full = f"{name}.{parameter}" if name else parameter
             own = next((each for each in iter_aliases(full) if each in values), None)
@@ -167,9 +169,9 @@ def _expand_plan(
                 met.add(own)
                 style = resolve_style(values[own], full, module, is_head=full == layout.head, source=source)
                 if style is not None:
-                    plan.parameters[full] = style
+                    plan.parameter_styles[full] = style
         # Names on other pipeline stages.
-        elsewhere = (f"{name}.{each}" for each in getattr(module, "names_elsewhere", ()))
+        elsewhere = (f"{name}.{each}" for each in getattr(module, "absent_names", ()))
         met.update(each for full in elsewhere for each in iter_aliases(full))
     unmet = [name for name in values if name not in met]
     if is_strict and unmet:
@@ -178,13 +180,17 @@ def _expand_plan(
             f"{source} names {unmet[0]!r}, which is no module or parameter of {type(model).__name__}."
             f"{suggest_match(unmet[0], names)} `*` stands for the number of a layer."
         )
-    for name in plan.modules:
-        style = plan.style(name)
+    for name in plan.module_styles:
+        style = plan.get_style(name)
         module = get_base_layer(model, name)
-        if style is not None and style.needs and not any(hasattr(module, each) for each in style.needs):
+        if (
+            style is not None
+            and style.required_attributes
+            and not any(hasattr(module, each) for each in style.required_attributes)
+        ):
             raise ModelError(
-                f"{source} gives {name} ({type(module).__name__}) the style {plan.modules[name]!r}, which needs a "
-                f"module with {' or '.join(style.needs)}. Change the plan."
+                f"{source} gives {name} ({type(module).__name__}) the style {plan.module_styles[name]!r}, which needs a "
+                f"module with {' or '.join(style.required_attributes)}. Change the plan."
             )
     if is_strict:
         check_layers_have_styles(plan, model)
@@ -205,15 +211,15 @@ def _iter_linear_layers(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
 
 def _apply_corrections(plan: TensorParallelPlan, model: nn.Module) -> None:
     corrections = _load_corrections().get(getattr(get_text_config(model), "model_type", ""), {})
-    for names in (plan.modules, plan.parameters):
+    for names in (plan.module_styles, plan.parameter_styles):
         for name in names:
             for end, style in corrections.items():
                 if f".{replace_indices(to_base_name(name))}".endswith(f".{end}"):
                     names[name] = style
-    for name, style in list(plan.modules.items()):
+    for name, style in list(plan.module_styles.items()):
         # A module's parameters follow it.
-        if style in corrections.values() and STYLES[style].needs:
-            plan.name(name, style, model)
+        if style in corrections.values() and STYLES[style].required_attributes:
+            plan.set_style(name, style, model)
 
 
 @functools.cache
@@ -227,51 +233,53 @@ def _add_vocabulary(plan: TensorParallelPlan, model: nn.Module, layout: ModelLay
     if layout.embedding is None or layout.head is None or layout.head == layout.embedding:
         return
     embedding, head = get_base_layer(model, layout.embedding), get_base_layer(model, layout.head)
-    if isinstance(embedding, nn.Embedding) and not plan.names(layout.embedding, model):
-        plan.name(layout.embedding, "embedding_rowwise", model)
-    if type(head) is nn.Linear and not plan.names(layout.head, model):
-        plan.name(layout.head, "colwise_gather_output", model)
+    if isinstance(embedding, nn.Embedding) and not plan.get_style_names(layout.embedding, model):
+        plan.set_style(layout.embedding, "embedding_rowwise", model)
+    if type(head) is nn.Linear and not plan.get_style_names(layout.head, model):
+        plan.set_style(layout.head, "colwise_gather_output", model)
 
 
 def _add_activations(plan: TensorParallelPlan, model: nn.Module) -> None:
     """Sum the gradients of parameters that meet sharded activations but are in no plan: those of activation functions
     between column- and row-parallel layers, and of what follows the lookup within an embedding."""
     within = find_wrapped_modules(model)
-    for name, style in list(plan.modules.items()):
+    for name, style in list(plan.module_styles.items()):
         if style == "embedding_rowwise":
             for child, module in model.get_submodule(name).named_modules(prefix=name):
                 if child != name and child not in within and any(True for _ in module.parameters(recurse=False)):
-                    plan.name(child, "replicated_with_grad_allreduce", model)
-    parents = dict.fromkeys(name.rpartition(".")[0] for name, style in plan.modules.items() if style == "colwise")
+                    plan.set_style(child, "replicated_with_grad_allreduce", model)
+    parents = dict.fromkeys(name.rpartition(".")[0] for name, style in plan.module_styles.items() if style == "colwise")
     for parent in parents:
         for name, module in model.get_submodule(parent).named_children():
             own = list(module.parameters())
             path = f"{parent}.{name}"
-            if path not in plan.modules and own and all(parameter.numel() == 1 for parameter in own):
-                plan.name(path, "replicated_with_grad_allreduce", model)
+            if path not in plan.module_styles and own and all(parameter.numel() == 1 for parameter in own):
+                plan.set_style(path, "replicated_with_grad_allreduce", model)
 
 
 def _add_tied(plan: TensorParallelPlan, model: nn.Module, layout: ModelLayout) -> None:
     """If one name of a tied parameter is sharded, shard the others too; if that may be wrong, shard none."""
     for names in layout.tied:
         owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
-        if not any(name in plan.parameters for name in names):
+        if not any(name in plan.parameter_styles for name in names):
             continue
         for name, owner in owners.items():
             module = strip_base_layer(name.rpartition(".")[0])
-            if name in plan.parameters:
+            if name in plan.parameter_styles:
                 continue
             if isinstance(owner, nn.Embedding):
-                plan.name(module, "embedding_rowwise", model)
+                plan.set_style(module, "embedding_rowwise", model)
             elif type(owner) is nn.Linear:
-                plan.name(module, "colwise_gather_output", model)
+                plan.set_style(module, "colwise_gather_output", model)
             elif model.get_parameter(name).dim() == 1:
                 # A second name of a bias that belongs to a layer.
-                plan.parameters[name] = next(plan.parameters[each] for each in names if each in plan.parameters)
+                plan.parameter_styles[name] = next(
+                    plan.parameter_styles[each] for each in names if each in plan.parameter_styles
+                )
             else:
                 for each in names:
-                    plan.drop(each.rpartition(".")[0], model)
-                    plan.parameters.pop(each, None)
+                    plan.replicate(each.rpartition(".")[0], model)
+                    plan.parameter_styles.pop(each, None)
                 break
 
 
@@ -303,10 +311,12 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     plan = find_plan(model, model_layout(model), registry=Registry([]))
     # What follows from the styles of modules is not repeated.
     implied = TensorParallelPlan(plan.source)
-    for name, style in plan.modules.items():
-        implied.name(name, style, model)
-    single = {name: style for name, style in plan.parameters.items() if implied.parameters.get(name) != style}
-    modules = _merge_wildcards(plan.modules, [name for name, _ in model.named_modules()])
+    for name, style in plan.module_styles.items():
+        implied.set_style(name, style, model)
+    single = {
+        name: style for name, style in plan.parameter_styles.items() if implied.parameter_styles.get(name) != style
+    }
+    modules = _merge_wildcards(plan.module_styles, [name for name, _ in model.named_modules()])
     parameters = _merge_wildcards(single, [name for name, _ in model.named_parameters(remove_duplicate=False)])
     found: dict[str, ParallelStyle] = {}
     for name, style in (modules | parameters).items():

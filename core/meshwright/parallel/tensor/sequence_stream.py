@@ -35,17 +35,17 @@ class SequenceParallelPlan:
     parameters `partial_grad_parameters` meet only this rank's positions.
     """
 
-    first: set[str]
-    last: set[str]
+    entry_blocks: set[str]
+    exit_blocks: set[str]
     blocks: list[str]
     regions: list[str] = field(default_factory=list)
-    scattering: set[str] = field(default_factory=set)
-    on_shard: set[str] = field(default_factory=set)
+    scatter_layers: set[str] = field(default_factory=set)
+    partial_grad_parameters: set[str] = field(default_factory=set)
 
 
 def plan_sequence_parallel(model: nn.Module, layout: ModelLayout, plan: TensorParallelPlan) -> SequenceParallelPlan:
     """Divide every stack that the plan shards; raises ModelError where that is impossible."""
-    stacks = [stack for stack in layout.stacks if any(map(plan.has_inside, stack))]
+    stacks = [stack for stack in layout.stacks if any(map(plan.has_style_within, stack))]
     if not stacks:
         raise ModelError(
             f"{type(model).__name__} has no stack of blocks with tensor-parallel layers ({plan.source}), so there is "
@@ -55,12 +55,12 @@ def plan_sequence_parallel(model: nn.Module, layout: ModelLayout, plan: TensorPa
     found = SequenceParallelPlan({stack[0] for stack in stacks}, {stack[-1] for stack in stacks}, blocks)
     for block in blocks:
         own = model.get_submodule(block).named_parameters(recurse=False)
-        found.on_shard |= {f"{block}.{name}" for name, _ in own}
+        found.partial_grad_parameters |= {f"{block}.{name}" for name, _ in own}
         for name, part in _iter_called_modules(block, model.get_submodule(block)):
-            if not plan.has_inside(name) and _is_pointwise(part):
-                found.on_shard |= {f"{name}.{each}" for each, _ in part.named_parameters(recurse=False)}
+            if not plan.has_style_within(name) and _is_pointwise(part):
+                found.partial_grad_parameters |= {f"{name}.{each}" for each, _ in part.named_parameters(recurse=False)}
                 continue
-            if plan.modules.get(name) in ("colwise", "rowwise", "packed_colwise"):
+            if plan.module_styles.get(name) in ("colwise", "rowwise", "packed_colwise"):
                 raise ModelError(
                     f"the block {block} calls the tensor-parallel layer {name} itself and not within an attention or "
                     f"MLP module, so its positions cannot be sharded. Set sequence_parallel=false."
@@ -68,9 +68,9 @@ def plan_sequence_parallel(model: nn.Module, layout: ModelLayout, plan: TensorPa
             found.regions.append(name)
             end = _find_chain_end(name, part, plan)
             if end is not None:
-                found.scattering.add(end)
+                found.scatter_layers.add(end)
                 # Added to this rank's positions only.
-                found.on_shard.add(f"{get_base_layer_name(model, end)}.bias")
+                found.partial_grad_parameters.add(f"{get_base_layer_name(model, end)}.bias")
     return found
 
 
@@ -92,8 +92,8 @@ def _is_pointwise(module: nn.Module) -> bool:
 
 def _find_chain_end(name: str, part: nn.Module, plan: TensorParallelPlan) -> str | None:
     """Return the row-parallel layer that ends a part whose parameters all belong to a chain of sharded layers."""
-    parameters = [plan.parameters.get(f"{name}.{each}") for each, _ in part.named_parameters()]
-    modules = {each: style for each, style in plan.modules.items() if each == name or each.startswith(f"{name}.")}
+    parameters = [plan.parameter_styles.get(f"{name}.{each}") for each, _ in part.named_parameters()]
+    modules = {each: style for each, style in plan.module_styles.items() if each == name or each.startswith(f"{name}.")}
     rows = [each for each, style in modules.items() if style == "rowwise"]
     if len(rows) != 1 or not all(style in _CHAIN_STYLES for style in (*parameters, *modules.values())):
         return None
@@ -113,40 +113,41 @@ class ResidualStream:
         copies: list[tuple[Tensor, Tensor]],
         group: dist.ProcessGroup,
     ) -> None:
-        self.parts, self._copies, self._group, self._size = plan, copies, group, dist.get_world_size(group)
-        self._scattering = {model.get_submodule(name) for name in plan.scattering}
+        self.plan, self._copies, self._group, self._size = plan, copies, group, dist.get_world_size(group)
+        self._scatter_layers = {model.get_submodule(name) for name in plan.scatter_layers}
         # B sequences of S positions on all ranks together.
         self._shape: tuple[int, int] | None = None
-        self._ran: set[str] = set()
+        self._blocks_run: set[str] = set()
 
-    def scatters(self, module: nn.Module, output: Tensor) -> bool:
+    def is_scattered(self, module: nn.Module, output: Tensor) -> bool:
         """Return whether a row-parallel layer's sum is scattered along the sequence."""
-        return self._shape is not None and module in self._scattering and output.shape[:-1] == self._shape
+        return self._shape is not None and module in self._scatter_layers and output.shape[:-1] == self._shape
 
     def run_block(self, name: str, forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
         """Run a block; scatter before the first of its stack, gather after the last."""
-        batch, length = self._given_shape(name, args, kwargs)
+        batch, length = self._infer_shape(name, args, kwargs)
         # What else comes position by position is divided like the stream.
-        args = tuple(self._split(value, batch, length) for value in args)
-        kwargs = {key: self._split(value, batch, length) for key, value in kwargs.items()}
+        args = tuple(self._scatter(value, batch, length) for value in args)
+        kwargs = {key: self._scatter(value, batch, length) for key, value in kwargs.items()}
         fails = f"{name} cannot run on a part of the positions"
         with temporary_attribute(self, "_shape", (batch, length)):
             # A block that mixes positions fails on all ranks alike.
             with reraise_as_model_error(
-                lambda reason: f"{fails} ({reason}). Set sequence_parallel=false.", is_first=name not in self._ran
+                lambda reason: f"{fails} ({reason}). Set sequence_parallel=false.",
+                is_first=name not in self._blocks_run,
             ):
                 output = forward(*args, **kwargs)
-            self._ran.add(name)
-            is_last = name in self.parts.last
-            return _map_hidden(output, batch, length // self._size, self._gathered) if is_last else output
+            self._blocks_run.add(name)
+            is_last = name in self.plan.exit_blocks
+            return _map_hidden(output, batch, length // self._size, self._gather) if is_last else output
 
     def run_region(self, name: str, forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
         """Run a part of a block on all positions. Raises ModelError if it is not given the stream."""
         if self._shape is None:
             return forward(*args, **kwargs)
         (batch, length), known = self._shape, len(self._copies)
-        args = tuple(_map_hidden(value, batch, length // self._size, self._gathered) for value in args)
-        kwargs = {key: _map_hidden(each, batch, length // self._size, self._gathered) for key, each in kwargs.items()}
+        args = tuple(_map_hidden(value, batch, length // self._size, self._gather) for value in args)
+        kwargs = {key: _map_hidden(each, batch, length // self._size, self._gather) for key, each in kwargs.items()}
         if len(self._copies) == known:
             raise ModelError(
                 f"{name} is given no hidden states of shape (B, S, features), so its positions cannot be gathered. "
@@ -155,20 +156,20 @@ class ResidualStream:
         output = forward(*args, **kwargs)
         return _map_hidden(output, batch, length, lambda value: Split.apply(value, 1, self._group))
 
-    def _given_shape(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    def _infer_shape(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3:
-                return value.shape[0], value.shape[1] * (1 if name in self.parts.first else self._size)
+                return value.shape[0], value.shape[1] * (1 if name in self.plan.entry_blocks else self._size)
         raise ModelError(
             f"{name} is given no hidden states of shape (B, S, features), so its positions cannot be sharded. "
             f"Set sequence_parallel=false."
         )
 
-    def _split(self, value: Any, batch: int, length: int) -> Any:
+    def _scatter(self, value: Any, batch: int, length: int) -> Any:
         whole = isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == (batch, length)
         return Split.apply(value, 1, self._group) if whole and value.dim() == 3 else value
 
-    def _gathered(self, part: Tensor) -> Tensor:
+    def _gather(self, part: Tensor) -> Tensor:
         """Gather the full sequence; uses of it in parts find their own gradient rule in the copies."""
         length = part.shape[1] * self._size
         whole: Tensor = Gather.apply(part, 1, length, self._group)

@@ -46,7 +46,7 @@ class TensorParallelContext(Protocol):
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a replicated tensor for use in parts."""
 
-    def scatters(self, module: nn.Module, output: Tensor) -> bool:
+    def is_scattered(self, module: nn.Module, output: Tensor) -> bool:
         """Return whether a row-parallel layer's sum is scattered along the sequence."""
 
 
@@ -58,11 +58,11 @@ class TensorParallelStyle:
     `needs` it must have one. `build_torch_style` makes the equal style of torch, if there is one.
     """
 
-    place: Callable[[nn.Module, str, Tensor], Placement]
-    run: Callable[..., Any] | None = None
-    partial: bool = False
-    needs: tuple[str, ...] = ()
-    in_torch: Callable[[], ParallelStyle] | None = None
+    get_placement: Callable[[nn.Module, str, Tensor], Placement]
+    run_forward: Callable[..., Any] | None = None
+    has_partial_gradients: bool = False
+    required_attributes: tuple[str, ...] = ()
+    build_torch_style: Callable[[], ParallelStyle] | None = None
 
 
 # -- where parameters lie
@@ -117,7 +117,7 @@ def _run_column_linear_gathered(
 ) -> Any:
     output = _run_column_linear(tp, module, forward, *args, **kwargs)
     if isinstance(output, DeferredLogits):
-        return output.divided(ShardedVocabulary.over(tp.group, get_out_features(module)))
+        return output.with_vocabulary(ShardedVocabulary.from_group(tp.group, get_out_features(module)))
     return Gather.apply(output, -1, get_out_features(module), tp.group)
 
 
@@ -142,7 +142,7 @@ def _run_row_linear_split(
 
 
 def _reduce_output(tp: TensorParallelContext, module: nn.Module, output: Tensor) -> Tensor:
-    scatters = tp.scatters(module, output)
+    scatters = tp.is_scattered(module, output)
     result: Tensor = ReduceScatter.apply(output, 1, tp.group) if scatters else Reduce.apply(output, tp.group)
     return result
 
@@ -224,36 +224,52 @@ _TORCH_COLUMN_GATHERED = functools.partial(ColwiseParallel, output_layouts=Repli
 _TORCH_ROW_SPLIT = functools.partial(RowwiseParallel, input_layouts=Replicate())
 STYLES: Mapping[str, TensorParallelStyle] = {
     "colwise": TensorParallelStyle(
-        _place_columns, _run_column_linear, needs=LINEAR_ATTRIBUTES, in_torch=ColwiseParallel
+        _place_columns, _run_column_linear, required_attributes=LINEAR_ATTRIBUTES, build_torch_style=ColwiseParallel
     ),
     "colwise_gather_output": TensorParallelStyle(
-        _place_columns, _run_column_linear_gathered, needs=LINEAR_ATTRIBUTES, in_torch=_TORCH_COLUMN_GATHERED
+        _place_columns,
+        _run_column_linear_gathered,
+        required_attributes=LINEAR_ATTRIBUTES,
+        build_torch_style=_TORCH_COLUMN_GATHERED,
     ),
     "colwise_rep": TensorParallelStyle(
-        _place_columns, _run_column_linear_gathered, needs=LINEAR_ATTRIBUTES, in_torch=_TORCH_COLUMN_GATHERED
+        _place_columns,
+        _run_column_linear_gathered,
+        required_attributes=LINEAR_ATTRIBUTES,
+        build_torch_style=_TORCH_COLUMN_GATHERED,
     ),
-    "rowwise": TensorParallelStyle(_place_rows, _run_row_linear, needs=LINEAR_ATTRIBUTES, in_torch=RowwiseParallel),
+    "rowwise": TensorParallelStyle(
+        _place_rows, _run_row_linear, required_attributes=LINEAR_ATTRIBUTES, build_torch_style=RowwiseParallel
+    ),
     "rowwise_split_input": TensorParallelStyle(
-        _place_rows, _run_row_linear_split, needs=LINEAR_ATTRIBUTES, in_torch=_TORCH_ROW_SPLIT
+        _place_rows, _run_row_linear_split, required_attributes=LINEAR_ATTRIBUTES, build_torch_style=_TORCH_ROW_SPLIT
     ),
     "rowwise_rep": TensorParallelStyle(
-        _place_rows, _run_row_linear_split, needs=LINEAR_ATTRIBUTES, in_torch=_TORCH_ROW_SPLIT
+        _place_rows, _run_row_linear_split, required_attributes=LINEAR_ATTRIBUTES, build_torch_style=_TORCH_ROW_SPLIT
     ),
     "embedding_rowwise": TensorParallelStyle(
-        lambda *_: Shard(0), _run_row_embedding, needs=("num_embeddings",), in_torch=_TORCH_ROW_SPLIT
+        lambda *_: Shard(0),
+        _run_row_embedding,
+        required_attributes=("num_embeddings",),
+        build_torch_style=_TORCH_ROW_SPLIT,
     ),
     "embedding_colwise": TensorParallelStyle(
-        lambda *_: Shard(1), _run_column_embedding, needs=("embedding_dim",), in_torch=_TORCH_COLUMN_GATHERED
+        lambda *_: Shard(1),
+        _run_column_embedding,
+        required_attributes=("embedding_dim",),
+        build_torch_style=_TORCH_COLUMN_GATHERED,
     ),
-    "packed_colwise": TensorParallelStyle(_place_packed_columns, _run_column_linear, needs=LINEAR_ATTRIBUTES),
+    "packed_colwise": TensorParallelStyle(
+        _place_packed_columns, _run_column_linear, required_attributes=LINEAR_ATTRIBUTES
+    ),
     "packed_rowwise": TensorParallelStyle(_place_packed_rows),
-    "replicated_with_grad_allreduce": TensorParallelStyle(_place_replicated, partial=True),
+    "replicated_with_grad_allreduce": TensorParallelStyle(_place_replicated, has_partial_gradients=True),
     "mla_kv_a_proj": TensorParallelStyle(_place_replicated, _run_latent_projection),
     "moe_tp_experts": TensorParallelStyle(_place_replicated, _run_experts),
     "moe_identity_expert": TensorParallelStyle(_place_replicated, _run_identity_expert),
     "all_reduce": TensorParallelStyle(_place_replicated, _run_all_reduce),
     "sequence_parallel": TensorParallelStyle(
-        _place_replicated, _run_on_sequence_shard, partial=True, in_torch=SequenceParallel
+        _place_replicated, _run_on_sequence_shard, has_partial_gradients=True, build_torch_style=SequenceParallel
     ),
     "local_params": TensorParallelStyle(_place_replicated),
     "replicate": TensorParallelStyle(_place_replicated),
@@ -306,12 +322,12 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     if found is None:
         hint = suggest_match(str(style), STYLES)
         raise ConfigError(f"unknown tensor-parallel style {style!r}.{hint} Known: {', '.join(STYLES)}.")
-    if found.in_torch is None:
+    if found.build_torch_style is None:
         raise ConfigError(
             f"style {style!r} has no equal in torch.distributed.tensor.parallel. Use it by its name in a tp_plan; "
-            f"torch has: {', '.join(name for name, each in STYLES.items() if each.in_torch is not None)}."
+            f"torch has: {', '.join(name for name, each in STYLES.items() if each.build_torch_style is not None)}."
         )
-    return found.in_torch()
+    return found.build_torch_style()
 
 
 def uses_sequence_parallel(styles: Iterable[object]) -> bool:

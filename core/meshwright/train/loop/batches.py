@@ -50,7 +50,7 @@ class StopRequested(Exception):
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
-        self.number = number
+        self.signum = number
 
 
 def derive_step_seed(seed: int, step: int, data_rank: int) -> int:
@@ -74,78 +74,82 @@ class EpochBatches:
         state: Mapping[str, Any] | None = None,
         seed_for_step: Callable[[int], int] | None = None,
     ) -> None:
-        self._source, self._accumulate, self._seed = source, gradient_accumulation_steps, seed_for_step
+        self._source, self._gradient_accumulation_steps, self._seed_for_step = (
+            source,
+            gradient_accumulation_steps,
+            seed_for_step,
+        )
         self._state = state
-        self._number, self._given = 0, 0
+        self._epoch, self._num_drawn = 0, 0
         self._iterator: Iterator[Batch] | None = None
-        self._is_placed = False
+        self._is_positioned = False
 
     def __call__(self, step: int) -> list[Batch]:
         """Return the microbatches of a step; EpochEnded: the pass has no more."""
-        if not self._is_placed:
-            self._is_placed = True
-            self._place(step)
-        found = self._drawn()
+        if not self._is_positioned:
+            self._is_positioned = True
+            self._seek(step)
+        found = self._draw()
         for each in found:
             _check_batch(each)
         return found
 
-    def state(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, Any] | None:
         """Return where the iterable is, if it can tell."""
         find = getattr(self._source, "state_dict", None)
         if find is None or not hasattr(self._source, "load_state_dict"):
             return None
         # It may return its own memory, and the next step is drawn before this one is saved.
-        return {"pass": self._number, "given": self._given, "source": deepcopy(find())}
+        return {"pass": self._epoch, "given": self._num_drawn, "source": deepcopy(find())}
 
-    def _drawn(self) -> list[Batch]:
+    def _draw(self) -> list[Batch]:
         if self._iterator is None:
-            for each in self._parts():
+            for each in self._list_epoch_aware_parts():
                 if callable(set_epoch := getattr(each, "set_epoch", None)):
-                    set_epoch(self._number)
+                    set_epoch(self._epoch)
             self._iterator = iter(self._source)
-        found = list(islice(self._iterator, self._accumulate))
-        if len(found) == self._accumulate:
-            self._given += len(found)
+        found = list(islice(self._iterator, self._gradient_accumulation_steps))
+        if len(found) == self._gradient_accumulation_steps:
+            self._num_drawn += len(found)
             return found
-        if not found and not self._given:
-            again = f" when they are gone through again (pass {self._number + 1})" if self._number else ""
+        if not found and not self._num_drawn:
+            again = f" when they are gone through again (pass {self._epoch + 1})" if self._epoch else ""
             raise BatchError(
                 f"the batches give nothing{again}. Give an iterable that gives some each time, or less steps."
             )
-        self._iterator, self._given = None, 0
-        self._number += 1
+        self._iterator, self._num_drawn = None, 0
+        self._epoch += 1
         if not found:
             raise EpochEnded("a pass over the batches has ended.")
         # All ranks have as few of this step, or it is refused.
         return found
 
-    def _parts(self) -> list[Any]:
+    def _list_epoch_aware_parts(self) -> list[Any]:
         """Return the iterable, and what a DataLoader takes its order from."""
         parts = [getattr(self._source, name, None) for name in ("sampler", "batch_sampler", "dataset")]
         found = (self._source, *parts, getattr(parts[1], "sampler", None))
         return list({id(part): part for part in found if part is not None}.values())
 
-    def _place(self, step: int) -> None:
+    def _seek(self, step: int) -> None:
         """Go to where the first step begins."""
         if self._state is not None:
-            self._number, self._given = int(self._state["pass"]), int(self._state["given"])
+            self._epoch, self._num_drawn = int(self._state["pass"]), int(self._state["given"])
             self._source.load_state_dict(self._state["source"])  # type: ignore[attr-defined]
             return
-        each, done = count_steps_per_epoch(self._source, self._accumulate), 0
-        if each and all(getattr(part, "generator", None) is None for part in self._parts()):
-            self._number, done = step // each, step // each * each
+        each, done = count_steps_per_epoch(self._source, self._gradient_accumulation_steps), 0
+        if each and all(getattr(part, "generator", None) is None for part in self._list_epoch_aware_parts()):
+            self._epoch, done = step // each, step // each * each
         while done < step:
             if self._iterator is None:
                 self._reseed(done)
             with suppress(EpochEnded):
-                self._drawn()
+                self._draw()
                 done += 1
         self._reseed(step)
 
     def _reseed(self, step: int) -> None:
-        if self._seed is not None:
-            torch.default_generator.manual_seed(self._seed(step))
+        if self._seed_for_step is not None:
+            torch.default_generator.manual_seed(self._seed_for_step(step))
 
 
 def _check_batch(batch: Any) -> None:
@@ -207,7 +211,7 @@ class _PrefetchedStep(NamedTuple):
     microbatches: Sequence[Batch]
     num_tokens: Tensor
     error: Exception | None
-    generator: Tensor
+    rng_state: Tensor
     state: dict[str, Any] | None
     signal: int
 
@@ -229,55 +233,55 @@ class BatchPrefetcher:
     ) -> None:
         self._manager, self._batches, self._seed = manager, batches, seed
         self._objective, self._signals = objective, signals
-        self._drawn: _PrefetchedStep | None = None
-        self.state: dict[str, Any] | None = None
-        self._seconds = 0.0
+        self._prefetched: _PrefetchedStep | None = None
+        self.loader_state: dict[str, Any] | None = None
+        self._draw_seconds = 0.0
 
-    def begin(self, step: int) -> None:
+    def prefetch(self, step: int) -> None:
         """Draw a step, counted from 0, and announce it to the other ranks without waiting for them. Collective."""
-        self._drawn = self._begun(step)
+        self._prefetched = self._draw(step)
 
-    def _begun(self, step: int) -> _PrefetchedStep:
+    def _draw(self, step: int) -> _PrefetchedStep:
         before = torch.get_rng_state()
         if self._seed is not None:
             # The generators of accelerators stay as they are: the current step may need them.
-            torch.default_generator.manual_seed(self._seed_of(step, self._seed))
+            torch.default_generator.manual_seed(self._derive_seed(step, self._seed))
         microbatches: Sequence[Batch] = ()
         error: Exception | None = None
         state = None
-        noted = 0 if self._signals is None else self._signals.noted
+        noted = 0 if self._signals is None else self._signals.received_signal
         start = time.perf_counter()
         try:
             drawn = () if noted else self._batches(step)
             if isinstance(self._batches, EpochBatches):
-                state = self._batches.state()
+                state = self._batches.state_dict()
             microbatches = drawn
         except Exception as caught:
             error = caught
-        self._seconds += time.perf_counter() - start
+        self._draw_seconds += time.perf_counter() - start
         generator = torch.get_rng_state()
         torch.set_rng_state(before)
         # No microbatches tell the others that something is wrong.
-        num_tokens = self._manager.announce(microbatches, objective=self._objective)
+        num_tokens = self._manager.begin_step_sync(microbatches, objective=self._objective)
         return _PrefetchedStep(step, microbatches, num_tokens, error, generator, state, noted)
 
-    def take_seconds(self) -> float:
+    def pop_draw_seconds(self) -> float:
         """Return what drawing has taken since the last call, without waiting for other ranks."""
-        seconds, self._seconds = self._seconds, 0.0
+        seconds, self._draw_seconds = self._draw_seconds, 0.0
         return seconds
 
-    def take(self, step: int) -> tuple[Sequence[Batch], Tensor]:
+    def get_step(self, step: int) -> tuple[Sequence[Batch], Tensor]:
         """Return the microbatches of a step and their `num_tokens`, and seed all generators. Collective; StopRequested: a
         rank has noted a signal, and nothing has changed since the step before."""
-        drawn, self._drawn = self._drawn, None
+        drawn, self._prefetched = self._prefetched, None
         if drawn is None or drawn.step != step:
-            drawn = self._begun(step)
-        while self._ends(drawn):
-            drawn = self._begun(step)
-        self.state = drawn.state
+            drawn = self._draw(step)
+        while self._has_epoch_ended(drawn):
+            drawn = self._draw(step)
+        self.loader_state = drawn.state
         if self._seed is not None:
-            torch.manual_seed(self._seed_of(step, self._seed))
-        torch.set_rng_state(drawn.generator)
+            torch.manual_seed(self._derive_seed(step, self._seed))
+        torch.set_rng_state(drawn.rng_state)
         if drawn.error is not None:
             # Where a pass has ended here, another rank has failed in drawing, and raises the cause.
             error = None if isinstance(drawn.error, EpochEnded) else drawn.error
@@ -285,7 +289,7 @@ class BatchPrefetcher:
             raise_on_all_ranks(self._manager.mesh.world, error, BatchError, what)
         return drawn.microbatches, drawn.num_tokens
 
-    def _ends(self, drawn: _PrefetchedStep) -> bool:
+    def _has_epoch_ended(self, drawn: _PrefetchedStep) -> bool:
         """Whether a pass has ended, so that the step is to be drawn from the next one. Collective."""
         in_passes = isinstance(self._batches, EpochBatches)
         if (self._signals is None and not in_passes) or not has_reported_errors(drawn.num_tokens):
@@ -296,7 +300,7 @@ class BatchPrefetcher:
                 raise StopRequested(number)
         return in_passes and check_epoch_end(drawn.error, self._manager.mesh, drawn.step)
 
-    def _seed_of(self, step: int, seed: int) -> int:
+    def _derive_seed(self, step: int, seed: int) -> int:
         return derive_step_seed(seed, step, self._manager.mesh.data_rank)
 
 
@@ -306,7 +310,9 @@ def build_prefetcher(manager: StrategyManager, loop: Loop) -> BatchPrefetcher:
     if not callable(source):
         if not isinstance(source, Iterable):
             raise BatchError(f"batches must be a function of the step, or an iterable, not {type(source).__name__}.")
-        state = select_loader_state((loop.state or {}).get("batches"), mesh)
+        state = select_loader_state((loop.resume_state or {}).get("batches"), mesh)
         seed = None if run_seed is None else lambda step: derive_step_seed(run_seed, step, mesh.data_rank)
-        source = EpochBatches(source, gradient_accumulation_steps=loop.accumulate, state=state, seed_for_step=seed)
+        source = EpochBatches(
+            source, gradient_accumulation_steps=loop.gradient_accumulation_steps, state=state, seed_for_step=seed
+        )
     return BatchPrefetcher(manager, source, seed=run_seed, objective=loop.objective, signals=loop.signals)

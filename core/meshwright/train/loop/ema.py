@@ -21,11 +21,11 @@ from .extension import LoopExtension
 class SupportsEMA(Protocol):
     """What a manager implements that can keep averages; those that derive from `DataParallelManager` do."""
 
-    def keep_averages(self) -> Sequence[EMAWeights]:
+    def enable_ema(self) -> Sequence[EMAWeights]:
         """Begin with the current weights, of each part of the model that this rank trains. From then on the averages
         are a part of `sharded_state` and of `loading`."""
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def swap_ema(self) -> AbstractContextManager[None]:
         """Put the averages in the place of the weights. Collective."""
 
 
@@ -53,30 +53,30 @@ class EMA(LoopExtension):
         self.config = config or EMAConfig()
         self._manager = manager
         optimizer = manager.optimizer
-        self._averages = tuple(manager.keep_averages())
-        for each in self._averages:
+        self._ema_weights = tuple(manager.enable_ema())
+        for each in self._ema_weights:
             each.counts[0] = start_step
         optimizer.register_step_post_hook(self._after_optimizer_step)
 
     def _after_optimizer_step(self, *_: Any) -> None:
-        start, every, decay = self.config.start, self.config.every, self.config.decay
-        for averages in self._averages:
+        start, every, decay = self.config.start_step, self.config.every, self.config.decay
+        for averages in self._ema_weights:
             steps, updates = averages.counts.tolist()
             steps += 1
             if steps <= start:
-                averages.begin()
+                averages.reset()
             elif (steps - start) % every == 0:
                 averages.update(min(decay, (1 + updates) / (10 + updates)) if self.config.warmup else decay)
                 updates += 1
             averages.counts[0], averages.counts[1] = steps, updates
 
-    def in_place(self) -> AbstractContextManager[None]:
+    def swap(self) -> AbstractContextManager[None]:
         """Put the averages, rounded to the dtypes of the parameters, in the place of the weights, which come back bit
         for bit. Not for training. Collective."""
-        return self._manager.averaged()
+        return self._manager.swap_ema()
 
     def evaluate(self, compute_losses: Callable[[], dict[str, float]]) -> dict[str, float]:
         if not self.config.evaluate:
             return {}
-        with self.in_place():
+        with self.swap():
             return {f"{name}{EMA_SUFFIX}": loss for name, loss in compute_losses().items()}

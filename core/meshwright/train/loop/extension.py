@@ -24,17 +24,17 @@ class LoopExtension:
     A hook may be collective if every rank has the extension. By default it does nothing.
     """
 
-    def begin(self, state: Mapping[str, Any]) -> None:
+    def on_start(self, state: Mapping[str, Any]) -> None:
         """Called once before the first step, with what the loop remembers in checkpoints."""
 
-    def around_step(self, index: int) -> AbstractContextManager[object]:
+    def step_context(self, index: int) -> AbstractContextManager[object]:
         """Return the context in which a step runs, counted from 0 in this call of `fit`."""
         return nullcontext()
 
     def on_gradients(self, stage: GradientStage) -> None:
         """Look at the gradients of a step."""
 
-    def after_step(self, result: StepResult) -> StepResult:
+    def process_result(self, result: StepResult) -> StepResult:
         """Look at a step before it is evaluated and reported, and return its result, perhaps with more in it."""
         return result
 
@@ -45,11 +45,11 @@ class LoopExtension:
     def before_save(self, step: int, state: Mapping[str, Any]) -> None:
         """Called before the state after a step is saved or copied."""
 
-    def end_step(self, step: int, prepare_extra: Callable[[], dict[str, Any]]) -> None:
+    def finish_step(self, step: int, prepare_extra: Callable[[], dict[str, Any]]) -> None:
         """Called last in a step, after a checkpoint that was due. `prepare_extra` prepares the state to be copied, and returns
         what belongs into a checkpoint beside the state of the manager; collective."""
 
-    def on_rewind(self, step: int) -> None:
+    def on_rollback(self, step: int) -> None:
         """Called when an earlier state has been loaded."""
 
 
@@ -61,13 +61,13 @@ class StepContext(LoopExtension):
         create_context: Callable[[int], AbstractContextManager[object]] | None,
         read_times: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        self._around, self._measured = create_context, read_times
+        self._create_context, self._read_times = create_context, read_times
 
-    def around_step(self, index: int) -> AbstractContextManager[object]:
-        return nullcontext() if self._around is None else self._around(index)
+    def step_context(self, index: int) -> AbstractContextManager[object]:
+        return nullcontext() if self._create_context is None else self._create_context(index)
 
-    def after_step(self, result: StepResult) -> StepResult:
-        more = {} if self._measured is None else self._measured()
+    def process_result(self, result: StepResult) -> StepResult:
+        more = {} if self._read_times is None else self._read_times()
         return replace(result, times={**result.times, **more}) if more else result
 
 
@@ -75,21 +75,21 @@ class StepContext(LoopExtension):
 class FlopsReporter(LoopExtension):
     """Report the model's FLOPs of each step, and the peak of a device."""
 
-    per_token: float | None
-    peak: float | None
+    flops_per_token: float | None
+    peak_flops: float | None
 
-    def after_step(self, result: StepResult) -> StepResult:
-        flops = None if self.per_token is None else self.per_token * result.num_tokens
-        return replace(result, flops=flops, peak_flops=self.peak)
+    def process_result(self, result: StepResult) -> StepResult:
+        flops = None if self.flops_per_token is None else self.flops_per_token * result.num_tokens
+        return replace(result, flops=flops, peak_flops=self.peak_flops)
 
 
 class StateReplication(Protocol):
     """Copies of training state that outlive the processes of a run; see the hook `open_state_replication`."""
 
-    def places(self, world: World, run: str, access: StorageOptions) -> Sequence[tuple[int, StorageReader]]:
+    def list_replicas(self, world: World, run: str, access: StorageOptions) -> Sequence[tuple[int, StorageReader]]:
         """Return the step and the place of each copy of a run, the newest first. Collective."""
 
-    def copying(
+    def replicate(
         self,
         manager: StrategyManager,
         scheduler: Any,
@@ -104,7 +104,7 @@ class StateReplication(Protocol):
         """Copy the state of the training steps within the context. Collective.
 
         Args:
-            run: id of the run.
+            run_id: id of the run.
             start_step: number of steps done before.
             every: steps between copies.
             bandwidth: bytes a second that each rank sends; None: as many as there can be.

@@ -67,38 +67,42 @@ class _TrainingLoop:
         self.manager, self.world = manager, manager.mesh.world
         steps, has_callbacks = validate_across_ranks(loop, manager.mesh)
         self.loop = loop = replace(loop, steps=steps, epochs=None)
-        self.is_asked = has_callbacks or loop.save_after_s is not None
-        self.watch = MetricMonitor(loop.early_stopping, loop.checkpointer, loop.state)
-        self.sets = run_on_all_ranks(
+        self.checks_callbacks = has_callbacks or loop.save_every_s is not None
+        self.metric_monitor = MetricMonitor(loop.early_stopping, loop.checkpointer, loop.resume_state)
+        self.eval_sets = run_on_all_ranks(
             self.world,
-            lambda: {name: list(batches) for name, batches in loop.held_out.items()},
+            lambda: {name: list(batches) for name, batches in loop.eval_sets.items()},
             BatchError,
             "the microbatches of eval_sets cannot be drawn",
         )
-        self.tokens = {name: count_tokens(each, manager.mesh, loop.objective) for name, each in self.sets.items()}
-        self.bad_steps = BadStepDetector(loop.on_bad_step, (loop.state or {}).get(BAD_STEPS_KEY))
-        self.ahead = build_prefetcher(manager, loop)
-        self.saves = RollbackPoints(manager, loop)
-        self.extensions = self._extensions()
+        self.eval_num_tokens = {
+            name: count_tokens(each, manager.mesh, loop.objective) for name, each in self.eval_sets.items()
+        }
+        self.bad_step_detector = BadStepDetector(loop.on_bad_step, (loop.resume_state or {}).get(BAD_STEPS_KEY))
+        self.prefetcher = build_prefetcher(manager, loop)
+        self.rollback_points = RollbackPoints(manager, loop)
+        self.extensions = self._build_extensions()
         for each in self.extensions:
-            each.begin(self.state())
-        self.saved_at = clock()
+            each.on_start(self.state_dict())
+        self.last_save_time = clock()
         self.info, self.progress = _build_run_info(manager, loop), self.world.progress
-        self.reason: EndReason = "done"
-        self.last: StepResult | None = None
-        self.last_losses: dict[str, float] = {}
-        self.began = time.monotonic()
+        self.end_reason: EndReason = "done"
+        self.last_result: StepResult | None = None
+        self.last_eval_losses: dict[str, float] = {}
+        self.start_time = time.monotonic()
         self.stopwatch = Stopwatch(make_event_recorder(manager.mesh.device), self.progress)
-        self.saving: dict[str, float] = {}
-        self.own_s = 0.0
+        self.save_times: dict[str, float] = {}
+        self.busy_s = 0.0
 
-    def _extensions(self) -> list[LoopExtension]:
+    def _build_extensions(self) -> list[LoopExtension]:
         loop = self.loop
         own: list[LoopExtension | None] = [
             Verifier(self.manager, loop.verify_every) if loop.verify_every is not None else None,
-            self.saves if loop.on_bad_step.do == "rewind" else None,
+            self.rollback_points if loop.on_bad_step.action == "rewind" else None,
             loop.ema,
-            StepContext(loop.around, loop.measured) if loop.around is not None or loop.measured is not None else None,
+            StepContext(loop.step_context, loop.extra_times)
+            if loop.step_context is not None or loop.extra_times is not None
+            else None,
         ]
         return [*(each for each in own if each is not None), *loop.extensions]
 
@@ -108,77 +112,77 @@ class _TrainingLoop:
         start = partial(hook.on_run_start, run=self.info, mesh=self.manager.mesh)
         run_on_all_ranks(self.world, start, TrainingError, "an observer fails at the start of the run")
         try:
-            results = self.steps()
+            results = self.run_steps()
         except BaseException as error:
-            self.reason = "signal" if isinstance(error, Stopped) else "failed"
-            if self.reason == "failed":
-                fault = Fault(self.done, rank, type(error).__name__, str(error), time.time())
+            self.end_reason = "signal" if isinstance(error, Stopped) else "failed"
+            if self.end_reason == "failed":
+                fault = Fault(self.last_step, rank, type(error).__name__, str(error), time.time())
                 _call_without_raising(lambda: hook.on_fault(fault=fault))
-            _call_without_raising(lambda: hook.on_run_end(summary=self.summary()))
+            _call_without_raising(lambda: hook.on_run_end(summary=self.build_summary()))
             raise
-        hook.on_run_end(summary=self.summary())
+        hook.on_run_end(summary=self.build_summary())
         return results
 
     @property
-    def done(self) -> int:
-        return self.loop.start if self.last is None else self.last.step
+    def last_step(self) -> int:
+        return self.loop.start_step if self.last_result is None else self.last_result.step
 
-    def summary(self) -> RunSummary:
+    def build_summary(self) -> RunSummary:
         return RunSummary(
             run=self.info,
-            reason=self.reason,
-            step=self.done,
-            steps=self.loop.num_steps,
-            seconds=time.monotonic() - self.began,
-            loss=None if self.last is None else self.last.loss,
-            evaluations=self.last_losses,
+            reason=self.end_reason,
+            step=self.last_step,
+            num_steps=self.loop.num_steps,
+            seconds=time.monotonic() - self.start_time,
+            loss=None if self.last_result is None else self.last_result.loss,
+            evaluations=self.last_eval_losses,
             rank=self.manager.mesh.rank,
         )
 
-    def steps(self) -> list[StepResult]:
+    def run_steps(self) -> list[StepResult]:
         results: list[StepResult] = []
-        while (step := results[-1].step if results else self.loop.start) < self.loop.num_steps:
-            if self.watch.is_exhausted:
+        while (step := results[-1].step if results else self.loop.start_step) < self.loop.num_steps:
+            if self.metric_monitor.should_stop:
                 # It was before the run was interrupted.
-                self.reason = "early stopping"
+                self.end_reason = "early stopping"
                 break
             try:
-                result = self.step(step)
+                result = self.run_step(step)
             except StopRequested as stop:
                 if self.loop.signals is None:
                     raise
-                raise self.stopped(stop.number, self.loop.signals, results) from None
+                raise self.stop_on_signal(stop.signum, self.loop.signals, results) from None
             if isinstance(result, BadStepInfo):
-                self.rewind(result, results)
+                self.roll_back(result, results)
                 continue
             # What this rank took by itself: observers and callbacks of the step before, drawing, the optimizer.
-            own_s = self.own_s + self.ahead.take_seconds() + result.times.get("optimizer", 0.0)
-            self.progress.steps.append((own_s, result.seconds))
-            result = replace(result, times={**result.times, **self.saving})
-            self.saving = {}
+            own_s = self.busy_s + self.prefetcher.pop_draw_seconds() + result.times.get("optimizer", 0.0)
+            self.progress.step_times.append((own_s, result.seconds))
+            result = replace(result, times={**result.times, **self.save_times})
+            self.save_times = {}
             for each in self.extensions:
-                result = each.after_step(result)
-            if self.loop.evaluates_after(result.step):
-                result = self.evaluated(result)
-            is_best = self.watch.note(result)
+                result = each.process_result(result)
+            if self.loop.is_eval_due(result.step):
+                result = self.evaluate(result)
+            is_best = self.metric_monitor.update(result)
             start = time.perf_counter()
-            self.last = result
+            self.last_result = result
             get_registry().hook.on_step_end(result=result)
-            self.own_s = time.perf_counter() - start
+            self.busy_s = time.perf_counter() - start
             results.append(result)
-            stops, is_late = self.asked(result) if self.is_asked else (False, False)
-            if stops or self.watch.is_exhausted:
-                self.reason = "callback" if stops else "early stopping"
+            stops, is_late = self.poll_callbacks(result) if self.checks_callbacks else (False, False)
+            if stops or self.metric_monitor.should_stop:
+                self.end_reason = "callback" if stops else "early stopping"
                 stops = True
             if stops or is_best or is_late or is_due(result.step, self.loop.save_every, self.loop.num_steps):
-                self.save(result, is_best=is_best)
+                self.save_checkpoint(result, is_best=is_best)
             for each in self.extensions:
-                each.end_step(result.step, lambda done=result.step: self.extra(done))  # type: ignore[misc]
+                each.finish_step(result.step, lambda done=result.step: self.prepare_extra(done))  # type: ignore[misc]
             if stops:
                 break
         return results
 
-    def step(self, step: int) -> StepResult | BadStepInfo:
+    def run_step(self, step: int) -> StepResult | BadStepInfo:
         """Run a step; a bad one may take the run back."""
 
         def look(moment: GradientStage) -> None:
@@ -188,55 +192,63 @@ class _TrainingLoop:
         try:
             with ExitStack() as held:
                 for each in self.extensions:
-                    held.enter_context(each.around_step(step - self.loop.start))
+                    held.enter_context(each.step_context(step - self.loop.start_step))
                 result = train_step(
-                    self.manager, self.loop, step, self.ahead, self.stopwatch, self.bad_steps, on_gradients=look
+                    self.manager,
+                    self.loop,
+                    step,
+                    self.prefetcher,
+                    self.stopwatch,
+                    self.bad_step_detector,
+                    on_gradients=look,
                 )
         except RollbackRequested as rewinds:
             return rewinds.bad
-        if result.skipped:
-            self.tell_of_bad(BadStepInfo(result.step, result.skipped))
+        if result.skip_reason:
+            self.report_bad_step(BadStepInfo(result.step, result.skip_reason))
         return result
 
-    def tell_of_bad(self, bad: BadStepInfo, rollback_step: int | None = None) -> None:
-        rank, count = self.manager.mesh.rank, self.bad_steps.count
+    def report_bad_step(self, bad: BadStepInfo, rollback_step: int | None = None) -> None:
+        rank, count = self.manager.mesh.rank, self.bad_step_detector.num_bad_steps
         told = BadStep(bad.step, self.loop.num_steps, bad.reason, rank, count, rollback_step)
         get_registry().hook.on_bad_step(bad_step=told)
 
-    def rewind(self, bad: BadStepInfo, results: list[StepResult]) -> None:
+    def roll_back(self, bad: BadStepInfo, results: list[StepResult]) -> None:
         """Go back to a checkpoint, and leave out the batches since then. Collective."""
-        to, state = self.saves.go_back(bad)
-        self.watch = MetricMonitor(self.loop.early_stopping, self.loop.checkpointer, state)
-        self.bad_steps.rewound(bad, state, step=to)
+        to, state = self.rollback_points.roll_back(bad)
+        self.metric_monitor = MetricMonitor(self.loop.early_stopping, self.loop.checkpointer, state)
+        self.bad_step_detector.roll_back(bad, state, step=to)
         while results and results[-1].step > to:
             results.pop()
         for each in self.extensions:
-            each.on_rewind(to)
-        self.tell_of_bad(bad, to)
+            each.on_rollback(to)
+        self.report_bad_step(bad, to)
 
-    def evaluated(self, result: StepResult) -> StepResult:
+    def evaluate(self, result: StepResult) -> StepResult:
         """Return the result with the losses of the sets, and tell observers of them. Collective."""
         start = time.perf_counter()
-        self.progress.enter("evaluation")
+        self.progress.enter_phase("evaluation")
         with profiler_phase("evaluation"):
-            losses = self.losses()
+            losses = self.compute_losses()
             for each in self.extensions:
-                losses |= each.evaluate(self.losses)
-        self.progress.enter("callbacks")
+                losses |= each.evaluate(self.compute_losses)
+        self.progress.enter_phase("callbacks")
         seconds = time.perf_counter() - start
         result = replace(result, evaluations=losses, times={**result.times, "evaluation": seconds})
-        self.last_losses = {**self.last_losses, **losses}
-        evaluation = Evaluation(result.step, result.steps, losses, seconds, result.rank)
+        self.last_eval_losses = {**self.last_eval_losses, **losses}
+        evaluation = Evaluation(result.step, result.num_steps, losses, seconds, result.rank)
         get_registry().hook.on_evaluation(evaluation=evaluation)
         return result
 
-    def losses(self) -> dict[str, float]:
+    def compute_losses(self) -> dict[str, float]:
         return {
-            name: float(self.manager.eval_loss(each, num_tokens=self.tokens[name], objective=self.loop.objective))
-            for name, each in self.sets.items()
+            name: float(
+                self.manager.eval_loss(each, num_tokens=self.eval_num_tokens[name], objective=self.loop.objective)
+            )
+            for name, each in self.eval_sets.items()
         }
 
-    def asked(self, result: StepResult) -> tuple[bool, bool]:
+    def poll_callbacks(self, result: StepResult) -> tuple[bool, bool]:
         """Whether a callback of any rank asks to stop, and whether a checkpoint is due by the clock. Collective."""
         error: Exception | None = None
         wishes = []
@@ -245,59 +257,62 @@ class _TrainingLoop:
             wishes = [callback(result) for callback in self.loop.callbacks]
         except Exception as caught:
             error = caught
-        self.own_s += time.perf_counter() - start
-        after = self.loop.save_after_s
-        is_late = after is not None and self.world.rank == 0 and clock() - self.saved_at >= after
+        self.busy_s += time.perf_counter() - start
+        after = self.loop.save_every_s
+        is_late = after is not None and self.world.rank == 0 and clock() - self.last_save_time >= after
         wanted, late, failed = self.world.reduce_ints([any(wishes), is_late, error is not None])
         if failed:
             raise_on_all_ranks(self.world, error, TrainingError, f"a callback fails after step {result.step}")
         return bool(wanted), bool(late)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What the loop remembers in checkpoints; values of JSON."""
-        return {**self.watch.state(), **self.bad_steps.state()}
+        return {**self.metric_monitor.state_dict(), **self.bad_step_detector.state_dict()}
 
-    def save(self, result: StepResult, *, is_best: bool = False) -> None:
+    def save_checkpoint(self, result: StepResult, *, is_best: bool = False) -> None:
         loop = self.loop
         if loop.checkpointer is None:
             return
         start = time.perf_counter()
-        self.progress.enter("save")
-        extra = self.extra(result.step)
+        self.progress.enter_phase("save")
+        extra = self.prepare_extra(result.step)
         with profiler_phase("save"):
             loop.checkpointer.save(result.step, scheduler=loop.scheduler, extra=extra, evaluations=result.evaluations)
-        self.saved_at = clock()
-        self.saving["save"] = seconds = time.perf_counter() - start
-        place = to_path_or_url(loop.checkpointer.place(result.step))
+        self.last_save_time = clock()
+        self.save_times["save"] = seconds = time.perf_counter() - start
+        place = to_path_or_url(loop.checkpointer.storage_for_step(result.step))
         get_registry().hook.on_checkpoint(checkpoint=SavedCheckpoint(result.step, place, seconds, result.rank, is_best))
 
-    def extra(self, step: int) -> dict[str, Any]:
+    def prepare_extra(self, step: int) -> dict[str, Any]:
         """Prepare a save, and return what belongs into a checkpoint beside the state of the manager. Collective."""
-        state: dict[str, Any] = self.state()
+        state: dict[str, Any] = self.state_dict()
         for each in self.extensions:
             each.before_save(step, state)
         extra: dict[str, Any] = {}
         if not callable(self.loop.batches):
-            state["batches"] = gather_loader_states(self.ahead.state, self.manager.mesh)
-        if (tell := self.loop.extra) is not None:
-            drawn, what = step + self.bad_steps.left_out, f"extra of the loop fails after step {step}"
+            state["batches"] = gather_loader_states(self.prefetcher.loader_state, self.manager.mesh)
+        if (tell := self.loop.checkpoint_extra) is not None:
+            drawn, what = (
+                step + self.bad_step_detector.num_skipped_batches,
+                f"extra of the loop fails after step {step}",
+            )
             extra = dict(run_on_all_ranks(self.world, lambda: tell(drawn), CheckpointError, what))
         return {**extra, LOOP_STATE_KEY: state}
 
-    def stopped(self, signum: int, signals: StopSignals, results: list[StepResult]) -> Stopped:
+    def stop_on_signal(self, signum: int, signals: StopSignals, results: list[StepResult]) -> Stopped:
         """Save what is not saved, and wait until it is on disk everywhere. Collective."""
-        step, checkpointer = results[-1].step if results else self.loop.start, self.loop.checkpointer
+        step, checkpointer = results[-1].step if results else self.loop.start_step, self.loop.checkpointer
         saved, is_late = not results, False
         if checkpointer is not None and results:
             checkpointer.wait()
-            if checkpointer.saved != step:
+            if checkpointer.last_saved_step != step:
                 # Some rank would be ended before the save is done.
-                is_late = bool(self.world.reduce_ints([checkpointer.seconds > signals.left_s])[0])
-            if checkpointer.saved != step and not is_late:
-                self.save(results[-1])
+                is_late = bool(self.world.reduce_ints([checkpointer.max_save_s > signals.remaining_s])[0])
+            if checkpointer.last_saved_step != step and not is_late:
+                self.save_checkpoint(results[-1])
                 checkpointer.wait()
-            saved = checkpointer.saved == step
-        signals.settle()
+            saved = checkpointer.last_saved_step == step
+        signals.ignore_further_signals()
         # Who leaves first would take connections with it that others may still need.
         self.world.reduce_ints([0])
         return Stopped(signum, step=step, saved=saved, exit_code=signals.exit_code, has_skipped_save=is_late)
@@ -310,25 +325,27 @@ class RollbackPoints(LoopExtension):
 
     def __init__(self, manager: StrategyManager, loop: Loop) -> None:
         self._manager, self._loop = manager, loop
-        self._known: dict[int, tuple[list[Any], dict[str, Any] | None, Mapping[str, Any]]] = {}
+        self._points: dict[int, tuple[list[Any], dict[str, Any] | None, Mapping[str, Any]]] = {}
 
-    def begin(self, state: Mapping[str, Any]) -> None:
-        self.before_save(self._loop.start, state)
+    def on_start(self, state: Mapping[str, Any]) -> None:
+        self.before_save(self._loop.start_step, state)
 
     def before_save(self, step: int, state: Mapping[str, Any]) -> None:
         scheduler = self._loop.scheduler
         rates = [group["lr"] for group in self._manager.optimizer.param_groups]
-        self._known[step] = deepcopy((rates, scheduler and scheduler.state_dict(), dict(state)))
+        self._points[step] = deepcopy((rates, scheduler and scheduler.state_dict(), dict(state)))
 
-    def go_back(self, bad: BadStepInfo) -> tuple[int, Mapping[str, Any]]:
+    def roll_back(self, bad: BadStepInfo) -> tuple[int, Mapping[str, Any]]:
         """Load the newest valid checkpoint before a step; return its step, and the loop's state then. Collective."""
         checkpointer, world = self._loop.checkpointer, self._manager.mesh.world
         if checkpointer is None:
             raise TrainingError("on_bad_step=rewind needs a checkpointer.")
         checkpointer.wait()
-        steps = sorted((step for step in self._known if step < bad.step), reverse=True)
-        there = world.from_first(lambda: [step for step in steps if storage_exists(checkpointer.place(step))])
-        found, _ = find_first_valid([checkpointer.place(step) for step in there], world)
+        steps = sorted((step for step in self._points if step < bad.step), reverse=True)
+        there = world.run_on_first_rank(
+            lambda: [step for step in steps if storage_exists(checkpointer.storage_for_step(step))]
+        )
+        found, _ = find_first_valid([checkpointer.storage_for_step(step) for step in there], world)
         if found is None:
             raise TrainingError(
                 f"step {bad.step}: {bad.reason}, and there is no checkpoint to go back to: on_bad_step=rewind goes "
@@ -336,8 +353,8 @@ class RollbackPoints(LoopExtension):
                 f"checkpoint.every, or set on_bad_step=skip."
             )
         load_checkpoint(self._manager, found, keep_group_settings=True)
-        to = next(step for step in there if checkpointer.place(step) == found)
-        rates, schedule, state = deepcopy(self._known[to])
+        to = next(step for step in there if checkpointer.storage_for_step(step) == found)
+        rates, schedule, state = deepcopy(self._points[to])
         if self._loop.scheduler is not None:
             self._loop.scheduler.load_state_dict(schedule)
         for group, rate in zip(self._manager.optimizer.param_groups, rates, strict=True):
@@ -355,18 +372,18 @@ def _call_without_raising(notify: Callable[[], Any]) -> None:
 
 def _build_run_info(manager: StrategyManager, loop: Loop) -> RunInfo:
     mesh = manager.mesh
-    if loop.run is not None:
-        return replace(loop.run, rank=mesh.rank)
+    if loop.run_info is not None:
+        return replace(loop.run_info, rank=mesh.rank)
     return RunInfo(
-        id=mesh.world.from_first(generate_run_id),
+        id=mesh.world.run_on_first_rank(generate_run_id),
         name="run",
         strategy=manager.strategy,
         mesh=str(mesh.degrees),
         world_size=mesh.world.size,
         rank=mesh.rank,
-        start=loop.start,
-        steps=loop.num_steps,
-        parameters=None,
+        start_step=loop.start_step,
+        num_steps=loop.num_steps,
+        num_parameters=None,
         device=mesh.device.type,
     )
 

@@ -43,18 +43,20 @@ MIN_RELATIVE_DEVIATION = 1e-3
 class BadStepConfig(FrozenModel):
     """What becomes of a step whose loss or gradient norm is not finite, or far above those before."""
 
-    do: Literal["stop", "skip", "rewind"] = Field(
+    action: Literal["stop", "skip", "rewind"] = Field(
         default="stop",
         description="stop: the run ends with an error; skip: the optimizer does not step, and the run goes on; rewind: "
         "the run goes back to its newest checkpoint, and leaves out all batches since then.",
     )
-    deviations: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+    max_deviations: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None,
         description="Bad is also a loss or norm that is so many standard deviations, told by the median absolute "
         "deviation, above the median of the good steps before; null: only what is not finite.",
     )
     window: Annotated[Size, Field(ge=MIN_GOOD_STEPS)] = Field(default=100, description="How many good steps count.")
-    limit: Size = Field(default=10, description="So many bad steps without a good one that is further end the run.")
+    max_bad_steps: Size = Field(
+        default=10, description="So many bad steps without a good one that is further end the run."
+    )
 
 
 @dataclass(frozen=True)
@@ -79,61 +81,61 @@ class BadStepDetector:
     def __init__(self, config: BadStepConfig, state: Mapping[str, Any] | None = None) -> None:
         known = state or {}
         self.config = config
-        self.left_out, self.count = int(known.get("left_out", 0)), int(known.get("count", 0))
-        self._since_good, self._furthest = int(known.get("since_good", 0)), int(known.get("furthest", 0))
+        self.num_skipped_batches, self.num_bad_steps = int(known.get("left_out", 0)), int(known.get("count", 0))
+        self._num_since_good, self._last_good_step = int(known.get("since_good", 0)), int(known.get("furthest", 0))
         self._losses = deque[float](known.get("losses", ()), config.window)
         self._norms = deque[float](known.get("norms", ()), config.window)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it; values of JSON."""
-        if self.config.do == "stop" and self.config.deviations is None and not self.left_out:
+        if self.config.action == "stop" and self.config.max_deviations is None and not self.num_skipped_batches:
             return {}
-        counts = {"left_out": self.left_out, "count": self.count}
-        counts |= {"since_good": self._since_good, "furthest": self._furthest}
+        counts = {"left_out": self.num_skipped_batches, "count": self.num_bad_steps}
+        counts |= {"since_good": self._num_since_good, "furthest": self._last_good_step}
         return {BAD_STEPS_KEY: {**counts, "losses": list(self._losses), "norms": list(self._norms)}}
 
-    def judge(self, step: int, loss: float, norm: float) -> BadStepInfo | None:
+    def check_step(self, step: int, loss: float, norm: float) -> BadStepInfo | None:
         """Judge a step; None if it is good."""
-        reason = self._reason(loss, norm)
+        reason = self._find_reason(loss, norm)
         if reason is not None:
-            return self.bad(step, reason)
-        if self.config.deviations is not None:
+            return self.record_bad_step(step, reason)
+        if self.config.max_deviations is not None:
             self._losses.append(loss)
             self._norms.append(norm)
-        if step > self._furthest:
-            self._furthest, self._since_good = step, 0
+        if step > self._last_good_step:
+            self._last_good_step, self._num_since_good = step, 0
         return None
 
-    def bad(self, step: int, reason: str) -> BadStepInfo:
+    def record_bad_step(self, step: int, reason: str) -> BadStepInfo:
         """Note a bad step."""
-        if self.config.do == "stop":
+        if self.config.action == "stop":
             raise TrainingError(
                 f"step {step}: {reason}. The parameters were not changed by this step. Lower optimizer.lr, lengthen "
                 f"schedule.warmup_steps, or look at the step's data; or leave such steps out (on_bad_step: skip)."
             )
-        self.count += 1
-        self._since_good += 1
-        if self._since_good > self.config.limit:
+        self.num_bad_steps += 1
+        self._num_since_good += 1
+        if self._num_since_good > self.config.max_bad_steps:
             raise TrainingError(
-                f"step {step}: {reason}. There were {self._since_good} bad steps without a good one that is further, "
-                f"and on_bad_step.limit={self.config.limit}. Lower optimizer.lr, look at the data, or raise the limit."
+                f"step {step}: {reason}. There were {self._num_since_good} bad steps without a good one that is further, "
+                f"and on_bad_step.limit={self.config.max_bad_steps}. Lower optimizer.lr, look at the data, or raise the limit."
             )
         return BadStepInfo(step, reason)
 
-    def rewound(self, bad: BadStepInfo, state: Mapping[str, Any], *, step: int) -> None:
+    def roll_back(self, bad: BadStepInfo, state: Mapping[str, Any], *, step: int) -> None:
         """Go back to the state after step `step`, and leave out the batches since then."""
-        self.left_out += bad.step - step
+        self.num_skipped_batches += bad.step - step
         then = BadStepDetector(self.config, state.get(BAD_STEPS_KEY))
         self._losses, self._norms = then._losses, then._norms
 
-    def _reason(self, loss: float, norm: float) -> str | None:
+    def _find_reason(self, loss: float, norm: float) -> str | None:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"the loss is {loss} and the gradient norm {norm}"
-        if self.config.deviations is None or len(self._losses) < MIN_GOOD_STEPS:
+        if self.config.max_deviations is None or len(self._losses) < MIN_GOOD_STEPS:
             return None
         for name, value, known in (("loss", loss, self._losses), ("gradient norm", norm, self._norms)):
             far, median = compute_deviations_above(value, known)
-            if far > self.config.deviations:
+            if far > self.config.max_deviations:
                 return (
                     f"the {name} {value:.6g} is {far:.1f} standard deviations above the median {median:.6g} of the "
                     f"{len(known)} good steps before"
@@ -162,7 +164,7 @@ class EarlyStopping:
         min_delta: a loss counts as lower if it is lower by more than this.
     """
 
-    set: str = "held_out"
+    eval_set: str = "held_out"
     patience: int = 3
     min_delta: float = 0.0
 
@@ -179,40 +181,46 @@ class MetricMonitor:
     def __init__(
         self, early_stopping: EarlyStopping | None, checkpointer: Checkpointer | None, state: Mapping[str, Any] | None
     ) -> None:
-        self._stopping, self._count, self._best_of = early_stopping, 0, ""
+        self._early_stopping, self._keep_best, self._best_eval_set = early_stopping, 0, ""
         if checkpointer is not None and checkpointer.keep_best:
-            self._count, self._best_of = checkpointer.keep_best, checkpointer.best_of
-        seen = _state_for_set(state, "early_stopping", "" if early_stopping is None else early_stopping.set)
-        self._lowest, self._waited = seen.get("lowest"), int(seen.get("waited", 0))
-        best = _state_for_set(state, "best", self._best_of).get("values", ())
+            self._keep_best, self._best_eval_set = checkpointer.keep_best, checkpointer.best_eval_set
+        seen = _state_for_set(state, "early_stopping", "" if early_stopping is None else early_stopping.eval_set)
+        self._lowest, self._num_bad_evaluations = seen.get("lowest"), int(seen.get("waited", 0))
+        best = _state_for_set(state, "best", self._best_eval_set).get("values", ())
         self._best = sorted((float(value), int(step)) for value, step in best)
 
     @property
-    def is_exhausted(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether the run is to stop."""
-        return self._stopping is not None and self._waited >= self._stopping.patience
+        return self._early_stopping is not None and self._num_bad_evaluations >= self._early_stopping.patience
 
-    def note(self, result: StepResult) -> bool:
+    def update(self, result: StepResult) -> bool:
         """Look at the evaluations of a step, if any, and return whether it is among the best so far."""
         found = result.evaluations
-        if self._stopping is not None and self._stopping.set in found:
-            value = found[self._stopping.set]
+        if self._early_stopping is not None and self._early_stopping.eval_set in found:
+            value = found[self._early_stopping.eval_set]
             is_lower = math.isfinite(value) and (
-                self._lowest is None or value < self._lowest - self._stopping.min_delta
+                self._lowest is None or value < self._lowest - self._early_stopping.min_delta
             )
-            self._lowest, self._waited = (value, 0) if is_lower else (self._lowest, self._waited + 1)
-        if self._best_of not in found or not math.isfinite(found[self._best_of]):
+            self._lowest, self._num_bad_evaluations = (
+                (value, 0) if is_lower else (self._lowest, self._num_bad_evaluations + 1)
+            )
+        if self._best_eval_set not in found or not math.isfinite(found[self._best_eval_set]):
             return False
-        self._best = sorted([*self._best, (found[self._best_of], result.step)])[: self._count]
+        self._best = sorted([*self._best, (found[self._best_eval_set], result.step)])[: self._keep_best]
         return any(step == result.step for _, step in self._best)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it; values of JSON."""
         state: dict[str, Any] = {}
-        if self._stopping is not None:
-            state["early_stopping"] = {"set": self._stopping.set, "lowest": self._lowest, "waited": self._waited}
-        if self._count:
-            state["best"] = {"set": self._best_of, "values": [list(each) for each in self._best]}
+        if self._early_stopping is not None:
+            state["early_stopping"] = {
+                "set": self._early_stopping.eval_set,
+                "lowest": self._lowest,
+                "waited": self._num_bad_evaluations,
+            }
+        if self._keep_best:
+            state["best"] = {"set": self._best_eval_set, "values": [list(each) for each in self._best]}
         return state
 
 

@@ -42,7 +42,7 @@ class Loop:
             `StrategyManager.forward_backward`, on the CPU or on the device.
         steps: number of the last step. Give either this or `epochs`.
         epochs: passes over an iterable that has a length.
-        accumulate: microbatches of a step, for an iterable.
+        gradient_accumulation_steps: microbatches of a step, for an iterable.
         scheduler: sets the learning rates; None: they stay as they are.
         objective: minimized and evaluated; None: the token loss.
         max_grad_norm: limit of the total gradient norm; None: the norm is only measured.
@@ -55,10 +55,10 @@ class Loop:
         checkpointer: saves after the last step, after the steps that its `keep_best` selects, and as the next two say.
         save_every: steps between checkpoints.
         save_every_s: seconds since the last checkpoint, by the clock of the first rank.
-        extra: `extra(drawn)` returns further JSON values for a checkpoint; `drawn` counts the batches drawn so far, see
+        checkpoint_extra: `extra(drawn)` returns further JSON values for a checkpoint; `drawn` counts the batches drawn so far, see
             [Note: draws] in `monitors`.
-        start: steps already done; see `resume_from`.
-        state: what `fit` has put into the checkpoint to resume from.
+        start_step: steps already done; see `resume_from`.
+        resume_state: what `fit` has put into the checkpoint to resume from.
         seed: the random numbers of a step follow from it, the step and the data rank, so that a resumed run draws what
             it would have drawn; None: the generators are left alone.
         on_bad_step: what to do with a step whose loss or norm is not finite, or far above those before.
@@ -66,38 +66,38 @@ class Loop:
         signals: end the loop before the next step, after a save; see [Note: agreeing to stop] in `batches`. Each rank
             enters its own before `fit`, with the same names.
         around, measured: see `extension.Around`; ranks may have different ones.
-        norms_every: steps between measurements of gradient norms by block; None: never.
-        run: how observers see the run; None: made up. Ranks may differ in it.
+        grad_norms_every: steps between measurements of gradient norms by block; None: never.
+        run_info: how observers see the run; None: made up. Ranks may differ in it.
         extensions: further parts of the loop; ranks may have different ones.
     """
 
     batches: Callable[[int], Sequence[Batch]] | Iterable[Batch]
     steps: int | None = None
     epochs: int | None = None
-    accumulate: int = 1
+    gradient_accumulation_steps: int = 1
     scheduler: LRScheduler | None = None
     objective: Objective | None = None
     max_grad_norm: float | None = 1.0
     grad_norm_type: float = 2.0
-    held_out: Mapping[str, Iterable[Batch]] = field(default_factory=dict)
+    eval_sets: Mapping[str, Iterable[Batch]] = field(default_factory=dict)
     ema: EMA | None = None
     eval_every: int | None = None
     early_stopping: EarlyStopping | None = None
     callbacks: Sequence[Callback] = ()
     checkpointer: Checkpointer | None = None
     save_every: int | None = None
-    save_after_s: float | None = None
-    extra: Callable[[int], Mapping[str, Any]] | None = None
-    start: int = 0
-    state: Mapping[str, Any] | None = None
+    save_every_s: float | None = None
+    checkpoint_extra: Callable[[int], Mapping[str, Any]] | None = None
+    start_step: int = 0
+    resume_state: Mapping[str, Any] | None = None
     seed: int | None = None
     on_bad_step: BadStepConfig = field(default_factory=BadStepConfig)
     verify_every: int | None = None
     signals: StopSignals | None = None
-    around: Callable[[int], AbstractContextManager[object]] | None = None
-    measured: Callable[[], Mapping[str, float]] | None = None
-    norms_every: int | None = None
-    run: RunInfo | None = None
+    step_context: Callable[[int], AbstractContextManager[object]] | None = None
+    extra_times: Callable[[], Mapping[str, float]] | None = None
+    grad_norms_every: int | None = None
+    run_info: RunInfo | None = None
     extensions: Sequence[LoopExtension] = ()
 
     @property
@@ -111,7 +111,7 @@ class Loop:
             raise ConfigError(f"give either steps or epochs, not steps={self.steps} and epochs={self.epochs}.")
         if self.steps is not None:
             return self.steps
-        each = count_steps_per_epoch(self.batches, self.accumulate)
+        each = count_steps_per_epoch(self.batches, self.gradient_accumulation_steps)
         if each is None:
             raise ConfigError(
                 f"epochs={self.epochs} needs batches that have a length, which {type(self.batches).__name__} has not. "
@@ -120,12 +120,12 @@ class Loop:
         return each * int(self.epochs or 0)
 
     @property
-    def evaluated_sets(self) -> list[str]:
+    def eval_loss_names(self) -> list[str]:
         """Names of the losses that an evaluation gives."""
         averaged = self.ema is not None and self.ema.config.evaluate
-        return [*self.held_out, *(f"{name}{EMA_SUFFIX}" for name in self.held_out if averaged)]
+        return [*self.eval_sets, *(f"{name}{EMA_SUFFIX}" for name in self.eval_sets if averaged)]
 
-    def going_on(self, manifest: Manifest) -> Loop:
+    def resume_from(self, manifest: Manifest) -> Loop:
         """Return the loop that resumes from a checkpoint that has been loaded.
 
         Raises:
@@ -139,11 +139,11 @@ class Loop:
                 f"the manifest of step {manifest.step} has values of other types: {LOOP_STATE_KEY}.{error}. Go on from another "
                 f"checkpoint."
             ) from None
-        return replace(self, start=manifest.step, state=state)
+        return replace(self, start_step=manifest.step, resume_state=state)
 
-    def evaluates_after(self, step: int) -> bool:
+    def is_eval_due(self, step: int) -> bool:
         """Whether the sets are evaluated after `step` steps."""
-        return bool(self.held_out) and is_due(step, self.eval_every, self.num_steps)
+        return bool(self.eval_sets) and is_due(step, self.eval_every, self.num_steps)
 
 
 def is_due(step: int, every: int | None, num_steps: int) -> bool:
@@ -168,9 +168,9 @@ def raise_on_all_ranks(
     `failure`: "... cannot be drawn".
     """
     if error is None or isinstance(error, MeshwrightError):
-        world.raise_any(error)
+        world.raise_first_error(error)
     with suppress(MeshwrightError):
-        world.raise_any(error_cls(f"{failure}: {type(error).__name__}: {error}"))
+        world.raise_first_error(error_cls(f"{failure}: {type(error).__name__}: {error}"))
     raise error
 
 
@@ -191,7 +191,7 @@ def validate_across_ranks(loop: Loop, mesh: Mesh) -> tuple[int, bool]:
     """Refuse a loop that cannot run, or that differs between ranks, and return the number of the last step, and whether
     any rank has callbacks. Collective."""
     world = mesh.world
-    mine = world.together(lambda: collect_shared_options(loop))
+    mine = world.run_on_all_ranks(lambda: collect_shared_options(loop))
     found: list[Any] = [None] * world.size
     dist.all_gather_object(found, (mine, len(loop.callbacks)), group=world.group)
     for name in mine:
@@ -216,44 +216,44 @@ def collect_shared_options(loop: Loop) -> dict[str, Any]:
         value = getattr(loop, name)
         if value is not None and (type(value) is not int or value < lowest):
             raise ConfigError(f"{name} of the loop must be an int, at least {lowest}, not {value!r}.")
-    if loop.start > steps:
-        raise ConfigError(f"the loop is to start after step {loop.start}, but has {steps} steps. Raise steps.")
-    if not isinstance(loop.held_out, Mapping):
+    if loop.start_step > steps:
+        raise ConfigError(f"the loop is to start after step {loop.start_step}, but has {steps} steps. Raise steps.")
+    if not isinstance(loop.eval_sets, Mapping):
         raise ConfigError(
             f"eval_sets of the loop must map names to microbatches, such as {{'eval_sets': batches}}, not "
-            f"{type(loop.held_out).__name__}."
+            f"{type(loop.eval_sets).__name__}."
         )
-    if callable(loop.batches) and loop.accumulate != 1:
+    if callable(loop.batches) and loop.gradient_accumulation_steps != 1:
         raise ConfigError("accumulate is for batches that are iterable; a function gives all microbatches of a step.")
-    if checkpointer is None and loop.on_bad_step.do == "rewind":
+    if checkpointer is None and loop.on_bad_step.action == "rewind":
         raise ConfigError("on_bad_step=rewind needs a checkpointer to go back with: give the loop one, or set skip.")
-    if checkpointer is None and (loop.save_every is not None or loop.save_after_s is not None):
+    if checkpointer is None and (loop.save_every is not None or loop.save_every_s is not None):
         raise ConfigError("save_every and save_every_s need a checkpointer: give the loop one, or leave them out.")
-    if loop.save_after_s is not None and not loop.save_after_s > 0:
-        raise ConfigError(f"save_every_s must be above 0, in seconds, not {loop.save_after_s!r}.")
+    if loop.save_every_s is not None and not loop.save_every_s > 0:
+        raise ConfigError(f"save_every_s must be above 0, in seconds, not {loop.save_every_s!r}.")
     _check_eval_sets(loop)
     return {
         "steps": steps,
         "the kind of batches": "a function" if callable(loop.batches) else "an iterable",
-        "the number of steps in a pass": count_steps_per_epoch(loop.batches, loop.accumulate),
+        "the number of steps in a pass": count_steps_per_epoch(loop.batches, loop.gradient_accumulation_steps),
         "scheduler": loop.scheduler is not None,
-        "the names of eval_sets": list(loop.held_out),
+        "the names of eval_sets": list(loop.eval_sets),
         "ema": loop.ema and loop.ema.config,
-        "checkpointer": checkpointer and (checkpointer.keep_best, checkpointer.best_of),
+        "checkpointer": checkpointer and (checkpointer.keep_best, checkpointer.best_eval_set),
         "signals": loop.signals and loop.signals.names,
         **{name: getattr(loop, name) for name in _SHARED_OPTIONS},
     }
 
 
 def _check_eval_sets(loop: Loop) -> None:
-    names, stopping, checkpointer = loop.evaluated_sets, loop.early_stopping, loop.checkpointer
+    names, stopping, checkpointer = loop.eval_loss_names, loop.early_stopping, loop.checkpointer
     known = ", ".join(names) or "none"
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"eval_sets of the loop has a set {twice!r}, which is what averages are called. Rename it.")
-    if stopping is not None and stopping.set not in names:
-        raise ConfigError(f"early_stopping looks at the set {stopping.set!r}; the loop's are: {known}.")
+    if stopping is not None and stopping.eval_set not in names:
+        raise ConfigError(f"early_stopping looks at the set {stopping.eval_set!r}; the loop's are: {known}.")
     if stopping is not None and loop.eval_every is None:
         raise ConfigError("early_stopping needs evaluations before the end: set eval_every.")
-    if checkpointer is not None and checkpointer.keep_best and checkpointer.best_of not in names:
-        raise ConfigError(f"keep_best looks at the set {checkpointer.best_of!r}; the loop's are: {known}.")
+    if checkpointer is not None and checkpointer.keep_best and checkpointer.best_eval_set not in names:
+        raise ConfigError(f"keep_best looks at the set {checkpointer.best_eval_set!r}; the loop's are: {known}.")

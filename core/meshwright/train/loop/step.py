@@ -55,38 +55,38 @@ def train_step(
     """Run one optimizer step, counted from 0; see `fit`. `prefetcher` draws the next step within this one; `on_gradients` is called
     when the gradients are "whole" and when they are "clipped"; without `bad_step_detector` a bad step is an error."""
     stopwatch = stopwatch or Stopwatch(make_event_recorder(manager.mesh.device), manager.mesh.world.progress)
-    stopwatch.begin(step + 1)
+    stopwatch.begin_step(step + 1)
     bad_step_detector = bad_step_detector or BadStepDetector(BadStepConfig())
-    draw = step + bad_step_detector.left_out
-    microbatches, num_tokens = (prefetcher or build_prefetcher(manager, loop)).take(draw)
-    stopwatch.end("data", "forward_backward")
+    draw = step + bad_step_detector.num_skipped_batches
+    microbatches, num_tokens = (prefetcher or build_prefetcher(manager, loop)).get_step(draw)
+    stopwatch.end_phase("data", "forward_backward")
     loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)
     sums, norms = manager.last_sums, dict[str, float]()
-    measures = loop.norms_every is not None and (step + 1) % loop.norms_every == 0
-    stopwatch.end("forward_backward", "norms" if measures else "clip")
+    measures = loop.grad_norms_every is not None and (step + 1) % loop.grad_norms_every == 0
+    stopwatch.end_phase("forward_backward", "norms" if measures else "clip")
     if measures:
         norms = manager.gradient_norms()
-        stopwatch.end("norms", "clip")
+        stopwatch.end_phase("norms", "clip")
     on_gradients("whole")
     grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
     on_gradients("clipped")
-    stopwatch.end("clip", "read" if prefetcher is None else "data")
+    stopwatch.end_phase("clip", "read" if prefetcher is None else "data")
     if prefetcher is not None:
         if step + 1 < loop.num_steps:
-            prefetcher.begin(draw + 1)
-        stopwatch.end("data", "read")
+            prefetcher.prefetch(draw + 1)
+        stopwatch.end_phase("data", "read")
     loss_value, norm_value, sum_values, bad = _read_and_check(
         manager, bad_step_detector, step + 1, loss, grad_norm, sums
     )
-    stopwatch.end("read", "optimizer")
-    scheduled = _step_optimizer(manager, loop, step + 1, bad, rolls_back=bad_step_detector.config.do == "rewind")
-    stopwatch.end("optimizer")
+    stopwatch.end_phase("read", "optimizer")
+    scheduled = _step_optimizer(manager, loop, step + 1, bad, rolls_back=bad_step_detector.config.action == "rewind")
+    stopwatch.end_phase("optimizer")
     # By parameter group: under its name, if that is unique, or else its number.
     names = [group.get("name") for group in manager.optimizer.param_groups]
     told = [name if name and names.count(name) == 1 else str(number) for number, name in enumerate(names)]
     return StepResult(
         step=step + 1,
-        steps=loop.num_steps,
+        num_steps=loop.num_steps,
         loss=loss_value,
         grad_norm=norm_value,
         learning_rate=float(scheduled[0]),
@@ -94,12 +94,12 @@ def train_step(
         seconds=stopwatch.seconds,
         rank=manager.mesh.rank,
         sums=sum_values,
-        ended=time.time(),
-        times=stopwatch.take(),
+        end_time=time.time(),
+        times=stopwatch.pop_times(),
         learning_rates=dict(zip(told, map(float, scheduled), strict=False)),
-        norms=norms,
+        block_grad_norms=norms,
         memory=read_memory_usage(manager.mesh.device),
-        skipped="" if bad is None else bad.reason,
+        skip_reason="" if bad is None else bad.reason,
         world_size=manager.mesh.world.size,
     )
 
@@ -114,12 +114,12 @@ def _read_and_check(
 ) -> tuple[float, float, dict[str, float], BadStepInfo | None]:
     """Read loss, norm and sums, with the one wait for the device, and judge the step before the optimizer's step."""
     try:
-        loss_value, norm_value, *sum_values = manager.read(loss, norm, *sums.values())
+        loss_value, norm_value, *sum_values = manager.read_scalars(loss, norm, *sums.values())
     except NonFiniteError as error:
-        if bad_step_detector.config.do == "stop":
+        if bad_step_detector.config.action == "stop":
             raise
-        return math.nan, math.nan, dict.fromkeys(sums, math.nan), bad_step_detector.bad(step, str(error))
-    bad = bad_step_detector.judge(step, loss_value, norm_value)
+        return math.nan, math.nan, dict.fromkeys(sums, math.nan), bad_step_detector.record_bad_step(step, str(error))
+    bad = bad_step_detector.check_step(step, loss_value, norm_value)
     return loss_value, norm_value, dict(zip(sums, sum_values, strict=True)), bad
 
 
@@ -215,54 +215,54 @@ class Stopwatch:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._moment, self._clock, self._progress = record_event, clock, progress
+        self._record_event, self._clock, self._progress = record_event, clock, progress
         self._times: dict[str, float] = defaultdict(float)
-        self._spans: list[tuple[str, Any, Any]] = []
-        self._began = self._since = clock()
+        self._pending_spans: list[tuple[str, Any, Any]] = []
+        self._step_start = self._phase_start = clock()
         self._event: Any = None
-        self._mark = ExitStack()
+        self._profiler_stack = ExitStack()
 
-    def begin(self, step: int = 0, phase: str = "data") -> None:
+    def begin_step(self, step: int = 0, phase: str = "data") -> None:
         """Begin a step, counted from 1, and its first part."""
         if self._progress is not None:
-            self._progress.begin(step, phase)
-        self._marks(phase)
-        self._began = self._since = self._clock()
+            self._progress.begin_step(step, phase)
+        self._enter_profiler_phase(phase)
+        self._step_start = self._phase_start = self._clock()
 
-    def end(self, phase: str, next_phase: str | None = None) -> None:
+    def end_phase(self, phase: str, next_phase: str | None = None) -> None:
         """End the current part. A part may come in pieces."""
         if self._progress is not None:
-            self._progress.enter(next_phase or "callbacks")
-        self._marks(next_phase)
+            self._progress.enter_phase(next_phase or "callbacks")
+        self._enter_profiler_phase(next_phase)
         now = self._clock()
-        if self._moment is not None:
-            event = self._moment()
+        if self._record_event is not None:
+            event = self._record_event()
             if phase in DEVICE_PHASES and self._event is not None:
-                self._spans.append((phase, self._event, event))
+                self._pending_spans.append((phase, self._event, event))
             self._event = event
-        if self._moment is None or phase not in DEVICE_PHASES:
-            self._times[phase] += now - self._since
-        self._since = now
+        if self._record_event is None or phase not in DEVICE_PHASES:
+            self._times[phase] += now - self._phase_start
+        self._phase_start = now
 
     @property
     def seconds(self) -> float:
         """Seconds of the host's clock from the beginning of the step to the end of its last part."""
-        return self._since - self._began
+        return self._phase_start - self._step_start
 
-    def _marks(self, part: str | None) -> None:
+    def _enter_profiler_phase(self, part: str | None) -> None:
         # A step that has failed leaves its last mark open; the next one closes it.
-        self._mark.close()
+        self._profiler_stack.close()
         if part is not None:
-            self._mark.enter_context(profiler_phase(part))
+            self._profiler_stack.enter_context(profiler_phase(part))
 
-    def take(self) -> dict[str, float]:
+    def pop_times(self) -> dict[str, float]:
         """Return the seconds by part that are known by now; see [Note: device times]."""
         waiting = []
-        for part, start, end in self._spans:
+        for part, start, end in self._pending_spans:
             if end.query():
                 self._times[part] += start.elapsed_time(end) / 1e3
             else:
                 waiting.append((part, start, end))
-        self._spans = waiting
+        self._pending_spans = waiting
         found, self._times = dict(self._times), defaultdict(float)
         return found

@@ -42,7 +42,7 @@ class ChunkKey(NamedTuple):
     sizes: tuple[int, ...]
 
     @property
-    def number(self) -> int:
+    def stable_hash(self) -> int:
         """A hash that is the same on all ranks, in 63 bits."""
         digest = hashlib.blake2b(repr(tuple(self)).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
@@ -53,22 +53,22 @@ class Verifier(LoopExtension):
 
     def __init__(self, manager: StrategyManager, every: int) -> None:
         self._manager, self._every = manager, every
-        self._rest: dict[ChunkKey, int] = {}
-        self._clipped: list[int] = []
-        self._changed: list[str] = []
-        self.forget()
-        manager.optimizer.register_step_pre_hook(lambda *_: self._look())
-        manager.optimizer.register_step_post_hook(lambda *_: self.forget())
+        self._baseline: dict[ChunkKey, int] = {}
+        self._clipped_fingerprints: list[int] = []
+        self._changes: list[str] = []
+        self.reset_baseline()
+        manager.optimizer.register_step_pre_hook(lambda *_: self._check_before_step())
+        manager.optimizer.register_step_post_hook(lambda *_: self.reset_baseline())
 
-    def forget(self) -> None:
+    def reset_baseline(self) -> None:
         """Take the current state as right: it was just computed or loaded."""
-        self._rest, self._clipped = self._state(), []
+        self._baseline, self._clipped_fingerprints = self._fingerprint_state(), []
 
     def on_gradients(self, stage: GradientStage) -> None:
         if stage == "clipped":
-            self._clipped = self._gradients()
+            self._clipped_fingerprints = self._fingerprint_gradients()
 
-    def after_step(self, result: StepResult) -> StepResult:
+    def process_result(self, result: StepResult) -> StepResult:
         if result.step % self._every == 0:
             self.verify(result.step)
         return result
@@ -76,16 +76,16 @@ class Verifier(LoopExtension):
     def before_save(self, step: int, state: Mapping[str, Any]) -> None:
         self.verify(step)
 
-    def on_rewind(self, step: int) -> None:
-        self.forget()
+    def on_rollback(self, step: int) -> None:
+        self.reset_baseline()
 
     def verify(self, step: int) -> None:
         """Compare what several ranks hold after a step. Collective."""
-        world, found = self._manager.mesh.world, self._state()
+        world, found = self._manager.mesh.world, self._fingerprint_state()
         # Since the last step of the optimizer nothing may have written there, either.
-        self._note(found)
-        numbers = {key.number: (key.name, value) for key, value in found.items()}
-        told = self._changed, {number: value for number, (_, value) in numbers.items()}, socket.gethostname()
+        self._record_changes(found)
+        numbers = {key.stable_hash: (key.name, value) for key, value in found.items()}
+        told = self._changes, {number: value for number, (_, value) in numbers.items()}, socket.gethostname()
         every: list[Any] = [None] * world.size
         dist.gather_object(told, every if world.rank == 0 else None, group=world.group, group_dst=0)
         box: list[Any] = [None]
@@ -102,25 +102,25 @@ class Verifier(LoopExtension):
         dist.all_gather_object(names, numbers[number][0] if number in numbers else "", group=world.group)
         raise TrainingError(_format_corruption(step, changed, odd, next(filter(None, names), ""), hosts))
 
-    def _look(self) -> None:
-        self._note(self._state())
-        if self._clipped and self._gradients() != self._clipped:
-            self._changed.append("a gradient between clipping and the optimizer's step")
+    def _check_before_step(self) -> None:
+        self._record_changes(self._fingerprint_state())
+        if self._clipped_fingerprints and self._fingerprint_gradients() != self._clipped_fingerprints:
+            self._changes.append("a gradient between clipping and the optimizer's step")
 
-    def _note(self, found: Mapping[ChunkKey, int]) -> None:
-        for key, value in self._rest.items():
+    def _record_changes(self, found: Mapping[ChunkKey, int]) -> None:
+        for key, value in self._baseline.items():
             if found.get(key, value) != value:
-                self._changed.append(f"{key.name} between two steps of the optimizer")
+                self._changes.append(f"{key.name} between two steps of the optimizer")
 
-    def _state(self) -> dict[ChunkKey, int]:
+    def _fingerprint_state(self) -> dict[ChunkKey, int]:
         pieces = {
             ChunkKey(name, tuple(piece.offsets), tuple(piece.sizes)): piece.tensor
             for name, sharded in flatten_state(self._manager.sharded_state()).items()
-            for piece in sharded.pieces
+            for piece in sharded.chunks
         }
         return dict(zip(pieces, _fingerprint_all([*pieces.values()]), strict=True))
 
-    def _gradients(self) -> list[int]:
+    def _fingerprint_gradients(self) -> list[int]:
         groups = self._manager.optimizer.param_groups
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         return _fingerprint_all([each.to_local() if isinstance(each, DTensor) else each for each in gradients])

@@ -28,30 +28,32 @@ class Zero1Manager(DataParallelManager):
     def __init__(self, config, mesh):
         super().__init__(config, mesh)
         self.group = mesh.group("dp_replicate")
-        self.sums = HighPrecisionAccumulator(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
-        self.zero = None
+        self.accumulator = (
+            HighPrecisionAccumulator(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+        )
+        self.zero_optimizer = None
 
     def shard(self, model):
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.name_by_parameter = {parameter: name for name, parameter in model.named_parameters()}
         return model.to(self.mesh.device)
 
     # -- gradients
 
     def after_backward(self, *, is_last):
-        if self.sums is not None:
-            self.sums.take(self.trainable())
+        if self.accumulator is not None:
+            self.accumulator.accumulate(self.iter_trainable())
         if is_last:
             # Ranks may use different parameters; one that no rank uses keeps no gradient and is not stepped.
             self.gradients.fill_missing()
-            for parameter in self.trainable():
+            for parameter in self.iter_trainable():
                 if parameter.grad is not None:
-                    parameter.grad = self.summed(parameter)
+                    parameter.grad = self.reduce_gradient(parameter)
 
-    def summed(self, parameter):
+    def reduce_gradient(self, parameter):
         """The gradient, summed over ranks (never averaged), in reduce_dtype if there is one."""
-        if self.sums is not None:
-            total = torch.zeros_like(parameter, dtype=self.sums.dtype)
-            self.sums.add_waiting(parameter, total)
+        if self.accumulator is not None:
+            total = torch.zeros_like(parameter, dtype=self.accumulator.dtype)
+            self.accumulator.add_pending(parameter, total)
         else:
             total = parameter.grad
         dist.all_reduce(total, group=self.group)
@@ -60,9 +62,9 @@ class Zero1Manager(DataParallelManager):
     # -- optimizer
 
     def build_optimizer(self, factory):
-        return super().build_optimizer(lambda named_parameters: self.divided(factory(named_parameters)))
+        return super().build_optimizer(lambda named_parameters: self.build_zero_optimizer(factory(named_parameters)))
 
-    def divided(self, optimizer):
+    def build_zero_optimizer(self, optimizer):
         def owned(groups, **_):
             # The factory's own optimizer, left with what this rank owns: every class works, with all its options.
             optimizer.param_groups = groups
@@ -71,33 +73,33 @@ class Zero1Manager(DataParallelManager):
             return optimizer
 
         groups = [dict(group) for group in optimizer.param_groups]
-        self.zero = ZeroRedundancyOptimizer(groups, owned, process_group=self.group, **optimizer.defaults)
-        return self.zero
+        self.zero_optimizer = ZeroRedundancyOptimizer(groups, owned, process_group=self.group, **optimizer.defaults)
+        return self.zero_optimizer
 
     # -- state, by name of parameter; each rank has the optimizer state of those that it owns
 
-    def optimizer_state(self, *, full):
-        values = {self.names[p]: value for p, value in self.zero.optim.state.items()}
-        groups = [{**group, "params": self.names_in(group)} for group in self.zero.param_groups]
+    def optimizer_state_dict(self, *, full):
+        values = {self.name_by_parameter[p]: value for p, value in self.zero_optimizer.optim.state.items()}
+        groups = [{**group, "params": self.group_parameter_names(group)} for group in self.zero_optimizer.param_groups]
         if not full:
             return {"state": values, "param_groups": groups}
-        parts = [{}] * self.zero.world_size if self.zero.rank == 0 else None
+        parts = [{}] * self.zero_optimizer.world_size if self.zero_optimizer.rank == 0 else None
         dist.gather_object({name: move_to_cpu(values[name]) for name in values}, parts, None, self.group, 0)
         merged = {name: value for part in parts or () for name, value in part.items()}
         return {"state": merged, "param_groups": groups} if parts else {}
 
-    def load_optimizer_state(self, saved, *, full):
-        shared = self.from_first_rank if full else lambda value: value
-        self.take_settings(shared(saved.get("param_groups", ())))
-        owned = [name for group in self.zero.optim.param_groups for name in self.names_in(group)]
+    def load_optimizer_state_dict(self, saved, *, full):
+        shared = self.broadcast_from_first_rank if full else lambda value: value
+        self.load_group_settings(shared(saved.get("param_groups", ())))
+        owned = [name for group in self.zero_optimizer.optim.param_groups for name in self.group_parameter_names(group)]
         # One parameter at a time, so that no rank holds them all.
-        each = ((name, shared(saved.get("state", {}).get(name))) for name in self.names.values())
+        each = ((name, shared(saved.get("state", {}).get(name))) for name in self.name_by_parameter.values())
         values = {owned.index(name): value for name, value in each if name in owned and value is not None}
-        self.zero.optim.load_state_dict({**self.zero.optim.state_dict(), "state": values})
+        self.zero_optimizer.optim.load_state_dict({**self.zero_optimizer.optim.state_dict(), "state": values})
 
-    def take_settings(self, saved_groups):
-        for group in self.zero.param_groups:  # Its settings reach the owned parameters with the next step.
-            names = self.names_in(group)
+    def load_group_settings(self, saved_groups):
+        for group in self.zero_optimizer.param_groups:  # Its settings reach the owned parameters with the next step.
+            names = self.group_parameter_names(group)
             found = [each for each in saved_groups if not set(names).isdisjoint(each["params"])]
             if len(found) != 1:
                 raise StrategyError(
@@ -107,33 +109,39 @@ class Zero1Manager(DataParallelManager):
             group.update({**found[0], "params": group["params"]})
 
     def sharded_state(self):
-        state = ShardedState(get_sharded_model_state(self.model, self.parts))
-        if self.zero is not None:
-            state.optimizer = get_sharded_optimizer_state(self.zero.optim, self.names, self.parts)
+        state = ShardedState(get_sharded_model_state(self.model, self.shard_layout))
+        if self.zero_optimizer is not None:
+            state.optimizer = get_sharded_optimizer_state(
+                self.zero_optimizer.optim, self.name_by_parameter, self.shard_layout
+            )
             # What is owned has its settings since the last step only.
-            state.optimizer.groups = [{**group, "params": self.names_in(group)} for group in self.zero.param_groups]
+            state.optimizer.groups = [
+                {**group, "params": self.group_parameter_names(group)} for group in self.zero_optimizer.param_groups
+            ]
         return state
 
     @contextmanager
-    def loading(self, optimizer):
+    def load_sharded_state(self, optimizer):
         if optimizer is None:
-            with super().loading(None) as target:
+            with super().load_sharded_state(None) as target:
                 yield target
             return
-        self.take_settings(optimizer.groups)
-        owned = {name for group in self.zero.optim.param_groups for name in self.names_in(group)}
+        self.load_group_settings(optimizer.groups)
+        owned = {name for group in self.zero_optimizer.optim.param_groups for name in self.group_parameter_names(group)}
         tensors, values = (
             {name: each for name, each in every.items() if name in owned}
             for every in (optimizer.tensors, optimizer.values)
         )
         mine = OptimizerState(tensors, values, optimizer.groups)
-        with load_sharded_optimizer(self.zero.optim, self.names, mine, self.parts) as target:
-            yield ShardedState(get_sharded_model_state(self.model, self.parts), target)
+        with load_sharded_optimizer(
+            self.zero_optimizer.optim, self.name_by_parameter, mine, self.shard_layout
+        ) as target:
+            yield ShardedState(get_sharded_model_state(self.model, self.shard_layout), target)
 
-    def names_in(self, group):
-        return [self.names[parameter] for parameter in group["params"]]
+    def group_parameter_names(self, group):
+        return [self.name_by_parameter[parameter] for parameter in group["params"]]
 
-    def from_first_rank(self, value):
+    def broadcast_from_first_rank(self, value):
         box = [value]
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]

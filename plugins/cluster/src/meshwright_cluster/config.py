@@ -35,10 +35,10 @@ class KubernetesSection(FrozenModel):
     )
     namespace: SingleLineText | None = Field(default=None, description="null: that of kubectl's context.")
     image: SingleLineText | None = Field(default=None, description="With meshwright and what the strategy needs.")
-    claim: SingleLineText | None = Field(
+    volume_claim: SingleLineText | None = Field(
         default=None, description="A volume claim that all pods can write, on which output_dir is."
     )
-    mount: Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f]*$")] = Field(
+    mount_path: Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f]*$")] = Field(
         default="/data", description="Where the claim is seen."
     )
     queue: SingleLineText | None = Field(default=None, description="A local queue of Kueue.")

@@ -103,7 +103,7 @@ def render_slurm_script(job: ClusterJob) -> str:
     # Newer versions give a step none of the job's CPUs unless it asks itself.
     cpus = [] if job.launch.cpus_per_rank is None else [f"--cpus-per-task={job.launch.cpus_per_rank}"]
     srun = shlex.join(["srun", "--kill-on-bad-exit=1", *cpus])
-    stopped = job.config.checkpoint.stops_on.exit_code
+    stopped = job.config.checkpoint.stop_config.exit_code
     return f"""#!/bin/bash
 {options}
 
@@ -176,7 +176,7 @@ def build_skypilot_task(job: ClusterJob) -> dict[str, Any]:
 
 
 def _render_skypilot_script(job: ClusterJob) -> str:
-    command = job.torchrun("RUN", node_rank="RANK", address="FIRST")
+    command = job.build_torchrun_command("RUN", node_rank="RANK", address="FIRST")
     # The machine's shell replaces these words, and nothing else.
     shell = {"RUN": f'"$HOME/{_REMOTE_RUN_FILE[2:]}"', "--node-rank=RANK": '--node-rank="$SKYPILOT_NODE_RANK"'}
     shell["--master-addr=FIRST"] = '--master-addr="$first"'

@@ -42,45 +42,47 @@ class ClusterJob:
     degrees: Degrees
     name: str
     directory: Path  # of the job's files, absolute
-    hides_secrets: bool = False  # whether its files have *** instead of secrets
+    is_redacted: bool = False  # whether its files have *** instead of secrets
 
     @property
     def world_size(self) -> int:
         return self.launch.nodes * self.ranks_per_node
 
     @property
-    def threads(self) -> int:
+    def threads_per_rank(self) -> int:
         threads = self.config.threads_per_rank
         return threads if threads != "auto" else self.launch.cpus_per_rank or 1
 
     @property
     def environment(self) -> dict[str, str]:
-        ours = {"OMP_NUM_THREADS": str(self.threads), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+        ours = {"OMP_NUM_THREADS": str(self.threads_per_rank), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
         given: dict[str, str] = resolve_environment(self.launch.env, "launch.env")
-        if self.hides_secrets:
-            given |= dict.fromkeys(self._secret_names(given), REDACTED)
+        if self.is_redacted:
+            given |= dict.fromkeys(self._find_secret_names(given), REDACTED)
         return {**ours, **given}
 
     @property
     def has_secrets(self) -> bool:
         """Whether the job's files hold values that others should not read."""
-        names = self._secret_names(resolve_environment(self.launch.env, "launch.env"))
+        names = self._find_secret_names(resolve_environment(self.launch.env, "launch.env"))
         return bool(names) or redact(self.values) != dict(self.values)
 
-    def _secret_names(self, env: Mapping[str, str]) -> list[str]:
+    def _find_secret_names(self, env: Mapping[str, str]) -> list[str]:
         is_given = {name: isinstance(value, FromEnvironment) for name, value in self.launch.env.items()}
         return [name for name, value in env.items() if is_given[name] or is_secret(name, value)]
 
-    def shown(self) -> ClusterJob:
+    def redact(self) -> ClusterJob:
         launch = self.launch.model_copy(update={"setup": [redact_assignments(each) for each in self.launch.setup]})
-        return replace(self, values=redact(self.values), launch=launch, hides_secrets=True)
+        return replace(self, values=redact(self.values), launch=launch, is_redacted=True)
 
     @property
-    def kill_after_s(self) -> int:
+    def termination_grace_s(self) -> int:
         """Seconds from the signal to the end of a machine's processes, including their launcher."""
         return self.launch.grace_s + _LAUNCHER_STOP_S
 
-    def torchrun(self, run_file: str, *, node_rank: str | None = None, address: str | None = None) -> list[str]:
+    def build_torchrun_command(
+        self, run_file: str, *, node_rank: str | None = None, address: str | None = None
+    ) -> list[str]:
         """Return the command of one machine, which replaces `node_rank` and `address`; None: PET_* are set."""
         command = [self.launch.python, "-m", "torch.distributed.run"]
         if node_rank is not None and address is not None:
@@ -96,7 +98,7 @@ def build_job(
     values: Mapping[str, Any], config: RunConfig, target: Target, directory: Path | None = None
 ) -> ClusterJob:
     """Check that a run can be a job; see [Note: what a job needs]."""
-    launch = config.section(LaunchConfig) or LaunchConfig()
+    launch = config.get_section(LaunchConfig) or LaunchConfig()
     gpus, ranks = _resolve_gpus_and_ranks(config, launch)
     options: dict[str, Any] = {"config": config.strategy_config, "wrapper_config": config.wrapper_config}
     degrees = resolve(config.strategy, config, launch.nodes * ranks, **options)[1]
@@ -159,27 +161,27 @@ def _resolve_gpus_and_ranks(config: RunConfig, launch: LaunchConfig) -> tuple[in
 
 def _check_resumable(config: RunConfig, target: Target) -> None:
     saving = config.checkpoint
-    if not saving.saves:
+    if not saving.is_enabled:
         raise ConfigError(
             "the run saves no checkpoints, so a job that is stopped and begun anew would begin at step 0. Set "
             "checkpoint.every, such as 500 or 20m."
         )
-    if config.resumption.source == "never":
+    if config.resume_config.source == "never":
         raise ConfigError(
             "resume=never would remove, each time that the job is begun anew, what has been done. Set resume=auto."
         )
-    if target in ("ray", "skypilot") and not saving.saves_in_time:
+    if target in ("ray", "skypilot") and not saving.has_scheduled_saves:
         raise ConfigError(
             f"the run saves only when a signal comes, and {target} takes machines away without one. Set checkpoint.every."
         )
-    if target in ("slurm", "kubernetes") and "SIGTERM" not in saving.stops_on.signals:
+    if target in ("slurm", "kubernetes") and "SIGTERM" not in saving.stop_config.signals:
         raise ConfigError(
-            f"checkpoint.on_signal.signals={saving.stops_on.signals}, but {target} announces the end of a job by SIGTERM. "
+            f"checkpoint.on_signal.signals={saving.stop_config.signals}, but {target} announces the end of a job by SIGTERM. "
             f"Add it, or leave on_signal out."
         )
-    if target == "slurm" and saving.stops_on.exit_code in (0, 1, 2, 128 + signal.SIGKILL):
+    if target == "slurm" and saving.stop_config.exit_code in (0, 1, 2, 128 + signal.SIGKILL):
         raise ConfigError(
-            f"checkpoint.on_signal.exit_code={saving.stops_on.exit_code} is also that of a run that has ended, failed "
+            f"checkpoint.on_signal.exit_code={saving.stop_config.exit_code} is also that of a run that has ended, failed "
             f"or been killed; the job could not tell whether to queue again. Leave it out: it is 143 then."
         )
 
@@ -200,10 +202,10 @@ def _check_storage(config: RunConfig, launch: LaunchConfig, target: Target) -> N
         )
     places: Sequence[str] | None = None
     if target == "kubernetes":
-        if launch.kubernetes.image is None or launch.kubernetes.claim is None:
+        if launch.kubernetes.image is None or launch.kubernetes.volume_claim is None:
             missing = "image" if launch.kubernetes.image is None else "claim"
             raise ConfigError(f"Kubernetes needs launch.kubernetes.{missing}. Set it, such as by --set.")
-        places, key = [launch.kubernetes.mount], "launch.kubernetes.mount"
+        places, key = [launch.kubernetes.mount_path], "launch.kubernetes.mount"
     elif target == "skypilot":
         places, key = list(launch.skypilot.mounts), "launch.skypilot.mounts"
     if places is not None and not any(_is_below(path, each) for each in places):

@@ -145,9 +145,9 @@ def _build_pytorch_job(job: ClusterJob) -> dict[str, Any]:
 def _build_pod(job: ClusterJob) -> dict[str, Any]:
     kubernetes = job.launch.kubernetes
     pod: dict[str, Any] = {
-        "terminationGracePeriodSeconds": job.kill_after_s,
+        "terminationGracePeriodSeconds": job.termination_grace_s,
         "volumes": [
-            {"name": _STORAGE_VOLUME, "persistentVolumeClaim": {"claimName": kubernetes.claim}},
+            {"name": _STORAGE_VOLUME, "persistentVolumeClaim": {"claimName": kubernetes.volume_claim}},
             {"name": _RUN_FILE_VOLUME, "configMap": {"name": _get_config_map_name(job)}},
             # For NCCL and data workers; a pod's default is 64 MB.
             {"name": _SHM_VOLUME, "emptyDir": {"medium": "Memory"}},
@@ -182,7 +182,7 @@ def _build_command(job: ClusterJob, command: list[str]) -> list[str]:
 
 def _build_torchrun_command(job: ClusterJob, **variables: str) -> list[str]:
     """The command, in which Kubernetes replaces these variables and nothing else."""
-    words = job.torchrun(f"{_RUN_FILE_DIRECTORY}/{RUN_FILE}", **variables)
+    words = job.build_torchrun_command(f"{_RUN_FILE_DIRECTORY}/{RUN_FILE}", **variables)
     return [_escape_dollars(words[0]), *words[1:]]
 
 
@@ -193,7 +193,7 @@ def _escape_dollars(text: str) -> str:
 
 def _build_volume_mounts(job: ClusterJob) -> list[dict[str, Any]]:
     return [
-        {"name": _STORAGE_VOLUME, "mountPath": job.launch.kubernetes.mount},
+        {"name": _STORAGE_VOLUME, "mountPath": job.launch.kubernetes.mount_path},
         {"name": _RUN_FILE_VOLUME, "mountPath": _RUN_FILE_DIRECTORY, "readOnly": True},
         {"name": _SHM_VOLUME, "mountPath": "/dev/shm"},
     ]

@@ -49,7 +49,7 @@ def launch(
         job = build_job(read_values(run_file, changes), config, target, output_dir)
         files, command = render_job_files(job, target), build_submit_command(job, target)
         if dry_run:
-            for name, text in render_job_files(job.shown(), target).items():
+            for name, text in render_job_files(job.redact(), target).items():
                 echo(f"# {job.directory / name}\n{text}\n")
             return
         if is_node_local(config.output_dir):
@@ -72,4 +72,4 @@ def register_commands(app: typer.Typer) -> None:
 @hookimpl
 def register_run_sections() -> list[RunSection]:
     description = "What `meshwright launch` tells a cluster."
-    return [RunSection("launch", LaunchConfig, description, without_secrets=redact_launch)]
+    return [RunSection("launch", LaunchConfig, description, redact=redact_launch)]

@@ -46,7 +46,7 @@ class BucketedDataParallel(nn.Module):
         grad_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        config.check_not_handed_over()
+        config.check_not_delegated()
         check_reduce_dtype(module, config.reduce_dtype)
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         for name, parameter in parameters.items():
@@ -61,48 +61,48 @@ class BucketedDataParallel(nn.Module):
         self.buffers = build_buffers(parameters, config, groups, grad_dtype)
         self.buckets = build_buckets(self.buffers, config, groups)
         forward = self.buckets[::-1]
-        self.gather = ParamGatherScheduler(
+        self.param_gather = ParamGatherScheduler(
             module,
-            [bucket.gather for bucket in forward if bucket.gather is not None],
+            [bucket.param_gather for bucket in forward if bucket.param_gather is not None],
             {slot.parameter: index for index, bucket in enumerate(forward) for slot in bucket.slots},
             overlap=config.overlap_param_gather,
             align=config.align_param_gather,
         )
         if config.use_distributed_optimizer:
             self.shards = OptimizerShardLayout(self.buffers, groups)
-        self._delayed = DeferredWeightGradients()
+        self._delayed_wgrads = DeferredWeightGradients()
         if config.delay_wgrad_compute:
-            self._delayed.collected = []
-            self._delayed.watch(module)
-        self._sync = BucketGradSync(self.buckets, config, mesh.world)
+            self._delayed_wgrads.collected = []
+            self._delayed_wgrads.attach(module)
+        self._grad_sync = BucketGradSync(self.buckets, config, mesh.world)
         self._world = mesh.world
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with whole parameters. Collective where they are still to be gathered."""
-        self._compute_delayed()
-        self.gather.begin()
+        self._compute_delayed_wgrads()
+        self.param_gather.begin_step()
         result = self.module(*args, **kwargs)
-        self.gather.after_forward()
+        self.param_gather.after_forward()
         return result
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate the gradients of what runs inside; a later microbatch is the last."""
-        self._compute_delayed()
-        with self._sync.accumulating():
+        self._compute_delayed_wgrads()
+        with self._grad_sync.no_sync():
             yield
-            self._compute_delayed()
+            self._compute_delayed_wgrads()
 
     def zero_grad_buffer(self) -> None:
         """Begin a step and discard what the buffers hold, as the first gradient after `finish_grad_sync` does, too."""
         if self.config.delay_wgrad_compute:
-            self._delayed.collected = []
-        self._sync.begin_step()
+            self._delayed_wgrads.collected = []
+        self._grad_sync.begin_step()
 
     def start_grad_sync(self) -> None:
         """Begin to reduce what has not been reduced; all backwards of the step must have ended. Collective."""
-        self._compute_delayed()
-        self._sync.start()
+        self._compute_delayed_wgrads()
+        self._grad_sync.dispatch_all()
 
     def finish_grad_sync(self, *, force_all_reduce: bool = False, allow_unused: bool = False) -> None:
         """Reduce what has not been reduced, and set the gradients of what is trained: shards, or parameters.
@@ -112,37 +112,39 @@ class BucketedDataParallel(nn.Module):
         buckets to every rank also with the distributed optimizer; `allow_unused` says that backward is known to have
         ended.
         """
-        findings = self.reduce_gradients(force_all_reduce=force_all_reduce, allow_unused=allow_unused)
+        findings = self.finish_grad_reduction(force_all_reduce=force_all_reduce, allow_unused=allow_unused)
         if findings is not None:
-            findings.tell(self._world)
+            findings.finalize(self._world)
 
-    def reduce_gradients(self, *, force_all_reduce: bool = False, allow_unused: bool = False) -> GradientReport | None:
+    def finish_grad_reduction(
+        self, *, force_all_reduce: bool = False, allow_unused: bool = False
+    ) -> GradientReport | None:
         """Do what `finish_grad_sync` does before ranks exchange their findings; None where the step was finished
         before.
 
         Parameters that no rank has used have gradients of zeros, and `check_for_nan_in_grad` raises nothing yet.
         """
-        self._compute_delayed()
-        if self._sync.is_finished:
+        self._compute_delayed_wgrads()
+        if self._grad_sync.is_finished:
             return None
-        self._sync.finish(force_all_reduce=force_all_reduce, allow_unused=allow_unused)
+        self._grad_sync.finish(force_all_reduce=force_all_reduce, allow_unused=allow_unused)
         if self.shards is not None:
             for shard in self.shards:
-                shard.take_gradient()
-            return self._sync.findings(self.shards.tensor_of)
+                shard.set_gradient()
+            return self._grad_sync.build_report(self.shards.find_optimizer_parameter)
         for bucket in self.buckets:
             for slot in bucket.slots:
-                slot.parameter.grad = slot.gradient.to(slot.parameter.dtype)
-        return self._sync.findings(lambda parameter: parameter)
+                slot.parameter.grad = slot.grad_view.to(slot.parameter.dtype)
+        return self._grad_sync.build_report(lambda parameter: parameter)
 
-    def shards_were_stepped(self) -> None:
+    def after_optimizer_step(self) -> None:
         """Give every rank the new values, after the distributed optimizer's step. Collective."""
         if self.shards is not None:
-            self.shards.write()
-            self.gather.parameters_changed()
+            self.shards.copy_masters_to_model()
+            self.param_gather.mark_stale()
 
-    def _compute_delayed(self) -> None:
-        if self._delayed.collected:
-            collected, self._delayed.collected = self._delayed.collected, []
+    def _compute_delayed_wgrads(self) -> None:
+        if self._delayed_wgrads.collected:
+            collected, self._delayed_wgrads.collected = self._delayed_wgrads.collected, []
             for work in collected:
                 work()

@@ -51,23 +51,23 @@ class BucketLayout:
         return self.buckets[-1][1] if self.buckets else 0
 
     @property
-    def members(self) -> list[list[int]]:
+    def param_indices(self) -> list[list[int]]:
         """Indices of the parameters of each bucket, in registration order."""
         members: list[list[int]] = [[] for _ in self.buckets]
         for index, (_, _, bucket) in enumerate(self.param_ranges):
             members[bucket].append(index)
         return members
 
-    def part(self, bucket: int, rank: int) -> tuple[int, int]:
+    def shard_range(self, bucket: int, rank: int) -> tuple[int, int]:
         """Return (start, end) in the buffer of what a rank (0 to W - 1) owns of a bucket."""
         start, end = self.buckets[bucket]
         size = (end - start) // self.dp_size
         return start + rank * size, start + (rank + 1) * size
 
-    def owned(self, index: int, rank: int) -> tuple[int, int]:
+    def owned_param_range(self, index: int, rank: int) -> tuple[int, int]:
         """Return (start, end) within flattened parameter `index` of what a rank owns of it; (0, 0) if nothing."""
         start, end, bucket = self.param_ranges[index]
-        low, high = self.part(bucket, rank)
+        low, high = self.shard_range(bucket, rank)
         low, high = max(low, start), min(high, end)
         return (low - start, high - start) if low < high else (0, 0)
 
@@ -135,14 +135,14 @@ class ParamAndGradBuffer:
     names: list[str]
     parameters: list[nn.Parameter]
     layout: BucketLayout
-    gradients: Tensor
-    values: Tensor | None
-    first: list[int]
+    grad_data: Tensor
+    param_data: Tensor | None
+    model_indices: list[int]
 
-    def gradient(self, index: int) -> Tensor:
+    def grad_view(self, index: int) -> Tensor:
         """Return the gradient of parameter `index`: a view in its shape and the dtype of `gradients`."""
         start, end, _ = self.layout.param_ranges[index]
-        return self.gradients[start:end].view(self.parameters[index].shape)
+        return self.grad_data[start:end].view(self.parameters[index].shape)
 
 
 def build_buffers(
@@ -156,9 +156,9 @@ def build_buffers(
     With the distributed optimizer the parameters move into their buffer, keeping identity and values. Gradients are
     reduced in `grad_dtype`; None: the config's, or else the parameters' own.
     """
-    if grad_dtype is None and config.gradient_dtype is not None:
-        grad_dtype = getattr(torch, config.gradient_dtype)
-    size = _choose_bucket_size(config, sum(parameter.numel() for parameter in parameters.values()), groups.ranks)
+    if grad_dtype is None and config.grad_dtype is not None:
+        grad_dtype = getattr(torch, config.grad_dtype)
+    size = _choose_bucket_size(config, sum(parameter.numel() for parameter in parameters.values()), groups.num_ranks)
     by_dtype: dict[torch.dtype, list[tuple[int, str, nn.Parameter]]] = {}
     for index, (name, parameter) in enumerate(parameters.items()):
         by_dtype.setdefault(parameter.dtype, []).append((index, name, parameter))
@@ -208,8 +208,8 @@ class GradSlot:
 
     name: str
     parameter: nn.Parameter
-    gradient: Tensor
-    local: Tensor
+    grad_view: Tensor
+    accumulation: Tensor
 
 
 @dataclass(eq=False)
@@ -218,29 +218,29 @@ class Bucket:
 
     slots: list[GradSlot]
     reduction: BucketReduction
-    gather: BucketAllGather | None = None
-    counts: Counter[GradSlot] = field(default_factory=Counter)
-    reference: Counter[GradSlot] | None = None
-    missing: int = 0
+    param_gather: BucketAllGather | None = None
+    num_grads: Counter[GradSlot] = field(default_factory=Counter)
+    expected_num_grads: Counter[GradSlot] | None = None
+    num_missing: int = 0
     is_dispatched: bool = False
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step. Waits for a collective that is under way."""
         self.reduction.wait()
         self.is_dispatched = False
-        self.counts.clear()
-        self.missing = len(self.slots)
+        self.num_grads.clear()
+        self.num_missing = len(self.slots)
 
-    def count(self, slot: GradSlot) -> None:
-        self.counts[slot] += 1
-        if self.reference is not None and self.counts[slot] == self.reference[slot]:
-            self.missing -= 1
+    def record_grad(self, slot: GradSlot) -> None:
+        self.num_grads[slot] += 1
+        if self.expected_num_grads is not None and self.num_grads[slot] == self.expected_num_grads[slot]:
+            self.num_missing -= 1
 
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         """End a step: wait for the collective, after which the buffer holds sums."""
         self.reduction.wait()
-        if self.reference is None and self.counts:
-            self.reference = Counter(self.counts)
+        if self.expected_num_grads is None and self.num_grads:
+            self.expected_num_grads = Counter(self.num_grads)
 
 
 def build_buckets(
@@ -250,21 +250,21 @@ def build_buckets(
     found: list[tuple[int, Bucket]] = []
     for buffer in buffers:
         slots = [_build_slot(buffer, index, config) for index in range(len(buffer.parameters))]
-        for (start, end), members in zip(buffer.layout.buckets, buffer.layout.members, strict=True):
+        for (start, end), members in zip(buffer.layout.buckets, buffer.layout.param_indices, strict=True):
             reduction = BucketReduction(
-                buffer.gradients[start:end],
+                buffer.grad_data[start:end],
                 groups,
                 average=config.average_in_collective,
                 scatter=config.use_distributed_optimizer,
                 sum_in_fp32=config.reduce_scatter_with_fp32_accumulation,
             )
-            gather = None if buffer.values is None else BucketAllGather(buffer.values[start:end], groups.shard)
-            found.append((buffer.first[members[0]], Bucket([slots[i] for i in members], reduction, gather)))
+            gather = None if buffer.param_data is None else BucketAllGather(buffer.param_data[start:end], groups.shard)
+            found.append((buffer.model_indices[members[0]], Bucket([slots[i] for i in members], reduction, gather)))
     return [bucket for _, bucket in sorted(found, key=lambda each: each[0], reverse=True)]
 
 
 def _build_slot(buffer: ParamAndGradBuffer, index: int, config: DistributedDataParallelConfig) -> GradSlot:
-    name, gradient = buffer.names[index], buffer.gradient(index)
+    name, gradient = buffer.names[index], buffer.grad_view(index)
     patterns = config.param_name_patterns_for_fp32_local_accumulation
     local = gradient
     if any(pattern == "all" or fnmatchcase(name, pattern) for pattern in patterns):

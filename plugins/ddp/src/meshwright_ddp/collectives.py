@@ -29,7 +29,7 @@ class DataParallelGroups:
     """The ranks over which gradients are summed: the sharding group, and the owners of the same part elsewhere."""
 
     shard: dist.ProcessGroup
-    across: dist.ProcessGroup | None = None
+    inter_instance: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
@@ -40,9 +40,9 @@ class DataParallelGroups:
         return dist.get_world_size(self.shard)
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """All ranks over which gradients are summed."""
-        return self.size * (dist.get_world_size(self.across) if self.across is not None else 1)
+        return self.size * (dist.get_world_size(self.inter_instance) if self.inter_instance is not None else 1)
 
 
 def build_groups(mesh: Mesh, num_instances: int) -> DataParallelGroups:
@@ -82,66 +82,68 @@ class BucketReduction:
         sum_in_fp32: bool = False,
     ) -> None:
         self.gradients = gradients
-        self.averages = average
+        self.is_averaging = average
         self._op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         self._groups = groups
-        self._scatter = scatter
-        self._wide = sum_in_fp32
+        self._reduce_scatters = scatter
+        self._sums_in_fp32 = sum_in_fp32
         size = gradients.numel() // groups.size if scatter else gradients.numel()
         rank = groups.rank if scatter else 0
-        self._own = gradients[rank * size : (rank + 1) * size]
-        self._result = self._own
-        self._received: Tensor | None = None
+        self._local_shard = gradients[rank * size : (rank + 1) * size]
+        self._result = self._local_shard
+        self._recv_buffer: Tensor | None = None
         self._work: Any = None
         # Runs both collectives of [Note: sharding group], so that the compute stream need not wait between them.
         is_cuda = gradients.device.type == "cuda"
-        self._side = torch.cuda.Stream() if groups.across is not None and is_cuda else None
-        self._has_proceeded = False
+        self._side_stream = torch.cuda.Stream() if groups.inter_instance is not None and is_cuda else None
+        self._has_started_inter_instance = False
 
     def start(self, *, force_all_reduce: bool = False) -> None:
         """Issue the collective; the bucket must not be touched until `wait`. `force_all_reduce` overrules `scatter`."""
-        if self.averages and self._groups.ranks > 1:
-            self.gradients.mul_(self._groups.ranks)
-        self._has_proceeded = False
-        if self._side is None:
+        if self.is_averaging and self._groups.num_ranks > 1:
+            self.gradients.mul_(self._groups.num_ranks)
+        self._has_started_inter_instance = False
+        if self._side_stream is None:
             self._issue(force_all_reduce)
             return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
             self._issue(force_all_reduce)
-            self.proceed()
+            self.start_inter_instance()
 
-    def proceed(self) -> None:
+    def start_inter_instance(self) -> None:
         """Wait for the first collective and issue the one over instances, if there are several."""
-        if self._work is None or self._has_proceeded:
+        if self._work is None or self._has_started_inter_instance:
             return
-        self._has_proceeded = True
+        self._has_started_inter_instance = True
         self._work.wait()
-        if self._received is not None:
-            wide = torch.promote_types(self._own.dtype, torch.float32)
-            self._own.copy_(self._received.view(self._groups.size, -1).sum(0, dtype=wide))
-            self._received = None
-        if self._groups.across is not None:
-            self._work = dist.all_reduce(self._result, op=self._op, group=self._groups.across, async_op=True)
+        if self._recv_buffer is not None:
+            wide = torch.promote_types(self._local_shard.dtype, torch.float32)
+            self._local_shard.copy_(self._recv_buffer.view(self._groups.size, -1).sum(0, dtype=wide))
+            self._recv_buffer = None
+        if self._groups.inter_instance is not None:
+            self._work = dist.all_reduce(self._result, op=self._op, group=self._groups.inter_instance, async_op=True)
 
     def wait(self) -> None:
         """Wait until the result can be used (on CUDA: by what is queued from now on)."""
-        self.proceed()
+        self.start_inter_instance()
         if self._work is not None:
             self._work.wait()
             self._work = None
 
     def _issue(self, force_all_reduce: bool) -> None:
         group = self._groups.shard
-        self._result = self._own
-        if force_all_reduce or not self._scatter:
+        self._result = self._local_shard
+        if force_all_reduce or not self._reduce_scatters:
             self._result = self.gradients
             self._work = dist.all_reduce(self.gradients, op=self._op, group=group, async_op=True)
-        elif self._wide:
-            self._received = torch.empty_like(self.gradients)
-            self._work = dist.all_to_all_single(self._received, self.gradients, group=group, async_op=True)
+        elif self._sums_in_fp32:
+            self._recv_buffer = torch.empty_like(self.gradients)
+            self._work = dist.all_to_all_single(self._recv_buffer, self.gradients, group=group, async_op=True)
         else:
-            self._work = reduce_scatter_single(self._own, self.gradients, op=self._op, group=group, async_op=True)
+            self._work = reduce_scatter_single(
+                self._local_shard, self.gradients, op=self._op, group=group, async_op=True
+            )
 
 
 class BucketAllGather:
@@ -149,15 +151,15 @@ class BucketAllGather:
 
     def __init__(self, values: Tensor, group: dist.ProcessGroup) -> None:
         size = values.numel() // dist.get_world_size(group)
-        self._values = values
-        self._own = values.narrow(0, dist.get_rank(group) * size, size)
+        self._param_data = values
+        self._local_shard = values.narrow(0, dist.get_rank(group) * size, size)
         self._group = group
         self._work: Any = None
         self.is_stale = False
 
     def start(self) -> None:
         if self.is_stale and self._work is None:
-            self._work = all_gather_single(self._values, self._own, group=self._group, async_op=True)
+            self._work = all_gather_single(self._param_data, self._local_shard, group=self._group, async_op=True)
 
     def wait(self) -> None:
         """Wait for a collective that is under way (on CUDA: on the current stream)."""
@@ -184,67 +186,67 @@ class ParamGatherScheduler:
         align: bool,
     ) -> None:
         self._model = model
-        self._gathers = gathers
+        self._bucket_gathers = gathers
         self._overlap = overlap
         self._align = align
-        self._needs: dict[nn.Module, set[int]] = {}
-        self._called: set[nn.Module] = set()
-        self._is_learning = True
-        self._started = len(gathers)
+        self._buckets_by_module: dict[nn.Module, set[int]] = {}
+        self._called_modules: set[nn.Module] = set()
+        self._is_recording_calls = True
+        self._num_started = len(gathers)
         if overlap:
             for module in model.modules():
                 own = module.parameters(recurse=False)
-                self._needs[module] = {
+                self._buckets_by_module[module] = {
                     bucket_by_parameter[parameter] for parameter in own if parameter in bucket_by_parameter
                 }
-                module.register_forward_pre_hook(self._before)
+                module.register_forward_pre_hook(self._forward_pre_hook)
 
-    def parameters_changed(self) -> None:
+    def mark_stale(self) -> None:
         """Mark all buckets stale: each rank has updated what it owns."""
-        for gather in self._gathers:
+        for gather in self._bucket_gathers:
             # Under way where the last forward was left by an error.
             gather.wait()
             gather.is_stale = True
-        self._started = 0
+        self._num_started = 0
         if not self._overlap:
             self.gather_all()
 
     def gather_all(self) -> None:
-        self._start(len(self._gathers))
-        for gather in self._gathers:
+        self._start_up_to(len(self._bucket_gathers))
+        for gather in self._bucket_gathers:
             gather.wait()
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         if self._align:
-            self._start(len(self._gathers))
+            self._start_up_to(len(self._bucket_gathers))
 
     def after_forward(self) -> None:
         self.gather_all()
-        if self._overlap and self._is_learning:
-            self._is_learning = False
-            self._learn(self._model, self._model, frozenset())
-            self._called.clear()
+        if self._overlap and self._is_recording_calls:
+            self._is_recording_calls = False
+            self._assign_uncalled_modules(self._model, self._model, frozenset())
+            self._called_modules.clear()
 
-    def _before(self, module: nn.Module, args: Any) -> None:
-        if self._is_learning:
-            self._called.add(module)
-        for index in sorted(self._needs[module]):
-            if self._gathers[index].is_stale:
-                self._start(index + 1)
-                self._gathers[index].wait()
+    def _forward_pre_hook(self, module: nn.Module, args: Any) -> None:
+        if self._is_recording_calls:
+            self._called_modules.add(module)
+        for index in sorted(self._buckets_by_module[module]):
+            if self._bucket_gathers[index].is_stale:
+                self._start_up_to(index + 1)
+                self._bucket_gathers[index].wait()
                 # The next one travels while this module and its neighbours run.
-                self._start(index + 2)
+                self._start_up_to(index + 2)
 
-    def _start(self, count: int) -> None:
-        while self._started < min(count, len(self._gathers)):
-            self._gathers[self._started].start()
-            self._started += 1
+    def _start_up_to(self, count: int) -> None:
+        while self._num_started < min(count, len(self._bucket_gathers)):
+            self._bucket_gathers[self._num_started].start()
+            self._num_started += 1
 
-    def _learn(self, module: nn.Module, nearest: nn.Module, seen: frozenset[nn.Module]) -> None:
-        if module in self._called:
+    def _assign_uncalled_modules(self, module: nn.Module, nearest: nn.Module, seen: frozenset[nn.Module]) -> None:
+        if module in self._called_modules:
             nearest = module
         else:
-            self._needs[nearest] |= self._needs[module]
+            self._buckets_by_module[nearest] |= self._buckets_by_module[module]
         for child in module.children():
             if child not in seen:
-                self._learn(child, nearest, seen | {module})
+                self._assign_uncalled_modules(child, nearest, seen | {module})

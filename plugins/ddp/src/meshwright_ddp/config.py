@@ -150,17 +150,17 @@ class DistributedDataParallelConfig(StrategyConfig):
     )
 
     @property
-    def hands_over(self) -> bool:
+    def delegates_to_megatron_fsdp(self) -> bool:
         return self.use_megatron_fsdp or self.use_custom_fsdp
 
     @property
-    def gradient_dtype(self) -> str | None:
+    def grad_dtype(self) -> str | None:
         """The dtype in which gradients accumulate and are reduced, by name; None: the parameters' own."""
         return "float32" if self.grad_reduce_in_fp32 else self.reduce_dtype
 
-    def check_not_handed_over(self) -> None:
+    def check_not_delegated(self) -> None:
         """Raise StrategyError for `use_megatron_fsdp` where no other strategy can take over."""
-        if self.hands_over:
+        if self.delegates_to_megatron_fsdp:
             raise StrategyError(
                 "use_megatron_fsdp=true hands over to the strategy megatron_fsdp, which another manager runs. Build it "
                 "with get_strategy('ddp').build(config, mesh) or from_config(..., strategy='ddp', config=config), or "
@@ -168,7 +168,7 @@ class DistributedDataParallelConfig(StrategyConfig):
             )
 
     @property
-    def changed(self) -> list[str]:
+    def non_default_options(self) -> list[str]:
         fields = type(self).model_fields.items()
         return [name for name, info in fields if getattr(self, name) != info.get_default(call_default_factory=True)]
 
@@ -180,8 +180,8 @@ class DistributedDataParallelConfig(StrategyConfig):
     def _check_combinations(self) -> None:
         if self.use_custom_fsdp:
             warn_deprecated("use_custom_fsdp", since="0.1.0", removed_in="1.0.0", remedy="Set use_megatron_fsdp=true.")
-        changed = self.changed
-        if self.hands_over:
+        changed = self.non_default_options
+        if self.delegates_to_megatron_fsdp:
             return
         for name in _MEGATRON_FSDP_ONLY:
             if name in changed:
@@ -210,13 +210,13 @@ _BUCKETED_ONLY = tuple(
 )
 _KEYWORD_ONLY = ("num_buckets", "param_name_patterns_for_fp32_local_accumulation")
 """Options of later versions of Megatron-Core, by name only."""
-DistributedDataParallelConfig.positional = tuple(name for name in _BUCKETED_ONLY if name not in _KEYWORD_ONLY)
+DistributedDataParallelConfig.positional_fields = tuple(name for name in _BUCKETED_ONLY if name not in _KEYWORD_ONLY)
 
 
 class DDPConfig(DistributedDataParallelConfig):
     """Options of `ddp`: which engine, its own options, and what holds for both."""
 
-    positional: ClassVar[tuple[str, ...]] = ("activation_checkpointing", "backend")
+    positional_fields: ClassVar[tuple[str, ...]] = ("activation_checkpointing", "backend")
     engine: Literal["torch", "bucketed"] = Field(
         default="torch",
         description="torch: DistributedDataParallel of PyTorch. bucketed: our own, after Megatron-Core's, with the "
@@ -265,14 +265,14 @@ class DDPConfig(DistributedDataParallelConfig):
 
     @field_validator("comm_hook")
     @classmethod
-    def _check_hook(cls, value: str | None) -> str | None:
+    def _check_comm_hook(cls, value: str | None) -> str | None:
         if value is not None and value not in COMM_HOOKS:
             raise ValueError(f"is no hook.{suggest_match(value, COMM_HOOKS)} Allowed: {', '.join(COMM_HOOKS)}, or null")
         return value
 
     @model_validator(mode="before")
     @classmethod
-    def _of_reference(cls, values: Any) -> Any:
+    def _from_reference_config(cls, values: Any) -> Any:
         # The reference's class has the options of the bucketed engine alone.
         if isinstance(values, DistributedDataParallelConfig) and not isinstance(values, cls):
             return {**values.to_dict(), "engine": "bucketed"}
@@ -292,7 +292,7 @@ class DDPConfig(DistributedDataParallelConfig):
 
     def _check_engine(self) -> None:
         foreign, home = (_TORCH_ONLY, "torch") if self.engine == "bucketed" else (_BUCKETED_ONLY, "bucketed")
-        for name in self.changed if not self.hands_over else ():
+        for name in self.non_default_options if not self.delegates_to_megatron_fsdp else ():
             if name in foreign:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is an option of the {home} engine, but engine={self.engine}. "

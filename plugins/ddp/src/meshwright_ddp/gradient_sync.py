@@ -36,54 +36,56 @@ class GradChecker:
     """
 
     def __init__(self, *, check_nonfinite: bool, check_large: bool) -> None:
-        self._nonfinite = check_nonfinite
-        self._large = check_large
-        self._seen: list[tuple[int, Sequence[str], Tensor]] = []
-        self._learned = 0
-        self._largest = 0.0
+        self._checks_nonfinite = check_nonfinite
+        self._checks_large = check_large
+        self._recorded_norms: list[tuple[int, Sequence[str], Tensor]] = []
+        self._num_reference_norms = 0
+        self._largest_reference_norm = 0.0
 
-    def look(self, bucket: int, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+    def record_norms(self, bucket: int, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         """Record the 2-norms of a bucket's gradients, which are neither scaled nor reduced yet."""
-        if self._nonfinite or self._large:
-            self._seen.append((bucket, names, torch.stack([torch.linalg.vector_norm(each) for each in gradients])))
+        if self._checks_nonfinite or self._checks_large:
+            self._recorded_norms.append(
+                (bucket, names, torch.stack([torch.linalg.vector_norm(each) for each in gradients]))
+            )
 
-    def forget(self) -> None:
-        self._seen = []
+    def reset(self) -> None:
+        self._recorded_norms = []
 
-    def norms(self) -> Tensor | None:
+    def recorded_norms(self) -> Tensor | None:
         """Return all norms recorded since the last verdict, 1-D on their device; None if there are none."""
-        return torch.cat([norms for _, _, norms in self._seen]) if self._seen else None
+        return torch.cat([norms for _, _, norms in self._recorded_norms]) if self._recorded_norms else None
 
-    def is_wrong(self) -> Tensor | bool | None:
+    def has_error(self) -> Tensor | bool | None:
         """Return whether `verdict` will find an error, on the gradients' device; None: it never does."""
-        norms = self.norms()
-        if not self._nonfinite:
+        norms = self.recorded_norms()
+        if not self._checks_nonfinite:
             return None
         return False if norms is None else ~norms.isfinite().all()
 
-    def verdict(self, norms: Sequence[float]) -> TrainingError | None:
+    def find_error(self, norms: Sequence[float]) -> TrainingError | None:
         """Return what is wrong with the recorded buckets, given `norms` on the host. Warns of large norms."""
-        seen, self._seen = self._seen, []
+        seen, self._recorded_norms = self._recorded_norms, []
         start = 0
         for bucket, names, tensor in seen:
             mine = norms[start : start + tensor.numel()]
             start += len(mine)
             if not all(map(math.isfinite, mine)):
-                if self._nonfinite:
+                if self._checks_nonfinite:
                     return _nonfinite_error(bucket, names, mine)
-            elif self._large:
-                self._judge(math.hypot(*mine), bucket, names)
+            elif self._checks_large:
+                self._check_large_norm(math.hypot(*mine), bucket, names)
         return None
 
-    def _judge(self, norm: float, bucket: int, names: Sequence[str]) -> None:
-        if self._learned < NUM_REFERENCE_NORMS:
-            self._learned += 1
-            self._largest = max(self._largest, norm)
-        elif norm >= LARGE_NORM_FACTOR * self._largest:
+    def _check_large_norm(self, norm: float, bucket: int, names: Sequence[str]) -> None:
+        if self._num_reference_norms < NUM_REFERENCE_NORMS:
+            self._num_reference_norms += 1
+            self._largest_reference_norm = max(self._largest_reference_norm, norm)
+        elif norm >= LARGE_NORM_FACTOR * self._largest_reference_norm:
             warn(
                 f"check_for_large_grads: the gradients of bucket {bucket} ({names[-1]} to {names[0]}) have norm "
                 f"{norm:.3g} on this rank before the data-parallel collective, at least {LARGE_NORM_FACTOR:g} times the largest "
-                f"of the first {NUM_REFERENCE_NORMS} norms ({self._largest:.3g}).",
+                f"of the first {NUM_REFERENCE_NORMS} norms ({self._largest_reference_norm:.3g}).",
                 stacklevel=2,
             )
 
@@ -104,67 +106,67 @@ class BucketGradSync:
 
     def __init__(self, buckets: Sequence[Bucket], config: DistributedDataParallelConfig, world: World) -> None:
         self._buckets = buckets
-        self._places = {slot.parameter: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+        self._slot_by_parameter = {slot.parameter: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self._overlap = config.overlap_grad_reduce
-        self._one_at_a_time = config.reduce_scatter_with_fp32_accumulation
+        self._reduces_one_at_a_time = config.reduce_scatter_with_fp32_accumulation
         self._world = world
-        self._checks = GradChecker(
+        self._checker = GradChecker(
             check_nonfinite=config.check_for_nan_in_grad, check_large=config.check_for_large_grads
         )
         self._is_last = True
         self.begin_step()
         # Weak, since Python's garbage collector does not see through hooks, and buckets hold process groups.
-        arrived = weakref.WeakMethod(self.take_gradient)
-        for parameter in self._places:
+        arrived = weakref.WeakMethod(self.accumulate_grad)
+        for parameter in self._slot_by_parameter:
             parameter.register_post_accumulate_grad_hook(partial(_call_weak_method, arrived))
 
     def begin_step(self) -> None:
         """Discard what the buffers hold and count anew. A gradient that comes after `finish` does so, too."""
-        self._added: set[GradSlot] = set()
-        self._checks.forget()
-        self._next = 0
-        self._defect: MeshwrightError | None = None
+        self._accumulated_slots: set[GradSlot] = set()
+        self._checker.reset()
+        self._next_bucket = 0
+        self._error: MeshwrightError | None = None
         self.is_finished = False
         for bucket in self._buckets:
-            bucket.begin()
+            bucket.begin_step()
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         self._is_last = False
         try:
             yield
         finally:
             self._is_last = True
 
-    def take_gradient(self, parameter: nn.Parameter) -> None:
+    def accumulate_grad(self, parameter: nn.Parameter) -> None:
         """Move a parameter's `.grad` into its buffer; dispatch buckets that are ready with it."""
-        bucket, slot = self._places[parameter]
+        bucket, slot = self._slot_by_parameter[parameter]
         gradient = parameter.grad
         if gradient is None:
             return
         if self.is_finished:
             self.begin_step()
         # The first gradient of a step needs no zeros to be added to.
-        if slot in self._added:
-            slot.local.add_(gradient)
+        if slot in self._accumulated_slots:
+            slot.accumulation.add_(gradient)
         else:
-            slot.local.copy_(gradient)
-            self._added.add(slot)
+            slot.accumulation.copy_(gradient)
+            self._accumulated_slots.add(slot)
         parameter.grad = None
         if not (self._is_last and self._overlap):
             return
-        bucket.count(slot)
+        bucket.record_grad(slot)
         if bucket.is_dispatched:
-            self._defect = self._defect or StrategyError(
+            self._error = self._error or StrategyError(
                 f"{slot.name} got another gradient after its bucket had been reduced: it gets more of them than "
                 f"in the first step. Set overlap_grad_reduce=false."
             )
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+        while self._next_bucket < len(self._buckets) and not self._buckets[self._next_bucket].num_missing:
             self._dispatch()
 
-    def start(self) -> None:
+    def dispatch_all(self) -> None:
         if not self.is_finished:
-            while self._next < len(self._buckets):
+            while self._next_bucket < len(self._buckets):
                 self._dispatch()
 
     def finish(self, *, force_all_reduce: bool, allow_unused: bool) -> None:
@@ -173,49 +175,51 @@ class BucketGradSync:
         `allow_unused`: parameters may have no gradient in this step, since backward is known to have ended.
         """
         if self._overlap and not allow_unused:
-            self._world.raise_together(self._unfinished())
-        while self._next < len(self._buckets):
+            self._world.raise_on_all_ranks(self._find_unready_bucket())
+        while self._next_bucket < len(self._buckets):
             self._dispatch(force_all_reduce=force_all_reduce)
         # All of them first, so that collectives over instances travel together.
         for bucket in self._buckets:
-            bucket.reduction.proceed()
+            bucket.reduction.start_inter_instance()
         for bucket in self._buckets:
-            bucket.finish()
+            bucket.finish_step()
         self.is_finished = True
 
-    def findings(self, optimizer_parameter: Callable[[nn.Parameter], nn.Parameter]) -> GradientReport:
+    def build_report(self, optimizer_parameter: Callable[[nn.Parameter], nn.Parameter]) -> GradientReport:
         """Return what this rank has seen in the step; `optimizer_parameter` maps a parameter to what the optimizer trains of it."""
-        defect, is_wrong = self._defect, self._checks.is_wrong()
+        defect, is_wrong = self._error, self._checker.has_error()
         if self._overlap:
             is_wrong = True if defect is not None else is_wrong if is_wrong is not None else False
         return GradientReport(
-            trained=[[optimizer_parameter(parameter)] for parameter in self._places],
-            used=[slot in self._added for _, slot in self._places.values()],
-            is_wrong=is_wrong,
-            values=self._checks.norms(),
-            error=lambda norms: self._checks.verdict(norms) if defect is None else defect,
-            void=self.begin_step,
+            trained=[[optimizer_parameter(parameter)] for parameter in self._slot_by_parameter],
+            is_used=[slot in self._accumulated_slots for _, slot in self._slot_by_parameter.values()],
+            has_error=is_wrong,
+            error_values=self._checker.recorded_norms(),
+            build_error=lambda norms: self._checker.find_error(norms) if defect is None else defect,
+            on_error=self.begin_step,
         )
 
     def _dispatch(self, *, force_all_reduce: bool = False) -> None:
-        bucket = self._buckets[self._next]
-        if self._one_at_a_time and self._next:
+        bucket = self._buckets[self._next_bucket]
+        if self._reduces_one_at_a_time and self._next_bucket:
             # One bucket's pieces are held at a time.
-            self._buckets[self._next - 1].reduction.wait()
+            self._buckets[self._next_bucket - 1].reduction.wait()
         for slot in bucket.slots:
-            if slot not in self._added:
-                slot.gradient.zero_()
-            elif slot.local is not slot.gradient:
-                slot.gradient.copy_(slot.local)
-        self._checks.look(self._next, [s.name for s in bucket.slots], [s.gradient for s in bucket.slots])
+            if slot not in self._accumulated_slots:
+                slot.grad_view.zero_()
+            elif slot.accumulation is not slot.grad_view:
+                slot.grad_view.copy_(slot.accumulation)
+        self._checker.record_norms(
+            self._next_bucket, [s.name for s in bucket.slots], [s.grad_view for s in bucket.slots]
+        )
         bucket.reduction.start(force_all_reduce=force_all_reduce)
         bucket.is_dispatched = True
-        self._next += 1
+        self._next_bucket += 1
 
-    def _unfinished(self) -> StrategyError | None:
+    def _find_unready_bucket(self) -> StrategyError | None:
         for index, bucket in enumerate(self._buckets):
-            if bucket.reference is not None and not bucket.is_dispatched:
-                ready = sum(bucket.counts[slot] > 0 for slot in bucket.slots)
+            if bucket.expected_num_grads is not None and not bucket.is_dispatched:
+                ready = sum(bucket.num_grads[slot] > 0 for slot in bucket.slots)
                 return StrategyError(
                     f"bucket {index} cannot be finished: {ready} of {len(bucket.slots)} parameters have their "
                     f"gradient. Call finish_grad_sync after the last microbatch's backward, outside of no_sync; with "

@@ -76,7 +76,7 @@ def _build_options(config: DDPConfig, config_cls: type[BaseModel]) -> dict[str, 
             "use_distributed_optimizer=true shards the optimizer's state, but data_parallel_sharding_strategy=no_shard "
             "does not. Set data_parallel_sharding_strategy to optim or more, or leave use_distributed_optimizer out."
         )
-    for name in config.changed:
+    for name in config.non_default_options:
         if name not in (*_TRANSLATED_OPTIONS, *config_cls.model_fields):
             raise StrategyError(
                 f"{name}={getattr(config, name)} is no option of {TARGET}, to which use_megatron_fsdp hands over. "

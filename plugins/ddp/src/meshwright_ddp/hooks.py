@@ -36,7 +36,7 @@ def build_high_precision_sum_hook(group: dist.ProcessGroup, accumulator: HighPre
         wide = buffer.to(accumulator.dtype)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             start = gradient.storage_offset() - buffer.storage_offset()
-            accumulator.add_waiting(parameter, wide.as_strided(gradient.size(), gradient.stride(), start))
+            accumulator.add_pending(parameter, wide.as_strided(gradient.size(), gradient.stride(), start))
         return _all_reduce_into(wide, buffer, group)
 
     return hook

@@ -42,21 +42,21 @@ class OptimizerShard:
     parameter: nn.Parameter
     start: int
     end: int
-    tensor: nn.Parameter
+    optimizer_parameter: nn.Parameter
     gradient: Tensor
 
     @property
-    def values(self) -> Tensor:
+    def model_values(self) -> Tensor:
         """The owned stretch of the parameter: a view, (end - start,), in its dtype."""
         return self.parameter.detach().view(-1)[self.start : self.end]
 
     @property
     def is_master(self) -> bool:
         """Whether `tensor` is a float32 copy of the parameter's values."""
-        return self.tensor.dtype != self.parameter.dtype
+        return self.optimizer_parameter.dtype != self.parameter.dtype
 
-    def take_gradient(self) -> None:
-        self.tensor.grad = self.gradient.to(self.tensor.dtype)
+    def set_gradient(self) -> None:
+        self.optimizer_parameter.grad = self.gradient.to(self.optimizer_parameter.dtype)
 
 
 class OptimizerShardLayout(ShardLayout):
@@ -71,35 +71,41 @@ class OptimizerShardLayout(ShardLayout):
         placed = {
             order: _build_shard(buffer, index, groups.rank)
             for buffer in buffers
-            for index, order in enumerate(buffer.first)
+            for index, order in enumerate(buffer.model_indices)
         }
         self._shards = [placed[order] for order in sorted(placed)]
         self._masters = [shard for shard in self._shards if shard.is_master]
-        self._of = {shard.tensor: shard for shard in self._shards}
-        self._tensors = {shard.parameter: shard.tensor for shard in self._shards}
+        self._shard_by_optimizer_parameter = {shard.optimizer_parameter: shard for shard in self._shards}
+        self._optimizer_parameter_by_parameter = {shard.parameter: shard.optimizer_parameter for shard in self._shards}
 
     def __iter__(self) -> Iterator[OptimizerShard]:
         return iter(self._shards)
 
     def __getitem__(self, trained: nn.Parameter) -> OptimizerShard:
         """Return the shard whose tensor is `trained`."""
-        return self._of[trained]
+        return self._shard_by_optimizer_parameter[trained]
 
-    def tensor_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        return self._tensors[parameter]
+    def find_optimizer_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        return self._optimizer_parameter_by_parameter[parameter]
 
-    def read(self) -> None:
-        copy_all([shard.tensor.detach() for shard in self._masters], [shard.values for shard in self._masters])
+    def copy_model_to_masters(self) -> None:
+        copy_all(
+            [shard.optimizer_parameter.detach() for shard in self._masters],
+            [shard.model_values for shard in self._masters],
+        )
 
-    def write(self) -> None:
+    def copy_masters_to_model(self) -> None:
         """Round the shards' values into the owned stretches of the parameters."""
-        copy_all([shard.values for shard in self._masters], [shard.tensor.detach() for shard in self._masters])
+        copy_all(
+            [shard.model_values for shard in self._masters],
+            [shard.optimizer_parameter.detach() for shard in self._masters],
+        )
 
     # -- state, see `Parts`
 
-    def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
+    def gather(self, value: Tensor, parameter: Tensor) -> Tensor:
         """Gather what has the shape of a shard into the parameter's shape, in `value`'s dtype. Collective."""
-        shard = self._divided(value, parameter)
+        shard = self._find_shard(value, parameter)
         if shard is None:
             return value
         flat = torch.zeros(shard.parameter.numel(), dtype=value.dtype, device=shard.parameter.device)
@@ -108,9 +114,9 @@ class OptimizerShardLayout(ShardLayout):
         dist.all_reduce(flat, group=self.group)
         return flat.view(shard.parameter.shape)
 
-    def part(self, full: Tensor, parameter: Tensor) -> Tensor:
+    def shard(self, full: Tensor, parameter: Tensor) -> Tensor:
         """Copy the shard's stretch of what has the parameter's shape, 1-D. No communication."""
-        shard = self._of.get(parameter)
+        shard = self._shard_by_optimizer_parameter.get(parameter)
         if shard is None or full.shape != shard.parameter.shape:
             return full
         if full.dim() == 0:
@@ -120,35 +126,39 @@ class OptimizerShardLayout(ShardLayout):
             )
         return full.reshape(-1)[shard.start : shard.end].clone()
 
-    def pieces(self, value: Tensor, parameter: Tensor) -> list[LocalChunk]:
+    def get_local_chunks(self, value: Tensor, parameter: Tensor) -> list[LocalChunk]:
         """Return rectangles of the parameter's shape, at most 2 x dims - 1 of them, as views."""
-        shard = self._divided(value, parameter)
+        shard = self._find_shard(value, parameter)
         if shard is None:
-            return super().pieces(value, parameter)
+            return super().get_local_chunks(value, parameter)
         return get_flat_range_chunks(value, shard.start, shard.parameter.shape)
 
-    def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
-        shard = self._divided(value, parameter)
+    def get_full_shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
+        shard = self._find_shard(value, parameter)
         return value.shape if shard is None else shard.parameter.shape
 
-    def _divided(self, value: Tensor, parameter: Tensor) -> OptimizerShard | None:
-        shard = self._of.get(parameter)
-        return shard if shard is not None and value.shape == shard.tensor.shape else None
+    def _find_shard(self, value: Tensor, parameter: Tensor) -> OptimizerShard | None:
+        shard = self._shard_by_optimizer_parameter.get(parameter)
+        return shard if shard is not None and value.shape == shard.optimizer_parameter.shape else None
 
     # -- masters: float32 values of parameters of half types
 
     def sharded_masters(self) -> dict[str, ChunkedTensor]:
         return {
             shard.name: ChunkedTensor(
-                shard.parameter.shape, shard.tensor.dtype, tuple(self.pieces(shard.tensor, shard.tensor))
+                shard.parameter.shape,
+                shard.optimizer_parameter.dtype,
+                tuple(self.get_local_chunks(shard.optimizer_parameter, shard.optimizer_parameter)),
             )
             for shard in self._masters
         }
 
-    def masters(self, *, full: bool) -> dict[str, Tensor]:
+    def copy_masters(self, *, full: bool) -> dict[str, Tensor]:
         """Return copies of the masters, by name; whole, on the CPU, and collective if `full`."""
         return {
-            shard.name: self.whole(shard.tensor.detach(), shard.tensor).cpu() if full else shard.tensor.detach().clone()
+            shard.name: self.gather(shard.optimizer_parameter.detach(), shard.optimizer_parameter).cpu()
+            if full
+            else shard.optimizer_parameter.detach().clone()
             for shard in self._masters
         }
 
@@ -158,7 +168,7 @@ class OptimizerShardLayout(ShardLayout):
         If `full`, the first rank of `group` has the values, in the parameters' shapes; else they are 1-D shards of this
         rank.
         """
-        self.read()
+        self.copy_model_to_masters()
         names = [list(values)]
         if full:
             dist.broadcast_object_list(names, group=group, group_src=0)
@@ -167,22 +177,22 @@ class OptimizerShardLayout(ShardLayout):
                 continue
             value = values.get(shard.name)
             if full:
-                received = torch.empty_like(shard.parameter, dtype=shard.tensor.dtype)
+                received = torch.empty_like(shard.parameter, dtype=shard.optimizer_parameter.dtype)
                 if value is not None:
                     received.copy_(value)
                 dist.broadcast(received, group=group, group_src=0)
-                value = self.part(received, shard.tensor)
+                value = self.shard(received, shard.optimizer_parameter)
             if value is not None:
-                shard.tensor.data.copy_(value)
+                shard.optimizer_parameter.data.copy_(value)
 
 
 def _build_shard(buffer: ParamAndGradBuffer, index: int, rank: int) -> OptimizerShard:
     parameter = buffer.parameters[index]
-    start, end = buffer.layout.owned(index, rank)
+    start, end = buffer.layout.owned_param_range(index, rank)
     values = parameter.detach().view(-1)[start:end]
     if parameter.dtype in HALF_DTYPES:
         values = values.float()
-    gradient = buffer.gradient(index).view(-1)[start:end]
+    gradient = buffer.grad_view(index).view(-1)[start:end]
     return OptimizerShard(buffer.names[index], parameter, start, end, nn.Parameter(values), gradient)
 
 
@@ -190,18 +200,18 @@ class ShardGradients(Gradients):
     """The gradients of shards, whose norm is that of the whole gradients; see `Gradients`."""
 
     def __init__(self, shards: OptimizerShardLayout, mesh: Mesh, *, use_float64: bool) -> None:
-        super().__init__(lambda: (shard.tensor for shard in shards), shards, mesh, use_float64=use_float64)
+        super().__init__(lambda: (shard.optimizer_parameter for shard in shards), shards, mesh, use_float64=use_float64)
         self._shards = shards
 
-    def groups_of(self, parameter: nn.Parameter) -> NormGroups:
+    def get_shard_groups(self, parameter: nn.Parameter) -> NormGroups:
         return (self._shards.group,)
 
     # -- copies of a parameter on several stages of a pipeline, which own different stretches of it
 
-    def trained_as(self, parameter: nn.Parameter) -> nn.Parameter:
-        return self._shards.tensor_of(parameter)
+    def get_optimizer_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        return self._shards.find_optimizer_parameter(parameter)
 
-    def copy_of(self, trained: nn.Parameter) -> Tensor:
+    def get_local_gradient(self, trained: nn.Parameter) -> Tensor:
         """Return a shard's gradient at its place in the flattened parameter, and zeros elsewhere."""
         shard = self._shards[trained]
         flat = torch.zeros(shard.parameter.numel(), dtype=trained.dtype, device=trained.device)
@@ -209,7 +219,7 @@ class ShardGradients(Gradients):
             flat[shard.start : shard.end] = trained.grad
         return flat
 
-    def take_sum(self, trained: nn.Parameter, total: Tensor) -> None:
+    def set_summed_gradient(self, trained: nn.Parameter, total: Tensor) -> None:
         shard = self._shards[trained]
         dist.all_reduce(total, group=self._shards.group)
         trained.grad = total[shard.start : shard.end].clone()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:
-    if config.hands_over:
+    if config.delegates_to_megatron_fsdp:
         from .handover import delegate_to_megatron_fsdp
 
         return delegate_to_megatron_fsdp(config, mesh)
@@ -23,7 +23,7 @@ def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:
 
 
 def check(config: DDPConfig, degrees: Degrees) -> None:
-    if config.hands_over and degrees.pp > 1:
+    if config.delegates_to_megatron_fsdp and degrees.pp > 1:
         raise StrategyError(
             f"use_megatron_fsdp=true hands over to megatron_fsdp, which cannot train one stage of a pipeline, but "
             f"pp_size={degrees.pp}. Set pp_size=1, or leave use_megatron_fsdp out."

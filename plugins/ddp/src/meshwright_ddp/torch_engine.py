@@ -28,8 +28,10 @@ class TorchEngine:
 
     def __init__(self, model: nn.Module, config: DDPConfig, mesh: Mesh) -> None:
         self._model = model
-        self._sums = HighPrecisionAccumulator(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
-        self._may_leave_out = config.find_unused_parameters or config.static_graph
+        self._accumulator = (
+            HighPrecisionAccumulator(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+        )
+        self._allows_unused_parameters = config.find_unused_parameters or config.static_graph
         group = mesh.group("dp_replicate")
         # Made first: its options may be refused. DDP averages by default; [Note: the gradient rule] wants the sum.
         if config.comm_hook is not None:
@@ -37,7 +39,9 @@ class TorchEngine:
         else:
             state, hook = (
                 None,
-                build_sum_hook(group) if self._sums is None else build_high_precision_sum_hook(group, self._sums),
+                build_sum_hook(group)
+                if self._accumulator is None
+                else build_high_precision_sum_hook(group, self._accumulator),
             )
         self.module = DistributedDataParallel(
             model,
@@ -53,7 +57,7 @@ class TorchEngine:
         )
         self.module.register_comm_hook(state, hook)
 
-    def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
+    def microbatch_context(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Return a context for a backward, which reduces only if it is the last."""
         if is_last:
             return nullcontext()
@@ -67,7 +71,7 @@ class TorchEngine:
 
     def after_backward(self, *, is_last: bool) -> None:
         """Keep what waits for later microbatches in `reduce_dtype`; after the last one, look for unused parameters."""
-        if is_last and not self._may_leave_out:
+        if is_last and not self._allows_unused_parameters:
             # DDP has not reduced the bucket of a parameter without gradient, and the other ranks wait for it, so this
             # cannot be reported on all ranks first.
             unused = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
@@ -77,8 +81,8 @@ class TorchEngine:
                     f"Set find_unused_parameters=true, or freeze them."
                 )
         # The last microbatch's gradients join the waiting sums in the hook.
-        if self._sums is not None and not is_last:
-            self._sums.take(parameter for parameter in self._model.parameters() if parameter.requires_grad)
+        if self._accumulator is not None and not is_last:
+            self._accumulator.accumulate(parameter for parameter in self._model.parameters() if parameter.requires_grad)
 
 
 _DDP_WRAPPER_OPTIONS = (
@@ -95,7 +99,7 @@ class PipelineStageEngine:
 
     def __init__(self, manager: DataParallelManager, config: DDPConfig) -> None:
         for name in _DDP_WRAPPER_OPTIONS:
-            if name in config.changed:
+            if name in config.non_default_options:
                 raise StrategyError(
                     f"{name}={getattr(config, name)!r} acts within torch's DistributedDataParallel, which a "
                     f"pipeline does without. Leave it out, or set engine=bucketed."
@@ -103,25 +107,27 @@ class PipelineStageEngine:
         self._manager = manager
         self._group = manager.mesh.group("dp_replicate")
         self._bucket_bytes = int(config.bucket_cap_mb * 2**20)
-        self._sums = HighPrecisionAccumulator(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+        self._accumulator = (
+            HighPrecisionAccumulator(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+        )
 
-    def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
+    def microbatch_context(self, *, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def after_backward(self, *, is_last: bool) -> None:
-        if self._sums is not None:
-            self._sums.take(self._manager.trainable())
+        if self._accumulator is not None:
+            self._accumulator.accumulate(self._manager.iter_trainable())
         if is_last:
-            self.reduce()
+            self.reduce_gradients()
 
-    def reduce(self) -> None:
+    def reduce_gradients(self) -> None:
         """Sum the step's gradients over ranks, in `reduce_dtype` or else the parameters' dtype. Collective."""
         self._manager.gradients.fill_missing()
-        used = [parameter for parameter in self._manager.trainable() if parameter.grad is not None]
-        for bucket in self._buckets(used):
-            self._sum(bucket)
+        used = [parameter for parameter in self._manager.iter_trainable() if parameter.grad is not None]
+        for bucket in self._split_into_buckets(used):
+            self._all_reduce_bucket(bucket)
 
-    def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    def _split_into_buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
@@ -134,18 +140,18 @@ class PipelineStageEngine:
                 dp_size=1,
                 use_distributed_optimizer=False,
             )
-            for members in layout.members:
+            for members in layout.param_indices:
                 yield [own[index] for index in reversed(members)]
 
-    def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
-        dtype = parameters[0].dtype if self._sums is None else self._sums.dtype
+    def _all_reduce_bucket(self, parameters: Sequence[nn.Parameter]) -> None:
+        dtype = parameters[0].dtype if self._accumulator is None else self._accumulator.dtype
         totals = []
         for parameter in parameters:
-            total = torch.zeros_like(parameter, dtype=dtype) if self._sums is not None else parameter.grad
+            total = torch.zeros_like(parameter, dtype=dtype) if self._accumulator is not None else parameter.grad
             if total is None:
                 raise StrategyError("a parameter without gradient cannot be summed.")
-            if self._sums is not None:
-                self._sums.add_waiting(parameter, total)
+            if self._accumulator is not None:
+                self._accumulator.add_pending(parameter, total)
             totals.append(total.flatten())
         flat = torch.cat(totals)
         dist.all_reduce(flat, group=self._group)

@@ -50,7 +50,7 @@ def replay(
 
         found = replayed(run, step, single=single, compare_rank=compare_rank, show_traceback=traceback)
         if os.environ.get("RANK", "0") == "0":
-            report_results(render_replay(found), found.as_values(), json_file)
+            report_results(render_replay(found), found.to_dict(), json_file)
     exit_process(found.exit_code)
 
 
@@ -83,7 +83,7 @@ def diff(
         found = compare(
             one, other, rtol=rtol, step=step, replays=not no_replay, float64=float64, show_traceback=traceback
         )
-        report_results(render_diff(found), found.as_values(), json_file)
+        report_results(render_diff(found), found.to_dict(), json_file)
     exit_process(found.exit_code)
 
 
@@ -165,7 +165,7 @@ def compare(
         first, second = (load_summary(path, rank=rank) for path in (before, after))
         comparison = compared_of(first, second, (str(before), str(after)))
         what = render_comparison(comparison, rows=rows)
-        _output(what, comparison.as_values(), json_file, svg_file, title=f"profile compare {before} {after}")
+        _output(what, comparison.to_dict(), json_file, svg_file, title=f"profile compare {before} {after}")
 
 
 def _output(

@@ -34,7 +34,7 @@ class _LossWithGradients(torch.autograd.Function):
                 f"the model returns it. Call fabric.backward(loss) with that loss as it is, once; it is a mean over "
                 f"all tokens of the step already, and other terms belong into an objective."
             )
-        ctx.step.is_backward_due = False
+        ctx.step.is_backward_pending = False
         return None, None, None
 
 
@@ -43,8 +43,8 @@ class StepModule(nn.Module):
 
     def __init__(self, manager: StrategyManager) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(manager.model_parts)
-        self.is_backward_due = False
+        self.model_parts = nn.ModuleList(manager.model_parts)
+        self.is_backward_pending = False
         self._manager = manager
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -60,10 +60,10 @@ class StepModule(nn.Module):
                 "with input_ids and labels, and returns their loss: loss = model([batch, batch])."
             )
         microbatches = list(args[0])
-        num_tokens = self._manager.announce(microbatches, objective=objective)
+        num_tokens = self._manager.begin_step_sync(microbatches, objective=objective)
         if not torch.is_grad_enabled():
             return self._manager.eval_loss(microbatches, num_tokens=num_tokens, objective=objective)
         loss = self._manager.forward_backward(microbatches, num_tokens=num_tokens, objective=objective)
-        self.is_backward_due = True
+        self.is_backward_pending = True
         announced: Tensor = _LossWithGradients.apply(self._anchor, loss, self)
         return announced

@@ -59,11 +59,11 @@ class MeshStrategy(DDPStrategy):
         super().__init__(process_group_backend=backend, timeout=timedelta(seconds=timeout_s))
         forbid_no_backward_sync(self)
         name = strategy if strategy is not None or isinstance(config, BaseModel) else "fsdp2"
-        self._wanted = (name, validate_config(MeshSizes, sizes, where="MeshStrategy"))
+        self._requested = (name, validate_config(MeshSizes, sizes, where="MeshStrategy"))
         self._config, self._wrapper_config = config, wrapper_config
         self._module: StepModule | None = None
-        self._names: dict[nn.Parameter, str] = {}
-        self.steps = 0
+        self._name_by_parameter: dict[nn.Parameter, str] = {}
+        self.global_step = 0
 
     @property
     def manager(self) -> StrategyManager:
@@ -79,7 +79,7 @@ class MeshStrategy(DDPStrategy):
                 f"keep the model's dtype, and dtypes of computing and reducing are options of the strategy (config)."
             )
         super().setup_environment()
-        name, sizes = self._wanted
+        name, sizes = self._requested
         world = open_world(self.root_device)
         stack, degrees = resolve(name, sizes, world.size, config=self._config, wrapper_config=self._wrapper_config)
         self.mesh = Mesh(degrees, world)
@@ -100,7 +100,7 @@ class MeshStrategy(DDPStrategy):
         self._manager.parallelize(module)
         parts = [pair for part in self._manager.model_parts for pair in part.named_parameters()]
         # The optimizer may have been made from the parameters before sharding, or after.
-        self._names = {parameter: name for name, parameter in [*named, *parts]}
+        self._name_by_parameter = {parameter: name for name, parameter in [*named, *parts]}
         self._module = StepModule(self._manager)
         return self._module
 
@@ -114,7 +114,7 @@ class MeshStrategy(DDPStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make an optimizer of the same class and settings over the sharded parameters."""
         manager = self.manager
-        if not self._names:
+        if not self._name_by_parameter:
             raise StrategyError(
                 "MeshStrategy takes one optimizer, of all parameters that train, with as many groups as needed."
             )
@@ -129,9 +129,9 @@ class MeshStrategy(DDPStrategy):
         group_of = {}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                if parameter not in self._names:
+                if parameter not in self._name_by_parameter:
                     raise StrategyError("the optimizer has a parameter that is not of the model that was set up.")
-                group_of[self._names[parameter]] = number
+                group_of[self._name_by_parameter[parameter]] = number
         cls: Callable[..., Optimizer] = type(optimizer)
         # Some defaults are not arguments (AdamW's decoupled_weight_decay); groups have them all.
         taken = {key: value for key, value in optimizer.defaults.items() if key in signature(cls).parameters}
@@ -147,19 +147,19 @@ class MeshStrategy(DDPStrategy):
             return cls([group for group in groups if group["params"]], **taken)
 
         made = manager.build_optimizer(factory)
-        self._names = {}
+        self._name_by_parameter = {}
         return made
 
     # -- a step
 
     def optimizer_step(self, optimizer: Any, **options: Any) -> None:
-        module = self._own(optimizer)
+        module = self._require_own_optimizer(optimizer)
         if options:
             raise StrategyError(f"optimizer.step({', '.join(options)}=...) is not taken by MeshStrategy: call step().")
-        if module.is_backward_due:
+        if module.is_backward_pending:
             raise StrategyError("optimizer.step() before fabric.backward(loss) of the last call of the model.")
         self.manager.optimizer_step()
-        self.steps += 1
+        self.global_step += 1
 
     def clip_gradients_norm(
         self,
@@ -169,7 +169,7 @@ class MeshStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        self._own(optimizer)
+        self._require_own_optimizer(optimizer)
         norm = self.manager.clip_grad_norm(max_norm, float(norm_type))
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise TrainingError(f"the norm of the gradients is {float(norm)}. Lower the rate, or look at the batch.")
@@ -178,7 +178,7 @@ class MeshStrategy(DDPStrategy):
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         raise StrategyError(f"clip_val={clip_val} is not taken by MeshStrategy: use max_norm, or leave clipping out.")
 
-    def _own(self, optimizer: Any) -> StepModule:
+    def _require_own_optimizer(self, optimizer: Any) -> StepModule:
         if self._module is None or optimizer is not self.manager.optimizer:
             raise StrategyError("this is not the optimizer that fabric.setup has returned, which steps the model.")
         return self._module
@@ -191,18 +191,18 @@ class MeshStrategy(DDPStrategy):
         """Save a meshwright checkpoint: a directory that any layout reads. Other values of `state` are JSON values."""
         if storage_options is not None or filter:
             raise CheckpointError("storage_options and filter are not taken by MeshStrategy: leave them out.")
-        others = self._others(state)
+        others = self._select_extra_state(state)
         for value in others.values():
             if isinstance(value, LRScheduler):
                 store_base_rates(value)
         others = {name: _to_state(value) for name, value in others.items()}
-        save_checkpoint(self.manager, Path(path), step=self.steps, extra=others)
+        save_checkpoint(self.manager, Path(path), step=self.global_step, extra=others)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: Any = None
     ) -> dict[str, Any]:
-        others = self._others(state)
-        together = self.mesh.world.together
+        others = self._select_extra_state(state)
+        together = self.mesh.world.run_on_all_ranks
         stored = decode_values(together(lambda: read_manifest(Path(path))).extra)
         missing = sorted(others.keys() - stored.keys())
         if missing and strict:
@@ -216,10 +216,10 @@ class MeshStrategy(DDPStrategy):
                 value.load_state_dict(saved)
             else:
                 state[name] = saved
-        self.steps = manifest.step
+        self.global_step = manifest.step
         return stored
 
-    def _others(self, state: Any) -> dict[str, Any]:
+    def _select_extra_state(self, state: Any) -> dict[str, Any]:
         """Return the values of `state` other than model and optimizer, both of which it must have."""
         manager = self.manager
         needed = {"the model": self._module, "the optimizer": manager.optimizer}

@@ -171,7 +171,7 @@ class FSDP2Config(StrategyConfig):
 
     @field_validator("autocast_dtype", mode="before")
     @classmethod
-    def _name_dtype(cls, value: Any) -> Any:
+    def _normalize_autocast_dtype(cls, value: Any) -> Any:
         name = value if value is None else normalize_dtype(value)
         if name == "float16":
             raise ValueError(f"cannot be float16: {FLOAT16_REFUSAL}. Use bfloat16")
@@ -213,7 +213,7 @@ class FSDP2Config(StrategyConfig):
 
 
 _NOT_POSITIONAL = (*StrategyConfig.model_fields, "cp_attention", "reshard_after_forward")
-FSDP2Config.positional = tuple(name for name in FSDP2Config.model_fields if name not in _NOT_POSITIONAL)
+FSDP2Config.positional_fields = tuple(name for name in FSDP2Config.model_fields if name not in _NOT_POSITIONAL)
 
 
 def normalize_dtype(value: Any) -> Any:

@@ -99,7 +99,7 @@ def fsdp2_strategy_parallelize(
         checkpoint_blocks(model, layout, activation_checkpointing)
         shard_units(model, layout, options, tensor_parallel=tensor_parallel)
         if tensor_parallel is not None:
-            tensor_parallel.check_by_hand(model)
+            tensor_parallel.check_first_backward(model)
     return model
 
 
@@ -186,7 +186,7 @@ def _init_weights_after_sharding(model: nn.Module, device_type: str, options: Un
     sync_rng(device_type)
     deferred = DeferredWeights(model)
     yield
-    materialize(model, device_type, parameter_device="cpu" if options.offloads else None)
+    materialize(model, device_type, parameter_device="cpu" if options.is_offloading else None)
     load_weights(model, deferred)
 
 

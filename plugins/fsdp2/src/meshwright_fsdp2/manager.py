@@ -69,8 +69,8 @@ class FSDP2Manager(DataParallelManager):
     """
 
     config: FSDP2Config
-    shards_on_meta: ClassVar[bool] = True
-    runs_in_pipeline: ClassVar[bool] = True
+    supports_meta_device: ClassVar[bool] = True
+    supports_pipeline: ClassVar[bool] = True
     _is_in_step: bool = False
     tensor_parallel: TensorParallel | None = None
     """What divides the model along `tp`, where it has more than one rank."""
@@ -92,28 +92,28 @@ class FSDP2Manager(DataParallelManager):
         _check_options(config, mesh)
         along_tp = ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel")
         warn_unused_options(config, mesh, by_axis={"tp": along_tp, "cp": ("cp_attention",)})
-        self._options = UnitOptions.of_config(config, mesh)
+        self._unit_options = UnitOptions.from_config(config, mesh)
 
     def check_model(self, model: nn.Module) -> None:
         check_expert_parallel(model, self.mesh.degrees.ep)
 
     def shard(self, model: nn.Module) -> nn.Module:
         # What one rank finds wrong here (its compiler, say) is reported on all.
-        self.mesh.world.together(lambda: self._prepare(model))
+        self.mesh.world.run_on_all_ranks(lambda: self._apply_parallelism(model))
         self._sharding: ShardedUnits = shard_units(
             model,
             self.layout,
-            self._options,
+            self._unit_options,
             tensor_parallel=self.tensor_parallel,
             expert_parallel=self.expert_parallel,
         )
         if self.config.enable_fsdp2_prefetch:
-            self._sharding.prefetch(
+            self._sharding.set_prefetch(
                 forward=self.config.fsdp2_forward_prefetch_depth, backward=self.config.fsdp2_backward_prefetch_depth
             )
-        if self.tensor_parallel is not None and not self.in_pipeline:
-            self.tensor_parallel.check_by_hand(model)
-        self._surround_forward(model)
+        if self.tensor_parallel is not None and not self.is_pipeline_stage:
+            self.tensor_parallel.check_first_backward(model)
+        self._wrap_forward(model)
         self._usage = ParameterUsage(model, self._sharding.named_modules)
         return model
 
@@ -125,10 +125,10 @@ class FSDP2Manager(DataParallelManager):
         return optimizer
 
     @property
-    def parameters_on(self) -> torch.device:
-        return torch.device("cpu") if self._options.offloads else self.mesh.device
+    def parameter_device(self) -> torch.device:
+        return torch.device("cpu") if self._unit_options.is_offloading else self.mesh.device
 
-    def _prepare(self, model: nn.Module) -> None:
+    def _apply_parallelism(self, model: nn.Module) -> None:
         if self.mesh.degrees.cp > 1:
             context = ContextParallel(model, self.layout, self.mesh["cp"], attention=self.config.cp_attention)
             self.axes.append(context)
@@ -144,7 +144,7 @@ class FSDP2Manager(DataParallelManager):
                 self.mesh["tp"],
                 plan=self.config.tp_plan,
                 sequence_parallel=self.config.sequence_parallel,
-                excluded=self.expert_parallel.names if self.expert_parallel is not None else (),
+                excluded=self.expert_parallel.module_names if self.expert_parallel is not None else (),
             )
         if self.expert_parallel is not None:
             self.expert_parallel.apply()
@@ -153,10 +153,10 @@ class FSDP2Manager(DataParallelManager):
         self.axes += [axis for axis in (self.tensor_parallel, self.expert_parallel) if axis is not None]
         keep_choices = self.expert_parallel is not None
         mode = self.config.activation_checkpointing
-        self.activations = checkpoint_blocks(model, self.layout, mode, save_routing=keep_choices)
-        self._compile(model)
-        if self._options.stream is not None:
-            cast_residual_stream(model, self.layout, self._options.stream)
+        self.checkpointed_blocks = checkpoint_blocks(model, self.layout, mode, save_routing=keep_choices)
+        self._compile_blocks(model)
+        if self._unit_options.residual_dtype is not None:
+            cast_residual_stream(model, self.layout, self._unit_options.residual_dtype)
             if self.mesh.device.type == "cpu":
                 compute_norms_in_float32(model)
 
@@ -164,10 +164,10 @@ class FSDP2Manager(DataParallelManager):
         """Do nothing, for loops of the reference: `parallelize` has compiled each block if `enable_compile` says so."""
         self._require_model()
 
-    def _compile(self, model: nn.Module) -> None:
+    def _compile_blocks(self, model: nn.Module) -> None:
         if self.config.enable_compile:
-            experts = self.expert_parallel.names if self.expert_parallel is not None else ()
-            if self.mesh.world.computes:
+            experts = self.expert_parallel.module_names if self.expert_parallel is not None else ()
+            if self.mesh.world.is_real:
                 compile_blocks(model, self.layout, device=self.mesh.device, excluded=experts)
             if self.tensor_parallel is not None:
                 # Outside of what is traced: compiled code sees plain tensors.
@@ -179,13 +179,13 @@ class FSDP2Manager(DataParallelManager):
         # No backward frees what forward keeps for it, which would be stale after a step.
         self._sharding.reshard()
 
-    def check_batches(self, microbatches: Sequence[Batch]) -> None:
-        super().check_batches(microbatches)
+    def check_microbatches(self, microbatches: Sequence[Batch]) -> None:
+        super().check_microbatches(microbatches)
         if self.config.patch_is_packed_sequence:
             check_not_packed(microbatches)
 
     @contextmanager
-    def around_step(self, microbatches: Sequence[Batch]) -> Iterator[None]:
+    def step_context(self, microbatches: Sequence[Batch]) -> Iterator[None]:
         # Around backward too: recomputed attention must take the same path.
         if not self.config.patch_is_packed_sequence:
             yield
@@ -197,26 +197,26 @@ class FSDP2Manager(DataParallelManager):
         finally:
             self._is_in_step = False
 
-    def _surround_forward(self, model: nn.Module) -> None:
+    def _wrap_forward(self, model: nn.Module) -> None:
         """Apply options about forward to the model's own, so that they act in a loop by hand, too."""
         if self.config.patch_is_packed_sequence:
-            run_forward_in_context(model, self._unpacked_by_hand)
+            run_forward_in_context(model, self._check_unpacked_outside_step)
         if self.config.autocast_dtype is not None:
             dtype = getattr(torch, self.config.autocast_dtype)
             run_forward_in_context(model, lambda inputs: torch.autocast(self.mesh.device.type, dtype=dtype))
 
     @contextmanager
-    def _unpacked_by_hand(self, inputs: Batch) -> Iterator[None]:
+    def _check_unpacked_outside_step(self, inputs: Batch) -> Iterator[None]:
         # Ranks train together, but may generate each for itself, with positions of padding that restart.
         if self._is_in_step or not torch.is_grad_enabled():
             yield
             return
-        self.mesh.world.together(lambda: check_not_packed([inputs]))
+        self.mesh.world.run_on_all_ranks(lambda: check_not_packed([inputs]))
         with skip_packed_sequence_check():
             yield
 
     @contextmanager
-    def sync_gradients(self, *, is_last: bool) -> Iterator[None]:
+    def microbatch_context(self, *, is_last: bool) -> Iterator[None]:
         """Surround one microbatch, whose gradients are reduced as `defer_fsdp_grad_sync` says."""
         root = self._sharding.root
         defer = self.config.defer_fsdp_grad_sync
@@ -227,48 +227,48 @@ class FSDP2Manager(DataParallelManager):
             # What forward has gathered, and cast, serves the whole step; the optimizer needs shards.
             root.set_reshard_after_backward(is_last)
         if is_last or defer is not True:
-            upcast_accumulated_grads(self._sharding.modules)
+            upcast_accumulated_grads(self._sharding.unit_modules)
         yield
 
     @contextmanager
-    def without_weights(self) -> Iterator[None]:
+    def input_backward_context(self) -> Iterator[None]:
         # What is left out is reduced together with what is there.
         root = self._sharding.root
         root.set_is_last_backward(False)
         root.set_requires_gradient_sync(False)
         yield
 
-    def after_weights(self) -> None:
+    def after_weight_backward(self) -> None:
         # For FSDP this microbatch has ended; these gradients would be summed with the next one's in their own dtype.
-        if self.reduces_once:
-            upcast_accumulated_grads(self._sharding.modules)
+        if self.reduces_once_per_step:
+            upcast_accumulated_grads(self._sharding.unit_modules)
         else:
-            with self.sync_gradients(is_last=False):
+            with self.microbatch_context(is_last=False):
                 reduce_accumulated_grads(self._sharding.root)
 
     @property
-    def sums_dtype(self) -> str | None:
+    def accumulation_dtype(self) -> str | None:
         return find_accumulation_dtype(self.config)
 
     @property
-    def reduces_once(self) -> bool:
+    def reduces_once_per_step(self) -> bool:
         return self.config.defer_fsdp_grad_sync is True
 
     @property
-    def reduces_later(self) -> bool:
-        return self.reduces_once
+    def can_defer_reduction(self) -> bool:
+        return self.reduces_once_per_step
 
     def reduce_gradients(self) -> None:
-        with self.sync_gradients(is_last=True):
+        with self.microbatch_context(is_last=True):
             reduce_accumulated_grads(self._sharding.root)
 
-    def check_gradients(self) -> GradientReport:
-        return self._usage.findings()
+    def report_gradients(self) -> GradientReport:
+        return self._usage.build_report()
 
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:
         self._require_model()
-        with self._sharding.unsharded(), super().unshard() as parts:
+        with self._sharding.unshard(), super().unshard() as parts:
             yield parts
 
 

@@ -43,7 +43,7 @@ class ShardedUnits:
         return self.units[-1][1]
 
     @property
-    def modules(self) -> list[FSDPModule]:
+    def unit_modules(self) -> list[FSDPModule]:
         """One module for each unit; modules of one unit share its state."""
         return [module for _, module in self.units]
 
@@ -53,7 +53,7 @@ class ShardedUnits:
         names = {self.model.get_submodule(name): name for unit, _ in self.units for name in reversed(unit.names)}
         return [(name, module) for module, name in names.items()]
 
-    def prefetch(self, *, forward: int, backward: int) -> None:
+    def set_prefetch(self, *, forward: int, backward: int) -> None:
         """Gather that many units ahead in forward and in backward, across stacks, each with the units within it.
 
         Units that blocks share are gathered where they are used.
@@ -73,15 +73,15 @@ class ShardedUnits:
                 set_prefetch(module, [*inside, *following])
 
     def reshard(self) -> None:
-        for module in self.modules:
+        for module in self.unit_modules:
             module.reshard()
 
     @contextmanager
-    def unsharded(self) -> Iterator[None]:
+    def unshard(self) -> Iterator[None]:
         """Hold all parameters whole, also after a forward."""
         init_root(self.root)
-        with keep_unsharded_after_forward(self.modules):
-            for module in self.modules:
+        with keep_unsharded_after_forward(self.unit_modules):
+            for module in self.unit_modules:
                 module.unshard()
             try:
                 yield
@@ -99,7 +99,7 @@ def shard_units(
     expert_parallel: ExpertParallel | None = None,
 ) -> ShardedUnits:
     """Shard `model`, on any device, in place; without the root, what is in no other unit is left alone."""
-    experts = expert_parallel.names if expert_parallel is not None else ()
+    experts = expert_parallel.module_names if expert_parallel is not None else ()
     found = find_units(model, layout, experts)[: None if shard_root else -1]
     apart = split_units_by_dtype(model, found)
     own = [(_select_by_dtype(model, unit), unit, around) for unit, around in apart]
@@ -107,14 +107,14 @@ def shard_units(
     done: list[tuple[FSDPUnit, FSDPModule]] = []
     kept_out = {parameter for parameters, _, _ in own for parameter in parameters}
     for unit in found:
-        done.append((unit, _fully_shard(model, unit, options.arguments(unit, tensor_parallel), kept_out)))
+        done.append((unit, _fully_shard(model, unit, options.fully_shard_kwargs(unit, tensor_parallel), kept_out)))
         # After the unit around them, which would otherwise leave out all that their modules hold.
         for parameters, inner, around in own:
             if around is unit:
                 others = set(model.parameters()) - parameters
-                module = _fully_shard(model, inner, options.arguments(inner, tensor_parallel), others)
+                module = _fully_shard(model, inner, options.fully_shard_kwargs(inner, tensor_parallel), others)
                 done.insert(len(done) - 1, (inner, module))
-    for _, module in done if options.sends_halves else ():
+    for _, module in done if options.reduces_in_bfloat16 else ():
         module.set_custom_reduce_scatter(BFloat16ReduceScatter())
     for unit, is_frozen in zip(found, frozen, strict=True):
         if is_frozen and (unit.is_block or unit.is_experts):
@@ -197,26 +197,28 @@ class ParameterUsage:
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        self._named = dict(model.named_parameters())
+        self._parameter_by_name = dict(model.named_parameters())
         # Gathered ones are plain tensors, or DTensors on the one axis that is not gathered: `tp`, or `ep`.
-        self._axes = {name: p.device_mesh.ndim for name, p in self._named.items() if isinstance(p, DTensor)}
+        self._sharded_mesh_ndim = {
+            name: p.device_mesh.ndim for name, p in self._parameter_by_name.items() if isinstance(p, DTensor)
+        }
         self._used: set[str] = set()
-        self._watched: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._hooked_parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         for name, unit in modules:
             # After FSDP's own hook, which puts the gathered parameters in place.
-            unit.register_forward_pre_hook(partial(self._watch, f"{name}." if name else ""))
+            unit.register_forward_pre_hook(partial(self._register_grad_hooks, f"{name}." if name else ""))
 
-    def _watch(self, prefix: str, unit: nn.Module, args: Any) -> None:
+    def _register_grad_hooks(self, prefix: str, unit: nn.Module, args: Any) -> None:
         # FSDP keeps the objects of gathered parameters. Within `unshard` others may be in their places, so names do not
         # identify them.
         for name, parameter in unit.named_parameters():
             fqn = prefix + name
-            if self._is_sharded(fqn, parameter) or parameter in self._watched or not parameter.requires_grad:
+            if self._is_sharded(fqn, parameter) or parameter in self._hooked_parameters or not parameter.requires_grad:
                 continue
-            self._watched[parameter] = None
-            parameter.register_post_accumulate_grad_hook(partial(self._note, fqn))
+            self._hooked_parameters[parameter] = None
+            parameter.register_post_accumulate_grad_hook(partial(self._record_use, fqn))
 
-    def _note(self, fqn: str, parameter: nn.Parameter) -> None:
+    def _record_use(self, fqn: str, parameter: nn.Parameter) -> None:
         # torch calls this also where an operation has given no gradient.
         if parameter.grad is not None:
             self._used.add(fqn)
@@ -226,11 +228,11 @@ class ParameterUsage:
             return False
         axes = parameter.device_mesh.ndim
         # Another name of a parameter is watched by its first.
-        return axes == self._axes.get(fqn, axes)
+        return axes == self._sharded_mesh_ndim.get(fqn, axes)
 
-    def findings(self) -> GradientReport:
+    def build_report(self) -> GradientReport:
         """Return which parameters got a gradient on this rank, after the backwards of a step."""
-        trained = {name: parameter for name, parameter in self._named.items() if parameter.requires_grad}
+        trained = {name: parameter for name, parameter in self._parameter_by_name.items() if parameter.requires_grad}
         used = [name in self._used for name in trained]
         self._used.clear()
         return GradientReport([[parameter] for parameter in trained.values()], used)

@@ -71,11 +71,11 @@ class UnitOptions:
     offload_policy: OffloadPolicy
     reshard_after_forward: bool | int | None = None
     expert_mesh: DeviceMesh | None = None
-    sends_halves: bool = False
-    stream: torch.dtype | None = None
+    reduces_in_bfloat16: bool = False
+    residual_dtype: torch.dtype | None = None
 
     @classmethod
-    def of_config(cls, config: FSDP2Config, mesh: Mesh) -> UnitOptions:
+    def from_config(cls, config: FSDP2Config, mesh: Mesh) -> UnitOptions:
         shard = "dp_shard_cp" if mesh.degrees.cp > 1 else "dp_shard"
         copies = mesh.degrees.dp_replicate > 1
         experts = None
@@ -92,10 +92,10 @@ class UnitOptions:
         )
 
     @property
-    def offloads(self) -> bool:
+    def is_offloading(self) -> bool:
         return isinstance(self.offload_policy, CPUOffloadPolicy)
 
-    def arguments(self, unit: FSDPUnit, tensor_parallel: TensorParallel | None) -> dict[str, Any]:
+    def fully_shard_kwargs(self, unit: FSDPUnit, tensor_parallel: TensorParallel | None) -> dict[str, Any]:
         """Return the arguments of `fully_shard` for one unit, without `ignored_params`."""
         if unit.is_experts and self.expert_mesh is not None:
             mesh = self.expert_mesh
@@ -105,13 +105,13 @@ class UnitOptions:
             place = _build_packed_placement_fn(mesh.shape[-1]) if tensor_parallel is not None else None
         return {
             "mesh": mesh,
-            "reshard_after_forward": self._reshard(unit, mesh.shape[-1]),
-            "mp_policy": self.policy(unit),
+            "reshard_after_forward": self._unit_reshard_after_forward(unit, mesh.shape[-1]),
+            "mp_policy": self.unit_mp_policy(unit),
             "offload_policy": self.offload_policy,
             "shard_placement_fn": place,
         }
 
-    def policy(self, unit: FSDPUnit) -> MixedPrecisionPolicy:
+    def unit_mp_policy(self, unit: FSDPUnit) -> MixedPrecisionPolicy:
         policy = self.mp_policy
         if unit.dtype is not None:
             # Kept as they are, and summed in `reduce_dtype` where that is no coarser.
@@ -124,12 +124,14 @@ class UnitOptions:
         if unit.is_experts:
             # The block around them has cast their inputs.
             return replace(policy, output_dtype=None, cast_forward_inputs=False)
-        if self.stream is not None:
+        if self.residual_dtype is not None:
             # Inputs keep their dtype; autocast casts the operands of products.
-            return replace(policy, output_dtype=self.stream if unit.is_block else None, cast_forward_inputs=False)
+            return replace(
+                policy, output_dtype=self.residual_dtype if unit.is_block else None, cast_forward_inputs=False
+            )
         return replace(policy, output_dtype=None)
 
-    def _reshard(self, unit: FSDPUnit, shards: int) -> bool | int:
+    def _unit_reshard_after_forward(self, unit: FSDPUnit, shards: int) -> bool | int:
         reshard = not unit.is_last if self.reshard_after_forward is None else self.reshard_after_forward
         if unit.is_experts and not isinstance(reshard, bool) and reshard >= shards:
             # A number of ranks is that of `dp_shard`; experts may have fewer, which then all keep them.

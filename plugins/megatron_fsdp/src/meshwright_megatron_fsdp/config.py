@@ -167,12 +167,12 @@ class MegatronFSDPConfig(StrategyConfig):
         return [options | {"zero_dp_strategy": stage} for stage in (3, 2, 1)]
 
     @property
-    def zero(self) -> int:
+    def zero_stage(self) -> int:
         name = self.data_parallel_sharding_strategy
         return self.zero_dp_strategy if name is None else ZERO_STAGES.index(name)
 
     @property
-    def shards_outer(self) -> bool:
+    def is_outer_sharded(self) -> bool:
         return self.outer_dp_sharding_strategy in (1, "optim")
 
     @field_validator("megatron_fsdp_unit_modules")
@@ -184,13 +184,13 @@ class MegatronFSDPConfig(StrategyConfig):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> MegatronFSDPConfig:
-        stage, named = self.zero, self.data_parallel_sharding_strategy
+        stage, named = self.zero_stage, self.data_parallel_sharding_strategy
         if self.zero_dp_strategy not in (stage, type(self).model_fields["zero_dp_strategy"].default):
             raise ValueError(
                 f"zero_dp_strategy={self.zero_dp_strategy} and data_parallel_sharding_strategy={named}, which is "
                 f"{stage}, differ. Give one"
             )
-        if self.shards_outer and stage != 3:
+        if self.is_outer_sharded and stage != 3:
             raise ValueError(
                 f"outer_dp_sharding_strategy={self.outer_dp_sharding_strategy} needs ZeRO 3, not {stage}. "
                 f"Set zero_dp_strategy=3, or outer_dp_sharding_strategy=0"
@@ -238,4 +238,4 @@ class MegatronFSDPConfig(StrategyConfig):
 # Those of the reference, which end with `backend`.
 _NOT_IN_REFERENCE = (*StrategyConfig.model_fields, "cp_attention")
 _REFERENCE_FIELDS = [name for name in MegatronFSDPConfig.model_fields if name not in _NOT_IN_REFERENCE]
-MegatronFSDPConfig.positional = tuple(_REFERENCE_FIELDS[: _REFERENCE_FIELDS.index("backend") + 1])
+MegatronFSDPConfig.positional_fields = tuple(_REFERENCE_FIELDS[: _REFERENCE_FIELDS.index("backend") + 1])

@@ -80,7 +80,7 @@ class MegatronFSDPManager(DataParallelManager):
     """
 
     config: MegatronFSDPConfig
-    shards_on_meta: ClassVar[bool] = True
+    supports_meta_device: ClassVar[bool] = True
     tensor_parallel: TensorParallel | None = None
     """What divides the model along `tp`, where it has more than one rank."""
 
@@ -111,28 +111,30 @@ class MegatronFSDPManager(DataParallelManager):
         policy = build_mixed_precision_policy(config, model)
         units = find_units(model, self.layout, config.megatron_fsdp_unit_modules)
         if mesh.degrees.cp > 1:
-            context = mesh.world.together(
+            context = mesh.world.run_on_all_ranks(
                 lambda: ContextParallel(model, self.layout, mesh["cp"], attention=config.cp_attention)
             )
             self.axes.append(context)
         if mesh.degrees.tp > 1:
             # What one rank finds wrong here (a file with a plan, say) is reported on all.
-            self.tensor_parallel = mesh.world.together(lambda: self._divide(model, units))
+            self.tensor_parallel = mesh.world.run_on_all_ranks(lambda: self._apply_tensor_parallel(model, units))
             self.axes.append(self.tensor_parallel)
-        self.activations = checkpoint_blocks(model, self.layout, config.activation_checkpointing)
+        self.checkpointed_blocks = checkpoint_blocks(model, self.layout, config.activation_checkpointing)
         if has_meta_tensors(model):
             # Where parameters are not sharded, they keep this memory.
-            replace_meta_parameters(model, mesh.device, without_memory=config.zero == 3)
+            replace_meta_parameters(model, mesh.device, without_memory=config.zero_stage == 3)
         if mesh.device.type == "cpu":
             use_cpu_torch(self)
         self._fsdp = wrap_model(model, mesh, config, units=units, policy=policy)
-        self._warn_of_unequal_units()
-        self.parts = self._shards = MegatronShardLayout(find_shard_ranges(self._fsdp), self._divisions())
-        self._reduction = GradientReducer(self._fsdp, units, config, mesh)
-        self._reduction.set_last(True)
+        self._warn_about_unequal_units()
+        self.shard_layout = self._megatron_layout = MegatronShardLayout(
+            find_shard_ranges(self._fsdp), self._find_tp_divisions()
+        )
+        self._reducer = GradientReducer(self._fsdp, units, config, mesh)
+        self._reducer.set_is_last_microbatch(True)
         return self._fsdp
 
-    def _warn_of_unequal_units(self) -> None:
+    def _warn_about_unequal_units(self) -> None:
         unlike, total = count_units_without_double_buffer(self._fsdp)
         if self.mesh.rank != 0 or not self.config.fsdp_double_buffer:
             return
@@ -146,7 +148,7 @@ class MegatronFSDPManager(DataParallelManager):
                 stacklevel=2,
             )
 
-    def _divide(self, model: nn.Module, units: Sequence[nn.Module]) -> TensorParallel:
+    def _apply_tensor_parallel(self, model: nn.Module, units: Sequence[nn.Module]) -> TensorParallel:
         config = self.config
         parallel = TensorParallel(
             model,
@@ -159,30 +161,30 @@ class MegatronFSDPManager(DataParallelManager):
         parallel.apply([name for name, module in model.named_modules() if module in units])
         return parallel
 
-    def _divisions(self) -> dict[nn.Parameter, ParameterSharding]:
+    def _find_tp_divisions(self) -> dict[nn.Parameter, ParameterSharding]:
         parallel = self.tensor_parallel
         if parallel is None:
             return {}
         named = self._fsdp.param_and_grad_buffer.optimizer_named_parameters
-        return {parameter: parallel.divisions[name] for name, parameter in named}
+        return {parameter: parallel.shardings[name] for name, parameter in named}
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
         """Build the optimizer, whose step waits for the reduction and drops the gradients, over sharded parameters."""
         self._require_model()
         use_sharded_parameters(self._fsdp)
         optimizer = super().build_optimizer(factory)
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_step_pre_hook(self._pre_step_hook)
+        optimizer.register_step_post_hook(self._post_step_hook)
         return optimizer
 
     @contextmanager
-    def sync_gradients(self, *, is_last: bool) -> Iterator[None]:
-        self._reduction.set_last(is_last)
+    def microbatch_context(self, *, is_last: bool) -> Iterator[None]:
+        self._reducer.set_is_last_microbatch(is_last)
         yield
-        self._reduction.set_last(True)
+        self._reducer.set_is_last_microbatch(True)
 
-    def check_gradients(self) -> GradientReport:
-        return self._reduction.end()
+    def report_gradients(self) -> GradientReport:
+        return self._reducer.finish()
 
     def after_eval(self) -> None:
         # No backward frees what forward has gathered, which would be stale after a step.
@@ -199,35 +201,36 @@ class MegatronFSDPManager(DataParallelManager):
 
     def load_state_dict(self, state: Any, *, full: bool = False) -> None:
         super().load_state_dict(state, full=full)
-        self._install()
+        self._install_weights()
 
-    def after_loading(self) -> None:
-        self._install()
+    def after_load(self) -> None:
+        self._install_weights()
 
-    def parameter_pieces(self) -> dict[str, ChunkedTensor | None]:
+    def parameter_chunks(self) -> dict[str, ChunkedTensor | None]:
         """Return pieces in the dtypes in which modules compute, to which main weights are rounded after a step."""
-        pieces, named = super().parameter_pieces(), dict(self.model.named_parameters())
+        pieces, named = super().parameter_chunks(), dict(self.model.named_parameters())
         return {
-            name: each and replace(each, dtype=self._shards.computed_in(named[name])) for name, each in pieces.items()
+            name: each and replace(each, dtype=self._megatron_layout.find_compute_dtype(named[name]))
+            for name, each in pieces.items()
         }
 
     def drop_gradients(self) -> None:
-        self._before_step()
+        self._pre_step_hook()
         super().drop_gradients()
-        self._after_step()
+        self._post_step_hook()
 
-    def _before_step(self, *_: Any) -> None:
-        if self._reduction.is_pending:
-            self._reduction.end().tell(self.mesh.world)
-            self.drop_frozen()
+    def _pre_step_hook(self, *_: Any) -> None:
+        if self._reducer.is_pending:
+            self._reducer.finish().finalize(self.mesh.world)
+            self.drop_frozen_gradients()
             # For a loop by hand: `forward_backward` has done so already.
-            self.check_axes()
+            self.check_reduced_gradients()
 
-    def _after_step(self, *_: Any) -> None:
+    def _post_step_hook(self, *_: Any) -> None:
         self._fsdp.zero_grad_buffer()
-        self._install()
+        self._install_weights()
 
-    def _install(self) -> None:
+    def _install_weights(self) -> None:
         self._fsdp.install_optimized_model_weights()
         if not self.config.overlap_param_gather:
             self._fsdp.start_param_sync(force_sync=True)
@@ -235,12 +238,12 @@ class MegatronFSDPManager(DataParallelManager):
 
 def _check_options(config: MegatronFSDPConfig, mesh: Mesh) -> None:
     """Refuse options that cannot act on this mesh, by StrategyError on all ranks alike."""
-    if mesh.degrees.dp_replicate > 1 and config.zero == 0:
+    if mesh.degrees.dp_replicate > 1 and config.zero_stage == 0:
         raise StrategyError(
             f"ZeRO 0 copies everything, and Megatron-FSDP cannot do so over two axes (dp_replicate="
             f"{mesh.degrees.dp_replicate}). Set zero_dp_strategy=1 or more, or leave dp_replicate_size out."
         )
-    if mesh.degrees.dp_replicate == 1 and config.shards_outer:
+    if mesh.degrees.dp_replicate == 1 and config.is_outer_sharded:
         raise StrategyError(
             f"outer_dp_sharding_strategy={config.outer_dp_sharding_strategy} shards over dp_replicate, which has one "
             f"rank. Set outer_dp_sharding_strategy=0, or give the mesh a dp_replicate_size of 2 or more."

@@ -34,11 +34,11 @@ class MegatronShardLayout(ShardLayout):
         shard_ranges: Mapping[nn.Parameter, ShardRange],
         divisions: Mapping[nn.Parameter, ParameterSharding] | None = None,
     ) -> None:
-        self._slots: Mapping[Tensor, ShardRange] = dict(shard_ranges)
+        self._shard_ranges: Mapping[Tensor, ShardRange] = dict(shard_ranges)
         self._divisions: Mapping[Tensor, ParameterSharding] = dict(divisions or {})
 
-    def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
-        slot = self._slots.get(parameter)
+    def gather(self, value: Tensor, parameter: Tensor) -> Tensor:
+        slot = self._shard_ranges.get(parameter)
         if slot is None or not isinstance(value, DTensor):
             return gather_full_tensor(value)
         local = value.to_local()
@@ -50,31 +50,35 @@ class MegatronShardLayout(ShardLayout):
             dist.all_reduce(flat, group=slot.group)
             part = flat.view(parameter.shape)
         division = self._divisions.get(parameter)
-        return part if division is None else division.whole(part)
+        return part if division is None else division.gather(part)
 
-    def part(self, full: Tensor, parameter: Tensor) -> Tensor:
+    def shard(self, full: Tensor, parameter: Tensor) -> Tensor:
         """Copy this rank's elements into a DTensor like the parameter, in `full`'s dtype. No communication."""
-        slot = self._slots.get(parameter)
-        if slot is None or not isinstance(parameter, DTensor) or self.shape(parameter, parameter) != full.shape:
+        slot = self._shard_ranges.get(parameter)
+        if (
+            slot is None
+            or not isinstance(parameter, DTensor)
+            or self.get_full_shape(parameter, parameter) != full.shape
+        ):
             return full
         division = self._divisions.get(parameter)
-        part = full if division is None else division.part(full)
+        part = full if division is None else division.shard(full)
         # A copy, so that optimizer state does not keep all of the whole tensor.
         local = part.flatten()[slot.start : slot.end].clone().view(parameter.detach().to_local().shape)
         return build_dtensor_like(parameter, local)
 
-    def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
+    def get_full_shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
         """Return the parameter's shape before tensor parallelism, for what has its shape now."""
         division = self._divisions.get(parameter)
         return division.shape if division is not None and value.shape == parameter.shape else value.shape
 
-    def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    def allocate_shard(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         if not isinstance(parameter, DTensor):
-            return super().empty(parameter, dtype)
+            return super().allocate_shard(parameter, dtype)
         return build_dtensor_like(parameter, torch.empty_like(parameter.detach().to_local(), dtype=dtype))
 
-    def pieces(self, value: Tensor, parameter: Tensor) -> list[LocalChunk]:
-        slot = self._slots.get(parameter)
+    def get_local_chunks(self, value: Tensor, parameter: Tensor) -> list[LocalChunk]:
+        slot = self._shard_ranges.get(parameter)
         if slot is None or not isinstance(value, DTensor):
             return get_local_chunks(value)
         local = value.detach().to_local()
@@ -83,16 +87,16 @@ class MegatronShardLayout(ShardLayout):
         else:
             pieces = get_flat_range_chunks(local.flatten(), slot.start, parameter.shape)
         division = self._divisions.get(parameter)
-        return pieces if division is None else division.pieces(pieces, parameter.shape)
+        return pieces if division is None else division.to_global_chunks(pieces, parameter.shape)
 
-    def computed_in(self, parameter: Tensor) -> torch.dtype:
+    def find_compute_dtype(self, parameter: Tensor) -> torch.dtype:
         """Return the dtype in which modules compute with a parameter, whatever is trained of it."""
-        slot = self._slots.get(parameter)
+        slot = self._shard_ranges.get(parameter)
         return parameter.dtype if slot is None else slot.dtype
 
-    def groups(self, parameter: Tensor) -> ShardGroups:
+    def get_shard_groups(self, parameter: Tensor) -> ShardGroups:
         """Return the ranks that share its buffer, and those of `tp`, as far as each divides it."""
-        slot, division = self._slots[parameter], self._divisions.get(parameter)
+        slot, division = self._shard_ranges[parameter], self._divisions.get(parameter)
         along_dp = (slot.group,) if slot.group is not None else ()
         along_tp = (division.mesh.get_group(),) if division is not None and division.is_sharded else ()
         return along_dp + along_tp

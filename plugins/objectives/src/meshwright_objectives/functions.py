@@ -46,15 +46,15 @@ def sequence_log_probs(tokens: Tokens, values: Tensor | None = None) -> Tensor:
     """Sum log-probabilities over each row, (B,): the model's, or a column (B, S); a column (B,) is taken as it is."""
     own_BS = tokens.log_probs
     if values is None:
-        return tokens.sequence_sum(own_BS)
+        return tokens.sum_by_sequence(own_BS)
     if values.dim() == 1:
         return torch.where(tokens.mask.any(1), values.to(own_BS.dtype), 0.0)
-    return tokens.sequence_sum(mask_to_targets(tokens, values, own_BS))
+    return tokens.sum_by_sequence(mask_to_targets(tokens, values, own_BS))
 
 
 def count_targets(tokens: Sequences) -> Tensor:
     """Return the number of targets of each row, at least 1, int64, (B,)."""
-    return tokens.sequence_sum(tokens.mask).clamp(min=1)
+    return tokens.sum_by_sequence(tokens.mask).clamp(min=1)
 
 
 def split_pairs(values_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ def previous_tokens(input_ids: Tensor, count: int, *, position_ids: Tensor | Non
 def count_documents_with_targets(batch: Mapping[str, Tensor]) -> int:
     """Count the documents of a whole microbatch that have a target; rows are split by `position_ids`."""
     sequences = Sequences(shift_labels(batch["labels"]), batch.get("position_ids"))
-    return int((sequences.document_sum(sequences.mask) > 0).sum())
+    return int((sequences.sum_by_document(sequences.mask) > 0).sum())
 
 
 def select_head_output(logits: Tensor, dims: int, name: str) -> Tensor:

@@ -64,8 +64,8 @@ class GRPO(ObjectiveConfig):
         default=None, description="Highest ratio where the advantage is negative; null: none."
     )
     beta: NonNegativeFloat = Field(default=0.0, description="Factor of the KL divergence from a reference.")
-    entropy: NonNegativeFloat = Field(default=0.0, description="Factor of the entropy, which is rewarded.")
-    importance: Literal["token", "sequence"] = Field(default="token", description="Of what the ratio is taken.")
+    entropy_coef: NonNegativeFloat = Field(default=0.0, description="Factor of the entropy, which is rewarded.")
+    importance_level: Literal["token", "sequence"] = Field(default="token", description="Of what the ratio is taken.")
     normalize: Normalize = Field(default="sequence", description="What the sum is divided by.")
     max_tokens: int | None = Field(
         default=None, ge=1, description="What a sequence's sum is divided by where constant."
@@ -74,7 +74,7 @@ class GRPO(ObjectiveConfig):
     correction: Correction | None = Field(default=None, description="For rollouts of another engine; null: none.")
     correction_min: NonNegativeFloat | None = Field(default=None, description="Lowest correction; null: none.")
     correction_max: PositiveFloat | None = Field(default=3.0, description="Highest one; null: none.")
-    log_entropy: bool = Field(default=False, description="Sum the entropy also where it does not take part.")
+    report_entropy: bool = Field(default=False, description="Sum the entropy also where it does not take part.")
 
     @model_validator(mode="after")
     def _check_combinations(self) -> GRPO:
@@ -94,10 +94,10 @@ class GRPO(ObjectiveConfig):
         return self
 
     @property
-    def takes(self) -> tuple[Column, ...]:
+    def accepted_columns(self) -> tuple[Column, ...]:
         found = [
             Column("advantages", ("B S",) if self.packed else ("B", "B S")),
-            Column(OLD_LOG_PROBS.name, OLD_LOG_PROBS.shapes, needed=False),
+            Column(OLD_LOG_PROBS.name, OLD_LOG_PROBS.shapes, is_required=False),
         ]
         found += [Column("reference_log_probs", ("B S",))] if self.beta else []
         found += [Column("sampling_log_probs", ("B S",))] if self.correction else []
@@ -113,7 +113,7 @@ class GRPO(ObjectiveConfig):
         return count_documents_with_targets(batch)
 
     def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
-        return _PolicyLoss(self, tokens, batch).result()
+        return _PolicyLoss(self, tokens, batch).compute()
 
 
 class PPO(GRPO):
@@ -130,8 +130,8 @@ class PPO(GRPO):
     normalize: Normalize = Field(default="tokens", description="What the sum is divided by.")
 
     @property
-    def takes(self) -> tuple[Column, ...]:
-        return tuple(OLD_LOG_PROBS if each.name == OLD_LOG_PROBS.name else each for each in super().takes)
+    def accepted_columns(self) -> tuple[Column, ...]:
+        return tuple(OLD_LOG_PROBS if each.name == OLD_LOG_PROBS.name else each for each in super().accepted_columns)
 
 
 class Value(ObjectiveConfig):
@@ -145,12 +145,12 @@ class Value(ObjectiveConfig):
     """
 
     name: ClassVar[str] = "value"
-    on: ClassVar[InputKind] = "outputs"
+    input_kind: ClassVar[InputKind] = "outputs"
 
     clip: PositiveFloat | None = Field(default=0.2, description="How far a value may move; null: any.")
 
     @property
-    def takes(self) -> tuple[Column, ...]:
+    def accepted_columns(self) -> tuple[Column, ...]:
         old = () if self.clip is None else (Column("old_values", ("B S",)),)
         return Column("returns", ("B S",)), *old
 
@@ -183,79 +183,86 @@ class _PolicyLoss:
     def __init__(self, options: GRPO, tokens: Tokens, batch: BatchColumns) -> None:
         self.options, self._tokens, self._batch = options, tokens, batch
         self._log_probs_BS = tokens.log_probs
-        self._advantages_BS = self._column("advantages")
+        self._advantages_BS = self._read_column("advantages")
 
-    def result(self) -> tuple[Tensor, ExtraSums]:
+    def compute(self) -> tuple[Tensor, ExtraSums]:
         """Return the sum, scalar, and further sums."""
         options, dtype = self.options, self._log_probs_BS.dtype
-        loss_D, (low, high) = self._surrogate()
+        loss_D, (low, high) = self._compute_surrogate()
         clipped = {"low_mean": low, "high_mean": high, "region_mean": low | high}
-        each_D = {f"clip_ratio/{name}": self._of_each(value.to(dtype)) for name, value in clipped.items()}
+        each_D = {
+            f"clip_ratio/{name}": self._sum_values_by_sequence(value.to(dtype)) for name, value in clipped.items()
+        }
         if options.beta:
-            difference_BS = self._column("reference_log_probs") - self._log_probs_BS
-            each_D["kl"] = self._sum(difference_BS.exp() - difference_BS - 1)
+            difference_BS = self._read_column("reference_log_probs") - self._log_probs_BS
+            each_D["kl"] = self._sum_by_sequence(difference_BS.exp() - difference_BS - 1)
             loss_D = loss_D + options.beta * each_D["kl"]
-        if options.entropy or options.log_entropy:
-            each_D["entropy"] = self._sum(self._tokens.entropy.where(self._tokens.mask, 0.0))
-            loss_D = loss_D - options.entropy * each_D["entropy"] if options.entropy else loss_D
+        if options.entropy_coef or options.report_entropy:
+            each_D["entropy"] = self._sum_by_sequence(self._tokens.entropy.where(self._tokens.mask, 0.0))
+            loss_D = loss_D - options.entropy_coef * each_D["entropy"] if options.entropy_coef else loss_D
         means = options.normalize != "tokens"
         sums = {name: (value / self._lengths_D if means else value).sum().detach() for name, value in each_D.items()}
         divisor = {"tokens": 1, "sequence": self._lengths_D, "constant": options.max_tokens}[options.normalize]
         return (loss_D / divisor).sum(), sums
 
-    def _surrogate(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _compute_surrogate(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The first term, (D,); and what is clipped below and above, bool, (B, S), or (D,) for ratios by sequence."""
         options = self.options
-        old_BS = self._column("old_log_probs") if "old_log_probs" in self._batch else self._log_probs_BS.detach()
+        old_BS = self._read_column("old_log_probs") if "old_log_probs" in self._batch else self._log_probs_BS.detach()
         log_ratio_BS, token_weight_BS, weight_D = self._log_probs_BS - old_BS, None, None
         if options.correction:
-            weight = self._correction(old_BS)
+            weight = self._compute_correction(old_BS)
             token_weight_BS, weight_D = (weight, None) if options.correction.startswith("token") else (None, weight)
         advantages_BS = self._advantages_BS if token_weight_BS is None else self._advantages_BS * token_weight_BS
-        if options.importance == "token":
+        if options.importance_level == "token":
             ratio = log_ratio_BS.exp()
-            once_BS, clipped_BS = self._clips(ratio)
-            surrogate_D = -self._sum((once_BS * advantages_BS).minimum(clipped_BS * advantages_BS))
+            once_BS, clipped_BS = self._clip_ratio(ratio)
+            surrogate_D = -self._sum_by_sequence((once_BS * advantages_BS).minimum(clipped_BS * advantages_BS))
             gains, losses = self._advantages_BS > 0, self._advantages_BS < 0
         else:
-            ratio = (self._sum(log_ratio_BS) / self._lengths_D).exp()
-            once_D, clipped_D = self._clips(ratio)
-            up_D, down_D = self._sum(advantages_BS.clamp(min=0)), self._sum(advantages_BS.clamp(max=0))
+            ratio = (self._sum_by_sequence(log_ratio_BS) / self._lengths_D).exp()
+            once_D, clipped_D = self._clip_ratio(ratio)
+            up_D, down_D = (
+                self._sum_by_sequence(advantages_BS.clamp(min=0)),
+                self._sum_by_sequence(advantages_BS.clamp(max=0)),
+            )
             surrogate_D = -(once_D.minimum(clipped_D) * up_D + once_D.maximum(clipped_D) * down_D)
             # The sign of the sequence's total advantage: its tokens usually share one.
-            mean_D = self._sum(self._advantages_BS)
+            mean_D = self._sum_by_sequence(self._advantages_BS)
             gains, losses = mean_D > 0, mean_D < 0
         surrogate_D = surrogate_D if weight_D is None else surrogate_D * weight_D
         low, high = ratio < 1 - options.clip_low, ratio > 1 + options.clip_high
         return surrogate_D, (low & losses, high & gains)
 
-    def _clips(self, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    def _clip_ratio(self, ratio: Tensor) -> tuple[Tensor, Tensor]:
         options = self.options
         once = ratio if options.delta is None else ratio.clamp(max=options.delta)
         return once, ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
 
-    def _correction(self, old_BS: Tensor) -> Tensor:
+    def _compute_correction(self, old_BS: Tensor) -> Tensor:
         """Importance weights of another engine's rollouts: (B, S) by token, (D,) by sequence; no gradient."""
         kind = self.options.correction or ""
-        difference = (old_BS - self._column("sampling_log_probs")).nan_to_num(nan=0.0).detach()
-        factor = (self._sum(difference) if kind.startswith("sequence") else difference).exp()
+        difference = (old_BS - self._read_column("sampling_log_probs")).nan_to_num(nan=0.0).detach()
+        factor = (self._sum_by_sequence(difference) if kind.startswith("sequence") else difference).exp()
         low, high = self.options.correction_min, self.options.correction_max
         bounded = factor if low is None and high is None else factor.clamp(low, high)
         return bounded if kind.endswith("truncate") else factor.where(bounded == factor, 0.0)
 
-    def _column(self, name: str) -> Tensor:
+    def _read_column(self, name: str) -> Tensor:
         from .functions import mask_to_targets
 
         return mask_to_targets(self._tokens, self._batch[name], self._log_probs_BS)
 
-    def _sum(self, values_BS: Tensor) -> Tensor:
-        return self._tokens.document_sum(values_BS) if self.options.packed else self._tokens.sequence_sum(values_BS)
+    def _sum_by_sequence(self, values_BS: Tensor) -> Tensor:
+        return (
+            self._tokens.sum_by_document(values_BS) if self.options.packed else self._tokens.sum_by_sequence(values_BS)
+        )
 
-    def _of_each(self, values: Tensor) -> Tensor:
+    def _sum_values_by_sequence(self, values: Tensor) -> Tensor:
         """Sum values by token, or by sequence, over each sequence's tokens, (D,)."""
-        return self._sum(values) if self.options.importance == "token" else values * self._lengths_D
+        return self._sum_by_sequence(values) if self.options.importance_level == "token" else values * self._lengths_D
 
     @cached_property
     def _lengths_D(self) -> Tensor:
         """Targets of each sequence, at least 1."""
-        return self._sum(self._tokens.mask.to(self._log_probs_BS.dtype)).clamp(min=1)
+        return self._sum_by_sequence(self._tokens.mask.to(self._log_probs_BS.dtype)).clamp(min=1)

@@ -71,7 +71,7 @@ class DPO(SequenceObjective):
     """
 
     name: ClassVar[str] = "dpo"
-    rows: ClassVar[int] = 2
+    group_size: ClassVar[int] = 2
 
     loss: PairLossName = Field(default="sigmoid", description="What is made of a pair.")
     beta: PositiveFloat = Field(default=0.1, description=BETA_DESCRIPTION)
@@ -95,7 +95,7 @@ class DPO(SequenceObjective):
         return self
 
     @property
-    def takes(self) -> tuple[Column, ...]:
+    def accepted_columns(self) -> tuple[Column, ...]:
         return () if self.reference_free else (REFERENCE_LOG_PROBS,)
 
     def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
@@ -148,7 +148,7 @@ class KTO(SequenceObjective):
     undesirable_weight: NonNegativeFloat = Field(default=1.0, description="Of others.")
 
     @property
-    def takes(self) -> tuple[Column, ...]:
+    def accepted_columns(self) -> tuple[Column, ...]:
         kl = (Column("reference_kl", ("B",)),) if self.loss == "kto" else ()
         return REFERENCE_LOG_PROBS, Column("desirable", ("B",), "bool"), *kl
 
@@ -181,7 +181,7 @@ class ORPO(SequenceObjective):
     """
 
     name: ClassVar[str] = "orpo"
-    rows: ClassVar[int] = 2
+    group_size: ClassVar[int] = 2
 
     beta: NonNegativeFloat = Field(default=0.1, description="Factor of the odds ratio.")
 
@@ -222,7 +222,7 @@ class SimPO(SequenceObjective):
     """
 
     name: ClassVar[str] = "simpo"
-    rows: ClassVar[int] = 2
+    group_size: ClassVar[int] = 2
 
     beta: PositiveFloat = Field(default=2.0, description="Factor of the mean log-probabilities.")
     gamma: NonNegativeFloat = Field(default=0.5, description="By how much the chosen one is to be better.")
@@ -264,14 +264,14 @@ class Reward(SequenceObjective):
     """
 
     name: ClassVar[str] = "reward"
-    on: ClassVar[InputKind] = "outputs"
-    rows: ClassVar[int] = 2
+    input_kind: ClassVar[InputKind] = "outputs"
+    group_size: ClassVar[int] = 2
 
-    center: NonNegativeFloat = Field(default=0.0, description="Factor of the square of a pair's sum.")
+    center_coefficient: NonNegativeFloat = Field(default=0.0, description="Factor of the square of a pair's sum.")
 
     @property
-    def takes(self) -> tuple[Column, ...]:
-        return (Column("margin", ("B",), needed=False),)
+    def accepted_columns(self) -> tuple[Column, ...]:
+        return (Column("margin", ("B",), is_required=False),)
 
     def __call__(self, outputs: Outputs, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
         from .functions import find_valid_pairs, log_sigmoid, select_head_output, split_pairs, sum_rewards
@@ -282,6 +282,6 @@ class Reward(SequenceObjective):
         if "margin" in batch:
             margin_P = margin_P - split_pairs(batch["margin"].to(margin_P.dtype))[0].where(kept_P, 0.0)
         loss_P = -log_sigmoid(margin_P)
-        if self.center:
-            loss_P = loss_P + self.center * (chosen_P + rejected_P) ** 2
+        if self.center_coefficient:
+            loss_P = loss_P + self.center_coefficient * (chosen_P + rejected_P) ** 2
         return loss_P.where(kept_P, 0.0).sum(), sum_rewards(chosen_P, rejected_P, kept_P)

@@ -46,13 +46,13 @@ class CrossEntropy(ObjectiveConfig):
 
     label_smoothing: Fraction = Field(default=0.0, description="Part of the target that all tokens share evenly.")
     z_loss: NonNegativeFloat = Field(default=0.0, description="Factor of the squared logsumexp; 1e-4 in the paper.")
-    sums: list[Literal["correct", "entropy"]] = Field(
+    extra_sums: list[Literal["correct", "entropy"]] = Field(
         default=[], description="What else is summed; each costs a little."
     )
 
     @property
-    def takes(self) -> tuple[Column, ...]:
-        return (Column("weights", ("B S",), needed=False),)
+    def accepted_columns(self) -> tuple[Column, ...]:
+        return (Column("weights", ("B S",), is_required=False),)
 
     def count(self, batch: BatchColumns) -> int:
         counted = get_target_mask(batch)
@@ -74,9 +74,9 @@ class CrossEntropy(ObjectiveConfig):
             weights_BS = mask_to_targets(tokens, batch["weights"], loss_BS)
             loss_BS, kept_BS = loss_BS * weights_BS, kept_BS & (weights_BS != 0)
             each["weights"] = weights_BS
-        if "correct" in self.sums:
+        if "correct" in self.extra_sums:
             each["correct"] = tokens.is_top1.to(loss_BS.dtype)
-        if "entropy" in self.sums:
+        if "entropy" in self.extra_sums:
             each["entropy"] = tokens.entropy
         return loss_BS.where(kept_BS, 0.0).sum(), masked_sums(each, kept_BS)
 
@@ -96,7 +96,7 @@ class Unlikelihood(ObjectiveConfig):
     alpha: NonNegativeFloat = Field(default=1.0, description="Factor of the second term.")
 
     @property
-    def takes(self) -> tuple[Column, ...]:
+    def accepted_columns(self) -> tuple[Column, ...]:
         return (Column("negatives", ("B S K",), "int"),)
 
     def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
@@ -104,7 +104,7 @@ class Unlikelihood(ObjectiveConfig):
 
         nll_BS, kept_BS = -tokens.log_probs, tokens.mask
         ids_BSK, valid_BSK = mask_ids(batch["negatives"], kept_BS)
-        log_probs_BSK = tokens.log_probs_of(ids_BSK).where(valid_BSK, MASKED_LOG_PROB)
+        log_probs_BSK = tokens.log_probs_for(ids_BSK).where(valid_BSK, MASKED_LOG_PROB)
         unlikely_BS = -(-log_probs_BSK.expm1()).clamp(min=1e-5).log().sum(-1)
         each = {"nll": nll_BS, "unlikelihood": unlikely_BS}
         return (nll_BS + self.alpha * unlikely_BS).sum(), masked_sums(each, kept_BS)
@@ -131,7 +131,7 @@ class Distill(ObjectiveConfig):
     name: ClassVar[str] = "distill"
 
     beta: Fraction = Field(default=0.0, description="0: forward KL; 1: reverse KL; between: Jensen-Shannon.")
-    rest: Literal["entry", "renormalize"] = Field(
+    tail: Literal["entry", "renormalize"] = Field(
         default="entry", description="What the mass outside of the teacher's entries is: one entry, or nothing."
     )
     temperature: PositiveFloat = Field(default=1.0, description="Of both; other than 1 with renormalize.")
@@ -139,7 +139,7 @@ class Distill(ObjectiveConfig):
 
     @model_validator(mode="after")
     def _check_temperature(self) -> Distill:
-        if self.temperature != 1 and self.rest == "entry":
+        if self.temperature != 1 and self.tail == "entry":
             raise ValueError(
                 f"temperature={self.temperature:g} with rest='entry' would take a sum over the whole vocabulary. Set "
                 f"temperature=1, or rest='renormalize'"
@@ -147,7 +147,7 @@ class Distill(ObjectiveConfig):
         return self
 
     @property
-    def takes(self) -> tuple[Column, ...]:
+    def accepted_columns(self) -> tuple[Column, ...]:
         return Column("teacher_ids", ("B S K",), "int"), Column("teacher_log_probs", ("B S K",))
 
     def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
@@ -155,10 +155,10 @@ class Distill(ObjectiveConfig):
 
         kept_BS = tokens.mask
         ids_BSK, valid_BSK = mask_ids(batch["teacher_ids"], kept_BS)
-        student_BSK = tokens.log_probs_of(ids_BSK)
+        student_BSK = tokens.log_probs_for(ids_BSK)
         teacher_BSK = batch["teacher_log_probs"].to(student_BSK.dtype).clamp(min=MASKED_LOG_PROB)
         student_BSK, teacher_BSK = (
-            self._as_whole(each.where(valid_BSK, MASKED_LOG_PROB)) for each in (student_BSK, teacher_BSK)
+            self._to_distribution(each.where(valid_BSK, MASKED_LOG_PROB)) for each in (student_BSK, teacher_BSK)
         )
         found_BS = generalized_jsd(student_BSK, teacher_BSK, self.beta).where(valid_BSK.any(-1), 0.0)
         loss_BS, each = found_BS, {"divergence": found_BS}
@@ -167,10 +167,10 @@ class Distill(ObjectiveConfig):
             loss_BS = self.weight * found_BS + (1 - self.weight) * each["nll"]
         return loss_BS.sum(), masked_sums(each, kept_BS)
 
-    def _as_whole(self, log_probs_BSK: Tensor) -> Tensor:
+    def _to_distribution(self, log_probs_BSK: Tensor) -> Tensor:
         """Log-probabilities of a full distribution, (B, S, K) or (B, S, K + 1)."""
         from .functions import append_tail
 
-        if self.rest == "entry":
+        if self.tail == "entry":
             return append_tail(log_probs_BSK)
         return (log_probs_BSK / self.temperature).log_softmax(-1)

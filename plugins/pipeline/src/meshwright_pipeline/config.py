@@ -104,7 +104,9 @@ class PipelineConfig(FrozenModel):
                 found.append(options)
         return found
 
-    def forecast(self, *, layers: int, pp_size: int, sequences: int, head_cost: float = 0.0) -> tuple[float, float]:
+    def estimate_schedule(
+        self, *, layers: int, pp_size: int, sequences: int, head_cost: float = 0.0
+    ) -> tuple[float, float]:
         """The bubble fraction of a schedule whose stages have equally many blocks, and the most live microbatches.
 
         `sequences` are those of a step on each data-parallel rank, and `head_cost` is the time of what the last stage
@@ -119,14 +121,14 @@ class PipelineConfig(FrozenModel):
         ) * pp_size / stages
 
     @property
-    def run_size(self) -> int | None:
+    def sequences_per_run(self) -> int | None:
         """Sequences of one run of the schedule; None: all of a step."""
         # A run of one sequence would be no pipeline, so the reference's default can only mean that none is set.
         return None if self.pp_batch_size == 1 else self.pp_batch_size
 
     @field_validator("dtype", mode="before")
     @classmethod
-    def _name_dtype(cls, value: Any) -> Any:
+    def _normalize_dtype(cls, value: Any) -> Any:
         name = str(value).removeprefix("torch.")
         if value is not None and name not in TRAINING_DTYPES:
             raise ValueError(
@@ -174,7 +176,7 @@ class PipelineConfig(FrozenModel):
             )
         if self.layers_per_stage is not None and self.module_fqns_per_model_part is not None:
             raise ValueError("layers_per_stage and module_fqns_per_model_part both divide the model. Give one")
-        if self.run_size is not None and self.run_size % self.pp_microbatch_size:
+        if self.sequences_per_run is not None and self.sequences_per_run % self.pp_microbatch_size:
             raise ValueError(
                 f"pp_batch_size={self.pp_batch_size} does not divide into microbatches of "
                 f"pp_microbatch_size={self.pp_microbatch_size}. Use one of {_format_divisors(self.pp_batch_size)}"
@@ -182,7 +184,7 @@ class PipelineConfig(FrozenModel):
         return self
 
 
-PipelineConfig.positional = tuple(PipelineConfig.model_fields)
+PipelineConfig.positional_fields = tuple(PipelineConfig.model_fields)
 
 
 class BlockCountConfig(PipelineConfig):
@@ -234,7 +236,7 @@ def compute_num_stages(config: PipelineConfig, *, num_layers: int, pp_size: int)
         if chunks < rule.min_chunks or (rule.max_chunks and chunks > rule.max_chunks):
             raise ConfigError(
                 f"{source} gives {stages} stages, {chunks} on each of {pp_size} ranks, but "
-                f"pp_schedule={config.pp_schedule!r} takes {rule.chunks_allowed} on a rank. "
+                f"pp_schedule={config.pp_schedule!r} takes {rule.describe_chunks} on a rank. "
                 f"Change one of them{_layers_per_stage_hint(num_layers, pp_size, rule.min_chunks)}."
             )
     if stages > num_layers:
@@ -277,7 +279,7 @@ def _layers_per_stage_hint(layers: int, ranks: int, chunks: int) -> str:
 
 def compute_num_microbatches(config: PipelineConfig, *, num_sequences: int) -> int:
     """Microbatches of one run of the schedule, for the sequences of a step on each data-parallel rank."""
-    batch, size = config.run_size or num_sequences, config.pp_microbatch_size
+    batch, size = config.sequences_per_run or num_sequences, config.pp_microbatch_size
     if num_sequences % batch:
         raise ConfigError(
             f"{num_sequences} sequences of a step on each data-parallel rank do not divide into runs of "
@@ -291,7 +293,7 @@ def compute_num_microbatches(config: PipelineConfig, *, num_sequences: int) -> i
     if config.pp_schedule_csv is None:
         return batch // size
     _, microbatches = read_schedule_size(config.pp_schedule_csv)
-    if config.run_size is not None and batch // size != microbatches:
+    if config.sequences_per_run is not None and batch // size != microbatches:
         raise ConfigError(
             f"pp_batch_size={batch} is {batch // size} microbatches of {size}, but "
             f"pp_schedule_csv={config.pp_schedule_csv!r} runs {microbatches}. "

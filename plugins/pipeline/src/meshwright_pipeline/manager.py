@@ -95,46 +95,51 @@ class PipelineManager(StagedStateManager):
         mesh = from_device_mesh(device_mesh, axes)
         check_options(config, mesh.degrees)
         self.config, self.mesh = config, mesh
-        self._setting, self._loss = StageFactory(config, mesh, inner), build_loss_objective(config.loss_fn)
-        if self._loss is not None and mesh.degrees.tp > 1:
+        self._stage_factory, self._loss_objective = (
+            StageFactory(config, mesh, inner),
+            build_loss_objective(config.loss_fn),
+        )
+        if self._loss_objective is not None and mesh.degrees.tp > 1:
             raise ConfigError(
                 f"loss_fn with tp_size={mesh.degrees.tp}: the logits are divided over the ranks of tp, and only the "
                 f"token loss knows how. Set tp_size=1, or leave loss_fn out."
             )
-        self._model: StagedModel | None = None
-        self._tried_out: set[bool] = set()
+        self._staged_model: StagedModel | None = None
+        self._probed: set[bool] = set()
         self._gradients_are_checked = False
-        self._longest = 0
-        self._steps, self._recorder = StepBookkeeping(mesh, self._trainable), StatisticsRecorder()
+        self._max_length = 0
+        self._steps, self._recorder = StepBookkeeping(mesh, self._trainable_parameters), StatisticsRecorder()
         self.timeline = PipelineTimelineRecorder(mesh.device, mesh.axis_rank("pp"))
         """See `meshwright_run.journal`."""
 
     # -- the model
 
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
-        check_not_owned(model, has_model=self._model is not None)
+        check_not_owned(model, has_model=self._staged_model is not None)
         sync_tie_config(model)
         taken_apart = self.config.patch_inner_model
-        self.mesh.world.together(
+        self.mesh.world.run_on_all_ranks(
             lambda: check_trainable(model, may_be_frozen=not taken_apart, supports_router_loss=taken_apart)
         )
         self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
-        self._taken_names = get_forward_arguments(model) if taken_apart else MODEL_KEYS
+        self._forward_arguments = get_forward_arguments(model) if taken_apart else MODEL_KEYS
         self._loss_dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-        self.merging = build_merger(model) if taken_apart else None
+        self.adapter_merger = build_merger(model) if taken_apart else None
         take = split_into_stages if taken_apart else use_given_stage
-        self._model = take(model, weights, self._setting)
-        check_activation_budget(self._stages, self._model.orders, self.config.pp_schedule)
-        self._copies = SharedParameters(self._model.names, self._managers, self._model.orders.placement, self.mesh)
+        self._staged_model = take(model, weights, self._stage_factory)
+        check_activation_budget(self._stages, self._staged_model.rank_schedule, self.config.pp_schedule)
+        self._shared_parameters = SharedParameters(
+            self._staged_model.parameter_names, self._managers, self._staged_model.rank_schedule.placement, self.mesh
+        )
         return next(iter(self._managers.values())).module
 
     @property
-    def _taken(self) -> StagedModel:
-        return require_model(self._model)
+    def _require_staged_model(self) -> StagedModel:
+        return require_model(self._staged_model)
 
     @property
     def _stages(self) -> Mapping[int, PipelineStage]:
-        return self._taken.here
+        return self._require_staged_model.local_stages
 
     @property
     def _managers(self) -> dict[int, DataParallelManager]:
@@ -142,9 +147,9 @@ class PipelineManager(StagedStateManager):
 
     @property
     def _names(self) -> StagedParameterNames:
-        return self._taken.names
+        return self._require_staged_model.parameter_names
 
-    def in_stages(self, model: nn.Module) -> PipelineCostModel | None:
+    def build_cost_model(self, model: nn.Module) -> PipelineCostModel | None:
         """What a plan needs to know of the stages of a model; see `meshwright_plan.stages.InStages`."""
         return build_cost_model(model, model_layout(model), self.config, self.mesh.degrees.pp)
 
@@ -153,151 +158,165 @@ class PipelineManager(StagedStateManager):
     def forward_backward(
         self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
     ) -> Tensor:
-        self._settle()
-        given = self._given(objective)
-        pieces = self._pieces(microbatches, num_tokens, given)
+        self._finalize_step()
+        given = self._bind_objective(objective)
+        pieces = self._split_microbatches(microbatches, num_tokens, given)
         managers = self._managers.values()
-        check_no_pending_gradients(self._trainable())
+        check_no_pending_gradients(self._trainable_parameters())
         for manager in managers:
             if not manager.module.training:
                 manager.module.train()
-        with self._around(model_inputs(given, microbatches)):
-            tally = self._tally(pieces[0], given)
+        with self._step_context(model_inputs(given, microbatches)):
+            tally = self._build_accumulator(pieces[0], given)
             inputs = map_microbatches(pieces, lambda piece: model_inputs(given, [piece])[0])
-            choose_activations(self._stages, self._taken.orders, inputs, self.mesh.world)
-            losses = self._run(pieces, given, is_training=True)
+            choose_activations(self._stages, self._require_staged_model.rank_schedule, inputs, self.mesh.world)
+            losses = self._run_schedule(pieces, given, is_training=True)
         # Only the first step may find that a stage's gradients are not what they should be.
-        together = self.mesh.world.together
+        together = self.mesh.world.run_on_all_ranks
         finishing = {index: manager.finish_gradients for index, manager in self._managers.items()}
         found = {index: each() if self._gradients_are_checked else together(each) for index, each in finishing.items()}
         self._gradients_are_checked = True
-        shared = self._copies.sum_gradients(found)
+        shared = self._shared_parameters.sum_gradients(found)
         for manager in managers:
-            manager.drop_frozen()
-        ending = self._steps.trained(list(found.values()), shared, tally)
-        return self._summed(losses, tally, ending)
+            manager.drop_frozen_gradients()
+        ending = self._steps.start_reduction(list(found.values()), shared, tally)
+        return self._reduce_loss(losses, tally, ending)
 
-    def _trainable(self) -> Iterator[nn.Parameter]:
-        return (parameter for manager in self._managers.values() for parameter in manager.trainable())
+    def _trainable_parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for manager in self._managers.values() for parameter in manager.iter_trainable())
 
     def eval_loss(
         self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
     ) -> Tensor:
-        losses, tally = self._evaluated(microbatches, num_tokens, self._given(objective))
-        return self._summed(losses, tally, self._steps.evaluated(tally))
+        losses, tally = self._run_evaluation(microbatches, num_tokens, self._bind_objective(objective))
+        return self._reduce_loss(losses, tally, self._steps.build_eval_reduction(tally))
 
     def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
-        self._recorder.begin(names)
-        require_model(self._model)
-        self._evaluated(microbatches, None, self._steps.noting(self._recorder, self._taken_names))
+        self._recorder.start(names)
+        require_model(self._staged_model)
+        self._run_evaluation(microbatches, None, self._steps.bind_recorder(self._recorder, self._forward_arguments))
         sizes = [batch["labels"].shape for batch in microbatches]
         return _gather_token_stats(self._recorder, sizes, self.mesh, self._loss_dtype)
 
-    def _evaluated(
+    def _run_evaluation(
         self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: BoundObjective | None
     ) -> tuple[list[Tensor], ObjectiveAccumulator | None]:
-        pieces = self._pieces(microbatches, num_tokens, given)
+        pieces = self._split_microbatches(microbatches, num_tokens, given)
         managers = self._managers.values()
         before = [manager.module.training for manager in managers]
         for manager in managers:
             manager.module.eval()
         try:
-            with self._around(model_inputs(given, microbatches)), torch.no_grad():
-                tally = self._tally(pieces[0], given)
-                losses = self._run(pieces, given, is_training=False)
+            with self._step_context(model_inputs(given, microbatches)), torch.no_grad():
+                tally = self._build_accumulator(pieces[0], given)
+                losses = self._run_schedule(pieces, given, is_training=False)
         finally:
             for manager, training in zip(managers, before, strict=True):
                 manager.module.train(training)
                 manager.after_eval()
         return losses, tally
 
-    def _settle(self) -> None:
-        self._steps.settle()
+    def _finalize_step(self) -> None:
+        self._steps.finalize()
 
-    def read(self, *values: Tensor) -> list[float]:
-        return self._steps.read(*values)
+    def read_scalars(self, *values: Tensor) -> list[float]:
+        return self._steps.read_scalars(*values)
 
     @property
     def last_sums(self) -> Mapping[str, Tensor]:
         return self._steps.last_sums
 
-    def _given(self, objective: Objective | None) -> BoundObjective | None:
-        require_model(self._model)
-        return self._steps.given(self._loss if objective is None else objective, self._taken_names)
+    def _bind_objective(self, objective: Objective | None) -> BoundObjective | None:
+        require_model(self._staged_model)
+        return self._steps.bind_objective(
+            self._loss_objective if objective is None else objective, self._forward_arguments
+        )
 
-    def _pieces(
+    def _split_microbatches(
         self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: BoundObjective | None
     ) -> list[Batch]:
         """The step's microbatches as the schedule takes them, equally many on all ranks."""
         size = self.config.pp_microbatch_size
-        agreed = finish_step_sync(microbatches, num_tokens, self.mesh, self._terms(given))
-        self._longest = agreed.longest
+        agreed = finish_step_sync(microbatches, num_tokens, self.mesh, self._build_requirements(given))
+        self._max_length = agreed.max_length
         pieces = [piece for batch in agreed.microbatches for piece in split_batch(batch, size)]
         for stage in self._stages.values():
-            stage.begin_step(agreed.num_tokens, microbatches=agreed.most)
+            stage.begin_step(agreed.num_tokens, microbatches=agreed.max_count)
         # Ranks of one stage gather and reduce together, so all run the same schedule.
-        length = self._taken.orders.run_length(agreed.most)
-        return pad_microbatches(pieces, -(-agreed.most // length) * length)
+        length = self._require_staged_model.rank_schedule.microbatches_per_run(agreed.max_count)
+        return pad_microbatches(pieces, -(-agreed.max_count // length) * length)
 
-    def _run(self, microbatches: Sequence[Batch], given: BoundObjective | None, *, is_training: bool) -> list[Tensor]:
+    def _run_schedule(
+        self, microbatches: Sequence[Batch], given: BoundObjective | None, *, is_training: bool
+    ) -> list[Tensor]:
         """The losses of the pieces, on the last stage's rank."""
-        orders, forward = self._taken.orders, next(iter(self._managers.values())).forward
+        orders, forward = self._require_staged_model.rank_schedule, next(iter(self._managers.values())).forward_runner
         has_last = any(stage.is_last for stage in self._stages.values())
 
         def part(piece: Batch) -> Batch:
-            divided = forward.divide(piece, given)
-            return forward.on_device(divided if has_last else split_unsharded_columns(divided)[0])
+            divided = forward.shard_batch(piece, given)
+            return forward.to_device(divided if has_last else split_unsharded_columns(divided)[0])
 
         batches = map_microbatches(microbatches, part)
         return run_step(self._stages, orders, self.mesh, batches, is_training=is_training, recorder=self.timeline)
 
     @contextmanager
-    def _around(self, microbatches: Sequence[Batch]) -> Iterator[None]:
+    def _step_context(self, microbatches: Sequence[Batch]) -> Iterator[None]:
         with ExitStack() as contexts:
             for manager in self._managers.values():
-                contexts.enter_context(manager.in_step(microbatches, self._longest))
+                contexts.enter_context(manager.enter_step(microbatches, self._max_length))
             yield
 
-    def _tally(self, piece: Batch, given: BoundObjective | None) -> ObjectiveAccumulator | None:
+    def _build_accumulator(self, piece: Batch, given: BoundObjective | None) -> ObjectiveAccumulator | None:
         """See `Forward.probe`; each stage finds what is wrong with its part, and the last how it takes the loss, and
         what is wrong with an objective."""
-        takes_loss = given is None or given.on == "tokens"
+        takes_loss = given is None or given.input_kind == "tokens"
         stages, (inputs,) = self._stages.values(), model_inputs(given, [piece])
-        if takes_loss not in self._tried_out:
+        if takes_loss not in self._probed:
             for stage in stages:
-                self.mesh.world.together(lambda stage=stage: stage.try_out(inputs, needs_token_loss=takes_loss))  # type: ignore[misc]
-            self._tried_out.add(takes_loss)
+                self.mesh.world.run_on_all_ranks(lambda stage=stage: stage.probe(inputs, needs_token_loss=takes_loss))  # type: ignore[misc]
+            self._probed.add(takes_loss)
         last = next((stage for stage in stages if stage.is_last), None)
-        tally = self._steps.tally(given, None if last is None else functools.partial(last.try_objective, piece))
+        tally = self._steps.start_accumulator(
+            given, None if last is None else functools.partial(last.probe_objective, piece)
+        )
         for stage in stages:
-            stage.minimize(tally)
+            stage.set_objective(tally)
         return tally
 
-    def _terms(self, given: BoundObjective | None) -> BatchRequirements:
+    def _build_requirements(self, given: BoundObjective | None) -> BatchRequirements:
         size = self.config.pp_microbatch_size
-        multiple = max(manager.forward.sequence_multiple for manager in self._managers.values())
-        frozen = compute_frozen_share(self.mesh, self._copies.frozen())
+        multiple = max(manager.forward_runner.sequence_multiple for manager in self._managers.values())
+        frozen = compute_frozen_share(self.mesh, self._shared_parameters.iter_frozen())
         # Methods, which are equal from step to step: else a step that was announced would be agreed on again.
         return BatchRequirements(
-            self._vocab_size, multiple, self._check_batches, self._count, objective=given, rows=size, frozen=frozen
+            self._vocab_size,
+            multiple,
+            self._check_batches,
+            self._count_microbatches,
+            objective=given,
+            rows_per_chunk=size,
+            frozen_share=frozen,
         )
 
-    def _count(self, microbatches: Sequence[Batch]) -> int:
+    def _count_microbatches(self, microbatches: Sequence[Batch]) -> int:
         return sum(batch["input_ids"].shape[0] // self.config.pp_microbatch_size for batch in microbatches)
 
-    def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
-        return begin_step_sync(microbatches, self.mesh, self._terms(self._given(objective)))
+    def begin_step_sync(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
+        return begin_step_sync(microbatches, self.mesh, self._build_requirements(self._bind_objective(objective)))
 
     def _check_batches(self, microbatches: Sequence[Batch]) -> None:
         check_batch_sizes(microbatches, self.config)
         for manager in self._managers.values():
             manager.check_step(microbatches)
 
-    def _summed(self, losses: Sequence[Tensor], tally: ObjectiveAccumulator | None, ending: StepReduction) -> Tensor:
+    def _reduce_loss(
+        self, losses: Sequence[Tensor], tally: ObjectiveAccumulator | None, ending: StepReduction
+    ) -> Tensor:
         mesh, alike = self.mesh, self.mesh.group("tp") if self.mesh.degrees.tp > 1 else None
-        sharers = next(iter(self._managers.values())).forward.sharers
+        sharers = next(iter(self._managers.values())).forward_runner.replicas
         further = None if tally is None else tally.sums / sharers
-        total = ending.add_up(
+        total = ending.all_reduce(
             losses,
             mesh.device,
             extra_sums=further,
@@ -305,18 +324,18 @@ class PipelineManager(StagedStateManager):
             replica_group=alike,
             stage_group=mesh.group("pp"),
         )
-        return self._steps.loss(total, tally, ending).to(self._loss_dtype)
+        return self._steps.unpack_loss(total, tally, ending).to(self._loss_dtype)
 
     def gradient_norms(self) -> dict[str, float]:
-        require_model(self._model)
-        return self._copies.norms_by_part()
+        require_model(self._staged_model)
+        return self._shared_parameters.norms_by_part()
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
         check_clip_options(max_norm, norm_type)
-        norm = self._copies.total_norm(norm_type)
+        norm = self._shared_parameters.total_norm(norm_type)
         if max_norm is not None:
             for manager in self._managers.values():
-                manager.gradients.scale(norm, max_norm)
+                manager.gradients.clip(norm, max_norm)
         return norm
 
 
@@ -326,8 +345,8 @@ def _gather_token_stats(
     """What the last stage's recorder has found, for each microbatch (B, S) of the step. Collective."""
     names, counts = recorder.names, [size.numel() for size in sizes]
     values = torch.zeros(len(names), sum(counts), device=mesh.device, dtype=dtype)
-    for index, name in enumerate(names if recorder.found else ()):
-        values[index] = torch.cat([piece[name].flatten() for piece in recorder.found])
+    for index, name in enumerate(names if recorder.recorded else ()):
+        values[index] = torch.cat([piece[name].flatten() for piece in recorder.recorded])
     # All but one rank have zeros, so that nothing is rounded.
     dist.all_reduce(values, group=mesh.group("pp"))
     return [

@@ -41,6 +41,6 @@ def register_strategies() -> list[StrategySpec]:
             config_cls=PipelineConfig,
             build=build,
             check=check_options,
-            wraps=True,
+            is_wrapper=True,
         )
     ]

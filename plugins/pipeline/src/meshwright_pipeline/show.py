@@ -71,28 +71,28 @@ class PipelineSummary:
         return [stage.cost for stage in self.stages]
 
     @cached_property
-    def end(self) -> float:
+    def end_time(self) -> float:
         return max(rank[-1][2] for rank in self.times)
 
     @property
     def kinds(self) -> list[ActionKind]:
-        used = {action.kind for order in self.schedule.orders for action in order}
+        used = {action.kind for order in self.schedule.actions_by_rank for action in order}
         return [kind for kind in ACTION_STYLES if kind in used]
 
-    def bubble_of(self, rank: int) -> float:
+    def compute_rank_bubble(self, rank: int) -> float:
         """The share of the whole time in which a rank waits, from 0 to 1."""
-        return 1 - sum(end - start for _, start, end in self.times[rank]) / self.end
+        return 1 - sum(end - start for _, start, end in self.times[rank]) / self.end_time
 
     @property
     def headline(self) -> str:
         schedule = self.schedule
         return (
-            f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches "
+            f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches "
             f"of {self.microbatch_size} sequence{'s' if self.microbatch_size > 1 else ''}"
         )
 
     @property
-    def bubbles(self) -> str:
+    def bubble_text(self) -> str:
         """How much of all ranks' time is waiting, in words."""
         equal = bubble_fraction(self.schedule)
         divided = bubble_fraction(self.schedule, stage_costs=self.costs)
@@ -162,9 +162,9 @@ def render_tables(summary: PipelineSummary) -> list[Any]:
         split.add_row(str(index), str(owner), held, f"{stage.parameters:,}", f"{stage.cost:.2f}")
     ranks = Table("rank", "stages", "bubble", "peak of live microbatches")
     for rank, peak in enumerate(count_peak_live_microbatches(summary.schedule)):
-        stages = ", ".join(map(str, summary.schedule.stages_of(rank)))
-        ranks.add_row(str(rank), stages, f"{summary.bubble_of(rank):.1%}", str(peak))
-    return [split, ranks, summary.bubbles]
+        stages = ", ".join(map(str, summary.schedule.stages_on_rank(rank)))
+        ranks.add_row(str(rank), stages, f"{summary.compute_rank_bubble(rank):.1%}", str(peak))
+    return [split, ranks, summary.bubble_text]
 
 
 def render_timeline(summary: PipelineSummary, width: int) -> list[Text]:
@@ -176,14 +176,14 @@ def render_timeline(summary: PipelineSummary, width: int) -> list[Text]:
     bubble = f"#808080 on {BUBBLE_COLOR}"
     styles = {kind: f"bold #ffffff on {colour}" for kind, (colour, _) in ACTION_STYLES.items()}
     shortest = min(min(summary.costs) * cost for cost in UNIT_COSTS.values())
-    margin = len(f"rank {schedule.ranks - 1} ")
-    columns = max(1, min(width - margin, round(summary.end / shortest)))
+    margin = len(f"rank {schedule.num_ranks - 1} ")
+    columns = max(1, min(width - margin, round(summary.end_time / shortest)))
     lines = []
     for rank, times in enumerate(summary.times):
-        first = schedule.stages_of(rank)[0]
+        first = schedule.stages_on_rank(rank)[0]
         line = Text(f"rank {rank} ".rjust(margin))
         for column in range(columns):
-            now = (column + 0.5) * summary.end / columns
+            now = (column + 0.5) * summary.end_time / columns
             action = next((each for each, start, end in times if start <= now < end), None)
             if action is None:
                 line.append("·", style=bubble)
@@ -195,7 +195,7 @@ def render_timeline(summary: PipelineSummary, width: int) -> list[Text]:
     for kind in summary.kinds:
         legend.append(str(kind), style=styles[kind]).append(f" {ACTION_STYLES[kind][1]}  ")
     legend.append("·", style=bubble).append(" bubble")
-    if schedule.stages > schedule.ranks:
+    if schedule.num_stages > schedule.num_ranks:
         legend.append("  lower case: not the rank's first stage")
     return [*lines, legend]
 
@@ -210,13 +210,13 @@ def draw_timeline(summary: PipelineSummary, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    ranks = summary.schedule.ranks
+    ranks = summary.schedule.num_ranks
     figure = Figure(figsize=(14, 1.8 + 0.55 * ranks), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.barh(range(ranks), [summary.end] * ranks, height=0.9, color=BUBBLE_COLOR)
+    axes.barh(range(ranks), [summary.end_time] * ranks, height=0.9, color=BUBBLE_COLOR)
     for rank, times in enumerate(summary.times):
-        first = summary.schedule.stages_of(rank)[0]
+        first = summary.schedule.stages_on_rank(rank)[0]
         for action, start, end in times:
             alpha = 1.0 if action.stage == first else 0.65
             axes.barh(
@@ -229,18 +229,18 @@ def draw_timeline(summary: PipelineSummary, path: Path) -> None:
                 edgecolor="#ffffff",
             )
             # Numbers that would run into each other are left out.
-            if (end - start) / summary.end > 0.008:
+            if (end - start) / summary.end_time > 0.008:
                 axes.text((start + end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=7)
     axes.set_yticks(
         range(ranks),
         [f"rank {rank}\npeak {peak}" for rank, peak in enumerate(count_peak_live_microbatches(summary.schedule))],
     )
     axes.invert_yaxis()
-    axes.set(xlabel="time [forwards of an average stage]", xlim=(0, summary.end))
-    axes.set_title(f"{summary.headline}\n{summary.bubbles}", loc="left", fontsize=9)
+    axes.set(xlabel="time [forwards of an average stage]", xlim=(0, summary.end_time))
+    axes.set_title(f"{summary.headline}\n{summary.bubble_text}", loc="left", fontsize=9)
     patches = [Patch(color=ACTION_STYLES[kind][0], label=ACTION_STYLES[kind][1]) for kind in summary.kinds]
     patches.append(Patch(color=BUBBLE_COLOR, label="bubble"))
-    if summary.schedule.stages > ranks:
+    if summary.schedule.num_stages > ranks:
         patches.append(Patch(color="#000000", alpha=0.3, label="paler: not the rank's first stage"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
     try:

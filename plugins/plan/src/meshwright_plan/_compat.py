@@ -35,27 +35,27 @@ _SCALAR_TYPES = (bool, int, float, str, torch.dtype, torch.device, torch.layout,
 class FakeTensorDispatcher:
     """Makes tensors with a shape, dtype and device, but no memory; see [Note: fake tensors]."""
 
-    _known: ClassVar[dict[tuple[Any, ...], tuple[Any, Any, Any] | None]] = {}
+    _cache: ClassVar[dict[tuple[Any, ...], tuple[Any, Any, Any] | None]] = {}
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def computed(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             func, args, kwargs = _rewrite_grouped_mm(args, kwargs)
         parts: list[Any] = [func, torch.get_default_dtype()]
-        has_key = self._add(parts, args) and self._add(parts, tuple(kwargs.items()))
+        has_key = self._extend_key(parts, args) and self._extend_key(parts, tuple(kwargs.items()))
         short = tuple(parts)
         try:
-            if has_key and short not in self._known:
+            if has_key and short not in self._cache:
                 state, key = _CacheKeyState(None), None
                 with suppress(_BypassDispatchCache):
                     key = self._mode._cache_key(state, func, args, kwargs)
                 made = self._mode.dispatch(func, types, args, kwargs)
                 entry = None if key is None else FakeTensorMode.cache.get(key)
-                self._known[short] = (state, entry, key) if isinstance(entry, _DispatchCacheValidEntry) else None
+                self._cache[short] = (state, entry, key) if isinstance(entry, _DispatchCacheValidEntry) else None
                 return made
-            known = self._known[short] if has_key else None
+            known = self._cache[short] if has_key else None
             if known is None:
                 return self._mode.dispatch(func, types, args, kwargs)
             return self._mode._output_from_cache_entry(*known, func, args)
@@ -63,7 +63,7 @@ class FakeTensorDispatcher:
             # It keeps weak references to what it makes, and `nn.SourceModule.to` refuses tensors that have some.
             self._mode.fake_tensor_converter.tensor_memo.clear()
 
-    def _add(self, key: list[Any], values: Sequence[Any]) -> bool:
+    def _extend_key(self, key: list[Any], values: Sequence[Any]) -> bool:
         """Add values to a key; False if it would not determine the result."""
         for value in values:
             if isinstance(value, FakeTensor):
@@ -75,7 +75,7 @@ class FakeTensorDispatcher:
                 return False
             elif isinstance(value, list | tuple):
                 key.append(len(value))
-                if not self._add(key, value):
+                if not self._extend_key(key, value):
                     return False
             elif value is None or isinstance(value, _SCALAR_TYPES):
                 key += (type(value), value)
@@ -83,10 +83,10 @@ class FakeTensorDispatcher:
                 return False
         return True
 
-    def device(self, tensor: Tensor) -> torch.device:
+    def get_device(self, tensor: Tensor) -> torch.device:
         return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
-    def knows(self, tensor: Tensor) -> bool:
+    def is_fake(self, tensor: Tensor) -> bool:
         return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode
 
 

@@ -38,66 +38,66 @@ class _BlockPool:
         self.mapped = 0
         self.live: dict[int, tuple[int, int]] = {}
         self._is_small, self._is_expandable = is_small, is_expandable
-        self._least_left = 0 if is_small or is_expandable else SMALL_SIZE
-        self._next = 0
-        self._sizes: list[tuple[int, int]] = []  # free blocks by size, and by both of their ends
-        self._starts: dict[int, int] = {}
-        self._ends: dict[int, int] = {}
+        self._min_remaining = 0 if is_small or is_expandable else SMALL_SIZE
+        self._next_start = 0
+        self._free_by_size: list[tuple[int, int]] = []  # free blocks by size, and by both of their ends
+        self._free_by_start: dict[int, int] = {}
+        self._free_by_end: dict[int, int] = {}
 
-    def take(self, block: int, size: int) -> None:
+    def allocate(self, block: int, size: int) -> None:
         """Hold `size` bytes, or all of a free block that is not worth splitting."""
-        place = bisect.bisect_left(self._sizes, (size, -1))
-        at_end = self._ends.get(self.mapped) if self._is_expandable else None
-        if place + 1 < len(self._sizes) and self._sizes[place][1] == at_end:
+        place = bisect.bisect_left(self._free_by_size, (size, -1))
+        at_end = self._free_by_end.get(self.mapped) if self._is_expandable else None
+        if place + 1 < len(self._free_by_size) and self._free_by_size[place][1] == at_end:
             place += 1
-        if place < len(self._sizes):
-            free, start = self._sizes[place]
-            self._forget(start, free)
+        if place < len(self._free_by_size):
+            free, start = self._free_by_size[place]
+            self._remove_free(start, free)
         else:
-            start, free = self._grown(size) if self._is_expandable else self._segment(size)
-        if free - size > self._least_left:
-            self._note(start + size, free - size)
+            start, free = self._grow(size) if self._is_expandable else self._allocate_segment(size)
+        if free - size > self._min_remaining:
+            self._add_free(start + size, free - size)
             free = size
         self.live[block] = (start, free)
 
     def free(self, block: int) -> None:
         start, size = self.live.pop(block)
-        before, behind = self._ends.get(start), self._starts.get(start + size)
+        before, behind = self._free_by_end.get(start), self._free_by_start.get(start + size)
         if behind is not None:
-            self._forget(start + size, behind)
+            self._remove_free(start + size, behind)
             size += behind
         if before is not None:
-            self._forget(before, start - before)
+            self._remove_free(before, start - before)
             start, size = before, size + start - before
-        self._note(start, size)
+        self._add_free(start, size)
 
-    def _grown(self, size: int) -> tuple[int, int]:
+    def _grow(self, size: int) -> tuple[int, int]:
         """Map new memory behind the free block at the end, and return both as one free block."""
         granule = SMALL_BUFFER if self._is_small else LARGE_BUFFER
-        start = self._ends.get(self.mapped, self.mapped)
+        start = self._free_by_end.get(self.mapped, self.mapped)
         free = self.mapped - start
         if free:
-            self._forget(start, free)
+            self._remove_free(start, free)
         missing = -(-(size - free) // granule) * granule
         self.mapped += missing
         return start, free + missing
 
-    def _segment(self, size: int) -> tuple[int, int]:
+    def _allocate_segment(self, size: int) -> tuple[int, int]:
         multiple = -(-size // SMALL_BUFFER) * SMALL_BUFFER
         free = SMALL_BUFFER if self._is_small else LARGE_BUFFER if size < LARGE_BUFFER // 2 else multiple
         self.mapped += free
-        start = self._next
-        self._next += free + 1  # with a gap of one byte, blocks of two segments are no neighbours
+        start = self._next_start
+        self._next_start += free + 1  # with a gap of one byte, blocks of two segments are no neighbours
         return start, free
 
-    def _note(self, start: int, size: int) -> None:
-        bisect.insort(self._sizes, (size, start))
-        self._starts[start] = size
-        self._ends[start + size] = start
+    def _add_free(self, start: int, size: int) -> None:
+        bisect.insort(self._free_by_size, (size, start))
+        self._free_by_start[start] = size
+        self._free_by_end[start + size] = start
 
-    def _forget(self, start: int, size: int) -> None:
-        del self._sizes[bisect.bisect_left(self._sizes, (size, start))]
-        del self._starts[start], self._ends[start + size]
+    def _remove_free(self, start: int, size: int) -> None:
+        del self._free_by_size[bisect.bisect_left(self._free_by_size, (size, start))]
+        del self._free_by_start[start], self._free_by_end[start + size]
 
 
 class Allocator:
@@ -105,47 +105,47 @@ class Allocator:
 
     def __init__(self, *, expandable: bool | None = None) -> None:
         self._is_expandable = uses_expandable_segments() if expandable is None else expandable
-        self._segments: dict[tuple[str, bool], _BlockPool] = {}
-        self._of: dict[int, _BlockPool] = {}
+        self._pools: dict[tuple[str, bool], _BlockPool] = {}
+        self._pool_by_block: dict[int, _BlockPool] = {}
         self.allocated = 0
 
     @property
     def reserved(self) -> int:
-        return sum(each.mapped for each in self._segments.values())
+        return sum(each.mapped for each in self._pools.values())
 
-    def change(self, block: int, delta: int, stream: str = COMPUTE) -> None:
+    def update(self, block: int, delta: int, stream: str = COMPUTE) -> None:
         """Allocate a block (`delta` > 0), or free it; a block that is resized is freed first."""
         if delta > 0:
             size = -(-delta // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE
             is_small = size <= SMALL_SIZE
-            if (stream, is_small) not in self._segments:
-                self._segments[stream, is_small] = _BlockPool(is_small=is_small, is_expandable=self._is_expandable)
-            self._of[block] = self._segments[stream, is_small]
-            self._of[block].take(block, size)
-            self.allocated += self._of[block].live[block][1]
+            if (stream, is_small) not in self._pools:
+                self._pools[stream, is_small] = _BlockPool(is_small=is_small, is_expandable=self._is_expandable)
+            self._pool_by_block[block] = self._pools[stream, is_small]
+            self._pool_by_block[block].allocate(block, size)
+            self.allocated += self._pool_by_block[block].live[block][1]
         elif delta < 0:
-            segment = self._of.pop(block)
+            segment = self._pool_by_block.pop(block)
             self.allocated -= segment.live[block][1]
             segment.free(block)
 
 
 def compute_reserved_bytes(trace: StepTrace, *, workspace: int = 0) -> int:
     """Return the bytes that the allocator has reserved after a step; `workspace` bytes are held throughout."""
-    return replay_allocations(trace.log, assign_streams(trace.operations), workspace=workspace).reserved
+    return replay_allocations(trace.memory_log, assign_streams(trace.operations), workspace=workspace).reserved
 
 
 def replay_allocations(log: Iterable[tuple[int, int]], streams: Mapping[int, str], *, workspace: int = 0) -> Allocator:
     """Return an allocator after all changes of a log; blocks not in `streams` are of the computing stream."""
     allocator = Allocator()
-    allocator.change(-1, workspace)
+    allocator.update(-1, workspace)
     sizes: dict[int, int] = {}
     for block, change in log:
         held = sizes.get(block, 0)
         if held:
-            allocator.change(block, -held)
+            allocator.update(block, -held)
         sizes[block] = held + change
         if sizes[block]:
-            allocator.change(block, sizes[block], streams.get(block, COMPUTE))
+            allocator.update(block, sizes[block], streams.get(block, COMPUTE))
     return allocator
 
 

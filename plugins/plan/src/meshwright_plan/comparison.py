@@ -52,100 +52,104 @@ class PlanMonitor:
     """A run's monitor; see `meshwright_run.run_rank.Companion`."""
 
     plan: dict[str, Any] | None  # from `planned.plan`; None, with `why_not`: the run cannot be planned
-    why_not: str = ""
-    refusal: MeshwrightError | None = None
-    model: ModelFlops = field(default_factory=lambda: ModelFlops(None))
+    unavailable_reason: str = ""
+    refusal_error: MeshwrightError | None = None
+    model_flops: ModelFlops = field(default_factory=lambda: ModelFlops(None))
     peak_flops: float | None = None
-    has_time: bool = False  # whether the times of the plan's device are known
-    sees_operators: bool = True  # whether operators can be observed: not where they are compiled
-    found: dict[str, Any] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)  # of the steps so far
+    has_device_times: bool = False  # whether the times of the plan's device are known
+    can_observe_operators: bool = True  # whether operators can be observed: not where they are compiled
+    measured: dict[str, Any] = field(default_factory=dict)
+    step_seconds: list[float] = field(default_factory=list)  # of the steps so far
     _meter: StepMeter | None = None
-    _is_told: bool = False
-    _is_of_device: bool = False
+    _is_reported: bool = False
+    _has_device_stats: bool = False
 
     @property
     def flops_per_token(self) -> float | None:
-        return self.model.per_token
+        return self.model_flops.per_token
 
-    def lines(self) -> list[str]:
-        reason = self.model.why_not
+    def startup_lines(self) -> list[str]:
+        reason = self.model_flops.unavailable_reason
         uncounted = [f"FLOPs of the model are not counted, so there is no MFU: {reason}"] if reason else []
-        return [self._planned(), *uncounted]
+        return [self._describe_plan(), *uncounted]
 
-    def _planned(self) -> str:
+    def _describe_plan(self) -> str:
         if self.plan is None:
-            return f"not planned: {self.why_not}"
+            return f"not planned: {self.unavailable_reason}"
         largest = max(self.plan["ranks"], key=lambda each: each["peak_allocated_bytes"])
         parts = ", ".join(
             f"{owner} {_format_mb(size)}" for owner, size in largest["peak_by_owner"].items() if size >= 50_000
         )
         passed = sum(row["bytes"] for row in self.plan["collectives"])
-        took = f"; a step of {self.plan['step_seconds']:.3g} s" if self.has_time else ""
+        took = f"; a step of {self.plan['step_seconds']:.3g} s" if self.has_device_times else ""
         return (
             f"planned: a rank holds {_format_mb(largest['peak_allocated_bytes'])} at the peak of a step ({parts}), "
             f"{_format_mb(self.plan['held_bytes'])} between steps, and passes {_format_mb(passed)} a step{took}"
         )
 
-    def seeing(self) -> AbstractContextManager[None]:
-        if self.plan is None or not self.sees_operators:
+    def observe_setup(self) -> AbstractContextManager[None]:
+        if self.plan is None or not self.can_observe_operators:
             return nullcontext()
         if self._meter is None:
             self._meter = StepMeter(is_real=True)
         return self._meter
 
-    def around(self, manager: StrategyManager) -> Callable[[int], AbstractContextManager[None]]:
+    def step_contexts(self, manager: StrategyManager) -> Callable[[int], AbstractContextManager[None]]:
         is_on = self.plan is not None
-        return lambda step: self._looking(manager, step) if step <= COMPARED_STEP and is_on else nullcontext()
+        return lambda step: self._measure_step(manager, step) if step <= COMPARED_STEP and is_on else nullcontext()
 
     @contextmanager
-    def _looking(self, manager: StrategyManager, step: int) -> Iterator[None]:
+    def _measure_step(self, manager: StrategyManager, step: int) -> Iterator[None]:
         """Measure what a step holds at most, and sends; of earlier steps, only what they leave."""
         device = manager.mesh.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         recorder = CollectiveRecorder(get_process_groups(manager.mesh), ignored_tags=[CONTROL_TAG])
-        meter = self.seeing()
+        meter = self.observe_setup()
         if isinstance(meter, StepMeter):
-            meter.begin()
+            meter.begin_step()
             meter.phase = "activations"
             with meter, recorder:
                 yield
             meter.phase = "other"
-            self.found = {"peak_allocated_bytes": meter.peak, "held_bytes": meter.total}
-            self.found["collectives"] = summarize_collectives(recorder.calls)
+            self.measured = {"peak_allocated_bytes": meter.peak, "held_bytes": meter.total_bytes}
+            self.measured["collectives"] = summarize_collectives(recorder.calls)
         else:
             yield
         if device.type == "cuda":
-            self.found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
-            self.found["held_bytes"] = torch.cuda.memory_allocated(device)
-            self._is_of_device = True
+            self.measured["peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
+            self.measured["held_bytes"] = torch.cuda.memory_allocated(device)
+            self._has_device_stats = True
         if step == COMPARED_STEP:
             self._meter = None
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
-        if self.plan is None or self._is_told:
+        if self.plan is None or self._is_reported:
             return
-        self.seconds.append(result.seconds)
+        self.step_seconds.append(result.seconds)
         # The time is that of the first step that is not observed.
-        self._is_told = len(self.seconds) > COMPARED_STEP + self.has_time or result.step == result.steps
-        if self._is_told:
-            for line in self.compared():
+        self._is_reported = (
+            len(self.step_seconds) > COMPARED_STEP + self.has_device_times or result.step == result.num_steps
+        )
+        if self._is_reported:
+            for line in self.format_comparison():
                 create_console().print(line, highlight=False, soft_wrap=True)
 
-    def compared(self) -> list[str]:
+    def format_comparison(self) -> list[str]:
         told = (self.plan or {}).get("ranks", [{}])[0]
         lines = []
         # Operators show no workspaces; a device's allocator has them.
-        left_out = 0 if self._is_of_device else told.get("library_bytes", 0)
+        left_out = 0 if self._has_device_stats else told.get("library_bytes", 0)
         for name, key in (("at the peak", "peak_allocated_bytes"), ("between steps", "held_bytes")):
-            if key in self.found:
-                lines.append(f"memory {name}: {_format_deviation(told[key] - left_out, self.found[key], _format_mb)}")
-        if "collectives" in self.found:
-            lines.append(_compare_collectives(told["collectives"], self.found["collectives"]))
-        if self.has_time and len(self.seconds) > COMPARED_STEP + 1:
-            lines.append(f"time: {_format_deviation(told['step_seconds'], self.seconds[-1], '{:.3g} s'.format)}")
+            if key in self.measured:
+                lines.append(
+                    f"memory {name}: {_format_deviation(told[key] - left_out, self.measured[key], _format_mb)}"
+                )
+        if "collectives" in self.measured:
+            lines.append(_compare_collectives(told["collectives"], self.measured["collectives"]))
+        if self.has_device_times and len(self.step_seconds) > COMPARED_STEP + 1:
+            lines.append(f"time: {_format_deviation(told['step_seconds'], self.step_seconds[-1], '{:.3g} s'.format)}")
         return [f"plan beside step {COMPARED_STEP + 1}: " + "; ".join(lines)] if lines else []
 
 
@@ -160,10 +164,10 @@ def create_plan_monitor(config: RunConfig, world_size: int) -> PlanMonitor | Non
     except MeshwrightError:
         return None
     comparison = _plan_and_check(config, world_size, job, device, has_device_times=has_time)
-    if comparison.refusal is None:
-        comparison.model = count_model_flops(job, objective)
+    if comparison.refusal_error is None:
+        comparison.model_flops = count_model_flops(job, objective)
         if comparison.plan is None:
-            dtype = str(resolve_model(config.model).dtype(config.model)).removeprefix("torch.")
+            dtype = str(resolve_model(config.model).get_dtype(config.model)).removeprefix("torch.")
         else:
             by_dtype: dict[str, int] = comparison.plan["ranks"][0]["flops_by_dtype"]
             dtype = max(by_dtype, key=by_dtype.__getitem__, default="float32")  # that of most products
@@ -181,15 +185,15 @@ def _plan_and_check(
         found = plan_job(job, device, [0])
     except MeshwrightError as error:
         return PlanMonitor(None, str(error))
-    comparison = PlanMonitor(found, has_time=has_device_times, sees_operators=not job.is_compiled)
+    comparison = PlanMonitor(found, has_device_times=has_device_times, can_observe_operators=not job.is_compiled)
     if not found["fits"]:
         needed, has = (found[key] / 2**30 for key in ("peak_reserved_bytes", "memory_bytes"))
         refusal = ModelError(
             f"the run does not fit: a rank would take {needed:,.1f} GiB, and {found['device']} has {has:,.1f} GiB for "
             f"it. {_suggest_changes(config, world_size, device)} Or set plan.on_oom=warn to try it all the same."
         )
-        if get_plan_config(config).when_too_large == "refuse":
-            comparison.refusal = refusal
+        if get_plan_config(config).on_oom == "refuse":
+            comparison.refusal_error = refusal
         else:
             create_console(stderr=True).print(f"warning: {refusal}", highlight=False, soft_wrap=True)
     return comparison
@@ -244,7 +248,7 @@ def _find_local_device_spec(kind: torch.device) -> DeviceSpec | None:
     if kind.type != "cuda":
         return None
     name = torch.cuda.get_device_properties(kind).name
-    return next((each for each in map(find_file, list_device_specs()) if name in each.known_as), None)
+    return next((each for each in map(find_file, list_device_specs()) if name in each.driver_names), None)
 
 
 def get_peak_flops(kind: torch.device, dtype: str) -> float | None:

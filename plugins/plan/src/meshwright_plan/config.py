@@ -41,7 +41,7 @@ class PlanConfig(FrozenModel):
         description="What the run is on: a name, such as h100-80gb, or a YAML file of your own; null: what is found. "
         "Times are told of devices that are known or named.",
     )
-    when_too_large: Literal["refuse", "warn"] = Field(
+    on_oom: Literal["refuse", "warn"] = Field(
         default="refuse", description="What becomes of a run that would not fit into the memory of its device."
     )
     failures_per_rank_hour: float = Field(
@@ -69,14 +69,14 @@ class PlanConfig(FrozenModel):
         description="Bytes a second of all nodes together. Default: what the storage of Llama 3 sustained "
         "(arXiv:2407.21783, section 3.3.1).",
     )
-    copy_bandwidth: FinitePositive = Field(
+    device_to_host_bandwidth: FinitePositive = Field(
         default=4e9,
         description="Bytes a second that a rank copies from its device to the memory of the host. Default: assumed.",
     )
 
 
 def get_plan_config(config: RunConfig) -> PlanConfig:
-    return config.section(PlanConfig) or PlanConfig()
+    return config.get_section(PlanConfig) or PlanConfig()
 
 
 DEVICE_DIRECTORY = Path(__file__).parent / "devices"
@@ -91,11 +91,11 @@ class LinkSpec(FrozenModel):
 
     bandwidth: Positive = Field(description="Bytes a second that one device sends, while it receives as many.")
     efficiency: PositiveFraction = Field(description="The part of it that large messages reach.")
-    ring_s: Positive = Field(description="Seconds of a step of a ring.")
-    tree_s: Positive = Field(description="Seconds of a step of a tree, which carries little.")
+    ring_step_latency_s: Positive = Field(description="Seconds of a step of a ring.")
+    tree_step_latency_s: Positive = Field(description="Seconds of a step of a tree, which carries little.")
 
     @property
-    def rate(self) -> float:
+    def effective_bandwidth(self) -> float:
         return self.bandwidth * self.efficiency
 
 
@@ -103,11 +103,11 @@ class NodeSpec(FrozenModel):
     """A machine with its devices, and its links to others."""
 
     ranks: int = Field(ge=1, description="Devices in a node; ranks fill nodes in their order.")
-    inside: LinkSpec = Field(description="Between devices of a node: NVLink, PCIe.")
-    between: LinkSpec = Field(description="Between nodes, of each device: InfiniBand, RoCE, Ethernet.")
-    ring_begin_s: Positive = Field(description="Seconds until a collective on a ring has begun.")
-    tree_begin_s: Positive = Field(description="Likewise on a tree.")
-    factors: Mapping[str, Positive] = Field(
+    intra_node: LinkSpec = Field(description="Between devices of a node: NVLink, PCIe.")
+    inter_node: LinkSpec = Field(description="Between nodes, of each device: InfiniBand, RoCE, Ethernet.")
+    ring_base_latency_s: Positive = Field(description="Seconds until a collective on a ring has begun.")
+    tree_base_latency_s: Positive = Field(description="Likewise on a tree.")
+    slowdown_factors: Mapping[str, Positive] = Field(
         default={},
         description="How many times as long the bytes of a kind of collective take as on a ring, where a library does "
         "it in another way: gloo reduces and scatters by reducing all of it everywhere.",
@@ -134,8 +134,8 @@ class DeviceSpec(FrozenModel):
         lt=1,
         description="By what part the slowest of eight devices computes less than the fastest. All wait for it.",
     )
-    kernel_s: Positive = Field(description="The least that a kernel takes.")
-    cpu_s: Positive = Field(description="What the host takes to issue an operator.")
+    min_kernel_s: Positive = Field(description="The least that a kernel takes.")
+    launch_overhead_s: Positive = Field(description="What the host takes to issue an operator.")
     workspace_bytes: int = Field(
         ge=0, description="Memory that one handle of the library for matrix products holds, through torch's allocator."
     )
@@ -144,13 +144,13 @@ class DeviceSpec(FrozenModel):
         ge=0,
         description="Memory that others hold: the driver's context, kernels, buffers of communication.",
     )
-    known_as: Sequence[str] = Field(default=(), description="What drivers call it.")
+    driver_names: Sequence[str] = Field(default=(), description="What drivers call it.")
     is_host: bool = Field(
         default=False,
         description="Whether it is the host itself, which issues nothing while it computes, and whose allocator keeps "
         "nothing that is freed.",
     )
-    speed_beside_communication: UnitFraction = Field(
+    overlap_speed: UnitFraction = Field(
         default=1.0, description="The part of its speed at which it computes while a collective runs."
     )
     node: NodeSpec
@@ -163,7 +163,7 @@ class DeviceSpec(FrozenModel):
         """
         return 2 * self.workspace_bytes
 
-    def pace(self, count: int) -> float:
+    def straggler_speed(self, count: int) -> float:
         """Return the speed of the slowest of `count` devices relative to one: Blom's estimate, for normal speeds."""
         return 1 - self.spread / EXPECTED_RANGE_OF_EIGHT * NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 

@@ -41,7 +41,7 @@ class Extrapolation:
 
     blocks: tuple[Coordinates, ...]  # with `microbatches` a frame each; a single point if all jobs have the same number
     microbatches: tuple[Coordinates, ...]
-    check: Point  # a job that is larger than those of the frames
+    check_point: Point  # a job that is larger than those of the frames
 
     @property
     def corners(self) -> list[Point]:
@@ -49,16 +49,16 @@ class Extrapolation:
 
     @property
     def points(self) -> list[Point]:
-        return list(dict.fromkeys([*self.corners, self.check]))
+        return list(dict.fromkeys([*self.corners, self.check_point]))
 
-    def at(self, point: Point, reports: Mapping[Point, RankReport]) -> RankReport:
+    def extrapolate(self, point: Point, reports: Mapping[Point, RankReport]) -> RankReport:
         """Return the report of a job from those of `points`; raise NotLinearError if the check fails."""
-        told, checked = self.between(self.check, reports), reports[self.check]
+        told, checked = self.interpolate(self.check_point, reports), reports[self.check_point]
         if not reports_match(told, checked):
             raise NotLinearError
-        made = self.between(point, reports)
+        made = self.interpolate(point, reports)
         last = max(map(sum, self.blocks))
-        step = sum(self.check[0]) - last
+        step = sum(self.check_point[0]) - last
         # How far the job lies behind the frame of blocks, where the check lies at 1.
         beyond = max(Fraction(0), Fraction(sum(point[0]) - last, step)) if step else Fraction(0)
         for key in APPROXIMATE_KEYS:
@@ -69,17 +69,19 @@ class Extrapolation:
         if made[PEAK_KEY] != max(made[PEAK_BY_PHASE_KEY].values()):
             raise NotLinearError
         if RESERVED_KEY in made:
-            made[RESERVED_KEY] = made[PEAK_KEY] + self._spare(point, reports)
+            made[RESERVED_KEY] = made[PEAK_KEY] + self._extrapolate_spare(point, reports)
         return made
 
-    def _spare(self, point: Point, reports: Mapping[Point, RankReport]) -> int:
+    def _extrapolate_spare(self, point: Point, reports: Mapping[Point, RankReport]) -> int:
         spare = {each: reports[each][RESERVED_KEY] - reports[each][PEAK_KEY] for each in self.points}
         last = self.corners[-1]
-        step, beyond = (sum(each[0]) - sum(from_[0]) for each, from_ in ((self.check, last), (point, self.check)))
-        growth = (spare[self.check] - spare[last]) / step if step > 0 else 0
-        return int(max(*spare.values(), spare[self.check] + growth * beyond))
+        step, beyond = (
+            sum(each[0]) - sum(from_[0]) for each, from_ in ((self.check_point, last), (point, self.check_point))
+        )
+        growth = (spare[self.check_point] - spare[last]) / step if step > 0 else 0
+        return int(max(*spare.values(), spare[self.check_point] + growth * beyond))
 
-    def between(self, point: Point, reports: Mapping[Point, RankReport]) -> RankReport:
+    def interpolate(self, point: Point, reports: Mapping[Point, RankReport]) -> RankReport:
         """Return the report of a job as `at` does, without the check."""
         pairs = itertools.product(_solve_weights(self.blocks, point[0]), _solve_weights(self.microbatches, point[1]))
         return combine_reports(
@@ -94,7 +96,7 @@ def extrapolate_report(
     wanted = (() if num_layers is None else (num_layers,), (num_microbatches,))
     for net in _list_extrapolations(num_layers, num_microbatches):
         try:
-            return net.at(wanted, get_reports(net.points))
+            return net.extrapolate(wanted, get_reports(net.points))
         except NotLinearError:
             continue
     return None

@@ -21,6 +21,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,10 +55,10 @@ class MemorySnapshot:
     """Bytes of a rank at one moment; for a peak also those of activations by module, and the most in each phase."""
 
     bytes: int
-    owners: Mapping[str, int]
+    bytes_by_owner: Mapping[str, int]
     operator: str
-    activations: Mapping[str, int] = field(default_factory=dict)
-    phases: Mapping[str, int] = field(default_factory=dict)
+    activations_by_module: Mapping[str, int] = field(default_factory=dict)
+    peak_by_phase: Mapping[str, int] = field(default_factory=dict)
 
 
 class StepMeter(MemoryMeter, UncompiledMode):
@@ -67,25 +68,25 @@ class StepMeter(MemoryMeter, UncompiledMode):
         super().__init__(round_to=MIN_BLOCK_SIZE)
         self._is_real = is_real
         self.phase, self.module = "other", ""
-        self.after: OperationObserver | None = (
+        self.next_observer: OperationObserver | None = (
             None  # observer of each operation once its memory is logged: one mode for both
         )
-        self._made: dict[int, str] = {}
-        self._forwards: dict[int, str] = {}
-        self._owned: dict[int, str] = {}
-        self._empty: set[int] = set()
-        self._foreign: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._blocks, self._changes = array("q"), array("q")
-        self.peak, self._peak_at, self._operator = 0, 0, ""
-        self.peaks: dict[str, int] = {}  # the most bytes in each `step_phase`
+        self._created_as: dict[int, str] = {}
+        self._module_by_block: dict[int, str] = {}
+        self._assigned_owner: dict[int, str] = {}
+        self._empty_blocks: set[int] = set()
+        self._foreign_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._log_blocks, self._log_deltas = array("q"), array("q")
+        self.peak, self._peak_index, self._peak_operator = 0, 0, ""
+        self.peak_by_phase: dict[str, int] = {}  # the most bytes in each `step_phase`
 
     @property
     def log(self) -> Iterator[tuple[int, int]]:
-        return zip(self._blocks, self._changes, strict=True)
+        return zip(self._log_blocks, self._log_deltas, strict=True)
 
     @property
-    def logged(self) -> int:
-        return len(self._blocks)
+    def log_length(self) -> int:
+        return len(self._log_blocks)
 
     @property
     def step_phase(self) -> str:
@@ -93,110 +94,111 @@ class StepMeter(MemoryMeter, UncompiledMode):
             return "backward" if is_in_backward() else "forward"
         return "optimizer"
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step: forget what happened before."""
-        self._blocks = array("q", (block.number for block in self.live.values()))
-        self._changes = array("q", (block.size for block in self.live.values()))
-        self.peak, self._peak_at, self._operator = self.total, len(self._blocks), ""
-        self.peaks = {}
-        alive = set(self._blocks)
-        self._made = {number: owner for number, owner in self._made.items() if number in alive}
-        self._forwards = {number: module for number, module in self._forwards.items() if number in alive}
-        self._empty &= alive
+        self._log_blocks = array("q", (block.index for block in self.live_storages.values()))
+        self._log_deltas = array("q", (block.nbytes for block in self.live_storages.values()))
+        self.peak, self._peak_index, self._peak_operator = self.total_bytes, len(self._log_blocks), ""
+        self.peak_by_phase = {}
+        alive = set(self._log_blocks)
+        self._created_as = {number: owner for number, owner in self._created_as.items() if number in alive}
+        self._module_by_block = {number: module for number, module in self._module_by_block.items() if number in alive}
+        self._empty_blocks &= alive
 
-    def own(self, tensors: Iterable[Tensor], owner: str) -> None:
+    def set_owner(self, tensors: Iterable[Tensor], owner: str) -> None:
         tensors = list(tensors)
-        self.see(tensors)
+        self.track(tensors)
         for tensor in tensors:
-            block = self.live.get(id(get_storage(tensor)))
+            block = self.live_storages.get(id(get_storage(tensor)))
             if block is not None:
-                self._owned.setdefault(block.number, owner)
+                self._assigned_owner.setdefault(block.index, owner)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self.dispatched(func, types, args, kwargs)
+        return self.dispatch(func, types, args, kwargs)
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         # Empty tensors, of which there may be one for each rank, are left out.
         if operation is not _NEW_EMPTY or result.numel():
-            self._write_down(operation, args, kwargs, result)
-        if self.after is not None:
-            self.after.observe(operation, args, kwargs, result)
+            self._record(operation, args, kwargs, result)
+        if self.next_observer is not None:
+            self.next_observer.observe(operation, args, kwargs, result)
 
-    def _write_down(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        before, name, given = len(self._blocks), get_operation_name(operation), list(list_tensors((args, kwargs)))
+    def _record(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        before, name, given = len(self._log_blocks), get_operation_name(operation), list(list_tensors((args, kwargs)))
         if self.phase != "other" and not name.startswith(_LIFT_FRESH):
-            self._note_foreign(given)
-        self.see(given if operation.is_view else [*given, *list_tensors(result)])  # as in `Meter.observe`
+            self._mark_foreign(given)
+        self.track(given if operation.is_view else [*given, *list_tensors(result)])  # as in `Meter.observe`
         if name.startswith(_EMPTY_FACTORIES):
-            self._empty.update(self._blocks[before:])
+            self._empty_blocks.update(self._log_blocks[before:])
         elif operation.namespace in COLLECTIVE_NAMESPACES:
             makes_anew = operation.namespace != "c10d" and not operation.overloadpacket.__name__.endswith("_")
-            self._empty.update(self._blocks[before:])
-            self._note_messages(result if makes_anew else (), always=True)
-            self._note_messages((args, kwargs), always=False)
+            self._empty_blocks.update(self._log_blocks[before:])
+            self._mark_communication(result if makes_anew else (), always=True)
+            self._mark_communication((args, kwargs), always=False)
         phase = self.step_phase
-        if self._is_real and self.total > self.peaks.get(phase, 0):
+        if self._is_real and self.total_bytes > self.peak_by_phase.get(phase, 0):
             wait_for_gloo_threads()
-        self.peaks[phase] = max(self.total, self.peaks.get(phase, 0))
+        self.peak_by_phase[phase] = max(self.total_bytes, self.peak_by_phase.get(phase, 0))
         # Of equal moments the last, as in `testing.memory`.
-        if self.total >= self.peak and operation.namespace != "profiler":
-            self.peak, self._peak_at, self._operator = self.total, len(self._blocks), name
+        if self.total_bytes >= self.peak and operation.namespace != "profiler":
+            self.peak, self._peak_index, self._peak_operator = self.total_bytes, len(self._log_blocks), name
 
-    def take_up(self, storage: torch.UntypedStorage) -> None:
-        if id(storage) not in self._foreign:
-            super().take_up(storage)
+    def track_storage(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) not in self._foreign_storages:
+            super().track_storage(storage)
 
-    def _note_foreign(self, tensors: Iterable[Tensor]) -> None:
+    def _mark_foreign(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if tensor.layout is torch.strided and not is_on_meta(tensor):
                 storage = get_storage(tensor)
                 key = id(storage)
-                if key not in self.live and key not in self._foreign:
-                    self._foreign[key] = weakref.ref(storage, lambda _, key=key: self._foreign.pop(key))  # type: ignore[misc]
+                if key not in self.live_storages and key not in self._foreign_storages:
+                    forget = partial(self._foreign_storages.pop, key)
+                    self._foreign_storages[key] = weakref.ref(storage, lambda _, forget=forget: forget())  # type: ignore[misc]
 
-    def changed(self, block: StorageRecord, change: int) -> None:
-        self._blocks.append(block.number)
-        self._changes.append(change)
-        if block.number not in self._made:
+    def on_size_change(self, block: StorageRecord, change: int) -> None:
+        self._log_blocks.append(block.index)
+        self._log_deltas.append(change)
+        if block.index not in self._created_as:
             is_backward = self.phase == "activations" and is_in_backward()
-            self._made[block.number] = "temporary" if is_backward else self.phase
-            self._forwards[block.number] = self.module
-        elif block.size == change > 0:
-            self._made[block.number] = "gathered"  # it existed, and had no memory
+            self._created_as[block.index] = "temporary" if is_backward else self.phase
+            self._module_by_block[block.index] = self.module
+        elif block.nbytes == change > 0:
+            self._created_as[block.index] = "gathered"  # it existed, and had no memory
 
-    def _note_messages(self, values: Any, *, always: bool) -> None:
+    def _mark_communication(self, values: Any, *, always: bool) -> None:
         """Note what was made for a collective: empty tensors, or with `always` all of them."""
         for tensor in list_tensors(values):
             if tensor.layout is torch.strided and not is_on_meta(tensor):
-                block = self.live.get(id(get_storage(tensor)))
-                if block is None or self._made.get(block.number) == "gathered":
+                block = self.live_storages.get(id(get_storage(tensor)))
+                if block is None or self._created_as.get(block.index) == "gathered":
                     continue
-                if always or block.number in self._empty:
-                    self._made[block.number] = "communication"
+                if always or block.index in self._empty_blocks:
+                    self._created_as[block.index] = "communication"
 
-    def at_peak(self) -> MemorySnapshot:
-        owners, activations = self._owners(self._peak_at)
-        return MemorySnapshot(self.peak, owners, self._operator, activations, dict(self.peaks))
+    def snapshot_peak(self) -> MemorySnapshot:
+        owners, activations = self._sum_by_owner(self._peak_index)
+        return MemorySnapshot(self.peak, owners, self._peak_operator, activations, dict(self.peak_by_phase))
 
-    def now(self) -> MemorySnapshot:
-        return MemorySnapshot(self.total, self._owners(len(self._blocks))[0], "")
+    def snapshot_now(self) -> MemorySnapshot:
+        return MemorySnapshot(self.total_bytes, self._sum_by_owner(len(self._log_blocks))[0], "")
 
-    def owners(self) -> dict[int, str]:
-        return {number: self._owner(number) for number in self._blocks}
+    def owners_by_block(self) -> dict[int, str]:
+        return {number: self._get_owner(number) for number in self._log_blocks}
 
-    def _owner(self, number: int) -> str:
-        return self._owned.get(number) or self._made.get(number, "other")
+    def _get_owner(self, number: int) -> str:
+        return self._assigned_owner.get(number) or self._created_as.get(number, "other")
 
-    def _owners(self, until: int) -> tuple[dict[str, int], dict[str, int]]:
+    def _sum_by_owner(self, until: int) -> tuple[dict[str, int], dict[str, int]]:
         """Return the bytes of each owner, and those of activations by module, after `until` changes."""
         held: Counter[str] = Counter()
         modules: Counter[str] = Counter()
-        for number, change in zip(self._blocks[:until], self._changes[:until], strict=True):
-            owner = self._owner(number)
+        for number, change in zip(self._log_blocks[:until], self._log_deltas[:until], strict=True):
+            owner = self._get_owner(number)
             held[owner] += change
             if owner == "activations":
-                modules[self._forwards[number]] += change
+                modules[self._module_by_block[number]] += change
         owners = {owner: held[owner] for owner in OWNERS if held[owner]}
         return owners, {module: size for module, size in sorted(modules.items()) if size}

@@ -72,7 +72,7 @@ def plan_job(job: TrainingJob, device: DeviceSpec, ranks: Sequence[int] | None =
     busiest = max(reports, key=lambda each: sum(row["bytes"] for row in each["collectives"]))
     seconds = max(each["step_seconds"] for each in reports)
     largest = {key: max(each[key] for each in reports) for key in MAX_OVER_RANKS}
-    tokens = job.microbatches * job.rows * job.length * job.degrees.dp
+    tokens = job.num_microbatches * job.micro_batch_size * job.seq_len * job.degrees.dp
     return {
         "strategy": str(job.stack),
         "world_size": job.degrees.world_size,
@@ -102,7 +102,7 @@ def choose_representative_ranks(degrees: Degrees) -> list[int]:
 
 def trace_rank(job: TrainingJob, rank: int) -> StepTrace:
     """Trace the step of one rank of a job, which need not exist."""
-    return trace_steps(job, rank, [job.microbatches])[0]
+    return trace_steps(job, rank, [job.num_microbatches])[0]
 
 
 def trace_steps(job: TrainingJob, rank: int, counts: Sequence[int]) -> list[StepTrace]:
@@ -141,14 +141,14 @@ def fake_mesh(job: TrainingJob, rank: int) -> Iterator[Mesh]:
 def manager_after_step(job: TrainingJob, rank: int) -> Iterator[StrategyManager]:
     """Give the manager of a job whose model has trained a step on a planned rank."""
     with tracing_mesh(job, rank) as mesh:
-        model, manager = job.built(mesh)
-        batches = [job.batch(model)]
+        model, manager = job.build(mesh)
+        batches = [job.make_batch(model)]
         manager.parallelize(model, NoWeights())
         del model
-        manager.build_optimizer(job.optimizer)
+        manager.build_optimizer(job.optimizer_factory)
         if job.ema is not None:
             EMA(manager, job.ema)
-        manager.forward_backward(batches, num_tokens=manager.announce(batches))
+        manager.forward_backward(batches, num_tokens=manager.begin_step_sync(batches))
         manager.clip_grad_norm(job.max_grad_norm, job.grad_norm_type)
         manager.optimizer_step()
         yield manager
@@ -163,13 +163,13 @@ def _report_rank(job: TrainingJob, device: DeviceSpec, rank: int) -> dict[str, A
         for blocks, (count,) in sorted(set(points) - known.keys()):
             missing.setdefault(blocks, []).append(count)
         for blocks, counts in missing.items():
-            small = job.at_depth(*blocks) if blocks else job
+            small = job.with_num_layers(*blocks) if blocks else job
             for count, each in zip(counts, trace_steps(small, rank, counts), strict=True):
                 known[blocks, (count,)] = _report_trace(each, small, device)
         return known
 
-    layers = job.layers if job.with_layers is not None and job.layers else None
-    return extrapolate_report(found, layers, job.microbatches) or _report_trace(trace_rank(job, rank), job, device)
+    layers = job.num_layers if job.build_with_layers is not None and job.num_layers else None
+    return extrapolate_report(found, layers, job.num_microbatches) or _report_trace(trace_rank(job, rank), job, device)
 
 
 def _report_trace(trace: StepTrace, job: TrainingJob, device: DeviceSpec) -> dict[str, Any]:
@@ -195,16 +195,16 @@ def _report_stages(job: TrainingJob, device: DeviceSpec, requested_ranks: Sequen
 
 
 def _get_cost_model(job: TrainingJob) -> StageCostModel | None:
-    if job.with_layers is None or not job.layers:
+    if job.build_with_layers is None or not job.num_layers:
         return None
     with fake_mesh(job, 0) as mesh, real_compute():
-        ask = getattr(job.stack.build(mesh), "in_stages", None)
-        found: StageCostModel | None = None if ask is None else ask(job.model())
-    return found if found is not None and sum(found.blocks) == job.layers else None
+        ask = getattr(job.stack.build(mesh), "build_cost_model", None)
+        found: StageCostModel | None = None if ask is None else ask(job.build_model())
+    return found if found is not None and sum(found.blocks_per_stage) == job.num_layers else None
 
 
 def _simulate(traces: Sequence[StepTrace], job: TrainingJob, device: DeviceSpec) -> list[Timeline]:
-    return simulate_timelines(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
+    return simulate_timelines(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked_groups)
 
 
 def get_reserved_bytes(trace: StepTrace, device: DeviceSpec) -> int:
@@ -221,23 +221,25 @@ def _build_report(trace: StepTrace, timeline: Timeline, device: DeviceSpec) -> d
         if each.flops:
             name = str(each.dtype).removeprefix("torch.")
             by_dtype[name] = by_dtype.get(name, 0) + each.flops
-        if each.call is not None:
-            phases.setdefault(each.phase, []).append(trace.collectives[each.call])
+        if each.collective_index is not None:
+            phases.setdefault(each.phase, []).append(trace.collectives[each.collective_index])
     return {
         "rank": trace.rank,
         "peak_allocated_bytes": trace.peak.bytes + library,
         "peak_reserved_bytes": get_reserved_bytes(trace, device),
-        "held_bytes": trace.after.bytes + library,
+        "held_bytes": trace.between_steps.bytes + library,
         "peak_operator": trace.peak.operator,
         "library_bytes": library,
-        "peak_by_phase": {phase: most + library for phase, most in trace.peak.phases.items()},
-        "peak_by_owner": {**trace.peak.owners, **libraries},
-        "held_by_owner": {**trace.after.owners, **libraries},
-        "activations_by_module": dict(trace.peak.activations),
+        "peak_by_phase": {phase: most + library for phase, most in trace.peak.peak_by_phase.items()},
+        "peak_by_owner": {**trace.peak.bytes_by_owner, **libraries},
+        "held_by_owner": {**trace.between_steps.bytes_by_owner, **libraries},
+        "activations_by_module": dict(trace.peak.activations_by_module),
         "flops": sum(by_dtype.values()),
         "flops_by_dtype": by_dtype,
         "step_seconds": timeline.seconds,
-        "busy_seconds": {name: timeline.busy(name) for name in dict.fromkeys(span.stream for span in timeline.spans)},
+        "busy_seconds": {
+            name: timeline.busy_seconds(name) for name in dict.fromkeys(span.stream for span in timeline.spans)
+        },
         "gradients_bytes": compute_owner_peak(trace, "gradients"),
         "collectives": summarize_collectives(trace.collectives),
         "collectives_by_phase": [
@@ -248,7 +250,11 @@ def _build_report(trace: StepTrace, timeline: Timeline, device: DeviceSpec) -> d
 
 def compute_owner_peak(trace: StepTrace, owner: str) -> int:
     """Return the most bytes that an owner has in a step; see [Note: owners] in `meter`."""
-    return max(accumulate((change for block, change in trace.log if trace.owners.get(block) == owner), initial=0))
+    return max(
+        accumulate(
+            (change for block, change in trace.memory_log if trace.owners_by_block.get(block) == owner), initial=0
+        )
+    )
 
 
 def summarize_collectives(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
@@ -256,10 +262,10 @@ def summarize_collectives(collectives: Iterable[Collective]) -> list[dict[str, A
     rows: dict[tuple[str, str, int, str], dict[str, Any]] = {}
     for each in collectives:
         dtype = str(each.dtype).removeprefix("torch.")
-        named = {"kind": each.kind, "group": each.group, "ranks": each.ranks, "dtype": dtype}
-        row = rows.setdefault((each.kind, each.group, each.ranks, dtype), {**named, "calls": 0, "bytes": 0})
+        named = {"kind": each.kind, "group": each.group, "ranks": each.num_ranks, "dtype": dtype}
+        row = rows.setdefault((each.kind, each.group, each.num_ranks, dtype), {**named, "calls": 0, "bytes": 0})
         row["calls"] += 1
-        row["bytes"] += each.bytes
+        row["bytes"] += each.nbytes
     return list(rows.values())
 
 
@@ -268,7 +274,7 @@ class ModelFlops:
     """FLOPs for each target of a row without masks, or None and why they are not known; see [Note: model FLOPs]."""
 
     per_token: float | None
-    why_not: str = ""
+    unavailable_reason: str = ""
 
 
 def count_model_flops(job: TrainingJob, objective: Objective | None = None) -> ModelFlops:
@@ -277,41 +283,41 @@ def count_model_flops(job: TrainingJob, objective: Objective | None = None) -> M
         return ModelFlops(None, f"the {BoundObjective(objective).name} counts something else than tokens")
     try:
         stack, degrees = resolve("single", MeshSizes(), 1, config={"loss_chunk_rows": 0})
-        alone = replace(job, stack=stack, degrees=degrees, rows=1, microbatches=1)
-        return ModelFlops(_count_row_flops(alone) / max(1, job.length - 1))
+        alone = replace(job, stack=stack, degrees=degrees, micro_batch_size=1, num_microbatches=1)
+        return ModelFlops(_count_row_flops(alone) / max(1, job.seq_len - 1))
     except MeshwrightError as error:
         return ModelFlops(None, str(error))
 
 
 def _counts_tokens(objective: BoundObjective) -> bool:
     """Return whether an objective is divided by the number of targets, as far as a few rows tell."""
-    ids = torch.ones((objective.rows, 4), dtype=torch.int64)
+    ids = torch.ones((objective.group_size, 4), dtype=torch.int64)
     try:
-        return objective.count([{"input_ids": ids, "labels": ids}]) in (None, objective.rows * 3)
+        return objective.count([{"input_ids": ids, "labels": ids}]) in (None, objective.group_size * 3)
     except BatchError:
         return False
 
 
 def _count_row_flops(job: TrainingJob) -> int:
-    of = functools.cache(lambda blocks: _count_traced_flops(job.at_depth(blocks)))
+    of = functools.cache(lambda blocks: _count_traced_flops(job.with_num_layers(blocks)))
     for first, second, check in SAMPLE_DEPTHS:
-        if job.with_layers is None or job.layers <= first + second + check:
+        if job.build_with_layers is None or job.num_layers <= first + second + check:
             break
         growth = (of(second) - of(first)) / (second - first)
         if of(second) + growth * (check - second) == of(check):
-            return int(of(check)) + round(growth * (job.layers - check))
+            return int(of(check)) + round(growth * (job.num_layers - check))
     return _count_traced_flops(job)
 
 
 def _count_traced_flops(job: TrainingJob) -> int:
     products = _FlopCounter()
     with tracing_mesh(job, 0) as mesh:
-        model, manager = job.built(mesh)
-        batches = [job.batch(model)]
+        model, manager = job.build(mesh)
+        batches = [job.make_batch(model)]
         module = manager.parallelize(model, NoWeights() if has_meta_tensors(model) else None)
-        module.register_forward_pre_hook(products.begin)
+        module.register_forward_pre_hook(products.start)
         with products:
-            manager.forward_backward(batches, num_tokens=manager.announce(batches))
+            manager.forward_backward(batches, num_tokens=manager.begin_step_sync(batches))
     return products.flops
 
 
@@ -320,13 +326,13 @@ class _FlopCounter(OperationObserver):
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops, self._has_begun = 0, False
+        self.flops, self._has_started = 0, False
 
-    def begin(self, *_: Any) -> None:
-        self._has_begun = self._has_begun or torch.is_grad_enabled()
+    def start(self, *_: Any) -> None:
+        self._has_started = self._has_started or torch.is_grad_enabled()
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        if not self._has_begun:
+        if not self._has_started:
             return
         found = count_flops(operation, args, kwargs, result)
         if found and is_attention(operation) and "backward" in get_operation_name(operation):
@@ -338,7 +344,7 @@ def build_job(config: RunConfig, world_size: int) -> TrainingJob:
     """Return what a run would do on so many ranks."""
     stack, degrees, rows = resolve_layout(config, world_size)
     steps = config.steps or 1
-    probe_optimizer(config.optimizer, config.schedule.over(steps), steps, device=torch.device("cpu"))
+    probe_optimizer(config.optimizer, config.schedule.resolve_warmup(steps), steps, device=torch.device("cpu"))
     found = resolve_model(config.model)
     if found.directory is None and "vocab_size" not in config.model:
         hf_config = prepare_data_and_model_config(config, found)[1]  # the tokenizer has the number
@@ -346,22 +352,22 @@ def build_job(config: RunConfig, world_size: int) -> TrainingJob:
         hf_config = build_model_config(
             config.model, tokenizer=None, seq_len=config.data.seq_len, directory=found.directory
         )
-    make = functools.partial(_build_model, found, hf_config, found.dtype(config.model))
+    make = functools.partial(_build_model, found, hf_config, found.get_dtype(config.model))
     return TrainingJob(
         stack,
         degrees,
         functools.partial(make, None),
         optimizer_factory(config.optimizer),
-        microbatches=config.batch_size // (degrees.dp * rows),
-        rows=rows,
-        length=config.data.seq_len,
+        num_microbatches=config.batch_size // (degrees.dp * rows),
+        micro_batch_size=rows,
+        seq_len=config.data.seq_len,
         max_grad_norm=config.max_grad_norm,
         grad_norm_type=config.grad_norm_type,
-        layers=getattr(hf_config.get_text_config(), "num_hidden_layers", 0),
-        with_layers=make,
+        num_layers=getattr(hf_config.get_text_config(), "num_hidden_layers", 0),
+        build_with_layers=make,
         ema=config.ema,
         is_compiled=bool(getattr(stack.inner.config, "enable_compile", False)),
-        chunked=("tp",) if getattr(stack.inner.config, "enable_async_tensor_parallel", False) else (),
+        chunked_groups=("tp",) if getattr(stack.inner.config, "enable_async_tensor_parallel", False) else (),
     )
 
 

@@ -77,22 +77,28 @@ def estimate_collective_seconds(kind: str, size: float, ranks: Sequence[int], no
     count, nodes = len(ranks), len({rank // node.ranks for rank in ranks})
     if count == 1:
         return 0.0
-    size = size * node.factors.get("send" if kind in MESSAGE_KINDS else kind, 1.0)
-    outer = node.inside if nodes == 1 else node.between
+    size = size * node.slowdown_factors.get("send" if kind in MESSAGE_KINDS else kind, 1.0)
+    outer = node.intra_node if nodes == 1 else node.inter_node
     if kind in MESSAGE_KINDS:
-        return outer.ring_s + size / outer.rate
+        return outer.ring_step_latency_s + size / outer.effective_bandwidth
     near, away = compute_bytes_sent(kind, size, ranks, node)
-    carried = max(near / node.inside.rate, away / node.between.rate)
+    carried = max(near / node.intra_node.effective_bandwidth, away / node.inter_node.effective_bandwidth)
     if kind == "all_to_all":
-        return node.ring_begin_s + outer.ring_s + carried
+        return node.ring_base_latency_s + outer.ring_step_latency_s + carried
     here, rounds = count / nodes, 2 if kind == "all_reduce" else 1
-    ring_steps = (count - nodes) * node.inside.ring_s + (nodes - 1) * node.between.ring_s
-    ring = node.ring_begin_s + (rounds * ring_steps + carried)
+    ring_steps = (count - nodes) * node.intra_node.ring_step_latency_s + (
+        nodes - 1
+    ) * node.inter_node.ring_step_latency_s
+    ring = node.ring_base_latency_s + (rounds * ring_steps + carried)
     if kind not in ("all_reduce", "broadcast"):
         return ring
-    rate = (node.inside.rate if nodes == 1 else min(node.inside.rate, here * node.between.rate)) * TREE_BANDWIDTH_RATIO
-    steps = (here - 1) * node.inside.tree_s + math.log2(nodes) * node.between.tree_s
-    return min(ring, node.tree_begin_s + rounds * steps + size / rate)
+    rate = (
+        node.intra_node.effective_bandwidth
+        if nodes == 1
+        else min(node.intra_node.effective_bandwidth, here * node.inter_node.effective_bandwidth)
+    ) * TREE_BANDWIDTH_RATIO
+    steps = (here - 1) * node.intra_node.tree_step_latency_s + math.log2(nodes) * node.inter_node.tree_step_latency_s
+    return min(ring, node.tree_base_latency_s + rounds * steps + size / rate)
 
 
 def compute_bytes_sent(kind: str, size: float, ranks: Sequence[int], node: NodeSpec) -> tuple[float, float]:
@@ -126,7 +132,7 @@ def estimate_kernel_seconds(operation: Operation, device: DeviceSpec, relative_s
     if any(name in operation.name for name in _GATHER_OPS):
         moved = min(moved, 2 * sum(size for _, size in operation.writes))
     memory = moved / (device.bandwidth * device.bandwidth_efficiency)
-    return max(device.kernel_s, memory, _estimate_arithmetic_seconds(operation, device) / relative_speed)
+    return max(device.min_kernel_s, memory, _estimate_arithmetic_seconds(operation, device) / relative_speed)
 
 
 def _estimate_arithmetic_seconds(operation: Operation, device: DeviceSpec) -> float:
@@ -151,7 +157,7 @@ def fuse_operations(operations: Sequence[Operation]) -> list[Operation]:
     found: list[Operation] = []
     chain: list[Operation] = []
     for place, each in enumerate(operations):
-        if each.flops or each.call is not None or each.name.startswith("fsdp."):
+        if each.flops or each.collective_index is not None or each.name.startswith("fsdp."):
             found += [*_fuse_chain(chain, place, last), each]
             chain = []
         else:
@@ -174,8 +180,8 @@ def _fuse_chain(chain: Iterable[Operation], end: int, last: dict[int, int]) -> l
     if not kept:
         return []
     size = sum(reads.values()) + sum(size for _, size in kept)
-    dtype, logged, phase = kernels[0].dtype, kernels[-1].logged, kernels[-1].phase
-    return [Operation("fused", 0, size, (), dtype, None, tuple(reads.items()), kept, logged=logged, phase=phase)]
+    dtype, logged, phase = kernels[0].dtype, kernels[-1].log_length, kernels[-1].phase
+    return [Operation("fused", 0, size, (), dtype, None, tuple(reads.items()), kept, log_length=logged, phase=phase)]
 
 
 MessageId: TypeAlias = tuple[int, int, int]  # Ranks from and to, and the number of the message between them
@@ -189,7 +195,7 @@ class TimelineSpan:
     name: str
     start: float
     end: float
-    logged: int = 0
+    log_length: int = 0
     phase: str = ""
 
 
@@ -201,7 +207,7 @@ class Timeline:
     seconds: float
     spans: tuple[TimelineSpan, ...]
 
-    def busy(self, stream: str = COMPUTE) -> float:
+    def busy_seconds(self, stream: str = COMPUTE) -> float:
         return sum(each.end - each.start for each in self.spans if each.stream == stream)
 
 
@@ -227,27 +233,29 @@ class _RankSimulator:
     trace: StepTrace
     degrees: Degrees
     device: DeviceSpec
-    sent: dict[MessageId, float]
+    arrival_times: dict[MessageId, float]
     is_compiled: bool = False  # whether operators without products are fused
-    chunked: Collection[str] = ()  # groups whose collectives pass parts, computing on one while others are passed
-    waits: bool = True  # False: messages are there when they are asked for
-    host: float = 0.0
-    free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    made: dict[int, tuple[str, float]] = field(default_factory=dict)
-    coming: dict[int, MessageId] = field(default_factory=dict)
-    copied_out: list[float] = field(default_factory=list)
-    reduced: float = 0.0
-    carried: list[tuple[float, float]] = field(default_factory=list)
-    longest: float = 0.0
-    numbers: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+    chunked_groups: Collection[
+        str
+    ] = ()  # groups whose collectives pass parts, computing on one while others are passed
+    waits_for_messages: bool = True  # False: messages are there when they are asked for
+    host_time: float = 0.0
+    stream_free_at: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    written_at: dict[int, tuple[str, float]] = field(default_factory=dict)
+    pending_messages: dict[int, MessageId] = field(default_factory=dict)
+    copy_out_times: list[float] = field(default_factory=list)
+    last_reduced_at: float = 0.0
+    collective_spans: list[tuple[float, float]] = field(default_factory=list)
+    longest_collective: float = 0.0
+    message_counts: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
     spans: list[TimelineSpan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pace = self.device.pace(self.degrees.world_size)  # see [Note: the slowest]
+        self.relative_speed = self.device.straggler_speed(self.degrees.world_size)  # see [Note: the slowest]
 
     @property
     def end(self) -> float:
-        return max(self.host, *self.free.values())
+        return max(self.host_time, *self.stream_free_at.values())
 
     def run(self) -> Iterator[MessageId]:
         """Play all operators; yield each message that must have been sent before the next is asked for."""
@@ -255,17 +263,17 @@ class _RankSimulator:
         of_stream = assign_streams(operations)
         for each in fuse_operations(operations) if self.is_compiled else operations:
             for block, _ in (*each.reads, *each.writes):
-                message = self.coming.get(block)
-                if message is not None and each.call is None:
-                    while message not in self.sent:
+                message = self.pending_messages.get(block)
+                if message is not None and each.collective_index is None:
+                    while message not in self.arrival_times:
                         yield message
-                    self.made[block] = ("message", self.sent[self.coming.pop(block)])
-            if each.call is not None:
+                    self.written_at[block] = ("message", self.arrival_times[self.pending_messages.pop(block)])
+            if each.collective_index is not None:
                 self._communicate(each, of_stream)
             elif is_kernel(each):
                 self._compute(each, of_stream)
             else:
-                self.host += VIEW_COST * self.device.cpu_s
+                self.host_time += VIEW_COST * self.device.launch_overhead_s
 
     def _compute(self, operation: Operation, of_stream: dict[int, str]) -> None:
         touched = [block for block, _ in (*operation.reads, *operation.writes)]
@@ -274,65 +282,73 @@ class _RankSimulator:
             stream = COMPUTE
         elif operation.name.startswith("fsdp.all_gather_copy_in"):
             stream = GATHER
-            after = self.copied_out[-2] if len(self.copied_out) > 1 else 0.0
+            after = self.copy_out_times[-2] if len(self.copy_out_times) > 1 else 0.0
         else:
             stream = REDUCE if all(of_stream.get(block) == REDUCE for block in touched) else COMPUTE
         if operation.name.startswith("fsdp.chunk_cat") and not self.device.is_host:
-            after = self.reduced
-        end = self._put(stream, operation, estimate_kernel_seconds(operation, self.device, self.pace), after)
+            after = self.last_reduced_at
+        end = self._schedule(
+            stream, operation, estimate_kernel_seconds(operation, self.device, self.relative_speed), after
+        )
         if operation.name.startswith("fsdp.split_with_sizes_copy"):
-            self.copied_out.append(end)
+            self.copy_out_times.append(end)
 
     def _communicate(self, operation: Operation, of_stream: dict[int, str]) -> None:
-        call = self.trace.collectives[operation.call or 0]
-        ranks = find_group_ranks(call.group, self.trace.rank, self.degrees, call.ranks)
+        call = self.trace.collectives[operation.collective_index or 0]
+        ranks = find_group_ranks(call.group, self.trace.rank, self.degrees, call.num_ranks)
         if operation.peer is not None:
-            self._exchange(operation, call.kind, ranks[operation.peer], call.bytes)
+            self._exchange(operation, call.kind, ranks[operation.peer], call.nbytes)
             return
-        took = estimate_collective_seconds(call.kind, call.bytes, ranks, self.device.node)
-        end = self._put(call.group, operation, took)
-        if call.group in self.chunked:
-            self.made |= {block: (call.group, end - took * (1 - 1 / call.ranks)) for block, _ in operation.writes}
+        took = estimate_collective_seconds(call.kind, call.nbytes, ranks, self.device.node)
+        end = self._schedule(call.group, operation, took)
+        if call.group in self.chunked_groups:
+            self.written_at |= {
+                block: (call.group, end - took * (1 - 1 / call.num_ranks)) for block, _ in operation.writes
+            }
         if any(of_stream.get(block) == REDUCE for block, _ in operation.writes):
-            self.reduced = end
+            self.last_reduced_at = end
 
     def _exchange(self, operation: Operation, kind: str, peer: int, size: int) -> None:
         ends = (self.trace.rank, peer) if kind == "send" else (peer, self.trace.rank)
-        message = (*ends, self.numbers[ends])
-        self.numbers[ends] += 1
+        message = (*ends, self.message_counts[ends])
+        self.message_counts[ends] += 1
         if kind == "send":
-            self.sent[message] = self._put(
+            self.arrival_times[message] = self._schedule(
                 f"to {peer}", operation, estimate_collective_seconds(kind, size, ends, self.device.node)
             )
         else:
-            self.host += self.device.cpu_s
-            if self.waits:
-                self.coming |= {block: message for block, _ in operation.writes}
+            self.host_time += self.device.launch_overhead_s
+            if self.waits_for_messages:
+                self.pending_messages |= {block: message for block, _ in operation.writes}
 
-    def _put(self, stream: str, operation: Operation, duration: float, not_before: float = 0.0) -> float:
+    def _schedule(self, stream: str, operation: Operation, duration: float, not_before: float = 0.0) -> float:
         """Put an operator on a stream, behind what it needs, and return its end."""
-        self.host += self.device.cpu_s
-        known = [self.made[block] for block, _ in (*operation.reads, *operation.writes) if block in self.made]
+        self.host_time += self.device.launch_overhead_s
+        known = [
+            self.written_at[block] for block, _ in (*operation.reads, *operation.writes) if block in self.written_at
+        ]
         ready = max((time for other, time in known if other != stream), default=0.0)
-        start = max(self.host, self.free[stream], ready, not_before)
-        if operation.call is None:
-            end = self._computed(start, duration)
-            self.host = end if self.device.is_host else self.host
+        start = max(self.host_time, self.stream_free_at[stream], ready, not_before)
+        if operation.collective_index is None:
+            end = self._find_compute_end(start, duration)
+            self.host_time = end if self.device.is_host else self.host_time
         else:
             end = start + duration
-            bisect.insort(self.carried, (start, end))
-            self.longest = max(self.longest, duration)
-        self.free[stream] = end
-        self.made |= {block: (stream, end) for block, _ in operation.writes}
-        self.spans.append(TimelineSpan(stream, operation.name, start, end, operation.logged, operation.phase))
+            bisect.insort(self.collective_spans, (start, end))
+            self.longest_collective = max(self.longest_collective, duration)
+        self.stream_free_at[stream] = end
+        self.written_at |= {block: (stream, end) for block, _ in operation.writes}
+        self.spans.append(TimelineSpan(stream, operation.name, start, end, operation.log_length, operation.phase))
         return end
 
-    def _computed(self, now: float, duration: float) -> float:
+    def _find_compute_end(self, now: float, duration: float) -> float:
         """Return when `duration` seconds of computing are done that begin `now`; see [Note: hosts]."""
-        speed = self.device.speed_beside_communication
+        speed = self.device.overlap_speed
         if speed == 1 or not duration:
             return now + duration
-        for start, end in self.carried[bisect.bisect(self.carried, (now - self.longest,)) :]:
+        for start, end in self.collective_spans[
+            bisect.bisect(self.collective_spans, (now - self.longest_collective,)) :
+        ]:
             if duration <= start - now:
                 break
             duration -= max(0.0, start - now)

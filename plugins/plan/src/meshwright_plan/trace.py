@@ -51,35 +51,38 @@ class TrainingJob:
 
     stack: Stack
     degrees: Degrees
-    model: Callable[[], nn.Module]
-    optimizer: OptimizerFactory
-    microbatches: int = 1  # of a rank in a step; `rows` sequences of each, of `length` tokens
-    rows: int = 1
-    length: int = 16
+    build_model: Callable[[], nn.Module]
+    optimizer_factory: OptimizerFactory
+    num_microbatches: int = 1  # of a rank in a step; `rows` sequences of each, of `length` tokens
+    micro_batch_size: int = 1
+    seq_len: int = 16
     max_grad_norm: float | None = 1.0
     grad_norm_type: float = 2.0
-    layers: int = 0  # blocks of the model; 0: not known
-    with_layers: Callable[[int], nn.Module] | None = None
+    num_layers: int = 0  # blocks of the model; 0: not known
+    build_with_layers: Callable[[int], nn.Module] | None = None
     expert_imbalance: float = 1.0  # how much more often than on average routers choose the busiest experts
     is_compiled: bool = False  # whether blocks are compiled; they are traced as written, and timed as fused operators
-    chunked: tuple[str, ...] = ()  # groups whose collectives overlap with computing on parts; see `time.play`
+    chunked_groups: tuple[str, ...] = ()  # groups whose collectives overlap with computing on parts; see `time.play`
     ema: EMAConfig | None = None  # of an average of the weights
 
-    def at_depth(self, layers: int) -> TrainingJob:
-        if self.with_layers is None or layers == self.layers:
+    def with_num_layers(self, layers: int) -> TrainingJob:
+        if self.build_with_layers is None or layers == self.num_layers:
             return self
-        return replace(self, model=functools.partial(self.with_layers, layers), layers=layers)
+        return replace(self, build_model=functools.partial(self.build_with_layers, layers), num_layers=layers)
 
-    def built(self, mesh: Mesh) -> tuple[nn.Module, StrategyManager]:
+    def build(self, mesh: Mesh) -> tuple[nn.Module, StrategyManager]:
         """Return the model and a manager of the job's strategies, which are real where their values matter."""
         with real_compute():
-            return self.model(), self.stack.build(mesh)
+            return self.build_model(), self.stack.build(mesh)
 
-    def batch(self, model: nn.Module) -> Batch:
+    def make_batch(self, model: nn.Module) -> Batch:
         """Return a microbatch with token ids in the vocabulary of the model."""
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 2
         with real_compute():
-            ids = torch.arange(self.rows * self.length).view(self.rows, self.length) % vocabulary
+            ids = (
+                torch.arange(self.micro_batch_size * self.seq_len).view(self.micro_batch_size, self.seq_len)
+                % vocabulary
+            )
             return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -92,11 +95,11 @@ class Operation:
     bytes: int  # read and written
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype | None  # of the first given tensor; None: there is none
-    call: int | None  # index in `Trace.collectives`; None: it is no collective
+    collective_index: int | None  # index in `Trace.collectives`; None: it is no collective
     reads: BlockBytes = ()
     writes: BlockBytes = ()
     peer: int | None = None  # place in its group of the sender or receiver of a message
-    logged: int = 0  # length of `Trace.log` when it ended
+    log_length: int = 0  # length of `Trace.log` when it ended
     phase: str = ""  # "forward", "backward" or "optimizer", clipping included
 
 
@@ -106,11 +109,13 @@ class StepTrace:
 
     rank: int
     peak: MemorySnapshot  # peak, after: what was held at the peak, and between steps
-    after: MemorySnapshot
+    between_steps: MemorySnapshot
     collectives: tuple[Collective, ...]  # in the order in which they were issued, without messages of the control plane
     operations: tuple[Operation, ...]  # likewise, collectives included
-    log: tuple[tuple[int, int], ...]
-    owners: Mapping[int, str] = field(default_factory=dict)  # of the blocks in `log`; see [Note: owners] in `meter`
+    memory_log: tuple[tuple[int, int], ...]
+    owners_by_block: Mapping[int, str] = field(
+        default_factory=dict
+    )  # of the blocks in `log`; see [Note: owners] in `meter`
 
 
 class NoWeights:
@@ -141,7 +146,7 @@ class _OperationRecorder(CollectiveRecorder):
         reads, writes = memory_access(self._meter, operation, args, kwargs, result)
         named = bind_arguments(operation, args, kwargs) if call is not None and operation.namespace == "c10d" else {}
         peer = next((named[name] for name in ("dst", "src") if name in named), None)
-        places = peer, self._meter.logged, self._meter.step_phase
+        places = peer, self._meter.log_length, self._meter.step_phase
         self.operations.append(
             Operation(get_operation_name(operation), flops, size, shapes, dtype, call, reads, writes, *places)
         )
@@ -149,46 +154,46 @@ class _OperationRecorder(CollectiveRecorder):
 
 def trace_job(job: TrainingJob, mesh: Mesh) -> StepTrace:
     """Build the job on this rank of a mesh of its degrees, and run its steps. Collective on a real world."""
-    return trace_job_steps(job, mesh, [job.microbatches])[0]
+    return trace_job_steps(job, mesh, [job.num_microbatches])[0]
 
 
 def trace_job_steps(job: TrainingJob, mesh: Mesh, microbatch_counts: Sequence[int]) -> list[StepTrace]:
     """Trace steps with each of these numbers of microbatches, ascending, in the place of the job's; see `trace`."""
-    model, manager = job.built(mesh)
-    make_batch = functools.partial(job.batch, model)
+    model, manager = job.build(mesh)
+    make_batch = functools.partial(job.make_batch, model)
     batches = [make_batch() for _ in range(microbatch_counts[0])]
-    meter = StepMeter(is_real=not mesh.world.is_planned)
-    meter.see(list_tensors(batches))
+    meter = StepMeter(is_real=not mesh.world.is_fake)
+    meter.track(list_tensors(batches))
     with meter:
-        manager.parallelize(model, NoWeights() if mesh.world.is_planned and has_meta_tensors(model) else None)
+        manager.parallelize(model, NoWeights() if mesh.world.is_fake and has_meta_tensors(model) else None)
         del model
-        meter.own((p for part in manager.model_parts for p in part.parameters()), "parameters")
-        optimizer = manager.build_optimizer(job.optimizer)
+        meter.set_owner((p for part in manager.model_parts for p in part.parameters()), "parameters")
+        optimizer = manager.build_optimizer(job.optimizer_factory)
         if job.ema is not None:
             EMA(manager, job.ema)  # the optimizer keeps it
 
     def step(microbatches: list[Batch]) -> _OperationRecorder:
-        meter.begin()
+        meter.begin_step()
         timeline = _OperationRecorder(get_process_groups(manager.mesh), meter)
-        meter.after = timeline
+        meter.next_observer = timeline
         with meter, _track_modules(manager.model_parts, meter):
             _run_step(manager, job, microbatches, meter)
-        meter.after = None
-        meter.own(list_tensors([*optimizer.state.values()]), "optimizer")
+        meter.next_observer = None
+        meter.set_owner(list_tensors([*optimizer.state.values()]), "optimizer")
         return timeline
 
     # The first steps make what is kept, such as the state of the optimizer, from few tokens.
-    for _ in range(manager.settles_after):
+    for _ in range(manager.steady_after_steps):
         step(batches[:1])
     found = []
     for count in microbatch_counts:
         more = [make_batch() for _ in range(count - len(batches))]
-        meter.see(list_tensors(more))
+        meter.track(list_tensors(more))
         batches += more
         line = step(batches)
         calls, operations = tuple(line.calls), tuple(line.operations)
-        held = meter.at_peak(), meter.now()
-        found.append(StepTrace(mesh.rank, *held, calls, operations, tuple(meter.log), meter.owners()))
+        held = meter.snapshot_peak(), meter.snapshot_now()
+        found.append(StepTrace(mesh.rank, *held, calls, operations, tuple(meter.log), meter.owners_by_block()))
     return found
 
 
@@ -226,12 +231,12 @@ def get_process_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
 
 def _run_step(manager: StrategyManager, job: TrainingJob, batches: list[Batch], meter: StepMeter) -> None:
     meter.phase = "activations"
-    loss = manager.forward_backward(batches, num_tokens=manager.announce(batches))
+    loss = manager.forward_backward(batches, num_tokens=manager.begin_step_sync(batches))
     parameters = [p for part in manager.model_parts for p in part.parameters()]
-    meter.own(parameters, "parameters")
-    meter.own((p.grad for p in parameters if p.grad is not None), "gradients")
+    meter.set_owner(parameters, "parameters")
+    meter.set_owner((p.grad for p in parameters if p.grad is not None), "gradients")
     meter.phase = "temporary"
-    manager.read(loss, manager.clip_grad_norm(job.max_grad_norm, job.grad_norm_type))
+    manager.read_scalars(loss, manager.clip_grad_norm(job.max_grad_norm, job.grad_norm_type))
     manager.optimizer_step()
     meter.phase = "other"
 
@@ -278,9 +283,9 @@ def _is_output_argument(operation: Any, argument: str) -> bool:
 def _sum_block_bytes(meter: MemoryMeter, tensors: Iterable[Tensor]) -> BlockBytes:
     found: dict[int, int] = {}
     for tensor in tensors:
-        block = None if is_on_meta(tensor) else meter.live.get(id(get_storage(tensor)))
+        block = None if is_on_meta(tensor) else meter.live_storages.get(id(get_storage(tensor)))
         if block is not None:
             # Several parts of one block count together, as those of a split that are concatenated.
-            size = found.get(block.number, 0) + tensor.numel() * tensor.element_size()
-            found[block.number] = min(size, block.size)
+            size = found.get(block.index, 0) + tensor.numel() * tensor.element_size()
+            found[block.index] = min(size, block.nbytes)
     return tuple(found.items())

@@ -56,15 +56,15 @@ _OUTPUT_ARGUMENTS = ("output_tensors", "output_tensor", "output", "outputs")
 class FakeWorld(World):
     """A world in which every rank has what this one has, and nothing is sent; see `fake_world`."""
 
-    computes = False
+    is_real = False
 
-    def _exchanged(self, sums: Sequence[int], maxima: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _reduce_now(self, sums: Sequence[int], maxima: Sequence[int]) -> tuple[list[int], list[int]]:
         return [value * self.size for value in sums], list(maxima)
 
-    def raise_any(self, error: MeshwrightError | None) -> NoReturn:
+    def raise_first_error(self, error: MeshwrightError | None) -> NoReturn:
         raise error or MeshError("another rank has found an error.")
 
-    def from_first(self, work: Callable[[], T]) -> T:
+    def run_on_first_rank(self, work: Callable[[], T]) -> T:
         return work()
 
 
@@ -89,25 +89,25 @@ class _FakeComputeMode(UncompiledMode):
 
     def __init__(self, imbalance: float) -> None:
         super().__init__()
-        self._fakes, self._imbalance = FakeTensorDispatcher(), imbalance
-        self._empties: dict[tuple[Any, ...], Tensor] = {}
-        self._computed: set[tuple[Any, ...] | None] = set()
+        self._dispatcher, self._imbalance = FakeTensorDispatcher(), imbalance
+        self._empty_cache: dict[tuple[Any, ...], Tensor] = {}
+        self._small_results: set[tuple[Any, ...] | None] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.new_empty.default and 0 in args[1] and self._fakes.knows(args[0]):
-            return self._empty(func, types, args, kwargs)
+        if func is torch.ops.aten.new_empty.default and 0 in args[1] and self._dispatcher.is_fake(args[0]):
+            return self._reuse_empty(func, types, args, kwargs)
         if any(map(is_wrapper_subclass, types)):
             return NotImplemented
         if func is torch.ops.prim.device.default:
-            return self._fakes.device(args[0])
+            return self._dispatcher.get_device(args[0])
         if is_propagating_shapes() or is_real_compute():
             return func(*args, **kwargs)
         given = list(list_tensors((args, kwargs)))
-        if any(map(self._fakes.knows, given)):
-            return self._of_fakes(func, types, args, kwargs, given)
+        if any(map(self._dispatcher.is_fake, given)):
+            return self._dispatch_fake(func, types, args, kwargs, given)
         if func.namespace in COLLECTIVE_NAMESPACES:
             return _run_collective(func, args, kwargs)
         devices = [each.type for each in (*args, *kwargs.values()) if isinstance(each, torch.device)]
@@ -116,30 +116,30 @@ class _FakeComputeMode(UncompiledMode):
         if torch.Tag.inplace_view in func.tags or func.namespace == "profiler" or stays_on_meta:
             return func(*args, **kwargs)
         if any(map(is_on_meta, given)) or any(each != "cpu" for each in devices):
-            return self._fakes.computed(func, types, args, kwargs)
-        return self._of_numbers(func, types, args, kwargs, given)
+            return self._dispatcher.dispatch(func, types, args, kwargs)
+        return self._dispatch_real(func, types, args, kwargs, given)
 
-    def _of_numbers(
+    def _dispatch_real(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
         """Compute an operator on real tensors, if its result is small."""
         if func.is_view:
             seen = func(*args, **kwargs)  # it has no memory of its own, so it can be made and looked at
-            return self._fakes.computed(func, types, args, kwargs) if _count_bytes(seen) > MAX_REAL_BYTES else seen
+            return self._dispatcher.dispatch(func, types, args, kwargs) if _count_bytes(seen) > MAX_REAL_BYTES else seen
         key = _make_shape_key(func, args, kwargs)
-        if key is None or key not in self._computed:
+        if key is None or key not in self._small_results:
             try:
-                found = self._fakes.computed(func, types, args, kwargs)
+                found = self._dispatcher.dispatch(func, types, args, kwargs)
             except DATA_DEPENDENT_ERRORS:
                 found = None
             if _count_bytes(found) > MAX_REAL_BYTES or (
                 not tensors and any(each.is_floating_point() for each in list_tensors(found))
             ):
                 return found
-            self._computed.add(key)
+            self._small_results.add(key)
         return func(*args, **kwargs)
 
-    def _of_fakes(
+    def _dispatch_fake(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
         if (same := pass_through_collective(func, tensors)) is not None:
@@ -152,21 +152,21 @@ class _FakeComputeMode(UncompiledMode):
         if get_operation_name(func) == "aten._unsafe_view.default":
             # The same for its tensors, and torch keeps what it has found out.
             func = torch.ops.aten.view.default
-        if get_operation_name(func) == _FSDP_COPY_IN and not self._fakes.knows(args[1]):
+        if get_operation_name(func) == _FSDP_COPY_IN and not self._dispatcher.is_fake(args[1]):
             # FSDP gathers several dtypes as bytes, whose buffer is real where it is small, and returned.
             _, buffer, _, size, rank = args
             return buffer.narrow(0, size * rank, size), buffer
-        found = self._fakes.computed(func, types, args, kwargs)
+        found = self._dispatcher.dispatch(func, types, args, kwargs)
         if is_topk(func):
             return found[0], make_routing_choices(found[1].shape, tensors[0].shape[-1], self._imbalance)
         return found
 
-    def _empty(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _reuse_empty(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Reuse empty tensors: FSDP makes one for each rank that has no rows of a parameter, and keeps none."""
         key = (tuple(args[1]), args[0].dtype, *sorted((name, str(value)) for name, value in kwargs.items()))
-        if key not in self._empties:
-            self._empties[key] = self._fakes.computed(func, types, args, kwargs)
-        return self._empties[key]
+        if key not in self._empty_cache:
+            self._empty_cache[key] = self._dispatcher.dispatch(func, types, args, kwargs)
+        return self._empty_cache[key]
 
 
 def make_routing_choices(shape: Sequence[int], candidates: int, imbalance: float) -> Tensor:

@@ -51,16 +51,16 @@ class SharedBuffer:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.file = os.memfd_create("meshwright-copy", os.MFD_CLOEXEC)  # descriptor by which another process maps it
-        os.ftruncate(self.file, size)
-        self._whole = mmap.mmap(self.file, size) if size else None  # an empty file cannot be mapped
-        self.view = memoryview(b"") if self._whole is None else memoryview(self._whole)  # its bytes
+        self.fd = os.memfd_create("meshwright-copy", os.MFD_CLOEXEC)  # descriptor by which another process maps it
+        os.ftruncate(self.fd, size)
+        self._mapping = mmap.mmap(self.fd, size) if size else None  # an empty file cannot be mapped
+        self.view = memoryview(b"") if self._mapping is None else memoryview(self._mapping)  # its bytes
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
+    def copy_from(self, tensors: Sequence[Tensor]) -> None:
         """Copy tensors into it in sequence, as in a checkpoint."""
-        if self._whole is None:
+        if self._mapping is None:
             return
-        target, begin = torch.frombuffer(self._whole, dtype=torch.uint8), 0
+        target, begin = torch.frombuffer(self._mapping, dtype=torch.uint8), 0
         for each in tensors:
             # As bytes, since a tensor may begin anywhere.
             source = each.detach().contiguous().view(-1).view(torch.uint8)
@@ -68,22 +68,22 @@ class SharedBuffer:
             begin += source.numel()
 
     def __del__(self) -> None:
-        os.close(self.file)  # the mapping is freed with its last view
+        os.close(self.fd)  # the mapping is freed with its last view
 
 
 class DoubleBuffer:
     """Two rooms, used in turn: before one is filled again, the keeper has released it."""
 
     def __init__(self) -> None:
-        self._rooms: list[SharedBuffer] = []
+        self._buffers: list[SharedBuffer] = []
 
-    def filled(self, tensors: Sequence[Tensor]) -> SharedBuffer:
+    def fill_next(self, tensors: Sequence[Tensor]) -> SharedBuffer:
         size = count_bytes(tensors)
-        room = self._rooms.pop(0) if len(self._rooms) == 2 else None
+        room = self._buffers.pop(0) if len(self._buffers) == 2 else None
         if room is None or room.size != size:
             room = SharedBuffer(size)
-        self._rooms.append(room)
-        room.fill(tensors)
+        self._buffers.append(room)
+        room.copy_from(tensors)
         return room
 
 
@@ -116,22 +116,22 @@ class StateReplicator:
         memory_bytes: int,
         report: Callable[..., None],
     ) -> None:
-        self._manager, self._keepers, self._run = manager, client, run_id
-        self._every, self._bandwidth, self._key, self._tell = every, bandwidth, signing_key, report
+        self._manager, self._client, self._run_id = manager, client, run_id
+        self._every, self._bandwidth, self._signing_key, self._report = every, bandwidth, signing_key, report
         self._memory_bytes = memory_bytes
-        self._group, self._agreement, self._rooms = new_group("gloo"), SavePlanner(), DoubleBuffer()
+        self._group, self._agreement, self._buffers = new_group("gloo"), SavePlanner(), DoubleBuffer()
         self._thread: threading.Thread | None = None
-        self._links: list[Connection] = []
-        self._failed, self._has_ceased = "", False
-        self._checked = 0
-        self.copied = self.left_out = 0
-        self.last: int | None = None  # the last step that is complete; None: none
-        client.keep(run_id, start_step, manager.mesh.world)
+        self._connections: list[Connection] = []
+        self._error, self._is_disabled = "", False
+        self._checked_agreement = 0
+        self.num_copied = self.num_skipped = 0
+        self.last_step: int | None = None  # the last step that is complete; None: none
+        client.discard_stale(run_id, start_step, manager.mesh.world)
 
     def is_due(self, step: int) -> bool:
-        return not self._has_ceased and step % self._every == 0
+        return not self._is_disabled and step % self._every == 0
 
-    def copy(
+    def replicate(
         self, step: int, *, scheduler: LRScheduler | None = None, extra: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
         """Copy the state after so many steps, unless the previous copy is not finished on all ranks. Collective."""
@@ -141,90 +141,92 @@ class StateReplicator:
             self._manager, self._group, step=step, scheduler=scheduler, extra=extra(), planner=self._agreement
         )
         self._check_memory(count_bytes(content.tensors))
-        room = self._rooms.filled(content.tensors)
-        self._thread = threading.Thread(target=self._hand_over, args=(content, room, step), name="meshwright-copies")
+        room = self._buffers.fill_next(content.tensors)
+        self._thread = threading.Thread(
+            target=self._send_in_background, args=(content, room, step), name="meshwright-copies"
+        )
         self._thread.start()
 
     def _is_ready(self, step: int) -> bool:
         is_busy = self._thread is not None and self._thread.is_alive()
-        busy, failed = self._manager.mesh.world.reduce_ints([is_busy, bool(self._failed)])
+        busy, failed = self._manager.mesh.world.reduce_ints([is_busy, bool(self._error)])
         is_first = self._manager.mesh.rank == 0
         if failed and not busy:
-            self._has_ceased = True
+            self._is_disabled = True
             if is_first:
                 warn(
-                    f"state is no longer copied to memory, from step {step} on: {self._failed or 'a rank cannot'}. The "
+                    f"state is no longer copied to memory, from step {step} on: {self._error or 'a rank cannot'}. The "
                     f"run goes on, and checkpoints are saved as before.",
                     stacklevel=4,
                 )
             return False
         if not busy:
             return True
-        self.left_out += 1
-        if is_first and self.left_out & (self.left_out - 1) == 0:
-            self._tell(copied=self.copied, left_out=self.left_out, step=step)
+        self.num_skipped += 1
+        if is_first and self.num_skipped & (self.num_skipped - 1) == 0:
+            self._report(copied=self.num_copied, left_out=self.num_skipped, step=step)
         return False
 
     def _check_memory(self, local_bytes: int) -> None:
         """Refuse copies that do not fit, whenever the state has changed its size. Collective."""
-        if self._checked == self._agreement.times:
+        if self._checked_agreement == self._agreement.num_plans:
             return
-        self._checked, world = self._agreement.times, self._manager.mesh.world
-        every = self._every_size(local_bytes)
-        nodes, here = self._keepers.nodes, self._keepers.here
+        self._checked_agreement, world = self._agreement.num_plans, self._manager.mesh.world
+        every = self._gather_sizes(local_bytes)
+        nodes, here = self._client.nodes, self._client.local_node
         held = [here, (here - 1) % len(nodes)] if len(nodes) > 1 else [here]
         needed = _NUM_STEPS_HELD * sum(every[rank] for number in held for rank in nodes[number].ranks)
         wrong = (
             f"checkpoint.replicate holds {_NUM_STEPS_HELD} copies of the state of ranks, {needed / 1e9:,.1f} GB on this node, "
             f"which has {self._memory_bytes / 1e9:,.1f} GB of memory. Use more nodes, or checkpoint.replicate=null."
         )
-        world.raise_together(ConfigError(wrong) if needed > self._memory_bytes else None)
+        world.raise_on_all_ranks(ConfigError(wrong) if needed > self._memory_bytes else None)
 
-    def _every_size(self, local_bytes: int) -> list[int]:
+    def _gather_sizes(self, local_bytes: int) -> list[int]:
         every: list[int] = [0] * self._manager.mesh.world.size
         dist.all_gather_object(every, local_bytes, group=self._group)
         return every
 
-    def _hand_over(self, content: CheckpointContent, buffer: SharedBuffer, step: int) -> None:
+    def _send_in_background(self, content: CheckpointContent, buffer: SharedBuffer, step: int) -> None:
         try:
             error, files = "", {}
             try:
-                files = self._put(content, buffer, step)
+                files = self._send_files(content, buffer, step)
             except Exception as caught:
                 # The other ranks wait for this one's result.
                 error = f"rank {self._manager.mesh.rank}: {caught}"
-            manifest, error = self._completed(content, error, files)
+            manifest, error = self._gather_manifest(content, error, files)
             if manifest is None:
-                self._failed = error
+                self._error = error
                 return
-            self._links[0].ask("seal", run=self._run, step=step, manifest=manifest)
-            self.copied, self.last = self.copied + 1, step
+            self._connections[0].request("seal", run=self._run_id, step=step, manifest=manifest)
+            self.num_copied, self.last_step = self.num_copied + 1, step
         except Exception as caught:
             # The keeper was killed, or another rank is gone, which the main thread will notice, too.
-            self._failed = f"{type(caught).__name__}: {caught}"
+            self._error = f"{type(caught).__name__}: {caught}"
 
-    def _put(self, content: CheckpointContent, buffer: SharedBuffer, step: int) -> dict[str, StoredFile]:
+    def _send_files(self, content: CheckpointContent, buffer: SharedBuffer, step: int) -> dict[str, StoredFile]:
         """Hand this rank's files to the keepers; return their sizes and checksums."""
-        keepers, next_node = self._keepers, self._keepers.next_node
-        if not self._links:
-            nodes = [keepers.here] + ([] if next_node is None else [next_node])
-            self._links = [keepers.link(node) for node in nodes]
-        own, *others = self._links
+        keepers, next_node = self._client, self._client.next_node
+        if not self._connections:
+            nodes = [keepers.local_node] + ([] if next_node is None else [next_node])
+            self._connections = [keepers.connect(node) for node in nodes]
+        own, *others = self._connections
         payload = tensors_file_name(self._manager.mesh.rank)
         files = {payload: _describe_file(buffer.view)}
-        own.ask("put", buffer.file, run=self._run, step=step, name=payload, size=buffer.size)
+        own.request("put", buffer.fd, run=self._run_id, step=step, name=payload, size=buffer.size)
         for link in others:
-            self._send(link, step, payload, buffer.view)
-        for name, text in content.texts.items():
-            for link in self._links:
-                self._send(link, step, name, memoryview(text))
+            self._send_file(link, step, payload, buffer.view)
+        for name, text in content.other_files.items():
+            for link in self._connections:
+                self._send_file(link, step, name, memoryview(text))
             files[name] = _describe_file(text)
         return files
 
-    def _send(self, connection: Connection, step: int, name: str, view: memoryview) -> None:
-        connection.ask("put", None, self._paced(view), run=self._run, step=step, name=name, size=view.nbytes)
+    def _send_file(self, connection: Connection, step: int, name: str, view: memoryview) -> None:
+        connection.request("put", None, self._throttle(view), run=self._run_id, step=step, name=name, size=view.nbytes)
 
-    def _paced(self, view: memoryview) -> Iterator[memoryview]:
+    def _throttle(self, view: memoryview) -> Iterator[memoryview]:
         """Yield parts of some bytes, as slowly as the bandwidth demands."""
         began, rate = time.monotonic(), self._bandwidth
         chunk = _CHUNK_BYTES if rate is None else max(1, min(_CHUNK_BYTES, int(rate / _CHUNKS_PER_SECOND)))
@@ -233,7 +235,7 @@ class StateReplicator:
                 time.sleep(max(0.0, began + begin / rate - time.monotonic()))
             yield view[begin : begin + chunk]
 
-    def _completed(
+    def _gather_manifest(
         self, content: CheckpointContent, error: str, files: Mapping[str, StoredFile]
     ) -> tuple[str | None, str]:
         """Return the manifest of a step that all ranks have handed over, or what went wrong. Collective."""
@@ -246,7 +248,10 @@ class StateReplicator:
             every = {name: stored for _, each in found for name, stored in each.items()}
             # Tensors first, so that each rank verifies its own part if there are as many ranks as before.
             ordered = dict(sorted(every.items(), key=lambda each: (not each[0].startswith("tensors-"), each[0])))
-            box[0] = (None if wrong else serialize_manifest(replace(content.manifest, files=ordered), self._key), wrong)
+            box[0] = (
+                None if wrong else serialize_manifest(replace(content.manifest, files=ordered), self._signing_key),
+                wrong,
+            )
         dist.broadcast_object_list(box, group=self._group, group_src=0)
         result: tuple[str | None, str] = box[0]
         return result
@@ -256,10 +261,10 @@ class StateReplicator:
         if self._thread is not None:
             self._thread.join()
         if self._manager.mesh.rank == 0:
-            self._tell(copied=self.copied, left_out=self.left_out)
-        if not self._manager.mesh.world.reduce_ints([bool(self._failed)])[0]:
-            self._keepers.keep(self._run, -1, self._manager.mesh.world)
-        for link in self._links:
+            self._report(copied=self.num_copied, left_out=self.num_skipped)
+        if not self._manager.mesh.world.reduce_ints([bool(self._error)])[0]:
+            self._client.discard_stale(self._run_id, -1, self._manager.mesh.world)
+        for link in self._connections:
             link.close()
         dist.destroy_process_group(self._group)
 
@@ -283,19 +288,19 @@ class MemoryReplication:
     """Implements `meshwright.train.loop.extension.StateReplication`. Making one is collective; raises as `open_replica_client`."""
 
     def __init__(self, world: World) -> None:
-        self._keepers = open_replica_client(world)
+        self._client = open_replica_client(world)
 
-    def places(self, world: World, run_id: str, options: StorageOptions) -> list[tuple[int, ReplicaReader]]:
-        found = find_replicas(self._keepers, self._keepers.listed(world), run_id, options)
+    def list_replicas(self, world: World, run_id: str, options: StorageOptions) -> list[tuple[int, ReplicaReader]]:
+        found = find_replicas(self._client, self._client.list_steps(world), run_id, options)
         return [(place.step, place) for place in found]
 
     @contextmanager
-    def copying(
+    def replicate(
         self, manager: StrategyManager, scheduler: Any, *, start_step: int, **options: Any
     ) -> Iterator[LoopExtension]:
         """Copy while training; `options` are those of `StateReplicator`."""
         with StateReplicator(
-            manager, self._keepers, start_step=start_step, memory_bytes=get_host_memory(), **options
+            manager, self._client, start_step=start_step, memory_bytes=get_host_memory(), **options
         ) as copier:
             yield _ReplicationExtension(manager, copier, scheduler)
 
@@ -304,18 +309,18 @@ class _ReplicationExtension(LoopExtension):
     """Copies the state after the steps that are due, and reports the time with the step after."""
 
     def __init__(self, manager: StrategyManager, replicator: StateReplicator, scheduler: Any) -> None:
-        self._progress, self._copier, self._scheduler = manager.mesh.world.progress, replicator, scheduler
+        self._progress, self._replicator, self._scheduler = manager.mesh.world.progress, replicator, scheduler
         self._times: dict[str, float] = {}
 
-    def after_step(self, result: StepResult) -> StepResult:
+    def process_result(self, result: StepResult) -> StepResult:
         times, self._times = self._times, {}
         return replace(result, times={**result.times, **times}) if times else result
 
-    def end_step(self, step: int, prepare_extra: Callable[[], dict[str, Any]]) -> None:
-        if not self._copier.is_due(step):
+    def finish_step(self, step: int, prepare_extra: Callable[[], dict[str, Any]]) -> None:
+        if not self._replicator.is_due(step):
             return
         start = time.perf_counter()
-        self._progress.enter("copy")
+        self._progress.enter_phase("copy")
         with profiler_phase("copy"):
-            self._copier.copy(step, scheduler=self._scheduler, extra=prepare_extra)
+            self._replicator.replicate(step, scheduler=self._scheduler, extra=prepare_extra)
         self._times = {"copy": time.perf_counter() - start}

@@ -39,7 +39,7 @@ _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 class MemoryFile:
     """An open file in memory, and its size."""
 
-    file: int
+    fd: int
     size: int
 
 
@@ -55,70 +55,70 @@ class ReplicaStore:
     """The steps of one run."""
 
     def __init__(self) -> None:
-        self._run = ""
+        self._run_id = ""
         self._steps: dict[int, StoredStep] = {}
         self._lock = threading.Lock()
 
-    def keep(self, run_id: str, step: int) -> None:
+    def discard_stale(self, run_id: str, step: int) -> None:
         """Drop all steps that are later than the one a run resumes from, or of another run."""
         with self._lock:
             for number in list(self._steps):
-                if run_id != self._run or number > step:
-                    self._drop(number)
-            self._run = run_id
+                if run_id != self._run_id or number > step:
+                    self._discard(number)
+            self._run_id = run_id
 
-    def put(self, run_id: str, step: int, name: str, file: MemoryFile) -> None:
+    def add_file(self, run_id: str, step: int, name: str, file: MemoryFile) -> None:
         """Take over a file. Raises OSError if it is of another run, or of a sealed step."""
         with self._lock:
             kept = self._steps.get(step, StoredStep())
-            if run_id != self._run or kept.manifest is not None:
-                os.close(file.file)
+            if run_id != self._run_id or kept.manifest is not None:
+                os.close(file.fd)
                 raise OSError(f"step {step} of run {run_id!r} is not expected")
             self._steps[step] = kept
             before = kept.files.pop(name, None)
             if before is not None:
-                os.close(before.file)
+                os.close(before.fd)
             kept.files[name] = file
 
-    def seal(self, run_id: str, step: int, manifest: str) -> None:
+    def commit(self, run_id: str, step: int, manifest: str) -> None:
         """Mark a step as complete, and drop earlier ones; see [Note: steps that are kept]."""
         with self._lock:
-            if run_id != self._run or step not in self._steps:
+            if run_id != self._run_id or step not in self._steps:
                 raise OSError(f"step {step} of run {run_id!r} is not here")
             self._steps[step].manifest = manifest
             for number in list(self._steps):
                 if number < step:
-                    self._drop(number)
+                    self._discard(number)
 
-    def listed(self) -> dict[str, Any]:
+    def list_steps(self) -> dict[str, Any]:
         with self._lock:
             sizes = {n: {name: file.size for name, file in kept.files.items()} for n, kept in self._steps.items()}
             steps = {str(n): {"manifest": kept.manifest, "files": sizes[n]} for n, kept in self._steps.items()}
-            return {"run": self._run, "steps": steps}
+            return {"run": self._run_id, "steps": steps}
 
-    def opened(self, step: int, name: str) -> MemoryFile:
+    def open_file(self, step: int, name: str) -> MemoryFile:
         """Return a duplicate of a file's descriptor. Raises OSError if there is no such file."""
         with self._lock:
             file = self._steps.get(step, StoredStep()).files.get(name)
             if file is None:
                 raise OSError(f"no {name} of step {step}")
-            return MemoryFile(os.dup(file.file), file.size)
+            return MemoryFile(os.dup(file.fd), file.size)
 
-    def _drop(self, step: int) -> None:
+    def _discard(self, step: int) -> None:
         for file in self._steps.pop(step).files.values():
-            os.close(file.file)
+            os.close(file.fd)
 
 
 class ReplicaServer:
     """Answers ranks, with a thread for each connection. Its `id` is unique."""
 
     def __init__(self) -> None:
-        self.id = uuid.uuid4().hex
-        self._shelf = ReplicaStore()
+        self.server_id = uuid.uuid4().hex
+        self._store = ReplicaStore()
         self._token = ""
         self._port = 0
         self._lock = threading.Lock()
-        self._strangers, self._friends = (
+        self._unauthenticated, self._authenticated = (
             threading.Semaphore(MAX_UNAUTHENTICATED),
             threading.Semaphore(MAX_AUTHENTICATED),
         )
@@ -130,17 +130,17 @@ class ReplicaServer:
     def _accept(self, listener: socket.socket, is_local: bool) -> None:
         while True:
             if not is_local:
-                self._strangers.acquire()
+                self._unauthenticated.acquire()
             try:
                 connection, _ = listener.accept()
-                threading.Thread(target=self._serve, args=(connection, is_local), daemon=True).start()
+                threading.Thread(target=self._handle_connection, args=(connection, is_local), daemon=True).start()
             except (OSError, RuntimeError):
                 # There are as many open files or threads as allowed; some will end.
                 if not is_local:
-                    self._strangers.release()
+                    self._unauthenticated.release()
                 threading.Event().wait(_RETRY_S)
 
-    def _serve(self, connection: socket.socket, is_local: bool) -> None:
+    def _handle_connection(self, connection: socket.socket, is_local: bool) -> None:
         with connection, suppress(OSError):
             if is_local:
                 wire.check_user(connection)
@@ -148,49 +148,51 @@ class ReplicaServer:
                 try:
                     wire.authenticate_client(connection, self._token)
                 finally:
-                    self._strangers.release()
+                    self._unauthenticated.release()
                 connection.settimeout(None)
-            if not self._friends.acquire(blocking=False):
+            if not self._authenticated.acquire(blocking=False):
                 return
             try:
-                self._converse(connection, is_local)
+                self._handle_requests(connection, is_local)
             finally:
-                self._friends.release()
+                self._authenticated.release()
 
-    def _converse(self, connection: socket.socket, is_local: bool) -> None:
+    def _handle_requests(self, connection: socket.socket, is_local: bool) -> None:
         while True:
             message, file = wire.receive_message(connection)
             try:
-                self._answer(connection, message, file, is_local)
+                self._handle_request(connection, message, file, is_local)
             except (KeyError, TypeError, ValueError, OverflowError) as error:
                 wire.send_message(connection, {"error": f"{type(error).__name__}: {error}"})
 
-    def _answer(self, connection: socket.socket, request: dict[str, Any], fd: int | None, is_local: bool) -> None:
+    def _handle_request(
+        self, connection: socket.socket, request: dict[str, Any], fd: int | None, is_local: bool
+    ) -> None:
         """Answer a message. Ranks of other nodes may only put, take and list."""
         what, answer = request["do"], {}
         if what == "take":
-            self._give(connection, request, is_local)
+            self._send_file(connection, request, is_local)
             return
         # Errors of the connection itself end it, unlike those of the shelf.
-        received = self._received(connection, request, fd) if what == "put" else None
+        received = self._receive_file(connection, request, fd) if what == "put" else None
         try:
             if received is not None:
-                self._shelf.put(request["run"], request["step"], request["name"], received)
+                self._store.add_file(request["run"], request["step"], request["name"], received)
             elif what == "list":
-                answer = {"id": self.id, **self._shelf.listed()}
+                answer = {"id": self.server_id, **self._store.list_steps()}
             elif what == "keep" and is_local:
-                self._shelf.keep(request["run"], request["step"])
+                self._store.discard_stale(request["run"], request["step"])
             elif what == "seal" and is_local:
-                self._shelf.seal(request["run"], request["step"], request["manifest"])
+                self._store.commit(request["run"], request["step"], request["manifest"])
             elif what == "serve" and is_local:
-                answer = {"port": self._serving(request["host"], request["token"])}
+                answer = {"port": self._listen_for_remote(request["host"], request["token"])}
             else:
                 raise ValueError(f"{what} is nothing that a keeper does")
         except OSError as error:
             answer = {"error": str(error)}
         wire.send_message(connection, answer)
 
-    def _serving(self, host: str, token: str) -> int:
+    def _listen_for_remote(self, host: str, token: str) -> int:
         """Serve ranks of other nodes that know this token, and no earlier one; return the port."""
         with self._lock:
             self._token = token
@@ -201,28 +203,28 @@ class ReplicaServer:
                 self.listen(listener, is_local=False)
             return self._port
 
-    def _give(self, connection: socket.socket, request: dict[str, Any], is_local: bool) -> None:
+    def _send_file(self, connection: socket.socket, request: dict[str, Any], is_local: bool) -> None:
         try:
-            kept = self._shelf.opened(request["step"], request["name"])
+            kept = self._store.open_file(request["step"], request["name"])
         except OSError as error:
             wire.send_message(connection, {"error": str(error)})
             return
         try:
             if is_local:
-                wire.send_message(connection, {"size": kept.size}, kept.file)
+                wire.send_message(connection, {"size": kept.size}, kept.fd)
                 return
             begin, size = int(request["begin"]), int(request["size"])
             if not 0 <= begin <= begin + size <= kept.size:
                 raise ValueError(f"{size} bytes at {begin} of {kept.size}")
             wire.send_message(connection, {"size": size})
             if size:
-                whole = memoryview(mmap.mmap(kept.file, kept.size, prot=mmap.PROT_READ))
+                whole = memoryview(mmap.mmap(kept.fd, kept.size, prot=mmap.PROT_READ))
                 connection.sendall(whole[begin : begin + size])
         finally:
-            os.close(kept.file)
+            os.close(kept.fd)
 
     @staticmethod
-    def _received(connection: socket.socket, request: dict[str, Any], fd: int | None) -> MemoryFile:
+    def _receive_file(connection: socket.socket, request: dict[str, Any], fd: int | None) -> MemoryFile:
         """Return the file that came with a message, or the bytes that follow it, in memory."""
         size = request["size"]
         if fd is not None:

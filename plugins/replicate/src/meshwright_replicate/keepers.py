@@ -41,7 +41,7 @@ _ALL_INTERFACES = "0.0.0.0"
 class ReplicaNode(NamedTuple):
     """A node that has ranks: the id of its keeper, its ranks, and host and port of the keeper for other nodes."""
 
-    keeper: str
+    server_id: str
     ranks: tuple[int, ...]
     address: tuple[str, int] | None = None
 
@@ -51,21 +51,21 @@ class ReplicaClient:
     """The keepers of a world."""
 
     nodes: tuple[ReplicaNode, ...]  # in the order of their first ranks
-    here: int  # number of this rank's node
+    local_node: int  # number of this rank's node
     token: str
 
     @property
     def next_node(self) -> int | None:
         """The node that has the second copy of this node's state; None if there is only one node."""
-        return (self.here + 1) % len(self.nodes) if len(self.nodes) > 1 else None
+        return (self.local_node + 1) % len(self.nodes) if len(self.nodes) > 1 else None
 
     @property
-    def leads(self) -> bool:
-        return dist.get_rank() == self.nodes[self.here].ranks[0]
+    def is_node_leader(self) -> bool:
+        return dist.get_rank() == self.nodes[self.local_node].ranks[0]
 
-    def link(self, node: int) -> Connection:
+    def connect(self, node: int) -> Connection:
         """Connect to a keeper. Raises OSError."""
-        if node == self.here:
+        if node == self.local_node:
             return _connect_local()
         address = self.nodes[node].address
         if address is None:
@@ -79,10 +79,10 @@ class ReplicaClient:
             raise
         return Connection(connection)
 
-    def listed(self, world: World) -> list[Mapping[str, Any]]:
+    def list_steps(self, world: World) -> list[Mapping[str, Any]]:
         """Return what each keeper has; nothing for one that does not answer. Collective."""
         mine: dict[str, Any] = {"run": "", "steps": {}}
-        if self.leads:
+        if self.is_node_leader:
             try:
                 mine = _request_local("list")
             except OSError:
@@ -90,32 +90,32 @@ class ReplicaClient:
         found = _all_gather(mine, world)
         return [found[node.ranks[0]] for node in self.nodes]
 
-    def keep(self, run_id: str, step: int, world: World) -> None:
+    def discard_stale(self, run_id: str, step: int, world: World) -> None:
         """Have all keepers drop what a run that resumes from a step does not need. Collective. Raises RankError."""
 
         def work() -> None:
             try:
-                if self.leads:
+                if self.is_node_leader:
                     _request_local("keep", run=run_id, step=step)
             except OSError as error:
                 raise RankError(f"the process that holds copies of state does not answer: {error}.") from error
 
-        world.together(work)
+        world.run_on_all_ranks(work)
 
 
 def open_replica_client(world: World) -> ReplicaClient:
     """Find the keeper of each node, or start one. Collective. Raises ConfigError or RankError."""
-    keeper = world.together(_find_or_start_server)
+    keeper = world.run_on_all_ranks(_find_or_start_server)
     found = _all_gather(keeper, world)
     ranks = {each: tuple(rank for rank, other in enumerate(found) if other == each) for each in found}
     nodes = [ReplicaNode(*item) for item in ranks.items()]
-    here = next(number for number, node in enumerate(nodes) if node.keeper == keeper)
-    token = world.from_first(lambda: secrets.token_hex(32))
+    here = next(number for number, node in enumerate(nodes) if node.server_id == keeper)
+    token = world.run_on_first_rank(lambda: secrets.token_hex(32))
     if len(nodes) > 1:
         host = _find_local_address(os.environ.get("MASTER_ADDR", ""))
         is_one_machine = all(map(_is_loopback, _all_gather(host, world)))
         is_first = world.rank == nodes[here].ranks[0]
-        address = world.together(
+        address = world.run_on_all_ranks(
             lambda: _expose_local_server(host, token, is_single_node=is_one_machine) if is_first else None
         )
         addresses = _all_gather(address, world)
@@ -188,7 +188,7 @@ def _connect_local() -> Connection:
 def _request_local(command: str, **values: Any) -> dict[str, Any]:
     link = _connect_local()
     try:
-        return link.ask(command, **values)
+        return link.request(command, **values)
     finally:
         link.close()
 
@@ -225,31 +225,31 @@ def _find_local_address(host: str) -> str:
 class ReplicaReader:
     """A step in the memory of nodes. All ranks read a file from the same keeper, so what one has verified all get."""
 
-    keepers: ReplicaClient
+    client: ReplicaClient
     step: int  # after which it was copied
     manifest: bytes  # its text
-    holders: Mapping[str, int]  # maps each file to the number of the node whose keeper it is read from
-    bytes_of: Mapping[str, int]  # size of each file
-    access: StorageOptions
+    file_nodes: Mapping[str, int]  # maps each file to the number of the node whose keeper it is read from
+    file_sizes: Mapping[str, int]  # size of each file
+    options: StorageOptions
     name = "memory"
 
     def __str__(self) -> str:
         return self.name
 
-    def sizes(self) -> dict[str, int] | None:
-        return {MANIFEST_FILE: len(self.manifest), **self.bytes_of}
+    def list_file_sizes(self) -> dict[str, int] | None:
+        return {MANIFEST_FILE: len(self.manifest), **self.file_sizes}
 
     def open(self, name: str) -> BinaryIO:
         if name == MANIFEST_FILE:
             return io.BytesIO(self.manifest)
-        if name not in self.holders:
+        if name not in self.file_nodes:
             raise OSError(f"no {name} of step {self.step}")
-        node = self.holders[name]
-        link = self.keepers.link(node)
-        if node != self.keepers.here:
-            return io.BufferedReader(_RemoteReplicaFile(link, self.step, name, self.bytes_of[name]), 1 << 20)
+        node = self.file_nodes[name]
+        link = self.client.connect(node)
+        if node != self.client.local_node:
+            return io.BufferedReader(_RemoteReplicaFile(link, self.step, name, self.file_sizes[name]), 1 << 20)
         try:
-            file = link.ask_for_file("take", step=self.step, name=name)
+            file = link.request_file("take", step=self.step, name=name)
         finally:
             link.close()
         try:
@@ -258,7 +258,7 @@ class ReplicaReader:
         finally:
             os.close(file)
 
-    def hint(self) -> str:
+    def format_hint(self) -> str:
         return ""
 
 
@@ -267,7 +267,7 @@ class _RemoteReplicaFile(SeekableReader):
 
     def __init__(self, connection: Connection, step: int, name: str, size: int) -> None:
         super().__init__(name)
-        self._link, self._step, self._nbytes = connection, step, size
+        self._connection, self._step, self._nbytes = connection, step, size
 
     def _size(self) -> int:
         return self._nbytes
@@ -275,12 +275,14 @@ class _RemoteReplicaFile(SeekableReader):
     def _read_at(self, position: int, buffer: memoryview) -> int:
         count = max(0, min(buffer.nbytes, self._nbytes - position))
         if count:
-            self._link.ask_into(buffer[:count], "take", step=self._step, name=self.name, begin=position, size=count)
+            self._connection.request_into(
+                buffer[:count], "take", step=self._step, name=self.name, begin=position, size=count
+            )
         return count
 
     def close(self) -> None:
         if not self.closed:
-            self._link.close()
+            self._connection.close()
         super().close()
 
 

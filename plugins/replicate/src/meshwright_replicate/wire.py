@@ -99,41 +99,41 @@ class Connection:
     """A rank's connection to a keeper. Its methods raise OSError if the keeper is gone, or refuses."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._connection = sock
+        self._socket = sock
         sock.settimeout(IO_TIMEOUT_S)
 
-    def ask(self, command: str, fd: int | None = None, chunks: Iterable[Any] = (), **values: Any) -> dict[str, Any]:
+    def request(self, command: str, fd: int | None = None, chunks: Iterable[Any] = (), **values: Any) -> dict[str, Any]:
         """Send a request, with an open file or bytes, and return the answer."""
-        answer, handed = self._asked(command, fd, chunks, values)
+        answer, handed = self._request(command, fd, chunks, values)
         if handed is not None:
             os.close(handed)
         return answer
 
-    def ask_for_file(self, command: str, **values: Any) -> int:
+    def request_file(self, command: str, **values: Any) -> int:
         """Return the open file of the answer, which the caller must close."""
-        handed = self._asked(command, None, (), values)[1]
+        handed = self._request(command, None, (), values)[1]
         if handed is None:
             raise OSError("the keeper gives no file")
         return handed
 
-    def ask_into(self, buffer: memoryview, command: str, **values: Any) -> None:
+    def request_into(self, buffer: memoryview, command: str, **values: Any) -> None:
         """Receive the bytes that follow the answer, as many as there is room for."""
-        self.ask(command, **values)
-        receive_into(self._connection, buffer)
+        self.request(command, **values)
+        receive_into(self._socket, buffer)
 
-    def _asked(
+    def _request(
         self, command: str, fd: int | None, chunks: Iterable[Any], values: Mapping[str, Any]
     ) -> tuple[dict[str, Any], int | None]:
-        send_message(self._connection, {"do": command, **values}, fd)
+        send_message(self._socket, {"do": command, **values}, fd)
         for part in chunks:
-            self._connection.sendall(part)
-        answer, handed = receive_message(self._connection)
+            self._socket.sendall(part)
+        answer, handed = receive_message(self._socket)
         if "error" in answer:
             raise OSError(f"the keeper refuses: {answer['error']}")
         return answer, handed
 
     def close(self) -> None:
-        self._connection.close()
+        self._socket.close()
 
 
 def check_user(sock: socket.socket) -> None:

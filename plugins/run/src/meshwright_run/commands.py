@@ -59,7 +59,7 @@ def train(
                 check_new_model(config.model, config.data.seq_len)
             _print_plan(config)
             return
-        if not is_launched() and config.processes(get_registry().get(config.strategy).axes, 0) > 1:
+        if not is_launched() and config.count_local_ranks(get_registry().get(config.strategy).axes, 0) > 1:
             # The fork server imports torch and transformers while this process does, too.
             from .launch.local import start_fork_server
 
@@ -69,7 +69,7 @@ def train(
                 check_new_model(config.model, config.data.seq_len)
             from .start import start_run
 
-        startup.end("imports and run file")
+        startup.end_phase("imports and run file")
         code = start_run(config, show_traceback=traceback, startup=startup)
     exit_process(code)
 
@@ -121,8 +121,8 @@ def verify_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -
             state = "torn" if each.problems else "whole"
             if each.manifest is not None:
                 state += f", {len(each.manifest.files)} files, {each.nbytes:,} bytes read, "
-                state += describe_signature(each.manifest, each.place)
-            console.print(f"{each.place}: {state}")
+                state += describe_signature(each.manifest, each.storage)
+            console.print(f"{each.storage}: {state}")
             for problem in each.problems:
                 console.print(f"  {problem}")
     raise typer.Exit(0 if all_whole else 1)
@@ -217,14 +217,14 @@ def show_data(
 
         config = load_run(run_file, assignments or [])
         data, _ = prepare_data_and_model_config(config)
-        laid_out, kind = build_datasets(data, config.data), config.data.packing_kind()
+        laid_out, kind = build_datasets(data, config.data), config.data.resolve_packing()
         summaries = summarize_sources(data, laid_out, kind)
         place = DataShard(0, 1, config.micro_batch_size or config.batch_size)
 
         def feed() -> TrainSampler:
             # Each reads from the beginning, as sources do that are read while training.
             return TrainSampler(
-                laid_out.training, place, batch_size=config.batch_size, seed=config.seed, weights=laid_out.weights
+                laid_out.train_sets, place, batch_size=config.batch_size, seed=config.seed, weights=laid_out.weights
             )
 
         console = create_output_console(160)
@@ -234,8 +234,8 @@ def show_data(
         console.print(render_histogram(summaries, config.data.seq_len))
         console.print(render_table(summaries, measure_fill(feed()) if kind == "none" and summaries else None))
         for source in data.sources:
-            if source.train is None:
-                told_of = f"{source.config.place} is read while training: nothing of it is counted before"
+            if source.train_documents is None:
+                told_of = f"{source.config.location} is read while training: nothing of it is counted before"
                 console.print(told_of, highlight=False, markup=False, soft_wrap=True)
         if png is not None:
             plot_summaries(summaries, config.data.seq_len, png)
@@ -285,7 +285,7 @@ def init(
         write_run_file(file, answers, inspect_model(answers.model), detect_machine(), overwrite=overwrite)
         name = shlex.quote(str(file))
         echo(
-            f"written {file}: {answers.strategy} on {answers.ranks} rank{'s' if answers.ranks > 1 else ''}\n"
+            f"written {file}: {answers.strategy} on {answers.num_ranks} rank{'s' if answers.num_ranks > 1 else ''}\n"
             f"  meshwright explain {name}    # what it will do, in words\n"
             f"  meshwright train {name}      # do it\n"
         )

@@ -30,10 +30,10 @@ NEVER, AUTO = "never", "auto"
 class RunAction(Enum):
     """What happens to an output directory."""
 
-    BEGIN = "nothing is there that matters"
-    REPLACE = "what is there is removed"
-    GO_ON = "the run goes on, if there is a checkpoint"
-    DONE = "the run has finished; nothing is touched"
+    FRESH = "nothing is there that matters"
+    OVERWRITE = "what is there is removed"
+    RESUME = "the run goes on, if there is a checkpoint"
+    FINISHED = "the run has finished; nothing is touched"
 
 
 def check_restarts(config: RunConfig) -> None:
@@ -56,16 +56,16 @@ def check_restarts(config: RunConfig) -> None:
 
 def find_resume_obstacle(config: RunConfig) -> tuple[str, str] | None:
     """Return why a restarted run would not resume, and the remedy; None if it would."""
-    if not config.checkpoint.saves:
+    if not config.checkpoint.is_enabled:
         return "the run saves no checkpoints to go on from", "Set checkpoint.every"
-    if config.resumption.source == NEVER:
+    if config.resume_config.source == NEVER:
         return "resume=never would start anew, and remove what has been done", "Set resume=auto"
     return None
 
 
 def choose_run_action(config: RunConfig, num_steps: int | None) -> RunAction:
     """Decide what happens to the output directory; nothing is changed."""
-    directory = RunDirectory.of(config)
+    directory = RunDirectory.from_config(config)
     path = directory.path
     if path.exists() and not path.is_dir():
         raise ConfigError(f"output_dir={config.output_dir!r} is a file. Name a directory.")
@@ -75,49 +75,51 @@ def choose_run_action(config: RunConfig, num_steps: int | None) -> RunAction:
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"output_dir={config.output_dir!r} cannot be written: {existing} is read-only for you.")
     fate = _choose_action(config, directory, num_steps)
-    if fate is RunAction.REPLACE:
+    if fate is RunAction.OVERWRITE:
         _check_inputs_not_overwritten(config, directory)
-        directory.check_listed()
+        directory.check_only_created()
         _check_checkpoint_owner(directory)
     return fate
 
 
 def _choose_action(config: RunConfig, directory: RunDirectory, num_steps: int | None) -> RunAction:
-    source = config.resumption.source
+    source = config.resume_config.source
     if is_finished(config):
-        return RunAction.DONE
+        return RunAction.FINISHED
     if source not in (AUTO, NEVER):
-        given = directory.place_of(source)
+        given = directory.resolve_checkpoint(source)
         if has_started_from(directory, given):
             # It may be gone: retention knows only what the run has saved.
-            return RunAction.GO_ON
+            return RunAction.RESUME
         read_manifest(given)
-        if given.parent.is_same(directory.checkpoints) or given.parent.parent.is_same(directory.checkpoints):
-            return RunAction.GO_ON
+        if given.parent.is_same_as(directory.checkpoint_storage) or given.parent.parent.is_same_as(
+            directory.checkpoint_storage
+        ):
+            return RunAction.RESUME
     if source == AUTO and directory.summary.exists():
         if _should_extend_finished(config, directory, num_steps):
-            return RunAction.GO_ON
+            return RunAction.RESUME
     elif source == AUTO:
-        begun = config.checkpoint.saves and directory.run_file.exists()
-        if list_checkpoints(directory.checkpoints) or begun:
-            return RunAction.GO_ON
+        begun = config.checkpoint.is_enabled and directory.run_file.exists()
+        if list_checkpoints(directory.checkpoint_storage) or begun:
+            return RunAction.RESUME
     held = []
     if not directory.is_empty():
         held.append(f"output_dir={config.output_dir!r} holds the results of an earlier run. Name another directory")
-    if directory.saves_elsewhere and (there := list_checkpoints(directory.checkpoints)):
+    if directory.has_external_storage and (there := list_checkpoints(directory.checkpoint_storage)):
         held.append(
-            f"checkpoint.to={config.checkpoint.to!r} holds {there[0].name} of an earlier run. Name another place"
+            f"checkpoint.to={config.checkpoint.path!r} holds {there[0].name} of an earlier run. Name another place"
         )
     if held and not config.overwrite:
         raise ConfigError(f"{held[0]}, or set overwrite=true to replace them.")
-    return RunAction.REPLACE if held else RunAction.BEGIN
+    return RunAction.OVERWRITE if held else RunAction.FRESH
 
 
 def _should_extend_finished(config: RunConfig, directory: RunDirectory, num_steps: int | None) -> bool:
     """Whether a finished run is to resume: it has more steps now, or more patience."""
     if num_steps is None:
         return True
-    has_some = bool(list_checkpoints(directory.checkpoints))
+    has_some = bool(list_checkpoints(directory.checkpoint_storage))
     done, of_steps = _read_summary(directory.summary)
     if num_steps > of_steps:
         if has_some:
@@ -138,13 +140,13 @@ def _should_extend_finished(config: RunConfig, directory: RunDirectory, num_step
 
 def is_finished(config: RunConfig) -> bool:
     """Whether this very run has finished: its directory has a summary, and the same run file."""
-    directory, source = RunDirectory.of(config), config.resumption.source
+    directory, source = RunDirectory.from_config(config), config.resume_config.source
     if source == NEVER or not directory.summary.exists():
         return False
     before = _load_previous_config(directory)
     if before is None or _select_training_settings(before) != _select_training_settings(config):
         return False
-    return source == AUTO or before.resumption.source == source
+    return source == AUTO or before.resume_config.source == source
 
 
 def _select_training_settings(config: RunConfig, **overrides: Any) -> RunConfig:
@@ -164,9 +166,9 @@ def _load_previous_config(directory: RunDirectory) -> RunConfig | None:
 def find_previously_named(directory: RunDirectory) -> Storage | None:
     """Return the checkpoint that the run file in a directory names."""
     before = _load_previous_config(directory)
-    if before is None or before.resumption.source in (AUTO, NEVER):
+    if before is None or before.resume_config.source in (AUTO, NEVER):
         return None
-    return directory.place_of(before.resumption.source)
+    return directory.resolve_checkpoint(before.resume_config.source)
 
 
 def has_started_from(directory: RunDirectory, checkpoint: Storage) -> bool:
@@ -174,9 +176,9 @@ def has_started_from(directory: RunDirectory, checkpoint: Storage) -> bool:
     if directory.summary.exists():
         return False
     before = find_previously_named(directory)
-    if before is not None and before.is_same(checkpoint):
+    if before is not None and before.is_same_as(checkpoint):
         return True
-    for place in list_checkpoints(directory.checkpoints):
+    for place in list_checkpoints(directory.checkpoint_storage):
         with suppress(CheckpointError):
             if read_manifest(place).extra.get("named") == str(checkpoint):
                 return True
@@ -198,7 +200,7 @@ def _read_summary(path: Path) -> tuple[int, int]:
 
 def _check_inputs_not_overwritten(config: RunConfig, directory: RunDirectory) -> None:
     """Refuse to replace what the run begins with."""
-    saved = directory.checkpoints
+    saved = directory.checkpoint_storage
     own = {directory.model, directory.averaged_model}
     for name in own | ({saved.path} if isinstance(saved, LocalStorage) else set()):
         replaced = name.resolve()
@@ -214,16 +216,16 @@ def _check_inputs_not_overwritten(config: RunConfig, directory: RunDirectory) ->
 
 def _check_checkpoint_owner(directory: RunDirectory) -> None:
     """Refuse to replace checkpoints of another run, or such that are signed with another key."""
-    if not directory.saves_elsewhere and directory.checkpoint.key_file is None:
+    if not directory.has_external_storage and directory.checkpoint.key_file is None:
         return
-    for place in list_checkpoints(directory.checkpoints):
+    for place in list_checkpoints(directory.checkpoint_storage):
         try:
             run = read_manifest(place).extra.get("run")
         except IncompleteCheckpointError:
             continue
         whose = run.get("output_dir") if isinstance(run, dict) else None
-        if directory.saves_elsewhere and isinstance(whose, str) and not directory.is_same(whose):
+        if directory.has_external_storage and isinstance(whose, str) and not directory.is_same(whose):
             raise ConfigError(
                 f"{place} is of the run with output_dir={whose!r}, and overwrite=true replaces what is of the run in "
-                f"output_dir={directory.given!r} alone. Name another place in checkpoint.to, or remove it yourself."
+                f"output_dir={directory.configured_path!r} alone. Name another place in checkpoint.to, or remove it yourself."
             )

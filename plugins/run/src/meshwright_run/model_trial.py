@@ -98,7 +98,7 @@ def probe_model(
 
 def can_probe(size: ModelSize, *, seq_len: int, device: torch.device, degrees: Degrees) -> bool:
     """Whether the model can be run before the ranks start; see [Note: no good model is refused]."""
-    is_small = size.parameters <= _MAX_PARAMETERS and size.parameters * seq_len <= _MAX_WORK
+    is_small = size.num_parameters <= _MAX_PARAMETERS and size.num_parameters * seq_len <= _MAX_WORK
     return device.type == "cpu" and is_small and degrees.ep == 1
 
 
@@ -130,10 +130,10 @@ def probe_isolation(config: Any, dtype: torch.dtype, packing: Packing, *, seq_le
 def check_memory(degrees: Degrees, size: ModelSize, memory_bytes: int) -> None:
     """Refuse a model of which an even share is larger than the memory of a whole node."""
     # Each parameter lies on one rank at least, so one of them holds no less than an even share.
-    held = size.parameters * size.bytes_per_element / degrees.world_size
+    held = size.num_parameters * size.bytes_per_element / degrees.world_size
     if held > memory_bytes:
         raise ModelError(
-            f"the model does not fit: a rank would hold {held / 1e9:,.1f} GB of its {size.parameters:,} parameters, "
+            f"the model does not fit: a rank would hold {held / 1e9:,.1f} GB of its {size.num_parameters:,} parameters, "
             f"and this node has {memory_bytes / 1e9:,.1f} GB of memory. Make it smaller (model.vocab_size, "
             f"model.hidden_size, ...), or use more ranks under a strategy that shards it."
         )
@@ -241,9 +241,9 @@ _REMEDY_TEXT = {
 
 def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets) -> bool:
     """Whether the reference's log-probabilities are to be computed."""
-    group, first = datasets.training[0].group, datasets.evaluated
+    group, first = datasets.train_sets[0].group_size, datasets.main_eval_set
     given = None if objective is None else BoundObjective(objective)
-    if group > 1 and (given is None or given.rows != group):
+    if group > 1 and (given is None or given.group_size != group):
         told = "cross entropy" if given is None else given.name
         raise ConfigError(
             f"the rows of these data belong together, {group} by {group} (chosen and rejected), and the {told} takes "
@@ -252,24 +252,24 @@ def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets
         )
     if given is None:
         return False
-    if given.rows != group:
+    if given.group_size != group:
         raise ConfigError(
-            f"the {given.name} takes rows {given.rows} by {given.rows}, and those of these data do not belong "
+            f"the {given.name} takes rows {given.group_size} by {given.group_size}, and those of these data do not belong "
             f"together. Give data of format preference; or microbatches in which they do in a script: see "
             f"docs/objectives.md."
         )
-    missing = [name for name in getattr(objective, "columns", ()) if name not in first.columns]
+    missing = [name for name in getattr(objective, "columns", ()) if name not in first.column_specs]
     takes_sums = any(each.name == REFERENCE_COLUMN and "B" in each.shapes for each in _requested_columns(objective))
     computes = missing == [REFERENCE_COLUMN] and takes_sums
     if missing and not computes:
         raise ConfigError(
             f"the {given.name} needs {', '.join(missing)} beside the tokens, and the data have "
-            f"{', '.join(first.columns) or 'no columns'}. Name fields of a source that hold it in its `columns`; or "
+            f"{', '.join(first.column_specs) or 'no columns'}. Name fields of a source that hold it in its `columns`; or "
             f"give it microbatches that have it in a script: see docs/objectives.md."
         )
-    sample = dict(first.take(range(group)))
+    sample = dict(first.read_batch(range(group)))
     if computes:
-        if not all(isinstance(each, RowDataset) for each in datasets.training):
+        if not all(isinstance(each, RowDataset) for each in datasets.train_sets):
             raise ConfigError(
                 f"the {given.name} compares with log-probabilities of the weights that the run begins with, which are "
                 f"computed for all rows before, and a source is read while training. Set its streaming to false, or "
@@ -292,8 +292,8 @@ def cast_columns(objective: Objective | None, batch: Batch) -> Batch:
     """Convert integer columns of a microbatch to the floats or booleans that an objective asks for."""
     dtypes = {"float": torch.float64, "bool": torch.bool}
     changed = {
-        each.name: batch[each.name].to(dtypes[each.kind])
+        each.name: batch[each.name].to(dtypes[each.number_kind])
         for each in _requested_columns(objective)
-        if each.name in batch and each.kind in dtypes and batch[each.name].dtype == torch.int64
+        if each.name in batch and each.number_kind in dtypes and batch[each.name].dtype == torch.int64
     }
     return {**batch, **changed} if changed else batch

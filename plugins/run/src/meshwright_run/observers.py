@@ -55,27 +55,27 @@ def get_process_start() -> float:
 class StartupTimer:
     """When each part of the way to the first step has ended."""
 
-    is_shown: bool = False
-    begin: float = field(default_factory=get_process_start)
-    ends: list[tuple[str, float]] = field(default_factory=list)
+    should_print: bool = False
+    started_at: float = field(default_factory=get_process_start)
+    phase_ends: list[tuple[str, float]] = field(default_factory=list)
 
-    def end(self, phase: str) -> None:
+    def end_phase(self, phase: str) -> None:
         """End a part; consecutive parts of one name are one."""
-        if self.ends and self.ends[-1][0] == phase:
-            self.ends.pop()
-        self.ends.append((phase, time.time()))
+        if self.phase_ends and self.phase_ends[-1][0] == phase:
+            self.phase_ends.pop()
+        self.phase_ends.append((phase, time.time()))
 
-    def seconds(self) -> dict[str, float]:
+    def compute_seconds(self) -> dict[str, float]:
         """Return the seconds of each part, and in total."""
         found: dict[str, float] = {}
-        before = self.begin
-        for part, end in self.ends:
+        before = self.started_at
+        for part, end in self.phase_ends:
             found[part] = found.get(part, 0.0) + end - before
             before = end
-        return {**{part: round(each, 3) for part, each in found.items()}, "total": round(before - self.begin, 3)}
+        return {**{part: round(each, 3) for part, each in found.items()}, "total": round(before - self.started_at, 3)}
 
     def __str__(self) -> str:
-        return "startup: " + ", ".join(f"{part} {each:.1f} s" for part, each in self.seconds().items())
+        return "startup: " + ", ".join(f"{part} {each:.1f} s" for part, each in self.compute_seconds().items())
 
 
 class StartupReporter:
@@ -90,9 +90,9 @@ class StartupReporter:
         startup, self._startup = self._startup, None
         if startup is None:
             return
-        startup.end("first step")
-        self._note("startup", step=result.step, seconds=startup.seconds())
-        if startup.is_shown:
+        startup.end_phase("first step")
+        self._note("startup", step=result.step, seconds=startup.compute_seconds())
+        if startup.should_print:
             self._show(str(startup))
 
 
@@ -115,9 +115,9 @@ class Straggler:
     """A rank that is slower than others in a part of the step, or in all of it ("seconds"), by medians."""
 
     rank: int
-    part: str
+    phase: str
     seconds: float
-    middle: float
+    median: float
     deviations: float
 
 
@@ -152,39 +152,41 @@ class StragglerDetector(LoopExtension):
 
     def __init__(self, config: StragglersConfig, progress: Progress) -> None:
         self._config, self._progress = config, progress
-        self._seen: Mapping[int, HeartbeatRecord] = {}
-        self._found: tuple[Mapping[str, float], ...] = ()
+        self._last_heartbeats: Mapping[int, HeartbeatRecord] = {}
+        self._stragglers: tuple[Mapping[str, float], ...] = ()
         self._since: dict[int, int] = {}
 
     def __call__(self) -> Sequence[Mapping[str, float]]:
         """See `StepResult.stragglers`."""
-        if self._progress.signs is not self._seen:
-            self._seen = self._progress.signs
-            self._found = self._judged()
-        return self._found
+        if self._progress.heartbeats is not self._last_heartbeats:
+            self._last_heartbeats = self._progress.heartbeats
+            self._stragglers = self._find_persistent()
+        return self._stragglers
 
-    def after_step(self, result: StepResult) -> StepResult:
+    def process_result(self, result: StepResult) -> StepResult:
         return replace(result, stragglers=self())
 
-    def _judged(self) -> tuple[Mapping[str, float], ...]:
-        known = {rank: sign for rank, sign in self._seen.items() if sign.steps >= self._config.over}
+    def _find_persistent(self) -> tuple[Mapping[str, float], ...]:
+        known = {
+            rank: sign for rank, sign in self._last_heartbeats.items() if sign.num_steps >= self._config.window_steps
+        }
         if not known:
             return ()
         step_s = float(np.median([sign.step_s for sign in known.values()]))
         found = find_stragglers(
             list(known),
             "own",
-            np.array([sign.own_s for sign in known.values()]),
+            np.array([sign.busy_s for sign in known.values()]),
             step_s=step_s,
             deviations=self._config.deviations,
             min_excess_s=max(MIN_BUSY_EXCESS_FRACTION * step_s, MIN_BUSY_EXCESS_S),
         )
-        step = max(sign.at.step for sign in known.values())
+        step = max(sign.phase.step for sign in known.values())
         self._since = {each.rank: self._since.get(each.rank, step) for each in found}
         return tuple(
-            {"rank": each.rank, "seconds": each.seconds, "median": each.middle, "deviations": each.deviations}
+            {"rank": each.rank, "seconds": each.seconds, "median": each.median, "deviations": each.deviations}
             for each in found
-            if step - self._since[each.rank] >= self._config.over
+            if step - self._since[each.rank] >= self._config.window_steps
         )
 
 
@@ -198,7 +200,7 @@ INSTALL_COMMAND = "pip install -e plugins/trackers"
 def list_trackers(registry: Registry | None = None) -> dict[str, TrackerSpec]:
     """Return the trackers of the installed plugins by name, sorted."""
     found: dict[str, TrackerSpec] = {}
-    for plugin, register in (registry or get_registry()).implementations("register_trackers"):
+    for plugin, register in (registry or get_registry()).find_implementations("register_trackers"):
         for spec in (spec for specs in register() for spec in specs):
             if not isinstance(spec, TrackerSpec):
                 raise ConfigError(f"plugin {plugin} brings {spec!r}, which is no meshwright.TrackerSpec.")

@@ -50,12 +50,12 @@ def export_model(manager: StrategyManager, prepared: PreparedRun, *, step: int) 
     another, if the run asks for it. Collective."""
     config = prepared.config
     averages = config.ema is not None and config.ema.export
-    world, directory = manager.mesh.world, RunDirectory.of(config)
-    world.progress.enter("exporting")
+    world, directory = manager.mesh.world, RunDirectory.from_config(config)
+    world.progress.enter_phase("exporting")
     checkpoint, model, averaged = (directory.path / name for name in IN_PROGRESS)
     # It is soon removed, and needs no signature.
-    place = open_storage(checkpoint, StorageOptions(retries=config.checkpoint.retries))
-    save_checkpoint(manager, place, step=step, tokenizer=prepared.tokenizer(), with_optimizer=False)
+    place = open_storage(checkpoint, StorageOptions(max_retries=config.checkpoint.retries))
+    save_checkpoint(manager, place, step=step, tokenizer=prepared.load_tokenizer(), with_optimizer=False)
     export_checkpoint(checkpoint, model, world=world)
     if averages:
         export_checkpoint(checkpoint, averaged, use_ema=True, world=world)
@@ -68,16 +68,16 @@ def export_model(manager: StrategyManager, prepared: PreparedRun, *, step: int) 
 
 def write_results(prepared: PreparedRun, results: list[StepResult], console: Console) -> None:
     """Write loss curve and summary; show a sample and what to do next."""
-    config, directory = prepared.config, RunDirectory.of(prepared.config)
+    config, directory = prepared.config, RunDirectory.from_config(prepared.config)
     tokenizer = load_tokenizer(prepared.data.tokenizer_dir)
-    plot_loss_curve(results, directory.curve, is_per_token=config.objective is None)
+    plot_loss_curve(results, directory.loss_curve, is_per_token=config.objective is None)
     summary = build_summary(prepared, results, vocab_size=len(tokenizer))
     write_atomically(directory.summary, json.dumps(summary, indent=2) + "\n")
     print_text("\n".join(format_results(summary, prepared)), console)
     if config.sample is not None:
         transformers.utils.logging.disable_progress_bar()
         model = load_trained_model(directory.model, prepared.model.directory)
-        text = generate_sample(model, tokenizer, config.sample, prepared.rows.evaluated, seed=config.seed)
+        text = generate_sample(model, tokenizer, config.sample, prepared.datasets.main_eval_set, seed=config.seed)
         console.print(parse_markup("\n[bold]sample[/bold]"))
         print_text(text, console)
     averages = config.ema is not None and config.ema.export
@@ -86,7 +86,7 @@ def write_results(prepared: PreparedRun, results: list[StepResult], console: Con
     what = "an adapter of peft" if adapted else "a Hugging Face directory"
     print_text(
         parse_markup(
-            f"\n[bold]written[/bold] {escape_markup(directory.model)} ({what}), {escape_markup(averaged)}{escape_markup(directory.curve)}, "
+            f"\n[bold]written[/bold] {escape_markup(directory.model)} ({what}), {escape_markup(averaged)}{escape_markup(directory.loss_curve)}, "
             f"{escape_markup(directory.metrics)}, {escape_markup(directory.summary)}\n"
             f"[bold]next[/bold]\n"
             f"  {f'meshwright export --merge {escape_markup(directory.model)} OUT' if adapted else 'meshwright strategies'}\n"
@@ -104,19 +104,21 @@ def build_summary(prepared: PreparedRun, results: list[StepResult], *, vocab_siz
     kept = (
         []
         if best is None
-        else find_best_checkpoints(list_checkpoints(RunDirectory.of(config).checkpoints), best.set, best.n)
+        else find_best_checkpoints(
+            list_checkpoints(RunDirectory.from_config(config).checkpoint_storage), best.eval_set, best.count
+        )
     )
     return {
-        "strategy": str(prepared.stack),
+        "strategy": str(prepared.strategy_stack),
         "mesh": str(prepared.degrees),
         "steps": results[-1].step,
-        "of_steps": prepared.steps,
+        "of_steps": prepared.num_steps,
         "train_loss": sum(last) / len(last),
         "train_loss_steps": len(last),
         "held_out_loss": results[-1].held_out_loss,
         "evaluations": dict(results[-1].evaluations),
         "best_checkpoints": [
-            {"step": step, "set": best.set, "loss": loss, "checkpoint": str(place)}
+            {"step": step, "set": best.eval_set, "loss": loss, "checkpoint": str(place)}
             for loss, step, place in kept
             if best is not None
         ],
@@ -124,7 +126,7 @@ def build_summary(prepared: PreparedRun, results: list[StepResult], *, vocab_siz
         "held_out": {
             "tokens": str(prepared.data.directory / "held_out.npy"),
             "seq_len": config.data.seq_len,
-            "sequences": config.eval.sequences or len(prepared.rows.held_out.get(HELD_OUT, ())),
+            "sequences": config.eval.max_sequences or len(prepared.datasets.eval_sets.get(HELD_OUT, ())),
         },
     }
 
@@ -138,7 +140,7 @@ def format_results(summary: dict[str, Any], prepared: PreparedRun) -> Iterator[s
     stopping = prepared.config.eval.early_stopping
     if stopping is not None and summary["steps"] < summary["of_steps"]:
         yield (
-            f"stopped early, after {summary['steps']} of {summary['of_steps']} steps: the {format_eval_set(stopping.set)} loss "
+            f"stopped early, after {summary['steps']} of {summary['of_steps']} steps: the {format_eval_set(stopping.eval_set)} loss "
             f"has not fallen in {stopping.patience} evaluations"
         )
     for each in summary["best_checkpoints"]:
@@ -182,7 +184,7 @@ def generate_sample(model: Any, tokenizer: Any, config: SampleConfig, dataset: R
 
 def read_prompt(dataset: RowDataset) -> Tensor:
     """Return the first tokens of a document, or those before the first answer of a conversation: int64, (1, T)."""
-    row = dataset.take([0])
+    row = dataset.read_batch([0])
     (labelled,) = torch.nonzero(row["labels"][0] != IGNORE_INDEX, as_tuple=True)
     # The first token of a document may be masked by itself.
     before = int(labelled[0]) if len(labelled) else 0

@@ -83,21 +83,21 @@ class PreparedRun:
     """
 
     config: RunConfig
-    stack: Stack
+    strategy_stack: Stack
     degrees: Degrees
     micro_batch_size: int
     data: PreparedData
     model: ResolvedModel
-    rows: RunDatasets
+    datasets: RunDatasets
     model_config: Any
     objective: Objective | None
-    needs_reference: bool
-    steps: int
+    needs_reference_log_probs: bool
+    num_steps: int
     schedule: ScheduleConfig
-    rows_tried: bool
+    is_isolation_probed: bool
     identity: dict[str, Any]
 
-    def tokenizer(self) -> Any:
+    def load_tokenizer(self) -> Any:
         """Load the tokenizer that is written with the model, with the chat template that it was trained with."""
         tokenizer = load_tokenizer(self.data.tokenizer_dir)
         if (template := self.config.data.chat_template) is not None:
@@ -113,38 +113,38 @@ def preflight(config: RunConfig, world_size: int, *, commit: str | None = None) 
     stack, degrees, micro_batch_size = resolve_layout(config, world_size)
     resolve_trackers(config.trackers)
     check_restarts(config)
-    RunDirectory.of(config).check_place(world_size)
+    RunDirectory.from_config(config).check_checkpoint_storage(world_size)
     choose_run_action(config, config.steps)
     device = find_device(config.device)
     if config.steps is not None:
-        probe_optimizer(config.optimizer, config.schedule.over(config.steps), config.steps, device=device)
+        probe_optimizer(config.optimizer, config.schedule.resolve_warmup(config.steps), config.steps, device=device)
     model = resolve_model(config.model, commit=commit)
     data, hf_config = prepare_data_and_model_config(config, model)
-    adapters, seq_len, dtype = model.adapters, config.data.seq_len, model.dtype(config.model)
+    adapters, seq_len, dtype = model.adapters, config.data.seq_len, model.get_dtype(config.model)
     size = probe_model(
         hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees, adapters=adapters, optimizer=config.optimizer
     )
     check_memory(degrees, size, get_node_memory())
     tried = can_probe(size, seq_len=seq_len, device=device, degrees=degrees)
-    masks, packing = needs_padding_mask(hf_config), config.data.packing_kind()
+    masks, packing = needs_padding_mask(hf_config), config.data.resolve_packing()
     if tried and packing != "stream":
         probe_isolation(hf_config, dtype, packing, seq_len=seq_len, mask_padding=masks)
     rows = build_datasets(data, config.data, mask_padding=masks)
-    check_group_size(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
-    steps = config.steps or compute_num_steps(config, rows.rows_per_epoch)
+    check_group_size(rows.train_sets[0].group_size, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
+    steps = config.steps or compute_num_steps(config, rows.num_rows_per_epoch)
     check_profile(config.profile, num_steps=steps, world_size=world_size)
-    schedule = config.schedule.over(steps)
+    schedule = config.schedule.resolve_warmup(steps)
     if config.steps is None:
         choose_run_action(config, steps)
         probe_optimizer(config.optimizer, schedule, steps, device=device)
-    largest = max(map(len, rows.held_out.values()), default=0)
-    if config.eval.sequences is not None and config.eval.sequences > largest:
+    largest = max(map(len, rows.eval_sets.values()), default=0)
+    if config.eval.max_sequences is not None and config.eval.max_sequences > largest:
         raise ConfigError(
-            f"eval.sequences={config.eval.sequences}, but the held-out split has {largest}. "
+            f"eval.sequences={config.eval.max_sequences}, but the held-out split has {largest}. "
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
     objective = None if config.objective is None else get_objective(config.objective)
-    if objective is not None and (given := BoundObjective(objective)).on != "tokens":
+    if objective is not None and (given := BoundObjective(objective)).input_kind != "tokens":
         raise ConfigError(
             f"the {given.name} is over the outputs of another head, and a run file trains causal LMs. Train it in a "
             f"script: see docs/objectives.md."
@@ -154,18 +154,18 @@ def preflight(config: RunConfig, world_size: int, *, commit: str | None = None) 
     check_resume_checkpoint(config, identity, steps)
     return PreparedRun(
         config=config,
-        stack=stack,
+        strategy_stack=stack,
         degrees=degrees,
         micro_batch_size=micro_batch_size,
         data=data,
         model=model,
-        rows=rows,
+        datasets=rows,
         model_config=hf_config,
         objective=objective,
-        needs_reference=needs_reference,
-        steps=steps,
+        needs_reference_log_probs=needs_reference,
+        num_steps=steps,
         schedule=schedule,
-        rows_tried=tried,
+        is_isolation_probed=tried,
         identity=identity,
     )
 
@@ -201,7 +201,7 @@ def count_local_ranks(config: RunConfig) -> int:
     """Return how many ranks `start` starts on this node."""
     on_cpu = find_device(config.device).type == "cpu"
     accelerators = 0 if on_cpu else torch.accelerator.device_count()
-    return config.processes(get_registry().get(config.strategy).axes, accelerators)
+    return config.count_local_ranks(get_registry().get(config.strategy).axes, accelerators)
 
 
 def _build_identity(
@@ -211,14 +211,14 @@ def _build_identity(
     for key in ("transformers_version", "architectures", "_name_or_path"):
         model.pop(key, None)
     # What else the rows and their order follow from; nothing for a stream of one source.
-    kind, weights = config.data.packing_kind(), [source.weight for source in config.data.training_sources()]
+    kind, weights = config.data.resolve_packing(), [source.weight for source in config.data.get_training_sources()]
     layout: dict[str, Any] = {} if kind == "stream" else {"packing": kind}
     if any(each is not None for each in weights):
         layout["weights"] = weights
     if len(data.sources) > 1:
         layout |= {f"sources.{number}": source.fingerprint for number, source in enumerate(data.sources)}
     identity = {
-        "model": {**model, "dtype": config.model.get("dtype", "float32"), **run_model.identity(config.model)},
+        "model": {**model, "dtype": config.model.get("dtype", "float32"), **run_model.build_identity(config.model)},
         "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len, **layout},
         "seed": config.seed,
         "batch_size": config.batch_size,
@@ -236,21 +236,23 @@ def _build_identity(
 
 
 def describe_run(prepared: PreparedRun, model: nn.Module, mesh: Mesh) -> list[str]:
-    config, rows, held_out = prepared.config, prepared.rows, prepared.rows.held_out
+    config, rows, held_out = prepared.config, prepared.datasets, prepared.datasets.eval_sets
     size = compute_model_size(model)
     no_driver = describe_missing_driver("training on the CPU: ") if config.device is None else ""
-    found = [f"{rows.at_hand:,}"] if rows.at_hand else []
-    found += [f"those of {rows.streams} sources, read while training, as"] if rows.streams else []
+    found = [f"{rows.num_rows:,}"] if rows.num_rows else []
+    found += [f"those of {rows.num_streams} sources, read while training, as"] if rows.num_streams else []
     others = "".join(f", {len(each):,} of {name}" for name, each in held_out.items() if name != HELD_OUT)
     return [
         *([no_driver] if no_driver else []),
-        f"{prepared.stack} on {prepared.degrees} ({mesh.device.type}): {prepared.model_config.model_type} with "
-        f"{size.parameters:,} parameters in {len(model_layout(model).blocks)} blocks"
+        f"{prepared.strategy_stack} on {prepared.degrees} ({mesh.device.type}): {prepared.model_config.model_type} with "
+        f"{size.num_parameters:,} parameters in {len(model_layout(model).blocks)} blocks"
         + (
-            f"; {size.trainable:,} of them train, over {prepared.model.base}" if prepared.model.base is not None else ""
+            f"; {size.num_trainable:,} of them train, over {prepared.model.base}"
+            if prepared.model.base is not None
+            else ""
         ),
-        f"{prepared.data.documents:,} documents: {' and '.join(found)} sequences of {config.data.seq_len} tokens to train "
-        f"on, {len(held_out.get(HELD_OUT, ())):,} held out{others}; {config.batch_size} a step, {prepared.steps} steps",
+        f"{prepared.data.num_documents:,} documents: {' and '.join(found)} sequences of {config.data.seq_len} tokens to train "
+        f"on, {len(held_out.get(HELD_OUT, ())):,} held out{others}; {config.batch_size} a step, {prepared.num_steps} steps",
     ]
 
 
@@ -263,11 +265,11 @@ class ResolvedModel:
     adapters: AdapterOptions | None = None
     base: BaseModelRef | None = None
 
-    def dtype(self, section: Mapping[str, Any]) -> torch.dtype:
+    def get_dtype(self, section: Mapping[str, Any]) -> torch.dtype:
         """Return the dtype of the parameters, except those of adapters."""
         return (self.adapters and self.adapters.base_dtype) or get_model_dtype(section)
 
-    def identity(self, section: Mapping[str, Any]) -> dict[str, Any]:
+    def build_identity(self, section: Mapping[str, Any]) -> dict[str, Any]:
         if self.base is None:
             return {}
         return {"peft": dict(section["peft"]), "base": self.base.fingerprint}
@@ -317,7 +319,7 @@ def build_run_model(
     """Make the model of a run, with its adapters if it has any; see `build_model`."""
     if resolved.adapters is None:
         return build_model(section, config, seed=seed, directory=resolved.directory)
-    dtype = resolved.dtype(section)
+    dtype = resolved.get_dtype(section)
     model, weights = build_model(section, config, seed=seed, directory=resolved.directory, dtype=dtype)
     return apply_adapter(model, weights, resolved.adapters, resolved.base, seed=seed, where=_PEFT_KEY)
 

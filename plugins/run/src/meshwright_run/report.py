@@ -73,17 +73,17 @@ class MetricsReporter:
         previous_results: Sequence[StepResult] = (),
         on_error: Literal["stop", "continue"] = "stop",
     ) -> None:
-        self._earlier, self._on_error = previous_results, on_error
+        self._previous_results, self._on_error = previous_results, on_error
         self._metrics, self._log_every, self._console = metrics, log_every, console
         self._lines: LineWriter | None = None
-        self._has_told = False
+        self._has_warned = False
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
         self._progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
         self._task = self._progress.add_task("", total=None)
         self._stragglers = StragglerFilter()
 
     def __enter__(self) -> MetricsReporter:
-        self._lines = _open_with_results(self._metrics, self._earlier)
+        self._lines = _open_with_results(self._metrics, self._previous_results)
         self._progress.start()
         return self
 
@@ -94,40 +94,42 @@ class MetricsReporter:
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
-        if self._lines is not None and (error := self._lines.add(_format_line(result))) is not None:
-            self._tell(error)
-        for each in self._stragglers.of(result):
+        if self._lines is not None and (error := self._lines.append(_format_line(result))) is not None:
+            self._handle_write_error(error)
+        for each in self._stragglers.select_new(result):
             print_text(
                 f"step {result.step}: rank {each['rank']} is a straggler: {each['seconds']:.3g} s of a step are its "
                 f"own, {each['median']:.3g} s of the median rank",
                 self._console,
             )
-        if result.skipped:
+        if result.skip_reason:
             return
         text = format_step(result)
         if self._console.is_terminal:
-            self._progress.update(self._task, completed=result.step, total=result.steps, description=text)
-        elif result.step % self._log_every == 0 or result.step in (1, result.steps):
-            print_text(f"step {result.step}/{result.steps}  {text}", self._console)
+            self._progress.update(self._task, completed=result.step, total=result.num_steps, description=text)
+        elif result.step % self._log_every == 0 or result.step in (1, result.num_steps):
+            print_text(f"step {result.step}/{result.num_steps}  {text}", self._console)
 
     @hookimpl
     def on_bad_step(self, bad: BadStep) -> None:
-        if bad.back_to is None:
+        if bad.rollback_step is None:
             text = f"step {bad.step} is left out: {bad.reason}"
         else:
-            text = f"step {bad.step}: {bad.reason}; going back to step {bad.back_to}, without the batches since then"
+            text = (
+                f"step {bad.step}: {bad.reason}; going back to step {bad.rollback_step}, without the batches since then"
+            )
             if self._lines is not None:
                 self._lines.close()
-                kept = read_metrics(self._metrics, last_step=bad.back_to, num_steps=bad.steps)
+                kept = read_metrics(self._metrics, last_step=bad.rollback_step, num_steps=bad.num_steps)
                 self._lines = _open_with_results(self._metrics, kept)
-        print_text(f"{text} ({bad.count} so far)", self._console)
+        print_text(f"{text} ({bad.num_bad_steps} so far)", self._console)
 
-    def _tell(self, error: OSError) -> None:
+    def _handle_write_error(self, error: OSError) -> None:
         told = f"{self._metrics} cannot be written: {error}."
         if self._on_error == "stop":
             raise TrainingError(f"{told} Make room, and start the same command again; or checkpoint.on_error=continue.")
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             warn(f"{told} Training goes on (checkpoint.on_error=continue).", stacklevel=3)
 
 
@@ -143,12 +145,12 @@ class LineWriter:
     def __init__(self, path: Path) -> None:
         self._file = open_for_append(path)
         self._size = os.fstat(self._file).st_size
-        self._rest = b""
+        self._pending = b""
 
-    def add(self, text: str) -> OSError | None:
+    def append(self, text: str) -> OSError | None:
         """Add lines; returns why they have to wait, if they have to."""
-        self._rest += text.encode()
-        rest = memoryview(self._rest)
+        self._pending += text.encode()
+        rest = memoryview(self._pending)
         try:
             if os.fstat(self._file).st_size != self._size:
                 # A part of a line, from the last time.
@@ -157,8 +159,8 @@ class LineWriter:
                 rest = rest[os.write(self._file, rest) :]
         except OSError as error:
             return error
-        self._size += len(self._rest)
-        self._rest = b""
+        self._size += len(self._pending)
+        self._pending = b""
         return None
 
     def close(self) -> None:
@@ -167,11 +169,11 @@ class LineWriter:
 
 class StragglerFilter:
     def __init__(self) -> None:
-        self._known: set[float] = set()
+        self._reported_ranks: set[float] = set()
 
-    def of(self, result: StepResult) -> list[Mapping[str, float]]:
-        new = [each for each in result.stragglers if each["rank"] not in self._known]
-        self._known |= {each["rank"] for each in new}
+    def select_new(self, result: StepResult) -> list[Mapping[str, float]]:
+        new = [each for each in result.stragglers if each["rank"] not in self._reported_ranks]
+        self._reported_ranks |= {each["rank"] for each in new}
         return new
 
 
@@ -243,14 +245,14 @@ def to_record(result: StepResult) -> dict[str, Any]:
         "step": result.step,
         **nan_to_none({"loss": result.loss, "grad_norm": result.grad_norm}),
         **{name: getattr(result, name) for name in ("learning_rate", "num_tokens", *_RATES, "seconds")},
-        "time": result.ended,
+        "time": result.end_time,
         "world_size": result.world_size,
     }
     for name in _MAPPING_FIELDS:
         if values := getattr(result, name):
             record[name] = nan_to_none(values)
-    if result.skipped:
-        record["skipped"] = result.skipped
+    if result.skip_reason:
+        record["skipped"] = result.skip_reason
     if result.stragglers:
         record["stragglers"] = [nan_to_none(each) for each in result.stragglers]
     if "held_out" in result.evaluations:
@@ -289,7 +291,7 @@ def print_finished(directory: RunDirectory) -> None:
 
 def print_stopped(stopped: Stopped, *, num_steps: int) -> None:
     saved = "saved; the same command goes on" if stopped.saved else "which could not be saved"
-    if stopped.too_late:
+    if stopped.has_skipped_save:
         saved = (
             "not saved: that would take longer than is left of checkpoint.on_signal.grace_s; the same command goes on "
             "from the newest checkpoint"
@@ -344,15 +346,15 @@ class LossCurvePlotter:
     def __init__(
         self, metrics: Path, path: Path, *, is_per_token: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._metrics, self._path, self._of_tokens, self._clock = metrics, path, is_per_token, clock
-        self.drawing: subprocess.Popen[bytes] | None = None
-        self._begun, self._due = clock(), clock() + FIRST_PLOT_AFTER_S
+        self._metrics, self._path, self._is_per_token, self._clock = metrics, path, is_per_token, clock
+        self.process: subprocess.Popen[bytes] | None = None
+        self._started_at, self._next_plot_at = clock(), clock() + FIRST_PLOT_AFTER_S
 
     def __enter__(self) -> LossCurvePlotter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        drawing, self.drawing = self.drawing, None
+        drawing, self.process = self.process, None
         if drawing is not None:
             try:
                 drawing.wait(_PLOT_EXIT_TIMEOUT_S)
@@ -360,19 +362,26 @@ class LossCurvePlotter:
                 drawing.kill()
                 drawing.wait()
         if error is not None:
-            plot_metrics(self._metrics, self._path, is_per_token=self._of_tokens)
+            plot_metrics(self._metrics, self._path, is_per_token=self._is_per_token)
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
         now = self._clock()
-        if self.drawing is not None and self.drawing.poll() is not None:
-            self.drawing = None
-            self._due = now + (now - self._begun) / PLOT_TIME_FRACTION
-        if self.drawing is None and now >= self._due:
-            self._begun = now
-            command = [*SAFE_PYTHON, "-c", _PLOT_CODE, str(self._metrics), str(self._path), str(int(self._of_tokens))]
+        if self.process is not None and self.process.poll() is not None:
+            self.process = None
+            self._next_plot_at = now + (now - self._started_at) / PLOT_TIME_FRACTION
+        if self.process is None and now >= self._next_plot_at:
+            self._started_at = now
+            command = [
+                *SAFE_PYTHON,
+                "-c",
+                _PLOT_CODE,
+                str(self._metrics),
+                str(self._path),
+                str(int(self._is_per_token)),
+            ]
             quiet = subprocess.DEVNULL
-            self.drawing = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+            self.process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
 
 
 if __name__ == "__main__":

@@ -61,47 +61,47 @@ class ResumePoint:
     where the course begins with the checkpoint.
     """
 
-    place: StorageReader
+    checkpoint: StorageReader
     manifest: Manifest
-    named: str | None
-    changed: tuple[str, ...]
-    keeps: int
-    metrics: Storage | None
+    resumed_from: str | None
+    changed_settings: tuple[str, ...]
+    keep_until_step: int
+    metrics_storage: Storage | None
 
     @property
     def step(self) -> int:
         return self.manifest.step
 
     @property
-    def has_average(self) -> bool:
+    def has_ema(self) -> bool:
         return self.manifest.extra["identity"].get("ema") is not None
 
     @property
-    def left_out(self) -> int:
+    def num_skipped_batches(self) -> int:
         """Batches that rewinding has left out; see [Note: draws] in `monitors`."""
-        return int(((self.watched or {}).get(BAD_STEPS_KEY) or {}).get("left_out", 0))
+        return int(((self.loop_state or {}).get(BAD_STEPS_KEY) or {}).get("left_out", 0))
 
     @property
-    def watched(self) -> Mapping[str, Any] | None:
-        return _get_loop_state(self.manifest, self.changed)
+    def loop_state(self) -> Mapping[str, Any] | None:
+        return _get_loop_state(self.manifest, self.changed_settings)
 
-    def earlier(self, num_steps: int) -> list[StepResult]:
+    def load_previous_results(self, num_steps: int) -> list[StepResult]:
         """Return the steps before it, of a run of `num_steps` steps."""
-        if self.metrics is None:
+        if self.metrics_storage is None:
             return []
         try:
-            with self.metrics.open(METRICS) as file:
+            with self.metrics_storage.open(METRICS) as file:
                 content = file.read()
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise unreadable_error(self.metrics, error) from None
-        return parse_metrics(content, f"{self.metrics}/{METRICS}", last_step=self.step, num_steps=num_steps)
+            raise unreadable_error(self.metrics_storage, error) from None
+        return parse_metrics(content, f"{self.metrics_storage}/{METRICS}", last_step=self.step, num_steps=num_steps)
 
-    def position(self) -> int:
+    def compute_data_position(self) -> int:
         """Return where in the global stream of data the run resumes; see [Note: the global stream] in
         `data.order`."""
-        if any(name == "seed" or name.startswith("data.") for name in self.changed):
+        if any(name == "seed" or name.startswith("data.") for name in self.changed_settings):
             return 0
         batch_size = self.manifest.extra["identity"]["batch_size"]
         return int(self.manifest.extra.get("position", self.step * batch_size))
@@ -118,13 +118,13 @@ def find_resume_point(
 ) -> ResumePoint | None:
     """Return the checkpoint to resume from, if any; see [Note: the course of a run]. Collective; the directory is
     locked."""
-    directory, source = RunDirectory.of(config), config.resumption.source
-    if source == NEVER or (source == AUTO and action is not RunAction.GO_ON):
+    directory, source = RunDirectory.from_config(config), config.resume_config.source
+    if source == NEVER or (source == AUTO and action is not RunAction.RESUME):
         return None
-    root = directory.checkpoints
-    if action is RunAction.GO_ON:
-        world.from_first(lambda: cleanup(root))
-    given = None if source == AUTO else directory.place_of(source)
+    root = directory.checkpoint_storage
+    if action is RunAction.RESUME:
+        world.run_on_first_rank(lambda: cleanup(root))
+    given = None if source == AUTO else directory.resolve_checkpoint(source)
     asked = None if given is None else str(given)
 
     def on_disk() -> Storage | None:
@@ -132,30 +132,32 @@ def find_resume_point(
             find_newest_checkpoint(root, world) if given is None else _find_newest_since(root, given, identity, world)
         )
 
-    place: StorageReader | None = on_disk() if action is not RunAction.GO_ON else replicas.newest(on_disk, asked)
+    place: StorageReader | None = on_disk() if action is not RunAction.RESUME else replicas.find_newest(on_disk, asked)
     if place is None and given is None:
         # A run that has begun with a checkpoint does not begin at step 0.
-        if begun := world.from_first(lambda: str(find_previously_named(directory) or "")):
+        if begun := world.run_on_first_rank(lambda: str(find_previously_named(directory) or "")):
             raise CheckpointError(
-                f"the run in output_dir={directory.given!r} began with {begun}, and has saved no checkpoint since. "
+                f"the run in output_dir={directory.configured_path!r} began with {begun}, and has saved no checkpoint since. "
                 f"Give resume={begun} again; or start anew, with resume=never and overwrite=true."
             )
         return None
     if place is None:
         place = cast("Storage", given)
-        world.together(lambda: read_and_verify_share(place, world))
-    manifest = world.together(lambda: read_manifest(place))
+        world.run_on_all_ranks(lambda: read_and_verify_share(place, world))
+    manifest = world.run_on_all_ranks(lambda: read_manifest(place))
     parent: Storage | None = getattr(place, "parent", None)
     # Among those that the run has saved or copied, and not set aside; what was set aside has its metrics beside it.
-    is_own = parent is None or parent.is_same(root)
-    beside = parent if parent is not None and parent.parent.is_same(root) else None
+    is_own = parent is None or parent.is_same_as(root)
+    beside = parent if parent is not None and parent.parent.is_same_as(root) else None
     return ResumePoint(
         place,
         manifest,
-        named=asked or manifest.extra.get("named"),
-        changed=world.together(lambda: find_changed_settings(place, manifest, identity, config, num_steps)),
-        keeps=manifest.step if is_own else -1,
-        metrics=LocalStorage(directory.path) if is_own else beside,
+        resumed_from=asked or manifest.extra.get("named"),
+        changed_settings=world.run_on_all_ranks(
+            lambda: find_changed_settings(place, manifest, identity, config, num_steps)
+        ),
+        keep_until_step=manifest.step if is_own else -1,
+        metrics_storage=LocalStorage(directory.path) if is_own else beside,
     )
 
 
@@ -175,21 +177,21 @@ def _find_newest_since(
                 found.append(place.name)
         return found
 
-    return find_first_valid([storage.at(name) for name in world.from_first(own)], world)[0]
+    return find_first_valid([storage.child(name) for name in world.run_on_first_rank(own)], world)[0]
 
 
 def check_resume_checkpoint(config: RunConfig, identity: Mapping[str, Any], num_steps: int) -> None:
     """Refuse early to resume from a checkpoint of another run, where the run file names one."""
-    source = config.resumption.source
+    source = config.resume_config.source
     if source in (AUTO, NEVER):
         return
-    directory = RunDirectory.of(config)
-    given = directory.place_of(source)
+    directory = RunDirectory.from_config(config)
+    given = directory.resolve_checkpoint(source)
     if not storage_exists(given) and has_started_from(directory, given):
         return
     manifest = read_manifest(given)
     changed = find_changed_settings(source, manifest, identity, config, num_steps, min_steps_left=1)
-    if MetricMonitor(build_early_stopping(config.eval), None, _get_loop_state(manifest, changed)).is_exhausted:
+    if MetricMonitor(build_early_stopping(config.eval), None, _get_loop_state(manifest, changed)).should_stop:
         raise CheckpointError(
             f"the run that {source} is of has stopped early at step {manifest.step}, as eval.early_stopping says. "
             f"Raise its patience, leave it out, or go on from an earlier checkpoint."
@@ -213,7 +215,7 @@ def find_changed_settings(
             f"weights alone: model.checkpoint={checkpoint}."
         )
     changed = _find_differences(saved, identity)
-    allow = set(config.resumption.allow)
+    allow = set(config.resume_config.allow)
     refused = [name for name in changed if name not in allow and name.partition(".")[0] not in allow]
     if "model.base" in refused:
         raise CheckpointError(
@@ -262,7 +264,7 @@ def _get_loop_state(manifest: Manifest, changed_settings: Sequence[str]) -> Mapp
 
 def build_early_stopping(config: EvalConfig) -> EarlyStopping | None:
     section = config.early_stopping
-    return None if section is None else EarlyStopping(section.set, section.patience, section.min_delta)
+    return None if section is None else EarlyStopping(section.eval_set, section.patience, section.min_delta)
 
 
 class RunReplicas:
@@ -270,36 +272,38 @@ class RunReplicas:
 
     def __init__(self, directory: RunDirectory, world: World) -> None:
         self._directory, self._world = directory, world
-        self._copies: StateReplication | None = None
-        if directory.checkpoint.copies is not None:
-            self._copies = get_registry().hook.open_state_copies(world=world)
+        self._replication: StateReplication | None = None
+        if directory.checkpoint.replicate_config is not None:
+            self._replication = get_registry().hook.open_state_copies(world=world)
 
-    def newest(self, find_on_disk: Callable[[], Storage | None], resumed_from: str | None) -> StorageReader | None:
+    def find_newest(self, find_on_disk: Callable[[], Storage | None], resumed_from: str | None) -> StorageReader | None:
         """Return what the run resumes from: the newest step that is valid in memory, or a newer one on disk.
 
         Checkpoints on disk are not read unless one has the name of a later step.
         """
-        world, (step, copy) = self._world, self._newest_copy(resumed_from)
+        world, (step, copy) = self._world, self._find_newest_replica(resumed_from)
         if copy is None:
             return find_on_disk()
-        if resumed_from is None and step >= world.from_first(lambda: _find_newest_step(self._directory.checkpoints)):
+        if resumed_from is None and step >= world.run_on_first_rank(
+            lambda: _find_newest_step(self._directory.checkpoint_storage)
+        ):
             return copy
         found = None
         with suppress(CheckpointError):
             found = find_on_disk()
-        if found is None or world.together(lambda: read_manifest(found)).step <= step:
+        if found is None or world.run_on_all_ranks(lambda: read_manifest(found)).step <= step:
             return copy
         return found
 
-    def _newest_copy(self, resumed_from: str | None) -> tuple[int, StorageReader | None]:
+    def _find_newest_replica(self, resumed_from: str | None) -> tuple[int, StorageReader | None]:
         world = self._world
-        if self._copies is None:
+        if self._replication is None:
             return -1, None
-        run = world.from_first(lambda: get_run_id(self._directory.events))
-        access = world.together(lambda: self._directory.access)
-        for step, place in self._copies.places(world, run, access):
+        run = world.run_on_first_rank(lambda: get_run_id(self._directory.events))
+        access = world.run_on_all_ranks(lambda: self._directory.storage_options)
+        for step, place in self._replication.list_replicas(world, run, access):
             try:
-                manifest = world.together(lambda place=place: read_and_verify_share(place, world))  # type: ignore[misc]
+                manifest = world.run_on_all_ranks(lambda place=place: read_and_verify_share(place, world))  # type: ignore[misc]
             except CheckpointError as error:
                 if world.rank == 0:
                     warn(f"step {step} in memory is of no use: {error}", stacklevel=2)
@@ -309,19 +313,19 @@ class RunReplicas:
         return -1, None
 
     @contextmanager
-    def copying(self, manager: StrategyManager, loop: Loop, run_id: str) -> Iterator[Loop]:
-        settings = self._directory.checkpoint.copies
-        if settings is None or self._copies is None:
+    def replicate(self, manager: StrategyManager, loop: Loop, run_id: str) -> Iterator[Loop]:
+        settings = self._directory.checkpoint.replicate_config
+        if settings is None or self._replication is None:
             yield loop
             return
-        with self._copies.copying(
+        with self._replication.replicate(
             manager,
             loop.scheduler,
             run_id=run_id,
-            start_step=loop.start,
+            start_step=loop.start_step,
             every=settings.every,
             bandwidth=settings.bytes_per_s,
-            signing_key=self._directory.access.key,
+            signing_key=self._directory.storage_options.key,
             report=partial(log_event, self._directory.events, "copies"),
         ) as extension:
             yield replace(loop, extensions=[*loop.extensions, extension])

@@ -48,24 +48,24 @@ _MAX_LIST_BYTES = 1 << 16
 class RunDirectory:
     def __init__(self, path: str | Path, checkpoint: CheckpointConfig | None = None) -> None:
         self.path = Path(path)
-        self.given, self.checkpoint = str(path), checkpoint or CheckpointConfig()
-        self.metrics, self.curve, self.events = self.path / METRICS, self.path / LOSS_CURVE, self.path / EVENTS
-        self.ranks, self.reference = self.path / RANK_LOGS, self.path / REFERENCE
+        self.configured_path, self.checkpoint = str(path), checkpoint or CheckpointConfig()
+        self.metrics, self.loss_curve, self.events = self.path / METRICS, self.path / LOSS_CURVE, self.path / EVENTS
+        self.rank_logs, self.reference_log_probs = self.path / RANK_LOGS, self.path / REFERENCE
         self.timeline = self.path / TIMELINE
-        self.planned = self.timeline / PLANNED_SCHEDULE
-        self.summary, self.run_file, self.holder = self.path / SUMMARY, self.path / RUN_FILE, self.path / LOCK_OWNER
+        self.planned_schedule = self.timeline / PLANNED_SCHEDULE
+        self.summary, self.run_file, self.lock_owner = self.path / SUMMARY, self.path / RUN_FILE, self.path / LOCK_OWNER
         self.model, self.averaged_model = self.path / MODEL, self.path / AVERAGED_MODEL
-        self.faults, self.own_checkpoints = self.path / FAULT_DIRECTORY, self.path / CHECKPOINTS
+        self.faults, self.local_checkpoints = self.path / FAULT_DIRECTORY, self.path / CHECKPOINTS
 
     @classmethod
-    def of(cls, config: RunConfig) -> RunDirectory:
+    def from_config(cls, config: RunConfig) -> RunDirectory:
         return cls(config.output_dir, config.checkpoint)
 
     def __str__(self) -> str:
         return str(self.path)
 
-    def rank_file(self, rank: int) -> Path:
-        return self.ranks / f"{rank:05}.jsonl"
+    def get_rank_log_path(self, rank: int) -> Path:
+        return self.rank_logs / f"{rank:05}.jsonl"
 
     def is_same(self, path: str) -> bool:
         return Path(path).resolve() == self.path.resolve()
@@ -73,7 +73,7 @@ class RunDirectory:
     # -- checkpoints
 
     @cached_property
-    def access(self) -> StorageOptions:
+    def storage_options(self) -> StorageOptions:
         from meshwright.plugin import StorageOptions, read_signing_key
 
         file = self.checkpoint.key_file
@@ -82,37 +82,37 @@ class RunDirectory:
         )
 
     @cached_property
-    def checkpoints(self) -> Storage:
+    def checkpoint_storage(self) -> Storage:
         from meshwright.plugin import is_url, open_storage
 
-        to = self.checkpoint.to
-        where = self.own_checkpoints if to is None else to if is_url(to) else Path(to).expanduser()
-        return open_storage(where, self.access)
+        to = self.checkpoint.path
+        where = self.local_checkpoints if to is None else to if is_url(to) else Path(to).expanduser()
+        return open_storage(where, self.storage_options)
 
     @property
-    def saves_elsewhere(self) -> bool:
-        return self.checkpoint.to is not None
+    def has_external_storage(self) -> bool:
+        return self.checkpoint.path is not None
 
-    def place_of(self, source: str) -> Storage:
+    def resolve_checkpoint(self, source: str) -> Storage:
         from meshwright.plugin import is_url, open_storage
 
-        return open_storage(source if is_url(source) else Path(source).expanduser().resolve(), self.access)
+        return open_storage(source if is_url(source) else Path(source).expanduser().resolve(), self.storage_options)
 
-    def check_place(self, world_size: int) -> None:
+    def check_checkpoint_storage(self, world_size: int) -> None:
         """Refuse a place that cannot serve a run, without looking at what is there."""
-        if str(self.checkpoints).startswith("memory:") and world_size > 1:
+        if str(self.checkpoint_storage).startswith("memory:") and world_size > 1:
             raise ConfigError(
-                f"checkpoint.to={self.checkpoint.to!r} is in the memory of one process, and the run has {world_size} ranks. "
+                f"checkpoint.to={self.checkpoint.path!r} is in the memory of one process, and the run has {world_size} ranks. "
                 f"Give what all of them reach: a directory, or s3://bucket/prefix."
             )
 
     def check_same_key(self, world: World) -> None:
         """Refuse ranks that have different keys. Collective."""
-        key = world.together(lambda: self.access).key
+        key = world.run_on_all_ranks(lambda: self.storage_options).key
         number = 0 if key is None else key.fingerprint
-        highest, lowest = world.exchange((), (number, -number))[1]
+        highest, lowest = world.reduce_sum_and_max((), (number, -number))[1]
         if highest != -lowest:
-            world.raise_together(
+            world.raise_on_all_ranks(
                 ConfigError(
                     f"checkpoint.key_file={self.checkpoint.key_file!r} holds another key on some nodes than on others. "
                     f"Give all of them the same file."
@@ -122,16 +122,16 @@ class RunDirectory:
     # -- who writes here, and what
 
     @contextmanager
-    def locked(self, *, timeout_s: float) -> Iterator[None]:
+    def lock(self, *, timeout_s: float) -> Iterator[None]:
         """Hold the directory, which is made if missing. The system releases it when the process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._refuse_links()
+            self._check_no_links()
             lock = FileLock(self.path / LOCK)
             lock.acquire(timeout=timeout_s)
         except Timeout:
             raise ConfigError(
-                f"output_dir={str(self.path)!r} is in use by another run{self._holder()}. Wait until it has ended, end "
+                f"output_dir={str(self.path)!r} is in use by another run{self._describe_lock_owner()}. Wait until it has ended, end "
                 f"it, or name another directory."
             ) from None
         except (OSError, NotImplementedError) as error:
@@ -141,20 +141,20 @@ class RunDirectory:
         try:
             started = datetime.now().astimezone().isoformat(timespec="seconds")
             told = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-            write_atomically(self.holder, json.dumps(told) + "\n")
+            write_atomically(self.lock_owner, json.dumps(told) + "\n")
             yield
         finally:
-            self.holder.unlink(missing_ok=True)
+            self.lock_owner.unlink(missing_ok=True)
             lock.release()
 
-    def _holder(self) -> str:
+    def _describe_lock_owner(self) -> str:
         try:
-            told = read_json_object(self.holder)
+            told = read_json_object(self.lock_owner)
             return f": process {told['pid']} on {told['host']}, started {told['started']}"
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return ""
 
-    def _refuse_links(self) -> None:
+    def _check_no_links(self) -> None:
         from meshwright.plugin import TEMPORARY_SUFFIXES
 
         # A checkpoint itself may lie elsewhere: it is read, and not written again.
@@ -180,7 +180,7 @@ class RunDirectory:
         own = (LOCK, LOCK_OWNER, CREATED_NAMES)
         return not self.path.is_dir() or all(path.name in own for path in self.path.iterdir())
 
-    def listed(self) -> set[str]:
+    def read_created_names(self) -> set[str]:
         """Return the names that runs have made here, as the first of them has written down."""
         try:
             with open_regular_file(self.path / CREATED_NAMES) as file:
@@ -189,14 +189,14 @@ class RunDirectory:
             return set()
         return {each for each in names if each in ALL_OUTPUTS} if isinstance(names, list) else set()
 
-    def claim(self) -> set[str]:
+    def record_created_names(self) -> set[str]:
         """List what is not there yet as made by runs, and return all names that are listed."""
-        mine = self.listed() | {name for name in ALL_OUTPUTS if not (self.path / name).exists()}
+        mine = self.read_created_names() | {name for name in ALL_OUTPUTS if not (self.path / name).exists()}
         write_atomically(self.path / CREATED_NAMES, json.dumps(sorted(mine)) + "\n")
         return mine
 
-    def check_listed(self) -> None:
-        known = self.listed()
+    def check_only_created(self) -> None:
+        known = self.read_created_names()
         others = [name for name in ALL_OUTPUTS if name not in known and (self.path / name).exists()]
         if others:
             raise ConfigError(
@@ -210,16 +210,16 @@ class RunDirectory:
 
         try:
             if overwrite:
-                if self.saves_elsewhere:
-                    remove_checkpoints(self.checkpoints)
-                self.check_listed()
+                if self.has_external_storage:
+                    remove_checkpoints(self.checkpoint_storage)
+                self.check_only_created()
                 for name in OUTPUT_DIRECTORIES:
                     if (self.path / name).is_dir():
                         shutil.rmtree(self.path / name)
                 for name in OUTPUT_FILES:
                     if name not in (SUMMARY, RUN_FILE):
                         (self.path / name).unlink(missing_ok=True)
-            mine = self.claim()
+            mine = self.record_created_names()
             for name in IN_PROGRESS:
                 if name in mine:
                     shutil.rmtree(self.path / name, ignore_errors=True)
@@ -227,4 +227,4 @@ class RunDirectory:
             self.summary.unlink(missing_ok=True)
             write_atomically(self.run_file, run_file_text)
         except OSError as error:
-            raise ConfigError(f"output_dir={self.given!r} cannot be written: {error}.") from error
+            raise ConfigError(f"output_dir={self.configured_path!r} cannot be written: {error}.") from error

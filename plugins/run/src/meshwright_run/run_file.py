@@ -172,7 +172,7 @@ class BaseRunConfig(MeshSizes):
 
     @model_validator(mode="before")
     @classmethod
-    def _sections_are_installed(cls, values: Any) -> Any:
+    def _check_sections_installed(cls, values: Any) -> Any:
         for key, extra in _SECTION_EXTRAS.items():
             if isinstance(values, dict) and key in values and key not in cls.model_fields:
                 raise ValueError(
@@ -182,7 +182,7 @@ class BaseRunConfig(MeshSizes):
 
     @model_validator(mode="before")
     @classmethod
-    def _length_is_of_the_data(cls, values: Any) -> Any:
+    def _move_seq_len_to_data(cls, values: Any) -> Any:
         data = values.get("data") if isinstance(values, dict) else None
         if not isinstance(values, dict) or values.get("seq_len") is None or not isinstance(data, dict | None):
             return values
@@ -193,12 +193,12 @@ class BaseRunConfig(MeshSizes):
 
     @field_validator("model")
     @classmethod
-    def _model_is_well_formed(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _check_model(cls, value: dict[str, Any]) -> dict[str, Any]:
         return check_model_section(value)
 
     @field_validator("objective")
     @classmethod
-    def _objective_is_known(cls, value: Any) -> Any:
+    def _check_objective(cls, value: Any) -> Any:
         try:
             if value is not None:
                 check_objective(value)
@@ -207,7 +207,7 @@ class BaseRunConfig(MeshSizes):
         return value
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.watchdog_s is not None and self.watchdog_s > self.timeout_s:
             raise ValueError(
                 f"watchdog_s={self.watchdog_s:g} is more than timeout_s={self.timeout_s:g}, after which ranks give up "
@@ -219,16 +219,16 @@ class BaseRunConfig(MeshSizes):
             raise ValueError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than steps={self.steps}; lower it"
             )
-        if self.steps is not None and self.ema is not None and self.ema.start >= self.steps:
-            raise ValueError(f"ema.start={self.ema.start}, so nothing is averaged in steps={self.steps}; lower it")
-        if self.bad_steps.do == "rewind" and not self.checkpoint.saves_in_time:
+        if self.steps is not None and self.ema is not None and self.ema.start_step >= self.steps:
+            raise ValueError(f"ema.start={self.ema.start_step}, so nothing is averaged in steps={self.steps}; lower it")
+        if self.bad_step_config.action == "rewind" and not self.checkpoint.has_scheduled_saves:
             raise ValueError("on_bad_step=rewind needs checkpoints to go back to; set checkpoint.every, or skip")
-        if self.bad_steps.do == "rewind" and self.checkpoint.replicate is not None:
+        if self.bad_step_config.action == "rewind" and self.checkpoint.replicate is not None:
             raise ValueError(
                 "on_bad_step=rewind goes back to checkpoints of this sitting, which a run that goes on from memory "
                 "(checkpoint.replicate) has not; take skip, or leave replicate out"
             )
-        if self.checkpoint.replicate is not None and not get_registry().implementations("open_state_copies"):
+        if self.checkpoint.replicate is not None and not get_registry().find_implementations("open_state_copies"):
             raise ValueError(
                 f"checkpoint.replicate needs a plugin that is not installed. {format_install_hint('replicate')}"
             )
@@ -240,28 +240,30 @@ class BaseRunConfig(MeshSizes):
         return self
 
     @model_validator(mode="after")
-    def _check_sets(self) -> Self:
+    def _check_eval_sets(self) -> Self:
         known = [*([HELD_OUT] if self.data.eval_fraction else []), *self.data.eval_sets]
         if self.ema is not None and self.ema.evaluate:
             known += [f"{name}{EMA_SUFFIX}" for name in known]
         stopping, best = self.eval.early_stopping, self.checkpoint.keep_best
         for key, wanted in (("eval.early_stopping.set", stopping), ("checkpoint.keep_best.set", best)):
-            if wanted is not None and wanted.set not in known:
-                raise ValueError(f"{key}={wanted.set!r} is no set of this run. Known: {', '.join(known) or 'none'}")
+            if wanted is not None and wanted.eval_set not in known:
+                raise ValueError(
+                    f"{key}={wanted.eval_set!r} is no set of this run. Known: {', '.join(known) or 'none'}"
+                )
         if stopping is not None and self.eval.every is None:
             raise ValueError("eval.early_stopping needs evaluations before the end; set eval.every")
         return self
 
     @property
-    def bad_steps(self) -> BadStepConfig:
+    def bad_step_config(self) -> BadStepConfig:
         given = self.on_bad_step
-        return given if isinstance(given, BadStepConfig) else BadStepConfig(do=given)
+        return given if isinstance(given, BadStepConfig) else BadStepConfig(action=given)
 
     @property
-    def resumption(self) -> ResumeConfig:
+    def resume_config(self) -> ResumeConfig:
         return ResumeConfig.model_validate({"from": self.resume}) if isinstance(self.resume, str) else self.resume
 
-    def processes(self, claimed_axes: frozenset[str], num_accelerators: int) -> int:
+    def count_local_ranks(self, claimed_axes: frozenset[str], num_accelerators: int) -> int:
         """Return how many ranks to start on this node."""
         if self.nproc != "auto":
             return self.nproc
@@ -271,7 +273,7 @@ class BaseRunConfig(MeshSizes):
         wanted = num_accelerators or 4
         return known * max(1, wanted // known)
 
-    def section(self, config_cls: type[_Section]) -> _Section | None:
+    def get_section(self, config_cls: type[_Section]) -> _Section | None:
         """Return the section that a plugin has registered with this class; None if the run file has none."""
         return next((value for value in vars(self).values() if isinstance(value, config_cls)), None)
 
@@ -279,7 +281,7 @@ class BaseRunConfig(MeshSizes):
 def load_plugin_sections() -> list[RunSection]:
     """Return the sections of plugins. A plugin that brings a wrong one adds none, and is listed as failed."""
     registry, found = get_registry(), dict[str, RunSection]()
-    for plugin, register in registry.implementations("register_run_sections"):
+    for plugin, register in registry.find_implementations("register_run_sections"):
         try:
             sections = {each.name: each for sections in register() for each in sections}
             if taken := sections.keys() & {*found, *BaseRunConfig.model_fields}:
@@ -287,7 +289,7 @@ def load_plugin_sections() -> list[RunSection]:
             found |= sections
         except (Exception, SystemExit) as error:
             # Whatever a plugin raises; see [Note: isolation] in the registry.
-            registry.set_aside(PluginFailure(plugin, f"register_run_sections: {type(error).__name__}: {error}"))
+            registry.record_failure(PluginFailure(plugin, f"register_run_sections: {type(error).__name__}: {error}"))
     return list(found.values())
 
 

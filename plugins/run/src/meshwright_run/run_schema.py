@@ -21,7 +21,7 @@ def run_schema(registry: Registry | None = None) -> dict[str, Any]:
         # Each keeps its own definitions, so that equal class names in two plugins do not clash.
         schema["$defs"][name] = _config_schema(spec.config_cls, f"#/$defs/{name}/$defs/{{model}}")
         reference = {"$ref": f"#/$defs/{name}"}
-        if spec.wraps:
+        if spec.is_wrapper:
             schema["properties"]["wrapper_config"].setdefault("properties", {})[name] = reference
         branches.append(
             {

@@ -17,7 +17,7 @@ HELD_OUT = "held_out"
 class EarlyStoppingConfig(FrozenModel):
     """Ends a run whose loss on a set no longer falls."""
 
-    set: str = Field(default=HELD_OUT, description="Which set; eval_sets, or a name of data.eval_sets.")
+    eval_set: str = Field(default=HELD_OUT, description="Which set; eval_sets, or a name of data.eval_sets.")
     patience: Size = Field(default=3, description="So many evaluations in a row without a lower loss end the run.")
     min_delta: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="By how much a lower loss must be lower."
@@ -28,7 +28,7 @@ class EvalConfig(FrozenModel):
     """Losses on held-out sets."""
 
     every: Size | None = Field(default=None, description="Steps between evaluations; null: only at the end.")
-    sequences: Size | None = Field(
+    max_sequences: Size | None = Field(
         default=None,
         description="Sequences of each set to evaluate on, spread over it, or all where it has less; null: all.",
     )
@@ -50,7 +50,7 @@ class SampleConfig(FrozenModel):
 class StragglersConfig(FrozenModel):
     """When a rank is named that is slower than the others by itself; see docs/watchdog.md."""
 
-    over: Annotated[Size, Field(le=MAX_STEP_TIMES)] = Field(
+    window_steps: Annotated[Size, Field(le=MAX_STEP_TIMES)] = Field(
         default=20, description="The last steps of each rank, whose median counts."
     )
     deviations: float = Field(
@@ -64,7 +64,7 @@ class StragglersConfig(FrozenModel):
 class MetricsConfig(FrozenModel):
     """What is measured of a run beside losses, norms and rates; see docs/fit.md."""
 
-    ranks: bool = Field(
+    per_rank: bool = Field(
         default=True, description="A file of each rank in output_dir/ranks, with its times and memory by step."
     )
     norms_every: Size | None = Field(
@@ -118,7 +118,7 @@ class ElasticConfig(FrozenModel):
     max: Annotated[Size, Field(le=4096)] = Field(default=4096, description="At most so many, of those that nproc says.")
 
     @model_validator(mode="after")
-    def _is_a_range(self) -> ElasticConfig:
+    def _check_range(self) -> ElasticConfig:
         if self.min > self.max:
             raise ValueError(f"min={self.min} is more than max={self.max}; lower it")
         return self
@@ -137,8 +137,10 @@ Bandwidth = Annotated[str, Field(pattern=f"^{_BANDWIDTH_PATTERN.pattern}$")]
 class KeepBestConfig(FrozenModel):
     """Checkpoints that are kept because their loss is low."""
 
-    set: str = Field(default=HELD_OUT, description="The loss of which set; eval_sets, or a name of data.eval_sets.")
-    n: Size = Field(default=1, description="How many.")
+    eval_set: str = Field(
+        default=HELD_OUT, description="The loss of which set; eval_sets, or a name of data.eval_sets."
+    )
+    count: Size = Field(default=1, description="How many.")
 
 
 class OnSignalConfig(FrozenModel):
@@ -161,14 +163,14 @@ class OnSignalConfig(FrozenModel):
 class ReplicateConfig(FrozenModel):
     """Copies of the state in the memory of nodes; see docs/memory-copies.md."""
 
-    to: Literal["neighbour"] = Field(
+    target: Literal["neighbour"] = Field(
         default="neighbour",
         description="Where each rank's state is copied to, beside the memory of its own node: that of the next one.",
     )
     every: Size = Field(
         default=1, description="Steps between copies. One that is not done when the next is due makes that be left out."
     )
-    bandwidth: FinitePositive | Bandwidth | None = Field(
+    max_bandwidth: FinitePositive | Bandwidth | None = Field(
         default=None,
         description="Bytes a second that each rank sends to another node, such as 2e9 or 2GB/s; null: as many as there "
         "can be.",
@@ -176,16 +178,16 @@ class ReplicateConfig(FrozenModel):
 
     @field_validator("bandwidth")
     @classmethod
-    def _is_above_zero(cls, value: float | str | None) -> float | str | None:
+    def _check_bandwidth(cls, value: float | str | None) -> float | str | None:
         if isinstance(value, str) and not float(_BANDWIDTH_PATTERN.fullmatch(value)[1]):  # type: ignore[index]
             raise ValueError(f"{value!r} sends nothing; give more, or null")
         return value
 
     @property
     def bytes_per_s(self) -> float | None:
-        if not isinstance(self.bandwidth, str):
-            return self.bandwidth
-        number, unit = _BANDWIDTH_PATTERN.fullmatch(self.bandwidth).groups()  # type: ignore[union-attr]
+        if not isinstance(self.max_bandwidth, str):
+            return self.max_bandwidth
+        number, unit = _BANDWIDTH_PATTERN.fullmatch(self.max_bandwidth).groups()  # type: ignore[union-attr]
         return float(number) * _UNIT_BYTES[unit]
 
 
@@ -214,7 +216,7 @@ class CheckpointConfig(FrozenModel):
         description="Attempts after the first, half a second later and then twice as long each time, at most 30 s, "
         "where an error may be gone a moment later: EIO, ESTALE, time-outs, and those of a server.",
     )
-    to: PathStr | None = Field(
+    path: PathStr | None = Field(
         default=None,
         description="Where they go: a URL of fsspec, such as s3://bucket/prefix, or a directory; null: "
         "output_dir/checkpoints. Another run has another.",
@@ -237,41 +239,41 @@ class CheckpointConfig(FrozenModel):
     )
 
     @property
-    def saves(self) -> bool:
-        return self.saves_in_time or bool(self.on_signal and self.on_signal.signals)
+    def is_enabled(self) -> bool:
+        return self.has_scheduled_saves or bool(self.on_signal and self.on_signal.signals)
 
     @property
-    def saves_in_time(self) -> bool:
+    def has_scheduled_saves(self) -> bool:
         """Whether there are any without a signal."""
-        return bool(self._occasions) or self.keep_best is not None
+        return bool(self._intervals) or self.keep_best is not None
 
     @property
-    def stops_on(self) -> OnSignalConfig:
-        return self.on_signal or (OnSignalConfig() if self.saves else OnSignalConfig(signals=[]))
+    def stop_config(self) -> OnSignalConfig:
+        return self.on_signal or (OnSignalConfig() if self.is_enabled else OnSignalConfig(signals=[]))
 
     @property
-    def copies(self) -> ReplicateConfig | None:
+    def replicate_config(self) -> ReplicateConfig | None:
         return ReplicateConfig() if isinstance(self.replicate, str) else self.replicate
 
     @property
     def every_steps(self) -> int | None:
         """Steps between checkpoints; None where steps do not count."""
-        return next((each for each in self._occasions if isinstance(each, int)), None)
+        return next((each for each in self._intervals if isinstance(each, int)), None)
 
     @property
-    def after_s(self) -> float | None:
+    def every_seconds(self) -> float | None:
         """Seconds between checkpoints; None where the clock does not count."""
-        times = (each for each in self._occasions if isinstance(each, str))
+        times = (each for each in self._intervals if isinstance(each, str))
         return next((float(text[:-1]) * _UNIT_SECONDS[text[-1]] for text in times), None)
 
     @property
-    def _occasions(self) -> list[int | str]:
+    def _intervals(self) -> list[int | str]:
         given = self.every
         return given if isinstance(given, list) else [] if given is None else [given]
 
     @field_validator("every", mode="before")
     @classmethod
-    def _is_steps_or_time(cls, value: Any) -> Any:
+    def _check_every(cls, value: Any) -> Any:
         given = value if isinstance(value, list) else [] if value is None else [value]
         times = [
             each for each in given if isinstance(each, str) and _DURATION_PATTERN.fullmatch(each) and float(each[:-1])

@@ -72,7 +72,7 @@ def redact_run_file(values: Mapping[str, Any], sections: Sequence[RunSection]) -
     found: dict[str, Any] = {key: _redact_value(key, value, check_names=key in named) for key, value in values.items()}
     for section in sections:
         if isinstance(values.get(section.name), Mapping):
-            found[section.name] = section.without_secrets(found[section.name], values[section.name])
+            found[section.name] = section.redact(found[section.name], values[section.name])
     return found
 
 

@@ -40,33 +40,33 @@ def start_run(config: RunConfig, *, show_traceback: bool = False, startup: Start
         companion = create_monitor(config, int(os.environ["WORLD_SIZE"])) if os.environ["RANK"] == "0" else None
         return run_guarded(run_rank, (config, companion, startup), show_traceback=show_traceback)
     if is_finished(config):
-        print_finished(RunDirectory.of(config))
+        print_finished(RunDirectory.from_config(config))
         return 0
 
     # Making one takes seconds.
     companion_on = cache(partial(create_monitor, config))
     with CONSOLE.status("preparing the run"):
         restarts = RestartPolicy(config, find_rank_counts(config))
-        preflight(config, restarts.ranks)
-        companion = companion_on(restarts.ranks)
-    if companion is not None and companion.refusal is not None:
-        raise companion.refusal
+        preflight(config, restarts.world_size)
+        companion = companion_on(restarts.world_size)
+    if companion is not None and companion.refusal_error is not None:
+        raise companion.refusal_error
     startup = startup or StartupTimer()
-    startup.end("plan and data")
-    if restarts.ranks == 1 and not config.max_restarts:
+    startup.end_phase("plan and data")
+    if restarts.world_size == 1 and not config.max_restarts:
         return run_guarded(run_rank, (config, companion, startup), show_traceback=show_traceback)
     from .launch.local import launch_ranks
 
-    passed_on = config.checkpoint.stops_on.signals
+    passed_on = config.checkpoint.stop_config.signals
     while True:
-        order = config, companion_on(restarts.ranks), startup
+        order = config, companion_on(restarts.world_size), startup
         code = launch_ranks(
-            run_rank, order, nproc=restarts.ranks, show_traceback=show_traceback, forwarded_signals=passed_on
+            run_rank, order, nproc=restarts.world_size, show_traceback=show_traceback, forwarded_signals=passed_on
         )
         record_failure(config, code)
-        if not restarts.again(code):
+        if not restarts.prepare_restart(code):
             return code
-        startup = StartupTimer(startup.is_shown, begin=time.time())
+        startup = StartupTimer(startup.should_print, started_at=time.time())
 
 
 def create_monitor(config: RunConfig, world_size: int) -> RunMonitor | None:
@@ -111,42 +111,47 @@ def find_rank_counts(config: RunConfig) -> list[int]:
 
 class RestartPolicy:
     def __init__(self, config: RunConfig, rank_counts: list[int]) -> None:
-        self._limit, self._directory = config.max_restarts, RunDirectory.of(config)
-        self._counts, self._fewer = rank_counts, 0
-        self._place: tuple[int, int] | None = None
-        self._done = self._times = 0
-        self._began = time.time()
+        self._max_restarts, self._directory = config.max_restarts, RunDirectory.from_config(config)
+        self._rank_counts, self._count_index = rank_counts, 0
+        self._failure_point: tuple[int, int] | None = None
+        self._num_restarts = self._num_same_failures = 0
+        self._started_at = time.time()
 
     @property
-    def ranks(self) -> int:
-        return self._counts[self._fewer]
+    def world_size(self) -> int:
+        return self._rank_counts[self._count_index]
 
-    def again(self, exit_code: int) -> bool:
+    def prepare_restart(self, exit_code: int) -> bool:
         """Whether to restart the run that has left with `exit_code`; says so, and waits a moment if it fails at once."""
-        limit = self._limit
+        limit = self._max_restarts
         if exit_code != FAILURE_EXIT_CODE or not limit:
             return False
-        if self._done == limit:
+        if self._num_restarts == limit:
             write_stderr(f"restarted {limit} times, which is max_restarts; not begun anew\n")
             return False
         step, ended = _read_last_step(self._directory.metrics)
-        has_trained = ended >= self._began
-        place = self.ranks, step
-        self._times = self._times + 1 if place == self._place else 1
-        self._place = place
-        if self._times == MAX_SAME_STEP_FAILURES and (has_trained or self._fewer + 1 == len(self._counts)):
+        has_trained = ended >= self._started_at
+        place = self.world_size, step
+        self._num_same_failures = self._num_same_failures + 1 if place == self._failure_point else 1
+        self._failure_point = place
+        if self._num_same_failures == MAX_SAME_STEP_FAILURES and (
+            has_trained or self._count_index + 1 == len(self._rank_counts)
+        ):
             write_stderr(
-                f"failed {self._times} times after step {step}: not begun anew, though max_restarts={limit} would "
+                f"failed {self._num_same_failures} times after step {step}: not begun anew, though max_restarts={limit} would "
                 f"allow it\n"
             )
             return False
-        before, self._fewer = self.ranks, 0 if has_trained else min(self._fewer + 1, len(self._counts) - 1)
-        self._done += 1
-        ranks = "" if self.ranks == before else f", on {self.ranks} ranks instead of {before}"
-        write_stderr(f"beginning anew: restart {self._done} of {limit}{ranks}\n")
-        log_event(self._directory.events, "restart", number=self._done, of=limit, ranks=self.ranks)
-        time.sleep(0.0 if has_trained else min(2.0**self._times - 1, _MAX_BACKOFF_S))
-        self._began = time.time()
+        before, self._count_index = (
+            self.world_size,
+            0 if has_trained else min(self._count_index + 1, len(self._rank_counts) - 1),
+        )
+        self._num_restarts += 1
+        ranks = "" if self.world_size == before else f", on {self.world_size} ranks instead of {before}"
+        write_stderr(f"beginning anew: restart {self._num_restarts} of {limit}{ranks}\n")
+        log_event(self._directory.events, "restart", number=self._num_restarts, of=limit, ranks=self.world_size)
+        time.sleep(0.0 if has_trained else min(2.0**self._num_same_failures - 1, _MAX_BACKOFF_S))
+        self._started_at = time.time()
         return True
 
 

@@ -39,7 +39,7 @@ def find_checkpoints(storage: Storage) -> list[Storage]:
     """List the checkpoints in a directory, the newest first, or the directory if it is one. Raises CheckpointError."""
     found = list_checkpoints(storage)
     with convert_read_errors(storage):
-        if not found and not {MANIFEST_FILE, INDEX_FILE} & (storage.sizes() or {}).keys():
+        if not found and not {MANIFEST_FILE, INDEX_FILE} & (storage.list_file_sizes() or {}).keys():
             # Raises the error that says so.
             read_manifest_and_sizes(storage)
     return found or [storage]
@@ -49,7 +49,7 @@ def find_checkpoints(storage: Storage) -> list[Storage]:
 class VerifiedCheckpoint:
     """Result of reading a checkpoint; the manifest is None if it could not be read."""
 
-    place: StorageReader
+    storage: StorageReader
     manifest: Manifest | None
     nbytes: int
     problems: tuple[str, ...]
@@ -89,7 +89,7 @@ def describe_signature(manifest: Manifest, storage: StorageReader) -> str:
     """Say who has signed a checkpoint."""
     if not manifest.is_signed:
         return "not signed"
-    return "signed, not checked" if storage.access.key is None else "signed with this key"
+    return "signed, not checked" if storage.options.key is None else "signed with this key"
 
 
 def build_checkpoint_table(location: str | Path | Storage) -> tuple[Group, bool]:

@@ -87,7 +87,7 @@ def test_a_run_file_of_each_combination_is_valid_and_as_asked(model, data, adapt
     assert (config.steps, config.epochs) == ((7, None) if length[0] == "--steps" else (None, 1.5))
     assert config.model.get("path") == (model[1] if model else None)
     assert ("peft" in config.model) == (adapter == ("--adapter",))
-    (source,) = config.data.training_sources()
+    (source,) = config.data.get_training_sources()
     assert source.files == (["*.txt", "?.txt"] if len(data) == 4 else [data[1]][0] if "--data" in data else "stdlib")
     kinds = {"chats.jsonl": "messages", "pairs.jsonl": "prompt_completion", "messages": "messages"}
     assert source.format == (kinds.get(data[1], "text") if data else "text")
@@ -223,4 +223,4 @@ def test_at_a_terminal_five_questions_are_asked_and_a_bad_answer_is_told(made):
     assert (config.strategy, config.nproc, config.epochs, config.steps) == ("fsdp2", 2, 2.0, None)
     assert config.model["path"] == "model"
     assert config.model["peft"]["type"] == "lora"
-    assert config.data.training_sources()[0].format == "messages"
+    assert config.data.get_training_sources()[0].format == "messages"

@@ -89,7 +89,7 @@ def test_answers_and_what_ends_their_turns_are_learnt(family, name):
         records=1,
         documents=len(documents),
         tokens=sum(map(len, documents)),
-        labelled=sum(int(each.labelled.sum()) for each in documents),
+        supervised=sum(int(each.labelled.sum()) for each in documents),
     )
 
 
@@ -276,7 +276,7 @@ def test_a_text_has_special_tokens_as_its_tokenizer_adds_them_and_never_twice():
         texts = ["Hi there", f"{bos}Hi there", f"Hi there{eos}", f"{bos}Hi there{eos}"]
         found, counts = Encoder(chosen).encode([record({"text": text}) for text in texts])
         assert {_decoded(chosen, each[0]) for each in found} == {f"{bos}Hi there{eos}"}
-        assert all(each[0].labelled is None for each in found)
+        assert all(each[0].loss_mask is None for each in found)
         assert counts.documents == 4
 
 
@@ -318,7 +318,7 @@ def test_a_pair_of_texts_is_kept_whole_or_not_at_all():
     documents, counts = encoded("llama3", None, value, "preference", too_long="cut", seq_len=60)
     assert (len(documents), len(documents[1]), counts.documents, counts.cut) == (2, 60, 2, 1)
     documents, counts = encoded("llama3", None, value, "preference", too_long="cut", seq_len=8)
-    assert (documents, counts) == ([], EncodingCounts(records=1, unlearnt=2))
+    assert (documents, counts) == ([], EncodingCounts(records=1, unsupervised=2))
 
 
 def test_tokens_are_taken_as_they_are():
@@ -332,7 +332,7 @@ def test_tokens_are_taken_as_they_are():
     assert document.labelled.all()
     # Nothing stands before the first token, so it is not learnt.
     documents, counts = encoded("llama3", None, {"input_ids": [5, 6, 7], "loss_mask": [1, 0, 0]}, "tokens")
-    assert (documents, counts) == ([], EncodingCounts(records=1, unlearnt=1))
+    assert (documents, counts) == ([], EncodingCounts(records=1, unsupervised=1))
 
 
 # -- lengths

@@ -58,14 +58,14 @@ def stream_of(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> np.nd
 def texts_in(files: str | list[str], text_field: str = "text") -> list[str]:
     """The documents of a source, read in full."""
     source = SourceConfig(files=files, fields={} if text_field == "text" else {"text": text_field})
-    return [FieldReader(source.fields).text(record, "text") for record in read_records(source)]
+    return [FieldReader(source.fields).read_text(record, "text") for record in read_records(source)]
 
 
 def in_sequences(data: PreparedData, seq_len: int) -> ConcatChunkedDataset:
     """What a run trains on."""
     (source,) = data.sources
-    assert source.train is not None
-    return ConcatChunkedDataset(source.train, seq_len)
+    assert source.train_documents is not None
+    return ConcatChunkedDataset(source.train_documents, seq_len)
 
 
 def write_corpus(directory: Path, documents: int = 12) -> str:
@@ -153,8 +153,8 @@ def test_each_json_line_is_a_document_and_empty_ones_are_left_out(tmp_path: Path
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
     source = resolve_source(SourceConfig(files=str(tmp_path / "a.jsonl"), fields={"text": "body"}))
     for _ in range(2):
-        assert [record.value["body"] for record in read_records(source)] == ["one\u2028still one", "two"]
-        assert [record.where for record in read_records(source)] == [f"{tmp_path}/a.jsonl:{line}" for line in (1, 5)]
+        assert [record.fields["body"] for record in read_records(source)] == ["one\u2028still one", "two"]
+        assert [record.location for record in read_records(source)] == [f"{tmp_path}/a.jsonl:{line}" for line in (1, 5)]
 
 
 def test_stdlib_holds_sources_without_tests_and_installed_packages() -> None:
@@ -307,13 +307,13 @@ def test_sequences_are_the_stream_cut_without_its_tail(tokens: list[int], seq_le
     assert len(sequences) == len(tokens) // seq_len
     if len(sequences):
         chosen = data.draw(st.lists(st.integers(0, len(sequences) - 1), max_size=5))
-        taken = sequences.take(chosen)["input_ids"]
+        taken = sequences.read_batch(chosen)["input_ids"]
         assert taken.dtype == torch.int64
         assert taken.shape == (len(chosen), seq_len)
         assert taken.tolist() == [tokens[index * seq_len : (index + 1) * seq_len] for index in chosen]
     for index in (-1, len(sequences)):
         with pytest.raises(IndexError, match=f"row {index} does not exist; there are {len(sequences)}"):
-            sequences.take([index])
+            sequences.read_batch([index])
 
 
 # --- prepare
@@ -389,8 +389,8 @@ def test_second_call_finds_the_entry_and_other_lengths_share_it(tmp_path, corpus
     assert len(builds) == 1
     assert first.directory == again.directory == longer.directory
     assert first.fingerprint == again.fingerprint == longer.fingerprint
-    rows = in_sequences(first, 16).take([0, 1])["input_ids"]
-    assert in_sequences(longer, 32).take([0])["input_ids"][0].tolist() == rows.flatten().tolist()
+    rows = in_sequences(first, 16).read_batch([0, 1])["input_ids"]
+    assert in_sequences(longer, 32).read_batch([0])["input_ids"][0].tolist() == rows.flatten().tolist()
     tokens = in_sequences(again, 16).documents.tokens
     while isinstance(tokens.base, np.ndarray):
         tokens = tokens.base
@@ -459,12 +459,12 @@ def test_given_tokenizer_is_used_and_its_change_makes_a_new_entry(tmp_path, corp
 )
 def test_damaged_entry_is_rebuilt(tmp_path: Path, corpus: Path, builds: list[Path], damage: object) -> None:
     first = prepare_data(config_for(tmp_path))
-    want = in_sequences(first, 16).take([0, 1])["input_ids"]
+    want = in_sequences(first, 16).read_batch([0, 1])["input_ids"]
     damage(first.directory)  # type: ignore[operator]
     again = prepare_data(config_for(tmp_path))
     assert len(builds) == 2
     assert again.fingerprint == first.fingerprint
-    assert torch.equal(in_sequences(again, 16).take([0, 1])["input_ids"], want)
+    assert torch.equal(in_sequences(again, 16).read_batch([0, 1])["input_ids"], want)
     AutoTokenizer.from_pretrained(again.tokenizer_dir)
 
 
@@ -558,7 +558,7 @@ def test_killed_builder_leaves_nothing_that_counts(tmp_path: Path, corpus: Path,
     assert left == [".building", ".lock"]
     data = prepare_data(config)
     assert len(builds) == 1
-    assert data.documents == 12
+    assert data.num_documents == 12
     left = sorted(path.suffix for path in (tmp_path / "cache" / "data").iterdir())
     assert left == ["", ".lock"]
 
@@ -567,18 +567,18 @@ def test_killed_builder_leaves_nothing_that_counts(tmp_path: Path, corpus: Path,
 
 
 def test_the_order_is_one_stream_that_stays_what_it_was_in_earlier_releases() -> None:
-    assert DataOrder(8, 12, seed=5).indices(0).tolist() == [4, 3, 1, 7, 5, 6, 0, 2, 0, 1, 4, 5]
-    far = DataOrder(10**15, 3, seed=5).indices(10**17)
+    assert DataOrder(8, 12, seed=5).get_indices(0).tolist() == [4, 3, 1, 7, 5, 6, 0, 2, 0, 1, 4, 5]
+    far = DataOrder(10**15, 3, seed=5).get_indices(10**17)
     assert far.tolist() == [397021958276261, 547201257243500, 837044565523133]
     small, large = DataOrder(10, 3, 0), DataOrder(10, 12, 0)
-    np.testing.assert_array_equal(np.concatenate([small.indices(step) for step in range(4)]), large.indices(0))
-    np.testing.assert_array_equal(small.indices(2), DataOrder(10, 3, 0).indices(2))
-    assert not np.array_equal(DataOrder(50, 50, seed=4).indices(0), DataOrder(50, 50, seed=3).indices(0))
+    np.testing.assert_array_equal(np.concatenate([small.get_indices(step) for step in range(4)]), large.get_indices(0))
+    np.testing.assert_array_equal(small.get_indices(2), DataOrder(10, 3, 0).get_indices(2))
+    assert not np.array_equal(DataOrder(50, 50, seed=4).get_indices(0), DataOrder(50, 50, seed=3).get_indices(0))
     for values, name in (((0, 1, 0), "num_sequences"), ((1, 0, 0), "batch_size"), ((1, 1, -1), "seed")):
         with pytest.raises(ValueError, match=f"{name} must be at least"):
             DataOrder(*values)
     with pytest.raises(ValueError, match="step must be at least 0, not -1"):
-        DataOrder(1, 1, 0).indices(-1)
+        DataOrder(1, 1, 0).get_indices(-1)
 
 
 orders = st.builds(DataOrder, st.integers(1, 30), st.integers(1, 40), st.integers(0, 2**70))
@@ -589,7 +589,7 @@ orders = st.builds(DataOrder, st.integers(1, 30), st.integers(1, 40), st.integer
 def test_every_epoch_covers_every_sequence_once(order: DataOrder) -> None:
     epochs = 3
     steps = -(-epochs * order.num_sequences // order.batch_size)
-    stream = np.concatenate([order.indices(step) for step in range(steps)])
+    stream = np.concatenate([order.get_indices(step) for step in range(steps)])
     assert stream.dtype == np.int64
     assert len(stream) == steps * order.batch_size
     for epoch in range(epochs):
@@ -639,7 +639,7 @@ def test_ranks_share_the_same_global_batch_at_any_size(sizes, multiple, count, s
     shares = [
         TrainSampler(
             [sequences], DataShard(rank, data_size, micro_batch_size), batch_size=order.batch_size, seed=7
-        ).microbatches(step)
+        ).read_microbatches(step)
         for rank in range(data_size)
     ]
     assert [len(share) for share in shares] == [multiple] * data_size
@@ -648,7 +648,7 @@ def test_ranks_share_the_same_global_batch_at_any_size(sizes, multiple, count, s
         assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
         assert torch.equal(batch["input_ids"], batch["labels"])
     together = torch.cat([batch["input_ids"] for share in shares for batch in share])
-    assert torch.equal(together, sequences.take(order.indices(step))["input_ids"])
+    assert torch.equal(together, sequences.read_batch(order.get_indices(step))["input_ids"])
 
 
 @pytest.mark.parametrize(
@@ -683,7 +683,7 @@ def test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones(sizes, a
     labels = torch.cat([batch["labels"] for batch in batches])
     chosen = [index * available // expected for index in range(expected)]
     assert len(set(chosen)) == expected
-    assert torch.equal(labels[:expected], sequences.take(chosen)["labels"])
+    assert torch.equal(labels[:expected], sequences.read_batch(chosen)["labels"])
     assert torch.equal(input_ids[:expected], labels[:expected])
     assert (labels[expected:] == -100).all()
     assert (input_ids[expected:] >= 0).all()

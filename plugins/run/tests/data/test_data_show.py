@@ -101,11 +101,11 @@ def test_documents_and_padding_are_told_apart(kind):
     rows = build_row_dataset(documents(5, 3, 4), kind, 8)
     feed = TrainSampler([rows], DataShard(0, 1, 1), batch_size=1, seed=0)
     found = list(decode_first_rows(feed, len(rows), kind, tokenizer("base")))
-    sizes = sorted(sum(run.tokens for run in each) for row in found for each in row.documents)
-    padding = sum(row.padding for row in found)
+    sizes = sorted(sum(run.num_tokens for run in each) for row in found for each in row.documents)
+    padding = sum(row.num_padding for row in found)
     # The stream has no row for the last one.
     assert sizes == ([3, 5] if kind == "stream" else [3, 4, 5])
     assert kind == "none" or padding == {"documents": 4, "stream": 0}[kind]
-    learnt = sum(run.tokens for row in found for each in row.documents for run in each if run.learnt)
+    learnt = sum(run.num_tokens for row in found for each in row.documents for run in each if run.is_supervised)
     assert learnt == {"documents": 6, "stream": 4, "none": 6}[kind]
     assert measure_fill(feed, len(rows)) == sum(sizes) / (sum(sizes) + padding)

@@ -45,7 +45,7 @@ def documents_of(lengths: list[int], *, group: int = 1, first: int = 1, **more: 
     """Documents whose tokens count from `first` on, so that each token tells its place."""
     total = sum(lengths)
     return TokenizedDocuments(
-        np.arange(first, first + total, dtype=np.uint32), np.cumsum(lengths, dtype=np.int64), group=group, **more
+        np.arange(first, first + total, dtype=np.uint32), np.cumsum(lengths, dtype=np.int64), group_size=group, **more
     )
 
 
@@ -122,7 +122,7 @@ def test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_o
     labelled = np.array(data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))))
     documents = documents_of(lengths, labelled=labelled)
     rows = PackedDataset(documents, seq_len)
-    batch = rows.take(range(len(rows)))
+    batch = rows.read_batch(range(len(rows)))
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
     assert batch.keys() == {"input_ids", "labels", "position_ids"}
     assert sorted(documents_in(batch)) == sorted(texts(documents))
@@ -144,19 +144,19 @@ def test_padded_rows_hold_a_document_each_and_masked_padding_behind(lengths: lis
     chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=6))
     longest = max(lengths[index] for index in chosen)
     assert rows.lengths(np.array(chosen)).tolist() == [lengths[index] for index in chosen]
-    batch = rows.take(chosen, longest + 1)
+    batch = rows.read_batch(chosen, longest + 1)
     assert batch.keys() == {"input_ids", "labels"}
     for index, ids, labels in zip(chosen, batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
         text = texts(documents)[index]
         assert ids == text + [0] * (longest + 1 - len(text))
         assert labels == [-100, *text[1:]] + [-100] * (longest + 1 - len(text))
-    masked = PaddedDataset(documents, 16, mask_padding=True).take(chosen, longest + 1)
+    masked = PaddedDataset(documents, 16, mask_padding=True).read_batch(chosen, longest + 1)
     assert torch.equal(masked["attention_mask"], (batch["input_ids"] > 0).long())
 
 
 def test_labelled_tokens_of_a_stream_are_learnt_alone() -> None:
     labelled = np.arange(9) % 2 == 0
-    batch = ConcatChunkedDataset(documents_of([4, 5], labelled=labelled), 4).take([0, 1])
+    batch = ConcatChunkedDataset(documents_of([4, 5], labelled=labelled), 4).read_batch([0, 1])
     assert batch["labels"].tolist() == [[1, -100, 3, -100], [5, -100, 7, -100]]
 
 
@@ -167,13 +167,13 @@ def test_columns_go_with_their_documents_and_tokens() -> None:
         "old": np.arange(1, 10) / 2,
     }
     documents = documents_of([2, 3, 4], columns=columns)
-    padded = PaddedDataset(documents, 8).take([2, 0], 5)
+    padded = PaddedDataset(documents, 8).read_batch([2, 0], 5)
     assert padded["reward"].tolist() == [2.5, 0.5]
     assert padded["source"].tolist() == [9, 7]
     assert padded["old"].tolist() == [[3.0, 3.5, 4.0, 4.5, 0.0], [0.5, 1.0, 0.0, 0.0, 0.0]]
     assert (padded["reward"].dtype, padded["source"].dtype) == (torch.float64, torch.int64)
     for rows in (PackedDataset(documents, 6), ConcatChunkedDataset(documents, 3)):
-        batch = rows.take(range(len(rows)))
+        batch = rows.read_batch(range(len(rows)))
         real = batch["input_ids"] > 0
         assert torch.equal(batch["old"][real], batch["input_ids"][real] / 2)
         of = torch.tensor(np.repeat([0, 1, 2], [2, 3, 4]))[batch["input_ids"][real] - 1]
@@ -195,8 +195,8 @@ def test_sources_that_do_not_go_together_are_told() -> None:
     # Whole numbers beside fractions are fractions in every batch.
     other = documents_of([2], columns={"reward": np.array([0.5])})
     joined = ConcatDataset([PaddedDataset(one, 4), PaddedDataset(other, 4)])
-    assert joined.take([0, 1], 4)["reward"].dtype == torch.float64
-    assert joined.take([2, 0], 4)["reward"].tolist() == [0.5, 1.0]
+    assert joined.read_batch([0, 1], 4)["reward"].dtype == torch.float64
+    assert joined.read_batch([2, 0], 4)["reward"].tolist() == [0.5, 1.0]
 
 
 # -- shares of sources
@@ -209,7 +209,7 @@ weights_of = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
 def test_sources_have_their_shares_at_every_block_and_lose_none(weights: list[float], blocks: list[int]) -> None:
     mixture = SourceMixture(weights, 0)
     for block in blocks:
-        now, then = (mixture.counts(number * MIXTURE_BLOCK_SIZE) for number in (block, block + 1))
+        now, then = (mixture.count_by_source(number * MIXTURE_BLOCK_SIZE) for number in (block, block + 1))
         assert sum(now) == block * MIXTURE_BLOCK_SIZE
         assert all(before <= after for before, after in zip(now, then, strict=True))
         for count, weight in zip(now, weights, strict=True):
@@ -219,19 +219,22 @@ def test_sources_have_their_shares_at_every_block_and_lose_none(weights: list[fl
 @EXAMPLES
 @given(weights=weights_of, seed=st.integers(0, 9), start=st.integers(0, 5000), count=st.integers(1, 3000))
 def test_places_of_a_mixture_are_computed_alone(weights: list[float], seed: int, start: int, count: int) -> None:
-    sources, ranks = SourceMixture(weights, seed).places(0, start + count)
-    own_sources, own_ranks = SourceMixture(weights, seed).places(start, start + count)
+    sources, ranks = SourceMixture(weights, seed).assign(0, start + count)
+    own_sources, own_ranks = SourceMixture(weights, seed).assign(start, start + count)
     assert np.array_equal(sources[start:], own_sources)
     assert np.array_equal(ranks[start:], own_ranks)
     for source in range(len(weights)):
         assert ranks[sources == source].tolist() == list(range(int((sources == source).sum())))
-    assert SourceMixture(weights, seed).before(start) == np.bincount(sources[:start], minlength=len(weights)).tolist()
+    assert (
+        SourceMixture(weights, seed).count_before(start)
+        == np.bincount(sources[:start], minlength=len(weights)).tolist()
+    )
 
 
 def test_a_mixture_is_random_within_its_blocks() -> None:
-    first, second = (SourceMixture([1, 1], seed).places(0, MIXTURE_BLOCK_SIZE)[0] for seed in (0, 1))
+    first, second = (SourceMixture([1, 1], seed).assign(0, MIXTURE_BLOCK_SIZE)[0] for seed in (0, 1))
     assert not np.array_equal(first, second)
-    assert not np.array_equal(first, SourceMixture([1, 1], 0).places(MIXTURE_BLOCK_SIZE, 2 * MIXTURE_BLOCK_SIZE)[0])
+    assert not np.array_equal(first, SourceMixture([1, 1], 0).assign(MIXTURE_BLOCK_SIZE, 2 * MIXTURE_BLOCK_SIZE)[0])
     # About half of the neighbours differ.
     assert 400 < (np.diff(first) != 0).sum() < 624
 
@@ -245,7 +248,9 @@ def all_rows(
     """The first tokens of the rows of each step, of all ranks."""
     feeds = [TrainSampler(sources, DataShard(rank, size, micro), **options) for rank in range(size)]
     return [
-        sorted(int(token) for feed in feeds for batch in feed.microbatches(step) for token in batch["input_ids"][:, 0])
+        sorted(
+            int(token) for feed in feeds for batch in feed.read_microbatches(step) for token in batch["input_ids"][:, 0]
+        )
         for step in steps
     ]
 
@@ -271,7 +276,9 @@ def test_each_source_is_in_epochs_of_its_own_and_repeats_and_skips_nothing(sizes
 def test_sources_are_each_in_an_order_of_their_own() -> None:
     sources: list[RowDataset] = [PaddedDataset(documents_of([2] * 64, first=1000 * k), 4) for k in (1, 2)]
     feed = TrainSampler(sources, DataShard(0, 1, 64), batch_size=64, seed=0, weights=[1.0, 1.0])
-    found = [int(token) for step in range(2) for batch in feed.microbatches(step) for token in batch["input_ids"][:, 0]]
+    found = [
+        int(token) for step in range(2) for batch in feed.read_microbatches(step) for token in batch["input_ids"][:, 0]
+    ]
     one, other = ([token % 1000 for token in found if token // 1000 == k] for k in (1, 2))
     assert one[:50] != other[:50]
 
@@ -301,8 +308,11 @@ def test_the_rows_of_a_step_are_the_same_on_any_mesh(kind: Any, weights: list[fl
 )
 def test_microbatches_of_one_number_have_one_length_on_all_ranks(lengths, data_size, micro, multiple, one_shape):
     rows = PaddedDataset(documents_of(lengths), 32)
-    places = [DataShard(rank, data_size, micro, multiple=multiple, one_shape=one_shape) for rank in range(data_size)]
-    feeds = [TrainSampler([rows], place, batch_size=8, seed=0).microbatches(3) for place in places]
+    places = [
+        DataShard(rank, data_size, micro, length_multiple=multiple, uniform_length=one_shape)
+        for rank in range(data_size)
+    ]
+    feeds = [TrainSampler([rows], place, batch_size=8, seed=0).read_microbatches(3) for place in places]
     evaluated = [read_eval_microbatches(rows, place, num_rows=None) for place in places]
     for of_ranks in (feeds, evaluated):
         shapes = [[tuple(batch["input_ids"].shape) for batch in batches] for batches in of_ranks]
@@ -312,19 +322,19 @@ def test_microbatches_of_one_number_have_one_length_on_all_ranks(lengths, data_s
         assert widths == sorted(widths, reverse=True)
         assert not one_shape or len(set(widths)) == 1
     # No longer than the longest row needs, and the rows are those of the order.
-    indices = DataOrder(len(rows), 8, 0).indices(3)
+    indices = DataOrder(len(rows), 8, 0).get_indices(3)
     unit = max(2, multiple)
     widest = -(-max(lengths[index] for index in indices) // unit) * unit
     assert max(batch["input_ids"].shape[1] for batch in feeds[0]) == widest
     found = [int(token) for batches in feeds for batch in batches for token in batch["input_ids"][:, 0]]
-    assert sorted(found) == sorted(int(rows.take([index])["input_ids"][0, 0]) for index in indices)
+    assert sorted(found) == sorted(int(rows.read_batch([index])["input_ids"][0, 0]) for index in indices)
 
 
 def test_rows_that_no_axis_can_divide_are_so_from_the_first_step_on() -> None:
     feed = TrainSampler(
-        [PaddedDataset(documents_of([2] * 8), 33)], DataShard(0, 1, 2, multiple=4), batch_size=4, seed=0
+        [PaddedDataset(documents_of([2] * 8), 33)], DataShard(0, 1, 2, length_multiple=4), batch_size=4, seed=0
     )
-    assert {batch["input_ids"].shape[1] for batch in feed.microbatches(0)} == {33}
+    assert {batch["input_ids"].shape[1] for batch in feed.read_microbatches(0)} == {33}
 
 
 def test_pairs_stay_together_in_every_order() -> None:
@@ -337,9 +347,9 @@ def test_pairs_stay_together_in_every_order() -> None:
             seen = []
             for rank in range(size):
                 feed = TrainSampler([rows], DataShard(rank, size, micro), batch_size=8, seed=0, weights=weights)
-                assert (RunDatasets((rows,), None, {}).rows_per_epoch, feed.position(3)) == (40, 24)
+                assert (RunDatasets((rows,), None, {}).num_rows_per_epoch, feed.compute_data_position(3)) == (40, 24)
                 for step in range(5):
-                    for batch in feed.microbatches(step):
+                    for batch in feed.read_microbatches(step):
                         chosen = [of_token[int(token)] for token in batch["input_ids"][:, 0]]
                         assert all(a % 2 == 0 and b == a + 1 for a, b in zip(chosen[::2], chosen[1::2], strict=True))
                         seen += chosen

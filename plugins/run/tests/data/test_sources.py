@@ -88,7 +88,7 @@ def config_for(tmp_path: Path, tokenizer_dir: Path, *sources: SourceConfig, **ch
 
 
 def documents_of(data: PreparedData, source: int = 0) -> TokenizedDocuments:
-    found = data.sources[source].train
+    found = data.sources[source].train_documents
     assert found is not None
     return found
 
@@ -101,9 +101,9 @@ def documents_of(data: PreparedData, source: int = 0) -> TokenizedDocuments:
 def test_a_file_of_any_kind_holds_the_same_records(kind: str, suffix: str, tmp_path: Path) -> None:
     source = write(tmp_path / f"a.{kind}{suffix}")
     records = list(read_records(source))
-    assert [record.value for record in records] == ROWS
-    assert [record.value["score"] + 1 for record in records] == list(range(1, 8))
-    assert records[2].where.startswith(f"{tmp_path}/a.{kind}{suffix}:")
+    assert [record.fields for record in records] == ROWS
+    assert [record.fields["score"] + 1 for record in records] == list(range(1, 8))
+    assert records[2].location.startswith(f"{tmp_path}/a.{kind}{suffix}:")
     assert list(read_records(source, 5)) == records[5:]
 
 
@@ -112,7 +112,7 @@ def test_text_files_and_tables_of_text_hold_what_the_sources_other_files_do(tmp_
     (tmp_path / "a.txt.gz").write_bytes(compressed(text.encode(), ".gz"))
     (tmp_path / "b.jsonl").write_text('{"body": "of a field"}\n', encoding="utf-8")
     source = SourceConfig(files=[str(tmp_path / "a.txt.gz"), str(tmp_path / "b.jsonl")], fields={"text": "body"})
-    assert [record.value for record in read_records(source)] == [{"body": text}, {"body": "of a field"}]
+    assert [record.fields for record in read_records(source)] == [{"body": text}, {"body": "of a field"}]
     for config, message in (
         ({"format": "messages"}, "format=messages is read from objects with fields"),
         ({"columns": ["score"]}, ".txt files have no fields such as 'score'"),
@@ -121,7 +121,7 @@ def test_text_files_and_tables_of_text_hold_what_the_sources_other_files_do(tmp_
             list(read_records(SourceConfig(files=str(tmp_path / "a.txt.gz"), **config)))  # type: ignore[arg-type]
     (tmp_path / "a.csv").write_text("text,score\n1,2\n3,-1e3\n5,two\n")
     cells = read_records(SourceConfig(files=str(tmp_path / "a.csv"), columns=["score"]))
-    assert [next(cells).value for _ in range(2)] == [{"text": "1", "score": 2}, {"text": "3", "score": -1000.0}]
+    assert [next(cells).fields for _ in range(2)] == [{"text": "1", "score": 2}, {"text": "3", "score": -1000.0}]
     with pytest.raises(DataError, match=r"a\.csv:4: column 'score' holds 'two', a str"):
         next(cells)
 
@@ -213,10 +213,10 @@ def test_columns_go_with_their_documents_and_have_one_type_in_all_sources(tmp_pa
     rows = [{"text": prose(number), "score": 1 if number < 20 else 0.5} for number in range(30)]
     whole, real = write(tmp_path / "a.jsonl", rows[:20]), write(tmp_path / "b.jsonl", rows)
     data = prepare_data(config_for(tmp_path, tokenizer_dir, whole, real))
-    assert dict(data.columns) == {"score": np.float64}
+    assert dict(data.column_dtypes) == {"score": np.float64}
     assert documents_of(data).columns["score"].dtype == np.int64
     found = documents_of(data, 1)
-    held_out = data.held_out["held_out"][1]
+    held_out = data.eval_sets["held_out"][1]
     tokenizer = train_tokenizer([prose(seed) for seed in range(20)], 320)
     expected = {(*tokenizer.encode(row["text"]), tokenizer.eos_token_id): row["score"] for row in rows}
     for documents in (found, held_out):
@@ -235,12 +235,12 @@ def test_tokens_have_columns_of_their_own(tmp_path: Path, tokenizer_dir: Path) -
     data = prepare_data(config_for(tmp_path, tokenizer_dir, source))
     documents = documents_of(data)
     assert len(documents.columns["w"]) == len(documents.tokens)
-    assert documents.labelled is not None
-    assert not documents.labelled[np.r_[0, documents.ends[:-1]]].any()
-    assert documents.labelled.sum() == len(documents.tokens) - len(documents)
+    assert documents.loss_mask is not None
+    assert not documents.loss_mask[np.r_[0, documents.ends[:-1]]].any()
+    assert documents.loss_mask.sum() == len(documents.tokens) - len(documents)
     # An entry that has lost one of its files is made anew.
     (data.directory / "train.labelled.npy").unlink()
-    assert documents_of(prepare_data(config_for(tmp_path, tokenizer_dir, source))).labelled is not None
+    assert documents_of(prepare_data(config_for(tmp_path, tokenizer_dir, source))).loss_mask is not None
     rows[3]["w"] = 1.0  # type: ignore[assignment]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(DataError, match="column 'w' has one number an example in some, and one for each token"):
@@ -268,9 +268,9 @@ def test_a_dataset_has_the_tokens_of_the_same_rows_in_a_file(tmp_path, tokenizer
         assert data.directory != from_file.directory
     (tmp_path / "files[1]").mkdir()
     write(tmp_path / "files[1]" / "train.parquet")
-    assert [record.value for record in read_records(SourceConfig(dataset=str(tmp_path / "files[1]")))] == ROWS
+    assert [record.fields for record in read_records(SourceConfig(dataset=str(tmp_path / "files[1]")))] == ROWS
     test = SourceConfig(dataset=str(tmp_path / "many"), split="test")
-    assert [record.where for record in read_records(test)] == [f"{tmp_path}/many[test]:{row}" for row in range(2)]
+    assert [record.location for record in read_records(test)] == [f"{tmp_path}/many[test]:{row}" for row in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_what_is_made_of_records_is_part_of_the_entry(changes, tmp_path, tokeniz
         rest = {name: value for name, value in values.items() if name not in of_source}
         entries.append(prepare_data(config_for(tmp_path, tokenizer_dir, source, packing="documents", **rest)))
     assert entries[0].directory != entries[1].directory
-    assert documents_of(entries[0]).arrays().keys() <= documents_of(entries[1]).arrays().keys()
+    assert documents_of(entries[0]).to_arrays().keys() <= documents_of(entries[1]).to_arrays().keys()
     assert entries[0].fingerprint != entries[1].fingerprint
 
 
@@ -360,14 +360,14 @@ def test_each_source_has_an_entry_and_one_that_changes_is_tokenized_alone(tmp_pa
     sources = [write(tmp_path / f"{name}.jsonl", ROWS[number:]) for number, name in enumerate("abc")]
     config = config_for(tmp_path, tokenizer_dir, *sources)
     before = prepare_data(config)
-    assert built == [source.place for source in sources]
+    assert built == [source.location for source in sources]
     write(tmp_path / "b.jsonl", ROWS[2:])
     after = prepare_data(config)
-    assert built[3:] == [sources[1].place]
+    assert built[3:] == [sources[1].location]
     changed = [a.fingerprint != b.fingerprint for a, b in zip(before.sources, after.sources, strict=True)]
     assert changed == [False, True, False]
     assert before.fingerprint != after.fingerprint
-    assert after.documents == 7 + 5 + 5
+    assert after.num_documents == 7 + 5 + 5
 
 
 def test_the_order_of_sources_is_in_the_fingerprint_and_one_source_has_its_own(tmp_path, tokenizer_dir):
@@ -402,7 +402,7 @@ def test_evaluation_sets_are_whole_and_may_take_the_place_of_what_is_held_out(tm
     for fraction in (0, 0.3):
         sets = {"small": other, "both": [other, source]}
         data = prepare_data(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, eval_sets=sets))
-        lengths = {name: [len(each) for each in found] for name, found in data.held_out.items()}
+        lengths = {name: [len(each) for each in found] for name, found in data.eval_sets.items()}
         (held_out,) = lengths.pop("held_out", [0])
         assert lengths == {"small": [3], "both": [3, 7]}
         assert len(documents_of(data)) + held_out == 7
@@ -416,8 +416,8 @@ def test_the_two_of_a_pair_stay_together(fraction, tmp_path, tokenizer_dir, monk
     monkeypatch.setattr("meshwright_run.data.tokenizing._CHARACTERS_PER_BATCH", 40)
     source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="preference", columns=["m"])
     data = prepare_data(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, seq_len=64))
-    sides = [documents_of(data), *data.held_out["held_out"]]
-    assert data.group == sides[0].group == sides[1].group == 2
+    sides = [documents_of(data), *data.eval_sets["held_out"]]
+    assert data.group_size == sides[0].group_size == sides[1].group_size == 2
     assert sum(map(len, sides)) == 16
     assert all(len(side) and len(side) % 2 == 0 for side in sides)
     for side in sides:
@@ -441,8 +441,8 @@ def test_processes_make_the_same_documents_as_this_one(tmp_path, tokenizer_dir, 
     monkeypatch.setattr("meshwright_run.data.tokenizing.count_usable_cores", lambda: 2)
     there = prepare_data(config_for(tmp_path, tokenizer_dir, source))
     assert there.sources[0].counts == here.sources[0].counts
-    for name, array in documents_of(here).arrays().items():
-        np.testing.assert_array_equal(array, documents_of(there).arrays()[name])
+    for name, array in documents_of(here).to_arrays().items():
+        np.testing.assert_array_equal(array, documents_of(there).to_arrays()[name])
     assert there.fingerprint == here.fingerprint
     assert not subprocess.run(
         ["pgrep", "-P", str(os.getpid()), "-f", "meshwright_run.data.tokenizing"], capture_output=True
@@ -472,7 +472,7 @@ def test_what_goes_wrong_in_a_process_is_told_here(texts, message, tokenizer_dir
 def killed(worker: TokenizerWorker, argument: Any) -> Any:
     """As the system ends a process when memory runs out."""
     worker._process.kill()
-    return worker._ask(argument)
+    return worker._request(argument)
 
 
 # --- progress
@@ -530,7 +530,7 @@ def test_what_sources_do_not_go_together_with_is_refused(values: dict[str, Any],
 def test_what_null_stands_for_follows_from_the_formats() -> None:
     def kinds(*sources: dict[str, Any], **values: Any) -> tuple[str, Any]:
         config = validate_config(DataConfig, {"sources": list(sources), **values}, where="data")
-        return config.packing_kind(), config.too_long_for(sources[0].get("format", "text"))
+        return config.resolve_packing(), config.resolve_too_long(sources[0].get("format", "text"))
 
     assert kinds(TEXT) == ("stream", None)
     assert kinds(TEXT, packing="documents") == ("documents", "split")
@@ -538,7 +538,7 @@ def test_what_null_stands_for_follows_from_the_formats() -> None:
     assert kinds(TEXT, CHAT) == ("documents", "split")
     assert kinds(PAIRS) == ("none", "error")
     assert kinds(TEXT, eval_sets={"a": CHAT}) == ("documents", "split")
-    assert DataConfig().training_sources() == [SourceConfig(files="stdlib")]
+    assert DataConfig().get_training_sources() == [SourceConfig(files="stdlib")]
 
 
 def test_a_source_that_is_too_small_is_named(tmp_path: Path, tokenizer_dir: Path) -> None:

@@ -103,5 +103,5 @@ def test_a_source_of_conversations_is_the_library():
     documents, counts = Encoder(chosen, "messages").encode(records)
     assert (counts.records, counts.documents) == (200, 200)
     for one, [document] in zip(records, documents, strict=True):
-        answer = one.value["messages"][1]["content"]
+        answer = one.fields["messages"][1]["content"]
         assert learnt(chosen, document) == [f"{answer}<|eot_id|>"]

@@ -64,7 +64,9 @@ def feeds(config: DataConfig, size: int = 1, micro: int = 2, batch_size: int = 8
     for rank in range(size):
         rows = build_datasets(prepare_data(config), config)
         place = DataShard(rank, size, micro)
-        found.append(TrainSampler(rows.training, place, batch_size=batch_size, seed=3, weights=rows.weights, **options))
+        found.append(
+            TrainSampler(rows.train_sets, place, batch_size=batch_size, seed=3, weights=rows.weights, **options)
+        )
     return found
 
 
@@ -81,11 +83,11 @@ def read(feed: TrainSampler, count: int) -> tuple[list[list[bytes]], list[str]]:
     """The rows of the first steps, and the state before each as a checkpoint keeps it."""
     steps, states = [], []
     for step in range(count):
-        states.append(json.dumps(feed.state(step)))
-        steps.append(rows_of(feed.microbatches(step)))
+        states.append(json.dumps(feed.state_dict(step)))
+        steps.append(rows_of(feed.read_microbatches(step)))
         if step % 2:
             # A loop has begun the next step when it saves.
-            states[step] = json.dumps(feed.state(step))
+            states[step] = json.dumps(feed.state_dict(step))
     return steps, states
 
 
@@ -93,14 +95,14 @@ def resumed(
     config: DataConfig, feed: TrainSampler, step: int, state: str, size: int, micro: int = 2
 ) -> list[TrainSampler]:
     """Feeds on another mesh, which go on where one was."""
-    again = feeds(config, size, micro, origin=(step, feed.position(step)))
+    again = feeds(config, size, micro, origin=(step, feed.compute_data_position(step)))
     for each in again:
-        each.load_state(json.loads(state))
+        each.load_state_dict(json.loads(state))
     return again
 
 
 def steps_of(feeds: list[TrainSampler], steps: range) -> list[list[bytes]]:
-    return [[row for feed in feeds for row in rows_of(feed.microbatches(step))] for step in steps]
+    return [[row for feed in feeds for row in rows_of(feed.read_microbatches(step))] for step in steps]
 
 
 @pytest.mark.parametrize("packing", ["none", pytest.param("documents", marks=pytest.mark.slow)])
@@ -111,7 +113,7 @@ def test_a_stream_goes_on_from_any_step_on_another_mesh(config: Any, packing: st
     for step, size, micro in ((1, 1, 2), (8, 2, 2), (13, 4, 2), (21, 2, 1), (28, 1, 8)):
         again = resumed(given, whole, step, states[step], size, micro)
         for number in range(step, 30):
-            found = [row for feed in again for row in rows_of(feed.microbatches(number))]
+            found = [row for feed in again for row in rows_of(feed.read_microbatches(number))]
             if packing == "none":
                 # Rows are as long as those beside them.
                 found, want = ([ids_of(row) for row in rows] for rows in (found, steps[number]))
@@ -130,19 +132,19 @@ def ids_of(row: bytes) -> tuple[int, ...]:
 def test_each_epoch_of_a_stream_has_every_document_once_in_another_order(config: Any) -> None:
     given = config(packing="none")
     rows = build_datasets(prepare_data(given), given)
-    (only,) = rows.training
-    feed = TrainSampler(rows.training, DataShard(0, 1, 4), batch_size=4, seed=0)
+    (only,) = rows.train_sets
+    feed = TrainSampler(rows.train_sets, DataShard(0, 1, 4), batch_size=4, seed=0)
     epochs = []
     for epoch in range(3):
-        steps = [feed.microbatches(25 * epoch + step) for step in range(25)]
+        steps = [feed.read_microbatches(25 * epoch + step) for step in range(25)]
         epochs.append([ids_of(row) for batches in steps for row in rows_of(batches)])
     assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(epochs[2])
     assert len(set(epochs[0])) == 100
     assert epochs[0] != epochs[1]
-    assert rows.rows_per_epoch is None
+    assert rows.num_rows_per_epoch is None
     # Within an epoch it is the blocks' order, and a random one in each.
     assert Counter(epochs[0][:16]) == Counter(epochs[1][:16])
-    assert only.place.endswith("[ab].jsonl")
+    assert only.location.endswith("[ab].jsonl")
 
 
 @pytest.mark.slow
@@ -156,7 +158,7 @@ def test_a_stream_and_files_at_hand_mix_by_weight_and_go_on(config: Any, tmp_pat
     again = resumed(given, whole, 17, states[17], 2)
     assert steps_of(again, range(17, 40)) == steps[17:]
     with pytest.raises(CheckpointError, match="1 sources are read while training, but the checkpoint tells of 0"):
-        again[0].load_state(None)
+        again[0].load_state_dict(None)
 
 
 def test_a_stream_that_holds_nothing_is_told(config: Any, tmp_path: Path) -> None:
@@ -164,12 +166,12 @@ def test_a_stream_that_holds_nothing_is_told(config: Any, tmp_path: Path) -> Non
     (tmp_path / "b.jsonl").write_text("\n", encoding="utf-8")
     (feed,) = feeds(config(too_long="drop"))
     with pytest.raises(DataError, match=r"\[ab\]\.jsonl' is empty: it holds no example that is short enough"):
-        feed.microbatches(0)
+        feed.read_microbatches(0)
 
 
 def test_a_broken_line_and_a_file_that_changes_are_told(config: Any, tmp_path: Path) -> None:
     (feed,) = feeds(config())
-    feed.microbatches(0)
+    feed.read_microbatches(0)
     with (tmp_path / "b.jsonl").open("a", encoding="utf-8") as file:
         file.write("\n{")
     with pytest.raises(DataError, match=r"b\.jsonl changed while it was read"):
@@ -192,7 +194,7 @@ def test_preferences_are_streamed_in_pairs(config: Any, tmp_path: Path) -> None:
     seen = Counter(
         (ids_of(one), ids_of(other))
         for step in range(10)
-        for rows in [rows_of(feed.microbatches(step))]
+        for rows in [rows_of(feed.read_microbatches(step))]
         for one, other in zip(rows[::2], rows[1::2], strict=True)
     )
     assert set(seen.values()) == {1}
@@ -226,7 +228,7 @@ def test_a_dataset_that_is_broken_further_on_is_told(config: Any, tmp_path: Path
 def test_a_state_of_another_source_is_told(config: Any, kind: str) -> None:
     given = config()
     (feed,) = feeds(given)
-    (state,) = feed.state(0) or []
+    (state,) = feed.state_dict(0) or []
     if kind == "none":
         del state["reader"]
     elif kind == "of a dataset":
@@ -235,7 +237,7 @@ def test_a_state_of_another_source_is_told(config: Any, kind: str) -> None:
         state["reader"] = {"x": 1}
     (again,) = feeds(given)
     with pytest.raises(CheckpointError, match=r"does not tell where it was in '.*jsonl'.* Was it of another source\?"):
-        again.load_state([state])
+        again.load_state_dict([state])
 
 
 def test_random_numbers_of_a_run_stay_as_they_are(config: Any) -> None:
@@ -243,6 +245,6 @@ def test_random_numbers_of_a_run_stay_as_they_are(config: Any) -> None:
     before = torch.get_rng_state()
     (feed,) = feeds(config())
     for step in range(20):
-        feed.microbatches(step)
+        feed.read_microbatches(step)
     after = torch.get_rng_state()
     assert torch.equal(before, after)

@@ -172,7 +172,7 @@ def test_a_rank_that_is_stopped_and_alone_on_its_node_is_ended_and_the_run_goes_
         assert come(lambda: not any(map(lives, ranks)), watchdog_s + SLACK_S), [agent.said for agent in agents]
         said = "".join(agent.said for agent in agents)
         assert said.count(f"hangs: no sign of life for {0.9 * watchdog_s:.0f} s") == 1, said
-        done = run.steps_done()
+        done = run.count_steps()
         assert await_moment(agents[0], after(run, done + 5)), agents[0].said
     finally:
         for agent in agents:

@@ -61,7 +61,7 @@ def test_the_page_has_the_launchers_in_their_order_and_their_variables() -> None
     assert list(rows) == [launcher.name for launcher in BUILT_IN_LAUNCHERS]
     for launcher in BUILT_IN_LAUNCHERS:
         found = re.findall(r"`([A-Za-z_0-9]*_[A-Za-z_0-9]*|RANK)`", rows[launcher.name])
-        assert set(found) == set(launcher.reads)
+        assert set(found) == set(launcher.variables)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ class Plugin:
             return None
         rank = int(environment["FLUX_RANK"])
         return ClusterEnvironment(
-            "Flux", "", (), rank, 2, 0, 1, lambda: "here", lambda: 7, is_within=lambda outer: True
+            "Flux", "", (), rank, 2, 0, 1, lambda: "here", lambda: 7, is_nested_in=lambda outer: True
         )
 
 

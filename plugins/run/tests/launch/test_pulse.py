@@ -42,7 +42,7 @@ def looks(pulse: Heartbeat, seconds: float) -> list[int]:
     """What the last of so many looks finds, one each interval."""
     silent: list[int] = []
     for _ in range(int(seconds / INTERVAL_S)):
-        silent = pulse.look(INTERVAL_S)
+        silent = pulse.find_silent_ranks(INTERVAL_S)
     return silent
 
 
@@ -51,11 +51,11 @@ def test_a_count_that_stands_still_for_too_long_is_silence(store):
     write_heartbeat(store, 2, 5, INTERVAL_S)
     for count in range(46):
         write_heartbeat(store, 1, count, INTERVAL_S)
-        assert pulse.look(INTERVAL_S) == []
+        assert pulse.find_silent_ranks(INTERVAL_S) == []
     write_heartbeat(store, 1, 46, INTERVAL_S)
-    assert pulse.look(INTERVAL_S) == [2]
+    assert pulse.find_silent_ranks(INTERVAL_S) == [2]
     write_heartbeat(store, 2, 6, INTERVAL_S)
-    assert pulse.look(INTERVAL_S) == []
+    assert pulse.find_silent_ranks(INTERVAL_S) == []
 
 
 def test_a_rank_without_a_sign_is_silent_and_one_that_is_done_or_a_reader_that_was_stopped_is_no_alarm(store):
@@ -68,17 +68,17 @@ def test_a_rank_without_a_sign_is_silent_and_one_that_is_done_or_a_reader_that_w
     for rank in (1, 2):
         write_heartbeat(store, rank, 0, INTERVAL_S)
     stopped = pulse_of(store, 0)
-    stopped.look(INTERVAL_S)
-    assert stopped.look(10 * LIMIT_S) == []
+    stopped.find_silent_ranks(INTERVAL_S)
+    assert stopped.find_silent_ranks(10 * LIMIT_S) == []
 
 
 def test_a_sign_tells_where_the_main_thread_is_and_says_the_same_when_it_is_read(store):
     write_heartbeat(store, 0, 3, INTERVAL_S)
     found = read_heartbeats(store, [0, 1])[0]
-    assert "hang.py:" in found.place
-    assert (found.count, found.waits) == (3, False)
+    assert "hang.py:" in found.location
+    assert (found.sequence_number, found.is_communicating) == (3, False)
     written = sign(stack=("a.py:1 in f", "b.py:2 in g"), own_s=0.5, step_s=1.0, steps=20)
-    assert HeartbeatRecord.read(written.written()) == written
+    assert HeartbeatRecord.from_json(written.to_json()) == written
 
 
 def test_without_signs_or_where_all_wait_nobody_stands_out(store, monkeypatch):
@@ -102,13 +102,18 @@ def sign(step: int = 5, part: int = 2, *, still_s: float = 9.0, waits: bool = Fa
 def test_the_ranks_at_the_earliest_position_stand_still_or_nobody_does():
     ahead, behind = sign(5, 3), sign(5, 2)
     assert find_stalled_ranks({0: ahead, 1: behind}, 4.0) == [1]
-    assert find_stalled_ranks({0: ahead, 1: replace(behind, still_s=3.0)}, 4.0) == []
+    assert find_stalled_ranks({0: ahead, 1: replace(behind, stalled_s=3.0)}, 4.0) == []
     assert find_stalled_ranks({0: ahead, 1: behind, 2: sign(5, 2, still_s=1.0)}, 4.0) == []
     assert find_stalled_ranks({0: sign(6, 1), 1: behind}, 4.0) == [1]
     # In what may be slow, before a step is done, or where all is done.
     assert find_stalled_ranks({0: ahead, 1: sign(5, 2, patient=True)}, 4.0) == []
     assert find_stalled_ranks({0: ahead, 1: sign(0, 1, settled=False)}, 4.0) == []
-    assert find_stalled_ranks({0: replace(ahead, count=FINISHED), 1: replace(behind, count=FINISHED)}, 4.0) == []
+    assert (
+        find_stalled_ranks(
+            {0: replace(ahead, sequence_number=FINISHED), 1: replace(behind, sequence_number=FINISHED)}, 4.0
+        )
+        == []
+    )
 
 
 def test_of_ranks_at_one_place_the_one_is_named_that_does_not_wait_or_has_begun_less():
@@ -147,13 +152,13 @@ def test_stragglers_are_judged_by_the_signs_of_all_ranks(signs, config, named):
     asked = StragglersConfig(**config)
     watching = StragglerDetector(asked, progress)
     assert watching() == ()
-    for step, expected in ((20, []), (20 + asked.over - 1, []), (20 + asked.over, named)):
-        progress.signs = {rank: replace(each, at=TrainingPhase(step)) for rank, each in signs.items()}
+    for step, expected in ((20, []), (20 + asked.window_steps - 1, []), (20 + asked.window_steps, named)):
+        progress.heartbeats = {rank: replace(each, at=TrainingPhase(step)) for rank, each in signs.items()}
         assert [each["rank"] for each in watching()] == expected
     # A rank that is fast for a moment is named again only when it has been slow for as many steps.
-    progress.signs = owns(0.01, 0.01, 0.01, 0.01)
+    progress.heartbeats = owns(0.01, 0.01, 0.01, 0.01)
     assert watching() == ()
-    progress.signs = {rank: replace(each, at=TrainingPhase(1000)) for rank, each in signs.items()}
+    progress.heartbeats = {rank: replace(each, at=TrainingPhase(1000)) for rank, each in signs.items()}
     assert watching() == ()
 
 
@@ -161,7 +166,7 @@ def test_a_straggler_is_told_once_and_kept_in_the_metrics(tmp_path):
     slow = {"rank": 3, "seconds": 0.06, "median": 0.01, "deviations": float("inf")}
     result = StepResult(1, 2, 1.0, 1.0, 0.1, 10, 0.5, 0, stragglers=(slow,))
     new = StragglerFilter()
-    assert [len(new.of(each)) for each in (replace(result, stragglers=()), result, result)] == [0, 1, 0]
+    assert [len(new.select_new(each)) for each in (replace(result, stragglers=()), result, result)] == [0, 1, 0]
     record = to_record(result)
     assert record["stragglers"] == [slow | {"deviations": None}]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")

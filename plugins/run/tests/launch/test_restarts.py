@@ -79,7 +79,7 @@ def test_a_run_whose_ranks_are_killed_goes_on_in_one_command(settings: dict[str,
     finally:
         end_session(process)
     process.check()
-    assert run.numbers() == whole.numbers()
+    assert run.read_metrics() == whole.read_metrics()
     assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")
     assert [(each["number"], each["of"], each["ranks"]) for each in _events(run, "restart")] == [
         (number, 3, settings["nproc"]) for number in (1, 2)
@@ -122,7 +122,7 @@ def test_a_run_goes_on_with_fewer_ranks_where_one_is_broken_and_its_losses_stay(
     text = (tmp_path / "said").read_text()
     assert "beginning anew: restart 2 of 3, on 2 ranks instead of 4" in text
     assert "Traceback" not in text
-    before, after = whole.numbers(), run.numbers()
+    before, after = whole.read_metrics(), run.read_metrics()
     assert [each["step"] for each in after] == list(range(1, STEPS + 1))
     for key in ("loss", "learning_rate", "num_tokens"):
         assert [each[key] for each in after] == [each[key] for each in before], key
@@ -186,10 +186,10 @@ def test_a_run_is_begun_anew_until_it_has_been_so_often(tmp_path: Path, capsys: 
     restarts = RestartPolicy(_config(tmp_path, max_restarts=2), [2])
     for step, again in ((3, True), (3, True), (9, False)):
         _sitting(tmp_path, step)
-        assert restarts.again(1) is again
+        assert restarts.prepare_restart(1) is again
     assert "restarted 2 times, which is max_restarts" in capsys.readouterr().err
     for code in (0, 2, 130, 143):
-        assert not RestartPolicy(_config(tmp_path, max_restarts=2), [2]).again(code)
+        assert not RestartPolicy(_config(tmp_path, max_restarts=2), [2]).prepare_restart(code)
 
 
 def test_what_fails_at_the_same_step_time_and_again_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,11 +197,11 @@ def test_what_fails_at_the_same_step_time_and_again_is_left(tmp_path: Path, monk
     restarts = RestartPolicy(_config(tmp_path, max_restarts=99), [2])
     for step, again in ((3, True), (3, True), (4, True), (4, True), (4, False)):
         _sitting(tmp_path, step)
-        assert restarts.again(1) is again
+        assert restarts.prepare_restart(1) is again
     restarts = RestartPolicy(_config(tmp_path, max_restarts=99), [2])
     for again in (True, True, False):
         _sitting(tmp_path, None)
-        assert restarts.again(1) is again
+        assert restarts.prepare_restart(1) is again
 
 
 def test_ranks_are_fewer_after_a_failure_at_once_and_as_many_as_may_be_after_steps(tmp_path, monkeypatch):
@@ -211,8 +211,8 @@ def test_ranks_are_fewer_after_a_failure_at_once_and_as_many_as_may_be_after_ste
     found = []
     for step in (None, None, 3, None, None, None, None):
         _sitting(tmp_path, step)
-        found.append((restarts.ranks, restarts.again(1)))
+        found.append((restarts.world_size, restarts.prepare_restart(1)))
     assert found == [(4, True), (2, True), (1, True), (4, True), (2, True), (1, True), (1, True)]
     assert waited == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 3.0]
     _sitting(tmp_path, None)
-    assert not restarts.again(1)
+    assert not restarts.prepare_restart(1)

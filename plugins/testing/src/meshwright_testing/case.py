@@ -29,12 +29,12 @@ class Case:
         sequences: sequences of a step, over all ranks.
         microbatches: microbatches of each rank in a step.
         ragged: mask a random part of each sequence, so that ranks see different numbers of tokens.
-        empty: leading sequences of each step that are masked entirely, so that a rank has no token.
+        num_masked_sequences: leading sequences of each step that are masked entirely, so that a rank has no token.
         shares: sequences of each data rank, where they differ; None: equal shares.
         max_norm, norm_type: clipping.
         frozen: shell patterns of parameters that do not train.
         optimizer: which optimizer, with its settings.
-        rates: (shell pattern, learning rate, weight decay) of parameters with settings of their own, in the order of
+        group_settings: (shell pattern, learning rate, weight decay) of parameters with settings of their own, in the order of
             their groups; the rest follows `optimizer`.
         dtype: of the model.
         float32_parameters: shell patterns of parameters that are kept in float32, as transformers keeps routers.
@@ -54,15 +54,15 @@ class Case:
     sequences: int = 12
     microbatches: int = 1
     ragged: bool = True
-    empty: int = 0
+    num_masked_sequences: int = 0
     shares: tuple[int, ...] | None = None
     max_norm: float | None = 0.5
     norm_type: float = 2.0
     frozen: tuple[str, ...] = ()
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-2, weight_decay=0.1))
-    rates: tuple[tuple[str, float, float], ...] = ()
+    group_settings: tuple[tuple[str, float, float], ...] = ()
     dtype: str = "float64"
-    in_float32: tuple[str, ...] = ()
+    float32_parameters: tuple[str, ...] = ()
     eval_after: bool = False
     unshard_after: bool = False
     schedule: ScheduleConfig | None = None
@@ -72,14 +72,14 @@ class Case:
     def __hash__(self) -> int:
         return hash(repr(self))
 
-    def undivided(self, microbatches: int = 1) -> Case:
+    def on_one_rank(self, microbatches: int = 1) -> Case:
         """Return the case as one rank runs it, each step in so many microbatches."""
         return replace(self, shares=None, microbatches=microbatches)
 
     @property
     def tolerance(self) -> float:
         """Absolute tolerance between layouts: each rounds sums of parts in float32 in its own way."""
-        return FLOAT32_TOLERANCE if self.in_float32 else TOLERANCE
+        return FLOAT32_TOLERANCE if self.float32_parameters else TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def build_global_batch(case: Case, step: int) -> dict[str, Tensor]:
         # Each sequence keeps a share of its own, between almost nothing and everything.
         keep = torch.rand(case.sequences, 1, generator=generator)
         labels[torch.rand(shape, generator=generator) > keep] = IGNORE_INDEX
-    labels[: case.empty] = IGNORE_INDEX
+    labels[: case.num_masked_sequences] = IGNORE_INDEX
     return {"input_ids": ids, "labels": labels}
 
 

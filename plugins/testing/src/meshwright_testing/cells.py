@@ -53,7 +53,7 @@ class Cell:
         kind: how it is tried.
         device: cpu or cuda.
         plugin: a module that brings the strategy, for suites that do not install their package.
-        reason: why it does not apply, where that is known before.
+        skip_reason: why it does not apply, where that is known before.
     """
 
     strategy: str
@@ -66,22 +66,22 @@ class Cell:
     kind: CellKind = "train"
     device: str = "cpu"
     plugin: str | None = None
-    reason: str | None = None
+    skip_reason: str | None = None
 
     def __str__(self) -> str:
         return f"{self.layout}-{self.name}".replace(" ", "_")
 
     def run(self) -> Result:
         """Try the cell; never raises for what the strategy does."""
-        if self.reason is not None:
-            return Result(self, "does not apply", self.reason)
+        if self.skip_reason is not None:
+            return Result(self, "does not apply", self.skip_reason)
         try:
-            refusal = self._try()
+            refusal = self._run_once()
         except (RankError, AssertionError) as error:
             return Result(self, "failed", str(error).strip())
         if isinstance(refusal, Result):
             return refusal
-        remedy = self._remedy(refusal)
+        remedy = self._parse_remedy(refusal)
         if remedy:
             told = ", ".join(f"{name}={value}" for name, value in remedy.items())
             again = replace(self, config={**self.config, **remedy}).run()
@@ -98,31 +98,33 @@ class Cell:
 
             pytest.skip(result.detail)
 
-    def _try(self) -> Result | str:
+    def _run_once(self) -> Result | str:
         """A result, or the text with which all ranks refuse."""
         if self.kind == "state":
-            return self._moving_in_memory()
+            return self._run_with_state_moved_in_memory()
         if self.kind == "resume":
             with tempfile.TemporaryDirectory() as root:
-                return self._moving_in_checkpoints(root)
+                return self._run_with_checkpoints(root)
         known: dict[str, Callable[..., Any]] = {
             "objective": tasks.train_objective,
             "norms": tasks.train_with_gradient_norms,
             "bad input": tasks.train_on_bad_input,
         }
-        answers = self._run(self.ranks, known.get(self.kind, train_case), self.strategy, *self._own, self.device)
+        answers = self._run(
+            self.ranks, known.get(self.kind, train_case), self.strategy, *self._task_arguments, self.device
+        )
         if isinstance(answers, str):
             return answers
         match self.kind:
             case "objective":
                 expected = tasks.run_objective_reference(self.case, self.device)
-                apart = max(answer.apart(expected) for answer in answers)
-                return self._compared_beyond(answers, expected, apart, f"token_stats differ by {apart}")
+                apart = max(answer.max_difference(expected) for answer in answers)
+                return self._compare_with_extra(answers, expected, apart, f"token_stats differ by {apart}")
             case "norms":
                 norms = tasks.run_norms_reference(self.case, self.device)
-                apart = max(max(answer.apart(norms), answer.apart_from_total()) for answer in answers)
+                apart = max(max(answer.max_difference(norms), answer.max_difference_from_total()) for answer in answers)
                 told = f"gradient_norms tells {answers[0].by_block[0]}, and not {norms.by_block[0]}"
-                return self._compared_beyond(answers, norms, apart, told)
+                return self._compare_with_extra(answers, norms, apart, told)
             case "bad input":
                 texts, losses = ({answer[place] for answer in answers} for place in (0, 1))
                 if len(texts) > 1 or len(losses) > 1:
@@ -131,10 +133,10 @@ class Cell:
         # Some architectures compute parts in float32 whatever their dtype, whose last bits depend on the shape of the
         # microbatch; so the reference gets the same microbatches.
         microbatches = self.ranks if self.kind == "architecture" else 1
-        return self._compared(answers, run_reference(self.case, self.device, microbatches))
+        return self._compare(answers, run_reference(self.case, self.device, microbatches))
 
     @property
-    def _own(self) -> tuple[dict[str, Any], dict[str, Any], Case]:
+    def _task_arguments(self) -> tuple[dict[str, Any], dict[str, Any], Case]:
         return dict(self.config), dict(self.sizes), self.case
 
     def _run(self, ranks: int, task: Callable[..., Any], *args: Any) -> list[Any] | str:
@@ -147,7 +149,7 @@ class Cell:
             return refusals.pop()
         raise AssertionError(f"ranks do not refuse alike: {sorted(refusals)}")
 
-    def _moving_in_memory(self) -> Result | str:
+    def _run_with_state_moved_in_memory(self) -> Result | str:
         state: list[Any] = [None]
 
         def train(ranks: int, *arguments: Any) -> list[Outcome] | str:
@@ -157,9 +159,9 @@ class Cell:
             state[0] = parts[0][1]
             return [outcome for outcome, _ in parts]
 
-        return self._in_parts(train, run_reference(self.case, self.device))
+        return self._run_in_parts(train, run_reference(self.case, self.device))
 
-    def _moving_in_checkpoints(self, root: str) -> Result | str:
+    def _run_with_checkpoints(self, root: str) -> Result | str:
         expected = tasks.run_uninterrupted(self.case, self.device)
 
         def train(ranks: int, strategy: str, *arguments: Any) -> list[Outcome] | Result | str:
@@ -175,9 +177,9 @@ class Cell:
                 return Result(self, "failed", f"under {strategy}, {'resumed' if steps.start else 'begun'}: {wrong}")
             return [part.outcome for part in parts]
 
-        return self._in_parts(train, expected.outcome)
+        return self._run_in_parts(train, expected.outcome)
 
-    def _in_parts(self, train: Callable[..., list[Outcome] | Result | str], expected: Outcome) -> Result | str:
+    def _run_in_parts(self, train: Callable[..., list[Outcome] | Result | str], expected: Outcome) -> Result | str:
         """Train parts of the steps, each from the state of the one before: the last but one under `single`."""
         bounds = (0, 2, 3, 4) if self.case.steps == 4 else (0, 2, 5, 8, 11)
         outcomes: list[Outcome] = []
@@ -185,7 +187,9 @@ class Cell:
         norms: list[float] = []
         for number, steps in enumerate(map(range, bounds, bounds[1:])):
             is_single = number == len(bounds) - 3
-            setting = ("single", {}, {}, self.case.undivided()) if is_single else (self.strategy, *self._own)
+            setting = (
+                ("single", {}, {}, self.case.on_one_rank()) if is_single else (self.strategy, *self._task_arguments)
+            )
             found = train(1 if is_single else self.ranks, *setting, steps)
             if isinstance(found, Result):
                 return found
@@ -196,22 +200,22 @@ class Cell:
             outcomes = found
             losses += outcomes[0].losses
             norms += outcomes[0].norms
-        return self._compared([replace(each, losses=losses, norms=norms) for each in outcomes], expected)
+        return self._compare([replace(each, losses=losses, norms=norms) for each in outcomes], expected)
 
-    def _compared(self, outcomes: Sequence[Outcome], expected: Outcome) -> Result:
+    def _compare(self, outcomes: Sequence[Outcome], expected: Outcome) -> Result:
         found = find_max_difference(list(outcomes), expected)
         # A NaN is not within any tolerance.
         status: CellStatus = "passed" if found.worst <= self.case.tolerance else "failed"
         return Result(self, status, "" if status == "passed" else str(found), found.worst)
 
-    def _compared_beyond(self, answers: Sequence[Any], expected: Any, difference: float, message: str) -> Result:
+    def _compare_with_extra(self, answers: Sequence[Any], expected: Any, difference: float, message: str) -> Result:
         """Compare outcomes; where they agree, fail with `message` if something else is apart."""
-        result = self._compared([answer.outcome for answer in answers], expected.outcome)
+        result = self._compare([answer.outcome for answer in answers], expected.outcome)
         if result.status == "passed" and not difference <= self.case.tolerance:
             return Result(self, "failed", message, difference)
         return result
 
-    def _remedy(self, text: str) -> dict[str, Any]:
+    def _parse_remedy(self, text: str) -> dict[str, Any]:
         """Options that a refusal tells to set, and that are not set already."""
         options = get_strategy(self.strategy).config_cls.model_fields if self.plugin is None else {}
         named = re.findall(r"[Ss]et (\w+)=(\w+)", text)

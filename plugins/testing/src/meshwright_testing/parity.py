@@ -81,7 +81,7 @@ def build_manager_and_optimizer(
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in case.frozen):
             parameter.requires_grad_(False)
-        if any(fnmatchcase(name, pattern) for pattern in case.in_float32):
+        if any(fnmatchcase(name, pattern) for pattern in case.float32_parameters):
             parameter.data = parameter.data.float()
     manager.parallelize(model)
     return manager, manager.build_optimizer(_build_optimizer_factory(case))
@@ -89,15 +89,19 @@ def build_manager_and_optimizer(
 
 def _build_optimizer_factory(case: Case) -> OptimizerFactory:
     """Groups as `case.rates` says, and one of the rest; or those of the case's optimizer."""
-    if not case.rates:
+    if not case.group_settings:
         return optimizer_factory(case.optimizer)
     cls = getattr(torch.optim, case.optimizer.name)
 
     def factory(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Optimizer:
-        groups: list[dict[str, Any]] = [{"params": [], "lr": lr, "weight_decay": decay} for _, lr, decay in case.rates]
+        groups: list[dict[str, Any]] = [
+            {"params": [], "lr": lr, "weight_decay": decay} for _, lr, decay in case.group_settings
+        ]
         rest: dict[str, Any] = {"params": [], "lr": case.optimizer.lr, "weight_decay": case.optimizer.weight_decay}
         for name, parameter in named_parameters:
-            matching = (group for group, (each, *_) in zip(groups, case.rates, strict=True) if fnmatchcase(name, each))
+            matching = (
+                group for group, (each, *_) in zip(groups, case.group_settings, strict=True) if fnmatchcase(name, each)
+            )
             next(matching, rest)["params"].append(parameter)
         return cls([group for group in (*groups, rest) if group["params"]], **case.optimizer.options)
 
@@ -187,7 +191,7 @@ def train_part(
 @functools.lru_cache(maxsize=256)
 def run_reference(case: Case, device: str = "cpu", microbatches: int = 1) -> Outcome:
     """Return the outcome of the case under `single`, on one rank, each step in so many microbatches."""
-    return pool(1).run(train_case, "single", {}, {}, case.undivided(microbatches), device, device=device)[0]
+    return pool(1).run(train_case, "single", {}, {}, case.on_one_rank(microbatches), device, device=device)[0]
 
 
 def compare(

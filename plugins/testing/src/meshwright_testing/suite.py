@@ -174,7 +174,7 @@ def _iter_cases(
     if has_experts:
         base = replace(base, model_type=MOE_MODEL)
     yield _build_entry("ragged masks", base)
-    resumed = replace(base, steps=11, schedule=DECAYING_SCHEDULE, rates=GROUP_SETTINGS)
+    resumed = replace(base, steps=11, schedule=DECAYING_SCHEDULE, group_settings=GROUP_SETTINGS)
     yield _build_entry("resume", resumed, kind="resume")
     uneven = (*range(1, data_ranks), 12 - sum(range(1, data_ranks))) if 1 < data_ranks <= 4 else None
     yield _build_entry("all at once", _build_combined_case(resumed, uneven), kind="resume")
@@ -203,7 +203,10 @@ def _iter_cases(
     few = None if uneven else "there are shares for 2 to 4 data ranks only"
     dense = "its model has no experts" if has_experts else None
     wide = "its model's float32 is made float64 in forwards" if has_experts else None
-    empty, more = replace(base, empty=12 // data_ranks), replace(base, empty=24 // data_ranks, sequences=24)
+    empty, more = (
+        replace(base, num_masked_sequences=12 // data_ranks),
+        replace(base, num_masked_sequences=24 // data_ranks, sequences=24),
+    )
     yield _build_entry("a rank without tokens", empty, reason=alone)
     yield _build_entry("a rank without tokens, accumulating", replace(more, microbatches=2), reason=alone)
     yield _build_entry("uneven shares", replace(base, shares=uneven), reason=alone or few)
@@ -213,7 +216,9 @@ def _iter_cases(
     yield _build_entry("state to single and back", replace(base, steps=4), kind="state")
     yield _build_entry("state to single and back, tied", replace(base, steps=4, tied=True), kind="state")
     yield _build_entry("checkpoint to single and back", replace(base, steps=4, tied=True), kind="resume")
-    yield _build_entry("norms in float32", replace(base, steps=4, in_float32=("*norm*",)), kind="resume", reason=wide)
+    yield _build_entry(
+        "norms in float32", replace(base, steps=4, float32_parameters=("*norm*",)), kind="resume", reason=wide
+    )
     yield _build_entry("bad input", replace(base, microbatches=2, sequences=24), kind="bad input", reason=lonely)
     for option, value, reason in _iter_option_values(spec.config_cls, fixed):
         case = replace(base, microbatches=2, sequences=24, tied=True)

@@ -47,7 +47,7 @@ class NormsOutcome:
     outcome: Outcome
     by_block: list[dict[str, float]]
 
-    def apart(self, expected: NormsOutcome) -> float:
+    def max_difference(self, expected: NormsOutcome) -> float:
         """Return the largest relative difference of norms; inf where blocks have other names or another order."""
         pairs = list(zip(self.by_block, expected.by_block, strict=True))
         if any(list(mine) != list(theirs) for mine, theirs in pairs):
@@ -56,7 +56,7 @@ class NormsOutcome:
             _relative_difference(mine[name] - norm, norm) for mine, theirs in pairs for name, norm in theirs.items()
         )
 
-    def apart_from_total(self) -> float:
+    def max_difference_from_total(self) -> float:
         """Return the largest relative difference of the root of the sum of squares from the total norm of a step."""
         steps = zip(self.by_block, self.outcome.norms, strict=True)
         return max(_relative_difference(math.hypot(*norms.values()) - total, total) for norms, total in steps)
@@ -100,7 +100,7 @@ def _copy_gradients(manager: StrategyManager) -> list[Tensor | None]:
 @functools.lru_cache(maxsize=64)
 def run_norms_reference(case: Case, device: str = "cpu") -> NormsOutcome:
     """Return norms of the case under `single`, on one rank, each step in one microbatch."""
-    return pool(1).run(train_with_gradient_norms, "single", {}, {}, case.undivided(), device, device=device)[0]
+    return pool(1).run(train_with_gradient_norms, "single", {}, {}, case.on_one_rank(), device, device=device)[0]
 
 
 # -- an objective with weights, sums over sequences, and log-probabilities of other ids
@@ -115,20 +115,20 @@ class ObjectiveOutcome:
     """
 
     outcome: Outcome
-    first: int
+    first_sequence: int
     log_probs: Tensor
 
-    def apart(self, expected: ObjectiveOutcome) -> float:
+    def max_difference(self, expected: ObjectiveOutcome) -> float:
         """Return the largest difference of log-probabilities from those of one rank that has all sequences."""
-        whole = expected.log_probs[self.first : self.first + len(self.log_probs)]
+        whole = expected.log_probs[self.first_sequence : self.first_sequence + len(self.log_probs)]
         return float((self.log_probs - whole).abs().max())
 
 
 def preference_objective(tokens: Tokens, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Weighted tokens, sequences by a sign and a strength, and less of some other ids."""
-    wholes_B = tokens.sequence_sum(tokens.log_probs)
+    wholes_B = tokens.sum_by_sequence(tokens.log_probs)
     sequences_B = F.softplus(wholes_B * batch["signs"]) * tokens.mask.any(1)
-    others_BSK = tokens.log_probs_of(batch["ids"]).exp() * (batch["ids"] != IGNORE_INDEX)
+    others_BSK = tokens.log_probs_for(batch["ids"]).exp() * (batch["ids"] != IGNORE_INDEX)
     others = (others_BSK.sum(-1) * tokens.mask).sum()
     value = -(tokens.log_probs * batch["weights"]).sum() + sequences_B.sum() + 10.0 * others
     return value, {"correct": tokens.is_top1.sum(), "others": others, "rows": tokens.mask.any(1).sum()}
@@ -161,7 +161,7 @@ def train_objective(strategy: str, config: Config, sizes: Config, case: Case, de
     for step in range(case.steps):
         plain = rank_microbatches(case, step, mesh.data_rank, mesh.data_size)
         batches = [add_objective_columns(batch, entries) for batch in plain]
-        count = manager.announce(batches, objective=preference_objective)
+        count = manager.begin_step_sync(batches, objective=preference_objective)
         losses += seen(manager.forward_backward(batches, num_tokens=count, objective=preference_objective))
         norms.append(float(manager.clip_grad_norm(case.max_norm, case.norm_type)))
         manager.optimizer_step()
@@ -176,7 +176,7 @@ def train_objective(strategy: str, config: Config, sizes: Config, case: Case, de
 @functools.lru_cache(maxsize=64)
 def run_objective_reference(case: Case, device: str = "cpu") -> ObjectiveOutcome:
     """Return the case under `single`, on one rank, each step in one microbatch."""
-    return pool(1).run(train_objective, "single", {}, {}, case.undivided(), device, device=device)[0]
+    return pool(1).run(train_objective, "single", {}, {}, case.on_one_rank(), device, device=device)[0]
 
 
 # -- a run in parts: each from the checkpoint of the one before, under a schedule, with groups of different settings
@@ -191,8 +191,8 @@ class PartOutcome:
     all optimizers that stepped. Parameters may agree by luck, such as after a schedule's last steps; these do not."""
 
     outcome: Outcome
-    reported: list[float]
-    stepped: list[set[Settings]]
+    reported_rates: list[float]
+    stepped_settings: list[set[Settings]]
 
 
 def train_part_from_checkpoint(
@@ -238,22 +238,26 @@ def _group_settings(group: Mapping[str, Any]) -> Settings:
 @functools.lru_cache(maxsize=64)
 def run_uninterrupted(case: Case, device: str = "cpu") -> PartOutcome:
     """Return the case under `single`, on one rank, in one part."""
-    arguments: tuple[Any, ...] = ("single", {}, {}, case.undivided(), range(case.steps), None, None, device)
+    arguments: tuple[Any, ...] = ("single", {}, {}, case.on_one_rank(), range(case.steps), None, None, device)
     return pool(1).run(train_part_from_checkpoint, *arguments, device=device)[0]
 
 
 def find_settings_error(parts: Sequence[PartOutcome], steps: range, expected: PartOutcome) -> str:
     """Return what is wrong with the settings that the ranks of one part have stepped with; empty: nothing."""
     for number, step in enumerate(steps):
-        known = expected.stepped[step]
+        known = expected.stepped_settings[step]
         keys = {key for settings in known for key, _ in settings}
-        whole = {frozenset(e for e in settings if e[0] in keys) for part in parts for settings in part.stepped[number]}
+        whole = {
+            frozenset(e for e in settings if e[0] in keys)
+            for part in parts
+            for settings in part.stepped_settings[number]
+        }
         if whole != known:
             return f"step {step + 1} was made with {_format_settings(whole - known)} instead of {_format_settings(known - whole)}"
         rates = {value for settings in known for key, value in settings if key == "lr"}
         for rank, part in enumerate(parts):
-            if part.reported[number] not in rates:
-                return f"rank {rank} reports the rate {part.reported[number]} of step {step + 1}, not of {rates}"
+            if part.reported_rates[number] not in rates:
+                return f"rank {rank} reports the rate {part.reported_rates[number]} of step {step + 1}, not of {rates}"
     return ""
 
 

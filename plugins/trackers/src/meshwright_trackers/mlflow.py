@@ -51,10 +51,10 @@ class MLflowTracker(Tracker):
         milliseconds = int(end_time * 1000)
         self._background.put(*(Metric(_escape_name(name), value, milliseconds, step) for name, value in values.items()))
 
-    def note(self, name: str, text: str, *, step: int) -> None:
+    def log_text(self, name: str, text: str, *, step: int) -> None:
         self._background.put(RunTag(f"meshwright.{_escape_name(name)}", text[:_MAX_TAG_LENGTH]))
 
-    def end(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
+    def finish(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
         tags = [RunTag(f"meshwright.{name}", str(value)) for name, value in facts.items()]
         self._background.put(*tags, STATUS_BY_REASON.get(reason, "FINISHED"))
         self._background.finish(self._timeout_s)

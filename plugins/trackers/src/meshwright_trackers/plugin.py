@@ -23,7 +23,7 @@ class TrackerLibrary:
     tracker: str
     distributions: tuple[str, ...]
     modules: tuple[str, ...]
-    at_least: tuple[int, int]
+    min_version: tuple[int, int]
 
     def check(self) -> None:
         """Raise ConfigError where it is missing or too old, without importing it."""
@@ -35,8 +35,8 @@ class TrackerLibrary:
         if missing:
             raise ConfigError(f"tracker {self.tracker!r} needs {', '.join(missing)}, which is not installed. {remedy}")
         found = next((found for name in self.distributions if (found := _get_version(name)) is not None), None)
-        if found is not None and _parse_major_minor(found) < self.at_least:
-            needed = ".".join(map(str, self.at_least))
+        if found is not None and _parse_major_minor(found) < self.min_version:
+            needed = ".".join(map(str, self.min_version))
             raise ConfigError(f"tracker {self.tracker!r} needs version {needed} or later, not {found}. {remedy}")
 
 

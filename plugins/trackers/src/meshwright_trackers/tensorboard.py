@@ -37,31 +37,37 @@ class TensorBoardTracker(Tracker):
     def __init__(self, config: TensorBoardConfig, run: RunInfo) -> None:
         directory = Path(config.log_dir) if config.log_dir else (run.directory or Path()) / "tensorboard"
         self._writer = EventFileWriter(str(directory), max_queue_size=_MAX_QUEUE_SIZE, flush_secs=_FLUSH_S)
-        self._step = run.start
+        self._step = run.start_step
         # Also where nothing was logged before: then it voids nothing.
         started = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=run.start + 1, session_log=started))
+        self._writer.add_event(Event(wall_time=time.time(), step=run.start_step + 1, session_log=started))
         given = flatten_parameters(run)
-        self._add([_make_text_value("run", _format_markdown_table(given))], step=run.start)
-        self._add([_make_hparams_value(_make_session_start(run.id, given))], step=run.start)
+        self._write_values([_make_text_value("run", _format_markdown_table(given))], step=run.start_step)
+        self._write_values([_make_hparams_value(_make_session_start(run.id, given))], step=run.start_step)
         self._writer.flush()
 
     def log(self, values: Mapping[str, float], *, step: int, end_time: float) -> None:
         self._step = step
-        self._add([Summary.Value(tag=name, simple_value=value) for name, value in values.items()], step, end_time)
+        self._write_values(
+            [Summary.Value(tag=name, simple_value=value) for name, value in values.items()], step, end_time
+        )
 
-    def note(self, name: str, text: str, *, step: int) -> None:
-        self._add([_make_text_value(name, text)], step=step)
+    def log_text(self, name: str, text: str, *, step: int) -> None:
+        self._write_values([_make_text_value(name, text)], step=step)
 
-    def end(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
-        self._add([_make_text_value("end", _format_markdown_table(facts or {"end/reason": reason}))], step=self._step)
+    def finish(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
+        self._write_values(
+            [_make_text_value("end", _format_markdown_table(facts or {"end/reason": reason}))], step=self._step
+        )
         if reason not in ("failed", "signal"):
             # TensorBoardTracker keeps the first verdict, and a run that has failed may go on.
             ended = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
-            self._add([_make_hparams_value(plugin_data_pb2.HParamsPluginData(session_end_info=ended))], step=self._step)
+            self._write_values(
+                [_make_hparams_value(plugin_data_pb2.HParamsPluginData(session_end_info=ended))], step=self._step
+            )
         self._writer.close()
 
-    def _add(self, values: list[Summary.Value], step: int, end_time: float | None = None) -> None:
+    def _write_values(self, values: list[Summary.Value], step: int, end_time: float | None = None) -> None:
         wall_time = time.time() if end_time is None else end_time
         self._writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
 

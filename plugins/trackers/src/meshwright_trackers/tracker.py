@@ -43,7 +43,7 @@ def collect_step_metrics(result: StepResult) -> dict[str, float]:
         "time/step": result.seconds,
         **_add_prefix("time", result.times),
         **_add_prefix("memory", result.memory),
-        **_add_prefix("norm", result.norms),
+        **_add_prefix("norm", result.block_grad_norms),
     }
     return {name: float(value) for name, value in found.items() if value is not None}
 
@@ -59,7 +59,7 @@ def flatten_parameters(run: RunInfo) -> dict[str, PlainValue]:
         "strategy": run.strategy,
         "mesh": run.mesh,
         "world_size": run.world_size,
-        "parameters": run.parameters,
+        "parameters": run.num_parameters,
         "device": run.device,
         "version": run.version,
     }
@@ -99,38 +99,38 @@ class Tracker(ABC):
         """Log numbers of a step by name, possibly infinite or NaN, known at `end_time` [s since 1970]."""
 
     @abstractmethod
-    def note(self, name: str, text: str, *, step: int) -> None:
+    def log_text(self, name: str, text: str, *, step: int) -> None:
         """Log a text; the last one of a name matters most."""
 
     @abstractmethod
-    def end(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
+    def finish(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
         """Log how the run has ended, and store everything."""
 
     def close(self) -> None:
         """End the run as failed if its end was not reported."""
         if not self._has_ended:
             self._has_ended = True
-            self.end("failed", {})
+            self.finish("failed", {})
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
-        self.log(collect_step_metrics(result), step=result.step, end_time=result.ended)
+        self.log(collect_step_metrics(result), step=result.step, end_time=result.end_time)
 
     @hookimpl
     def on_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
         self.log(collect_checkpoint_metrics(checkpoint), step=checkpoint.step, end_time=time.time())
-        self.note("checkpoint/last", str(checkpoint.path), step=checkpoint.step)
+        self.log_text("checkpoint/last", str(checkpoint.path), step=checkpoint.step)
         if checkpoint.is_best:
-            self.note("checkpoint/best", str(checkpoint.path), step=checkpoint.step)
+            self.log_text("checkpoint/best", str(checkpoint.path), step=checkpoint.step)
 
     @hookimpl
     def on_fault(self, fault: Fault) -> None:
-        self.note("fault", f"{fault.kind}: {fault.message}", step=fault.step)
+        self.log_text("fault", f"{fault.error_type}: {fault.message}", step=fault.step)
 
     @hookimpl
     def on_run_end(self, summary: RunSummary) -> None:
         self._has_ended = True
-        self.end(summary.reason, summarize_end(summary))
+        self.finish(summary.reason, summarize_end(summary))
 
 
 ItemT = TypeVar("ItemT")
@@ -143,31 +143,31 @@ class BackgroundSender(Generic[ItemT]):
 
     def __init__(self, send: Callable[[Sequence[ItemT]], None], *, name: str) -> None:
         self._send = send
-        self._waiting: list[ItemT] = []
-        self._changed = threading.Condition()
+        self._queue: list[ItemT] = []
+        self._condition = threading.Condition()
         self._is_finishing = False
         self._error: Exception | None = None
         self._has_failed = False
         # A daemon, so that a hanging send does not keep the process from ending.
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._send_loop, name=name, daemon=True)
         self._thread.start()
 
     def put(self, *items: ItemT) -> None:
         """Add items. Raises the error of sending earlier ones, once; after that nothing is sent."""
-        with self._changed:
+        with self._condition:
             self._raise_error()
             if self._has_failed:
                 return
-            self._waiting += items
-            self._changed.notify()
+            self._queue += items
+            self._condition.notify()
 
     def finish(self, timeout_s: float) -> None:
         """Wait until everything is sent. Raises as `put`, or TimeoutError."""
-        with self._changed:
+        with self._condition:
             self._is_finishing = True
-            self._changed.notify()
+            self._condition.notify()
         self._thread.join(timeout_s)
-        with self._changed:
+        with self._condition:
             self._raise_error()
             if self._thread.is_alive():
                 raise TimeoutError(f"what was logged last has not been taken after {timeout_s:g} s")
@@ -177,16 +177,16 @@ class BackgroundSender(Generic[ItemT]):
         if error is not None:
             raise error
 
-    def _work(self) -> None:
+    def _send_loop(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_finishing)
-                items, self._waiting = self._waiting, []
+            with self._condition:
+                self._condition.wait_for(lambda: self._queue or self._is_finishing)
+                items, self._queue = self._queue, []
             if not items:
                 return
             try:
                 self._send(items)
             except Exception as error:
-                with self._changed:
+                with self._condition:
                     self._error, self._has_failed = error, True
                 return

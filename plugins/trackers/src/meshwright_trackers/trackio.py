@@ -17,7 +17,7 @@ class TrackioTracker(Tracker):
 
     def __init__(self, config: TrackioConfig, run: RunInfo) -> None:
         # Another run may have a chosen name, but not one with our id.
-        goes_on = config.name is None or run.start > 0
+        goes_on = config.name is None or run.start_step > 0
         self._run = trackio.init(
             project=config.project,
             name=config.name or f"{run.name}-{run.id[:8]}",
@@ -31,17 +31,17 @@ class TrackioTracker(Tracker):
             auto_log_cpu=config.system_metrics,
             auto_log_gpu=config.system_metrics,
         )
-        self._step = run.start
+        self._step = run.start_step
 
     def log(self, values: Mapping[str, float], *, step: int, end_time: float) -> None:
         self._step = step
         self._run.log(dict(values), step=step)
 
-    def note(self, name: str, text: str, *, step: int) -> None:
+    def log_text(self, name: str, text: str, *, step: int) -> None:
         if name == "fault":
             self._run.alert(title="the run has failed", text=text, level=trackio.AlertLevel.ERROR, step=step)
         self._run.log({name: text}, step=step)
 
-    def end(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
+    def finish(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
         self._run.log(dict(facts or {"end/reason": reason}), step=self._step)
         trackio.finish()

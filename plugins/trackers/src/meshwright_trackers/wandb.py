@@ -38,10 +38,10 @@ class WandbTracker(Tracker):
     def log(self, values: Mapping[str, float], *, step: int, end_time: float) -> None:
         self._run.log(dict(values), step=step)
 
-    def note(self, name: str, text: str, *, step: int) -> None:
+    def log_text(self, name: str, text: str, *, step: int) -> None:
         self._run.summary[name] = text
 
-    def end(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
+    def finish(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
         self._run.summary.update(dict(facts))
         if reason == "signal":
             self._run.mark_preempting()

@@ -30,7 +30,7 @@ class MeshAccelerator:
         self.num_processes, self.process_index = mesh.data_size, mesh.data_rank
         self.even_batches = True
         """Whether each data rank gets as many batches, some twice if need be."""
-        self.present: list[bool] | None = None
+        self.has_batch: list[bool] | None = None
         """Of an evaluation: which data ranks have a batch, of whatever number of rows; None: all, of as many."""
 
     def __getattr__(self, name: str) -> Any:
@@ -38,10 +38,10 @@ class MeshAccelerator:
 
     def prepare(self, *objects: Any, **_: Any) -> Any:
         """A data loader of this data rank's batches; anything else is the manager's affair, and as it was."""
-        prepared = tuple(self._dealt(each) if isinstance(each, DataLoader) else each for each in objects)
+        prepared = tuple(self._shard_loader(each) if isinstance(each, DataLoader) else each for each in objects)
         return prepared if len(prepared) > 1 else prepared[0]
 
-    def _dealt(self, loader: DataLoader[Any]) -> Any:
+    def _shard_loader(self, loader: DataLoader[Any]) -> Any:
         config = self._accelerator.dataloader_config
         stream, count, place = loader.dataset, self.num_processes, self.process_index
         if isinstance(stream, IterableDataset) and not self.even_batches and getattr(stream, "n_shards", 0) < count:
@@ -73,21 +73,21 @@ class MeshAccelerator:
 
     def gather(self, values: Any) -> Any:
         """Tensors, in containers, of all data ranks behind each other along dim 0; scalars become (data ranks,)."""
-        return recursively_apply(self._gather, values)
+        return recursively_apply(self._gather_tensor, values)
 
-    def _gather(self, value: Tensor) -> Tensor:
+    def _gather_tensor(self, value: Tensor) -> Tensor:
         mine = (value[None] if value.dim() == 0 else value).contiguous()
         if self.num_processes == 1:
             return mine.clone()
-        if self.present is None:
-            return torch.cat(self._gathered(mine))
-        lengths = [int(each) for each in self._gathered(torch.tensor(len(mine), device=mine.device))]
+        if self.has_batch is None:
+            return torch.cat(self._all_gather(mine))
+        lengths = [int(each) for each in self._all_gather(torch.tensor(len(mine), device=mine.device))]
         padded = mine.new_zeros((max(lengths), *mine.shape[1:]))
         padded[: len(mine)] = mine
-        parts = zip(self._gathered(padded), lengths, self.present, strict=True)
+        parts = zip(self._all_gather(padded), lengths, self.has_batch, strict=True)
         return torch.cat([part[:length] for part, length, is_present in parts if is_present])
 
-    def _gathered(self, mine: Tensor) -> list[Tensor]:
+    def _all_gather(self, mine: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self.num_processes)]
         dist.all_gather(parts, mine, group=self._mesh.group("dp"))
         return parts
@@ -96,7 +96,7 @@ class MeshAccelerator:
         """What the first rank of each data rank has, any object, in the order of data ranks. Collective, over all."""
         mesh = self._mesh
         told: list[Any] = [None] * mesh.world.size
-        mine = (mesh.data_rank, value) if mesh.leads_data else None
+        mine = (mesh.data_rank, value) if mesh.is_data_leader else None
         dist.all_gather_object(told, mine, group=mesh.world.group)
         return [each for _, each in sorted(filter(None, told), key=lambda pair: pair[0])]
 
@@ -108,7 +108,7 @@ class MeshAccelerator:
         divisor = self.num_processes if reduction == "mean" else 1
 
         def reduced(value: Tensor) -> Tensor:
-            total = self._gather(value[None]).sum(0) * scale
+            total = self._gather_tensor(value[None]).sum(0) * scale
             return total / divisor if divisor > 1 else total
 
         return values if reduction == "none" else recursively_apply(reduced, values)
@@ -130,10 +130,10 @@ class StreamShard(IterableDataset[Any]):
     """The rows of a stream that are a data rank's: batches go round, and none is there twice."""
 
     def __init__(self, stream: Iterable[Any], batch_size: int, count: int, index: int) -> None:
-        self._stream, self._rows, self._count, self._place = stream, batch_size, count, index
+        self._stream, self._batch_size, self._count, self._index = stream, batch_size, count, index
 
     def __iter__(self) -> Iterator[Any]:
-        return (row for at, row in enumerate(self._stream) if at // self._rows % self._count == self._place)
+        return (row for at, row in enumerate(self._stream) if at // self._batch_size % self._count == self._index)
 
 
 class LocalAccelerator:

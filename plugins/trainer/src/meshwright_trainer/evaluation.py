@@ -34,7 +34,7 @@ def run_evaluation(trainer: Any, dataloader: Any, *, takes_predictions: bool, me
     found: list[dict[str, np.ndarray]] = []
     try:
         for inputs, rows in _iter_microbatches(trainer, dataloader):
-            trainer.accelerator.present = [bool(each) for each in rows]
+            trainer.accelerator.has_batch = [bool(each) for each in rows]
             loss, count, predicted = trainer.evaluate_batch(inputs, takes_logits=takes_predictions)
             sums, counts, samples = sums + loss * count, counts + count, samples + sum(rows)
             if takes_predictions:
@@ -42,7 +42,7 @@ def run_evaluation(trainer: Any, dataloader: Any, *, takes_predictions: bool, me
             handler = trainer.callback_handler
             trainer.control = handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
     finally:
-        trainer.accelerator.present = None
+        trainer.accelerator.has_batch = None
     whole = {name: _concatenate([each[name] for each in found]) for name in (found[0] if found else ())}
     predictions, labels = whole.get("predictions"), whole.get("labels")
     metrics: dict[str, Any] = {}
@@ -67,7 +67,7 @@ def _iter_microbatches(trainer: Any, dataloader: Any) -> Iterator[tuple[dict[str
     last: Any = None
     while True:
         inputs = next(iterator, None)
-        mine = 0 if inputs is None or not mesh.leads_data else len(inputs["input_ids"])
+        mine = 0 if inputs is None or not mesh.is_data_leader else len(inputs["input_ids"])
         rows = mesh.world.reduce_ints([mine if rank == mesh.data_rank else 0 for rank in range(mesh.data_size)])
         if not any(rows):
             return

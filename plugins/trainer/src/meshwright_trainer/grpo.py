@@ -40,15 +40,15 @@ BUCKET_BYTES = 256 << 20
 class MicrobatchLoss(TrainerLoss):
     """The loss of whole microbatches; see [Note: a microbatch is a group]."""
 
-    def begin(self, microbatches: list[dict[str, Any]]) -> None:
-        super().begin(microbatches)
+    def begin_step(self, microbatches: list[dict[str, Any]]) -> None:
+        super().begin_step(microbatches)
         self.is_mean = True
         self.rows = len(microbatches[0]["input_ids"]) if microbatches else 1
 
-    def order(self, count: int, device: torch.device) -> Tensor:
+    def row_order(self, count: int, device: torch.device) -> Tensor:
         return torch.arange(count, device=device)
 
-    def calls(self, count: int, device: torch.device) -> list[Tensor]:
+    def split_calls(self, count: int, device: torch.device) -> list[Tensor]:
         return list(torch.arange(count, device=device).split(self.rows))
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
@@ -65,15 +65,15 @@ class MeshGRPOMixin(MeshTrainerMixin):
     bucket_bytes = BUCKET_BYTES
 
     def __init__(self, model: Any = None, *args: Any, mesh: Any = None, **kwargs: Any) -> None:
-        self._is_scaled = True
-        self._scored: dict[str, Any] = {}
+        self._scales_logits = True
+        self._scored_inputs: dict[str, Any] = {}
         # For `rows_per_group`: where the model is a path, the mesh is opened before Trainer has them.
         self.args = find_training_arguments([*args, *kwargs.values()])
         super().__init__(model, *args, mesh=mesh, **kwargs)
         for each in (self.model, self.ref_model):
-            scale_logits(each, lambda: self.args.temperature if self._is_scaled else 1.0)
+            scale_logits(each, lambda: self.args.temperature if self._scales_logits else 1.0)
         if self.args.use_vllm:
-            setattr(self.vllm_generation, WEIGHT_ITERATOR, self.whole_parameters)
+            setattr(self.vllm_generation, WEIGHT_ITERATOR, self.iter_full_parameters)
         # As many processes as there are data ranks would have these.
         set_seed(self.args.seed + self.mesh.data_rank)
 
@@ -83,11 +83,11 @@ class MeshGRPOMixin(MeshTrainerMixin):
         set_generation_batch_size(self.args, self.mesh.data_size)
 
     @property
-    def rows_of_group(self) -> int:
+    def rows_per_group(self) -> int:
         return int(self.args.per_device_train_batch_size)
 
     @property
-    def processes_of_loss(self) -> int:
+    def num_loss_processes(self) -> int:
         return int(self.mesh.data_size)
 
     # -- completions
@@ -105,24 +105,24 @@ class MeshGRPOMixin(MeshTrainerMixin):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """What the first rank of those that share this batch generates; see the module's first note. Collective."""
         generate = functools.partial(super()._generate_single_turn, *args, **kwargs)
-        found = generate() if self.args.use_vllm else self._generated_whole(generate)
+        found = generate() if self.args.use_vllm else self._generate_unsharded(generate)
         if self.get_tp_size() > 1:
             found, generators = self.accelerator.gather_objects((found, RngState()))[self.mesh.data_rank]
             generators.restore()
         return found
 
-    def _generated_whole(self, generate: Callable[[], Any]) -> Any:
+    def _generate_unsharded(self, generate: Callable[[], Any]) -> Any:
         is_training = self.model.training
-        self._is_scaled = False
+        self._scales_logits = False
         try:
             with self.manager.unshard():
                 self._set_training(False)
                 return generate()
         finally:
-            self._is_scaled = True
+            self._scales_logits = True
             self._set_training(is_training)
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """What a server is fed with: the base's names and whole tensors, adapters merged. Collective, each step too."""
         yield from self.manager.iter_parameters(bucket_bytes=self.bucket_bytes, adapters="merged")
 
@@ -147,7 +147,7 @@ class MeshGRPOMixin(MeshTrainerMixin):
         size, count = batch_size or len(input_ids), len(input_ids)
         parts = [{name: each[at : at + size] for name, each in whole.items()} for at in range(0, count, size)]
         is_reference = self.ref_model is not None and model is self.ref_model
-        known: AbstractContextManager[Any] = self._reference() if is_reference else nullcontext(self.manager)
+        known: AbstractContextManager[Any] = self._use_reference() if is_reference else nullcontext(self.manager)
         generators = RngState()
         with known as manager:
             stats = manager.token_stats(parts, ["log_probs"])
@@ -164,17 +164,17 @@ class MeshGRPOMixin(MeshTrainerMixin):
             torch.cat([inputs[f"prompt_{kind}"], inputs[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask")
         )
         labels = make_completion_labels(ids, mask, inputs["completion_ids"].shape[1])
-        self._scored = {**inputs, "input_ids": ids, "attention_mask": mask, "labels": labels}
-        return self._scored
+        self._scored_inputs = {**inputs, "input_ids": ids, "attention_mask": mask, "labels": labels}
+        return self._scored_inputs
 
     # -- steps and evaluation
 
-    def _objective(self, *, takes_logits: bool) -> Objective:
+    def _get_objective(self, *, takes_logits: bool) -> Objective:
         if False not in self._losses:
             self._losses[False] = MicrobatchLoss(self)
         return self._losses[False]
 
-    def _with_reference(self, microbatches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _add_reference(self, microbatches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return [dict(inputs) for inputs in microbatches]
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -185,13 +185,13 @@ class MeshGRPOMixin(MeshTrainerMixin):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """See `MeshTrainerMixin`; of the last microbatch with its completions, without generating them."""
-        return super().floating_point_ops(self._scored)
+        return super().floating_point_ops(self._scored_inputs)
 
-    def _each_once(self, make: Any, *args: Any, **kwargs: Any) -> Any:
+    def _without_repeats(self, make: Any, *args: Any, **kwargs: Any) -> Any:
         # Groups of completions go over data ranks, which all need a batch.
         return make(*args, **kwargs)
 
-    def _evaluated(self, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
+    def _run_evaluation(self, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
         """Completions of the evaluation's prompts, their rewards, and the mean loss.
 
         Trainer takes prompts for rows where it leaves out what is there twice, so that its mean lacks some.

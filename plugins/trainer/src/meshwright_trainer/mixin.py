@@ -46,7 +46,7 @@ class MeshTrainerMixin(MeshModelMixin):
     """
 
     def __init__(self, model: Any = None, *args: Any, mesh: Any = None, **kwargs: Any) -> None:
-        self._held: list[dict[str, Any]] = []
+        self._pending_microbatches: list[dict[str, Any]] = []
         self._losses: dict[bool, TrainerLoss] = {}
         super().__init__(model, *args, mesh=mesh, **kwargs)
 
@@ -60,26 +60,26 @@ class MeshTrainerMixin(MeshModelMixin):
         return self.mesh.world.size // self.mesh.data_size if hasattr(self, "mesh") else 1
 
     @property
-    def processes_of_loss(self) -> int:
+    def num_loss_processes(self) -> int:
         """How many processes a loss is to think there are, so that what it multiplies by them is right."""
         return self.get_tp_size()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Hold a microbatch; with the last one of a step, compute its gradients. The loss of the whole step, then."""
         self._set_training(True)
-        self._held.append(self._prepare_inputs(inputs))
+        self._pending_microbatches.append(self._prepare_inputs(inputs))
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        held, self._held = self._held, []
+        held, self._pending_microbatches = self._pending_microbatches, []
         manager = self.manager
-        objective = self._objective(takes_logits=False)
-        batches = self._batches(held, objective)
-        count = manager.announce(batches, objective=objective)
+        objective = self._get_objective(takes_logits=False)
+        batches = self._build_batches(held, objective)
+        count = manager.begin_step_sync(batches, objective=objective)
         loss = manager.forward_backward(batches, num_tokens=count, objective=objective)
         self._log_loss(objective)
         return loss.detach()
 
-    def _objective(self, *, takes_logits: bool) -> Objective | None:
+    def _get_objective(self, *, takes_logits: bool) -> Objective | None:
         """What is minimized; None: the cross entropy of the labels."""
         is_plain = type(self).compute_loss is Trainer.compute_loss and self.compute_loss_func is None
         if is_plain and not takes_logits:
@@ -89,26 +89,28 @@ class MeshTrainerMixin(MeshModelMixin):
             self._losses[takes_logits] = TrainerLoss(self, takes_logits=takes_logits)
         return self._losses[takes_logits]
 
-    def _batches(self, microbatches: Sequence[dict[str, Any]], objective: Objective | None) -> list[dict[str, Tensor]]:
+    def _build_batches(
+        self, microbatches: Sequence[dict[str, Any]], objective: Objective | None
+    ) -> list[dict[str, Tensor]]:
         batches = []
         for number, inputs in enumerate(microbatches):
             self._check_inputs(inputs)
             batch = {name: inputs[name] for name in FORWARD_INPUTS if inputs.get(name) is not None}
             batch["labels"] = get_labels(inputs)
             if isinstance(objective, TrainerLoss):
-                order = objective.order(len(batch["input_ids"]), batch["input_ids"].device)
+                order = objective.row_order(len(batch["input_ids"]), batch["input_ids"].device)
                 batch = {name: tensor[order] for name, tensor in batch.items()} | {
                     ROWS_COLUMN: number_rows(number, order)
                 }
             batches.append(batch)
         if isinstance(objective, TrainerLoss):
-            objective.begin(self._with_reference(microbatches))
+            objective.begin_step(self._add_reference(microbatches))
         return batches
 
     def _check_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Refuse what a model is called with, and is not here."""
         for name, value in inputs.items():
-            is_lost = name == "shift_labels" or name in self._inputs.difference(FORWARD_INPUTS, ["labels"])
+            is_lost = name == "shift_labels" or name in self._forward_parameters.difference(FORWARD_INPUTS, ["labels"])
             if is_lost and isinstance(value, Tensor):
                 raise BatchError(
                     f"a microbatch has {name!r}, which would be left out over a mesh: a model is called with "
@@ -116,17 +118,17 @@ class MeshTrainerMixin(MeshModelMixin):
                     f"what its collator gives."
                 )
 
-    def _with_reference(self, microbatches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _add_reference(self, microbatches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Microbatches with log-probabilities of the reference model, where the loss compares with one; collective."""
         if not hasattr(self, "ref_model") or getattr(self, "precompute_ref_logps", False):
             return [dict(inputs) for inputs in microbatches]
-        with self._reference() as manager:
-            stats = manager.token_stats(self._batches(microbatches, None), ["log_probs"])
+        with self._use_reference() as manager:
+            stats = manager.token_stats(self._build_batches(microbatches, None), ["log_probs"])
         known = [each["log_probs"][:, :-1] for each in stats]
         return [{**inputs, REFERENCE_KEY: each} for inputs, each in zip(microbatches, known, strict=True)]
 
     def _log_loss(self, objective: Objective | None) -> None:
-        if isinstance(objective, TrainerLoss) and objective.is_here and hasattr(self, "_metrics"):
+        if isinstance(objective, TrainerLoss) and objective.has_run and hasattr(self, "_metrics"):
             objective.log()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -134,7 +136,7 @@ class MeshTrainerMixin(MeshModelMixin):
         losses = list(self._losses.values())
         if self.mesh.degrees.pp > 1 and losses and hasattr(self, "_metrics"):
             world = self.mesh.world
-            mine = world.rank if any(each.is_here for each in losses) else -1
+            mine = world.rank if any(each.has_run for each in losses) else -1
             source = world.reduce_ints([mine], dist.ReduceOp.MAX)[0]
             if source >= 0:
                 box = [self._metrics, self._total_train_tokens]
@@ -149,10 +151,10 @@ class MeshTrainerMixin(MeshModelMixin):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """See `Trainer.get_batch_samples`; of a stream, whose shards may differ, as long as each rank has a batch."""
         is_stream = isinstance(self.train_dataset, IterableDataset) and self.mesh.data_size > 1
-        batches = self._while_all_have(epoch_iterator) if is_stream else epoch_iterator
+        batches = self._until_any_exhausted(epoch_iterator) if is_stream else epoch_iterator
         return super().get_batch_samples(batches, num_batches, device)
 
-    def _while_all_have(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _until_any_exhausted(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             found = next(batches, None)
             if not self.mesh.world.reduce_ints([found is not None], dist.ReduceOp.MIN)[0]:
@@ -162,12 +164,12 @@ class MeshTrainerMixin(MeshModelMixin):
     # -- evaluation
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        return self._each_once(super().get_eval_dataloader, *args, **kwargs)
+        return self._without_repeats(super().get_eval_dataloader, *args, **kwargs)
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        return self._each_once(super().get_test_dataloader, *args, **kwargs)
+        return self._without_repeats(super().get_test_dataloader, *args, **kwargs)
 
-    def _each_once(self, make: Any, *args: Any, **kwargs: Any) -> Any:
+    def _without_repeats(self, make: Any, *args: Any, **kwargs: Any) -> Any:
         """A data loader that gives no row twice, so that data ranks may have different numbers of batches."""
         self.accelerator.even_batches = False
         try:
@@ -188,9 +190,9 @@ class MeshTrainerMixin(MeshModelMixin):
         _ = self.manager
         self.callback_handler.eval_dataloader = dataloader
         self._set_training(False)
-        return self._evaluated(dataloader, takes_predictions=not only, metric_key_prefix=metric_key_prefix)
+        return self._run_evaluation(dataloader, takes_predictions=not only, metric_key_prefix=metric_key_prefix)
 
-    def _evaluated(self, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
+    def _run_evaluation(self, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
         return run_evaluation(
             self, dataloader, takes_predictions=takes_predictions, metric_key_prefix=metric_key_prefix
         )
@@ -203,8 +205,8 @@ class MeshTrainerMixin(MeshModelMixin):
     def evaluate_batch(self, inputs: dict[str, Any], *, takes_logits: bool) -> tuple[float, int, Tensor | None]:
         """The loss of a microbatch of each data rank, over what it is divided by; and this rank's predictions, where
         they are known. Collective."""
-        objective = self._objective(takes_logits=takes_logits)
-        batches = self._batches([inputs], objective)
+        objective = self._get_objective(takes_logits=takes_logits)
+        batches = self._build_batches([inputs], objective)
         count = count_tokens(batches, self.mesh, objective)
         if not int(count):
             return 0.0, 0, None
@@ -212,5 +214,5 @@ class MeshTrainerMixin(MeshModelMixin):
         # A manager puts the mode of what it wraps back to its own.
         self._set_training(False)
         self._log_loss(objective)
-        predictions = objective.kept[0].get("predictions") if isinstance(objective, TrainerLoss) else None
+        predictions = objective.saved_statistics[0].get("predictions") if isinstance(objective, TrainerLoss) else None
         return float(loss), int(count), predictions

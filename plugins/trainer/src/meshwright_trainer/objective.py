@@ -70,16 +70,16 @@ class TrainerLoss:
         self._trainer, self._vocab_size, self._dtype = trainer, trainer._vocab_size, trainer._dtype
         self._takes_logits = takes_logits
         self.on: Literal["tokens", "outputs"] = "tokens" if self._vocab_size else "outputs"
-        self.rows = trainer.rows_of_group
+        self.rows = trainer.rows_per_group
         self.is_mean = getattr(trainer, "loss_is_scaled_for_ga", None) is False or not self._vocab_size
-        self.begin([])
+        self.begin_step([])
 
-    def begin(self, microbatches: list[dict[str, Any]]) -> None:
+    def begin_step(self, microbatches: list[dict[str, Any]]) -> None:
         """Called before each step and evaluation."""
-        self.held, self.is_here = microbatches, False
-        self.kept: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        self.microbatches, self.has_run = microbatches, False
+        self.saved_statistics: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
-    def order(self, count: int, device: torch.device) -> Tensor:
+    def row_order(self, count: int, device: torch.device) -> Tensor:
         """The trainer's rows in the manager's order; int64, (count,)."""
         return torch.arange(count, device=device).view(self.rows, -1).T.flatten()
 
@@ -90,24 +90,26 @@ class TrainerLoss:
         return len(targets) // self.rows if bool(targets.any()) else 0
 
     def __call__(self, statistics: Tokens | Outputs, columns: Mapping[str, Tensor]) -> Tensor:
-        self.is_here = True
+        self.has_run = True
         if not bool(statistics.mask.any()):
-            return statistics.nothing()
+            return statistics.zero_with_grad()
         column = columns[ROWS_COLUMN]
         microbatch, rows = int(column[0]) // _STRIDE, column % _STRIDE
-        called = [self._call(statistics, microbatch, rows, back) for back in self.calls(len(rows), rows.device)]
+        called = [
+            self._call_rows(statistics, microbatch, rows, back) for back in self.split_calls(len(rows), rows.device)
+        ]
         return torch.stack(called).sum()
 
-    def calls(self, count: int, device: torch.device) -> list[Tensor]:
+    def split_calls(self, count: int, device: torch.device) -> list[Tensor]:
         """Which of the rows, in the manager's order, each call of the trainer's loss is given, in its own order."""
         # The first rows of all groups, then the second ones.
         return [torch.arange(count, device=device).view(-1, self.rows).T.flatten()]
 
-    def _call(self, statistics: Tokens | Outputs, microbatch: int, rows: Tensor, order: Tensor) -> Tensor:
-        mine, held = rows[order], self.held[microbatch]
+    def _call_rows(self, statistics: Tokens | Outputs, microbatch: int, rows: Tensor, order: Tensor) -> Tensor:
+        mine, held = rows[order], self.microbatches[microbatch]
 
         def keep(name: str, value: Tensor) -> None:
-            kept = self.kept[microbatch]
+            kept = self.saved_statistics[microbatch]
             if name not in kept:
                 kept[name] = value.new_zeros((len(held["input_ids"]), *value.shape[1:]))
             kept[name][mine] = value.detach()
@@ -123,20 +125,20 @@ class TrainerLoss:
             predicted = _get_statistic(statistics, "logits", order, self._vocab_size).detach()
             reduce = self._trainer.preprocess_logits_for_metrics
             keep("predictions", predicted if reduce is None else reduce(predicted, get_labels(inputs)))
-        loss = self._loss(noted, inputs, is_logged=False)
+        loss = self._compute_loss(noted, inputs, is_logged=False)
         return loss * (len(order) // self.rows) if self.is_mean else loss
 
     def log(self) -> None:
         """Let the trainer log what its loss logs; on ranks with the loss, collective over those with their place in the
         model.
         """
-        for microbatch, held in enumerate(self.held):
+        for microbatch, held in enumerate(self.microbatches):
             with torch.no_grad():
-                self._loss(lambda name, at=microbatch: self._kept(at, name), dict(held), is_logged=True)
+                self._compute_loss(lambda name, at=microbatch: self._get_saved(at, name), dict(held), is_logged=True)
 
-    def _kept(self, microbatch: int, name: str) -> Tensor:
+    def _get_saved(self, microbatch: int, name: str) -> Tensor:
         """A statistic of a microbatch; zeros where it has no target, so that nothing was asked."""
-        values, ids = self.kept[microbatch], self.held[microbatch]["input_ids"]
+        values, ids = self.saved_statistics[microbatch], self.microbatches[microbatch]["input_ids"]
         if name in values:
             return values[name]
         if self.on == "outputs":
@@ -147,7 +149,7 @@ class TrainerLoss:
         wide = self._dtype if self._dtype is torch.float64 else torch.float32
         return torch.zeros_like(ids[:, 1:], dtype=torch.bool if name in ("is_top1", "label_mask") else wide)
 
-    def _loss(self, get: Any, inputs: dict[str, Any], *, is_logged: bool) -> Tensor:
+    def _compute_loss(self, get: Any, inputs: dict[str, Any], *, is_logged: bool) -> Tensor:
         trainer = self._trainer
         reference = inputs.pop(REFERENCE_KEY, None)
         ids = inputs["input_ids"]
@@ -175,7 +177,7 @@ def _get_statistic(statistics: Tokens | Outputs, name: str, order: Tensor, vocab
         # All of them, whole on this rank: float32 or wider, (B, S, V).
         every_V = torch.arange(vocab_size, device=statistics.targets.device)
         return (
-            statistics.log_probs_of(every_V.expand(*statistics.targets.shape, -1)) + statistics.logsumexp[..., None]
+            statistics.log_probs_for(every_V.expand(*statistics.targets.shape, -1)) + statistics.logsumexp[..., None]
         )[order]
     if name not in _STATISTICS:
         raise ConfigError(
@@ -207,7 +209,7 @@ def _patch_trainer(trainer: Any, reference: ModelProxy | None, *, is_logged: boo
     names.append("current_gradient_accumulation_steps")
     before = {name: getattr(trainer, name) for name in names if hasattr(trainer, name)}
     if not is_logged:
-        trainer.accelerator = LocalAccelerator(trainer.accelerator, trainer.processes_of_loss)
+        trainer.accelerator = LocalAccelerator(trainer.accelerator, trainer.num_loss_processes)
         # The manager divides by what it counts over all microbatches.
         trainer.current_gradient_accumulation_steps = 1
     if reference is not None:
@@ -257,16 +259,16 @@ class ModelProxy:
     `input_ids`, of which nothing is known. Other attributes are the model's."""
 
     def __init__(self, model: Any, ids: Tensor, answer: LazyModelOutput) -> None:
-        self._model, self._ids, self._answer = model, ids, answer
+        self._model, self._input_ids, self._output = model, ids, answer
 
     def __call__(self, *args: Any, **inputs: Any) -> LazyModelOutput:
         ids = inputs.get("input_ids", args[0] if args else None)
-        if not isinstance(ids, Tensor) or not torch.equal(ids, self._ids):
+        if not isinstance(ids, Tensor) or not torch.equal(ids, self._input_ids):
             raise ConfigError(
                 "the trainer's loss calls the model with other input_ids than those of its microbatch, for which alone "
                 "the model runs over a mesh. Change them in the data or its collator, and call the model with those."
             )
-        return self._answer if inputs.get("labels") is not None else self._answer.without_labels()
+        return self._output if inputs.get("labels") is not None else self._output.without_labels()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -79,8 +79,8 @@ class MeshModelMixin(Trainer):
     def __init__(self, model: Any = None, *args: Any, mesh: Any = None, **kwargs: Any) -> None:
         self.mesh_options = parse_mesh_options(mesh)
         self._manager: StrategyManager | None = None
-        self._managed: nn.Module | None = None
-        self._generators: RngState | None = None
+        self._managed_model: nn.Module | None = None
+        self._rng_state: RngState | None = None
         self._reference_manager: StrategyManager | None = None
         self._weights: dict[int, Weights] = {}
         self._adapter: ExternalAdapterInjection | None = None
@@ -92,12 +92,12 @@ class MeshModelMixin(Trainer):
             and "RewardTrainer" not in _get_class_names(type(self))
             and not needs_materialized_weights(str(model), own, kwargs)
         ):
-            super().__init__(**self._read(str(model), *args, **kwargs))
+            super().__init__(**self._load_from_path(str(model), *args, **kwargs))
         else:
             super().__init__(model, *args, **kwargs)
         if self._adapter is not None:
             finish = self._adapter.finish
-            self._weights[id(self.model)] = self.mesh.world.together(lambda: finish(self.model))
+            self._weights[id(self.model)] = self.mesh.world.run_on_all_ranks(lambda: finish(self.model))
         if self.optimizer is not None or self.lr_scheduler is not None:
             raise ConfigError(
                 "optimizers=(...) was made over parameters that are no longer those that are trained once the model is "
@@ -113,14 +113,14 @@ class MeshModelMixin(Trainer):
         world, given = open_world(args.device), self.mesh_options
         options = apply_training_arguments(args, given, get_registry().get(given.strategy))
         wrapped = {name: dict(values) for name, values in options.wrapper_config.items()}
-        if self.rows_of_group > 1 and (given.sizes.pp_size or 1) > 1:
-            wrapped.setdefault("pipeline", {}).setdefault("pp_microbatch_size", self.rows_of_group)
+        if self.rows_per_group > 1 and (given.sizes.pp_size or 1) > 1:
+            wrapped.setdefault("pipeline", {}).setdefault("pp_microbatch_size", self.rows_per_group)
         self.stack, degrees = resolve(
             options.strategy, options.sizes, world.size, config=options.strategy_config, wrapper_config=wrapped
         )
         self.mesh = Mesh(degrees, world)
 
-    def _read(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def _load_from_path(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The arguments of the trainer's own constructor, where the model is a path: in its place a model on the meta
         device, of which each rank reads from the files what it keeps; the reference model likewise. An adapter is
         injected by the trainer, which knows by its configuration that the base is the reference. Collective."""
@@ -135,7 +135,7 @@ class MeshModelMixin(Trainer):
             dtype=options.pop("dtype", "float32" if hasattr(given["args"], "model_init_kwargs") else None),
             seed=given["args"].seed,
             revision=options.pop("revision", None),
-            trusted=options.pop("trust_remote_code", None),
+            trust_remote_code=options.pop("trust_remote_code", None),
         )
         if options:
             raise ConfigError(
@@ -173,26 +173,26 @@ class MeshModelMixin(Trainer):
         self.gather_function = self.accelerator.gather_for_metrics
 
     @property
-    def rows_of_group(self) -> int:
+    def rows_per_group(self) -> int:
         """How many rows of a microbatch belong together."""
         return 2 if PAIR_TRAINERS & _get_class_names(type(self)) else 1
 
     @property
     def manager(self) -> StrategyManager:
         """Of the model, which is sharded on first use; collective then."""
-        if self._manager is None or self._managed is not self.model:
+        if self._manager is None or self._managed_model is not self.model:
             self._shard()
         return self._manager  # type: ignore[return-value]
 
     def _shard(self) -> None:
         model = self.model
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._inputs = frozenset(inspect.signature(base.forward).parameters)
+        self._forward_parameters = frozenset(inspect.signature(base.forward).parameters)
         set_router_loss_config(self)
         set_signature_columns(self)
         self._parameter_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._dtype = next(iter(model.parameters())).dtype
-        self._decayed = frozenset(self.get_decay_parameter_names(model))
+        self._decayed_names = frozenset(self.get_decay_parameter_names(model))
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         self._vocab_size = 0 if head is None else int(head.weight.shape[0])
         self._num_parameters = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
@@ -201,7 +201,7 @@ class MeshModelMixin(Trainer):
         self._manager.parallelize(model, self._weights.pop(id(model), None))
         # A layout that draws numbers must not change the order of the data.
         generators.restore()
-        self._managed = self.model = self.model_wrapped = self._manager.model_parts[0]
+        self._managed_model = self.model = self.model_wrapped = self._manager.model_parts[0]
         # Trainer switches it on where it trains; the layout has it, see `apply_training_arguments`.
         self.model.activation_checkpointing_enable = lambda **_: None
 
@@ -217,7 +217,7 @@ class MeshModelMixin(Trainer):
         if not isinstance(self.optimizer, ManagerOptimizer) or self.optimizer.manager is not manager:
             cls, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             factory = build_optimizer_factory(
-                cls, options, self._decayed, self.args.weight_decay, all_names=self._parameter_names
+                cls, options, self._decayed_names, self.args.weight_decay, all_names=self._parameter_names
             )
             manager.build_optimizer(factory)
             self.optimizer = ManagerOptimizer(manager)
@@ -235,7 +235,7 @@ class MeshModelMixin(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         norm = self.manager.clip_grad_norm(None) if grad_norm is None else grad_norm
-        return self.manager.read(norm)[0]
+        return self.manager.read_scalars(norm)[0]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See `Trainer.train`. With True it goes on from the newest checkpoint that is whole."""
@@ -251,7 +251,7 @@ class MeshModelMixin(Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @contextmanager
-    def _reference(self) -> Iterator[StrategyManager]:
+    def _use_reference(self) -> Iterator[StrategyManager]:
         """What has the reference model: a manager of its own, under the same layout; or, of a model with adapters, the
         model's, with the adapter or the base that is the reference."""
         if self.ref_model is None:
@@ -276,8 +276,8 @@ class MeshModelMixin(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         # Back to where the checkpoint had them, after batches were passed over.
-        if checkpoint is not None and self._generators is not None:
-            self._generators.restore()
+        if checkpoint is not None and self._rng_state is not None:
+            self._rng_state.restore()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         check_checkpoint_directory(Path(resume_from_checkpoint))
@@ -288,7 +288,7 @@ class MeshModelMixin(Trainer):
     def _load_state(self, directory: str) -> None:
         """Load a checkpoint that a trainer has written under any layout; collective."""
         load_trainer_checkpoint(self.manager, Path(directory), self.lr_scheduler)
-        self._generators = RngState()
+        self._rng_state = RngState()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as `save_pretrained` does; within a checkpoint, its state beside it. Collective."""

@@ -94,7 +94,7 @@ def find_newest_checkpoint(world: World, root: Path) -> Path | None:
         found = sorted(((int(number), each) for number, each in numbered if number.isdecimal()), reverse=True)
         return [each for _, each in found if (each / MESH_DIRECTORY).is_dir() and (each / TRAINER_STATE).is_file()]
 
-    paths = world.from_first(candidates)
+    paths = world.run_on_first_rank(candidates)
     whole, torn = find_first_valid([path / MESH_DIRECTORY for path in paths], world)
     for text in torn if world.rank == 0 else ():
         warn(f"{text} An older one is tried.", stacklevel=3)

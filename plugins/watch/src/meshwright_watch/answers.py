@@ -138,55 +138,57 @@ class WatchApi:
                 try:
                     while has_more and time.monotonic() - begun < _READ_BUDGET_S:
                         has_more = run.refresh()
-                    found.append(run.state())
+                    found.append(run.get_state())
                 except Exception as error:
                     has_more = False  # the page shows the others all the same
-                    found.append(run.unreadable(error))
+                    found.append(run.get_error_state(error))
                 more |= has_more
         return {"runs": found, "more": more}
 
     def series(self, query: QueryParams) -> dict[str, Any]:
         """Columns of one run: each by itself, or together where `by` names the one that chooses the steps."""
-        run, names, by = self._run(query), query.getlist("name")[:_MAX_NAMES], query.get("by")
+        run, names, by = self._get_run(query), query.getlist("name")[:_MAX_NAMES], query.get("by")
         span = _parse_span(query)
         with run.lock:
-            return run.metrics.series(names, *span) if by is None else run.metrics.together(by, names, *span)
+            return run.metrics.get_series(names, *span) if by is None else run.metrics.get_aligned(by, names, *span)
 
     def events(self, query: QueryParams) -> list[Any]:
-        run = self._run(query)
+        run = self._get_run(query)
         with run.lock:
             return [_replace_nonfinite(each) for each in run.events]
 
     def ranks(self, query: QueryParams) -> dict[str, Any]:
-        run, last = self._run(query), _parse_int(query, "last", 1) or NUM_RECENT_STEPS
+        run, last = self._get_run(query), _parse_int(query, "last", 1) or NUM_RECENT_STEPS
         with run.lock:
-            return run.ranks.look(min(last, NUM_RECENT_STEPS))
+            return run.ranks.summarize(min(last, NUM_RECENT_STEPS))
 
     def rank(self, query: QueryParams) -> dict[str, Any]:
-        run, rank = self._run(query), _parse_int(query, "rank")
+        run, rank = self._get_run(query), _parse_int(query, "rank")
         if rank is None:
             raise BadQueryError("rank is missing")
         span = _parse_span(query)
         with run.lock:
-            found = run.ranks.history(rank, *span)
+            found = run.ranks.get_history(rank, *span)
         if found is None:
             raise BadQueryError(f"rank {rank} has no file")
         return found
 
     def timeline(self, query: QueryParams) -> dict[str, Any]:
-        return load_timeline(self._run(query).timeline, _parse_int(query, "step"))
+        return load_timeline(self._get_run(query).timeline_directory, _parse_int(query, "step"))
 
     def compare(self, query: QueryParams) -> dict[str, Any]:
-        one, other = self._run(query, "one"), self._run(query, "other")
+        one, other = self._get_run(query, "one"), self._get_run(query, "other")
         span = _parse_span(query)
         # One run after the other: two locks at once could be taken in two orders.
         with one.lock:
-            mine, settings = {name: one.metrics.column(name) for name in COMPARED_COLUMNS}, one.settings()
+            mine, settings = {name: one.metrics.get_column(name) for name in COMPARED_COLUMNS}, one.load_settings()
         with other.lock:
-            found = {name: compare_columns(mine[name], other.metrics.column(name), *span) for name in COMPARED_COLUMNS}
-            return {"columns": found, "settings": diff_settings(settings, other.settings())}
+            found = {
+                name: compare_columns(mine[name], other.metrics.get_column(name), *span) for name in COMPARED_COLUMNS
+            }
+            return {"columns": found, "settings": diff_settings(settings, other.load_settings())}
 
-    def _run(self, query: QueryParams, key: str = "run") -> WatchedRun:
+    def _get_run(self, query: QueryParams, key: str = "run") -> WatchedRun:
         place = _parse_int(query, key)
         if place is None or place >= len(self._runs):
             raise BadQueryError(f"{key} must be a number from 0 to {len(self._runs) - 1}")

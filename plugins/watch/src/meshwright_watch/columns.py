@@ -35,7 +35,7 @@ _CHECKED_BYTES = 64  # So many bytes before the offset must be as they were; els
 class TailChunk:
     """What was new in a file."""
 
-    is_new: bool  # reading has begun anew, and what was read before is void
+    is_restarted: bool  # reading has begun anew, and what was read before is void
     lines: list[bytes]  # complete ones, without their ends
     has_more: bool = False  # more can be read at once
 
@@ -47,28 +47,28 @@ class FileTail:
         self.path = path
         self._window = window
         self._file_id: tuple[int, int] | None = None
-        self._before = b""
-        self._mark: tuple[int, ...] = ()
+        self._last_bytes = b""
+        self._file_state: tuple[int, ...] = ()
         self.offset = self.size = 0
-        self._is_within = False
+        self._is_inside_skipped_line = False
         """Whether reading resumes within a line that is left out."""
 
     def read(self, max_bytes: int) -> TailChunk:
         """Return what was written since the last time, up to `max_bytes` bytes (or one line, if that is longer)."""
         try:
             # Of a thousand files few have grown, and stat is cheaper than open.
-            if _get_file_state(self.path.stat()) == self._mark:
+            if _get_file_state(self.path.stat()) == self._file_state:
                 return TailChunk(False, [])
             with open_regular_file(self.path) as file:
                 status = os.fstat(file.fileno())
                 self.size = status.st_size  # bytes of the file when it was last looked at
                 is_new = self._has_changed((status.st_dev, status.st_ino), file)
                 if is_new:
-                    self.offset, self._before, self._is_within = 0, b"", False
+                    self.offset, self._last_bytes, self._is_inside_skipped_line = 0, b"", False
                 self._file_id = (status.st_dev, status.st_ino)
                 if self._window is not None and self.size - self.offset > self._window:
                     # Most likely within a line.
-                    self.offset, self._before, self._is_within = self.size - self._window, b"", True
+                    self.offset, self._last_bytes, self._is_inside_skipped_line = self.size - self._window, b"", True
                 file.seek(self.offset)
                 content = file.read(max_bytes)
                 while (
@@ -80,18 +80,18 @@ class FileTail:
                     content += rest
         except OSError:
             is_new = self._file_id is not None  # it does not exist, or no longer
-            self._file_id, self.offset, self.size, self._before, self._mark = None, 0, 0, b"", ()
+            self._file_id, self.offset, self.size, self._last_bytes, self._file_state = None, 0, 0, b"", ()
             return TailChunk(is_new, [])
         # There is more of what was left for later only if the file grows.
-        self._mark = _get_file_state(status) if self.offset + len(content) >= self.size else ()
+        self._file_state = _get_file_state(status) if self.offset + len(content) >= self.size else ()
         end = content.rfind(b"\n") + 1
         if not end and len(content) < MAX_LINE_BYTES:
             return TailChunk(is_new, [])
-        skips, self._is_within = self._is_within, not end
+        skips, self._is_inside_skipped_line = self._is_inside_skipped_line, not end
         end = end or len(content)
         self.offset += end
-        self._before = (self._before + content[:end])[-_CHECKED_BYTES:]
-        lines = [] if self._is_within else content[: end - 1].split(b"\n")
+        self._last_bytes = (self._last_bytes + content[:end])[-_CHECKED_BYTES:]
+        lines = [] if self._is_inside_skipped_line else content[: end - 1].split(b"\n")
         return TailChunk(is_new, lines[1:] if skips else lines, len(content) >= max_bytes and self.offset < self.size)
 
     def _has_changed(self, file_id: tuple[int, int], file: Any) -> bool:
@@ -99,8 +99,8 @@ class FileTail:
             return False
         if file_id != self._file_id or self.size < self.offset:
             return True
-        file.seek(self.offset - len(self._before))
-        return bool(file.read(len(self._before)) != self._before)
+        file.seek(self.offset - len(self._last_bytes))
+        return bool(file.read(len(self._last_bytes)) != self._last_bytes)
 
 
 def _get_file_state(status: os.stat_result) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ class MetricColumns:
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
         self.version = 0  # grows with each change
         self.last_step = 0  # the latest; 0 if there is none
-        self.left_out = False  # whether there were more names than `MAX_COLUMNS`
+        self.has_omitted_columns = False  # whether there were more names than `MAX_COLUMNS`
 
     @property
     def names(self) -> list[str]:
@@ -185,7 +185,7 @@ class MetricColumns:
             before = found[place - 1][STEP_KEY] if place > begin else self.last_step
             if record[STEP_KEY] <= before:
                 self._extend(found[begin:place])
-                self._go_back(record[STEP_KEY])
+                self._truncate(record[STEP_KEY])
                 begin = place
         self._extend(found[begin:])
         self.version += len(found)
@@ -195,10 +195,10 @@ class MetricColumns:
         """Add records of ascending steps, column by column: most lines have the same keys."""
         if records:
             steps = array("q", [record[STEP_KEY] for record in records])
-            self._put("", steps, records)
+            self._add_columns("", steps, records)
             self.last_step = steps[-1]
 
-    def _put(self, prefix: str, steps: array[int], records: Sequence[Mapping[str, Any]]) -> None:
+    def _add_columns(self, prefix: str, steps: array[int], records: Sequence[Mapping[str, Any]]) -> None:
         signatures = dict.fromkeys(map(tuple, records))
         for name in dict.fromkeys(name for names in signatures for name in names):
             if not prefix and name == STEP_KEY:
@@ -210,18 +210,18 @@ class MetricColumns:
             if dict in types:
                 groups = [place for place, value in enumerate(values) if type(value) is dict]
                 of_groups = array("q", [at[place] for place in groups])
-                self._put(f"{prefix}{name}/", of_groups, [values[place] for place in groups])
+                self._add_columns(f"{prefix}{name}/", of_groups, [values[place] for place in groups])
             if not types <= {float, int}:
                 numbers = [to_float(value) for value in values]
                 at = array("q", [step for step, value in zip(at, numbers, strict=True) if value is not None])
                 values = [value for value in numbers if value is not None]
             if values:
-                self._column(f"{prefix}{name}", at, values)
+                self._append(f"{prefix}{name}", at, values)
 
-    def _column(self, name: str, steps: array[int], values: Sequence[float]) -> None:
+    def _append(self, name: str, steps: array[int], values: Sequence[float]) -> None:
         if name not in self._columns:
             if len(self._columns) >= MAX_COLUMNS:
-                self.left_out = True
+                self.has_omitted_columns = True
                 return
             self._columns[name] = (array("q"), array("d"))
         column = self._columns[name]
@@ -232,39 +232,39 @@ class MetricColumns:
             # An int that is larger than any float.
             column[1].extend(found for value in values if (found := to_float(value)) is not None)
 
-    def _go_back(self, step: int) -> None:
+    def _truncate(self, step: int) -> None:
         """Forget this step and later ones."""
         for steps, values in self._columns.values():
             place = bisect.bisect_left(steps, step)
             del steps[place:], values[place:]
 
-    def column(self, name: str, low: int | None = None, high: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def get_column(self, name: str, low: int | None = None, high: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Return copies of steps `within` a span, int64 (N), and values, float64 (N); empty where there are none."""
         steps, values = self._columns.get(name, (array("q"), array("d")))
         at = np.array(steps, dtype=np.int64)
         part = slice_steps(at, low, high)
         return at[part], np.array(values, dtype=np.float64)[part]
 
-    def last(self, name: str) -> float | None:
+    def get_last(self, name: str) -> float | None:
         _, values = self._columns.get(name, ((), ()))
         return values[-1] if values else None
 
-    def series(self, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
+    def get_series(self, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
         """Return points of columns within some steps, each column downsampled by itself, as values of JSON."""
         found = {}
         for name in names:
-            steps, values = self.column(name, low, high)
+            steps, values = self.get_column(name, low, high)
             places = choose_points(steps, values, min(points, MAX_POINTS))
             found[name] = {"x": steps[places].tolist(), "y": to_json_list(values[places]), "count": len(steps)}
         return found
 
-    def together(self, by: str, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
+    def get_aligned(self, by: str, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
         """Return several columns at the steps that the column `by` chooses, to be drawn on top of each other."""
-        steps, values = self.column(by, low, high)
+        steps, values = self.get_column(by, low, high)
         at = steps[choose_points(steps, values, min(points, MAX_POINTS))]
         found: dict[str, list[float | None]] = {}
         for name in names:
-            of, numbers = self.column(name)
+            of, numbers = self.get_column(name)
             if not len(of):
                 found[name] = [None] * len(at)
                 continue

@@ -44,14 +44,14 @@ class _RankTail:
 
     def refresh(self) -> None:
         part = self._tail.read(WINDOW)
-        if part.is_new:
+        if part.is_restarted:
             self._records.clear()
         records = [each for each in parse_lines(part.lines)[0] if type(each.get("step")) is int]
         for record in records:
             while self._records and self._records[-1]["step"] >= record["step"]:
                 self._records.pop()
             self._records.append(record)
-        if records or part.is_new:
+        if records or part.is_restarted:
             self.memory = _parse_numbers(self._records[-1].get("memory")) if self._records else {}
             wholes = [_parse_numbers({_SECONDS: each.get(_SECONDS)}) for each in self._records]
             self.seconds = [
@@ -65,14 +65,14 @@ class RankMetrics:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._ranks: dict[int, _RankTail] = {}
-        self._whole: tuple[int, FileTail, MetricColumns] | None = None
+        self._history: tuple[int, FileTail, MetricColumns] | None = None
 
-    def files(self) -> dict[int, Path]:
+    def list_files(self) -> dict[int, Path]:
         return list_numbered_files(self._directory, r"(\d{1,9})\.jsonl", MAX_RANKS)
 
-    def look(self, num_steps: int = NUM_RECENT_STEPS) -> dict[str, Any]:
+    def summarize(self, num_steps: int = NUM_RECENT_STEPS) -> dict[str, Any]:
         """Return memory and seconds of all ranks over their last steps, as lists by rank."""
-        self._ranks = {rank: self._ranks.get(rank) or _RankTail(path) for rank, path in self.files().items()}
+        self._ranks = {rank: self._ranks.get(rank) or _RankTail(path) for rank, path in self.list_files().items()}
         for each in self._ranks.values():
             each.refresh()
         ranks = list(self._ranks)
@@ -99,19 +99,19 @@ class RankMetrics:
             "stragglers": [asdict(each) | {"deviations": _finite_or_none(each.deviations)} for each in slow[:100]],
         }
 
-    def history(self, rank: int, low: int | None, high: int | None, points: int) -> dict[str, Any] | None:
+    def get_history(self, rank: int, low: int | None, high: int | None, points: int) -> dict[str, Any] | None:
         """Return seconds and memory of one rank within some steps; None: no file. The latest rank's file is kept."""
-        path = self.files().get(rank)
+        path = self.list_files().get(rank)
         if path is None:
             return None
-        if self._whole is None or self._whole[0] != rank:
-            self._whole = rank, FileTail(path, window=_HISTORY_BYTES), MetricColumns()
-        _, tail, columns = self._whole
+        if self._history is None or self._history[0] != rank:
+            self._history = rank, FileTail(path, window=_HISTORY_BYTES), MetricColumns()
+        _, tail, columns = self._history
         part = tail.read(_HISTORY_BYTES)
-        if part.is_new:
+        if part.is_restarted:
             columns.clear()
         columns.add(parse_lines(part.lines)[0])
-        return {"rank": rank, "series": columns.series(columns.names, low, high, points)}
+        return {"rank": rank, "series": columns.get_series(columns.names, low, high, points)}
 
 
 def _parse_numbers(value: Any) -> dict[str, float]:
@@ -159,31 +159,31 @@ class WatchedRun:
         self.metrics = MetricColumns()
         self.events: list[dict[str, Any]] = []
         paths = RunDirectory(self.directory)
-        self.ranks, self.timeline = RankMetrics(paths.ranks), paths.timeline
-        self._lines, self._event_lines = FileTail(paths.metrics), FileTail(paths.events)
+        self.ranks, self.timeline_directory = RankMetrics(paths.rank_logs), paths.timeline
+        self._metrics_tail, self._events_tail = FileTail(paths.metrics), FileTail(paths.events)
         self._events_version = 0
-        self._unread = 0
-        self._contents: dict[str, tuple[tuple[int, int, int], Any]] = {}
+        self._num_unreadable = 0
+        self._file_cache: dict[str, tuple[tuple[int, int, int], Any]] = {}
 
     def refresh(self, max_bytes: int = MAX_READ_BYTES) -> bool:
         """Read what was written since the last time, and return whether there is more to be read at once."""
-        part = self._lines.read(max_bytes)
-        if part.is_new:
+        part = self._metrics_tail.read(max_bytes)
+        if part.is_restarted:
             self.metrics.clear()
-            self._unread = 0
+            self._num_unreadable = 0
         records, torn = parse_lines(part.lines)
-        self._unread += torn + self.metrics.add(records)
-        events = self._event_lines.read(max_bytes)
-        if events.is_new:
+        self._num_unreadable += torn + self.metrics.add(records)
+        events = self._events_tail.read(max_bytes)
+        if events.is_restarted:
             self.events.clear()
         lines = [line for line in events.lines if len(line) <= MAX_EVENT_BYTES]
         found = [each for each in parse_lines(lines)[0] if isinstance(each.get("event"), str)]
-        if found or events.is_new:
+        if found or events.is_restarted:
             self._events_version += 1
             self.events = [*self.events, *found][-MAX_EVENTS:]
         return part.has_more or events.has_more
 
-    def settings(self) -> dict[str, Any]:
+    def load_settings(self) -> dict[str, Any]:
         found = self._read(RUN_FILE, parse_yaml)
         return found if isinstance(found, dict) else {}
 
@@ -193,24 +193,24 @@ class WatchedRun:
         try:
             status = path.stat()
             mark = (status.st_ino, status.st_size, status.st_mtime_ns)
-            known = self._contents.get(name)
+            known = self._file_cache.get(name)
             if known is None or known[0] != mark:
-                known = self._contents[name] = (mark, parse(read_regular_file(path).decode()))
+                known = self._file_cache[name] = (mark, parse(read_regular_file(path).decode()))
         except (OSError, ValueError, RecursionError):
             return None
         return known[1]
 
-    def state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Any]:
         """Return what the page shows first, and what shows it whether there is news, as values of JSON."""
-        metrics, start, settings = self.metrics, self._last("start"), self.settings()
-        state, why = self._condition()
+        metrics, start, settings = self.metrics, self._last_event("start"), self.load_settings()
+        state, why = self._find_status()
         versions = {
             "metrics": metrics.version,
             "events": self._events_version,
-            "timeline": _last_write_ms(self.timeline),
+            "timeline": _last_write_ms(self.timeline_directory),
         }
         texts = {name: _to_text(start.get(name)) for name in ("strategy", "mesh", "device")}
-        return self._blank() | {
+        return self._empty_state() | {
             **texts,
             "state": state,
             "why": why,
@@ -222,21 +222,21 @@ class WatchedRun:
             "meshwright": _to_text(start.get("version")),
             "names": metrics.names,
             "last": {
-                name: _finite_or_none(metrics.last(name)) for name in metrics.names if not name.startswith("norms/")
+                name: _finite_or_none(metrics.get_last(name)) for name in metrics.names if not name.startswith("norms/")
             },
-            "left_out": metrics.left_out,
-            "unread": self._unread,
-            "read": [self._lines.offset, self._lines.size],
+            "left_out": metrics.has_omitted_columns,
+            "unread": self._num_unreadable,
+            "read": [self._metrics_tail.offset, self._metrics_tail.size],
             "versions": versions,
-            "has_ranks": RunDirectory(self.directory).ranks.is_dir(),
-            "has_timeline": self.timeline.is_dir(),
+            "has_ranks": RunDirectory(self.directory).rank_logs.is_dir(),
+            "has_timeline": self.timeline_directory.is_dir(),
         }
 
-    def unreadable(self, error: Exception) -> dict[str, Any]:
+    def get_error_state(self, error: Exception) -> dict[str, Any]:
         """Return the state of a run one of whose files is broken in an unexpected way, as values of JSON."""
-        return self._blank() | {"state": "failed", "why": f"its files cannot be read ({type(error).__name__})"}
+        return self._empty_state() | {"state": "failed", "why": f"its files cannot be read ({type(error).__name__})"}
 
-    def _blank(self) -> dict[str, Any]:
+    def _empty_state(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "directory": str(self.directory),
@@ -251,18 +251,18 @@ class WatchedRun:
             **dict.fromkeys(("left_out", "has_ranks", "has_timeline"), False),
         }
 
-    def _last(self, *events: str) -> dict[str, Any]:
+    def _last_event(self, *events: str) -> dict[str, Any]:
         return next((each for each in reversed(self.events) if each["event"] in events), {})
 
-    def _condition(self) -> tuple[str, str]:
+    def _find_status(self) -> tuple[str, str]:
         """Whether the run is waiting, running, done, stopped, failed or gone, and why."""
-        end = self._last("start", "end", "fault", "exit")
+        end = self._last_event("start", "end", "fault", "exit")
         holder = self._read(LOCK_OWNER, parse_json)
         is_held = isinstance(holder, dict)
         is_dead = is_held and _has_holder_exited(holder)
         match end.get("event"):
             case "exit":
-                fault = self._last("fault")
+                fault = self._last_event("fault")
                 return "failed", _format_fault(fault) if fault else f"exit code {_to_text(end.get('code'))}"
             case "end":
                 reason = _to_text(end.get("reason"))

@@ -140,16 +140,16 @@ class _AccessMiddleware:
         if not is_this_machine(request.headers.get("host", ""), self._names):
             told = "This is no name of this machine: use the address that meshwright watch has printed.\n"
             answer = PlainTextResponse(told, status_code=421, headers=HEADERS)
-        elif self._is_right(request.query_params.get(TOKEN_PARAMETER)) and scope["path"] == "/":
+        elif self._is_valid_token(request.query_params.get(TOKEN_PARAMETER)) and scope["path"] == "/":
             # So that the address, which people copy, has no token any more.
             answer = redirect = RedirectResponse("/", status_code=303, headers=HEADERS)
             redirect.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
-        elif not self._is_right(request.cookies.get(self._cookie)):
+        elif not self._is_valid_token(request.cookies.get(self._cookie)):
             told = "Open the whole address that meshwright watch has printed, with its token.\n"
             answer = PlainTextResponse(told, status_code=403, headers=HEADERS)
         await answer(scope, receive, send)
 
-    def _is_right(self, given: str | None) -> bool:
+    def _is_valid_token(self, given: str | None) -> bool:
         return given is not None and secrets.compare_digest(given.encode(errors="replace"), self._token.encode())
 
 

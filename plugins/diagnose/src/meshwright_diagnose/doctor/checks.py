@@ -31,11 +31,11 @@ Status = Literal["ok", "warning", "wrong"]
 class CheckResult:
     """Result of one check."""
 
-    area: str  # such as "versions"; findings of one area are shown together
+    category: str  # such as "versions"; findings of one area are shown together
     name: str
-    state: Status  # with "warning", training works, perhaps not as well as it could
-    said: str
-    mend: str = ""  # how to fix it; empty if ok
+    status: Status  # with "warning", training works, perhaps not as well as it could
+    message: str
+    fix: str = ""  # how to fix it; empty if ok
     exit_code: int = MeshwrightError.exit_code
 
 
@@ -45,7 +45,7 @@ def make_failure(category: str, name: str, message: str, fix: str) -> CheckResul
 
 
 def find_exit_code(findings: Iterable[CheckResult]) -> int:
-    return max((each.exit_code for each in findings if each.state == "wrong"), default=0)
+    return max((each.exit_code for each in findings if each.status == "wrong"), default=0)
 
 
 def to_dict(findings: Iterable[CheckResult]) -> dict[str, Any]:
@@ -58,13 +58,13 @@ def format_results(findings: Iterable[CheckResult]) -> list[str]:
     """Return a line for each finding, below its area, and one for how to fix it."""
     found = list(findings)
     lines: list[str] = []
-    for area in dict.fromkeys(each.area for each in found):
+    for area in dict.fromkeys(each.category for each in found):
         lines.append(area)
         for each in found:
-            if each.area == area:
-                lines.append(f"  {each.state:<8} {each.name}: {each.said}")
-                lines += [f"           {each.mend}"] if each.mend else []
-    counts = {state: sum(each.state == state for each in found) for state in ("wrong", "warning", "ok")}
+            if each.category == area:
+                lines.append(f"  {each.status:<8} {each.name}: {each.message}")
+                lines += [f"           {each.fix}"] if each.fix else []
+    counts = {state: sum(each.status == state for each in found) for state in ("wrong", "warning", "ok")}
     return [*lines, ", ".join(f"{count} {state}" for state, count in counts.items())]
 
 

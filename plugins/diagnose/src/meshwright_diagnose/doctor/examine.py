@@ -51,7 +51,7 @@ class RankInfo:
 
     rank: int
     host: str
-    leads: bool
+    is_node_leader: bool
     versions: str
 
 
@@ -73,7 +73,7 @@ def check_ranks(world: World, directory: Path | None) -> Iterator[CheckResult]:
     yield _check_link(world, torch.device("cpu"))
     if world.device.type != "cpu":
         yield _check_link(world, world.device)
-    leaders = [each for each in ranks if each.leads]
+    leaders = [each for each in ranks if each.is_node_leader]
     if len(leaders) > 1:
         yield _check_clock_skew(world, leaders)
     if directory is not None and len(leaders) > 1:
@@ -202,7 +202,7 @@ def check_machine(directory: Path | None) -> Iterator[CheckResult]:
     yield from check_plugins(get_registry())
     yield from check_devices()
     yield from check_limits()
-    yield from check_settings(os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", detect_machine().count)))
+    yield from check_settings(os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", detect_machine().num_ranks)))
     yield from check_backends()
     yield from check_clocks()
     if directory is not None:
@@ -243,4 +243,4 @@ def _run_launched_rank(store: dist.Store | None, results: list[CheckResult], dir
     with open_world(store=store, timeout_s=RENDEZVOUS_TIMEOUT_S) as world:
         own = list(check_machine(directory)) if world.rank == 0 else []
         own += check_ranks(world, directory)
-        results += world.from_first(lambda: own)
+        results += world.run_on_first_rank(lambda: own)

@@ -63,12 +63,12 @@ class Divergence:
     step: int
     one: float | None
     other: float | None
-    before: float
-    first: int
+    max_before: float
+    first_step: int
     is_jump: bool
 
     @property
-    def apart(self) -> float:
+    def relative_difference(self) -> float:
         return relative_difference(self.one, self.other)
 
 
@@ -77,8 +77,8 @@ class MetricComparison:
     """First and last common step of two runs, what differs beyond rounding, in order, and the largest differences."""
 
     steps: tuple[int, int]
-    parted: tuple[Divergence, ...]
-    largest: Mapping[str, float]
+    divergences: tuple[Divergence, ...]
+    largest_differences: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -87,23 +87,27 @@ class StepComparison:
 
     step: int
     mode: str
-    beginnings: tuple[str, str]
-    same_rows: bool
+    starts: tuple[str, str]
+    has_same_rows: bool
     values: Mapping[str, tuple[float | None, float | None]]
     tolerance: float
-    before: TensorDiffs
+    parameters_before: TensorDiffs
     outputs: TensorDiffs | None
     gradients: TensorDiffs
-    after: TensorDiffs
+    parameters_after: TensorDiffs
     reason: str = ""
 
     @property
     def is_same(self) -> bool:
-        tensors = (self.before, self.outputs, self.gradients, self.after)
+        tensors = (self.parameters_before, self.outputs, self.gradients, self.parameters_after)
         numbers = all(relative_difference(*pair) <= self.tolerance for pair in self.values.values())
-        return self.same_rows and numbers and not any(each is not None and each.beyond for each in tensors)
+        return (
+            self.has_same_rows
+            and numbers
+            and not any(each is not None and each.num_beyond_tolerance for each in tensors)
+        )
 
-    def as_values(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
         return {"from": values.pop("beginnings"), **values, "is_same": self.is_same}
 
@@ -115,29 +119,31 @@ class RunDiff:
     runs: tuple[str, str]
     settings: tuple[tuple[str, str, str], ...]
     layout: tuple[tuple[str, str, str], ...]
-    course: MetricComparison
-    resumed: tuple[int | None, int | None]
+    metrics: MetricComparison
+    resumed_after: tuple[int | None, int | None]
     replayed: StepComparison | None  # the first differing step, done again; None: it was not, and `why_not` may say why
-    why_not: str
+    unavailable_reason: str
     precision: str  # the coarser dtype of both
 
     @property
-    def parted(self) -> Divergence | None:
-        return self.course.parted[0] if self.course.parted else None
+    def first_divergence(self) -> Divergence | None:
+        return self.metrics.divergences[0] if self.metrics.divergences else None
 
     @property
     def exit_code(self) -> int:
-        return 1 if self.parted is not None or (self.replayed is not None and not self.replayed.is_same) else 0
+        return (
+            1 if self.first_divergence is not None or (self.replayed is not None and not self.replayed.is_same) else 0
+        )
 
-    def as_values(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
         course, resumed = values.pop("course"), values.pop("resumed")
         return {
             **values,
             **course,
-            "parted": [{**asdict(each), "apart": each.apart} for each in self.course.parted],
+            "parted": [{**asdict(each), "apart": each.relative_difference} for each in self.metrics.divergences],
             "resumed_after": resumed,
-            "replayed": None if self.replayed is None else self.replayed.as_values(),
+            "replayed": None if self.replayed is None else self.replayed.to_dict(),
             "is_same": self.exit_code == 0,
         }
 
@@ -160,11 +166,11 @@ def diff_runs(
         raise ConfigError(f"--rtol {rtol} must be above 0, such as 1e-6.")
     runs = RecordedRun(one), RecordedRun(other)
     for run in runs if step is not None else ():
-        run.result(step or 0)
+        run.get_result(step or 0)
     precision = max((find_precision(run.config) for run in runs), key=EPSILONS.__getitem__)
     settings = diff_settings(*(to_redacted_dict(run.config) for run in runs))
     course = compare_metrics(*runs, rtol=rtol, precision=precision)
-    which = step or (course.parted[0].step if course.parted else None)
+    which = step or (course.divergences[0].step if course.divergences else None)
     sections = [(each, each[0].partition(".")[0]) for each in settings]
     found = RunDiff(
         runs=(str(one), str(other)),
@@ -172,10 +178,12 @@ def diff_runs(
             each for each, section in sections if section in NUMERIC_KEYS and each[0] not in NON_NUMERIC_KEYS
         ),
         layout=tuple(each for each, section in sections if section not in NUMERIC_KEYS + NON_NUMERIC_KEYS),
-        course=course,
-        resumed=(None, None) if which is None else (runs[0].went_on_before(which), runs[1].went_on_before(which)),
+        metrics=course,
+        resumed_after=(None, None)
+        if which is None
+        else (runs[0].find_resume_step(which), runs[1].find_resume_step(which)),
         replayed=None,
-        why_not="",
+        unavailable_reason="",
         precision=precision,
     )
     if which is None or not replays:
@@ -186,7 +194,7 @@ def diff_runs(
     except (ConfigError, CheckpointError) as error:
         if step is not None or float64:
             raise
-        return replace(found, why_not=str(error))
+        return replace(found, unavailable_reason=str(error))
     return replace(found, replayed=step_of_both)
 
 
@@ -228,7 +236,7 @@ def compare_metrics(one: RecordedRun, other: RecordedRun, *, rtol: float | None,
 def _collect_numbers(result: StepResult) -> dict[str, float]:
     return {
         **collect_values(result),
-        **{f"norm of {part}": value for part, value in result.norms.items()},
+        **{f"norm of {part}": value for part, value in result.block_grad_norms.items()},
         **{f"evaluation {name}": value for name, value in result.evaluations.items()},
     }
 
@@ -270,9 +278,9 @@ def _replay_both(
         mode = []
         if float64:
             # Both from one checkpoint: what each had rounded in its own way would begin apart.
-            first = orders[0].beginning
-            backs = [run.went_back(first) for run in runs]
-            begun = [replace(order, beginning=first, went_back=back) for order, back in zip(orders, backs, strict=True)]
+            first = orders[0].start
+            backs = [run.find_rollbacks(first) for run in runs]
+            begun = [replace(order, start=first, rollbacks=back) for order, back in zip(orders, backs, strict=True)]
             orders = [to_float64(order) for order in begun]
             mode.append("in float64, both from what the first began with")
             precision = "float64"
@@ -292,14 +300,14 @@ def _replay_both(
         return StepComparison(
             step=step,
             mode="; ".join(mode),
-            beginnings=(_describe_start(orders[0]), _describe_start(orders[1])),
-            same_rows=traces[0].rows == traces[1].rows,
+            starts=(_describe_start(orders[0]), _describe_start(orders[1])),
+            has_same_rows=traces[0].rows == traces[1].rows,
             values={name: (left.get(name), right.get(name)) for name in {**left, **right}},
             tolerance=tolerance,
-            before=before,
+            parameters_before=before,
             outputs=None if reason else compare_outputs(*traces, tolerance),
             gradients=gradients,
-            after=after,
+            parameters_after=after,
             reason=reason,
         )
 
@@ -318,5 +326,5 @@ def _find_dropouts(request: ReplayRequest) -> dict[str, Any]:
 
 
 def _describe_start(request: ReplayRequest) -> str:
-    path = request.beginning.checkpoint
+    path = request.start.checkpoint
     return "the beginning of the run" if path is None else str(path)

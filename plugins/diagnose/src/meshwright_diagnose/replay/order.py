@@ -55,7 +55,7 @@ _MAX_EVENT_BYTES = 1 << 28  # Bytes of the file of events that are read
 class ReplayStart:
     """What a replay begins with: how many steps were done before, and a checkpoint; None: where the run begins."""
 
-    step: int
+    completed_steps: int
     checkpoint: Storage | None
 
 
@@ -63,8 +63,8 @@ class ReplayStart:
 class Rollback:
     """The run went back to `to` steps done, and left out so many batches from there."""
 
-    to: int
-    batches: int
+    to_step: int
+    skipped_batches: int
 
 
 class RecordedRun:
@@ -85,9 +85,9 @@ class RecordedRun:
             raise ConfigError(f"{paths.metrics} tells of no step: nothing of the run in {directory} can be told.")
 
     @property
-    def saved(self) -> Storage:
+    def checkpoints(self) -> Storage:
         """The place of its checkpoints, also where the directory was moved."""
-        return self.paths.checkpoints
+        return self.paths.checkpoint_storage
 
     @cached_property
     def events(self) -> Sequence[Mapping[str, Any]]:
@@ -105,12 +105,12 @@ class RecordedRun:
         return tuple(event for event in found if isinstance(event, dict))
 
     @cached_property
-    def sittings(self) -> Sequence[int]:
+    def attempt_starts(self) -> Sequence[int]:
         """The steps that were done before each attempt: 0 for the first, and then where the run resumed."""
         starts = (event.get("start") for event in self.events if event.get("event") == "start")
         return tuple(start for start in starts if isinstance(start, int))
 
-    def went_back(self, replay_start: ReplayStart) -> tuple[Rollback, ...]:
+    def find_rollbacks(self, replay_start: ReplayStart) -> tuple[Rollback, ...]:
         """Return where the run went back to after a beginning, in the order of steps; see [Note: abandoned steps]."""
         left: list[tuple[int, int]] = []
         for event in self.events:
@@ -121,19 +121,23 @@ class RecordedRun:
                     left.append((to, step - to))
         found: list[Rollback] = []
         for to, batches in reversed(left):
-            if to < replay_start.step:
+            if to < replay_start.completed_steps:
                 break
             # A run that went back further later has left out from there all that was left out until then.
-            found.append(Rollback(min(to, found[-1].to) if found else to, batches))
+            found.append(Rollback(min(to, found[-1].to_step) if found else to, batches))
         return tuple(reversed(found))
 
-    def went_on_before(self, step: int) -> int | None:
+    def find_resume_step(self, step: int) -> int | None:
         """Return where the attempt that has done a step began, if it resumed."""
         # An attempt voids what earlier ones have done from its beginning on.
-        begun = [start for place, start in enumerate(self.sittings) if all(start <= e for e in self.sittings[place:])]
+        begun = [
+            start
+            for place, start in enumerate(self.attempt_starts)
+            if all(start <= e for e in self.attempt_starts[place:])
+        ]
         return max((start for start in begun if 0 < start < step), default=None)
 
-    def result(self, step: int) -> StepResult:
+    def get_result(self, step: int) -> StepResult:
         if step not in self.results:
             raise ConfigError(
                 f"step {step} is none of the run in {self.directory}: {self.paths.metrics.name} has steps "
@@ -141,29 +145,29 @@ class RecordedRun:
             )
         return self.results[step]
 
-    def beginning(self, step: int) -> ReplayStart:
+    def find_start(self, step: int) -> ReplayStart:
         """Return the nearest checkpoint before a step, or the beginning of the run."""
-        for place in list_checkpoints(self.saved):
+        for place in list_checkpoints(self.checkpoints):
             manifest = _read_complete_manifest(place)
             if manifest is not None and manifest.step < step:
                 return ReplayStart(manifest.step, place)
-        first, named = min(self.results), self.config.resumption.source
+        first, named = min(self.results), self.config.resume_config.source
         if named not in (AUTO, NEVER) and first > 1:
-            place = self.paths.place_of(named)
+            place = self.paths.resolve_checkpoint(named)
             manifest = read_manifest(place)
             if manifest.step < step:
                 return ReplayStart(manifest.step, place)
         if first == 1:
             return ReplayStart(0, None)
         raise ConfigError(
-            f"there is no whole checkpoint before step {step} in {self.saved}, and the run began at "
+            f"there is no whole checkpoint before step {step} in {self.checkpoints}, and the run began at "
             f"step {first}. Give a step behind a checkpoint; checkpoint.keep_last and keep_every keep more."
         )
 
-    def config_of(self, step: int) -> RunConfig:
+    def get_config(self, step: int) -> RunConfig:
         """Return the run file by which a step was done; see [Note: whose run file]."""
-        if self.sittings and step <= self.sittings[-1]:
-            for place in reversed(list_checkpoints(self.saved)):
+        if self.attempt_starts and step <= self.attempt_starts[-1]:
+            for place in reversed(list_checkpoints(self.checkpoints)):
                 manifest = _read_complete_manifest(place)
                 if manifest is not None and manifest.step >= step and "run" in manifest.extra:
                     return validate_config(RunConfig, manifest.extra["run"], where=f"the run file in {place}")
@@ -205,14 +209,14 @@ class ReplayRequest:
     config: RunConfig
     world_size: int
     step: int  # the last that is done, from 1
-    beginning: ReplayStart
-    out: Path  # where the first rank, or all, leave what they find
-    went_back: tuple[Rollback, ...] = ()
-    layout: tuple[RunConfig, int] | None = None
-    changed: tuple[str, ...] = ()  # keys of the model that are not those of the run
-    compares: bool = False  # whether the work of each data rank is done a second time, by another
-    keeps: bool = False  # whether gradients, parameters and outputs of modules of the last step are kept
-    found: list[dict[str, Any]] = field(default_factory=list)
+    start: ReplayStart
+    output_directory: Path  # where the first rank, or all, leave what they find
+    rollbacks: tuple[Rollback, ...] = ()
+    original_layout: tuple[RunConfig, int] | None = None
+    changed_keys: tuple[str, ...] = ()  # keys of the model that are not those of the run
+    compares_ranks: bool = False  # whether the work of each data rank is done a second time, by another
+    saves_tensors: bool = False  # whether gradients, parameters and outputs of modules of the last step are kept
+    results: list[dict[str, Any]] = field(default_factory=list)
 
 
 ReplayRunner: TypeAlias = Callable[[ReplayRequest], dict[str, Any]]
@@ -222,8 +226,8 @@ def build_request(
     run: RecordedRun, step: int, output_directory: Path, *, world_size: int | None = None, saves_tensors: bool = False
 ) -> ReplayRequest:
     """Return the order to do a step again in its run's layout, on the ranks of a launcher or on new ones (None)."""
-    ranks = run.result(step).world_size
-    config, beginning = run.config_of(step), run.beginning(step)
+    ranks = run.get_result(step).world_size
+    config, beginning = run.get_config(step), run.find_start(step)
     if world_size is None:
         _check_can_start(config, ranks, run.directory)
     elif world_size != ranks:
@@ -233,15 +237,15 @@ def build_request(
         )
     directory = output_directory / "run"
     directory.mkdir()
-    if run.paths.reference.is_file():
+    if run.paths.reference_log_probs.is_file():
         own = RunDirectory(directory)
-        own.claim()  # the copy counts as the replay's own, which may be replaced
-        shutil.copy2(run.paths.reference, own.reference)
+        own.record_created_names()  # the copy counts as the replay's own, which may be replaced
+        shutil.copy2(run.paths.reference_log_probs, own.reference_log_probs)
     changes = {
         "output_dir": str(directory),
         "overwrite": True,
         "nproc": ranks,
-        "resume": ResumeConfig.model_validate({"from": NEVER, "allow": config.resumption.allow}),
+        "resume": ResumeConfig.model_validate({"from": NEVER, "allow": config.resume_config.allow}),
         "checkpoint": CheckpointConfig(),
         "trackers": [],
         "profile": None,
@@ -249,9 +253,15 @@ def build_request(
         "elastic": None,
         "launch": None,
     }
-    went_back = run.went_back(beginning)
+    went_back = run.find_rollbacks(beginning)
     return ReplayRequest(
-        config.model_copy(update=changes), ranks, step, beginning, output_directory, went_back, keeps=saves_tensors
+        config.model_copy(update=changes),
+        ranks,
+        step,
+        beginning,
+        output_directory,
+        went_back,
+        saves_tensors=saves_tensors,
     )
 
 
@@ -285,7 +295,7 @@ def to_single_process(request: ReplayRequest) -> ReplayRequest:
         "micro_batch_size": config.micro_batch_size or max(1, config.batch_size // degrees.dp),
     }
     layout = (config, request.world_size)
-    return replace(request, config=config.model_copy(update=changes), world_size=1, layout=layout)
+    return replace(request, config=config.model_copy(update=changes), world_size=1, original_layout=layout)
 
 
 def to_float64(request: ReplayRequest) -> ReplayRequest:
@@ -296,7 +306,7 @@ def to_float64(request: ReplayRequest) -> ReplayRequest:
         "strategy_config": _drop_dtype_options(config.strategy_config),
         "wrapper_config": {name: _drop_dtype_options(each) for name, each in config.wrapper_config.items()},
     }
-    return replace(request, config=config.model_copy(update=changes), changed=(*request.changed, "dtype"))
+    return replace(request, config=config.model_copy(update=changes), changed_keys=(*request.changed_keys, "dtype"))
 
 
 def _drop_dtype_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,7 +322,9 @@ def disable_dropout(request: ReplayRequest, model: Mapping[str, Any]) -> ReplayR
         section["peft"] = {**adapter, "lora_dropout": 0.0}
         found = [*found, "peft"]
     return replace(
-        request, config=request.config.model_copy(update={"model": section}), changed=(*request.changed, *found)
+        request,
+        config=request.config.model_copy(update={"model": section}),
+        changed_keys=(*request.changed_keys, *found),
     )
 
 

@@ -40,30 +40,30 @@ class AllRanksSampler:
     """Draw the shares of all data ranks in one process; see `train.assembly.build_loop`."""
 
     def __init__(self, plan: PreparedRun, data_size: int, seed: int) -> None:
-        self.is_joined = needs_padding_mask(plan.model_config)
+        self.merges_microbatches = needs_padding_mask(plan.model_config)
         self._data_size, self._seed = data_size, seed
-        self._step, self._number, self._each = 0, 0, 1
+        self._step, self._num_forwards, self._microbatches_per_rank = 0, 0, 1
 
     def __call__(self, feed: TrainSampler, step: int) -> Sequence[Batch]:
-        shares = feed.shares(step)
-        self._step, self._number, self._each = step, 0, len(shares[0])
-        if self.is_joined:
+        shares = feed.read_local_batches(step)
+        self._step, self._num_forwards, self._microbatches_per_rank = step, 0, len(shares[0])
+        if self.merges_microbatches:
             alike = zip(*shares, strict=True)
             return [{name: torch.cat([each[name] for each in same]) for name in same[0]} for same in alike]
         return [batch for share in shares for batch in share]
 
     @contextmanager
-    def drawing(self, model: nn.Module) -> Iterator[None]:
+    def seed_per_rank(self, model: nn.Module) -> Iterator[None]:
         """Begin each share with the random numbers of its data rank."""
 
         def begin(module: nn.Module, *_: Any) -> None:
             # Not where a few tokens are tried.
-            if not module.training or self.is_joined:
+            if not module.training or self.merges_microbatches:
                 return
-            share, first = divmod(self._number, self._each)
+            share, first = divmod(self._num_forwards, self._microbatches_per_rank)
             if first == 0 and share < self._data_size:
                 torch.manual_seed(derive_step_seed(self._seed, self._step, share))
-            self._number += 1
+            self._num_forwards += 1
 
         handle = model.register_forward_pre_hook(begin)
         try:
@@ -77,20 +77,20 @@ class PeerSampler:
 
     def __init__(self, mesh: Mesh, seed: int) -> None:
         self._mesh, self._seed = mesh, seed
-        self.ahead = 0
+        self.rank_offset = 0
         self._drawn: tuple[int, list[list[Batch]]] = (-1, [])
 
     @property
     def data_rank(self) -> int:
-        return (self._mesh.data_rank + self.ahead) % self._mesh.data_size
+        return (self._mesh.data_rank + self.rank_offset) % self._mesh.data_size
 
     def __call__(self, feed: TrainSampler, step: int) -> Sequence[Batch]:
         # A source that is read while training gives each step once.
         if self._drawn[0] != step:
-            self._drawn = (step, feed.shares(step))
+            self._drawn = (step, feed.read_local_batches(step))
         return self._drawn[1][self.data_rank]
 
-    def begin(self, step: int) -> None:
+    def seed(self, step: int) -> None:
         """Draw the random numbers of the share's own rank from here on."""
         torch.manual_seed(derive_step_seed(self._seed, step, self.data_rank))
 
@@ -100,46 +100,46 @@ class _TensorHasher:
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = parts
-        self.found: list[Digest] = []
+        self.digests: list[Digest] = []
         self._handles: list[Any] = []
-        self._known: dict[int, Tensor] = {}
+        self._hooked_parameters: dict[int, Tensor] = {}
 
     def __enter__(self) -> _TensorHasher:
         for part in self._parts:
             for name, module in part.named_modules():
-                self._handles.append(module.register_forward_pre_hook(self._watching(name)))
-                self._handles.append(module.register_forward_hook(self._noting(name)))
+                self._handles.append(module.register_forward_pre_hook(self._make_parameter_hook(name)))
+                self._handles.append(module.register_forward_hook(self._make_output_hook(name)))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _watching(self, name: str) -> Any:
+    def _make_parameter_hook(self, name: str) -> Any:
         def watch(module: nn.Module, *_: Any) -> None:
             if not (module.training and torch.is_grad_enabled()):
                 return
             # Parameters as they are in the forward: unsharded, where a strategy holds a shard between steps.
             for own, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and id(parameter) not in self._known:
-                    self._known[id(parameter)] = parameter
+                if parameter.requires_grad and id(parameter) not in self._hooked_parameters:
+                    self._hooked_parameters[id(parameter)] = parameter
                     full = f"{GRADIENT_PREFIX} {name}.{own}" if name else f"{GRADIENT_PREFIX} {own}"
-                    self._handles.append(parameter.register_hook(partial(self._note, full)))
+                    self._handles.append(parameter.register_hook(partial(self._hash_tensor, full)))
 
         return watch
 
-    def _noting(self, name: str) -> Any:
+    def _make_output_hook(self, name: str) -> Any:
         def note(module: nn.Module, _: Any, output: Any) -> None:
             first = get_first_output(output)
             if module.training and type(first) in TENSOR_TYPES:
-                self._note(f"{OUTPUT_PREFIX} {name or type(module).__name__}", first)
+                self._hash_tensor(f"{OUTPUT_PREFIX} {name or type(module).__name__}", first)
 
         return note
 
-    def _note(self, name: str, tensor: Tensor) -> None:
+    def _hash_tensor(self, name: str, tensor: Tensor) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         plain = local.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-        self.found.append((name, hashlib.blake2b(plain.numpy().tobytes(), digest_size=16).hexdigest()))
+        self.digests.append((name, hashlib.blake2b(plain.numpy().tobytes(), digest_size=16).hexdigest()))
 
 
 def get_first_output(output: Any) -> Any:
@@ -151,7 +151,7 @@ def compare_ranks(manager: StrategyManager, loop: Loop, step: int, sampler: Peer
     """Return what `judged` finds of a step's batches; nothing is trained. Collective."""
     passes: list[tuple[Digest, ...]] = []
     for ahead in (0, 1, 0):
-        sampler.ahead = ahead
+        sampler.rank_offset = ahead
         passes.append(_hash_pass(manager, loop, step, sampler))
     mesh = manager.mesh
     place = mesh.axis_rank("cp"), mesh.axis_rank("tp")
@@ -166,13 +166,13 @@ def _hash_pass(manager: StrategyManager, loop: Loop, step: int, sampler: PeerSam
     if not callable(batches := loop.batches):
         return ()
     microbatches = batches(step)
-    num_tokens = manager.announce(microbatches, objective=loop.objective)
-    sampler.begin(step)
+    num_tokens = manager.begin_step_sync(microbatches, objective=loop.objective)
+    sampler.seed(step)
     with _TensorHasher(manager.model_parts) as digests:
         loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)
-        manager.read(loss)
+        manager.read_scalars(loss)
     manager.optimizer.zero_grad(set_to_none=True)
-    return tuple(digests.found)
+    return tuple(digests.digests)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class RankDigests:
     rank: int
     data_rank: int
     stage: int
-    place: tuple[int, ...]
+    position: tuple[int, ...]
     own: tuple[Digest, ...]
     other: tuple[Digest, ...]
     again: tuple[Digest, ...]
@@ -190,8 +190,8 @@ class RankDigests:
 
 def find_suspects(digests: Sequence[RankDigests], data_size: int) -> dict[str, Any]:
     """Return who computes wrongly, as values of JSON; see [Note: who is wrong]."""
-    by_place = {(each.data_rank, each.stage, each.place): each for each in digests}
-    parts = sorted({(each.stage, each.place) for each in digests})
+    by_place = {(each.data_rank, each.stage, each.position): each for each in digests}
+    parts = sorted({(each.stage, each.position) for each in digests})
     unsteady = [each for each in digests if _first_mismatch(each.own, each.again) is not None]
     shares: dict[int, tuple[RankDigests, RankDigests, str]] = {}
     for share in range(data_size):

@@ -27,7 +27,7 @@ _EXPECTED_PRECISION = {
 
 def render_replay(replayed: ReplayResult) -> Group:
     """Render the numbers of a step next to those that were written, and what follows from them."""
-    done, checkpoint = replayed.beginning
+    done, checkpoint = replayed.start
     begun = f"from {checkpoint}" if checkpoint else "from the beginning of the run"
     steps = replayed.step - done
     headline = parse_markup(
@@ -40,7 +40,7 @@ def render_replay(replayed: ReplayResult) -> Group:
     for each in replayed.values:
         table.add_row(
             each.name.replace("_", " "),
-            _format_number(each.written),
+            _format_number(each.recorded),
             _format_number(each.replayed),
             _format_difference(each),
         )
@@ -55,9 +55,9 @@ def render_replay(replayed: ReplayResult) -> Group:
 def _format_difference(value: ReplayedValue) -> str | Text:
     if value.is_same:
         return "the same, bit for bit"
-    if value.written is None or value.replayed is None:
+    if value.recorded is None or value.replayed is None:
         return parse_markup("[bold]only one[/bold]")
-    return f"{abs(value.written - value.replayed):.3g} apart, relatively {value.apart:.2g}"
+    return f"{abs(value.recorded - value.replayed):.3g} apart, relatively {value.relative_difference:.2g}"
 
 
 def _format_number(value: float | None) -> str:
@@ -82,12 +82,12 @@ def _describe_verdict(replayed: ReplayResult) -> Iterator[str]:
 
 
 def _describe_ranks(replayed: ReplayResult) -> Iterator[str]:
-    found = replayed.shares
+    found = replayed.rank_comparison
     if found is None:
         return
-    if replayed.is_sound:
+    if replayed.has_consistent_ranks:
         yield (
-            f"The work of data rank {replayed.asked}, and of all others, comes to the same bits on another rank: "
+            f"The work of data rank {replayed.compared_rank}, and of all others, comes to the same bits on another rank: "
             f"{found['compared']} outputs and gradients on each. No rank is suspect."
         )
         return
@@ -124,10 +124,10 @@ def render_diff(diff: RunDiff) -> Group:
 
 
 def _describe_metrics(diff: RunDiff) -> Iterator[str]:
-    first, last = diff.course.steps
-    parted = diff.parted
+    first, last = diff.metrics.steps
+    parted = diff.first_divergence
     if parted is None:
-        largest = max(diff.course.largest.get(name, 0.0) for name in ("loss", "grad_norm"))
+        largest = max(diff.metrics.largest_differences.get(name, 0.0) for name in ("loss", "grad_norm"))
         apart = f"to {_format_relative(largest)}, relatively" if largest else "bit for bit"
         yield f"[bold]They agree[/bold] in steps {first} to {last}: losses and norms {apart}."
         return
@@ -140,21 +140,21 @@ def _describe_metrics(diff: RunDiff) -> Iterator[str]:
     )
     if not meaning:
         yield _describe_divergence(parted)
-    for directory, step in zip(diff.runs, diff.resumed, strict=True):
+    for directory, step in zip(diff.runs, diff.resumed_after, strict=True):
         if step is not None:
             yield f"{escape_markup(directory)} went on after step {step} (events.jsonl), and has done step {parted.step} since"
-    for other in diff.course.parted[1:]:
+    for other in diff.metrics.divergences[1:]:
         yield f"then {_format_name(other).lower()} at step {other.step}: {_format_number(other.one)} against {_format_number(other.other)}"
 
 
 def _describe_divergence(divergence: Divergence) -> str:
     if divergence.is_jump:
         return (
-            f"It is a jump: {_format_relative(divergence.apart)} apart, relatively, and {_format_relative(divergence.before)} at most "
+            f"It is a jump: {_format_relative(divergence.relative_difference)} apart, relatively, and {_format_relative(divergence.max_before)} at most "
             f"before. Rounding does not do that."
         )
     return (
-        f"It is rounding that has grown: apart since step {divergence.first}, by {_format_relative(divergence.before)} at most "
+        f"It is rounding that has grown: apart since step {divergence.first_step}, by {_format_relative(divergence.max_before)} at most "
         f"before step {divergence.step}. Where training is at the edge of stability, that is no error. To know, "
         f"compare in float64: --float64."
     )
@@ -170,23 +170,23 @@ def _format_name(divergence: Divergence) -> str:
 def _describe_step(diff: RunDiff) -> Iterator[str]:
     step = diff.replayed
     if step is None:
-        if diff.why_not:
-            yield f"No step was done again: {escape_markup(diff.why_not)}"
+        if diff.unavailable_reason:
+            yield f"No step was done again: {escape_markup(diff.unavailable_reason)}"
         return
     mode = f" ({escape_markup(step.mode)})" if step.mode else ""
     yield f"\n[bold]step {step.step}, done again in both layouts[/bold]{mode}"
-    for directory, begun in zip(diff.runs, step.beginnings, strict=True):
+    for directory, begun in zip(diff.runs, step.starts, strict=True):
         yield f"  {escape_markup(directory)} from {escape_markup(begun)}"
-    rows = "the same" if step.same_rows else "[bold]differ[/bold]: the data, or their order"
+    rows = "the same" if step.has_same_rows else "[bold]differ[/bold]: the data, or their order"
     yield f"  rows of the step        {rows}"
-    yield f"  parameters before it    {_describe_tensors(step.before)}"
+    yield f"  parameters before it    {_describe_tensors(step.parameters_before)}"
     outputs = f"not compared: {escape_markup(step.reason)}" if step.outputs is None else _describe_tensors(step.outputs)
     yield f"  outputs of modules      {outputs}"
     for name, (one, other) in step.values.items():
         apart = "the same" if one == other else f"{_format_number(one)} against {_format_number(other)}"
         yield f"  {name.replace('_', ' '):<23} {apart}"
     yield f"  gradients, not clipped  {_describe_tensors(step.gradients)}"
-    yield f"  parameters behind it    {_describe_tensors(step.after)}"
+    yield f"  parameters behind it    {_describe_tensors(step.parameters_after)}"
     yield _describe_conclusion(step)
 
 
@@ -194,20 +194,22 @@ def _describe_tensors(diffs: TensorDiffs) -> str:
     first, furthest = diffs.first, diffs.largest
     if first is None:
         most = furthest.relative if furthest is not None else 0.0
-        return f"the same in all {diffs.count}, " + (f"to {_format_relative(most)}" if most else "bit for bit")
-    told = first.why or f"relatively {_format_relative(first.relative)}, absolutely {_format_relative(first.absolute)}"
+        return f"the same in all {diffs.num_tensors}, " + (f"to {_format_relative(most)}" if most else "bit for bit")
+    told = (
+        first.reason or f"relatively {_format_relative(first.relative)}, absolutely {_format_relative(first.absolute)}"
+    )
     more = (
         f"; furthest apart is {escape_markup(furthest.name)}, by {_format_relative(furthest.relative)}"
         if furthest
         else ""
     )
-    return f"[bold]{diffs.beyond} of {diffs.count} differ, first {escape_markup(first.name)}[/bold]: {escape_markup(told)}{more}"
+    return f"[bold]{diffs.num_beyond_tolerance} of {diffs.num_tensors} differ, first {escape_markup(first.name)}[/bold]: {escape_markup(told)}{more}"
 
 
 def _describe_conclusion(step: StepComparison) -> str:
-    if not step.same_rows:
+    if not step.has_same_rows:
         return "The two steps had other data: look at data, seed and batch_size of the run files."
-    if step.before.first is not None:
+    if step.parameters_before.first is not None:
         return "The parameters differ before the step: what parts them is earlier, or in what was loaded."
     if step.outputs is not None and step.outputs.first is not None:
         return f"From the same rows and parameters, {escape_markup(step.outputs.first.name)} is the first to compute otherwise."
@@ -216,7 +218,7 @@ def _describe_conclusion(step: StepComparison) -> str:
             f"Forward is the same, and the gradient of {escape_markup(step.gradients.first.name)} is not: backward, or how "
             f"gradients are summed over ranks and microbatches, differs."
         )
-    if step.after.first is not None:
+    if step.parameters_after.first is not None:
         return (
             "The gradients are the same, and the parameters behind the step are not: rates, clipping or the optimizer."
         )

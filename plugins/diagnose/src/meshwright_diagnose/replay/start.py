@@ -60,16 +60,16 @@ class ReplayedValue:
     """A number of a step, as it was written and as it has come again."""
 
     name: str
-    written: float | None
+    recorded: float | None
     replayed: float | None
 
     @property
     def is_same(self) -> bool:
-        return _is_same(self.written, self.replayed)
+        return _is_same(self.recorded, self.replayed)
 
     @property
-    def apart(self) -> float:
-        return relative_difference(self.written, self.replayed)
+    def relative_difference(self) -> float:
+        return relative_difference(self.recorded, self.replayed)
 
 
 def _is_same(one: float | None, other: float | None) -> bool:
@@ -93,28 +93,30 @@ class ReplayResult:
     step: int
     strategy: str
     mesh: str
-    beginning: tuple[int, str]  # how many steps were done before, and the checkpoint; "": the beginning of the run
+    start: tuple[int, str]  # how many steps were done before, and the checkpoint; "": the beginning of the run
     values: tuple[ReplayedValue, ...]
     tolerance: float  # relative, of its values; 0: bit for bit
     precision: str
-    shares: Mapping[str, Any] | None = None
-    asked: int | None = None
+    rank_comparison: Mapping[str, Any] | None = None
+    compared_rank: int | None = None
     note: str = ""
 
     @property
     def is_same(self) -> bool:
-        return all(each.apart <= self.tolerance if self.tolerance else each.is_same for each in self.values)
+        return all(
+            each.relative_difference <= self.tolerance if self.tolerance else each.is_same for each in self.values
+        )
 
     @property
-    def is_sound(self) -> bool:
+    def has_consistent_ranks(self) -> bool:
         """Whether no share of a rank has come out in two ways."""
-        return self.shares is None or not (self.shares["shares"] or self.shares["unsteady"])
+        return self.rank_comparison is None or not (self.rank_comparison["shares"] or self.rank_comparison["unsteady"])
 
     @property
     def exit_code(self) -> int:
-        return 0 if self.is_same and self.is_sound else 1
+        return 0 if self.is_same and self.has_consistent_ranks else 1
 
-    def as_values(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
         step, checkpoint = values.pop("beginning")
         asked = values.pop("asked")
@@ -122,7 +124,7 @@ class ReplayResult:
             **values,
             "from": {"step": step, "checkpoint": checkpoint or None},
             "values": {
-                each.name: {"written": each.written, "replayed": each.replayed, "is_same": each.is_same}
+                each.name: {"written": each.recorded, "replayed": each.replayed, "is_same": each.is_same}
                 for each in self.values
             },
             "is_same": self.is_same,
@@ -158,19 +160,19 @@ def replay_step(
             order, note = _prepare_rank_comparison(order, compare_rank, degrees.dp)
         found = (runner or partial(run_request, show_traceback=show_traceback))(order)
     replayed = found["values"]
-    written = collect_values(run.result(step))
-    precision = find_precision(run.config_of(step) if single else order.config)
+    written = collect_values(run.get_result(step))
+    precision = find_precision(run.get_config(step) if single else order.config)
     return ReplayResult(
         run=str(directory),
         step=step,
         strategy=found["strategy"],
         mesh=found["mesh"],
-        beginning=(order.beginning.step, str(order.beginning.checkpoint or "")),
+        start=(order.start.completed_steps, str(order.start.checkpoint or "")),
         values=tuple(ReplayedValue(name, written.get(name), replayed.get(name)) for name in {**written, **replayed}),
         tolerance=TOLERANCES[precision] if single or note else 0.0,
         precision=precision,
-        shares=found.get("shares"),
-        asked=compare_rank,
+        rank_comparison=found.get("shares"),
+        compared_rank=compare_rank,
         note=note,
     )
 
@@ -186,10 +188,10 @@ def _prepare_rank_comparison(request: ReplayRequest, rank: int, data_size: int) 
         raise ConfigError(f"--compare-rank {rank} is none of the data ranks of the run, 0 to {data_size - 1}.")
     options = request.config.strategy_config
     if not options.get("enable_compile"):
-        return replace(request, compares=True), ""
+        return replace(request, compares_ranks=True), ""
     config = request.config.model_copy(update={"strategy_config": {**options, "enable_compile": False}})
     note = "Blocks are not compiled here, as they were in the run: compiled ones call no hooks within them."
-    return replace(request, config=config, compares=True), note
+    return replace(request, config=config, compares_ranks=True), note
 
 
 if TYPE_CHECKING:
@@ -204,31 +206,37 @@ def replay_on_rank(store: Store | None, request: ReplayRequest) -> None:
     timeout_s = config.timeout_s
     with heartbeat(timeout_s), open_world(config.device, store=store, timeout_s=timeout_s) as world:
         commit = download_model(config.model, world)
-        plan = world.together(lambda: preflight(config, world.size, commit=commit))
-        plan = replace(plan, rows=replace(plan.rows, held_out={}))  # nothing is evaluated
+        plan = world.run_on_all_ranks(lambda: preflight(config, world.size, commit=commit))
+        plan = replace(plan, datasets=replace(plan.datasets, eval_sets={}))  # nothing is evaluated
         found = _replay_steps(request, plan, world)
         if world.rank == 0:
-            (request.out / RESULT_FILE).write_text(json.dumps(found), encoding="utf-8")
+            (request.output_directory / RESULT_FILE).write_text(json.dumps(found), encoding="utf-8")
         # A rank that leaves first would take connections with it that others may still need.
         world.reduce_ints([0])
-    request.found.append(found)
+    request.results.append(found)
 
 
 def _replay_steps(request: ReplayRequest, plan: PreparedRun, world: World) -> dict[str, Any]:
     setting = _build_setup(request, plan, _find_source(request, plan, world), world)
     manager, loop = setting.manager, setting.loop
-    found: dict[str, Any] = {"strategy": str(plan.stack), "mesh": str(plan.degrees)}
-    bad_steps = BadStepDetector(loop.on_bad_step, (loop.state or {}).get(BAD_STEPS_KEY))
+    found: dict[str, Any] = {"strategy": str(plan.strategy_stack), "mesh": str(plan.degrees)}
+    bad_steps = BadStepDetector(loop.on_bad_step, (loop.resume_state or {}).get(BAD_STEPS_KEY))
     with ExitStack() as held:
-        if setting.all_shares is not None:
-            held.enter_context(setting.all_shares.drawing(manager.model_parts[0]))
-        for step in range(loop.start, request.step):
+        if setting.all_ranks_sampler is not None:
+            held.enter_context(setting.all_ranks_sampler.seed_per_rank(manager.model_parts[0]))
+        for step in range(loop.start_step, request.step):
             is_last = step == request.step - 1
             # From where the run went back to, it has left out batches.
-            bad_steps.left_out += sum(each.batches for each in request.went_back if each.to == step)
-            if is_last and setting.shared is not None:
-                found["shares"] = compare_ranks(manager, loop, step + bad_steps.left_out, setting.shared)
-            result = (_run_and_save_step if is_last and request.keeps else _run_step)(request, setting, step, bad_steps)
+            bad_steps.num_skipped_batches += sum(
+                each.skipped_batches for each in request.rollbacks if each.to_step == step
+            )
+            if is_last and setting.peer_sampler is not None:
+                found["shares"] = compare_ranks(
+                    manager, loop, step + bad_steps.num_skipped_batches, setting.peer_sampler
+                )
+            result = (_run_and_save_step if is_last and request.saves_tensors else _run_step)(
+                request, setting, step, bad_steps
+            )
     return {**found, "values": collect_values(result)}
 
 
@@ -239,8 +247,8 @@ class _ReplaySetup:
     manager: StrategyManager
     loop: Loop
     optimizers: RecordingOptimizerFactory
-    all_shares: AllRanksSampler | None
-    shared: PeerSampler | None
+    all_ranks_sampler: AllRanksSampler | None
+    peer_sampler: PeerSampler | None
 
 
 def _run_step(
@@ -272,21 +280,21 @@ def _run_and_save_step(
 
     def look(moment: str) -> None:
         if moment == "whole":
-            save_gradients(manager, setup.optimizers, request.out / "gradients")
+            save_gradients(manager, setup.optimizers, request.output_directory / "gradients")
 
-    save_parameters(manager, request.out / "before")
+    save_parameters(manager, request.output_directory / "before")
     with OutputRecorder(manager) as outputs:
         result = _run_step(request, setup, step, bad_steps, loop=replace(setup.loop, batches=drawing), look=look)
-    save_parameters(manager, request.out / "after")
-    outputs.save(request.out, drawn)
+    save_parameters(manager, request.output_directory / "after")
+    outputs.save(request.output_directory, drawn)
     return result
 
 
 def _build_setup(request: ReplayRequest, plan: PreparedRun, source: ResumePoint | None, world: World) -> _ReplaySetup:
     """The run's manager and loop, as `train.run` makes them. Collective."""
     config, mesh = request.config, Mesh(plan.degrees, world)
-    manager = plan.stack.build(mesh)
-    model, weights = world.together(
+    manager = plan.strategy_stack.build(mesh)
+    model, weights = world.run_on_all_ranks(
         lambda: build_run_model(config.model, plan.model, plan.model_config, seed=config.seed)
     )
     manager.parallelize(model, weights)
@@ -294,11 +302,11 @@ def _build_setup(request: ReplayRequest, plan: PreparedRun, source: ResumePoint 
     plan = load_initial_weights(manager, plan, source, create_console(quiet=True))
     optimizers = RecordingOptimizerFactory(config.optimizer)
     place = all_shares = shared = None
-    if request.layout is not None:
-        degrees = resolve_degrees(*request.layout)
+    if request.original_layout is not None:
+        degrees = resolve_degrees(*request.original_layout)
         place = build_data_shard(degrees, plan.micro_batch_size, 0)
         all_shares = AllRanksSampler(plan, degrees.dp, config.seed)
-    elif request.compares:
+    elif request.compares_ranks:
         shared = PeerSampler(mesh, config.seed)
     draw = all_shares or shared
     loop = build_loop(manager, plan, source, factory=optimizers, shard=place, draw_batches=draw)
@@ -306,18 +314,22 @@ def _build_setup(request: ReplayRequest, plan: PreparedRun, source: ResumePoint 
 
 
 def _find_source(request: ReplayRequest, plan: PreparedRun, world: World) -> ResumePoint | None:
-    directory = request.beginning.checkpoint
+    directory = request.start.checkpoint
     if directory is None:
         return None
-    manifest = world.together(lambda: read_manifest(directory))
+    manifest = world.run_on_all_ranks(lambda: read_manifest(directory))
     saved = (manifest.extra.get("identity") or {}).get("model") or {}
     # What the replay has changed is as it was; see [Note: what is changed] in `order`.
-    model = {**plan.identity["model"], **{key: saved[key] for key in request.changed if key in saved}}
+    model = {**plan.identity["model"], **{key: saved[key] for key in request.changed_keys if key in saved}}
     identity = {**plan.identity, "model": model}
-    changed = world.together(lambda: find_changed_settings(directory, manifest, identity, request.config, plan.steps))
+    changed = world.run_on_all_ranks(
+        lambda: find_changed_settings(directory, manifest, identity, request.config, plan.num_steps)
+    )
     if manifest.step >= request.step:
         raise CheckpointError(f"{directory} is of step {manifest.step}, which is not before step {request.step}.")
-    return ResumePoint(directory, manifest, named=None, changed=changed, keeps=-1, metrics=None)
+    return ResumePoint(
+        directory, manifest, resumed_from=None, changed_settings=changed, keep_until_step=-1, metrics_storage=None
+    )
 
 
 def run_request(request: ReplayRequest, *, show_traceback: bool = False) -> dict[str, Any]:
@@ -331,7 +343,7 @@ def run_request(request: ReplayRequest, *, show_traceback: bool = False) -> dict
             code = launch_ranks(replay_on_rank, (request,), nproc=request.world_size, show_traceback=show_traceback)
     if code:
         raise SystemExit(code)
-    if request.found:
-        return request.found[-1]
-    found: dict[str, Any] = json.loads((request.out / RESULT_FILE).read_text(encoding="utf-8"))
+    if request.results:
+        return request.results[-1]
+    found: dict[str, Any] = json.loads((request.output_directory / RESULT_FILE).read_text(encoding="utf-8"))
     return found

@@ -45,21 +45,21 @@ _KEY = "meshwright_gradient"
 class RecordingOptimizerFactory(ConfiguredOptimizer):
     """The factory of a run file's optimizer, which keeps what it has `made`: one for each part of the model here."""
 
-    made: list[Optimizer]
+    optimizers: list[Optimizer]
 
-    def for_model(self, trained: Mapping[str, ParamTraits]) -> OptimizerFactory:
-        make, self.made = super().for_model(trained), getattr(self, "made", [])
+    def bind_to_model(self, trained: Mapping[str, ParamTraits]) -> OptimizerFactory:
+        make, self.optimizers = super().bind_to_model(trained), getattr(self, "optimizers", [])
 
         def factory(named: object) -> Optimizer:
-            self.made.append(make(named))  # type: ignore[arg-type]
-            return self.made[-1]
+            self.optimizers.append(make(named))  # type: ignore[arg-type]
+            return self.optimizers[-1]
 
         return factory
 
 
 def save_gradients(manager: StrategyManager, optimizers: RecordingOptimizerFactory, directory: Path) -> None:
     """Save the gradients that the optimizers are about to step with, zeros where there is none. Collective."""
-    members = [member for each in optimizers.made for member in get_members(each)]
+    members = [member for each in optimizers.optimizers for member in get_members(each)]
     stepped = [(each, p) for each in members for group in each.param_groups for p in group["params"]]
     for optimizer, parameter in stepped:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -110,7 +110,7 @@ class OutputRecorder:
             for name, module in part.named_modules()
             if name and not (in_stages and next(module.parameters(), None) is None)
         }
-        self._found: dict[str, list[Tensor]] = defaultdict(list)
+        self._outputs: dict[str, list[Tensor]] = defaultdict(list)
         self._calls = dict.fromkeys(range(len(self._parts)), 0)
         self._bytes = 0
         self._handles: list[Any] = []
@@ -118,26 +118,26 @@ class OutputRecorder:
 
     def __enter__(self) -> OutputRecorder:
         for number, part in enumerate(self._parts if not self.reason else ()):
-            self._handles.append(part.register_forward_pre_hook(self._counting(number)))
+            self._handles.append(part.register_forward_pre_hook(self._make_call_counter(number)))
             for module in part.modules():
                 if id(module) in self._names:
-                    self._handles.append(module.register_forward_hook(self._noting(number)))
+                    self._handles.append(module.register_forward_hook(self._make_output_hook(number)))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _counting(self, number: int) -> Any:
+    def _make_call_counter(self, number: int) -> Any:
         def count(module: nn.Module, *_: Any) -> None:
             self._calls[number] += module.training
 
         return count
 
-    def _noting(self, number: int) -> Any:
+    def _make_output_hook(self, number: int) -> Any:
         def note(module: nn.Module, _: Any, output: Any) -> None:
             first = get_first_output(output)
-            found = self._found[self._names[id(module)]]
+            found = self._outputs[self._names[id(module)]]
             # What is recomputed is kept already.
             if not module.training or len(found) >= self._calls[number] or type(first) not in TENSOR_TYPES:
                 return
@@ -146,7 +146,7 @@ class OutputRecorder:
             self._bytes += first.nbytes
             if self._bytes > MAX_OUTPUT_BYTES:
                 self.reason = f"outputs take more than {MAX_OUTPUT_BYTES >> 20} MiB on a rank"
-                self._found.clear()
+                self._outputs.clear()
                 return
             found.append(first.detach().to("cpu", copy=True))
 
@@ -156,7 +156,7 @@ class OutputRecorder:
         """Save them in a file of this rank, with the rows of its microbatches."""
         mesh = self._mesh
         rows = [torch.stack(pair) for batch in drawn for pair in zip(batch["input_ids"], batch["labels"], strict=True)]
-        outputs = {} if self.reason else {name: _join_rows(each, len(rows)) for name, each in self._found.items()}
+        outputs = {} if self.reason else {name: _join_rows(each, len(rows)) for name, each in self._outputs.items()}
         saved = {
             "data_rank": mesh.data_rank,
             "tp": mesh.axis_rank("tp"),
@@ -242,17 +242,17 @@ class TensorDiff:
     name: str
     absolute: float
     relative: float
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class TensorDiffs:
     """Of `count` tensors in the order of the model: how many are beyond the tolerance, the first, and the largest."""
 
-    count: int
+    num_tensors: int
     first: TensorDiff | None
     largest: TensorDiff | None
-    beyond: int
+    num_beyond_tolerance: int
 
 
 def compare_tensors(name: str, one: Tensor, other: Tensor) -> TensorDiff:

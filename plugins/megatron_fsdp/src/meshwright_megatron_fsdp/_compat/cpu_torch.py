@@ -65,7 +65,7 @@ class _TorchProxy(types.ModuleType):
     def __init__(self, module: Any, **overrides: Any) -> None:
         super().__init__(module.__name__)
         self.__dict__.update(overrides)
-        self._inner = module
+        self._module = module
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_inner"], name)

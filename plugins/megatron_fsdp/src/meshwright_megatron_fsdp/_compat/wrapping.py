@@ -50,11 +50,11 @@ def wrap_model(
     used = {parameter.dtype for parameter in model.parameters()} | {policy.main_params_dtype, policy.main_grads_dtype}
     with (
         allow_float64_buffers() if torch.float64 in used else nullcontext(),
-        nullcontext() if mesh.world.computes else _skip_shard_checks(),
+        nullcontext() if mesh.world.is_real else _skip_shard_checks(),
     ):
         fsdp = _build_wrapper_class()(
             model,
-            _build_distributed_index(mesh, shards_outer=config.shards_outer),
+            _build_distributed_index(mesh, shards_outer=config.is_outer_sharded),
             theirs,
             policy,
             # Without units, it has no buffers for them.
@@ -172,8 +172,8 @@ def _build_ddp_config(config: MegatronFSDPConfig) -> Any:
     return import_submodule("megatron_fsdp").DistributedDataParallelConfig(
         overlap_grad_reduce=True,
         bucket_size=_BUCKET_NUMEL,
-        data_parallel_sharding_strategy=ZERO_STAGES[config.zero],
-        outer_dp_sharding_strategy="optim" if config.shards_outer else "no_shard",
+        data_parallel_sharding_strategy=ZERO_STAGES[config.zero_stage],
+        outer_dp_sharding_strategy="optim" if config.is_outer_sharded else "no_shard",
         overlap_param_gather=config.overlap_param_gather,
         average_in_collective=config.average_in_collective,
         gradient_reduce_div_fusion=config.gradient_reduce_div_fusion,

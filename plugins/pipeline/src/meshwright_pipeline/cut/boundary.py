@@ -30,12 +30,12 @@ class SymbolicDim:
     """The size of one dim: `constant + factor * of`, where `of` is "B", the sequences of a microbatch, "S", its length,
     "BS", the product, or ""."""
 
-    of: str = ""
+    base: str = ""
     factor: int = 0
     constant: int = 0
 
     def size(self, batch: int, length: int) -> int:
-        return self.constant + self.factor * _base_sizes(batch, length)[self.of]
+        return self.constant + self.factor * _base_sizes(batch, length)[self.base]
 
 
 def _base_sizes(batch: int, length: int) -> dict[str, int]:
@@ -86,30 +86,30 @@ class ModelPartition:
 
     blocks: tuple[str, ...]
     """In the order in which they run."""
-    outside: Mapping[str, frozenset[int]]
+    outside_modules: Mapping[str, frozenset[int]]
     """For each module outside of the blocks with parameters of its own: after how many blocks it runs, if at all."""
-    outputs: Mapping[str, tuple[tuple[SymbolicDim, ...], torch.dtype]]
+    outside_outputs: Mapping[str, tuple[tuple[SymbolicDim, ...], torch.dtype]]
     """Of those that return one tensor."""
-    kept: frozenset[str]
+    replicated_modules: frozenset[str]
     """Those without a parameter that trains, such as tables of positions; every stage holds them."""
-    loose: tuple[str, ...]
+    container_parameters: tuple[str, ...]
     """Parameters of modules that contain the blocks; the first stage holds them."""
-    widths: Mapping[str, int | None]
+    output_lengths: Mapping[str, int | None]
     """For each block, the length of the tuple that it returns; None where it returns a tensor."""
-    crossings: Mapping[int, tuple[BoundaryTensor, ...]] = field(default_factory=dict)
+    boundary_tensors: Mapping[int, tuple[BoundaryTensor, ...]] = field(default_factory=dict)
     """By the index of the block behind the boundary."""
-    in_place: bool = False
+    writes_in_place: bool = False
 
-    def runs_in(self, module: str, stage: range) -> bool:
+    def runs_on_stage(self, module: str, stage: range) -> bool:
         """Whether a stage runs a module outside of the blocks on real values, and so must hold it."""
-        if module in self.kept:
+        if module in self.replicated_modules:
             return True
-        positions = self.outside[module] or {0}
+        positions = self.outside_modules[module] or {0}
         return any(stage.start < each <= stage.stop or each == stage.start == 0 for each in positions)
 
-    def boundary(self, stage: range) -> StageBoundary:
-        entering, leaving = self.crossings.get(stage.start, ()), self.crossings.get(stage.stop, ())
-        return StageBoundary(entering, leaving, writes_in_place=self.in_place)
+    def build_boundary(self, stage: range) -> StageBoundary:
+        entering, leaving = self.boundary_tensors.get(stage.start, ()), self.boundary_tensors.get(stage.stop, ())
+        return StageBoundary(entering, leaving, writes_in_place=self.writes_in_place)
 
 
 def find_hidden_states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorPath:
@@ -173,36 +173,36 @@ class StageBoundary:
         *,
         writes_in_place: bool = False,
     ) -> None:
-        self.entering, self.leaving, self.in_place = tuple(inputs), tuple(outputs), writes_in_place
-        self.size: tuple[int, int] = (0, 0)
+        self.inputs, self.outputs, self.writes_in_place = tuple(inputs), tuple(outputs), writes_in_place
+        self.batch_shape: tuple[int, int] = (0, 0)
         """Sequences of the microbatch, and their length."""
         self.device = torch.device("cpu")
         self.received: tuple[Tensor, ...] = ()
-        self.early: dict[str, Tensor] = {}
+        self.pre_block_outputs: dict[str, Tensor] = {}
         """By the name of its module: what was computed before the first block and crosses."""
 
-    def start(self, batch: Batch, received: Sequence[Tensor] = ()) -> None:
+    def begin_forward(self, batch: Batch, received: Sequence[Tensor] = ()) -> None:
         """Begin with a microbatch, and the tensors of `entering`; none for the first stage."""
         ids = batch["input_ids"]
         batch_size, length = ids.shape
-        self.size, self.device, self.received = (batch_size, length), ids.device, tuple(received)
-        pairs = zip(self.entering, self.received, strict=bool(received))
-        self.early = {each.source: tensor for each, tensor in pairs if isinstance(each.source, str)}
+        self.batch_shape, self.device, self.received = (batch_size, length), ids.device, tuple(received)
+        pairs = zip(self.inputs, self.received, strict=bool(received))
+        self.pre_block_outputs = {each.source: tensor for each, tensor in pairs if isinstance(each.source, str)}
 
-    def end(self) -> None:
-        self.received, self.early = (), {}
+    def end_forward(self) -> None:
+        self.received, self.pre_block_outputs = (), {}
 
-    def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def input_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pre-hook of the stage's first block: what was received takes its place among the arguments."""
         if not self.received:
             return None
         hidden = find_hidden_states(args, kwargs)
-        for each, new in zip(self.entering, self.received, strict=True):
+        for each, new in zip(self.inputs, self.received, strict=True):
             if isinstance(each.source, str):
                 continue
             path = each.source or hidden
             old = get_tensor_at((args, kwargs), path)
-            if old is not None and self.in_place and old.shape == new.shape and old.dtype == new.dtype:
+            if old is not None and self.writes_in_place and old.shape == new.shape and old.dtype == new.dtype:
                 old.copy_(new)
             elif old is not None and path == hidden:
                 # Under whatever names the block gets it.
@@ -212,18 +212,18 @@ class StageBoundary:
                 args, kwargs = set_tensor_at((args, kwargs), path, new)
         return args, kwargs
 
-    def sent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    def collect_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         """What leaves, from the arguments of the block behind the stage; of the shapes of `leaving`, in their order."""
         found = []
-        for each in self.leaving:
+        for each in self.outputs:
             if isinstance(each.source, str):
-                tensor = self.early.get(each.source)
+                tensor = self.pre_block_outputs.get(each.source)
             else:
                 tensor = get_tensor_at((args, kwargs), each.source or find_hidden_states(args, kwargs))
-            if tensor is None or tuple(tensor.shape) != each.shape(*self.size):
+            if tensor is None or tuple(tensor.shape) != each.shape(*self.batch_shape):
                 raise ModelError(
                     f"a stage of the pipeline sends {'nothing' if tensor is None else tuple(tensor.shape)}, where the "
-                    f"next expects {each.shape(*self.size)}. Set pp_size=1."
+                    f"next expects {each.shape(*self.batch_shape)}. Set pp_size=1."
                 )
             found.append(tensor)
         return tuple(found)

@@ -192,38 +192,38 @@ class PipelineCostModel:
     """What a plan needs to know of a model in stages; see `meshwright_plan.stages`."""
 
     config: PipelineConfig
-    blocks: tuple[int, ...]
+    blocks_per_stage: tuple[int, ...]
     """Of each stage."""
-    ranks: int
+    pp_size: int
     """Of the pipeline."""
 
-    def with_blocks(self, blocks: Sequence[int]) -> PipelineConfig:
+    def config_with_blocks(self, blocks: Sequence[int]) -> PipelineConfig:
         values = {name: getattr(self.config, name) for name in PipelineConfig.model_fields}
         values |= {"layers_per_stage": None, "round_virtual_stages_to_pp_multiple": None}
         return BlockCountConfig(**values, blocks_per_stage=tuple(blocks))
 
-    def steady(self, ranks: int, rows: int) -> tuple[int, int] | None:
+    def find_steady_state(self, ranks: int, rows: int) -> tuple[int, int] | None:
         """From how many microbatches of `rows` sequences on, and in steps of how many, more of them add the same; None:
         unknown."""
         pieces, rest = divmod(rows, self.config.pp_microbatch_size)
-        if rest or self.config.run_size is not None or self.config.pp_schedule_csv is not None:
+        if rest or self.config.sequences_per_run is not None or self.config.pp_schedule_csv is not None:
             return None
-        least, step = find_schedule_spec(str(self.config.pp_schedule)).steady(ranks)
+        least, step = find_schedule_spec(str(self.config.pp_schedule)).steady_state(ranks)
         if step % pieces and step > 1:
             return None
         return -(-least // pieces), max(1, step // pieces)
 
     def placement(self, ranks: int, sequences: int) -> tuple[int, ...]:
-        return self._schedule(ranks, sequences).placement
+        return self._build_schedule(ranks, sequences).placement
 
-    def seconds(self, costs: Sequence[float], *, forward: float, ranks: int, sequences: int) -> float:
+    def estimate_step_seconds(self, costs: Sequence[float], *, forward: float, ranks: int, sequences: int) -> float:
         """How long a step takes [s], if messages take no time, with the costs of a sequence on each stage, there and
         back [s].
 
         `forward` is the share that does not come in a backward; gradients of weights that come behind it do.
         """
-        schedule = self._schedule(ranks, sequences)
-        first = forward / 2 if schedule.splits else forward
+        schedule = self._build_schedule(ranks, sequences)
+        first = forward / 2 if schedule.splits_backward else forward
         kinds = {
             ActionKind.FORWARD: first,
             ActionKind.BACKWARD: 1 - first,
@@ -232,11 +232,11 @@ class PipelineCostModel:
         }
         size = self.config.pp_microbatch_size
         times = compute_timeline(schedule, kinds, stage_costs=[cost * size for cost in costs])
-        return max(rank[-1][2] for rank in times if rank) * sequences / (schedule.microbatches * size)
+        return max(rank[-1][2] for rank in times if rank) * sequences / (schedule.num_microbatches * size)
 
-    def _schedule(self, ranks: int, sequences: int) -> Schedule:
+    def _build_schedule(self, ranks: int, sequences: int) -> Schedule:
         microbatches = compute_num_microbatches(self.config, num_sequences=sequences)
-        stages = len(self.blocks) // self.ranks * ranks
+        stages = len(self.blocks_per_stage) // self.pp_size * ranks
         return resolve_schedule(self.config, num_ranks=ranks, num_stages=stages, num_microbatches=microbatches)
 
 

@@ -59,7 +59,7 @@ def reduce_to_stage(model: nn.Module, cut: ModelPartition, stage: range, boundar
         model.set_submodule(name, stand_in)
         original.to("meta")
     if stage.start > 0:
-        for name in cut.loose:
+        for name in cut.container_parameters:
             _replace_by_zeros(model, name)
     else:
         register_output_hooks(model, boundary)
@@ -73,7 +73,7 @@ def register_input_hook(
     """Let the first block of a stage take what was received; returns what undoes that."""
     first = model.get_submodule(cut.blocks[stage.start])
     # Before the hooks of sharding, which see what is received as the block's own input.
-    return first.register_forward_pre_hook(boundary.hook, prepend=True, with_kwargs=True).remove
+    return first.register_forward_pre_hook(boundary.input_hook, prepend=True, with_kwargs=True).remove
 
 
 def register_output_hooks(model: nn.Module, boundary: StageBoundary) -> list[Callable[[], None]]:
@@ -81,11 +81,11 @@ def register_output_hooks(model: nn.Module, boundary: StageBoundary) -> list[Cal
 
     def keeping(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            boundary.early.setdefault(name, output)
+            boundary.pre_block_outputs.setdefault(name, output)
 
         return hook
 
-    names = [each.source for each in boundary.leaving if isinstance(each.source, str)]
+    names = [each.source for each in boundary.outputs if isinstance(each.source, str)]
     return [model.get_submodule(name).register_forward_hook(keeping(name)).remove for name in names]
 
 
@@ -108,7 +108,7 @@ def temporary_stage(model: nn.Module, cut: ModelPartition, stage: range, boundar
             for each in register_output_hooks(model, boundary):
                 undo.callback(each)
         undo.enter_context(_swap_modules(model, build_stubs(model, cut, stage, boundary)))
-        for name in cut.loose if stage.start > 0 else ():
+        for name in cut.container_parameters if stage.start > 0 else ():
             undo.callback(set_tensor, model, name, _replace_by_zeros(model, name))
         yield
 
@@ -135,16 +135,16 @@ def build_stubs(model: nn.Module, cut: ModelPartition, stage: range, boundary: S
     for index, name in enumerate(cut.blocks):
         block = model.get_submodule(name)
         if index < stage.start:
-            found[name] = _PassThroughStub(block, boundary, cut.widths[name], is_last=index == stage.start - 1)
+            found[name] = _PassThroughStub(block, boundary, cut.output_lengths[name], is_last=index == stage.start - 1)
         elif index >= stage.stop:
             found[name] = _StageEndStub(block, boundary) if index == stage.stop else _UnreachableStub(block, boundary)
-    for name, positions in cut.outside.items():
-        if not cut.runs_in(name, stage):
+    for name, positions in cut.outside_modules.items():
+        if not cut.runs_on_stage(name, stage):
             module = model.get_submodule(name)
             is_before = stage.start > 0 and min(positions, default=stage.stop) <= stage.start
-            has_dims = is_before and name in cut.outputs
+            has_dims = is_before and name in cut.outside_outputs
             found[name] = (
-                _ZerosStub(module, boundary, name, *cut.outputs[name])
+                _ZerosStub(module, boundary, name, *cut.outside_outputs[name])
                 if has_dims
                 else _UnreachableStub(module, boundary)
             )
@@ -157,7 +157,7 @@ def stop_at_stage_end(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor
         try:
             forward(*args, **kwargs)
         except _StageEndReached as left:
-            return left.sent
+            return left.outputs
         raise ModelError("the forward of a stage of the pipeline ended before the stage did.")
 
     return stage_forward
@@ -168,7 +168,7 @@ class _StageEndReached(Exception):
 
     def __init__(self, sent: tuple[Tensor, ...]) -> None:
         super().__init__()
-        self.sent = sent
+        self.outputs = sent
 
 
 class _ModuleStub(nn.Module):
@@ -182,7 +182,7 @@ class _ModuleStub(nn.Module):
         # In a tuple, so that it is no submodule.
         self._original = (original,)
         self._boundary = boundary
-        self.names_elsewhere = frozenset(
+        self.absent_names = frozenset(
             name for named in (original.named_modules(), original.named_parameters()) for name, _ in named if name
         )
 
@@ -207,10 +207,10 @@ class _ZerosStub(_ModuleStub):
         self._name, self._dims, self._dtype = name, dims, dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        early = self._boundary.early.get(self._name)
+        early = self._boundary.pre_block_outputs.get(self._name)
         if early is not None:
             return early
-        shape = [dim.size(*self._boundary.size) for dim in self._dims]
+        shape = [dim.size(*self._boundary.batch_shape) for dim in self._dims]
         return torch.zeros(shape, dtype=self._dtype, device=self._boundary.device)
 
 
@@ -221,21 +221,21 @@ class _PassThroughStub(_ModuleStub):
         self, original: nn.Module, boundary: StageBoundary, output_length: int | None, *, is_last: bool
     ) -> None:
         super().__init__(original, boundary)
-        self._width, self._is_last = output_length, is_last
+        self._output_length, self._is_last = output_length, is_last
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = get_tensor_at((args, kwargs), find_hidden_states(args, kwargs))
         if self._is_last and hidden is not None:
             # Into which what was received may be written; the model may hold its input besides.
             hidden = hidden.detach().clone()
-        return hidden if self._width is None else (hidden, *[None] * (self._width - 1))
+        return hidden if self._output_length is None else (hidden, *[None] * (self._output_length - 1))
 
 
 class _StageEndStub(_ModuleStub):
     """For the block behind the stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise _StageEndReached(self._boundary.sent(args, kwargs))
+        raise _StageEndReached(self._boundary.collect_outputs(args, kwargs))
 
 
 class _UnreachableStub(_ModuleStub):

@@ -77,33 +77,33 @@ class TrialRun:
     """A run of a whole model: what happened in it."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, batch: Batch, options: Mapping[str, Any]) -> None:
-        self.inputs: list[dict[TensorPath, Tensor]] = []
+        self.block_inputs: list[dict[TensorPath, Tensor]] = []
         """Of each block, in the order in which they ran."""
-        self.widths: dict[str, int | None] = {}
-        self.outside: dict[str, set[int]] = {}
-        self.outputs: dict[str, Tensor] = {}
+        self.output_lengths: dict[str, int | None] = {}
+        self.outside_positions: dict[str, set[int]] = {}
+        self.outside_outputs: dict[str, Tensor] = {}
         self.batch = batch
         self.run: Callable[[], Tensor] = lambda: model(**batch, **options).logits
         blocks = {model.get_submodule(name): name for name in layout.blocks}
         with ExitStack() as hooks:
             for name, module in find_outside_modules(model, layout.blocks):
-                self.outside[name] = set()
-                hook = functools.partial(self._note_outside, name)
+                self.outside_positions[name] = set()
+                hook = functools.partial(self._record_outside, name)
                 hooks.callback(module.register_forward_hook(hook).remove)
             for block, name in blocks.items():
-                hooks.callback(block.register_forward_pre_hook(self._note_input, with_kwargs=True).remove)
-                hook = functools.partial(self._note_output, name)
+                hooks.callback(block.register_forward_pre_hook(self._record_input, with_kwargs=True).remove)
+                hook = functools.partial(self._record_output, name)
                 hooks.callback(block.register_forward_hook(hook).remove)
             self.logits = self.run()
-        self.blocks = tuple(self.widths)
-        if len(self.blocks) != len(self.inputs) or not self.blocks:
-            raise ModelError(f"its {len(self.blocks)} blocks run {len(self.inputs)} times, and not once each.")
+        self.blocks = tuple(self.output_lengths)
+        if len(self.blocks) != len(self.block_inputs) or not self.blocks:
+            raise ModelError(f"its {len(self.blocks)} blocks run {len(self.block_inputs)} times, and not once each.")
         for name, _ in find_outside_modules(model, self.blocks):
             # Of blocks that lie idle, such as those of another modality.
-            self.outside.setdefault(name, self._position_of(name, layout))
+            self.outside_positions.setdefault(name, self._find_idle_block_position(name, layout))
 
     @classmethod
-    def of(cls, model: nn.Module, layout: ModelLayout, batch: Batch, options: Mapping[str, Any]) -> TrialRun:
+    def run_checked(cls, model: nn.Module, layout: ModelLayout, batch: Batch, options: Mapping[str, Any]) -> TrialRun:
         try:
             return cls(model, layout, batch, options)
         except (MeshwrightError, torch.OutOfMemoryError):
@@ -112,7 +112,7 @@ class TrialRun:
             shape = tuple(batch["input_ids"].shape)
             raise ModelError(f"it fails with input_ids {shape} ({format_exception(error)}).") from error
 
-    def _position_of(self, module: str, layout: ModelLayout) -> set[int]:
+    def _find_idle_block_position(self, module: str, layout: ModelLayout) -> set[int]:
         """Beside the blocks of its own stack, for a block that did not run."""
         for stack in layout.stacks:
             index = next((i for i, block in enumerate(stack) if f"{module}.".startswith(f"{block}.")), None)
@@ -121,23 +121,23 @@ class TrialRun:
                 return {ran[-1]}
         return set()
 
-    def crossing(self, start: int, source: TensorPath | str) -> Tensor:
+    def get_boundary_tensor(self, start: int, source: TensorPath | str) -> Tensor:
         """The tensor that is to cross before a block."""
-        tensor = self.outputs.get(source) if isinstance(source, str) else self.inputs[start].get(source)
+        tensor = self.outside_outputs.get(source) if isinstance(source, str) else self.block_inputs[start].get(source)
         if tensor is None:
             raise ModelError("what crosses depends on the batch.")
         return tensor.clone()
 
-    def _note_outside(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self.outside[name].add(len(self.inputs))
+    def _record_outside(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.outside_positions[name].add(len(self.block_inputs))
         if isinstance(output, Tensor):
-            self.outputs.setdefault(name, output.detach().clone())
+            self.outside_outputs.setdefault(name, output.detach().clone())
 
-    def _note_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.inputs.append(clone_tensor_arguments(args, kwargs))
+    def _record_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.block_inputs.append(clone_tensor_arguments(args, kwargs))
 
-    def _note_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self.widths[name] = len(output) if isinstance(output, tuple) else None
+    def _record_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.output_lengths[name] = len(output) if isinstance(output, tuple) else None
 
 
 def find_outside_modules(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -180,7 +180,7 @@ def probe_stages(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> St
                 boundary = StageBoundary(_build_boundary_tensors(entering), _build_boundary_tensors(leaving))
             except ModelError as caught:
                 error = ModelError(f"stage {rank} of the pipeline, given with patch_inner_model=false: {caught}")
-        mesh.world.raise_together(error)
+        mesh.world.raise_on_all_ranks(error)
         box = [leaving]
         dist.broadcast_object_list(box, group=mesh.group("pp"), group_src=rank)
         (entering,) = box

@@ -52,12 +52,12 @@ def run_step(
     """The losses of the microbatches, on the last stage's rank; with `is_training` there is a backward, and times where asked
     for.
     """
-    length = orders.run_length(len(batches))
+    length = orders.microbatches_per_run(len(batches))
     losses: list[Tensor] = []
     if is_training:
-        recorder.begin(orders, microbatches_per_run=length, num_runs=len(batches) // length)
+        recorder.begin_step(orders, microbatches_per_run=length, num_runs=len(batches) // length)
     for start in range(0, len(batches), length):
-        recorder.first = start
+        recorder.first_microbatch = start
         run = ScheduleRun(stages, mesh, is_training=is_training, recorder=recorder)
         is_last = start + length >= len(batches)
         run(orders.actions(length, is_training=is_training), batches[start : start + length], is_last=is_last)
@@ -81,21 +81,21 @@ class _PendingTransfer:
 class _PendingSends:
     """What is on its way to other ranks; see [Note: sends]."""
 
-    LIMIT = 2
+    MAX_PER_PEER = 2
     """How many transfers there may be to one rank."""
 
     def __init__(self) -> None:
-        self._under_way: dict[int, deque[_PendingTransfer]] = {}
+        self._transfers_by_peer: dict[int, deque[_PendingTransfer]] = {}
 
     def add(self, peer: int, transfer: _PendingTransfer) -> None:
-        transfers = self._under_way.setdefault(peer, deque())
+        transfers = self._transfers_by_peer.setdefault(peer, deque())
         transfers.append(transfer)
         # Gloo does not report that a send is done before it is waited for, NCCL does.
-        while len(transfers) > self.LIMIT or (transfers and all(w.is_completed() for w in transfers[0].works)):
+        while len(transfers) > self.MAX_PER_PEER or (transfers and all(w.is_completed() for w in transfers[0].works)):
             transfers.popleft().wait()
 
     def wait(self) -> None:
-        for transfers in self._under_way.values():
+        for transfers in self._transfers_by_peer.values():
             while transfers:
                 transfers.popleft().wait()
 
@@ -106,7 +106,7 @@ class _InFlightMicrobatch:
 
     received: Tensors
     """Of floating point, with gradients after the backward."""
-    output: Sequence[tuple[GradientEdge, torch.dtype] | None]
+    output_edges: Sequence[tuple[GradientEdge, torch.dtype] | None]
     """What has made each output of floating point, and its dtype; None: it has no gradient."""
 
 
@@ -116,16 +116,16 @@ class ScheduleRun:
     def __init__(
         self, stages: Mapping[int, PipelineStage], mesh: Mesh, *, is_training: bool, recorder: PipelineTimelineRecorder
     ) -> None:
-        self._moved, self._recorder = mesh.world.progress.move, recorder
-        self._stages, self._group, self._device, self._train = stages, mesh.group("pp"), mesh.device, is_training
+        self._report_progress, self._recorder = mesh.world.progress.tick, recorder
+        self._stages, self._group, self._device, self._is_training = stages, mesh.group("pp"), mesh.device, is_training
         self._batches: Sequence[Batch] = ()
         self._sends = _PendingSends()
-        self._arriving: dict[Action, _PendingTransfer] = {}
+        self._pending_receives: dict[Action, _PendingTransfer] = {}
         # What crosses a boundary within this rank, or has been computed and is yet to be sent.
         self._outputs: dict[tuple[int, int], Tensors] = {}
         self._gradients: dict[tuple[int, int], Tensors] = {}
-        self._flying: dict[tuple[int, int], _InFlightMicrobatch] = {}
-        self._rest: dict[tuple[int, int], Callable[[], None]] = {}
+        self._in_flight: dict[tuple[int, int], _InFlightMicrobatch] = {}
+        self._weight_backwards: dict[tuple[int, int], Callable[[], None]] = {}
         self.losses: dict[int, Tensor] = {}
 
     def __call__(self, order: Sequence[Action | P2PBatch], batches: Sequence[Batch], *, is_last: bool) -> None:
@@ -137,7 +137,7 @@ class ScheduleRun:
         last = {action.stage: action for action in backwards} if is_last else {}
         # See [Note: drain]: nothing is computed behind an exchange that is the last of all.
         late: PipelineStage | None = None
-        if last and isinstance(order[-1], P2PBatch) and self._stages[backwards[-1].stage].reduces_later:
+        if last and isinstance(order[-1], P2PBatch) and self._stages[backwards[-1].stage].can_defer_reduction:
             late = self._stages[last.pop(backwards[-1].stage).stage]
         for each in order:
             if isinstance(each, P2PBatch):
@@ -147,20 +147,20 @@ class ScheduleRun:
                 self._forward(each)
             else:
                 self._backward(each, is_last=last.get(each.stage) == each)
-            self._moved()
-            if self._train:
-                self._recorder.end(each)
+            self._report_progress()
+            if self._is_training:
+                self._recorder.end_action(each)
         if late is not None:
-            late.reduce()
+            late.reduce_gradients()
         self._sends.wait()
 
     # -- computation
 
     def _forward(self, action: Action) -> None:
         stage, index = self._stages[action.stage], action.microbatch
-        received = () if stage.is_first else self._arrived(ActionKind.RECV_F, action)
-        self._recorder.start()
-        if self._train:
+        received = () if stage.is_first else self._receive(ActionKind.RECV_F, action)
+        self._recorder.start_action()
+        if self._is_training:
             for tensor in _select_floating_point(received):
                 tensor.requires_grad_()
         output = stage.forward(self._batches[index], received)
@@ -169,31 +169,31 @@ class ScheduleRun:
             self.losses[index] = loss.detach()
         else:
             self._outputs[action.stage, index] = tuple(tensor.detach() for tensor in output)
-        if self._train:
+        if self._is_training:
             edges = [
                 (get_gradient_edge(t), t.dtype) if t.requires_grad else None for t in _select_floating_point(output)
             ]
-            self._flying[action.stage, index] = _InFlightMicrobatch(_select_floating_point(received), edges)
+            self._in_flight[action.stage, index] = _InFlightMicrobatch(_select_floating_point(received), edges)
 
     def _backward(self, action: Action, *, is_last: bool) -> None:
         stage, key = self._stages[action.stage], (action.stage, action.microbatch)
         if action.kind is ActionKind.BACKWARD_WEIGHT:
-            self._recorder.start()
-            stage.backward_weight(self._rest.pop(key), is_last=is_last)
+            self._recorder.start_action()
+            stage.backward_weight(self._weight_backwards.pop(key), is_last=is_last)
             return
-        flying = self._flying.pop(key)
+        flying = self._in_flight.pop(key)
         # The derivative of the loss by itself, or what the next stage has sent.
         gradients = (
-            (torch.ones((), device=self._device),) if stage.is_last else self._arrived(ActionKind.RECV_B, action)
+            (torch.ones((), device=self._device),) if stage.is_last else self._receive(ActionKind.RECV_B, action)
         )
-        self._recorder.start()
+        self._recorder.start_action()
 
         def work() -> None:
             # Boundaries have one dtype, whatever the stage computes in. Where all that came before is frozen there is
             # nothing to do.
             pairs = [
                 (output[0], given.to(output[1]))
-                for output, given in zip(flying.output, gradients, strict=True)
+                for output, given in zip(flying.output_edges, gradients, strict=True)
                 if output is not None
             ]
             if pairs:
@@ -202,18 +202,18 @@ class ScheduleRun:
         if action.kind is ActionKind.BACKWARD:
             stage.backward(work, is_last=is_last)
         else:
-            self._rest[key] = stage.backward_input(work)
+            self._weight_backwards[key] = stage.backward_input(work)
         if not stage.is_first:
             received = flying.received
             self._gradients[key] = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in received)
 
     # -- communication
 
-    def _arrived(self, kind: ActionKind, action: Action) -> Tensors:
+    def _receive(self, kind: ActionKind, action: Action) -> Tensors:
         """What a neighbouring stage has computed for an action: from another rank, or from this one."""
         key = Action(kind, action.stage, action.microbatch)
-        if key in self._arriving:
-            return self._arriving.pop(key).wait()
+        if key in self._pending_receives:
+            return self._pending_receives.pop(key).wait()
         if kind is ActionKind.RECV_F:
             # Tensors of its own, so that each stage has its own graph.
             return tuple(tensor.detach() for tensor in self._outputs.pop((action.stage - 1, action.microbatch)))
@@ -221,9 +221,11 @@ class ScheduleRun:
 
     def _exchange(self, exchange: P2PBatch) -> None:
         tensors = {
-            action: self._leaving(action)
+            action: self._take_outgoing(action)
             if _is_send(action)
-            else tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._kinds(action))
+            else tuple(
+                torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._tensor_specs(action)
+            )
             for action in exchange.transfers
         }
         operations = [
@@ -236,19 +238,25 @@ class ScheduleRun:
         each = iter(works if len(works) == len(operations) else works * len(operations))
         under_way = {action: _PendingTransfer([next(each) for _ in mine], mine) for action, mine in tensors.items()}
         sent = [transfer for action, transfer in under_way.items() if _is_send(action)]
-        self._arriving |= {action: transfer for action, transfer in under_way.items() if not _is_send(action)}
+        self._pending_receives |= {action: transfer for action, transfer in under_way.items() if not _is_send(action)}
         if sent:
             works, leaving = [w for t in sent for w in t.works], [t for transfer in sent for t in transfer.tensors]
             self._sends.add(exchange.peer, _PendingTransfer(works, tuple(leaving)))
 
-    def _leaving(self, action: Action) -> Tensors:
+    def _take_outgoing(self, action: Action) -> Tensors:
         made = self._outputs if action.kind is ActionKind.SEND_F else self._gradients
         tensors = made.pop((action.stage, action.microbatch))
-        return tuple(t.to(dtype).contiguous() for t, (_, dtype) in zip(tensors, self._kinds(action), strict=True))
+        return tuple(
+            t.to(dtype).contiguous() for t, (_, dtype) in zip(tensors, self._tensor_specs(action), strict=True)
+        )
 
-    def _kinds(self, action: Action) -> TensorSpecs:
+    def _tensor_specs(self, action: Action) -> TensorSpecs:
         stage, batch = self._stages[action.stage], self._batches[action.microbatch]
-        kinds = stage.leaving(batch) if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else stage.entering(batch)
+        kinds = (
+            stage.output_specs(batch)
+            if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)
+            else stage.input_specs(batch)
+        )
         if action.kind in (ActionKind.SEND_F, ActionKind.RECV_F):
             return kinds
         return [(shape, dtype) for shape, dtype in kinds if dtype.is_floating_point]
@@ -272,41 +280,41 @@ class PipelineTimelineRecorder:
     """
 
     def __init__(self, device: torch.device, pp_rank: int) -> None:
-        self._device, self._pp_rank, self._moment = device, pp_rank, make_event_recorder(device)
-        self._is_wanted = self._is_on = False
+        self._device, self._pp_rank, self._record_event = device, pp_rank, make_event_recorder(device)
+        self._is_requested = self._is_recording = False
         self._spans: list[tuple[Action, int, Any, Any]] = []
-        self.planned: dict[str, Any] = {}
-        self.first = 0
+        self.planned_timeline: dict[str, Any] = {}
+        self.first_microbatch = 0
         """The microbatch of the step that is microbatch 0 of the present run of the schedule."""
 
     def record_next(self) -> None:
-        self._is_wanted = True
+        self._is_requested = True
 
-    def begin(self, orders: RankSchedule, *, microbatches_per_run: int, num_runs: int) -> None:
+    def begin_step(self, orders: RankSchedule, *, microbatches_per_run: int, num_runs: int) -> None:
         """Begin a step of so many runs of `microbatches_per_run` microbatches."""
-        self._is_on, self._is_wanted, self._spans = self._is_wanted, False, []
-        if not self._is_on:
+        self._is_recording, self._is_requested, self._spans = self._is_requested, False, []
+        if not self._is_recording:
             return
-        self.planned = _build_planned_timeline(orders, microbatches_per_run, num_runs)
-        if self._moment is not None:
+        self.planned_timeline = _build_planned_timeline(orders, microbatches_per_run, num_runs)
+        if self._record_event is not None:
             torch.accelerator.synchronize(self._device)
         self._time = time.time()
         self._zero = self._start = self._now()
 
-    def start(self) -> None:
-        if self._is_on:
+    def start_action(self) -> None:
+        if self._is_recording:
             self._start = self._now()
 
-    def end(self, action: Action) -> None:
-        if self._is_on:
-            self._spans.append((action, self.first + action.microbatch, self._start, self._now()))
+    def end_action(self, action: Action) -> None:
+        if self._is_recording:
+            self._spans.append((action, self.first_microbatch + action.microbatch, self._start, self._now()))
 
-    def take(self) -> dict[str, Any] | None:
+    def pop_timeline(self) -> dict[str, Any] | None:
         """Return kind, stage, microbatch, start and end [s] of each action of the step; waits for the device."""
-        if not self._is_on:
+        if not self._is_recording:
             return None
-        self._is_on = False
-        if self._moment is not None and self._spans:
+        self._is_recording = False
+        if self._record_event is not None and self._spans:
             self._spans[-1][3].synchronize()
         actions = [
             [str(action.kind), action.stage, microbatch, self._since_zero(start), self._since_zero(end)]
@@ -315,14 +323,14 @@ class PipelineTimelineRecorder:
         return {"time": self._time, "pp_rank": self._pp_rank, "actions": actions}
 
     def _now(self) -> Any:
-        return time.perf_counter() if self._moment is None else self._moment()
+        return time.perf_counter() if self._record_event is None else self._record_event()
 
     def _since_zero(self, moment: Any) -> float:
-        return float(self._zero.elapsed_time(moment) / 1e3 if self._moment is not None else moment - self._zero)
+        return float(self._zero.elapsed_time(moment) / 1e3 if self._record_event is not None else moment - self._zero)
 
 
 def _build_planned_timeline(orders: RankSchedule, length: int, runs: int) -> dict[str, Any]:
-    schedule = orders.schedule(length)
+    schedule = orders.build_schedule(length)
     times = compute_timeline(schedule)
     end = max(rank[-1][2] for rank in times)
     return {

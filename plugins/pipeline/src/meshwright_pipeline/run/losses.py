@@ -27,17 +27,17 @@ class LogitsObjective:
     name, on = "loss_fn", "outputs"
 
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._loss, self._is_tried = loss, False
+        self._loss, self._is_checked = loss, False
 
     def __call__(self, outputs: Outputs, columns: Any) -> Tensor:
-        if not self._is_tried:
+        if not self._is_checked:
             masked = float(self._loss(outputs.logits.detach(), torch.full_like(outputs.targets, IGNORE_INDEX)))
             if masked != 0:
                 raise ConfigError(
                     f"loss_fn gives {masked:g} where all targets are masked with {IGNORE_INDEX}. It must return the "
                     f"sum over all others."
                 )
-            self._is_tried = True
+            self._is_checked = True
         return self._loss(outputs.logits, outputs.targets)
 
 

@@ -20,30 +20,36 @@ class RankSchedule:
     """The schedule that the options ask for, seen from one rank; each number of microbatches is worked out once."""
 
     def __init__(self, config: PipelineConfig, *, num_stages: int, pp_size: int, pp_rank: int) -> None:
-        self._config, self._stages, self._ranks, self._rank = config, num_stages, pp_size, pp_rank
-        self._known: dict[tuple[int, bool], tuple[Action | P2PBatch, ...]] = {}
+        self._config, self._num_stages, self._pp_size, self._pp_rank = config, num_stages, pp_size, pp_rank
+        self._actions_cache: dict[tuple[int, bool], tuple[Action | P2PBatch, ...]] = {}
         # What does not depend on the number of microbatches, with some number that the schedule takes.
-        sequences = config.run_size or config.pp_microbatch_size
-        schedule = self.schedule(compute_num_microbatches(config, num_sequences=sequences))
-        self.placement, self.here, self.splits = schedule.placement, schedule.stages_of(pp_rank), schedule.splits
+        sequences = config.sequences_per_run or config.pp_microbatch_size
+        schedule = self.build_schedule(compute_num_microbatches(config, num_sequences=sequences))
+        self.placement, self.local_stages, self.splits_backward = (
+            schedule.placement,
+            schedule.stages_on_rank(pp_rank),
+            schedule.splits_backward,
+        )
 
-    def run_length(self, num_microbatches: int) -> int:
+    def microbatches_per_run(self, num_microbatches: int) -> int:
         """Microbatches of one run of the schedule, where a step has so many of `pp_microbatch_size` sequences."""
         return compute_num_microbatches(self._config, num_sequences=num_microbatches * self._config.pp_microbatch_size)
 
     def actions(self, num_microbatches: int, *, is_training: bool) -> tuple[Action | P2PBatch, ...]:
         """What this rank does in one run of so many, with its exchanges, in order; without `is_training`, forwards alone."""
-        if (num_microbatches, is_training) not in self._known:
-            schedule = self.schedule(num_microbatches)
+        if (num_microbatches, is_training) not in self._actions_cache:
+            schedule = self.build_schedule(num_microbatches)
             if not is_training:
-                forwards = tuple(tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in schedule.orders)
-                schedule = replace(schedule, orders=forwards)
-            self._known[num_microbatches, is_training] = add_communication(schedule)[self._rank]
-        return self._known[num_microbatches, is_training]
+                forwards = tuple(
+                    tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in schedule.actions_by_rank
+                )
+                schedule = replace(schedule, actions_by_rank=forwards)
+            self._actions_cache[num_microbatches, is_training] = add_communication(schedule)[self._pp_rank]
+        return self._actions_cache[num_microbatches, is_training]
 
-    def schedule(self, num_microbatches: int) -> Schedule:
+    def build_schedule(self, num_microbatches: int) -> Schedule:
         return resolve_schedule(
-            self._config, num_ranks=self._ranks, num_stages=self._stages, num_microbatches=num_microbatches
+            self._config, num_ranks=self._pp_size, num_stages=self._num_stages, num_microbatches=num_microbatches
         )
 
 

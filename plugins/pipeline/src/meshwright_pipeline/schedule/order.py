@@ -76,22 +76,22 @@ class Schedule:
     """What each rank computes, in order."""
 
     name: str
-    ranks: int
-    stages: int
-    microbatches: int
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
     placement: tuple[int, ...]
     """The rank of each stage."""
-    orders: tuple[tuple[Action, ...], ...]
+    actions_by_rank: tuple[tuple[Action, ...], ...]
     """For each rank, its computing actions."""
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
+    def stages_on_rank(self, rank: int) -> tuple[int, ...]:
         """A rank's stages, ascending."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     @property
-    def splits(self) -> bool:
+    def splits_backward(self) -> bool:
         """Whether backwards come in two parts, the gradients of weights last."""
-        return any(action.kind is ActionKind.BACKWARD_INPUT for order in self.orders for action in order)
+        return any(action.kind is ActionKind.BACKWARD_INPUT for order in self.actions_by_rank for action in order)
 
 
 Timeline = tuple[tuple[tuple[Action, float, float], ...], ...]
@@ -103,7 +103,7 @@ _CompletedAction = tuple[ActionKind, int, int]
 def check_actions(schedule: Schedule, describe_position: Callable[[int, int], str]) -> None:
     """Check that each stage computes each microbatch once, forward and backward; `describe_position` names an action in errors."""
     seen: dict[_CompletedAction, str] = {}
-    for rank, order in enumerate(schedule.orders):
+    for rank, order in enumerate(schedule.actions_by_rank):
         for index, action in enumerate(order):
             where = f"{describe_position(rank, index)} ({action})"
             _check_action(schedule, action, rank, where)
@@ -119,8 +119,8 @@ def check_actions(schedule: Schedule, describe_position: Callable[[int, int], st
                         schedule, where, f"this was computed already by {seen[key]}. Leave one of them out"
                     )
                 seen[key] = where
-    for stage in range(schedule.stages):
-        for microbatch in range(schedule.microbatches):
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
             missing = [
                 f"{stage}{kind}{microbatch}"
                 for kind in (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
@@ -140,8 +140,8 @@ def _check_action(schedule: Schedule, action: Action, rank: int, where: str) -> 
             schedule, where, "a schedule holds computing actions only (F, B, I, W); transfers are derived"
         )
     for what, value, limit in (
-        ("stage", action.stage, schedule.stages),
-        ("microbatch", action.microbatch, schedule.microbatches),
+        ("stage", action.stage, schedule.num_stages),
+        ("microbatch", action.microbatch, schedule.num_microbatches),
     ):
         if not 0 <= value < limit:
             raise _schedule_error(schedule, where, f"{what} {value} is not among the {limit} {what}s, 0 to {limit - 1}")
@@ -172,15 +172,15 @@ def compute_timeline(
     `costs` are of each kind of action, in the unit of the result; `stage_costs` are factors for each stage. A schedule
     in which an action waits for one that can never come before it is refused.
     """
-    factors = stage_costs or [1.0] * schedule.stages
+    factors = stage_costs or [1.0] * schedule.num_stages
     ends: dict[_CompletedAction, float] = {}
-    done: list[list[tuple[Action, float, float]]] = [[] for _ in range(schedule.ranks)]
+    done: list[list[tuple[Action, float, float]]] = [[] for _ in range(schedule.num_ranks)]
     progress = True
     while progress:
         progress = False
-        for times, order in zip(done, schedule.orders, strict=True):
+        for times, order in zip(done, schedule.actions_by_rank, strict=True):
             for action in order[len(times) :]:
-                needs = _find_dependencies(action, schedule.stages)
+                needs = _find_dependencies(action, schedule.num_stages)
                 if any(need not in ends for need in needs):
                     break
                 start = max([times[-1][2] if times else 0.0, *(ends[need] for need in needs)])
@@ -193,10 +193,10 @@ def compute_timeline(
         f"rank {rank} waits at {order[len(times)]} for "
         + " and ".join(
             f"{stage}{kind}{microbatch}"
-            for kind, stage, microbatch in _find_dependencies(order[len(times)], schedule.stages)
+            for kind, stage, microbatch in _find_dependencies(order[len(times)], schedule.num_stages)
             if (kind, stage, microbatch) not in ends
         )
-        for rank, (times, order) in enumerate(zip(done, schedule.orders, strict=True))
+        for rank, (times, order) in enumerate(zip(done, schedule.actions_by_rank, strict=True))
         if len(times) < len(order)
     ]
     if stuck:
@@ -210,13 +210,13 @@ def bubble_fraction(schedule: Schedule, *, stage_costs: Sequence[float] | None =
     """The share of all ranks' time, from the first start to the last end, in which they wait: from 0 to 1."""
     times = compute_timeline(schedule, stage_costs=stage_costs)
     busy = sum(end - start for rank in times for _, start, end in rank)
-    return 1 - busy / (schedule.ranks * max(rank[-1][2] for rank in times if rank))
+    return 1 - busy / (schedule.num_ranks * max(rank[-1][2] for rank in times if rank))
 
 
 def count_peak_live_microbatches(schedule: Schedule) -> tuple[int, ...]:
     """For each rank, the most (stage, microbatch) at once between the end of a forward and the whole backward."""
     peaks = []
-    for order in schedule.orders:
+    for order in schedule.actions_by_rank:
         live = peak = 0
         for action in order:
             live += {ActionKind.FORWARD: 1, ActionKind.BACKWARD_INPUT: 0}.get(action.kind, -1)
@@ -240,7 +240,7 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action | P2PBatch, ...]
         for action, start, end in times:
             starts.setdefault(start, []).append((rank, action))
             ends.setdefault(end, []).append(action)
-    orders: list[list[Action | P2PBatch]] = [[] for _ in range(schedule.ranks)]
+    orders: list[list[Action | P2PBatch]] = [[] for _ in range(schedule.num_ranks)]
     for moment in sorted(starts.keys() | ends.keys()):
         # What ends at a moment comes before what starts then, and may need it.
         for (low, high), transfers in _find_transfers(ends.get(moment, ()), schedule).items():
@@ -263,7 +263,7 @@ def _find_transfers(completed: Iterable[Action], schedule: Schedule) -> dict[tup
             else (ActionKind.SEND_B, ActionKind.RECV_B)
         )
         send = Action(kinds[0], action.stage, action.microbatch)
-        if not 0 <= send.peer_stage < schedule.stages:
+        if not 0 <= send.peer_stage < schedule.num_stages:
             continue
         here, there = schedule.placement[send.stage], schedule.placement[send.peer_stage]
         if here != there:

@@ -112,20 +112,20 @@ class ScheduleSpec:
     """What a schedule asks of the stages, and the order of a rank."""
 
     name: str
-    order: Callable[[int, int, int, int], list[str]]
+    build_order: Callable[[int, int, int, int], list[str]]
     """(rank, ranks, chunks, microbatches) to the rank's slots: "F0" is the next forward of chunk 0, "W" the oldest
     weight gradient that waits. Slots of microbatches beyond the last are left out."""
     min_chunks: int
     max_chunks: int | None
-    last_first: bool = False
+    reverses_backward: bool = False
     """Backward takes the microbatches from the last to the first."""
-    v_shaped: bool = False
-    steady: Callable[[int], tuple[int, int]] = lambda ranks: (3, 1)
+    is_v_shaped: bool = False
+    steady_state: Callable[[int], tuple[int, int]] = lambda ranks: (3, 1)
     """By the number of ranks: from how many microbatches on, and in steps of how many, each further step adds the same
     actions to each rank's order, between the same."""
 
     @property
-    def chunks_allowed(self) -> str:
+    def describe_chunks(self) -> str:
         if self.max_chunks is None:
             return f"{self.min_chunks} or more stages"
         return "exactly one stage" if self.max_chunks == 1 else f"exactly {self.max_chunks} stages"
@@ -136,14 +136,22 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
         rule.name: rule
         for rule in (
             ScheduleSpec("GPipe", _chunk_by_chunk, 1, 1),
-            ScheduleSpec("1F1B", _interleaved_1f1b, 1, 1, steady=lambda ranks: (ranks + 1, 1)),
-            ScheduleSpec("Interleaved1F1B", _interleaved_1f1b, 2, None, steady=lambda ranks: (3 * ranks, ranks)),
-            ScheduleSpec("LoopedBFS", _chunk_by_chunk, 2, None, last_first=True),
+            ScheduleSpec("1F1B", _interleaved_1f1b, 1, 1, steady_state=lambda ranks: (ranks + 1, 1)),
+            ScheduleSpec("Interleaved1F1B", _interleaved_1f1b, 2, None, steady_state=lambda ranks: (3 * ranks, ranks)),
+            ScheduleSpec("LoopedBFS", _chunk_by_chunk, 2, None, reverses_backward=True),
             ScheduleSpec(
-                "InterleavedZeroBubble", _interleaved_zero_bubble, 2, None, steady=lambda ranks: (3 * ranks, ranks)
+                "InterleavedZeroBubble",
+                _interleaved_zero_bubble,
+                2,
+                None,
+                steady_state=lambda ranks: (3 * ranks, ranks),
             ),
-            ScheduleSpec("ZBVZeroBubble", _zero_bubble_v, 2, 2, v_shaped=True, steady=lambda ranks: (2 * ranks + 1, 1)),
-            ScheduleSpec("DualPipeV", _dual_pipe_v, 2, 2, v_shaped=True, steady=lambda ranks: (2 * ranks + 1, 1)),
+            ScheduleSpec(
+                "ZBVZeroBubble", _zero_bubble_v, 2, 2, is_v_shaped=True, steady_state=lambda ranks: (2 * ranks + 1, 1)
+            ),
+            ScheduleSpec(
+                "DualPipeV", _dual_pipe_v, 2, 2, is_v_shaped=True, steady_state=lambda ranks: (2 * ranks + 1, 1)
+            ),
         )
     }
 )
@@ -180,22 +188,25 @@ def build_schedule(name: str, *, num_ranks: int, num_stages: int, num_microbatch
     if left or chunks < rule.min_chunks or (rule.max_chunks and chunks > rule.max_chunks):
         wanted = num_ranks * min(max(chunks, rule.min_chunks), rule.max_chunks or chunks + rule.min_chunks)
         raise ConfigError(
-            f"{rule.name} takes {rule.chunks_allowed} on each rank, but {num_stages} stages on {num_ranks} ranks are "
+            f"{rule.name} takes {rule.describe_chunks} on each rank, but {num_stages} stages on {num_ranks} ranks are "
             f"{f'{num_stages / num_ranks:.3g}'} each. Split the model into {wanted} stages, or choose another schedule."
         )
     placement = tuple(
-        min(stage, num_stages - 1 - stage) if rule.v_shaped else stage % num_ranks for stage in range(num_stages)
+        min(stage, num_stages - 1 - stage) if rule.is_v_shaped else stage % num_ranks for stage in range(num_stages)
     )
     schedule = Schedule(rule.name, num_ranks, num_stages, num_microbatches, placement, ())
     orders = tuple(
         tuple(
             _number_microbatches(
-                rule, rule.order(rank, num_ranks, chunks, num_microbatches), schedule.stages_of(rank), num_microbatches
+                rule,
+                rule.build_order(rank, num_ranks, chunks, num_microbatches),
+                schedule.stages_on_rank(rank),
+                num_microbatches,
             )
         )
         for rank in range(num_ranks)
     )
-    return replace(schedule, orders=orders)
+    return replace(schedule, actions_by_rank=orders)
 
 
 def _number_microbatches(
@@ -213,7 +224,7 @@ def _number_microbatches(
         else:
             number = seen[slot.replace("I", "B")]
             seen[slot.replace("I", "B")] += 1
-            if rule.last_first and kind is ActionKind.BACKWARD:
+            if rule.reverses_backward and kind is ActionKind.BACKWARD:
                 number = microbatches - 1 - number
             action = Action(kind, stages[int(slot[1:])], number)
             if kind is ActionKind.BACKWARD_INPUT:

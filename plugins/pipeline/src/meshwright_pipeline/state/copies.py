@@ -37,70 +37,72 @@ class SharedParameters:
         `reports` is what each stage of this rank has seen in its gradients. Returns which of the parameters that have
         copies this rank has used; all ranks have as many.
         """
-        unused = {parameter for findings in reports.values() for parameter in findings.unused()}
-        trainable = {index: set(manager.trainable()) for index, manager in self._managers.items()}
+        unused = {parameter for findings in reports.values() for parameter in findings.iter_unused()}
+        trainable = {index: set(manager.iter_trainable()) for index, manager in self._managers.items()}
         trained, used = [], []
-        for name, holders in self._names.shared.items():
-            mine = {index: self._copy(index, name) for index in holders if index in self._managers}
+        for name, holders in self._names.stages_by_shared_name.items():
+            mine = {index: self._find_copy(index, name) for index in holders if index in self._managers}
             copies = [copy for index, copy in mine.items() if copy in trainable[index]]
             used.append(any(copy.grad is not None and copy not in unused for copy in copies))
             trained.append(copies)
             if copies:
-                self._sum(mine, sorted({self._placement[index] for index in holders}))
+                self._sum_copies(mine, sorted({self._placement[index] for index in holders}))
         return GradientReport(trained, used)
 
-    def frozen(self) -> Iterator[tuple[str, int, int]]:
+    def iter_frozen(self) -> Iterator[tuple[str, int, int]]:
         """What this rank's stages freeze: its name in the whole model, which of its copies, and how many there are."""
         for index, manager in self._managers.items():
-            for name in manager.may_train.frozen():
-                canonical = self._names.canonical[name]
-                holders = self._names.shared.get(canonical, (index,))
+            for name in manager.trainable_parameters.find_frozen():
+                canonical = self._names.first_name[name]
+                holders = self._names.stages_by_shared_name.get(canonical, (index,))
                 yield canonical, holders.index(index), len(holders)
 
     def total_norm(self, norm_type: float) -> Tensor:
         """Of the gradients of all stages; float64 scalar, equal on all ranks. Collective."""
         norms = [
-            manager.gradients.total_norm(norm_type, excluded=self._repeated(index))
+            manager.gradients.compute_total_norm(norm_type, excluded=self._find_repeated(index))
             for index, manager in self._managers.items()
         ]
         return combine_norms(norms, norm_type, self._mesh.group("pp"), self._mesh.device)
 
     def norms_by_part(self) -> dict[str, float]:
-        parts = sort_parts(self._names.parts.values())
+        parts = sort_parts(self._names.part_by_name.values())
         squares = torch.zeros(len(parts), dtype=torch.float64)
         for index, manager in self._managers.items():
-            repeated = set(self._repeated(index))
+            repeated = set(self._find_repeated(index))
             counted = {
-                parameter: self._names.parts[self._names.canonical[name]]
-                for name, parameter in manager.named_trainable()
+                parameter: self._names.part_by_name[self._names.first_name[name]]
+                for name, parameter in manager.named_trainable_parameters()
                 if parameter not in repeated
             }
-            squares += manager.gradients.squares(counted, parts)
+            squares += manager.gradients.sum_squares(counted, parts)
         squares = squares.to(self._mesh.device)
         dist.all_reduce(squares, group=self._mesh.group("pp"))
         return dict(zip(parts, squares.sqrt().tolist(), strict=True))
 
-    def _repeated(self, stage: int) -> list[nn.Parameter]:
+    def _find_repeated(self, stage: int) -> list[nn.Parameter]:
         """Of a stage of this rank: what the optimizer trains of parameters that an earlier stage counts already."""
-        shared = self._names.shared
-        return [self._copy(stage, name) for name, holders in shared.items() if stage in holders[1:]]
+        shared = self._names.stages_by_shared_name
+        return [self._find_copy(stage, name) for name, holders in shared.items() if stage in holders[1:]]
 
-    def _copy(self, stage: int, canonical: str) -> nn.Parameter:
+    def _find_copy(self, stage: int, canonical: str) -> nn.Parameter:
         manager = self._managers[stage]
         names = manager.model.named_parameters()
-        return manager.gradients.trained_as(
-            next(copy for name, copy in names if self._names.canonical[name] == canonical)
+        return manager.gradients.get_optimizer_parameter(
+            next(copy for name, copy in names if self._names.first_name[name] == canonical)
         )
 
-    def _sum(self, copies: Mapping[int, nn.Parameter], ranks: Sequence[int]) -> None:
+    def _sum_copies(self, copies: Mapping[int, nn.Parameter], ranks: Sequence[int]) -> None:
         """Sum the gradients of one parameter over the ranks along `pp` that hold copies of it."""
         # Each rank's own copies first, then all ranks' in the same order, so that all get the same bits.
-        own = torch.stack([self._managers[index].gradients.copy_of(copy) for index, copy in copies.items()]).sum(0)
-        total = torch.stack(self._exchanged(own, ranks)).sum(0)
+        own = torch.stack(
+            [self._managers[index].gradients.get_local_gradient(copy) for index, copy in copies.items()]
+        ).sum(0)
+        total = torch.stack(self._exchange_gradients(own, ranks)).sum(0)
         for index, copy in copies.items():
-            self._managers[index].gradients.take_sum(copy, total.clone() if len(copies) > 1 else total)
+            self._managers[index].gradients.set_summed_gradient(copy, total.clone() if len(copies) > 1 else total)
 
-    def _exchanged(self, own: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+    def _exchange_gradients(self, own: Tensor, ranks: Sequence[int]) -> list[Tensor]:
         """What each of these ranks along `pp`, of which this is one, brings, in their order."""
         group, rank = self._mesh.group("pp"), self._mesh.axis_rank("pp")
         received = {other: torch.empty_like(own) for other in ranks if other != rank}

@@ -49,7 +49,7 @@ class StagedStateManager(StrategyManager):
         """Of the whole model."""
 
     @abstractmethod
-    def _settle(self) -> None:
+    def _finalize_step(self) -> None:
         """Called before the optimizer steps."""
 
     @property
@@ -59,25 +59,27 @@ class StagedStateManager(StrategyManager):
     # -- the optimizer
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        canonical = self._names.canonical
-        trained = [manager for manager in self._managers.values() if any(True for _ in manager.trainable())]
-        mine = {canonical[name]: each for manager in trained for name, each in manager.what_is_trained().items()}
+        canonical = self._names.first_name
+        trained = [manager for manager in self._managers.values() if any(True for _ in manager.iter_trainable())]
+        mine = {
+            canonical[name]: each for manager in trained for name, each in manager.describe_trained_params().items()
+        }
         known: list[dict[str, ParamTraits]] = [{}] * self.mesh.degrees.pp
         dist.all_gather_object(known, mine, group=self.mesh.group("pp"))
         whole = {name: each for stages in known for name, each in stages.items()}
-        made = self.mesh.world.together(lambda: bind_to_model(factory, whole))
+        made = self.mesh.world.run_on_all_ranks(lambda: bind_to_model(factory, whole))
 
         def named(given: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
             # The factory sees the names of the unwrapped model, so copies of one parameter get the same options.
             return made([(canonical[name], parameter) for name, parameter in given])
 
-        self.mesh.world.together(lambda: [manager.build_optimizer(named) for manager in trained])
+        self.mesh.world.run_on_all_ranks(lambda: [manager.build_optimizer(named) for manager in trained])
         rates: list[Any] = [None] * self.mesh.degrees.pp
         first = trained[0].optimizer.param_groups[0]["lr"] if trained else None
         dist.all_gather_object(rates, first, group=self.mesh.group("pp"))
         rate = next((each for each in rates if each is not None), 0.0)
         self._optimizer = CombinedStageOptimizer(trained) if trained else FrozenStageOptimizer(rate)
-        self._optimizer.register_step_pre_hook(lambda *_: self._settle())
+        self._optimizer.register_step_pre_hook(lambda *_: self._finalize_step())
         return self._optimizer
 
     @property
@@ -88,24 +90,24 @@ class StagedStateManager(StrategyManager):
         self.optimizer.step()
 
     def drop_gradients(self) -> None:
-        self._settle()
-        for manager in self._trained():
+        self._finalize_step()
+        for manager in self._trained_managers():
             manager.drop_gradients()
 
     # -- averages of what is trained
 
-    def keep_averages(self) -> Sequence[EMAWeights]:
+    def enable_ema(self) -> Sequence[EMAWeights]:
         """See `meshwright.train.loop.ema.Averaging`: one for each stage of this rank that trains."""
-        return [each for manager in self._trained() for each in manager.keep_averages()]
+        return [each for manager in self._trained_managers() for each in manager.enable_ema()]
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def swap_ema(self) -> Iterator[None]:
         with ExitStack() as contexts:
-            for manager in self._trained():
-                contexts.enter_context(manager.averaged())
+            for manager in self._trained_managers():
+                contexts.enter_context(manager.swap_ema())
             yield
 
-    def _trained(self) -> list[DataParallelManager]:
+    def _trained_managers(self) -> list[DataParallelManager]:
         return [manager for manager in self._managers.values() if manager.has_optimizer]
 
     # -- whole parameters, and state
@@ -136,15 +138,15 @@ class StagedStateManager(StrategyManager):
             replace(state, optimizer=OptimizerState()) if isinstance(self._optimizer, FrozenStageOptimizer) else state
         )
 
-    def parameter_pieces(self) -> dict[str, ChunkedTensor | None]:
+    def parameter_chunks(self) -> dict[str, ChunkedTensor | None]:
         return merge_parameter_chunks(self._managers, self._names)
 
     @contextmanager
-    def loading(self, optimizer: OptimizerState[TensorMeta] | None) -> Iterator[ShardedState]:
+    def load_sharded_state(self, optimizer: OptimizerState[TensorMeta] | None) -> Iterator[ShardedState]:
         with load_stages(self._managers, self._names, optimizer) as target:
             yield target
         if isinstance(self._optimizer, FrozenStageOptimizer) and optimizer is not None:
-            self._optimizer.follow(optimizer.groups)
+            self._optimizer.copy_rates(optimizer.groups)
 
 
 # -- optimizers in front of those of several stages
@@ -193,7 +195,7 @@ class CombinedStageOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         given = param_group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
-        known = [{id(parameter) for parameter in manager.trainable()} for manager in self._managers]
+        known = [{id(parameter) for parameter in manager.iter_trainable()} for manager in self._managers]
         parts = [[each for each in parameters if id(each) in own] for own in known]
         if sum(map(len, parts)) < len(parameters):
             raise StrategyError(
@@ -223,6 +225,6 @@ class FrozenStageOptimizer(Optimizer):
     def step(self, closure: Any = None) -> None:
         """Do nothing."""
 
-    def follow(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def copy_rates(self, groups: Sequence[Mapping[str, Any]]) -> None:
         for group in groups[:1]:
             self.param_groups[0].update({key: value for key, value in group.items() if key in ("lr", "initial_lr")})

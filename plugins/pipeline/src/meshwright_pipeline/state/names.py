@@ -40,24 +40,24 @@ class StagedParameterNames:
         ordered_names: Sequence[str],
         find_stage: Callable[[str], int],
     ) -> None:
-        self.canonical, self.parts, self.order = first_name, part_by_name, ordered_names
+        self.first_name, self.part_by_name, self.ordered_names = first_name, part_by_name, ordered_names
         """Of each name of a parameter the first; its part, if it trains; names of all persistent tensors, in order."""
-        self.shared = stages_by_shared_name
+        self.stages_by_shared_name = stages_by_shared_name
         """For each trainable parameter that several stages hold, these stages, ascending."""
-        self._first: dict[str, int] = {}
+        self._first_stage: dict[str, int] = {}
         for name in ordered_names:
             first = first_name.get(name, name)
-            self._first[first] = min(find_stage(name), self._first.get(first, find_stage(name)))
+            self._first_stage[first] = min(find_stage(name), self._first_stage.get(first, find_stage(name)))
 
-    def first_stage(self, name: str) -> int:
-        return self._first[self.canonical.get(name, name)]
+    def find_first_stage(self, name: str) -> int:
+        return self._first_stage[self.first_name.get(name, name)]
 
-    def local(self, names: Iterable[str]) -> dict[str, str]:
+    def map_to_local_names(self, names: Iterable[str]) -> dict[str, str]:
         """The names of a stage's parameters, each once, by those of the whole model."""
-        return {self.canonical[name]: name for name in names}
+        return {self.first_name[name]: name for name in names}
 
     @classmethod
-    def of_model(
+    def from_model(
         cls, model: nn.Module, layout: ModelLayout, cut: ModelPartition, split: Sequence[range]
     ) -> StagedParameterNames:
         canonical = find_first_names(model)
@@ -73,7 +73,7 @@ class StagedParameterNames:
         return cls(canonical, shared, find_trainable_parts(model, layout), list(model.state_dict()), stage_of)
 
     @classmethod
-    def of_stages(
+    def from_stages(
         cls, stages: Sequence[tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]]
     ) -> StagedParameterNames:
         """Of stages that are given as such: `first_names`, `find_trainable_parts` and the names of the state of each."""
@@ -103,7 +103,7 @@ def find_first_names(model: nn.Module) -> dict[str, str]:
 
 def find_trainable_parts(model: nn.Module, layout: ModelLayout) -> dict[str, str]:
     """For each parameter that trains, under the first of its names, the part of the model that it is in."""
-    return {name: layout.part_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: layout.find_part(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def rename_to_local(values: Mapping[str, T], local: Mapping[str, str]) -> dict[str, T]:
@@ -118,19 +118,19 @@ def rename_groups(groups: Sequence[Mapping[str, Any]], local: Mapping[str, str])
 
 def _find_holders(name: str, cut: ModelPartition, split: Sequence[range]) -> set[int]:
     """The stages that hold a parameter or buffer under this name."""
-    if name in cut.loose:
+    if name in cut.container_parameters:
         return {0}
     block = next((index for index, each in enumerate(cut.blocks) if name.startswith(f"{each}.")), None)
     if block is not None:
         return {stage for stage, blocks in enumerate(split) if block in blocks}
     module = name.rpartition(".")[0]
-    while module and module not in cut.outside:
+    while module and module not in cut.outside_modules:
         # A module that reads what it holds in a container stands for all that is in it.
         module = module.rpartition(".")[0]
     if not module:
         # Buffers of a module without parameters, which takes no memory worth saving.
         return set(range(len(split)))
-    return {stage for stage, blocks in enumerate(split) if cut.runs_in(module, blocks)}
+    return {stage for stage, blocks in enumerate(split) if cut.runs_on_stage(module, blocks)}
 
 
 # -- sharded state
@@ -143,14 +143,14 @@ def merge_sharded_state(managers: Mapping[int, DataParallelManager], names: Stag
     optimizer: OptimizerState[ChunkedTensor] = OptimizerState()
     for index, manager in managers.items():
         state = manager.sharded_state()
-        for found, merged in ((state.model, model), (state.averages, averages)):
+        for found, merged in ((state.model, model), (state.ema_weights, averages)):
             for name, sharded in found.items():
-                if name == EMA_COUNTS or names.first_stage(name) == index:
-                    merged[names.canonical.get(name, name)] = sharded
+                if name == EMA_COUNTS or names.find_first_stage(name) == index:
+                    merged[names.first_name.get(name, name)] = sharded
         if state.optimizer is None:
             continue
         parameters = (name for group in state.optimizer.groups for name in group["params"])
-        first = {name: names.canonical[name] for name in parameters if names.first_stage(name) == index}
+        first = {name: names.first_name[name] for name in parameters if names.find_first_stage(name) == index}
         optimizer.tensors.update(rename_to_local(state.optimizer.tensors, first))
         optimizer.values.update(rename_to_local(state.optimizer.values, first))
         optimizer.groups += [group for group in rename_groups(state.optimizer.groups, first) if group["params"]]
@@ -164,12 +164,12 @@ def merge_parameter_chunks(
 ) -> dict[str, ChunkedTensor | None]:
     """See `StrategyManager.parameter_chunks`; in the order of the whole model, None for those of other ranks."""
     found = {
-        names.canonical[name]: sharded
+        names.first_name[name]: sharded
         for index, manager in managers.items()
-        for name, sharded in manager.parameter_pieces().items()
-        if names.first_stage(name) == index
+        for name, sharded in manager.parameter_chunks().items()
+        if names.find_first_stage(name) == index
     }
-    return {name: found.get(name) for name in names.order if names.canonical.get(name) == name}
+    return {name: found.get(name) for name in names.ordered_names if names.first_name.get(name) == name}
 
 
 @contextmanager
@@ -185,25 +185,25 @@ def load_stages(
             part = (
                 _select_optimizer_state(saved, manager, names) if saved is not None and manager.has_optimizer else None
             )
-            target = contexts.enter_context(manager.loading(part))
-            for found, merged in ((target.model, model), (target.averages, averages)):
+            target = contexts.enter_context(manager.load_sharded_state(part))
+            for found, merged in ((target.model, model), (target.ema_weights, averages)):
                 for name, sharded in found.items():
-                    _merge_chunks(merged, names.canonical.get(name, name), sharded)
+                    _merge_chunks(merged, names.first_name.get(name, name), sharded)
             for name, values in (target.optimizer.tensors if target.optimizer is not None else {}).items():
                 for key, sharded in values.items():
-                    _merge_chunks(tensors.setdefault(names.canonical[name], {}), key, sharded)
+                    _merge_chunks(tensors.setdefault(names.first_name[name], {}), key, sharded)
         yield ShardedState(model, None if saved is None else OptimizerState(tensors=tensors), averages)
 
 
 def _select_optimizer_state(
     saved: OptimizerState[TensorMeta], manager: DataParallelManager, names: StagedParameterNames
 ) -> OptimizerState[TensorMeta]:
-    local = names.local(manager.parameter_names.values())
+    local = names.map_to_local_names(manager.parameter_names.values())
     groups = rename_groups(saved.groups, local)
     return OptimizerState(rename_to_local(saved.tensors, local), rename_to_local(saved.values, local), groups)
 
 
 def _merge_chunks(found: dict[str, ChunkedTensor], name: str, sharded: ChunkedTensor) -> None:
     if name in found:
-        sharded = ChunkedTensor(sharded.shape, sharded.dtype, found[name].pieces + sharded.pieces)
+        sharded = ChunkedTensor(sharded.shape, sharded.dtype, found[name].chunks + sharded.chunks)
     found[name] = sharded

@@ -28,7 +28,7 @@ def gather_full_state(
     parts = {index: manager.state_dict(full=True) for index, manager in managers.items()}
     stages: list[dict[str, Any]] = []
     # The whole state of a stage lies on the first of its ranks.
-    if mesh.stage().world.rank == 0:
+    if mesh.get_stage_mesh().world.rank == 0:
         states = gather_states(parts, mesh.group("pp"), mesh.device)
         found = {index: state for each in states for index, state in each.items()}
         stages = [found[index] for index in sorted(found)]
@@ -39,11 +39,11 @@ def load_full_state(
     managers: Mapping[int, DataParallelManager], names: StagedParameterNames, mesh: Mesh, state: Mapping[str, Any]
 ) -> None:
     """See `StrategyManager.load_state_dict`; `state` is that of the first rank of all. Collective."""
-    mesh.world.together(lambda: _check_names(state["model"], names))
+    mesh.world.run_on_all_ranks(lambda: _check_names(state["model"], names))
     whole: Any = None
-    if mesh.stage().world.rank == 0:
+    if mesh.get_stage_mesh().world.rank == 0:
         held = {name for manager in managers.values() for name in manager.model.state_dict(keep_vars=True)}
-        held |= {names.canonical.get(name, name) for name in held}
+        held |= {names.first_name.get(name, name) for name in held}
 
         def wanted(path: Sequence[Any]) -> bool:
             # ("model", name) or ("optimizer", "state", name, key).
@@ -52,7 +52,7 @@ def load_full_state(
         whole = broadcast_state(state, mesh.group("pp"), mesh.device, is_wanted=wanted)
     for manager in managers.values():
         part = _select_stage_state(whole, manager, names) if whole is not None else {"model": {}, "optimizer": {}}
-        mesh.world.together(lambda manager=manager, part=part: manager.load_state_dict(part, full=True))  # type: ignore[misc]
+        mesh.world.run_on_all_ranks(lambda manager=manager, part=part: manager.load_state_dict(part, full=True))  # type: ignore[misc]
 
 
 def _merge_states(
@@ -66,14 +66,14 @@ def _merge_states(
     for state in states:
         for name, tensor in state["model"].items():
             # Tied names keep sharing one tensor.
-            model.setdefault(name, model.get(names.canonical.get(name, name), tensor))
+            model.setdefault(name, model.get(names.first_name.get(name, name), tensor))
         optimizer = state.get("optimizer", {})
         for key, merged in (("state", values), ("masters", masters)):
             for name, each in optimizer.get(key, {}).items():
-                merged.setdefault(names.canonical[name], each)
+                merged.setdefault(names.first_name[name], each)
         for group in optimizer.get("param_groups", []):
-            _merge_group({**group, "params": [names.canonical[name] for name in group["params"]]}, groups)
-    whole: dict[str, Any] = {"model": {name: model[name] for name in names.order if name in model}}
+            _merge_group({**group, "params": [names.first_name[name] for name in group["params"]]}, groups)
+    whole: dict[str, Any] = {"model": {name: model[name] for name in names.ordered_names if name in model}}
     if with_optimizer:
         whole["optimizer"] = {"state": values, "param_groups": groups} if states else {}
         if masters:
@@ -92,7 +92,7 @@ def _merge_group(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> None
 
 
 def _check_names(model: Mapping[str, Any], names: StagedParameterNames) -> None:
-    unknown = sorted(set(model) - set(names.order))
+    unknown = sorted(set(model) - set(names.ordered_names))
     if unknown:
         raise StrategyError(
             f"the model state holds what the run does not have: {', '.join(unknown[:3])}"
@@ -106,10 +106,10 @@ def _select_stage_state(
     """A stage's state, under the stage's names, from that of the whole model."""
     model, optimizer = whole["model"], whole.get("optimizer", {})
     own = {
-        name: model.get(name, model.get(names.canonical.get(name, name)))
+        name: model.get(name, model.get(names.first_name.get(name, name)))
         for name in manager.model.state_dict(keep_vars=True)
     }
-    local = names.local(name for name, _ in manager.model.named_parameters())
+    local = names.map_to_local_names(name for name, _ in manager.model.named_parameters())
     return {
         "model": {name: value for name, value in own.items() if value is not None},
         "optimizer": {

@@ -44,13 +44,13 @@ MAX_CPU_RANKS = 8  # Default ranks on a CPU, where it has as many cores
 class MeasuredRates:
     """What was measured of a device, per second; the last three as of `DeviceSpec`."""
 
-    products: Mapping[str, Mapping[int, float]]
+    matmul: Mapping[str, Mapping[int, float]]
     attention: tuple[float, float]
     attention_dtype: str
-    streams: Mapping[str, float]
-    kernel_s: float
-    cpu_s: float
-    beside: float
+    memory_bandwidth: Mapping[str, float]
+    min_kernel_s: float
+    launch_overhead_s: float
+    overlap_speed: float
 
 
 def calibrate_to_file(
@@ -94,18 +94,18 @@ def _calibrate_rank(
 
     with open_world(device, store=store) as world:
         found = calibrate(world, base, effort)
-        world.from_first(write)
+        world.run_on_first_rank(write)
 
 
 def calibrate(world: World, base: str, effort: MeasurementBudget | None = None) -> DeviceSpec:
     """Measure the machines of a world; see `calibrate_to_file`. Collective."""
     file = find_file(base)
-    effort = effort or MeasurementBudget.of(world.device)
+    effort = effort or MeasurementBudget.for_device(world.device)
     clock = CollectiveTimer(world, effort)
     ranks = _get_ranks_per_node(world)
     passes: list[MeasuredRates] = []
     times: dict[CollectiveSample, float] = {}
-    for _ in range(effort.passes):
+    for _ in range(effort.num_passes):
         passes.append(_measure_rates(world, clock, effort))
         for each in measure.measure_collectives(world, clock, effort, ranks) if world.size > 1 else []:
             known = replace(each, seconds=0.0)
@@ -113,7 +113,7 @@ def calibrate(world: World, base: str, effort: MeasurementBudget | None = None) 
     rates = merge_passes(passes)
     found = [replace(each, seconds=seconds) for each, seconds in times.items()]
     # Ranks agree on every number; the groups are those of the first.
-    return world.from_first(lambda: build_device_spec(world, file, base, rates, found, ranks, effort))
+    return world.run_on_first_rank(lambda: build_device_spec(world, file, base, rates, found, ranks, effort))
 
 
 def merge_passes(passes: Sequence[MeasuredRates]) -> MeasuredRates:
@@ -123,13 +123,13 @@ def merge_passes(passes: Sequence[MeasuredRates]) -> MeasuredRates:
         return {key: max(table.get(key, 0.0) for table in tables) for table in tables for key in table}
 
     return MeasuredRates(
-        {dtype: largest([each.products[dtype] for each in passes]) for dtype in passes[0].products},
+        {dtype: largest([each.matmul[dtype] for each in passes]) for dtype in passes[0].matmul},
         (max(each.attention[0] for each in passes), max(each.attention[1] for each in passes)),
         passes[0].attention_dtype,
-        largest([each.streams for each in passes]),
-        min(each.kernel_s for each in passes),
-        min(each.cpu_s for each in passes),
-        sorted(each.beside for each in passes)[len(passes) // 2],
+        largest([each.memory_bandwidth for each in passes]),
+        min(each.min_kernel_s for each in passes),
+        min(each.launch_overhead_s for each in passes),
+        sorted(each.overlap_speed for each in passes)[len(passes) // 2],
     )
 
 
@@ -162,12 +162,12 @@ def build_device_spec(
 ) -> DeviceSpec:
     is_cpu = world.device.type == "cpu"
     flops, parts = dict(base.flops), dict(base.matmul_efficiency)
-    for dtype, table in rates.products.items():
+    for dtype, table in rates.matmul.items():
         if table:
             best = max(table.values())
             flops[dtype] = best if is_cpu else max(best, base.flops.get(dtype, best))
             parts[dtype] = {size: rate / flops[dtype] for size, rate in table.items()}
-    streams = rates.streams.values()
+    streams = rates.memory_bandwidth.values()
     memory = max(streams) if is_cpu else max(base.bandwidth, *streams)
     stream = len(streams) / sum(1 / rate for rate in streams)
     of_attention = [min(1.0, rate / flops[rates.attention_dtype]) for rate in rates.attention]
@@ -181,11 +181,11 @@ def build_device_spec(
         "matmul_efficiency": parts,
         "attention_efficiency": of_attention[0],
         "attention_backward_efficiency": of_attention[1],
-        "kernel_s": rates.kernel_s,
-        "cpu_s": rates.cpu_s,
+        "kernel_s": rates.min_kernel_s,
+        "cpu_s": rates.launch_overhead_s,
         "workspace_bytes": base.workspace_bytes,
         "is_host": is_cpu,
-        "speed_beside_communication": rates.beside,
+        "speed_beside_communication": rates.overlap_speed,
         "node": node.model_dump(),
     }
     sources = _describe_sources(world, base, base_name, rates, samples, node, effort)
@@ -195,7 +195,7 @@ def build_device_spec(
 def _fit_node(base: NodeSpec, samples: Sequence[CollectiveSample], ranks_per_node: int, *, is_cpu: bool) -> NodeSpec:
     if not samples:
         return base
-    made = fit_node(samples, base.model_copy(update={"ranks": ranks_per_node, "factors": {}}))
+    made = fit_node(samples, base.model_copy(update={"ranks": ranks_per_node, "slowdown_factors": {}}))
     if any(len({rank // ranks_per_node for rank in each.ranks}) > 1 for each in samples):
         return made
     # One node, of which perhaps not all devices were measured.
@@ -228,7 +228,7 @@ def _describe_sources(
     node: NodeSpec,
     effort: MeasurementBudget,
 ) -> dict[str, str]:
-    best = {dtype: max(table.values()) for dtype, table in rates.products.items() if table}
+    best = {dtype: max(table.values()) for dtype, table in rates.matmul.items() if table}
     left = [dtype for dtype in base.flops if dtype not in best]
     crosses = any(len({rank // node.ranks for rank in each.ranks}) > 1 for each in samples)
     over = [f"products in {', '.join(left)}"] if left else []
@@ -240,13 +240,13 @@ def _describe_sources(
     said = {
         "measured": f"{date.today().isoformat()}, {describe_hardware(world.device)}, torch {torch.__version__}, {world.size} "
         f"ranks at the same time with {torch.get_num_threads()} threads each, over {backend}; the slowest rank's best "
-        f"of {effort.passes} x {effort.windows} windows of {effort.window_s:g} s",
+        f"of {effort.num_passes} x {effort.num_windows} windows of {effort.window_seconds:g} s",
         "products": "forward and both gradients of a linear layer; best seen: "
         + ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {dtype}" for dtype, rate in best.items()),
-        "attention": f"causal, {effort.length} tokens, in {rates.attention_dtype}; other dtypes are taken to reach as "
+        "attention": f"causal, {effort.attention_seq_len} tokens, in {rates.attention_dtype}; other dtypes are taken to reach as "
         f"large a part of their peak",
         "bandwidth": f"tensors of {effort.stream_bytes / 2**20:g} MiB; "
-        + ", ".join(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in rates.streams.items()),
+        + ", ".join(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in rates.memory_bandwidth.items()),
         "host": "the least kernel; operators of small blocks, forward and backward",
         "taken over": f"from {Path(base_name).name}: {', '.join(over)}",
     }
@@ -254,7 +254,7 @@ def _describe_sources(
         sizes = sorted({len(each.ranks) for each in samples})
         off = median_relative_error(samples, node)
         said["links"] = (
-            f"{len(samples)} collectives of {' and '.join(map(str, sizes))} ranks, {min(effort.messages)} to "
+            f"{len(samples)} collectives of {' and '.join(map(str, sizes))} ranks, {min(effort.message_bytes)} to "
             f"{max(each.bytes for each in samples)} bytes; the links told here are {off:.0%} off them in the median"
         )
     return said
@@ -309,7 +309,7 @@ def _choose_num_ranks(device: torch.device, ranks: int | None) -> int:
 
 def _get_ranks_per_node(world: World) -> int:
     mine = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    _, (most, least) = world.exchange([], [mine, -mine])
+    _, (most, least) = world.reduce_sum_and_max([], [mine, -mine])
     if most != -least:
         raise MeshError(
             f"nodes have {-least} to {most} ranks each, but a device file has nodes that are all alike. Start as many "

@@ -88,7 +88,7 @@ def _list_free_parameters(samples: Sequence[CollectiveSample], node: NodeSpec) -
 def _initial_value(name: str, samples: Sequence[CollectiveSample], node: NodeSpec) -> float:
     owner, _, last = name.rpartition(".")
     if owner == "factors":
-        return node.factors.get(last, 1.0)
+        return node.slowdown_factors.get(last, 1.0)
     here = [each for each in samples if owner in ("", _find_level(each, node))]
     if last == "rate":
         return max(each.bytes / each.seconds for each in here)
@@ -100,13 +100,13 @@ def _build_node(node: NodeSpec, names: Sequence[str], values: Sequence[float]) -
     changes: dict[str, object] = {}
     for level in ("inside", "between"):
         link: LinkSpec = getattr(node, level)
-        rate = given.get(f"{level}.rate", link.rate)
+        rate = given.get(f"{level}.rate", link.effective_bandwidth)
         bandwidth = max(rate, link.bandwidth)
         told = {name: given.get(f"{level}.{name}", getattr(link, name)) for name in ("ring_s", "tree_s")}
         changes[level] = LinkSpec.model_construct(bandwidth=bandwidth, efficiency=rate / bandwidth, **told)
     changes |= {name: given.get(name, getattr(node, name)) for name in ("ring_begin_s", "tree_begin_s")}
     found = {name.removeprefix("factors."): given[name] for name in names if name.startswith("factors.")}
-    return node.model_copy(update={**changes, "factors": {**node.factors, **found}})
+    return node.model_copy(update={**changes, "slowdown_factors": {**node.slowdown_factors, **found}})
 
 
 def _find_level(sample: CollectiveSample, node: NodeSpec) -> str:

@@ -40,23 +40,25 @@ COLLECTIVE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", 
 class MeasurementBudget:
     """How much is measured."""
 
-    window_s: float = 0.025  # work is repeated for that long, and the best of so many windows counts
-    windows: int = 12
-    passes: int = 3  # over all that is measured, some time apart
-    classes: tuple[int, ...] = MATMUL_SIZES
-    widest: int = 16384
-    length: int = 4096  # tokens of an attention
+    window_seconds: float = 0.025  # work is repeated for that long, and the best of so many windows counts
+    num_windows: int = 12
+    num_passes: int = 3  # over all that is measured, some time apart
+    matmul_sizes: tuple[int, ...] = MATMUL_SIZES
+    max_width: int = 16384
+    attention_seq_len: int = 4096  # tokens of an attention
     stream_bytes: int = 1 << 28  # of a tensor that is streamed, and how many take turns
-    streams: int = 4
-    messages: tuple[int, ...] = tuple(1 << power for power in range(10, 31, 2))  # bytes of collectives
+    num_stream_tensors: int = 4
+    message_bytes: tuple[int, ...] = tuple(1 << power for power in range(10, 31, 2))  # bytes of collectives
 
     @classmethod
-    def of(cls, device: torch.device) -> MeasurementBudget:
+    def for_device(cls, device: torch.device) -> MeasurementBudget:
         """Return an effort of some minutes; streams on a CPU fit no cache, but need no new pages."""
         if device.type != "cpu":
             return cls()
         messages = tuple(1 << power for power in range(10, 27, 2))
-        return cls(widest=4096, length=1024, stream_bytes=1 << 22, streams=12, messages=messages)
+        return cls(
+            max_width=4096, attention_seq_len=1024, stream_bytes=1 << 22, num_stream_tensors=12, message_bytes=messages
+        )
 
 
 class CollectiveTimer:
@@ -65,30 +67,30 @@ class CollectiveTimer:
     def __init__(self, world: World, effort: MeasurementBudget) -> None:
         self._world, self._effort = world, effort
 
-    def seconds(self, call: Callable[[], object]) -> float | None:
+    def measure_seconds(self, call: Callable[[], object]) -> float | None:
         """Return the time of one call, None if it exceeds `PATIENCE_S`. Collective; `call` may be one, too."""
         call()
-        once = self._window(call, 1)
+        once = self._time_window(call, 1)
         if once > MAX_CALL_S:
             return None
-        count = max(1, round(self._effort.window_s / once))
-        windows = max(2, round(self._effort.windows * min(1.0, self._effort.window_s / once)))
-        return min(self._window(call, count) for _ in range(windows)) / count
+        count = max(1, round(self._effort.window_seconds / once))
+        windows = max(2, round(self._effort.num_windows * min(1.0, self._effort.window_seconds / once)))
+        return min(self._time_window(call, count) for _ in range(windows)) / count
 
-    def _window(self, call: Callable[[], object], count: int) -> float:
+    def _time_window(self, call: Callable[[], object], count: int) -> float:
         """Return the time in which the slowest rank calls it so many times."""
-        self.wait()
-        self._world.exchange([0], [])
+        self.synchronize()
+        self._world.reduce_sum_and_max([0], [])
         begin = time.perf_counter()
         for _ in range(count):
             call()
-        self.wait()
-        return self.slowest(time.perf_counter() - begin)
+        self.synchronize()
+        return self.max_over_ranks(time.perf_counter() - begin)
 
-    def slowest(self, seconds: float) -> float:
-        return max(1, self._world.exchange([], [round(seconds * 1e9)])[1][0]) / 1e9
+    def max_over_ranks(self, seconds: float) -> float:
+        return max(1, self._world.reduce_sum_and_max([], [round(seconds * 1e9)])[1][0]) / 1e9
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         if self._world.device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -98,11 +100,11 @@ def measure_matmuls(
 ) -> dict[int, float]:
     """Return operations per second of a linear layer's three products, by class, as far as `PATIENCE_S` allows."""
     found: dict[int, float] = {}
-    for size in effort.classes:
+    for size in effort.matmul_sizes:
         paces = []
-        for wide in sorted({size, min(4 * size, max(effort.widest, size))}):
+        for wide in sorted({size, min(4 * size, max(effort.max_width, size))}):
             for work in _linear_matmuls(size, wide, dtype, device):
-                seconds = clock.seconds(work)
+                seconds = clock.measure_seconds(work)
                 if seconds is None:
                     return found
                 paces.append(seconds / (2 * size * wide * wide))
@@ -127,17 +129,17 @@ def measure_attention(
 ) -> tuple[float, float]:
     """Return the operations a second of causal attention, forward and backward; see its note in `time`."""
     heads, width = 8, 64 if device.type == "cpu" else 128
-    shape = (1, heads, effort.length, width)
+    shape = (1, heads, effort.attention_seq_len, width)
     inputs = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
-    flops = 2 * heads * effort.length * effort.length * 2 * width / 2
+    flops = 2 * heads * effort.attention_seq_len * effort.attention_seq_len * 2 * width / 2
 
     def attended() -> Tensor:
         return F.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=True)
 
     made = attended()
     grad = torch.randn_like(made)
-    forward = clock.seconds(attended)
-    backward = clock.seconds(lambda: torch.autograd.grad(made, inputs, grad, retain_graph=True))
+    forward = clock.measure_seconds(attended)
+    backward = clock.measure_seconds(lambda: torch.autograd.grad(made, inputs, grad, retain_graph=True))
     return flops / (forward or 1.0), 2.5 * flops / (backward or 1.0)
 
 
@@ -163,7 +165,7 @@ def measure_memory_bandwidth(
     """Return the bytes a second that the operators of `_MEMORY_BOUND_OPS` read and write."""
     columns = 1024
     shape = (max(1, effort.stream_bytes // 4 // columns), columns)
-    tensors = [torch.rand(shape, device=device) for _ in range(max(3, effort.streams))]
+    tensors = [torch.rand(shape, device=device) for _ in range(max(3, effort.num_stream_tensors))]
     size = tensors[0].numel() * 4
     turn = 0
 
@@ -174,7 +176,7 @@ def measure_memory_bandwidth(
 
     found = {}
     for name, (passes, work) in _MEMORY_BOUND_OPS.items():
-        seconds = clock.seconds(lambda work=work: work(*others()))  # type: ignore[misc]
+        seconds = clock.measure_seconds(lambda work=work: work(*others()))  # type: ignore[misc]
         found[name] = passes * size / (seconds or 1.0)
     return found
 
@@ -184,7 +186,7 @@ def measure_min_kernel(clock: CollectiveTimer, device: torch.device) -> float:
     few = torch.zeros(8, device=device)
     moment = make_event_recorder(device)
     if moment is None:
-        return clock.seconds(lambda: few.neg_()) or 1e-9
+        return clock.measure_seconds(lambda: few.neg_()) or 1e-9
     many, best = 200, float("inf")
     wide = torch.randn(8192, 8192, device=device)
     for _ in range(5):
@@ -194,9 +196,9 @@ def measure_min_kernel(clock: CollectiveTimer, device: torch.device) -> float:
         for _ in range(many):
             few.neg_()
         end = moment()
-        clock.wait()
+        clock.synchronize()
         best = min(best, begin.elapsed_time(end) / 1e3 / many)
-    return clock.slowest(best)
+    return clock.max_over_ranks(best)
 
 
 class _TransformerBlock(nn.Module):
@@ -221,14 +223,14 @@ class _KernelCounter(OperationObserver):
     def __init__(self) -> None:
         super().__init__()
         self.meter = MemoryMeter()
-        self.kernels, self.views = 0, 0
+        self.num_kernels, self.num_views = 0, 0
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         self.meter.observe(operation, args, kwargs, result)
         reads, writes = memory_access(self.meter, operation, args, kwargs, result)
         is_one = is_kernel(Operation(str(operation), 0, 0, (), None, None, reads, writes))
-        self.kernels += is_one
-        self.views += not is_one
+        self.num_kernels += is_one
+        self.num_views += not is_one
 
 
 def measure_launch_overhead(clock: CollectiveTimer, device: torch.device, kernel_s: float) -> float:
@@ -245,17 +247,17 @@ def measure_launch_overhead(clock: CollectiveTimer, device: torch.device, kernel
         step()
     best = float("inf")
     for _ in range(20):
-        clock.wait()
+        clock.synchronize()
         begin = time.perf_counter()
         step()
         best = min(best, time.perf_counter() - begin)
-    computing = counts.kernels * kernel_s if device.type == "cpu" else 0.0
-    return clock.slowest(max(best - computing, best / 10) / (counts.kernels + VIEW_COST * counts.views))
+    computing = counts.num_kernels * kernel_s if device.type == "cpu" else 0.0
+    return clock.max_over_ranks(max(best - computing, best / 10) / (counts.num_kernels + VIEW_COST * counts.num_views))
 
 
 def measure_overlap_speed(clock: CollectiveTimer, device: torch.device, effort: MeasurementBudget) -> float:
     """Return the fraction of its speed at which the device computes while a collective of all ranks runs."""
-    message = torch.zeros(max(effort.messages) // 8 // 4, device=device)
+    message = torch.zeros(max(effort.message_bytes) // 8 // 4, device=device)
     width = 512 if device.type == "cpu" else 4096
     square = torch.randn(width, width, device=device)
 
@@ -267,10 +269,10 @@ def measure_overlap_speed(clock: CollectiveTimer, device: torch.device, effort: 
             if work is not None:
                 work.wait()
 
-    carried = clock.seconds(carry) or 1.0
-    product = clock.seconds(lambda: square @ square) or 1.0
+    carried = clock.measure_seconds(carry) or 1.0
+    product = clock.measure_seconds(lambda: square @ square) or 1.0
     count = max(1, round(2 * carried / product))
-    together = clock.seconds(lambda: carry(count)) or 1.0
+    together = clock.measure_seconds(lambda: carry(count)) or 1.0
     return min(1.0, max(0.0, 1 - (together - count * product) / carried))
 
 
@@ -308,11 +310,11 @@ def _measure_kind(
     effort: MeasurementBudget,
 ) -> Iterator[CollectiveSample]:
     """Measure all sizes, as far as `PATIENCE_S` allows."""
-    for size in effort.messages:
+    for size in effort.message_bytes:
         count = -(-size // (4 * len(members))) * len(members)
         whole, other = torch.zeros(count, device=world.device), torch.zeros(count, device=world.device)
         part = torch.zeros(count // len(members), device=world.device)
-        seconds = clock.seconds(_make_collective_call(kind, group, whole, other, part))
+        seconds = clock.measure_seconds(_make_collective_call(kind, group, whole, other, part))
         if seconds is None:
             return
         yield CollectiveSample(kind, 4 * count, members, seconds)

@@ -35,16 +35,16 @@ class MemoryShare:
     """The part of something that a rank holds."""
 
     bytes: int  # of the part
-    of_bytes: int  # of the whole; 0: unknown
-    axes: tuple[str, ...]  # along which it is divided
-    copies: tuple[str, ...]  # axes along which ranks hold the same
+    full_bytes: int  # of the whole; 0: unknown
+    sharded_axes: tuple[str, ...]  # along which it is divided
+    replicated_axes: tuple[str, ...]  # axes along which ranks hold the same
 
-    def part(self, degrees: Degrees) -> Fraction | None:
+    def fraction(self, degrees: Degrees) -> Fraction | None:
         """Return 1, or one over the degrees of the axes, if the bytes are about that part; None otherwise."""
-        if not self.of_bytes:
+        if not self.full_bytes:
             return None
-        share = self.bytes / self.of_bytes
-        for part in (Fraction(1, math.prod(getattr(degrees, axis) for axis in self.axes)), Fraction(1)):
+        share = self.bytes / self.full_bytes
+        for part in (Fraction(1, math.prod(getattr(degrees, axis) for axis in self.sharded_axes)), Fraction(1)):
             if part * (1 - Fraction(1, 100)) <= share <= part * (1 + _PADDING_TOLERANCE):
                 return part
         return None
@@ -52,10 +52,10 @@ class MemoryShare:
 
 def find_shard_axes(job: TrainingJob) -> ShardAxes:
     """Return what divides parameters and optimizer state, and the state's bytes per trained element; see the note."""
-    blocks, make = BLOCKS_PER_STAGE * job.degrees.pp, job.with_layers
-    if make is not None and job.layers > blocks:
+    blocks, make = BLOCKS_PER_STAGE * job.degrees.pp, job.build_with_layers
+    if make is not None and job.num_layers > blocks:
         try:
-            return _compare_ranks(replace(job, model=lambda: make(blocks), layers=blocks))
+            return _compare_ranks(replace(job, build_model=lambda: make(blocks), num_layers=blocks))
         except MeshwrightError:
             pass  # A schedule may want more blocks
     return _compare_ranks(job)
@@ -89,7 +89,7 @@ def _inspect_rank(job: TrainingJob, rank: int) -> tuple[dict[str, Any], dict[str
 
 
 def _list_rectangles(values: Mapping[str, ChunkedTensor]) -> dict[str, Any]:
-    return {name: sorted((piece.offsets, piece.sizes) for piece in value.pieces) for name, value in values.items()}
+    return {name: sorted((piece.offsets, piece.sizes) for piece in value.chunks) for name, value in values.items()}
 
 
 MemoryBreakdown: TypeAlias = dict[int, dict[str, MemoryShare]]
@@ -101,13 +101,13 @@ class RunFacts:
 
     config: RunConfig
     job: TrainingJob
-    parameters: int  # number of parameters of the whole model
-    trainable: int
-    held: MemoryBreakdown  # by planned rank: parameters, gradients and optimizer state
+    num_parameters: int  # number of parameters of the whole model
+    num_trainable: int
+    memory_breakdown: MemoryBreakdown  # by planned rank: parameters, gradients and optimizer state
     plan: Mapping[str, Any] | None
-    why_not: str
-    rates: Mapping[int, float] | None  # learning rates by step; None: the number of steps is unknown
-    fate: RunAction | None
+    unavailable_reason: str
+    learning_rates: Mapping[int, float] | None  # learning rates by step; None: the number of steps is unknown
+    run_action: RunAction | None
     refusal: str
 
     @property
@@ -118,7 +118,7 @@ class RunFacts:
 def collect_facts(config: RunConfig, world_size: int) -> RunFacts:
     """Plan a run on so many ranks."""
     job = build_job(config, world_size)
-    whole = list({id(each): each for each in job.model().parameters()}.values())
+    whole = list({id(each): each for each in job.build_model().parameters()}.values())
     trained = [each for each in whole if each.requires_grad]
     plan, why_not = None, ""
     held: MemoryBreakdown = {}
@@ -167,7 +167,7 @@ def _compute_learning_rates(config: RunConfig) -> dict[int, float] | None:
     steps = config.steps
     if steps is None:
         return None
-    schedule = config.schedule.over(steps)
+    schedule = config.schedule.resolve_warmup(steps)
     stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.optimizer.lr)
     (factor,) = build_scheduler(schedule, stand_in, steps).lr_lambdas
     wanted = sorted({1, min(steps, schedule.warmup_steps + 1), (steps + 1) // 2, steps})

@@ -65,10 +65,12 @@ def format_decimal_size(size: float) -> str:
 def _describe_layout(facts: RunFacts) -> Iterator[str]:
     degrees = facts.degrees
     ranks = f"{degrees.world_size} rank{'s' if degrees.world_size > 1 else ''}"
-    yield f"{facts.job.stack} on {ranks}: a model of {facts.parameters:,} parameters" + (
-        f", of which {facts.trainable:,} train." if facts.trainable != facts.parameters else ", all of which train."
+    yield f"{facts.job.stack} on {ranks}: a model of {facts.num_parameters:,} parameters" + (
+        f", of which {facts.num_trainable:,} train."
+        if facts.num_trainable != facts.num_parameters
+        else ", all of which train."
     )
-    for axis in degrees.above_one():
+    for axis in degrees.active_axes():
         yield f"{axis}={getattr(degrees, axis)}: the ranks along this axis {AXIS_DESCRIPTIONS[axis]}."
 
 
@@ -84,7 +86,7 @@ def _merge_equal_ranks(lines: Mapping[int, Sequence[str]]) -> Iterator[str]:
 
 def _describe_memory(facts: RunFacts) -> Iterator[str]:
     if facts.plan is None:
-        yield f"Not known: {facts.why_not}"
+        yield f"Not known: {facts.unavailable_reason}"
         return
     yield from _merge_equal_ranks(
         {each["rank"]: list(_describe_rank_memory(each, facts)) for each in facts.plan["ranks"]}
@@ -96,7 +98,7 @@ def _describe_memory(facts: RunFacts) -> Iterator[str]:
 
 
 def _describe_rank_memory(report: Mapping[str, Any], facts: RunFacts) -> Iterator[str]:
-    held = facts.held[report["rank"]]
+    held = facts.memory_breakdown[report["rank"]]
     yield f"parameters: {_format_share(held['parameters'], facts)}."
     # Gradients inside communication buffers take no memory of their own.
     if held["gradients"].bytes:
@@ -109,16 +111,16 @@ def _describe_rank_memory(report: Mapping[str, Any], facts: RunFacts) -> Iterato
 
 
 def _format_share(share: MemoryShare, facts: RunFacts) -> str:
-    part = share.part(facts.degrees)
+    part = share.fraction(facts.degrees)
     text = format_decimal_size(share.bytes)
     if part == 1:
         text += ", the whole"
     elif part is not None:
-        text += f", 1/{part.denominator} of the whole ({format_decimal_size(share.of_bytes)}), divided along {_join_names(share.axes)}"
-    elif share.axes:
-        text += f"; it is divided along {_join_names(share.axes)}"
-    if share.copies and part != 1:
-        text += f"; ranks along {_join_names(share.copies)} have copies"
+        text += f", 1/{part.denominator} of the whole ({format_decimal_size(share.full_bytes)}), divided along {_join_names(share.sharded_axes)}"
+    elif share.sharded_axes:
+        text += f"; it is divided along {_join_names(share.sharded_axes)}"
+    if share.replicated_axes and part != 1:
+        text += f"; ranks along {_join_names(share.replicated_axes)} have copies"
     return text
 
 
@@ -142,11 +144,15 @@ def _format_calls(row: Mapping[str, Any]) -> str:
 
 def _describe_step(facts: RunFacts) -> Iterator[str]:
     config, job, dp = facts.config, facts.job, facts.degrees.dp
-    tokens = config.batch_size * job.length
-    yield f"{config.batch_size} sequences of {job.length} tokens: {tokens:,} tokens."
+    tokens = config.batch_size * job.seq_len
+    yield f"{config.batch_size} sequences of {job.seq_len} tokens: {tokens:,} tokens."
     share = f"each of the {dp} data-parallel ranks" if dp > 1 else "each rank"
-    passes = f"{job.microbatches} passes of {job.rows}" if job.microbatches > 1 else f"one pass of {job.rows}"
-    added = ", whose gradients are added up" if job.microbatches > 1 else ""
+    passes = (
+        f"{job.num_microbatches} passes of {job.micro_batch_size}"
+        if job.num_microbatches > 1
+        else f"one pass of {job.micro_batch_size}"
+    )
+    added = ", whose gradients are added up" if job.num_microbatches > 1 else ""
     own = config.batch_size // dp
     yield f"Of these {share} takes {own}, in {passes}{added}."
     if config.objective is not None:
@@ -167,28 +173,28 @@ def _describe_step(facts: RunFacts) -> Iterator[str]:
 
 def _describe_data(facts: RunFacts) -> Iterator[str]:
     data = facts.config.data
-    for source in data.training_sources():
+    for source in data.get_training_sources():
         weight = f", with a weight of {source.weight:g}" if source.weight is not None else ""
         how = "read while training" if source.streaming else "tokenized once, and kept in a cache"
-        yield f"{source.place} ({source.format}){weight}: {how}."
+        yield f"{source.location} ({source.format}){weight}: {how}."
     rows = {
         "stream": "documents follow one another and are cut anywhere",
         "documents": "several documents share a row and do not see each other",
         "none": "a document has a row of its own, and padding",
-    }[data.packing_kind()]
+    }[data.resolve_packing()]
     yield f"Rows of {data.seq_len} tokens: {rows}."
     yield f"Their order follows from the seed {facts.config.seed}, and is the same for any number of ranks."
 
 
 def _describe_learning_rate(facts: RunFacts) -> Iterator[str]:
     config = facts.config
-    if facts.rates is None:
+    if facts.learning_rates is None:
         yield (
             f"{config.epochs:g} epochs; how many steps these are is known when the data are. The schedule is "
             f"{config.schedule.name}, from a peak of {config.optimizer.lr:g}."
         )
         return
-    at = ", ".join(f"{rate:.3g} in step {step:,}" for step, rate in facts.rates.items())
+    at = ", ".join(f"{rate:.3g} in step {step:,}" for step, rate in facts.learning_rates.items())
     groups = ", of what is in no group of its own" if config.optimizer.groups else ""
     yield f"{config.steps:,} steps by the schedule {config.schedule.name}: {at}{groups}."
 
@@ -197,18 +203,20 @@ def _describe_evaluation(facts: RunFacts) -> Iterator[str]:
     config = facts.config
     sets = [*([HELD_OUT] if config.data.eval_fraction else []), *config.data.eval_sets]
     every = "at the end" if config.eval.every is None else f"every {config.eval.every} steps, and at the end"
-    most = f", on at most {config.eval.sequences} sequences of each" if config.eval.sequences is not None else ""
+    most = (
+        f", on at most {config.eval.max_sequences} sequences of each" if config.eval.max_sequences is not None else ""
+    )
     yield f"Losses of {_join_names(sets)} {every}{most}."
     if config.data.eval_fraction:
         yield f"{config.data.eval_fraction:.3g} of the examples are held out, and never trained on."
     stopping = config.eval.early_stopping
     if stopping is not None:
-        yield f"{stopping.patience} evaluations in a row in which {stopping.set} does not fall end the run."
+        yield f"{stopping.patience} evaluations in a row in which {stopping.eval_set} does not fall end the run."
 
 
 def _describe_outputs(facts: RunFacts) -> Iterator[str]:
-    config, directory = facts.config, RunDirectory.of(facts.config)
-    ranks = f", and times and memory of each rank in {directory.ranks}" if config.metrics.ranks else ""
+    config, directory = facts.config, RunDirectory.from_config(facts.config)
+    ranks = f", and times and memory of each rank in {directory.rank_logs}" if config.metrics.per_rank else ""
     yield f"Each step in {directory.metrics}{ranks}; the trained model in {directory.model}."
     if config.metrics.norms_every is not None:
         yield f"Norms of gradients by block in every {config.metrics.norms_every} steps."
@@ -227,18 +235,18 @@ def _describe_outputs(facts: RunFacts) -> Iterator[str]:
 
 def _describe_checkpoints(facts: RunFacts) -> Iterator[str]:
     config = facts.config
-    section, directory = config.checkpoint, RunDirectory.of(config).checkpoints
-    if not section.saves:
+    section, directory = config.checkpoint, RunDirectory.from_config(config).checkpoint_storage
+    if not section.is_enabled:
         yield "None are saved: a run that is interrupted begins anew."
     else:
         given = section.every if isinstance(section.every, list) else [section.every]
         when = [f"every {e} steps" if isinstance(e, int) else f"{e} after the one before" for e in given if e]
-        when += [f"after the best {section.keep_best.n} evaluations"] if section.keep_best is not None else []
+        when += [f"after the best {section.keep_best.count} evaluations"] if section.keep_best is not None else []
         keeps = "all are kept" if section.keep_last is None else f"the newest {section.keep_last} are kept"
         also = f", and those of steps that are multiples of {section.keep_every}" if section.keep_every else ""
         yield f"Saved {_join_names(when) or 'on a signal'}, and after the last step, to {directory}; {keeps}{also}."
         yield f"Training {'goes on' if section.asynchronous else 'waits'} while one is written."
-    stops = section.stops_on
+    stops = section.stop_config
     if stops.signals:
         yield (
             f"On {_join_names(stops.signals)} the run stops after its step, saves, and leaves with exit code "
@@ -251,13 +259,13 @@ def _describe_checkpoints(facts: RunFacts) -> Iterator[str]:
 
 def _describe_resume(facts: RunFacts, directory: Storage) -> Iterator[str]:
     config = facts.config
-    if facts.fate is None:
+    if facts.run_action is None:
         yield f"It would be refused now: {facts.refusal}"
-    elif facts.fate is RunAction.DONE:
+    elif facts.run_action is RunAction.FINISHED:
         yield f"The run in {config.output_dir} has finished: the command would say so, and train nothing."
-    elif facts.fate is RunAction.REPLACE:
+    elif facts.run_action is RunAction.OVERWRITE:
         yield f"{config.output_dir} holds another run, which is removed, and this one begins at its first step."
-    elif facts.fate is RunAction.GO_ON:
+    elif facts.run_action is RunAction.RESUME:
         try:
             saved = list_checkpoints(directory)
         except CheckpointError as error:
@@ -268,7 +276,7 @@ def _describe_resume(facts: RunFacts, directory: Storage) -> Iterator[str]:
             if saved
             else " if there is a checkpoint"
         )
-        source = config.resumption.source
+        source = config.resume_config.source
         yield (
             f"{config.output_dir} holds this run, which goes on{since}."
             if source == "auto"
@@ -276,7 +284,7 @@ def _describe_resume(facts: RunFacts, directory: Storage) -> Iterator[str]:
         )
     else:
         yield f"Nothing of a run is in {config.output_dir} yet: this one begins at its first step."
-    if config.checkpoint.saves and config.resumption.source == "auto":
+    if config.checkpoint.is_enabled and config.resume_config.source == "auto":
         yield (
             "The same command goes on from the newest whole checkpoint, under any other strategy and number of ranks, "
             "too."

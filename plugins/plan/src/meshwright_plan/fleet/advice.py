@@ -43,8 +43,8 @@ def estimate_failure_cost(
     each = compute_checkpoint_costs(job, device, plan, asked, asynchronous=config.checkpoint.asynchronous)
     per_node, step_s = min(device.node.ranks, ranks), plan["step_seconds"]
     times = asked.failures_per_rank_hour, _get_detection_s(config), asked.restart_s
-    fleet = FailureScenario(ranks, per_node, step_s, each.saves, *times)
-    after_s = config.checkpoint.after_s
+    fleet = FailureScenario(ranks, per_node, step_s, each.checkpoints, *times)
+    after_s = config.checkpoint.every_seconds
     clock = None if after_s is None else max(1, round(after_s / step_s))
     own = min((each for each in (config.checkpoint.every_steps, clock) if each is not None), default=None)
     return {
@@ -68,8 +68,8 @@ class CheckpointCosts:
 
     state_bytes: int
     rank_bytes: int
-    saves: CheckpointSchedule
-    copies: ReplicaSchedule
+    checkpoints: CheckpointSchedule
+    replicas: ReplicaSchedule
 
 
 def compute_checkpoint_costs(
@@ -80,27 +80,29 @@ def compute_checkpoint_costs(
     whole = compute_state_bytes(job)
     held = (each["held_by_owner"] for each in plan["ranks"])
     own = max(each.get("parameters", 0) + each.get("optimizer", 0) for each in held)
-    between = device.node.between.rate
+    between = device.node.inter_node.effective_bandwidth
 
     def on_disk(size: float) -> float:
         """Return the time that the disks need for `size` bytes of each rank."""
         return max(size * per_node / plan_config.disk_bandwidth, size * world / plan_config.disk_bandwidth_total)
 
     # Of ranks that have the same, each writes a part, and reads all.
-    hold, write = whole / world / plan_config.copy_bandwidth, on_disk(whole / world)
+    hold, write = whole / world / plan_config.device_to_host_bandwidth, on_disk(whole / world)
     return CheckpointCosts(
         whole,
         own,
         CheckpointSchedule(1, hold, write, on_disk(own))
         if asynchronous
         else CheckpointSchedule(1, hold + write, 0.0, on_disk(own)),
-        ReplicaSchedule(1, own / plan_config.copy_bandwidth, own / (between * REPLICA_LINK_FRACTION), own / between),
+        ReplicaSchedule(
+            1, own / plan_config.device_to_host_bandwidth, own / (between * REPLICA_LINK_FRACTION), own / between
+        ),
     )
 
 
 def compute_state_bytes(job: TrainingJob) -> int:
     """Return the bytes of a checkpoint; bytes per element are those of the first rank of a small model after a step."""
-    small = job.at_depth(min(job.layers, BLOCKS_PER_STAGE * job.degrees.pp))
+    small = job.with_num_layers(min(job.num_layers, BLOCKS_PER_STAGE * job.degrees.pp))
     try:
         kept = _measure_element_bytes(small)
     except MeshwrightError:
@@ -110,7 +112,7 @@ def compute_state_bytes(job: TrainingJob) -> int:
         kept = _measure_element_bytes(job)
     usual = sum(size for _, size in kept.values()) / max(1, sum(count for count, _ in kept.values()))
     each_of = {name: size / count for name, (count, size) in kept.items() if count}
-    parameters = ((mask_layer_numbers(name), each) for name, each in job.model().named_parameters())
+    parameters = ((mask_layer_numbers(name), each) for name, each in job.build_model().named_parameters())
     return round(sum(each.numel() * each_of.get(name, usual) for name, each in parameters))
 
 
@@ -121,7 +123,7 @@ def _measure_element_bytes(job: TrainingJob) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     tensors = {} if state.optimizer is None else state.optimizer.tensors
     for name, value in state.model.items():
-        kept = [value, *tensors.get(name, {}).values(), *filter(None, [state.averages.get(name)])]
+        kept = [value, *tensors.get(name, {}).values(), *filter(None, [state.ema_weights.get(name)])]
         size = 0 if name in skipped else sum(math.prod(each.shape) * each.dtype.itemsize for each in kept)
         before = found.get(mask_layer_numbers(name), (0, 0))
         found[mask_layer_numbers(name)] = before[0] + math.prod(value.shape), before[1] + size
@@ -133,14 +135,14 @@ def _measure_element_bytes(job: TrainingJob) -> dict[str, tuple[int, int]]:
 
 def _get_configured_replicas(config: RunConfig, costs: CheckpointCosts, step_s: float) -> ReplicaSchedule | None:
     """Return the copies that a run makes; one that is due while another is sent is left out."""
-    asked = config.checkpoint.copies
+    asked = config.checkpoint.replicate_config
     if asked is None:
         return None
-    send_s = costs.copies.send_s
+    send_s = costs.replicas.send_s
     if asked.bytes_per_s is not None:
         send_s = max(send_s, costs.rank_bytes / asked.bytes_per_s)
     every = asked.every * max(1, math.ceil(send_s / (asked.every * step_s)))
-    return replace(costs.copies, every=every, send_s=send_s)
+    return replace(costs.replicas, every=every, send_s=send_s)
 
 
 def build_scenarios(
@@ -150,18 +152,18 @@ def build_scenarios(
     own_replicas: ReplicaSchedule | None = None,
 ) -> dict[str, FailureScenario]:
     """Return the fleet by name: as it should save and as it does (every `own_interval` steps), without and with copies."""
-    made = {RECOMMENDED: scenario.saving(find_best_interval(scenario))}
+    made = {RECOMMENDED: scenario.with_checkpoints(find_best_interval(scenario))}
     given = own_replicas if scenario.nodes > 1 else None
     if own_interval is not None:
         every = 1 if given is None else given.every
-        made[THIS_RUN] = scenario.saving(math.ceil(own_interval / every) * every, given)
+        made[THIS_RUN] = scenario.with_checkpoints(math.ceil(own_interval / every) * every, given)
     if scenario.nodes > 1:
-        copies, rare = choose_replica_schedule(scenario, costs.copies)
-        made[RECOMMENDED_REPLICATED] = scenario.saving(rare, copies)
+        copies, rare = choose_replica_schedule(scenario, costs.replicas)
+        made[RECOMMENDED_REPLICATED] = scenario.with_checkpoints(rare, copies)
         if own_interval is not None and given is None:
             every = min(copies.every, own_interval)
-            if costs.copies.send_s <= every * scenario.step_s:
-                made[THIS_RUN_REPLICATED] = scenario.saving(
+            if costs.replicas.send_s <= every * scenario.step_s:
+                made[THIS_RUN_REPLICATED] = scenario.with_checkpoints(
                     round(own_interval / every) * every, replace(copies, every=every)
                 )
     return made
@@ -170,11 +172,17 @@ def build_scenarios(
 def choose_replica_schedule(scenario: FailureScenario, replicas: ReplicaSchedule) -> tuple[ReplicaSchedule, int]:
     """Return how often to copy, and how often to save then: disks are for what takes a node and its copies alone."""
     every = find_best_interval(
-        replace(scenario, saves=CheckpointSchedule(1, replicas.hold_s, replicas.send_s, replicas.load_s))
+        replace(scenario, checkpoints=CheckpointSchedule(1, replicas.blocking_s, replicas.send_s, replicas.load_s))
     )
     # A second failure takes the node that has the copies, or whose copies the first one had.
-    second = 2 * scenario.node_share**2 * scenario.down_s(from_disk=True) / scenario.mtbf_s / max(1, scenario.nodes - 1)
-    rate = scenario.failures_per_rank_hour * min(1.0, scenario.pair_share + second)
+    second = (
+        2
+        * scenario.node_failure_fraction**2
+        * scenario.downtime_s(from_disk=True)
+        / scenario.mtbf_s
+        / max(1, scenario.nodes - 1)
+    )
+    rate = scenario.failures_per_rank_hour * min(1.0, scenario.pair_failure_fraction + second)
     rare = find_best_interval(replace(scenario, failures_per_rank_hour=rate)) if rate else every
     return replace(replicas, every=every), math.ceil(rare / every) * every
 
@@ -189,10 +197,10 @@ def simulate_scenarios(scenarios: Mapping[str, FailureScenario]) -> list[dict[st
     return [
         {
             "name": name,
-            "every": fleet.saves.every,
-            "minutes": fleet.saves.every * fleet.step_s / 60,
-            "copied_every": None if fleet.copies is None else fleet.copies.every,
-            "parts": outcome.means(place),
+            "every": fleet.checkpoints.every,
+            "minutes": fleet.checkpoints.every * fleet.step_s / 60,
+            "copied_every": None if fleet.replicas is None else fleet.replicas.every,
+            "parts": outcome.mean_parts(place),
         }
         for place, (name, fleet) in enumerate(scenarios.items())
     ]

@@ -47,7 +47,7 @@ class CheckpointSchedule:
     """Checkpoints on disk, each `every` so many steps; see [Note: saving]."""
 
     every: int
-    hold_s: float  # for which one blocks the loop
+    blocking_s: float  # for which one blocks the loop
     write_s: float = 0.0  # in which it is then written
     load_s: float = 0.0  # until all ranks have read one
 
@@ -57,7 +57,7 @@ class ReplicaSchedule:
     """Copies in the memory of another node, as `Saves`; see [Note: copies]. `every` divides that of the saves."""
 
     every: int
-    hold_s: float
+    blocking_s: float
     send_s: float = 0.0
     load_s: float = 0.0
 
@@ -69,33 +69,33 @@ class FailureScenario:
     ranks: int
     ranks_per_node: int
     step_s: float
-    saves: CheckpointSchedule
+    checkpoints: CheckpointSchedule
     failures_per_rank_hour: float
     detection_s: float = 0.0  # until a failure is noticed
     restart_s: float = 0.0  # from then until the ranks are there again, without reading
-    copies: ReplicaSchedule | None = None
-    node_share: float = NODE_FAILURE_FRACTION  # part of the failures that takes the memory of a node
-    pair_share: float = PAIR_FAILURE_FRACTION  # part that takes that of a node and its copies
+    replicas: ReplicaSchedule | None = None
+    node_failure_fraction: float = NODE_FAILURE_FRACTION  # part of the failures that takes the memory of a node
+    pair_failure_fraction: float = PAIR_FAILURE_FRACTION  # part that takes that of a node and its copies
 
     def __post_init__(self) -> None:
-        if not 0 <= self.pair_share <= self.node_share <= 1:
+        if not 0 <= self.pair_failure_fraction <= self.node_failure_fraction <= 1:
             raise ConfigError(
-                f"pair_failure_fraction={self.pair_share} of the failures is a part of node_failure_fraction={self.node_share}, and both are "
+                f"pair_failure_fraction={self.pair_failure_fraction} of the failures is a part of node_failure_fraction={self.node_failure_fraction}, and both are "
                 f"from 0 to 1."
             )
-        if self.copies is None:
+        if self.replicas is None:
             return
         if self.nodes < 2:
             raise ConfigError(f"{self.ranks} ranks are on one node, and copies are for another one. Leave them out.")
-        if self.saves.every % self.copies.every:
+        if self.checkpoints.every % self.replicas.every:
             raise ConfigError(
-                f"saves every {self.saves.every} steps and copies every {self.copies.every} do not meet; make the "
+                f"saves every {self.checkpoints.every} steps and copies every {self.replicas.every} do not meet; make the "
                 f"first a multiple of the second."
             )
-        if self.copies.send_s > self.copies.every * self.step_s:
+        if self.replicas.send_s > self.replicas.every * self.step_s:
             raise ConfigError(
-                f"a copy takes {self.copies.send_s:.3g} s to send, and the next one comes after "
-                f"{self.copies.every * self.step_s:.3g} s; copy every {math.ceil(self.copies.send_s / self.step_s)} "
+                f"a copy takes {self.replicas.send_s:.3g} s to send, and the next one comes after "
+                f"{self.replicas.every * self.step_s:.3g} s; copy every {math.ceil(self.replicas.send_s / self.step_s)} "
                 f"steps, or more."
             )
 
@@ -110,23 +110,25 @@ class FailureScenario:
         return HOUR / rate if rate else math.inf
 
     @property
-    def copied_every(self) -> int:
+    def recovery_interval(self) -> int:
         """Steps between states from which the run may resume."""
-        return self.saves.every if self.copies is None else self.copies.every
+        return self.checkpoints.every if self.replicas is None else self.replicas.every
 
     @property
-    def wait_s(self) -> float:
+    def checkpoint_wait_s(self) -> float:
         """Time for which a save waits for the one before it to be written; the first of all waits for none."""
-        copying = 0.0 if self.copies is None else self.copies.hold_s * (self.saves.every // self.copies.every)
-        return max(0.0, self.saves.write_s - self.saves.every * self.step_s - copying)
+        copying = (
+            0.0 if self.replicas is None else self.replicas.blocking_s * (self.checkpoints.every // self.replicas.every)
+        )
+        return max(0.0, self.checkpoints.write_s - self.checkpoints.every * self.step_s - copying)
 
-    def down_s(self, *, from_disk: bool) -> float:
+    def downtime_s(self, *, from_disk: bool) -> float:
         """Return the time from a failure to the next step, if nothing fails meanwhile."""
-        source = self.saves if from_disk or self.copies is None else self.copies
+        source = self.checkpoints if from_disk or self.replicas is None else self.replicas
         return self.detection_s + self.restart_s + source.load_s
 
-    def saving(self, every: int, replicas: ReplicaSchedule | None = None) -> FailureScenario:
-        return replace(self, saves=replace(self.saves, every=every), copies=replicas)
+    def with_checkpoints(self, every: int, replicas: ReplicaSchedule | None = None) -> FailureScenario:
+        return replace(self, checkpoints=replace(self.checkpoints, every=every), replicas=replicas)
 
 
 def young_interval(blocking_s: float, mtbf_s: float) -> float:
@@ -144,30 +146,30 @@ def daly_interval(blocking_s: float, mtbf_s: float) -> float:
 
 def compute_goodput(scenario: FailureScenario) -> float:
     """Return the useful part of a long run's time, without copies in memory; see [Note: closed form]."""
-    saves, mtbf = scenario.saves, scenario.mtbf_s
+    saves, mtbf = scenario.checkpoints, scenario.mtbf_s
     steps = saves.every * scenario.step_s
-    period = steps + saves.hold_s + scenario.wait_s
+    period = steps + saves.blocking_s + scenario.checkpoint_wait_s
     if math.isinf(mtbf):
         return steps / period
     try:
-        cycle = mtbf * math.exp(scenario.down_s(from_disk=True) / mtbf)
+        cycle = mtbf * math.exp(scenario.downtime_s(from_disk=True) / mtbf)
     except OverflowError:
         return 0.0
-    kept = math.exp(-(steps + saves.hold_s + saves.write_s) / mtbf) / -math.expm1(-period / mtbf)
+    kept = math.exp(-(steps + saves.blocking_s + saves.write_s) / mtbf) / -math.expm1(-period / mtbf)
     return steps * kept / cycle
 
 
 def find_best_interval(scenario: FailureScenario) -> int:
     """Return the steps between saves of most goodput without copies in memory, so that no save waits for another."""
-    saves, mtbf = scenario.saves, scenario.mtbf_s
+    saves, mtbf = scenario.checkpoints, scenario.mtbf_s
     least = max(1, math.ceil(saves.write_s / scenario.step_s))
     if math.isinf(mtbf):
         raise ValueError("a run that never fails has no best interval.")
 
     def at(every: int) -> float:
-        return compute_goodput(scenario.saving(every))
+        return compute_goodput(scenario.with_checkpoints(every))
 
-    every = max(least, round(daly_interval(saves.hold_s, mtbf) / scenario.step_s))
+    every = max(least, round(daly_interval(saves.blocking_s, mtbf) / scenario.step_s))
     # Daly's is off by little, and the goodput has a single maximum.
     while at(every + 1) > at(every):
         every += 1
@@ -187,7 +189,7 @@ class SimulationResult:
 
     parts: dict[str, FloatArray]
     failures: FloatArray
-    from_disk: FloatArray
+    disk_restores: FloatArray
 
     @property
     def goodput(self) -> FloatArray:
@@ -195,12 +197,12 @@ class SimulationResult:
         return mean
 
     @property
-    def error(self) -> FloatArray:
+    def standard_error(self) -> FloatArray:
         useful = self.parts["useful"]
         found: FloatArray = useful.std(axis=1, ddof=1) / np.sqrt(useful.shape[1])
         return found
 
-    def means(self, scenario: int = 0) -> dict[str, float]:
+    def mean_parts(self, scenario: int = 0) -> dict[str, float]:
         """Return the parts of one fleet, each the mean over its runs."""
         return {name: float(each[scenario].mean()) for name, each in self.parts.items()}
 
@@ -215,10 +217,10 @@ def simulate(
         )
     running = _Simulation(scenarios, np.broadcast_to(np.asarray(seconds, float), len(scenarios)), num_runs)
     chance = np.random.default_rng(seed)
-    while not running.over.all():
+    while not running.is_over.all():
         # The time of the next failure, its kind, and the node that a second one takes.
-        running.attempt(chance.standard_exponential(num_runs), chance.random(num_runs), chance.random(num_runs))
-    return running.outcome()
+        running.run_attempt(chance.standard_exponential(num_runs), chance.random(num_runs), chance.random(num_runs))
+    return running.build_result()
 
 
 class _Simulation:
@@ -232,59 +234,67 @@ class _Simulation:
             return np.array([[value(each)] for each in fleets], float)
 
         self.seconds = seconds
-        self.of_steps = column(lambda each: each.copied_every * each.step_s)
-        self.copy_hold = column(lambda each: each.copies.hold_s if each.copies else 0.0)
-        self.send = column(lambda each: each.copies.send_s if each.copies else 0.0)
-        self.rounds = column(lambda each: each.saves.every // each.copied_every)
-        self.hold, self.wait = column(lambda each: each.saves.hold_s), column(lambda each: each.wait_s)
-        self.write = column(lambda each: each.saves.write_s)
-        self.round = self.of_steps + self.copy_hold
-        self.period = self.rounds * self.round + self.hold + self.wait
+        self.steps_s = column(lambda each: each.recovery_interval * each.step_s)
+        self.replica_blocking = column(lambda each: each.replicas.blocking_s if each.replicas else 0.0)
+        self.replica_send = column(lambda each: each.replicas.send_s if each.replicas else 0.0)
+        self.rounds_per_checkpoint = column(lambda each: each.checkpoints.every // each.recovery_interval)
+        self.checkpoint_blocking, self.checkpoint_wait = (
+            column(lambda each: each.checkpoints.blocking_s),
+            column(lambda each: each.checkpoint_wait_s),
+        )
+        self.checkpoint_write = column(lambda each: each.checkpoints.write_s)
+        self.round_s = self.steps_s + self.replica_blocking
+        self.period = self.rounds_per_checkpoint * self.round_s + self.checkpoint_blocking + self.checkpoint_wait
         self.mtbf = column(lambda each: each.mtbf_s)
         self.detection, self.restart = column(lambda each: each.detection_s), column(lambda each: each.restart_s)
-        self.down_disk = column(lambda each: each.down_s(from_disk=True))
-        self.down_memory = column(lambda each: each.down_s(from_disk=False))
-        self.node, self.pair = column(lambda each: each.node_share), column(lambda each: each.pair_share)
-        self.copies = column(lambda each: each.copies is not None) > 0
-        self.others = np.maximum(column(lambda each: each.nodes - 1), 1)
+        self.disk_downtime = column(lambda each: each.downtime_s(from_disk=True))
+        self.memory_downtime = column(lambda each: each.downtime_s(from_disk=False))
+        self.node_fraction, self.pair_fraction = (
+            column(lambda each: each.node_failure_fraction),
+            column(lambda each: each.pair_failure_fraction),
+        )
+        self.has_replicas = column(lambda each: each.replicas is not None) > 0
+        self.num_other_nodes = np.maximum(column(lambda each: each.nodes - 1), 1)
         self.spent = {name: zeros() for name in TIME_PARTS}
-        self.left = zeros() + seconds[:, None]
-        self.at, self.on_disk, self.down, self.lost_nodes = zeros(), zeros(), zeros(), zeros()
-        self.has_memory = zeros() == 0
-        self.failures, self.from_disk, self.over = zeros(), zeros(), zeros() > 0
+        self.remaining = zeros() + seconds[:, None]
+        self.rounds_done, self.rounds_on_disk, self.downtime, self.lost_nodes = zeros(), zeros(), zeros(), zeros()
+        self.has_memory_state = zeros() == 0
+        self.failures, self.disk_restores, self.is_over = zeros(), zeros(), zeros() > 0
 
-    def _place(
+    def _advance(
         self, start_round: FloatArray, elapsed: FloatArray
     ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """Return seconds of steps, of copies, rounds copied, and rounds on disk, `elapsed` seconds after round `start_round`."""
-        until_save = self.rounds - start_round
-        first = until_save * self.round + self.hold
+        until_save = self.rounds_per_checkpoint - start_round
+        first = until_save * self.round_s + self.checkpoint_blocking
         saves = np.where(elapsed < first, 0.0, 1 + np.floor((elapsed - first) / self.period))
         since = elapsed - np.where(saves > 0, first + (saves - 1) * self.period, 0.0)
-        whole = np.minimum(np.floor(since / self.round), np.where(saves > 0, self.rounds, until_save))
-        rest = since - whole * self.round
-        is_saving = whole == np.where(saves > 0, self.rounds, until_save)
-        stepping = np.where(is_saving, 0.0, np.minimum(rest, self.of_steps))
-        rounds = np.where(saves > 0, until_save + (saves - 1) * self.rounds, 0.0) + whole
+        whole = np.minimum(np.floor(since / self.round_s), np.where(saves > 0, self.rounds_per_checkpoint, until_save))
+        rest = since - whole * self.round_s
+        is_saving = whole == np.where(saves > 0, self.rounds_per_checkpoint, until_save)
+        stepping = np.where(is_saving, 0.0, np.minimum(rest, self.steps_s))
+        rounds = np.where(saves > 0, until_save + (saves - 1) * self.rounds_per_checkpoint, 0.0) + whole
         # The last copy before a save was there before the save blocked, and before it waited.
-        under_way = np.where(whole > 0, rest, since + self.hold + np.where(saves > 1, self.wait, 0.0))
-        written = saves - ((saves > 0) & (since < self.write))
+        under_way = np.where(
+            whole > 0, rest, since + self.checkpoint_blocking + np.where(saves > 1, self.checkpoint_wait, 0.0)
+        )
+        written = saves - ((saves > 0) & (since < self.checkpoint_write))
         return (
-            rounds * self.of_steps + stepping,
-            rounds * self.copy_hold + np.where(is_saving, 0.0, rest - stepping),
-            rounds - ((rounds > 0) & (under_way < self.send)),
-            np.where(written > 0, until_save + (written - 1) * self.rounds, 0.0),
+            rounds * self.steps_s + stepping,
+            rounds * self.replica_blocking + np.where(is_saving, 0.0, rest - stepping),
+            rounds - ((rounds > 0) & (under_way < self.replica_send)),
+            np.where(written > 0, until_save + (written - 1) * self.rounds_per_checkpoint, 0.0),
         )
 
-    def attempt(self, time_to_failure: FloatArray, kind: FloatArray, second_failure: FloatArray) -> None:
+    def run_attempt(self, time_to_failure: FloatArray, kind: FloatArray, second_failure: FloatArray) -> None:
         """Run until the next failure (in mean times between failures); the others are uniform; all (runs,)."""
         time_to_failure = time_to_failure * self.mtbf
-        ends = time_to_failure >= self.left
-        lasts = np.minimum(time_to_failure, self.left)
-        self.left = np.where(ends, 0.0, self.left - lasts)
-        waited = np.minimum(lasts, self.down)
+        ends = time_to_failure >= self.remaining
+        lasts = np.minimum(time_to_failure, self.remaining)
+        self.remaining = np.where(ends, 0.0, self.remaining - lasts)
+        waited = np.minimum(lasts, self.downtime)
         ran = lasts - waited
-        computed, copying, in_memory, saved = self._place(self.at % self.rounds, ran)
+        computed, copying, in_memory, saved = self._advance(self.rounds_done % self.rounds_per_checkpoint, ran)
         noticing = np.minimum(waited, self.detection)
         starting = np.minimum(waited - noticing, self.restart)
         spent = self.spent
@@ -294,24 +304,24 @@ class _Simulation:
         spent["copies"] += copying
         spent["saves"] += ran - computed - copying
         spent["redone"] += computed  # all that was computed; `outcome` subtracts what was useful
-        self.on_disk = np.where(saved > 0, self.at + saved, self.on_disk)
+        self.rounds_on_disk = np.where(saved > 0, self.rounds_done + saved, self.rounds_on_disk)
         fails = ~ends
-        still_down = fails & (lasts < self.down)
-        is_node = kind < self.node
-        meets = still_down & is_node & (second_failure < 2 * self.lost_nodes / self.others)
-        is_lost = ~self.copies | (kind < self.pair) | meets | (still_down & ~self.has_memory)
-        now = np.where(is_lost, self.on_disk, self.at + in_memory)
-        kept = np.where(fails, now * self.of_steps, self.at * self.of_steps + computed)
-        spent["useful"] = np.where(self.over, spent["useful"], kept)
-        self.at = np.where(fails, now, self.at)
-        self.lost_nodes = np.where(still_down, self.lost_nodes, 0) + is_node + (kind < self.pair)
-        self.has_memory = ~is_lost
-        self.down = np.where(is_lost, self.down_disk, self.down_memory)
+        still_down = fails & (lasts < self.downtime)
+        is_node = kind < self.node_fraction
+        meets = still_down & is_node & (second_failure < 2 * self.lost_nodes / self.num_other_nodes)
+        is_lost = ~self.has_replicas | (kind < self.pair_fraction) | meets | (still_down & ~self.has_memory_state)
+        now = np.where(is_lost, self.rounds_on_disk, self.rounds_done + in_memory)
+        kept = np.where(fails, now * self.steps_s, self.rounds_done * self.steps_s + computed)
+        spent["useful"] = np.where(self.is_over, spent["useful"], kept)
+        self.rounds_done = np.where(fails, now, self.rounds_done)
+        self.lost_nodes = np.where(still_down, self.lost_nodes, 0) + is_node + (kind < self.pair_fraction)
+        self.has_memory_state = ~is_lost
+        self.downtime = np.where(is_lost, self.disk_downtime, self.memory_downtime)
         self.failures += fails
-        self.from_disk += fails & is_lost
-        self.over |= ends
+        self.disk_restores += fails & is_lost
+        self.is_over |= ends
 
-    def outcome(self) -> SimulationResult:
+    def build_result(self) -> SimulationResult:
         parts = dict(self.spent, redone=self.spent["redone"] - self.spent["useful"])
         whole = self.seconds[:, None]
-        return SimulationResult({name: each / whole for name, each in parts.items()}, self.failures, self.from_disk)
+        return SimulationResult({name: each / whole for name, each in parts.items()}, self.failures, self.disk_restores)

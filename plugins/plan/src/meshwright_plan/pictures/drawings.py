@@ -53,10 +53,10 @@ class RankGroup:
 
     name: str
     ranks: tuple[int, ...]
-    groups: int  # number of groups along the axis
-    nodes: int  # number of nodes that this group spans
+    num_groups: int  # number of groups along the axis
+    num_nodes: int  # number of nodes that this group spans
     link: str
-    shares: str
+    description: str
 
 
 def build_levels(degrees: Degrees, device: DeviceSpec, axes: Sequence[str] = ROOT_AXES) -> list[MeshLevel]:
@@ -209,21 +209,23 @@ def draw_mesh(plot_data: PlotData, axes: Sequence[str] = ROOT_AXES, name: str = 
 def draw_links(rows: Sequence[StreamTraffic]) -> Picture:
     """Draw two bars for each stream of a rank: what it sends inside of its node, and to other nodes."""
     left, right, row, top = 190, 350, 46, 8
-    most = max((max(each.inside, each.between) for each in rows), default=0) or 1.0
+    most = max((max(each.intra_node_bytes, each.inter_node_bytes) for each in rows), default=0) or 1.0
     scale = (WIDTH - left - right) / most
     marks: list[Mark] = [Polyline([(left, top), (left, top + row * len(rows))], _AXIS)]
     for place, each in enumerate(rows):
         y = top + place * row
         marks.append(Text(left - 12, y + 17, each.stream, anchor="end", is_bold=True))
-        marks.append(Text(left - 12, y + 33, f"{each.ranks:,} ranks, {each.calls:,} calls", size=12, anchor="end"))
-        for offset, side, size in ((5, INTRA_NODE, each.inside), (21, INTER_NODE, each.between)):
+        marks.append(
+            Text(left - 12, y + 33, f"{each.num_ranks:,} ranks, {each.num_calls:,} calls", size=12, anchor="end")
+        )
+        for offset, side, size in ((5, INTRA_NODE, each.intra_node_bytes), (21, INTER_NODE, each.inter_node_bytes)):
             if size:
                 words = f"{format_size(size)} {LINK_NAMES[side]}"
                 length = max(1.5, size * scale)
                 tip = f"{each.stream}: {words}"
                 marks.append(Rect(left, y + offset, length, 13, MarkStyle(f"link-{side}"), tip))
                 marks.append(Text(left + length + 6, y + offset + 11, words, size=12))
-        took = f"{format_seconds(each.seconds)}, {each.hidden:.0%} hidden"
+        took = f"{format_seconds(each.seconds)}, {each.overlap_fraction:.0%} hidden"
         marks.append(Text(WIDTH - 4, y + 25, took, size=12, anchor="end", is_bold=True))
     return Picture("links", f"Bytes over each link, of rank {rows[0].rank}", WIDTH, top * 2 + row * len(rows), marks)
 
@@ -241,17 +243,17 @@ class _Axes:
         self.is_log = high > 8 * low > 0
         margin = 0.04 * (high - low) or 0.05 * high
         self.seconds = (low / 1.15, high * 1.15) if self.is_log else (max(0.0, low - margin), high + margin)
-        self.most = max(sizes) * 1.06
+        self.max_bytes = max(sizes) * 1.06
 
     def x(self, seconds: float) -> float:
         low, high, value = (math.log(each) if self.is_log else each for each in (*self.seconds, seconds))
         return self.left + (value - low) / (high - low) * (self.right - self.left)
 
     def y(self, size: float) -> float:
-        return self.bottom - size / self.most * (self.bottom - self.top)
+        return self.bottom - size / self.max_bytes * (self.bottom - self.top)
 
     def marks(self) -> Iterator[Mark]:
-        for gib in _choose_ticks(0, self.most / 2**30):
+        for gib in _choose_ticks(0, self.max_bytes / 2**30):
             y = self.y(gib * 2**30)
             yield Polyline([(self.left, y), (self.right, y)], _GRID)
             yield Text(self.left - 8, y + 4, f"{gib:g}", "quiet", anchor="end")
@@ -261,7 +263,7 @@ class _Axes:
             yield Text(x, self.bottom + 18, f"{seconds:g}", "quiet", anchor="middle")
         middle = (self.left + self.right) / 2, (self.top + self.bottom) / 2
         yield Text(middle[0], self.bottom + 38, "seconds of a step", "quiet", anchor="middle")
-        yield Text(18, middle[1], "memory reserved at the peak [GiB]", "quiet", anchor="middle", turn=-90)
+        yield Text(18, middle[1], "memory reserved at the peak [GiB]", "quiet", anchor="middle", rotation=-90)
 
 
 def _choose_ticks(low: float, high: float, *, is_log: bool = False) -> list[float]:
@@ -280,7 +282,7 @@ def select_layouts(layouts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 
 def draw_layouts(plot_data: PlotData) -> Picture:
     """Draw each layout as a circle if it fits and as a cross if not, with a line through the frontier."""
-    found, limit = plot_data.layouts, plot_data.limit
+    found, limit = plot_data.layouts, plot_data.usable_bytes
     shown, best = select_layouts(found), find_pareto_frontier(found)
     edge = 1.7 * limit
     sizes = [min(edge, each["peak_reserved_bytes"]) for each in shown]

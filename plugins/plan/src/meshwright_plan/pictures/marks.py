@@ -80,7 +80,7 @@ class MarkStyle:
     dash: tuple[float, ...] = ()
     opacity: float = 1.0
 
-    def css(self) -> str:
+    def to_css(self) -> str:
         fill, stroke = (name if name == "none" else f"var(--{name})" for name in (self.fill, self.stroke))
         parts = [f"fill:{fill}"]
         parts += [f"fill-opacity:{self.opacity:g}"] if self.opacity < 1 else []
@@ -96,12 +96,12 @@ class Rect:
     width: float
     height: float
     style: MarkStyle
-    tip: str = ""
+    tooltip: str = ""
     radius: float = 0
 
-    def svg(self) -> str:
+    def to_svg(self) -> str:
         place = {"x": self.x, "y": self.y, "width": self.width, "height": self.height, "rx": self.radius}
-        return _format_element("rect", self.style, self.tip, **place)
+        return _format_element("rect", self.style, self.tooltip, **place)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Polyline:
     points: Sequence[tuple[float, float]]
     style: MarkStyle
 
-    def svg(self) -> str:
+    def to_svg(self) -> str:
         return _format_element("polyline", self.style, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in self.points))
 
 
@@ -121,15 +121,15 @@ class Dot:
     y: float
     radius: float
     style: MarkStyle
-    tip: str = ""
+    tooltip: str = ""
     is_cross: bool = False
 
-    def svg(self) -> str:
+    def to_svg(self) -> str:
         x, y, r = self.x, self.y, self.radius
         if self.is_cross:
             cross = f"M{x - r:.1f} {y - r:.1f}l{2 * r:g} {2 * r:g}m0 -{2 * r:g}l-{2 * r:g} {2 * r:g}"
-            return _format_element("path", self.style, self.tip, d=cross)
-        return _format_element("circle", self.style, self.tip, cx=x, cy=y, r=r)
+            return _format_element("path", self.style, self.tooltip, d=cross)
+        return _format_element("circle", self.style, self.tooltip, cx=x, cy=y, r=r)
 
 
 @dataclass(frozen=True)
@@ -138,21 +138,21 @@ class Text:
 
     x: float
     y: float
-    words: str
+    text: str
     colour: str = "text"
     size: float = 12.5
     anchor: str = "start"
     is_bold: bool = False
     has_halo: bool = False
-    turn: float = 0
+    rotation: float = 0
 
-    def svg(self) -> str:
+    def to_svg(self) -> str:
         place = f'x="{self.x:.1f}" y="{self.y:.1f}"'
-        if self.turn:
-            place = f'transform="translate({self.x:.1f} {self.y:.1f}) rotate({self.turn:g})"'
+        if self.rotation:
+            place = f'transform="translate({self.x:.1f} {self.y:.1f}) rotate({self.rotation:g})"'
         style = f"fill:var(--{self.colour});font-size:{self.size:g}px" + (";font-weight:600" if self.is_bold else "")
         halo = ' class="halo"' if self.has_halo else ""
-        return f'<text {place}{halo} text-anchor="{self.anchor}" style="{style}">{escape(self.words)}</text>'
+        return f'<text {place}{halo} text-anchor="{self.anchor}" style="{style}">{escape(self.text)}</text>'
 
 
 Mark: TypeAlias = "Rect | Polyline | Dot | Text"
@@ -168,8 +168,8 @@ class Picture:
     height: float
     marks: Sequence[Mark]
 
-    def svg(self) -> str:
-        name, marks = self.name, "".join(each.svg() for each in self.marks)
+    def to_svg(self) -> str:
+        name, marks = self.name, "".join(each.to_svg() for each in self.marks)
         size = f'viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}"'
         title = f'<title id="{name}-title">{escape(self.title)}</title>'
         described = f'role="img" aria-labelledby="{name}-title" id="{name}"'
@@ -188,4 +188,4 @@ def build_legend(entries: Iterable[tuple[str, str]], x: float, y: float) -> list
 def _format_element(tag: str, style: MarkStyle, tooltip: str = "", **attributes: float | str) -> str:
     given = (f'{name}="{each if isinstance(each, str) else format(each, ".1f")}"' for name, each in attributes.items())
     title = f"<title>{escape(tooltip)}</title>" if tooltip else ""
-    return f'<{tag} {" ".join(given)} style="{style.css()}">{title}</{tag}>'
+    return f'<{tag} {" ".join(given)} style="{style.to_css()}">{title}</{tag}>'

@@ -82,13 +82,13 @@ def build_script_data(plot_data: PlotData) -> dict[str, Any]:
     axes = [[axis, getattr(degrees, axis)] for axis in ROOT_AXES]
     expert_axes = [[axis, getattr(degrees, axis)] for axis in EXPERT_AXES] if degrees.ep > 1 else []
     found = {
-        "end": round(max(line.seconds for line in plot_data.lines) * NS_PER_SECOND),
+        "end": round(max(line.seconds for line in plot_data.timelines) * NS_PER_SECOND),
         "unit": MIN_BLOCK_SIZE,
-        "limit": plot_data.limit,
+        "limit": plot_data.usable_bytes,
         "phases": list(PHASES),
         "memory": [
             _pack_memory(each, reserved, names)
-            for each, reserved in zip(plot_data.memories, plot_data.reserved, strict=True)
+            for each, reserved in zip(plot_data.memory_curves, plot_data.reserved_bytes, strict=True)
         ],
         "lanes": [_pack_lane(each, names) for each in plot_data.lanes],
         "mesh": {"node": plot_data.device.node.ranks, "world": degrees.world_size, "axes": [axes, expert_axes]},
@@ -100,10 +100,11 @@ def _pack_memory(curve: MemoryCurve, reserved: int, names: dict[str, int]) -> di
     return {
         "rank": curve.rank,
         "reserved": reserved,
-        "peak": curve.peak,
+        "peak": curve.peak_index,
         "time": _delta_encode(round(each * NS_PER_SECOND) for each in curve.seconds),
         "owners": {
-            owner: _delta_encode(each // MIN_BLOCK_SIZE for each in sizes) for owner, sizes in curve.owners.items()
+            owner: _delta_encode(each // MIN_BLOCK_SIZE for each in sizes)
+            for owner, sizes in curve.bytes_by_owner.items()
         },
         "names": [names.setdefault(name, len(names)) for name in curve.operators],
         "phases": [PHASES.index(phase) for phase in curve.phases],
@@ -131,7 +132,7 @@ def _delta_encode(series: Iterable[int]) -> list[int]:
 
 def _render_facts(plot_data: PlotData) -> dict[str, str]:
     plan, fits = plot_data.plan, plot_data.plan["fits"]
-    usable = f"of {format_size(plot_data.limit)} usable"
+    usable = f"of {format_size(plot_data.usable_bytes)} usable"
     facts = [
         ("good" if fits else "bad", "on " + plot_data.device.name, "fits" if fits else "does not fit", ""),
         ("", "reserved at the peak", format_size(plan["peak_reserved_bytes"]), usable),
@@ -145,26 +146,33 @@ def _render_facts(plot_data: PlotData) -> dict[str, str]:
         for kind, name, value, more in facts
     )
     note = (
-        f'<p class="note">Memory over the step and the timeline are of {escape(plot_data.depth)}, which are alike. '
+        f'<p class="note">Memory over the step and the timeline are of {escape(plot_data.depth_note)}, which are alike. '
         f"The numbers above, bytes over links and layouts are of all {plot_data.layers}.</p>"
     )
-    depth = f", {escape(plot_data.depth)}" if plot_data.depth else ""
-    return {"facts": "".join(rows), "depth_note": note if plot_data.depth else "", "depth": depth}
+    depth = f", {escape(plot_data.depth_note)}" if plot_data.depth_note else ""
+    return {"facts": "".join(rows), "depth_note": note if plot_data.depth_note else "", "depth": depth}
 
 
 def _render_memory(plot_data: PlotData) -> dict[str, str]:
-    found = plot_data.memories
-    used = [owner for owner in OWNERS if any(owner in each.owners for each in found)]
+    found = plot_data.memory_curves
+    used = [owner for owner in OWNERS if any(owner in each.bytes_by_owner for each in found)]
     legend = (
         f'<li><i style="background:var(--owner-{owner})"></i><b>{owner}</b> <span data-owner="{owner}"></span></li>'
         for owner in reversed(used)
     )
     options = "".join(f'<option value="{place}">rank {each.rank}</option>' for place, each in enumerate(found))
     rows = []
-    for each, reserved in zip(found, plot_data.reserved, strict=True):
-        row = [f"{each.rank}", *(format_size(each.owners[o][each.peak]) if o in each.owners else DASH for o in used)]
-        row += [format_size(each.totals[each.peak]), format_size(reserved), format_seconds(each.seconds[each.peak])]
-        rows.append([*row, each.operators[each.peak]])
+    for each, reserved in zip(found, plot_data.reserved_bytes, strict=True):
+        row = [
+            f"{each.rank}",
+            *(format_size(each.bytes_by_owner[o][each.peak_index]) if o in each.bytes_by_owner else DASH for o in used),
+        ]
+        row += [
+            format_size(each.totals[each.peak_index]),
+            format_size(reserved),
+            format_seconds(each.seconds[each.peak_index]),
+        ]
+        rows.append([*row, each.operators[each.peak_index]])
     head = ["rank", *used, "peak", "reserved", "at", "operator"]
     return {
         "memory_rank": f"rank {found[0].rank}" if len(found) == 1 else "a rank",
@@ -178,7 +186,7 @@ def _render_timeline(plot_data: PlotData) -> dict[str, str]:
     signs = {phase: f"phase-{phase}" for phase in PHASES}
     signs |= {f"communication {LINK_NAMES[link]}": f"link-{link}" for link in LINKS}
     rows = []
-    seconds = {line.rank: line.seconds for line in plot_data.lines}
+    seconds = {line.rank: line.seconds for line in plot_data.timelines}
     for lane in plot_data.lanes:
         busy, count = sum(bar.busy for bar in lane.bars), sum(bar.count for bar in lane.bars)
         link, share = LINK_NAMES.get(lane.link, ""), busy / seconds[lane.rank]
@@ -186,9 +194,9 @@ def _render_timeline(plot_data: PlotData) -> dict[str, str]:
     head = ["rank", "stream", "link", "operators", "works", "of its step"]
     return {
         "timeline_said": "Streams of one rank of each stage; what a stage waits for is empty: the bubble."
-        if len(plot_data.lines) > 1
+        if len(plot_data.timelines) > 1
         else "Streams of a rank: what it computes, and each group's collectives, beside each other.",
-        "timeline_height": str(34 + 19 * len(plot_data.lanes) + 26 * len(plot_data.lines)),
+        "timeline_height": str(34 + 19 * len(plot_data.lanes) + 26 * len(plot_data.timelines)),
         "timeline_legend": "".join(
             f'<li><i style="background:var(--{colour})"></i><b>{name}</b></li>' for name, colour in signs.items()
         ),
@@ -199,17 +207,23 @@ def _render_timeline(plot_data: PlotData) -> dict[str, str]:
 def _render_mesh(plot_data: PlotData) -> str:
     degrees, device, rank = plot_data.degrees, plot_data.device, plot_data.traces[0].rank
     picture = drawings.draw_mesh(plot_data)
-    drawn = _wrap_scrollable(picture.svg())
+    drawn = _wrap_scrollable(picture.to_svg())
     if degrees.ep > 1:
         experts = drawings.draw_mesh(plot_data, EXPERT_AXES, "expert-map", "The same ranks, as experts are on them")
-        drawn += f"<p>The same ranks, as experts lie on them:</p>{_wrap_scrollable(experts.svg())}"
-    if not any(isinstance(mark, Text) and mark.words.startswith("node ") for mark in picture.marks):
+        drawn += f"<p>The same ranks, as experts lie on them:</p>{_wrap_scrollable(experts.to_svg())}"
+    if not any(isinstance(mark, Text) and mark.text.startswith("node ") for mark in picture.marks):
         drawn += f'<p class="note">Groups lie across the borders of nodes of {device.node.ranks} ranks.</p>'
     rows = []
     for each in list_rank_groups(degrees, device, rank):
         few = each.ranks if len(each.ranks) <= 8 else (*each.ranks[:3], f"… {each.ranks[-1]}")
-        row = [each.name, f"{len(each.ranks):,}", f"{each.groups:,}", ", ".join(map(str, few)), f"{each.nodes:,}"]
-        rows.append([*row, LINK_NAMES[each.link], each.shares])
+        row = [
+            each.name,
+            f"{len(each.ranks):,}",
+            f"{each.num_groups:,}",
+            ", ".join(map(str, few)),
+            f"{each.num_nodes:,}",
+        ]
+        rows.append([*row, LINK_NAMES[each.link], each.description])
     head = ["group", "ranks", "groups", f"that of rank {rank}", "on nodes", "link", "its ranks have"]
     return drawn + _render_table("Groups", head, rows, text_columns=(3, 5, 6), is_open=True)
 
@@ -219,17 +233,25 @@ def _render_traffic(plot_data: PlotData) -> str:
     if not rows:
         return '<p class="quiet">Nothing is sent.</p>'
     said = (
-        f"What one device sends in a step, by group: to others of its node ({node.inside.bandwidth / 1e9:,.0f} GB/s), "
-        f"and to other nodes ({node.between.bandwidth / 1e9:,.0f} GB/s). Seconds are those in which it is under way, "
+        f"What one device sends in a step, by group: to others of its node ({node.intra_node.bandwidth / 1e9:,.0f} GB/s), "
+        f"and to other nodes ({node.inter_node.bandwidth / 1e9:,.0f} GB/s). Seconds are those in which it is under way, "
         f"and how much of that is hidden behind computing. Of collectives on rings."
     )
     cells = []
     for each in rows:
-        row = [f"{each.rank}", each.stream, f"{each.ranks:,}", f"{each.calls:,}", format_size(each.inside)]
-        cells.append([*row, format_size(each.between), format_seconds(each.seconds), f"{each.hidden:.0%}"])
+        row = [
+            f"{each.rank}",
+            each.stream,
+            f"{each.num_ranks:,}",
+            f"{each.num_calls:,}",
+            format_size(each.intra_node_bytes),
+        ]
+        cells.append(
+            [*row, format_size(each.inter_node_bytes), format_seconds(each.seconds), f"{each.overlap_fraction:.0%}"]
+        )
     head = ["rank", "group", "ranks", "calls", *LINK_NAMES.values(), "seconds", "hidden"]
     table = _render_table("Of all ranks that are drawn", head, cells, text_columns=(1,))
-    return f'<p class="quiet">{said}</p>{_wrap_scrollable(drawings.draw_links(select_busiest(rows)).svg())}{table}'
+    return f'<p class="quiet">{said}</p>{_wrap_scrollable(drawings.draw_links(select_busiest(rows)).to_svg())}{table}'
 
 
 def _render_layouts(plot_data: PlotData) -> str:
@@ -251,7 +273,7 @@ def _render_layouts(plot_data: PlotData) -> str:
     )
     return (
         '<section id="layouts-section" aria-labelledby="layouts-head"><h2 id="layouts-head">Layouts: memory against '
-        f'time</h2><p class="quiet">{said}</p>{_wrap_scrollable(drawings.draw_layouts(plot_data).svg())}{table}</section>'
+        f'time</h2><p class="quiet">{said}</p>{_wrap_scrollable(drawings.draw_layouts(plot_data).to_svg())}{table}</section>'
     )
 
 

@@ -72,9 +72,12 @@ def _paint(picture: Picture, plot_data: PlotData) -> Any:
     marks = [Text(0, -28, picture.title, size=15), Text(0, -10, title, "quiet"), *picture.marks]
     for order, mark in enumerate(marks):
         if isinstance(mark, Text):
-            style = {"ha": {"start": "left", "middle": "center", "end": "right"}[mark.anchor], "rotation": -mark.turn}
+            style = {
+                "ha": {"start": "left", "middle": "center", "end": "right"}[mark.anchor],
+                "rotation": -mark.rotation,
+            }
             style |= {"rotation_mode": "anchor", "parse_math": False}
-            words = axes.text(mark.x, mark.y, mark.words, fontsize=0.75 * mark.size, color=_LIGHT[mark.colour], **style)
+            words = axes.text(mark.x, mark.y, mark.text, fontsize=0.75 * mark.size, color=_LIGHT[mark.colour], **style)
             words.set(zorder=order, weight="bold" if mark.is_bold else "normal")
             words.set_path_effects([withStroke(linewidth=3, foreground="white")] if mark.has_halo else [])
             continue
@@ -113,7 +116,7 @@ def _new_chart(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _set_title(axes: Any, plot_data: PlotData, title: str, pad: float = 6) -> None:
-    of = f" ({plot_data.depth})" if plot_data.depth else ""
+    of = f" ({plot_data.depth_note})" if plot_data.depth_note else ""
     axes.set_title(
         f"{title}{of}\n{plot_data.title}, {plot_data.device.name}; planned", loc="left", fontsize=10, pad=pad
     )
@@ -131,16 +134,16 @@ def _choose_unit(seconds: float) -> tuple[float, str]:
 
 
 def _plot_memory(plot_data: PlotData) -> Any:
-    place = max(range(len(plot_data.memories)), key=plot_data.reserved.__getitem__)
-    found, line, taken = plot_data.memories[place], plot_data.lines[place], plot_data.reserved[place]
+    place = max(range(len(plot_data.memory_curves)), key=plot_data.reserved_bytes.__getitem__)
+    found, line, taken = plot_data.memory_curves[place], plot_data.timelines[place], plot_data.reserved_bytes[place]
     one, unit = _choose_unit(line.seconds)
     figure, axes = _new_chart(10.5, 5)
     times = [each / one for each in (*found.seconds, line.seconds)]
-    series = [[size / GIB for size in (*sizes, sizes[-1])] for sizes in found.owners.values()]
-    signs = {owner: f"owner-{owner}" for owner in found.owners}
+    series = [[size / GIB for size in (*sizes, sizes[-1])] for sizes in found.bytes_by_owner.values()]
+    signs = {owner: f"owner-{owner}" for owner in found.bytes_by_owner}
     axes.stackplot(times, series, colors=[_LIGHT[each] for each in signs.values()], step="post", linewidth=0)
-    peak, at = found.totals[found.peak], found.seconds[found.peak] / one
-    dark, limit, most = _LIGHT["text"], plot_data.limit, max(taken, peak)
+    peak, at = found.totals[found.peak_index], found.seconds[found.peak_index] / one
+    dark, limit, most = _LIGHT["text"], plot_data.usable_bytes, max(taken, peak)
     # Names of two lines that are close: the upper one's above it, the lower one's below.
     is_close = 0 <= limit - taken < 0.1 * limit
     lines = [("reserved", taken, dark, 1.2, -11 if is_close else 3)]
@@ -155,7 +158,7 @@ def _plot_memory(plot_data: PlotData) -> Any:
     shift, side = (8, "left") if at < times[-1] / 2 else (-8, "right")
     # Above the line of what is reserved, if the peak is close to it.
     where = (at, (taken if taken - peak < 0.08 * most else peak) / GIB)
-    words = f"peak {format_size(peak)}: {found.operators[found.peak]}"
+    words = f"peak {format_size(peak)}: {found.operators[found.peak_index]}"
     axes.annotate(words, where, (shift, 5), textcoords="offset points", ha=side, fontsize=8.5, bbox=_HALO)
     axes.set(xlim=(0, times[-1]), ylim=(0, most / GIB * 1.1), xlabel=f"time [{unit}]", ylabel="memory held [GiB]")
     axes.grid(axis="y", color=_LIGHT["line"])
@@ -184,7 +187,7 @@ def _draw_phases(axes: Any, lane: Lane, one: float) -> None:
 
 
 def _plot_timeline(plot_data: PlotData) -> Any:
-    seconds = max(line.seconds for line in plot_data.lines)
+    seconds = max(line.seconds for line in plot_data.timelines)
     one, unit = _choose_unit(seconds)
     busy = {id(lane): sum(bar.busy for bar in lane.bars) for lane in plot_data.lanes}
     seen = [

@@ -35,15 +35,17 @@ class MemoryCurve:
 
     rank: int
     seconds: tuple[float, ...]
-    owners: dict[str, tuple[int, ...]]  # bytes at each moment, by owner; owners that never hold any are left out
+    bytes_by_owner: dict[
+        str, tuple[int, ...]
+    ]  # bytes at each moment, by owner; owners that never hold any are left out
     operators: tuple[str, ...]
     phases: tuple[str, ...]
-    peak: int  # the place of the moment that holds the most; of equal ones the last, as in `Trace.peak`
-    moments: int  # how many there were to keep from
+    peak_index: int  # the place of the moment that holds the most; of equal ones the last, as in `Trace.peak`
+    num_moments: int  # how many there were to keep from
 
     @property
     def totals(self) -> list[int]:
-        return [sum(sizes) for sizes in zip(*self.owners.values(), strict=True)]
+        return [sum(sizes) for sizes in zip(*self.bytes_by_owner.values(), strict=True)]
 
 
 def sample_memory(trace: StepTrace, timeline: Timeline, max_moments: int = 2000) -> MemoryCurve:
@@ -51,18 +53,18 @@ def sample_memory(trace: StepTrace, timeline: Timeline, max_moments: int = 2000)
     last: dict[int, Operation] = {}
     for each in trace.operations:
         # Marks for profilers hold nothing.
-        if each.logged not in last or not each.name.startswith("profiler."):
-            last[each.logged] = each
+        if each.log_length not in last or not each.name.startswith("profiler."):
+            last[each.log_length] = each
     moments = sorted(last)
-    totals = list(accumulate(sum(c for _, c in trace.log[begin:end]) for begin, end in pairwise([0, *moments])))
+    totals = list(accumulate(sum(c for _, c in trace.memory_log[begin:end]) for begin, end in pairwise([0, *moments])))
     peak = max(range(len(totals)), key=lambda place: (totals[place], place))
     places = downsample(totals, max_moments, (peak,))
     moments = [moments[place] for place in places]
     held: list[Counter[str]] = []
     for begin, logged in pairwise([0, *moments]):
         held.append(held[-1].copy() if held else Counter())
-        for block, change in trace.log[begin:logged]:
-            held[-1][trace.owners.get(block, "other")] += change
+        for block, change in trace.memory_log[begin:logged]:
+            held[-1][trace.owners_by_block.get(block, "other")] += change
     return MemoryCurve(
         trace.rank,
         tuple(_moment_starts(timeline, moments)),
@@ -88,7 +90,7 @@ def downsample(values: Sequence[float], max_points: int, always: Iterable[int] =
 def _moment_starts(timeline: Timeline, moments: Sequence[int]) -> Iterator[float]:
     """Yield when each moment begins on the computing stream [s]."""
     spans = [span for span in timeline.spans if span.stream == COMPUTE]
-    logged = [span.logged for span in spans]
+    logged = [span.log_length for span in spans]
     for moment in moments:
         place = bisect_left(logged, moment)
         if place < len(spans) and logged[place] == moment:
@@ -133,7 +135,7 @@ def build_lanes(
     room = max(1, max_bars // max(1, len(rest)))
     made = []
     for found, line, stream, spans in streams:
-        sizes, joined = {each.group: each.ranks for each in found.collectives}, ""
+        sizes, joined = {each.group: each.num_ranks for each in found.collectives}, ""
         if stream.startswith(SEND_PREFIX):
             joined = find_link([line.rank, int(stream.removeprefix(SEND_PREFIX))], device)
         elif stream in sizes:
@@ -200,13 +202,13 @@ class PlotData:
     degrees: Degrees
     device: DeviceSpec
     traces: Sequence[StepTrace]  # traces, lines: of one rank, or of one rank of each stage of a pipeline
-    lines: Sequence[Timeline]
+    timelines: Sequence[Timeline]
     drawn_layers: int  # drawn_layers, layers: blocks of the model that `traces` are of, and that is planned
     layers: int
     layouts: Sequence[Mapping[str, Any]] = ()
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_layers(self) -> bool:
         return self.drawn_layers == self.layers
 
     @property
@@ -214,28 +216,30 @@ class PlotData:
         return " on ".join(filter(None, [self.plan.get("strategy"), str(self.degrees)]))
 
     @property
-    def depth(self) -> str:
+    def depth_note(self) -> str:
         """Words for how much of the model is drawn; "" if it is all."""
-        return "" if self.is_whole else f"a model of {self.drawn_layers} blocks, not of all {self.layers}"
+        return "" if self.has_all_layers else f"a model of {self.drawn_layers} blocks, not of all {self.layers}"
 
     @property
-    def limit(self) -> int:
+    def usable_bytes(self) -> int:
         """Bytes that torch's allocator can take from the device."""
         return self.device.memory_bytes - self.device.context_bytes
 
     @functools.cached_property
-    def memories(self) -> list[MemoryCurve]:
+    def memory_curves(self) -> list[MemoryCurve]:
         most = max(300, min(2000, 8000 // len(self.traces)))
-        return [sample_memory(found, line, most) for found, line in zip(self.traces, self.lines, strict=True)]
+        return [sample_memory(found, line, most) for found, line in zip(self.traces, self.timelines, strict=True)]
 
     @functools.cached_property
     def lanes(self) -> list[Lane]:
-        return build_lanes(self.traces, self.lines, self.degrees, self.device)
+        return build_lanes(self.traces, self.timelines, self.degrees, self.device)
 
     @functools.cached_property
-    def reserved(self) -> list[int]:
+    def reserved_bytes(self) -> list[int]:
         """Bytes that the allocator takes for each of `traces`."""
-        of_plan = {each["rank"]: each["peak_reserved_bytes"] for each in self.plan["ranks"]} if self.is_whole else {}
+        of_plan = (
+            {each["rank"]: each["peak_reserved_bytes"] for each in self.plan["ranks"]} if self.has_all_layers else {}
+        )
         library = self.device.library_bytes
         return [of_plan.get(found.rank) or compute_reserved_bytes(found, workspace=library) for found in self.traces]
 
@@ -244,20 +248,20 @@ def collect_plot_data(
     job: TrainingJob, device: DeviceSpec, plan: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]] = ()
 ) -> PlotData:
     """Trace what is to be drawn: the rank that reserves the most, or all stages of a pipeline (see `choose_ranks`)."""
-    ranks, layers = _choose_drawn_ranks(job.degrees, plan), job.layers
+    ranks, layers = _choose_drawn_ranks(job.degrees, plan), job.num_layers
     fewer = BLOCKS_PER_STAGE_DRAWN * job.degrees.pp if job.degrees.pp > 1 else SAMPLE_DEPTHS[-1][-1]
-    if job.with_layers is not None and job.layers > max(MAX_LAYERS_DRAWN, fewer):
+    if job.build_with_layers is not None and job.num_layers > max(MAX_LAYERS_DRAWN, fewer):
         layers = fewer
     try:
-        traces = [trace_rank(job.at_depth(layers), rank) for rank in ranks]
+        traces = [trace_rank(job.with_num_layers(layers), rank) for rank in ranks]
     except MeshwrightError:
-        if layers == job.layers:
+        if layers == job.num_layers:
             raise
-        layers = job.layers  # so few blocks cannot be divided as the run file says
+        layers = job.num_layers  # so few blocks cannot be divided as the run file says
         traces = [trace_rank(job, rank) for rank in ranks]
-    lines = simulate_timelines(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
+    lines = simulate_timelines(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked_groups)
     layouts = [each for each in layouts if each.get("step_seconds") and each.get("peak_reserved_bytes")]
-    return PlotData(plan, job.degrees, device, traces, lines, layers, job.layers, layouts)
+    return PlotData(plan, job.degrees, device, traces, lines, layers, job.num_layers, layouts)
 
 
 def choose_ranks(degrees: Degrees, requested: Sequence[int] | None) -> list[int]:
@@ -283,23 +287,25 @@ class StreamTraffic:
 
     rank: int
     stream: str  # name of the group, or "to" and a rank
-    ranks: int
+    num_ranks: int
     link: str
-    calls: int
-    inside: float  # inside, between: bytes inside of its node, and to other nodes; see `links.passed`
-    between: float
+    num_calls: int
+    intra_node_bytes: float  # inside, between: bytes inside of its node, and to other nodes; see `links.passed`
+    inter_node_bytes: float
     seconds: float
-    hidden: float  # the part of its seconds, from 0 to 1, in which the rank computes too; of the step that is drawn
+    overlap_fraction: (
+        float  # the part of its seconds, from 0 to 1, in which the rank computes too; of the step that is drawn
+    )
 
 
 def collect_traffic(plot_data: PlotData) -> list[StreamTraffic]:
     """Return the traffic of the drawn ranks that the plan, or a trace of all blocks, tells."""
     reports = {each["rank"]: each for each in plot_data.plan["ranks"]}
     found = []
-    for trace, line in zip(plot_data.traces, plot_data.lines, strict=True):
+    for trace, line in zip(plot_data.traces, plot_data.timelines, strict=True):
         report = reports.get(trace.rank)
-        if report is None and plot_data.is_whole:
-            busy = {name: line.busy(name) for name in {span.stream for span in line.spans}}
+        if report is None and plot_data.has_all_layers:
+            busy = {name: line.busy_seconds(name) for name in {span.stream for span in line.spans}}
             report = {"collectives": summarize_collectives(trace.collectives), "busy_seconds": busy}
         if report is not None:
             found += _sum_rank_traffic(plot_data, trace, line, report)
@@ -324,7 +330,7 @@ def _sum_rank_traffic(
             sums[stream] = [total + value * part for total, value in zip(sums[stream], numbers, strict=True)]
     made = []
     for stream, (calls, inside, between) in sums.items():
-        busy, seconds = timeline.busy(stream), report["busy_seconds"].get(stream, 0.0)
+        busy, seconds = timeline.busy_seconds(stream), report["busy_seconds"].get(stream, 0.0)
         beside = compute_overlap(timeline, stream) / busy if busy else 0.0
         size, joined = len(ranks[stream]), find_link(ranks[stream], plot_data.device)
         made.append(StreamTraffic(trace.rank, stream, size, joined, round(calls), inside, between, seconds, beside))
@@ -335,19 +341,19 @@ def _find_peers(trace: StepTrace, degrees: Degrees) -> dict[int, float]:
     """Return the ranks that messages are sent to, and the part of the messages that each gets."""
     counts: Counter[int] = Counter()
     for each in trace.operations:
-        if each.call is not None and each.peer is not None:
-            call = trace.collectives[each.call]
+        if each.collective_index is not None and each.peer is not None:
+            call = trace.collectives[each.collective_index]
             if call.kind == "send":
-                counts[find_group_ranks(call.group, trace.rank, degrees, call.ranks)[each.peer]] += 1
+                counts[find_group_ranks(call.group, trace.rank, degrees, call.num_ranks)[each.peer]] += 1
     return {peer: count / counts.total() for peer, count in counts.items()}
 
 
 def select_busiest(rows: Sequence[StreamTraffic]) -> list[StreamTraffic]:
     """Return the rows of the rank that sends the most, without those below a thousandth of its largest."""
     of_rank = {rank: list(each) for rank, each in groupby(rows, key=lambda row: row.rank)}
-    own = max(of_rank.values(), key=lambda each: sum(row.inside + row.between for row in each))
-    most = max(max(row.inside, row.between) for row in own)
-    return [row for row in own if max(row.inside, row.between) * 1000 >= most] or own
+    own = max(of_rank.values(), key=lambda each: sum(row.intra_node_bytes + row.inter_node_bytes for row in each))
+    most = max(max(row.intra_node_bytes, row.inter_node_bytes) for row in own)
+    return [row for row in own if max(row.intra_node_bytes, row.inter_node_bytes) * 1000 >= most] or own
 
 
 def find_pareto_frontier(layouts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -50,20 +50,20 @@ class Candidate:
     """One layout of a run."""
 
     degrees: Degrees
-    rows: int  # sequences of a microbatch, and microbatches of a data-parallel rank in a step
-    microbatches: int
+    micro_batch_size: int  # sequences of a microbatch, and microbatches of a data-parallel rank in a step
+    num_microbatches: int
     family: str  # the strategy, and as text the options that its variant has where only data is divided
-    recomputation: Any  # of activations; None: the strategy has no such option
+    activation_checkpointing: Any  # of activations; None: the strategy has no such option
     values: Mapping[str, Any] = field(hash=False)  # keys of the run file, dotted, with their values
-    wrapper: BaseModel | None = field(default=None, hash=False)
+    wrapper_options: BaseModel | None = field(default=None, hash=False)
     schedule: str = ""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (self.family, self.recomputation, self.rows, self.degrees, self.schedule)
+        return (self.family, self.activation_checkpointing, self.micro_batch_size, self.degrees, self.schedule)
 
     @property
-    def lines(self) -> list[str]:
+    def assignments(self) -> list[str]:
         """Assignments, as --set takes them."""
         return [f"{key}={_format_flow_yaml(value)}" for key, value in self.values.items()]
 
@@ -82,80 +82,80 @@ class SearchSpace:
     """The candidates of a run: of a model of so many `layers`, on sequences of so many tokens (`length`)."""
 
     values: Mapping[str, Any]  # of the run file, with what the command line sets
-    kept: tuple[str, ...]  # keys that the command line sets, dotted
-    world: int  # ranks, all of which are used
+    fixed_keys: tuple[str, ...]  # keys that the command line sets, dotted
+    world_size: int  # ranks, all of which are used
     device: DeviceSpec
-    layers: int
-    length: int
-    size: ModelSize
-    experts: bool
-    refused: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
-    enumerated: int = 0  # number of layouts
+    num_layers: int
+    seq_len: int
+    model_size: ModelSize
+    has_experts: bool
+    refusal_counts: Counter[str] = field(default_factory=Counter)
+    refusal_examples: dict[str, str] = field(default_factory=dict)
+    num_enumerated: int = 0  # number of layouts
 
     def refuse(self, reason: str, count: int = 1) -> None:
         reason = reason.strip().splitlines()[0]
         key = re.sub(r"\d+", "N", reason)
-        self.refused[key] += count
-        self.examples.setdefault(key, reason)
+        self.refusal_counts[key] += count
+        self.refusal_examples.setdefault(key, reason)
 
-    def keeps(self, key: str) -> bool:
+    def is_fixed(self, key: str) -> bool:
         """Return whether the command line sets a key or its section."""
-        return any(each == key or key.startswith(f"{each}.") for each in self.kept)
+        return any(each == key or key.startswith(f"{each}.") for each in self.fixed_keys)
 
-    def candidates(self) -> Iterator[Candidate]:
+    def iter_candidates(self) -> Iterator[Candidate]:
         """Yield all that no check refuses before anything is traced; pipelines without their options, see `wrapped`."""
         registry = get_registry()
         named = registry.get(str(self.values.get("strategy", "fsdp2")))
         specs = [named]
-        if not self.keeps("strategy"):
-            inner = (spec for spec in registry.strategies.values() if not spec.wraps)
+        if not self.is_fixed("strategy"):
+            inner = (spec for spec in registry.strategies.values() if not spec.is_wrapper)
             specs = sorted(inner, key=lambda each: each != named)
         for spec in specs:
-            for degrees in self.layouts():
-                yield from self._of_layout(spec, degrees)
+            for degrees in self.iter_layouts():
+                yield from self._iter_layout_candidates(spec, degrees)
 
-    def layouts(self) -> Iterator[Degrees]:
+    def iter_layouts(self) -> Iterator[Degrees]:
         """Yield the meshes of so many ranks, those first that divide a model least."""
-        given = {key: self.values.get(key) for key in SIZE_KEYS if self.keeps(key)}
+        given = {key: self.values.get(key) for key in SIZE_KEYS if self.is_fixed(key)}
         found = []
-        for pp, replicate, shard, cp, tp in _factorizations(self.world, len(ROOT_AXES)):
+        for pp, replicate, shard, cp, tp in _factorizations(self.world_size, len(ROOT_AXES)):
             sizes = {"pp_size": pp, "dp_size": replicate * shard, "dp_replicate_size": replicate}
             sizes |= {"cp_size": cp, "tp_size": tp}
             if any(value is not None and sizes.get(key, value) != value for key, value in given.items()):
                 continue
-            for ep in divisors(shard * cp * tp) if self.experts else (1,):
+            for ep in divisors(shard * cp * tp) if self.has_experts else (1,):
                 if given.get("ep_size") in (None, ep):
                     found.append(Degrees(pp, replicate, shard, cp, tp, ep))
         return iter(sorted(found, key=lambda each: (each.pp * each.cp * each.tp, each.ep, -each.dp_shard)))
 
-    def _of_layout(self, spec: StrategySpec, degrees: Degrees) -> Iterator[Candidate]:
+    def _iter_layout_candidates(self, spec: StrategySpec, degrees: Degrees) -> Iterator[Candidate]:
         batch = int(self.values["batch_size"])
         rows = divisors(batch // degrees.dp) if batch % degrees.dp == 0 else [1]
-        if self.keeps("micro_batch_size"):
+        if self.is_fixed("micro_batch_size"):
             rows = [int(self.values["micro_batch_size"])]
         most = max(1, batch // (degrees.dp * rows[0]))
-        made, once = (self._variants(spec, degrees, rows[0], microbatches) for microbatches in (most, 1))
-        alone = self._variants(spec, Degrees(dp_shard=degrees.dp_shard * degrees.cp), rows[0], most)
+        made, once = (self._get_variants(spec, degrees, rows[0], microbatches) for microbatches in (most, 1))
+        alone = self._get_variants(spec, Degrees(dp_shard=degrees.dp_shard * degrees.cp), rows[0], most)
         named = zip(made, alone if len(alone) == len(made) else made, strict=True)
         recomputations: tuple[Any, ...] = CHECKPOINTING_MODES
         if CHECKPOINTING_KEY not in spec.config_cls.model_fields:
             recomputations = (None,)
-        elif self.keeps(f"strategy_config.{CHECKPOINTING_KEY}"):
+        elif self.is_fixed(f"strategy_config.{CHECKPOINTING_KEY}"):
             recomputations = (self.values["strategy_config"][CHECKPOINTING_KEY],)
         options = [(*each, recomputed) for each in named for recomputed in recomputations]
-        self.enumerated += len(options) * len(rows)
+        self.num_enumerated += len(options) * len(rows)
         try:
             if degrees.tp > self.device.node.ranks:
                 raise MeshwrightError(f"tp={degrees.tp} crosses nodes of {self.device.node.ranks}.")
             check_batch_size(batch, data_size=degrees.dp, micro_batch_size=rows[0])
-            resolve(spec.name, get_mesh_sizes(degrees), self.world)
+            resolve(spec.name, get_mesh_sizes(degrees), self.world_size)
         except MeshwrightError as error:
             self.refuse(str(error), len(options) * len(rows))
             return
         for variant, name, recomputed in options:
             try:
-                first = self._made(spec, variant, recomputed, degrees, rows[0])
+                first = self._build_candidate(spec, variant, recomputed, degrees, rows[0])
             except MeshwrightError as error:
                 self.refuse(str(error), len(rows))
                 continue
@@ -164,23 +164,25 @@ class SearchSpace:
                 microbatches = batch // (degrees.dp * count)
                 if microbatches > 1 or variant in once:
                     family = f"{spec.name} {name}"
-                    yield replace(first, rows=count, microbatches=microbatches, family=family, values=values)
+                    yield replace(
+                        first, micro_batch_size=count, num_microbatches=microbatches, family=family, values=values
+                    )
 
-    def _variants(self, spec: StrategySpec, degrees: Degrees, rows: int, microbatches: int) -> list[dict[str, Any]]:
+    def _get_variants(self, spec: StrategySpec, degrees: Degrees, rows: int, microbatches: int) -> list[dict[str, Any]]:
         ask = getattr(spec.config_cls, "variants", None)
         if ask is None:
             return [{}]
-        sizes = {"layers": self.layers, "rows": rows, "microbatches": microbatches}
+        sizes = {"layers": self.num_layers, "rows": rows, "microbatches": microbatches}
         is_open = "dtype" not in self.values["model"]
         return [dict(each) for each in ask(degrees=degrees, is_dtype_open=is_open, **sizes)]
 
-    def _made(
+    def _build_candidate(
         self, spec: StrategySpec, variant: Mapping[str, Any], recomputed: Any, degrees: Degrees, rows: int
     ) -> Candidate:
         chosen = {key: value for key, value in variant.items() if key != "model.dtype"}
         if recomputed is not None:
             chosen[CHECKPOINTING_KEY] = recomputed
-        options, _ = self._options("strategy_config", spec, self.values.get("strategy_config"), chosen)
+        options, _ = self._merge_options("strategy_config", spec, self.values.get("strategy_config"), chosen)
         sizes = get_mesh_sizes(degrees).model_dump()
         values: dict[str, Any] = {"strategy": spec.name, **{key: sizes[key] for key in SIZE_KEYS}}
         values |= {"strategy_config": options, "micro_batch_size": rows, "wrapper_config": {}}
@@ -188,55 +190,59 @@ class SearchSpace:
             values["model.dtype"] = variant["model.dtype"]
         return Candidate(degrees, rows, 1, spec.name, recomputed, values)
 
-    def _options(
+    def _merge_options(
         self, section: str, spec: StrategySpec, file_options: Mapping[str, Any] | None, chosen: Mapping[str, Any]
     ) -> tuple[dict[str, Any], BaseModel]:
         """Return options of the file (`file_options`), those `chosen`, and the command line's; later ones win."""
         file_options = file_options or {}
         options = {key: value for key, value in file_options.items() if key in spec.config_cls.model_fields}
         options |= chosen
-        options |= {key: value for key, value in file_options.items() if self.keeps(f"{section}.{key}")}
+        options |= {key: value for key, value in file_options.items() if self.is_fixed(f"{section}.{key}")}
         name = section.partition(".")[0]
         return options, validate_config(spec.config_cls, options, where=f"{name} of {spec.name!r}")
 
-    def stack(self, candidate: Candidate) -> Stack:
+    def resolve_stack(self, candidate: Candidate) -> Stack:
         values, sizes = candidate.values, get_mesh_sizes(candidate.degrees)
         options = {"config": values["strategy_config"], "wrapper_config": values["wrapper_config"]}
-        return resolve(values["strategy"], sizes, self.world, **options)[0]
+        return resolve(values["strategy"], sizes, self.world_size, **options)[0]
 
-    def wrapped(self, candidate: Candidate) -> list[Candidate]:
+    def expand_schedules(self, candidate: Candidate) -> list[Candidate]:
         """Return a pipeline under each schedule and so on; refused ones are counted."""
         found = []
-        for spec in (layer.spec for layer in self.stack(candidate).wrappers):
+        for spec in (layer.spec for layer in self.resolve_stack(candidate).wrappers):
             place = (spec, candidate.degrees)
-            more, alone = (self._variants(*place, rows, candidate.microbatches) for rows in (candidate.rows, 1))
-            self.enumerated += len(more) - 1
+            more, alone = (
+                self._get_variants(*place, rows, candidate.num_microbatches) for rows in (candidate.micro_batch_size, 1)
+            )
+            self.num_enumerated += len(more) - 1
             said = (self.values.get("wrapper_config") or {}).get(spec.name)
             for variant, of_one_row in zip(more, alone, strict=True):
                 try:
-                    options, config = self._options(f"wrapper_config.{spec.name}", spec, said, variant)
+                    options, config = self._merge_options(f"wrapper_config.{spec.name}", spec, said, variant)
                 except MeshwrightError as error:
                     self.refuse(str(error))
                     continue
                 values = {**candidate.values, "wrapper_config": {spec.name: options}}
-                found.append(replace(candidate, values=values, wrapper=config, schedule=repr(of_one_row)))
+                found.append(replace(candidate, values=values, wrapper_options=config, schedule=repr(of_one_row)))
         return list({repr(each.values["wrapper_config"]): each for each in found}.values())
 
-    def least(self, candidate: Candidate) -> float:
+    def min_bytes(self, candidate: Candidate) -> float:
         """Return the least bytes of a rank: its parameters, divided by all axes that divide such."""
         degrees = candidate.degrees
-        width = BYTES_PER_ELEMENT.get(candidate.values.get("model.dtype", ""), self.size.bytes_per_element)
-        return self.size.parameters * width / (degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp)
+        width = BYTES_PER_ELEMENT.get(candidate.values.get("model.dtype", ""), self.model_size.bytes_per_element)
+        return self.model_size.num_parameters * width / (degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp)
 
-    def forecast(self, candidate: Candidate, head: float) -> tuple[float, float]:
+    def estimate_schedule(self, candidate: Candidate, head: float) -> tuple[float, float]:
         """Return a pipeline's share of waiting and microbatches held, else 0 and 1; `head`: what is no block, in
         blocks.
         """
-        ask = getattr(candidate.wrapper, "forecast", None)
+        ask = getattr(candidate.wrapper_options, "forecast", None)
         if ask is None:
             return 0.0, 1.0
-        sequences = candidate.microbatches * candidate.rows
-        told: tuple[float, float] = ask(layers=self.layers, ranks=candidate.degrees.pp, sequences=sequences, head=head)
+        sequences = candidate.num_microbatches * candidate.micro_batch_size
+        told: tuple[float, float] = ask(
+            layers=self.num_layers, ranks=candidate.degrees.pp, sequences=sequences, head=head
+        )
         return told
 
 

@@ -41,14 +41,14 @@ alternate."""
 class LinearFit:
     """What grows with the blocks of a model, from two depths."""
 
-    start: float
+    intercept: float
     slope: float
 
-    def at(self, layers: float) -> float:
-        return self.start + self.slope * layers
+    def predict(self, layers: float) -> float:
+        return self.intercept + self.slope * layers
 
     @staticmethod
-    def through(depths: Sequence[int], values: Sequence[float]) -> LinearFit:
+    def fit(depths: Sequence[int], values: Sequence[float]) -> LinearFit:
         if len(depths) == 1:
             return LinearFit(values[0], 0.0)
         slope = max(0.0, (values[-1] - values[0]) / (depths[-1] - depths[0]))
@@ -59,35 +59,45 @@ class LinearFit:
 class QuickTrace:
     """A step of one or two microbatches on one stage, by the blocks of the model; see [Note: from few to all]."""
 
-    microbatches: int
-    step: LinearFit  # seconds of the step, and of its first microbatch forward and backward
-    first: LinearFit
-    peaks: Mapping[str, LinearFit]  # bytes at the peak of each phase
-    spare: float  # the most bytes that torch's allocator took beyond the peak; two depths do not tell how it grows
-    held: LinearFit  # bytes between steps, and the most of activations
-    activations: LinearFit
+    num_microbatches: int
+    step_seconds: LinearFit  # seconds of the step, and of its first microbatch forward and backward
+    microbatch_seconds: LinearFit
+    phase_peaks: Mapping[str, LinearFit]  # bytes at the peak of each phase
+    spare_bytes: (
+        float  # the most bytes that torch's allocator took beyond the peak; two depths do not tell how it grows
+    )
+    persistent_bytes: LinearFit  # bytes between steps, and the most of activations
+    activation_bytes: LinearFit
 
-    def seconds(self, layers: int, microbatches: int) -> float:
-        return self.step.at(layers) + (microbatches - self.microbatches) * self.first.at(layers)
+    def predict_seconds(self, layers: int, microbatches: int) -> float:
+        return self.step_seconds.predict(layers) + (
+            microbatches - self.num_microbatches
+        ) * self.microbatch_seconds.predict(layers)
 
-    def reserved(self, layers: float) -> float:
-        return max(line.at(layers) for line in self.peaks.values()) + self.spare
+    def predict_reserved_bytes(self, layers: float) -> float:
+        return max(line.predict(layers) for line in self.phase_peaks.values()) + self.spare_bytes
 
-    def piped_seconds(self, layers: int, microbatches: int, ranks: int, bubble: float) -> float:
+    def predict_pipeline_seconds(self, layers: int, microbatches: int, ranks: int, bubble: float) -> float:
         """Return the seconds of a step on so many stages, which wait for this share of the time."""
-        working = microbatches * self.first.at(layers) / ranks / (1 - bubble)
-        rest = self.step.at(layers / ranks) - self.microbatches * self.first.at(layers / ranks)
+        working = microbatches * self.microbatch_seconds.predict(layers) / ranks / (1 - bubble)
+        rest = self.step_seconds.predict(layers / ranks) - self.num_microbatches * self.microbatch_seconds.predict(
+            layers / ranks
+        )
         return working + max(0.0, rest)
 
-    def piped_reserved(self, layers: int, ranks: int, live_microbatches: float) -> float:
+    def predict_pipeline_reserved_bytes(self, layers: int, ranks: int, live_microbatches: float) -> float:
         """Return the bytes of a rank of a pipeline that holds the activations of `live_microbatches` microbatches of its blocks."""
         here = layers / ranks
-        return self.reserved(here) + max(0.0, live_microbatches - 1) * self.activations.slope * here
+        return self.predict_reserved_bytes(here) + max(0.0, live_microbatches - 1) * self.activation_bytes.slope * here
 
     @property
-    def head(self) -> float:
+    def head_blocks(self) -> float:
         """The time of what is not in blocks, as a number of blocks."""
-        return self.first.start / self.first.slope if self.first.slope > 0 else 0.0
+        return (
+            self.microbatch_seconds.intercept / self.microbatch_seconds.slope
+            if self.microbatch_seconds.slope > 0
+            else 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -95,10 +105,10 @@ class TraceRequest:
     """What a process is to do: a plan of a run file's values if `is_whole`, else a glance."""
 
     values: Mapping[str, Any]
-    world: int
+    world_size: int
     device: DeviceSpec
     expert_imbalance: float
-    is_whole: bool
+    is_full_plan: bool
 
 
 @dataclass(frozen=True)
@@ -106,43 +116,45 @@ class TraceRefusal:
     """Why there is neither glance nor plan; `depends_on_batch`: whether another batch may be accepted."""
 
     reason: str
-    of_batch: bool
+    depends_on_batch: bool
 
 
 def handle_request(request: TraceRequest) -> QuickTrace | dict[str, Any] | TraceRefusal:
     """Return a glance, a plan, or why there is none."""
     try:
         config = validate_config(RunConfig, request.values, where="a candidate")
-        job = replace(build_job(config, request.world), expert_imbalance=request.expert_imbalance)
-        return plan_job(job, request.device) if request.is_whole else quick_trace(job, request.device)
+        job = replace(build_job(config, request.world_size), expert_imbalance=request.expert_imbalance)
+        return plan_job(job, request.device) if request.is_full_plan else quick_trace(job, request.device)
     except MeshwrightError as error:
         return TraceRefusal(str(error), isinstance(error, BatchError | ConfigError))
 
 
 def quick_trace(job: TrainingJob, device: DeviceSpec) -> QuickTrace:
     """Trace a job without a pipeline on its first rank."""
-    shallow = job.with_layers is not None and job.layers > QUICK_TRACE_DEPTHS[-1]
-    depths = QUICK_TRACE_DEPTHS if shallow else (max(1, job.layers),)
+    shallow = job.build_with_layers is not None and job.num_layers > QUICK_TRACE_DEPTHS[-1]
+    depths = QUICK_TRACE_DEPTHS if shallow else (max(1, job.num_layers),)
     library, spare = device.library_bytes, 0.0
     rows: list[tuple[float, ...]] = []
     peaks: list[Mapping[str, int]] = []
     for depth in depths:
-        found = trace_rank(job.at_depth(depth) if shallow else job, 0)
-        (line,) = simulate_timelines([found], job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
+        found = trace_rank(job.with_num_layers(depth) if shallow else job, 0)
+        (line,) = simulate_timelines(
+            [found], job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked_groups
+        )
         beyond = get_reserved_bytes(found, device) - found.peak.bytes - library
         spare = max(spare, beyond) if rows else beyond
         rows.append(
             (
                 line.seconds,
                 _first_microbatch_end(line),
-                found.after.bytes + library,
+                found.between_steps.bytes + library,
                 compute_owner_peak(found, "activations"),
             )
         )
-        peaks.append({phase: most + library for phase, most in found.peak.phases.items()})
-    step, first, held, activations = (LinearFit.through(depths, values) for values in zip(*rows, strict=True))
-    phases = {phase: LinearFit.through(depths, [each.get(phase, 0) for each in peaks]) for phase in peaks[-1]}
-    return QuickTrace(job.microbatches, step, first, phases, spare, held, activations)
+        peaks.append({phase: most + library for phase, most in found.peak.peak_by_phase.items()})
+    step, first, held, activations = (LinearFit.fit(depths, values) for values in zip(*rows, strict=True))
+    phases = {phase: LinearFit.fit(depths, [each.get(phase, 0) for each in peaks]) for phase in peaks[-1]}
+    return QuickTrace(job.num_microbatches, step, first, phases, spare, held, activations)
 
 
 def _first_microbatch_end(timeline: Timeline) -> float:
@@ -198,8 +210,8 @@ class BayesianRegression:
 
     priors: Mapping[str, Prior]
     features: Sequence[Mapping[str, float]]
-    beside: Tensor
-    known: dict[int, float] = field(default_factory=dict)
+    offset: Tensor
+    observations: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = sorted({name for each in self.features for name in each})
@@ -212,43 +224,43 @@ class BayesianRegression:
         # A feature has the prior of its own name, or of its kind, before the colon.
         priors = [self.priors.get(name, self.priors.get(name.partition(":")[0], _DEFAULT_PRIOR)) for name in names]
         self._mean, self._deviation = torch.tensor(priors, dtype=torch.float64).T
-        self._told: tuple[Tensor, Tensor] | None = None
+        self._posterior: tuple[Tensor, Tensor] | None = None
 
     def learn(self, number: int, value: float) -> None:
-        self.known[number], self._told = value, None
+        self.observations[number], self._posterior = value, None
 
-    def all(self) -> tuple[Tensor, Tensor]:
+    def posterior(self) -> tuple[Tensor, Tensor]:
         """Return expected logarithms and their standard deviations, float64, one for each candidate."""
-        if self._told is None:
-            self._told = self._with({})
-        return self._told
+        if self._posterior is None:
+            self._posterior = self._fit({})
+        return self._posterior
 
-    def all_as_expected(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
+    def posterior_assuming(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Return the same if candidates `numbers` were what is expected of them."""
-        mean, _ = self.all()
+        mean, _ = self.posterior()
         more = {number: float(mean[number]) for number in numbers}
-        return self._with(more) if more else self.all()
+        return self._fit(more) if more else self.posterior()
 
-    def _with(self, more: Mapping[int, float]) -> tuple[Tensor, Tensor]:
-        given = {**self.known, **more}
+    def _fit(self, more: Mapping[int, float]) -> tuple[Tensor, Tensor]:
+        given = {**self.observations, **more}
         seen = self._matrix[list(given)]
         precision = torch.diag(self._deviation**-2) + seen.T @ seen / NOISE_STD**2
-        target = torch.tensor([*given.values()], dtype=torch.float64) - self.beside[list(given)] - seen @ self._mean
+        target = torch.tensor([*given.values()], dtype=torch.float64) - self.offset[list(given)] - seen @ self._mean
         spread = torch.linalg.inv(precision)
         weights = self._mean + spread @ (seen.T @ target) / NOISE_STD**2
         variance = ((self._matrix @ spread) * self._matrix).sum(1)
-        return self.beside + self._matrix @ weights, variance.clamp_min(0).sqrt()
+        return self.offset + self._matrix @ weights, variance.clamp_min(0).sqrt()
 
 
 def _work_features(candidate: Candidate) -> dict[str, float]:
     degrees = candidate.degrees
-    sizes = {"rows": candidate.rows, "tp": degrees.tp, "cp": degrees.cp, "ep": degrees.ep, "pp": degrees.pp}
-    features = {"all": 1.0, f"family: {candidate.family}": 1.0, f"recomputed {candidate.recomputation}": 1.0}
+    sizes = {"rows": candidate.micro_batch_size, "tp": degrees.tp, "cp": degrees.cp, "ep": degrees.ep, "pp": degrees.pp}
+    features = {"all": 1.0, f"family: {candidate.family}": 1.0, f"recomputed {candidate.activation_checkpointing}": 1.0}
     for name, size in sizes.items():
         if size > 1:
             features |= {f"log2 {name}": math.log2(size), f"{name} {size}": 1.0}
-    features["few rows"] = 1 / candidate.rows
-    if candidate.microbatches == 1:
+    features["few rows"] = 1 / candidate.micro_batch_size
+    if candidate.num_microbatches == 1:
         features["one microbatch"] = 1.0
     if degrees.dp_shard > 1:
         features["log2 shards"] = math.log2(degrees.dp_shard)
@@ -269,17 +281,17 @@ def _state_features(candidate: Candidate) -> dict[str, float]:
 class ScheduleEstimates:
     def __init__(self, space: SearchSpace) -> None:
         self._space = space
-        self._told: dict[tuple[int, int], ScheduleEstimate | str] = {}
+        self._cache: dict[tuple[int, int], ScheduleEstimate | str] = {}
 
-    def of(self, candidate: Candidate) -> ScheduleEstimate | None:
+    def get(self, candidate: Candidate) -> ScheduleEstimate | None:
         """Return the outlook of a candidate; None: all schedules refuse it, which is counted."""
-        ranks, count = candidate.degrees.pp, candidate.microbatches
+        ranks, count = candidate.degrees.pp, candidate.num_microbatches
         if ranks == 1:
             return 0.0, 1.0
         few = min(count, 2 * ranks)
-        if (ranks, few) not in self._told:
-            self._told[ranks, few] = self._ask(replace(candidate, rows=1, microbatches=few))
-        told = self._told[ranks, few]
+        if (ranks, few) not in self._cache:
+            self._cache[ranks, few] = self._estimate(replace(candidate, micro_batch_size=1, num_microbatches=few))
+        told = self._cache[ranks, few]
         if isinstance(told, str):
             self._space.refuse(told)
             return None
@@ -287,11 +299,11 @@ class ScheduleEstimates:
         idle = few * waiting / (1 - waiting)
         return idle / (idle + count), live / ranks
 
-    def _ask(self, candidate: Candidate) -> ScheduleEstimate | str:
+    def _estimate(self, candidate: Candidate) -> ScheduleEstimate | str:
         found, reason = [], ""
-        for each in self._space.wrapped(candidate):
+        for each in self._space.expand_schedules(candidate):
             try:
-                found.append(self._space.forecast(each, 0.0))
+                found.append(self._space.estimate_schedule(each, 0.0))
             except MeshwrightError as error:
                 reason = str(error)
         if not found:
@@ -306,28 +318,28 @@ class CandidateEstimates:
 
     space: SearchSpace
     candidates: Sequence[Candidate]
-    outlooks: Sequence[ScheduleEstimate]
-    surprises: list[float] = field(default_factory=list)
+    schedule_estimates: Sequence[ScheduleEstimate]
+    log_errors: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        waiting, live = torch.tensor(self.outlooks, dtype=torch.float64).T
+        waiting, live = torch.tensor(self.schedule_estimates, dtype=torch.float64).T
         work, state = [*map(_work_features, self.candidates)], [*map(_state_features, self.candidates)]
         nothing = torch.zeros_like(live)
         self._seconds = BayesianRegression(_SECONDS, work, -(1 - waiting).log())
         self._held = BayesianRegression(_PERSISTENT, state, nothing)
         self._activations = BayesianRegression(_ACTIVATIONS, work, live.log())
         self._rest = BayesianRegression(_REST, work, nothing)
-        self._scale = math.log(int(self.space.values["batch_size"]) * self.space.length / self.space.world)
+        self._scale = math.log(int(self.space.values["batch_size"]) * self.space.seq_len / self.space.world_size)
 
-    def seconds(self, pending: Iterable[int]) -> tuple[Tensor, Tensor]:
+    def predict_log_seconds(self, pending: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Return expected logarithms of seconds and their deviations, if `pending` candidates are as expected."""
-        mean, deviation = self._seconds.all_as_expected(pending)
+        mean, deviation = self._seconds.posterior_assuming(pending)
         return mean + self._scale, deviation
 
-    def chance(self) -> Tensor:
-        told = [each.all() for each in (self._held, self._activations, self._rest)]
+    def fit_probability(self) -> Tensor:
+        told = [each.posterior() for each in (self._held, self._activations, self._rest)]
         parts = [mean.exp() for mean, _ in told]
-        parts[0] *= self.space.size.parameters
+        parts[0] *= self.space.model_size.num_parameters
         size, device = sum(parts), self.space.device
         spread = sum(part * deviation for part, (_, deviation) in zip(parts, told, strict=True)) / size
         room = torch.tensor(device.memory_bytes - device.context_bytes, dtype=torch.float64)
@@ -335,16 +347,16 @@ class CandidateEstimates:
 
     def learn_seconds(self, number: int, seconds: float) -> None:
         told = math.log(seconds) - self._scale
-        if self._seconds.known:
-            self.surprises.append(told - float(self._seconds.all()[0][number]))
+        if self._seconds.observations:
+            self.log_errors.append(told - float(self._seconds.posterior()[0][number]))
         self._seconds.learn(number, told)
 
     def learn_bytes(self, number: int, trace: QuickTrace, size: float) -> None:
         """Take the bytes of a candidate, of which `trace` tells what holds them."""
-        layers = self.space.layers / self.candidates[number].degrees.pp
-        held, activations = trace.held.at(layers), trace.activations.at(layers)
+        layers = self.space.num_layers / self.candidates[number].degrees.pp
+        held, activations = trace.persistent_bytes.predict(layers), trace.activation_bytes.predict(layers)
         # Where activations are most need not be the peak.
         rest = max(MIN_REST_FRACTION * size, size - held - activations)
-        self._held.learn(number, math.log(held / self.space.size.parameters))
+        self._held.learn(number, math.log(held / self.space.model_size.num_parameters))
         self._activations.learn(number, math.log(activations))
         self._rest.learn(number, math.log(rest))

@@ -72,14 +72,14 @@ def recommend_layouts(
         )
         try:
             search.run()
-            search.settle()
+            search.plan_best()
         except BrokenExecutor as error:
             raise TrainingError(
                 f"one of the {num_processes} processes that trace layouts has died, perhaps for lack of memory: each takes "
                 f"about half a GiB, and more for many experts or long sequences. Free some, or keep what you know, "
                 f"such as --set pp_size=1."
             ) from error
-    if not search.found:
+    if not search.fitting:
         raise ConfigError(_format_no_layout_error(search))
     return _build_result(search, assignments, batch_tokens)
 
@@ -122,10 +122,10 @@ def _build_search_space(
 ) -> SearchSpace:
     whole = {**values, **dict.fromkeys(SIZE_KEYS, 1), "strategy": "single", "strategy_config": {}, "wrapper_config": {}}
     job = build_job(validate_config(RunConfig, whole, where="the run file"), 1)
-    model = job.model()
+    model = job.build_model()
     kept = tuple(each.partition("=")[0] for each in assignments)
     return SearchSpace(
-        values, kept, world, device, job.layers, job.length, compute_model_size(model), bool(find_experts(model))
+        values, kept, world, device, job.num_layers, job.seq_len, compute_model_size(model), bool(find_experts(model))
     )
 
 
@@ -170,13 +170,13 @@ class _InlineExecutor(Executor):
 
 
 def _build_result(search: LayoutSearch, assignments: Sequence[str], batch_tokens: str | None) -> dict[str, Any]:
-    space, best, still_open = search.space, search.best(), search.open()
-    points = [*((each, True) for each in search.ranked()), *((each, False) for each in search.crowded)]
+    space, best, still_open = search.space, search.best(), search.list_untraced()
+    points = [*((each, True) for each in search.ranked()), *((each, False) for each in search.not_fitting)]
     lines = list(assignments) if batch_tokens is None else [*assignments, f"batch_size={space.values['batch_size']}"]
     return {
         "device": space.device.name,
         "memory_bytes": space.device.memory_bytes,
-        "world_size": space.world,
+        "world_size": space.world_size,
         "batch_size": space.values["batch_size"],
         "best": [_describe_best(each, space, lines) for each in best],
         "layouts": [_summarize_layout(each, fits=fits) for each, fits in points],
@@ -187,18 +187,18 @@ def _build_result(search: LayoutSearch, assignments: Sequence[str], batch_tokens
             for seconds, each in still_open[:NUM_UNTRACED_SHOWN]
         ],
         "open_layouts": len(still_open),
-        "deviation": search.deviation,
-        "enumerated": space.enumerated,
-        "traced": search.traced,
-        "planned": search.planned,
+        "deviation": search.rms_error,
+        "enumerated": space.num_enumerated,
+        "traced": search.num_traced,
+        "planned": search.num_planned,
         "seconds": search.elapsed,
     }
 
 
 def _summarize_layout(layout: EvaluatedLayout, *, fits: bool) -> dict[str, Any]:
     candidate = layout.candidate
-    recomputed = candidate.recomputation or "nothing"
-    label = f"{candidate.degrees}, {candidate.rows} rows, {recomputed} recomputed, {candidate}"
+    recomputed = candidate.activation_checkpointing or "nothing"
+    label = f"{candidate.degrees}, {candidate.micro_batch_size} rows, {recomputed} recomputed, {candidate}"
     numbers = {key: layout.plan[key] for key in ("step_seconds", "peak_reserved_bytes")}
     return {"label": label, **numbers, "fits": fits}
 
@@ -218,22 +218,22 @@ def _describe_best(layout: EvaluatedLayout, space: SearchSpace, assignments: Seq
 
 def _layout_options(candidate: Candidate, assignments: Sequence[str]) -> dict[str, Any]:
     return {
-        "micro_batch_size": candidate.rows,
-        "recomputation": candidate.recomputation,
+        "micro_batch_size": candidate.micro_batch_size,
+        "recomputation": candidate.activation_checkpointing,
         "options": str(candidate),
-        "assignments": [*assignments, *candidate.lines],
+        "assignments": [*assignments, *candidate.assignments],
     }
 
 
 def _list_rejections(search: LayoutSearch, best: Sequence[EvaluatedLayout], still_open: int) -> list[dict[str, Any]]:
     """Return why others are not among the best: counts by reason, the most first."""
     space = search.space
-    reasons = [(count, space.examples[key]) for key, count in space.refused.items()]
-    reasons.append((search.too_large, f"do not fit: {_format_excess(search)} too much at best"))
-    reasons.append((search.left_out(), "are expected not to fit, by the traces of others"))
+    reasons = [(count, space.refusal_examples[key]) for key, count in space.refusal_counts.items()]
+    reasons.append((search.num_too_large, f"do not fit: {_format_excess(search)} too much at best"))
+    reasons.append((search.count_excluded(), "are expected not to fit, by the traces of others"))
     slower = search.ranked()[len(best) :]
     reasons += [(len(slower), f"slower: {slower[0].seconds:.4g} s at least")] if slower else []
-    reasons.append((search.left() - still_open, "are expected to be slower, by the traces of others"))
+    reasons.append((search.count_untraced() - still_open, "are expected to be slower, by the traces of others"))
     rows = [{"layouts": count, "reason": reason} for count, reason in reasons if count > 0]
     return sorted(rows, key=lambda row: -int(row["layouts"]))
 
@@ -245,18 +245,24 @@ def _format_excess(search: LayoutSearch) -> str:
 
 def _format_no_layout_error(search: LayoutSearch) -> str:
     (size, candidate), space = search.nearest, search.space
-    if search.open():
+    if search.list_untraced():
         return (
-            f"no layout was planned within {search.limit_s:.0f} s, of {space.enumerated}. Keep some of it, such as "
+            f"no layout was planned within {search.time_limit_s:.0f} s, of {space.num_enumerated}. Keep some of it, such as "
             f"--set strategy=fsdp2 or --set pp_size=1."
         )
     if candidate is None:
-        told = "\n".join(f"  {count} x {space.examples[key]}" for key, count in space.refused.most_common(8))
-        return f"no layout of {space.world} devices can be trained:\n{told}"
-    recomputed = "" if candidate.recomputation is None else f", activation_checkpointing={candidate.recomputation}"
-    nearest = f"{candidate} on {candidate.degrees}, micro_batch_size={candidate.rows}{recomputed}"
+        told = "\n".join(
+            f"  {count} x {space.refusal_examples[key]}" for key, count in space.refusal_counts.most_common(8)
+        )
+        return f"no layout of {space.world_size} devices can be trained:\n{told}"
+    recomputed = (
+        ""
+        if candidate.activation_checkpointing is None
+        else f", activation_checkpointing={candidate.activation_checkpointing}"
+    )
+    nearest = f"{candidate} on {candidate.degrees}, micro_batch_size={candidate.micro_batch_size}{recomputed}"
     return (
-        f"nothing fits on {space.world} x {space.device.name}. The nearest is {nearest}: it takes "
+        f"nothing fits on {space.world_size} x {space.device.name}. The nearest is {nearest}: it takes "
         f"{size / 2**30:.4g} GiB at least, {_format_excess(search)} too much. Use more devices, or such with more "
         f"memory; or shorten data.seq_len, or make the model smaller."
     )

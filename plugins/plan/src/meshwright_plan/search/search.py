@@ -59,49 +59,49 @@ class LayoutSearch:
 
     space: SearchSpace
     executor: Executor
-    workers: int
-    wanted: int
-    limit_s: float
+    num_workers: int
+    num_best: int
+    time_limit_s: float
     expert_imbalance: float = 1.0
     candidates: list[Candidate] = field(default_factory=list)
-    found: list[EvaluatedLayout] = field(default_factory=list)
-    crowded: list[EvaluatedLayout] = field(default_factory=list)
-    too_large: int = 0
+    fitting: list[EvaluatedLayout] = field(default_factory=list)
+    not_fitting: list[EvaluatedLayout] = field(default_factory=list)
+    num_too_large: int = 0
     nearest: tuple[float, Candidate | None] = (float("inf"), None)
-    traced: int = 0
-    planned: int = 0
+    num_traced: int = 0
+    num_planned: int = 0
     started: float = field(default_factory=time.monotonic)
     _seeds: list[int] = field(default_factory=list)
-    _glances: dict[tuple[Any, ...], QuickTrace | TraceRefusal] = field(default_factory=dict)
+    _quick_traces: dict[tuple[Any, ...], QuickTrace | TraceRefusal] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)
-    _alike: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
+    _similar: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Trace until no other candidate could be among the best, or time is up."""
-        possible = [each for each in self.space.candidates() if self._fits(each, self.space.least(each))]
+        possible = [each for each in self.space.iter_candidates() if self._check_fits(each, self.space.min_bytes(each))]
         outlooks = ScheduleEstimates(self.space)
-        found = [(each, told) for each in possible if (told := outlooks.of(each)) is not None]
+        found = [(each, told) for each in possible if (told := outlooks.get(each)) is not None]
         if not found:
             return
         self.candidates = [each for each, _ in found]
         for at, each in enumerate(self.candidates):
             for key in _refusal_keys(each):
-                self._alike.setdefault(key, []).append(at)
+                self._similar.setdefault(key, []).append(at)
         self._expected = CandidateEstimates(self.space, self.candidates, [told for _, told in found])
         self._seeds = _choose_seeds(self.candidates)
         pending: dict[Future[Any], int] = {}
         while True:
-            while len(pending) < self.workers and (number := self._next(pending.values())) is not None:
-                request = self._request(self._alone(self.candidates[number]))
+            while len(pending) < self.num_workers and (number := self._choose_next(pending.values())) is not None:
+                request = self._build_request(self._single_stage(self.candidates[number]))
                 pending[self.executor.submit(handle_request, request)] = number
-            left = (TRACING_TIME_FRACTION + DRAIN_TIME_FRACTION) * self.limit_s - self.elapsed
+            left = (TRACING_TIME_FRACTION + DRAIN_TIME_FRACTION) * self.time_limit_s - self.elapsed
             ended = wait(pending, timeout=max(0.0, left), return_when=FIRST_COMPLETED).done
             for done in ended:
                 self._learn(pending.pop(done), done.result())
             if not ended:
                 return
 
-    def settle(self) -> None:
+    def plan_best(self) -> None:
         """Plan the best in their order, as time allows, but the first in any case; drop those that do not fit."""
         pending: dict[Future[Any], EvaluatedLayout] = {}
         begun, longest = {}, 0.0
@@ -109,36 +109,36 @@ class LayoutSearch:
             waiting = {each.candidate.key for each in pending.values()}
             for number, each in enumerate(self.best()):
                 candidate = each.candidate
-                blocks = candidate.microbatches * self.space.layers  # see `MAX_PLANNED_PIPELINE_SIZE`
+                blocks = candidate.num_microbatches * self.space.num_layers  # see `MAX_PLANNED_PIPELINE_SIZE`
                 is_affordable = candidate.degrees.pp == 1 or blocks <= MAX_PLANNED_PIPELINE_SIZE
                 is_open = not each.is_planned and candidate.key not in waiting and is_affordable
-                has_time = number == 0 or self.elapsed + longest < self.limit_s
-                if is_open and has_time and len(pending) < self.workers:
-                    future = self.executor.submit(handle_request, self._request(candidate, is_full_plan=True))
+                has_time = number == 0 or self.elapsed + longest < self.time_limit_s
+                if is_open and has_time and len(pending) < self.num_workers:
+                    future = self.executor.submit(handle_request, self._build_request(candidate, is_full_plan=True))
                     pending[future], begun[future] = each, self.elapsed
             if not pending:
                 return
             for done in wait(pending, return_when=FIRST_COMPLETED).done:
                 each, result = pending.pop(done), done.result()
                 longest = max(longest, self.elapsed - begun[done])
-                self.planned += 1
-                self.found.remove(each)
+                self.num_planned += 1
+                self.fitting.remove(each)
                 if isinstance(result, TraceRefusal):
                     self.space.refuse(result.reason)
                 else:
-                    self._keep(each.candidate, result, result["peak_reserved_bytes"])
+                    self._add_result(each.candidate, result, result["peak_reserved_bytes"])
 
     def best(self) -> list[EvaluatedLayout]:
-        return self.ranked()[: self.wanted]
+        return self.ranked()[: self.num_best]
 
     def ranked(self) -> list[EvaluatedLayout]:
-        return sorted(self.found, key=lambda each: each.seconds)
+        return sorted(self.fitting, key=lambda each: each.seconds)
 
-    def open(self) -> list[tuple[float, Candidate]]:
+    def list_untraced(self) -> list[tuple[float, Candidate]]:
         """Return (expected seconds, candidate) of all that could be faster than the last of the best."""
         if not self.candidates:
             return []
-        least, expected = self._bounds([])
+        least, expected = self._lower_bounds([])
         best = self.best()
         found = (least < math.log(best[-1].seconds if best else math.inf)).nonzero().flatten().tolist()
         found.sort(key=lambda number: float(least[number]))
@@ -149,129 +149,144 @@ class LayoutSearch:
         return time.monotonic() - self.started
 
     @property
-    def deviation(self) -> float:
+    def rms_error(self) -> float:
         """How far expected seconds were off those then traced, as a part (root of the mean square)."""
-        found = self._expected.surprises if self.candidates else []
+        found = self._expected.log_errors if self.candidates else []
         return math.sqrt(sum(each**2 for each in found) / max(1, len(found)))
 
-    def left_out(self) -> int:
+    def count_excluded(self) -> int:
         """Return how many have not been traced since they are expected not to fit."""
-        return int((self._open & (self._expected.chance() <= MIN_FIT_PROBABILITY)).sum()) if self.candidates else 0
+        return (
+            int((self._untraced_mask & (self._expected.fit_probability() <= MIN_FIT_PROBABILITY)).sum())
+            if self.candidates
+            else 0
+        )
 
-    def left(self) -> int:
-        return int((self._open & (self._expected.chance() > MIN_FIT_PROBABILITY)).sum()) if self.candidates else 0
+    def count_untraced(self) -> int:
+        return (
+            int((self._untraced_mask & (self._expected.fit_probability() > MIN_FIT_PROBABILITY)).sum())
+            if self.candidates
+            else 0
+        )
 
-    def _next(self, pending: Iterable[int]) -> int | None:
+    def _choose_next(self, pending: Iterable[int]) -> int | None:
         """Return whom to trace next; schedules of pipelines whose model has been traced are taken at once."""
         if self._seeds:
             return self._seeds.pop(0)
         busy = list(pending)
-        while self.elapsed < TRACING_TIME_FRACTION * self.limit_s:
-            least, _ = self._bounds(busy)
+        while self.elapsed < TRACING_TIME_FRACTION * self.time_limit_s:
+            least, _ = self._lower_bounds(busy)
             least[busy] = math.inf
             number, best = int(least.argmin()), self.best()
-            worst = best[-1].seconds if len(best) == self.wanted else math.inf
+            worst = best[-1].seconds if len(best) == self.num_best else math.inf
             if not least[number] < math.log(worst):
                 return None
-            known = self._glances.get(_work_key(self._alone(self.candidates[number])))
+            known = self._quick_traces.get(_work_key(self._single_stage(self.candidates[number])))
             if known is None:
                 return number
             self._learn(number, known)
         return None
 
     @property
-    def _open(self) -> Tensor:
+    def _untraced_mask(self) -> Tensor:
         found = torch.ones(len(self.candidates), dtype=torch.bool)
         found[list(self._done)] = False
         return found
 
-    def _bounds(self, pending: Iterable[int]) -> tuple[Tensor, Tensor]:
+    def _lower_bounds(self, pending: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Return logarithms of the least seconds (infinite: done or cannot fit) and of the expected ones."""
-        expected, deviation = self._expected.seconds(pending)
-        chance = self._expected.chance()
-        could = self._open & (chance > MIN_FIT_PROBABILITY)
+        expected, deviation = self._expected.predict_log_seconds(pending)
+        chance = self._expected.fit_probability()
+        could = self._untraced_mask & (chance > MIN_FIT_PROBABILITY)
         least = expected - deviation - FIT_PENALTY_EXPONENT * chance.clamp_min(MIN_FIT_PROBABILITY).log()
         return torch.where(could, least, math.inf), expected
 
     def _learn(self, number: int, result: QuickTrace | TraceRefusal) -> None:
         candidate = self.candidates[number]
-        alone = self._alone(candidate)
-        if _work_key(alone) not in self._glances:
-            self.traced += 1
-            self._glances[_work_key(alone)] = result
+        alone = self._single_stage(candidate)
+        if _work_key(alone) not in self._quick_traces:
+            self.num_traced += 1
+            self._quick_traces[_work_key(alone)] = result
         if isinstance(result, TraceRefusal):
-            self._refuse(candidate, result)
-            self._refuse(alone, result)
+            self._refuse_similar(candidate, result)
+            self._refuse_similar(alone, result)
             return
         self._done.add(number)
         if candidate.degrees.pp == 1:
-            layers = self.space.layers
-            seconds, size = result.seconds(layers, candidate.microbatches), result.reserved(layers)
-            self._note(candidate, seconds, size)
+            layers = self.space.num_layers
+            seconds, size = (
+                result.predict_seconds(layers, candidate.num_microbatches),
+                result.predict_reserved_bytes(layers),
+            )
+            self._record(candidate, seconds, size)
         else:
-            seconds, size = self._schedules(candidate, result)
+            seconds, size = self._evaluate_schedules(candidate, result)
         if math.isfinite(seconds):
             self._expected.learn_bytes(number, result, size)
             self._expected.learn_seconds(number, seconds)
 
-    def _schedules(self, candidate: Candidate, trace: QuickTrace) -> tuple[float, float]:
+    def _evaluate_schedules(self, candidate: Candidate, trace: QuickTrace) -> tuple[float, float]:
         """Note a pipeline under each schedule, from the model on one stage; return the least seconds and its bytes."""
-        ranks, layers, count = candidate.degrees.pp, self.space.layers, candidate.microbatches
+        ranks, layers, count = candidate.degrees.pp, self.space.num_layers, candidate.num_microbatches
         best = (math.inf, math.inf)
-        for each in self.space.wrapped(candidate):
+        for each in self.space.expand_schedules(candidate):
             try:
-                waiting, live = self.space.forecast(each, trace.head)
+                waiting, live = self.space.estimate_schedule(each, trace.head_blocks)
             except MeshwrightError as error:
                 self.space.refuse(str(error))
                 continue
-            seconds = trace.piped_seconds(layers, count, ranks, waiting)
-            size = trace.piped_reserved(layers, ranks, live)
-            self._note(each, seconds, size)
+            seconds = trace.predict_pipeline_seconds(layers, count, ranks, waiting)
+            size = trace.predict_pipeline_reserved_bytes(layers, ranks, live)
+            self._record(each, seconds, size)
             best = min(best, (seconds, size))
         return best
 
-    def _note(self, candidate: Candidate, seconds: float, size: float) -> None:
-        tokens = int(self.space.values["batch_size"]) * self.space.length
+    def _record(self, candidate: Candidate, seconds: float, size: float) -> None:
+        tokens = int(self.space.values["batch_size"]) * self.space.seq_len
         told = {
-            "strategy": str(self.space.stack(candidate)),
+            "strategy": str(self.space.resolve_stack(candidate)),
             "mesh": str(candidate.degrees),
             "step_seconds": seconds,
-            "tokens_per_second_per_device": tokens / seconds / self.space.world,
+            "tokens_per_second_per_device": tokens / seconds / self.space.world_size,
             "peak_reserved_bytes": round(size),
         }
-        self._keep(candidate, told, size)
+        self._add_result(candidate, told, size)
 
-    def _keep(self, candidate: Candidate, plan: Mapping[str, Any], size: float) -> None:
-        (self.found if self._fits(candidate, size) else self.crowded).append(EvaluatedLayout(candidate, plan))
+    def _add_result(self, candidate: Candidate, plan: Mapping[str, Any], size: float) -> None:
+        (self.fitting if self._check_fits(candidate, size) else self.not_fitting).append(
+            EvaluatedLayout(candidate, plan)
+        )
 
-    def _refuse(self, candidate: Candidate, refusal: TraceRefusal) -> None:
+    def _refuse_similar(self, candidate: Candidate, refusal: TraceRefusal) -> None:
         """Refuse also those like a candidate: whatever their batch, unless that was the reason."""
-        new = {*self._alike.get(_refusal_keys(candidate)[refusal.of_batch], ())} - self._done
+        new = {*self._similar.get(_refusal_keys(candidate)[refusal.depends_on_batch], ())} - self._done
         self.space.refuse(refusal.reason, len(new))
         self._done |= new
 
-    def _fits(self, candidate: Candidate, size: float) -> bool:
+    def _check_fits(self, candidate: Candidate, size: float) -> bool:
         if fits_in_memory(int(size), self.space.device):
             return True
-        self.too_large += 1
+        self.num_too_large += 1
         if size < self.nearest[0]:
             self.nearest = (size, candidate)
         return False
 
-    def _alone(self, candidate: Candidate) -> Candidate:
+    def _single_stage(self, candidate: Candidate) -> Candidate:
         """Return the same model on one stage, on as many ranks as a stage has, with the microbatches of a glance."""
-        count = min(2, candidate.microbatches)
+        count = min(2, candidate.num_microbatches)
         if candidate.degrees.pp == 1:
-            return replace(candidate, microbatches=count)
+            return replace(candidate, num_microbatches=count)
         alone = replace(candidate.degrees, pp=1)
         sizes = get_mesh_sizes(alone).model_dump()
         values = {key: sizes.get(key, value) for key, value in candidate.values.items()}
         values |= {"wrapper_config": {}}
-        return replace(candidate, degrees=alone, microbatches=count, values=values, wrapper=None, schedule="")
+        return replace(
+            candidate, degrees=alone, num_microbatches=count, values=values, wrapper_options=None, schedule=""
+        )
 
-    def _request(self, candidate: Candidate, *, is_full_plan: bool = False) -> TraceRequest:
+    def _build_request(self, candidate: Candidate, *, is_full_plan: bool = False) -> TraceRequest:
         values = set_dotted_keys(self.space.values, candidate.values.items())
-        values["batch_size"] = candidate.degrees.dp * candidate.rows * candidate.microbatches
+        values["batch_size"] = candidate.degrees.dp * candidate.micro_batch_size * candidate.num_microbatches
         return TraceRequest(
             values, candidate.degrees.world_size, self.space.device, self.expert_imbalance, is_full_plan
         )
@@ -284,20 +299,29 @@ def _choose_seeds(candidates: Sequence[Candidate]) -> list[int]:
     found: dict[Any, int] = {}
     for at in alone:
         each = candidates[at]
-        if (each.family, each.rows) == (first.family, first.rows):
+        if (each.family, each.micro_batch_size) == (first.family, first.micro_batch_size):
             most = max(most, at, key=lambda at: candidates[at].degrees.tp)
             if each.degrees == first.degrees:
-                found.setdefault(each.recomputation, at)
+                found.setdefault(each.activation_checkpointing, at)
     return list(dict.fromkeys([most, *found.values()]))
 
 
 def _work_key(candidate: Candidate) -> tuple[Any, ...]:
     """Return a key that candidates share that compute the same in a step."""
-    return (candidate.family, candidate.recomputation, candidate.rows, candidate.degrees, candidate.microbatches)
+    return (
+        candidate.family,
+        candidate.activation_checkpointing,
+        candidate.micro_batch_size,
+        candidate.degrees,
+        candidate.num_microbatches,
+    )
 
 
 def _refusal_keys(candidate: Candidate) -> list[tuple[Any, ...]]:
     degrees = candidate.degrees
     are_above_one = (degrees.pp > 1, degrees.dp_replicate > 1, degrees.dp_shard > 1)
     alike = (candidate.family, degrees.tp, degrees.cp, degrees.ep, *are_above_one)
-    return [alike, (*alike, candidate.recomputation, candidate.rows, degrees, candidate.schedule)]
+    return [
+        alike,
+        (*alike, candidate.activation_checkpointing, candidate.micro_batch_size, degrees, candidate.schedule),
+    ]

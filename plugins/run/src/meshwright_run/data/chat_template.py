@@ -70,17 +70,17 @@ class ChatTemplate:
                 "conversations need a chat template, but the tokenizer has none. Set chat_template to a Jinja "
                 "template, or to the path of one; docs/conversations.md has an example."
             )
-        self._tokenizer, self._given = tokenizer, template
+        self._tokenizer, self._template = tokenizer, template
         tokens = tokenizer.added_tokens_decoder.values()
         special = {*tokenizer.all_special_tokens, *(token.content for token in tokens if token.special)}
-        self.special = _build_alternation(special)
-        self.added = _build_alternation(special | {token.content for token in tokens})
+        self.special_pattern = _build_alternation(special)
+        self.added_pattern = _build_alternation(special | {token.content for token in tokens})
 
-    def marks(self, conversation: Conversation) -> bool:
+    def has_generation_tags(self, conversation: Conversation) -> bool:
         """Return whether the template marks what is learnt; it may have another one for tools."""
-        return _GENERATION_TAG.search(self._text(conversation)) is not None
+        return _GENERATION_TAG.search(self._get_template(conversation)) is not None
 
-    def write(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
+    def render(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation; `add_generation_prompt`: with the request for an answer at its end."""
 
         def rendered() -> str:
@@ -88,28 +88,32 @@ class ChatTemplate:
                 self._tokenizer.apply_chat_template(
                     list(conversation.messages),
                     tools=list(conversation.tools) or None,
-                    chat_template=self._text(conversation),
+                    chat_template=self._get_template(conversation),
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
-                    **conversation.variables,
+                    **conversation.template_kwargs,
                 )
             )
 
         return _render_with_timeout(conversation, rendered)
 
-    def write_marked(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        variables = {**self._tokenizer.special_tokens_map, "add_generation_prompt": False, **conversation.variables}
-        template, tools = self._text(conversation), conversation.tools or None
+    def render_with_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        variables = {
+            **self._tokenizer.special_tokens_map,
+            "add_generation_prompt": False,
+            **conversation.template_kwargs,
+        }
+        template, tools = self._get_template(conversation), conversation.tools or None
         return _render_with_timeout(
             conversation, lambda: render_with_generation_spans(template, conversation.messages, tools, variables)
         )
 
-    def ends(self, text: str) -> bool:
-        return re.search(rf"(?:{self.special})\s*\Z", text) is not None
+    def ends_turn(self, text: str) -> bool:
+        return re.search(rf"(?:{self.special_pattern})\s*\Z", text) is not None
 
-    def _text(self, conversation: Conversation) -> str:
+    def _get_template(self, conversation: Conversation) -> str:
         """Return the template in which it is always `FIXED_DATE`."""
-        template: str = self._tokenizer.get_chat_template(self._given, [{}] if conversation.tools else None)
+        template: str = self._tokenizer.get_chat_template(self._template, [{}] if conversation.tools else None)
         if "strftime_now" not in template:
             return template
         filters = "".join(f" | replace('{each}', '{FIXED_DATE.strftime(each)}')" for each in _DATE_DIRECTIVES)
@@ -130,7 +134,7 @@ def _render_with_timeout(conversation: Conversation, render: Callable[[], Result
         kind = type(error).__name__
         advice = _ADVICE.get(kind, " Change the record, or set another chat_template.")
         raise DataError(
-            f"{conversation.where}: the chat template cannot write this conversation (roles: {roles}): {kind}: {error}."
+            f"{conversation.location}: the chat template cannot write this conversation (roles: {roles}): {kind}: {error}."
             f"{advice.format(line=getattr(error, 'lineno', '?'))}"
         ) from error
 
@@ -148,93 +152,97 @@ class AnswerExtractor:
     def __init__(self, template: ChatTemplate, loss_on: LossOn) -> None:
         self._template, self._loss_on = template, loss_on
 
-    def drafts(self, conversation: Conversation) -> list[Document]:
+    def build_documents(self, conversation: Conversation) -> list[Document]:
         """Return the documents of a conversation; raise DataError where nothing is learnt, or a part is left out."""
         if self._loss_on == "all":
-            text = self._template.write(conversation)
+            text = self._template.render(conversation)
             self._check_turns(conversation, text)
-            return [self._draft(text, None)]
-        answers = conversation.answers()
+            return [self._build_document(text, None)]
+        answers = conversation.find_answers()
         if not answers:
             roles = ", ".join(message["role"] for message in conversation.messages)
             raise DataError(
-                f"{conversation.where}: there is no answer to learn: no turn of the assistant after one of the user "
+                f"{conversation.location}: there is no answer to learn: no turn of the assistant after one of the user "
                 f"(roles: {roles}). Add one, leave the record out, or set loss_on=all."
             )
         if self._loss_on == "last_answer":
             answers = answers[-1:]
         # What stands behind the last answer is neither learnt nor read, but counted.
-        whole = conversation.until(answers[-1] + 1)
-        found = [self._marked(whole, answers[0])] if self._template.marks(whole) else [*self._unfolded(whole, answers)]
-        return [*found[:-1], replace(found[-1], unanswered=len(conversation.messages) - len(whole.messages))]
+        whole = conversation.truncate(answers[-1] + 1)
+        found = (
+            [self._build_from_tags(whole, answers[0])]
+            if self._template.has_generation_tags(whole)
+            else [*self._build_from_prefixes(whole, answers)]
+        )
+        return [*found[:-1], replace(found[-1], num_trailing_turns=len(conversation.messages) - len(whole.messages))]
 
-    def _draft(self, text: str, spans: tuple[Span, ...] | None) -> Document:
+    def _build_document(self, text: str, spans: tuple[Span, ...] | None) -> Document:
         # Where the template ends no turn, the eos token does.
-        return Document(text, spans, closed=not self._template.ends(text))
+        return Document(text, spans, add_eos=not self._template.ends_turn(text))
 
-    def _marked(self, conversation: Conversation, first_answer: int) -> Document:
-        text, spans = self._template.write_marked(conversation)
+    def _build_from_tags(self, conversation: Conversation, first_answer: int) -> Document:
+        text, spans = self._template.render_with_spans(conversation)
         self._check_turns(conversation, text)
         if any(message["role"] == ASSISTANT for message in conversation.messages[:first_answer]):
-            spans = spans[len(self._template.write_marked(conversation.until(first_answer))[1]) :]
+            spans = spans[len(self._template.render_with_spans(conversation.truncate(first_answer))[1]) :]
         kept = tuple((start, stop) for start, stop in spans if stop > start)
         if not kept:
             raise DataError(
-                f"{conversation.where}: an answer of no tokens: the chat template writes nothing of it inside of its "
+                f"{conversation.location}: an answer of no tokens: the chat template writes nothing of it inside of its "
                 "{% generation %} marks. Correct the template, or the record."
             )
-        return self._draft(text, kept)
+        return self._build_document(text, kept)
 
-    def _unfolded(self, conversation: Conversation, answers: list[int]) -> Iterator[Document]:
+    def _build_from_prefixes(self, conversation: Conversation, answers: list[int]) -> Iterator[Document]:
         """Make several documents where one cannot hold all answers; the full conversation comes last."""
-        left = [self._answer(conversation, index) for index in answers]
+        left = [self._render_answer(conversation, index) for index in answers]
         documents = []
         while left:
             text = left[-1].text
             inside = [each for each in left[:-1] if not each.is_open and text.startswith(each.text[: each.span[1]])]
             inside.append(left[-1])
-            documents.append(self._draft(text, tuple(each.span for each in inside)))
+            documents.append(self._build_document(text, tuple(each.span for each in inside)))
             left = [each for each in left if each not in inside]
         return reversed(documents)
 
-    def _answer(self, conversation: Conversation, index: int) -> _RenderedAnswer:
-        until = conversation.until(index + 1)
-        asked = self._template.write(conversation.until(index), add_generation_prompt=True)
-        text = self._template.write(until)
+    def _render_answer(self, conversation: Conversation, index: int) -> _RenderedAnswer:
+        until = conversation.truncate(index + 1)
+        asked = self._template.render(conversation.truncate(index), add_generation_prompt=True)
+        text = self._template.render(until)
         if not text.startswith(asked):
             place = _count_common_prefix(asked, text)
             raise DataError(
-                f"{conversation.where}: it cannot be told where the answer of turn {index + 1} begins: where the chat "
+                f"{conversation.location}: it cannot be told where the answer of turn {index + 1} begins: where the chat "
                 f"template asks for it, it writes {asked[place:][:60]!r}, but where it is given {text[place:][:60]!r}. "
                 "Set chat_template to one that has answers inside of {% generation %} marks, or, if this one has a "
                 "switch for it, chat_template_kwargs in the records."
             )
         self._check_turns(until, text)
-        stop = self._end(until, text, len(asked))
+        stop = self._find_answer_end(until, text, len(asked))
         self._check_answer(until, text[len(asked) : stop])
         content = conversation.messages[index].get("content", "").strip()
-        is_open = bool(content) and text.rstrip().endswith(content) and not self._template.ends(text)
+        is_open = bool(content) and text.rstrip().endswith(content) and not self._template.ends_turn(text)
         return _RenderedAnswer(text, (len(asked), stop), is_open)
 
-    def _end(self, conversation: Conversation, text: str, start: int) -> int:
+    def _find_answer_end(self, conversation: Conversation, text: str, start: int) -> int:
         """Return the end of an answer that begins at `start`: behind the token that ends the turn, if there is one."""
-        for tokens in (self._template.special, self._template.added):
+        for tokens in (self._template.special_pattern, self._template.added_pattern):
             tail = re.search(rf"(?:(?:{tokens})\s*)+\Z", text[start:])
             if tail is None:
                 continue
             ends = [start + tail.start() + found.end() for found in re.finditer(tokens, tail.group())]
             if len(ends) > 1:
                 # Some templates end a text with one token more than a turn.
-                common = _count_common_prefix(text, self._template.write(conversation, add_generation_prompt=True))
+                common = _count_common_prefix(text, self._template.render(conversation, add_generation_prompt=True))
                 ends = [end for end in ends if end <= common] or ends[:1]
             return ends[-1]
         return len(text)
 
     def _check_answer(self, conversation: Conversation, written: str) -> None:
         number, message = len(conversation.messages), conversation.messages[-1]
-        if not re.sub(self._template.special, "", written).strip():
+        if not re.sub(self._template.special_pattern, "", written).strip():
             raise DataError(
-                f"{conversation.where}: turn {number}: an answer of no tokens: the chat template writes nothing of it."
+                f"{conversation.location}: turn {number}: an answer of no tokens: the chat template writes nothing of it."
             )
         parts = {"content": message.get("content", "")}
         if _END_OF_THOUGHT in parts["content"]:
@@ -258,17 +266,17 @@ class AnswerExtractor:
             # Some templates write results of tools as JSON.
             if message["role"] != ASSISTANT and content not in text and json.dumps(content)[1:-1] not in text:
                 raise _omission_error(conversation, f"the content of turn {number} ({message['role']})")
-            ended = rf"{re.escape(content)}\s*(?:{self._template.special})"
-            if self._template.ends(content) and re.search(ended, text):
+            ended = rf"{re.escape(content)}\s*(?:{self._template.special_pattern})"
+            if self._template.ends_turn(content) and re.search(ended, text):
                 raise DataError(
-                    f"{conversation.where}: turn {number} ends with {content[-20:]!r}, but the chat template writes "
+                    f"{conversation.location}: turn {number} ends with {content[-20:]!r}, but the chat template writes "
                     "what ends a turn itself. Remove such tokens from the records: they hold what was said alone."
                 )
 
 
 def _omission_error(conversation: Conversation, what: str) -> DataError:
     return DataError(
-        f"{conversation.where}: the chat template leaves out {what}. Remove it from the record, or set chat_template "
+        f"{conversation.location}: the chat template leaves out {what}. Remove it from the record, or set chat_template "
         "to one that writes it."
     )
 

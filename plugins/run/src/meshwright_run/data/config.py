@@ -71,23 +71,23 @@ class SourceConfig(FrozenModel):
     )
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         if self.dataset is not None:
             return self.dataset
         return self.files if isinstance(self.files, str) else ", ".join(self.files or ())
 
     @property
-    def group(self) -> int:
+    def group_size(self) -> int:
         return 2 if self.format == "preference" else 1
 
     @model_validator(mode="after")
-    def _is_of_use(self) -> SourceConfig:
+    def _check_source(self) -> SourceConfig:
         if (self.files is None) == (self.dataset is None):
             raise ValueError("give either files or dataset")
         if self.files is not None:
             for name, plain in (("name", None), ("split", "train"), ("revision", None)):
                 if getattr(self, name) != plain:
-                    raise ValueError(f"{name} is of a dataset, and these are files: {self.place!r}. Leave it out")
+                    raise ValueError(f"{name} is of a dataset, and these are files: {self.location!r}. Leave it out")
             is_library = STDLIB in ([self.files] if isinstance(self.files, str) else self.files)
             if is_library and self.format not in ("text", "messages", "prompt_completion"):
                 raise ValueError(
@@ -161,37 +161,37 @@ class DataConfig(FrozenModel):
         description="Where tokenized corpora are kept; null: meshwright under XDG_CACHE_HOME, or under ~/.cache.",
     )
 
-    def training_sources(self) -> list[SourceConfig]:
+    def get_training_sources(self) -> list[SourceConfig]:
         """Where the examples to train on come from, also where that is written in the short form."""
         if self.sources is not None:
             return self.sources
         fields = {} if self.text_field == "text" else {"text": self.text_field}
         return [SourceConfig(files=self.corpus, fields=fields)]
 
-    def evaluation_sources(self) -> dict[str, list[SourceConfig]]:
+    def get_evaluation_sources(self) -> dict[str, list[SourceConfig]]:
         return {name: each if isinstance(each, list) else [each] for name, each in self.eval_sets.items()}
 
-    def packing_kind(self) -> Packing:
+    def resolve_packing(self) -> Packing:
         """`packing`, or what null means; the same for all sources and sets."""
         if self.packing is not None:
             return self.packing
-        formats = {source.format for _, source in self._all_sources()}
+        formats = {source.format for _, source in self._iter_sources()}
         return "stream" if formats == {"text"} else "none" if "preference" in formats else "documents"
 
-    def too_long_for(self, format: Format) -> TooLongAction | None:
+    def resolve_too_long(self, format: Format) -> TooLongAction | None:
         """`too_long`, or what null means for a format; None where a document of any length is well."""
-        if self.packing_kind() == "stream":
+        if self.resolve_packing() == "stream":
             return None
         return self.too_long or ("split" if format in ("text", "tokens") else "error")
 
-    def _all_sources(self) -> Iterator[tuple[str, SourceConfig]]:
-        for number, source in enumerate(self.training_sources()):
+    def _iter_sources(self) -> Iterator[tuple[str, SourceConfig]]:
+        for number, source in enumerate(self.get_training_sources()):
             yield f"sources.{number}", source
-        for name, sources in self.evaluation_sources().items():
+        for name, sources in self.get_evaluation_sources().items():
             yield from ((f"eval_sets.{name}", source) for source in sources)
 
     @model_validator(mode="after")
-    def _goes_together(self) -> DataConfig:
+    def _check_combinations(self) -> DataConfig:
         if self.sources is not None:
             self._check_short_form()
             _check_weights(self.sources)
@@ -214,28 +214,28 @@ class DataConfig(FrozenModel):
                 )
 
     def _check_sources(self) -> None:
-        first = self.training_sources()[0]
-        for where, source in self._all_sources():
+        first = self.get_training_sources()[0]
+        for where, source in self._iter_sources():
             if (source.format == "preference") != (first.format == "preference"):
                 raise ValueError(
-                    f"{where} ({source.place!r}) is of format {source.format}, and others are of {first.format}: pairs "
+                    f"{where} ({source.location!r}) is of format {source.format}, and others are of {first.format}: pairs "
                     "and single examples do not go into one run"
                 )
             if set(source.columns) != set(first.columns):
                 raise ValueError(
-                    f"{where} ({source.place!r}) has columns {source.columns}, but sources.0 has {first.columns}: an "
+                    f"{where} ({source.location!r}) has columns {source.columns}, but sources.0 has {first.columns}: an "
                     "objective is given the same of each example. Give all the same, or none"
                 )
 
     def _check_held_out(self) -> None:
-        if self.eval_fraction > 0 and all(source.streaming for source in self.training_sources()):
+        if self.eval_fraction > 0 and all(source.streaming for source in self.get_training_sources()):
             raise ValueError(
                 f"eval_fraction={self.eval_fraction} holds out nothing of a source that is read while training "
                 "(streaming: true). Set eval_fraction: 0, and name eval_sets"
             )
         if self.eval_fraction == 0 and not self.eval_sets:
             raise ValueError("eval_fraction=0 leaves nothing to evaluate on. Raise it, or name eval_sets")
-        for name, sources in self.evaluation_sources().items():
+        for name, sources in self.get_evaluation_sources().items():
             if not name or name == "held_out" or not sources:
                 raise ValueError(
                     f"eval_sets: {name!r} is empty, or the name of what is held out of the sources. Name it otherwise"
@@ -246,8 +246,8 @@ class DataConfig(FrozenModel):
                     raise ValueError(f"eval_sets.{name}: {option} has no use in a set to evaluate on. Leave it out")
 
     def _check_packing(self) -> None:
-        formats = {source.format for _, source in self._all_sources()}
-        packing, answers = self.packing_kind(), formats - {"text", "tokens"}
+        formats = {source.format for _, source in self._iter_sources()}
+        packing, answers = self.resolve_packing(), formats - {"text", "tokens"}
         if packing == "stream" and answers:
             raise ValueError(
                 f"packing=stream cuts examples anywhere, which would part answers from what they answer "

@@ -31,62 +31,62 @@ class FieldReader:
     """Reads fields under the names that `SourceConfig.fields` gives them."""
 
     def __init__(self, source_names: Mapping[str, str]) -> None:
-        self._names = source_names
+        self._source_names = source_names
 
-    def name(self, field: str) -> str:
-        return self._names.get(field, field)
+    def get_source_name(self, field: str) -> str:
+        return self._source_names.get(field, field)
 
-    def find(self, record: Record, field: str) -> Any:
-        return record.value.get(self.name(field))
+    def get(self, record: Record, field: str) -> Any:
+        return record.fields.get(self.get_source_name(field))
 
-    def need(self, record: Record, field: str) -> Any:
-        name = self.name(field)
-        if name not in record.value:
-            present = ", ".join(sorted(map(str, record.value))) or "none"
+    def require(self, record: Record, field: str) -> Any:
+        name = self.get_source_name(field)
+        if name not in record.fields:
+            present = ", ".join(sorted(map(str, record.fields))) or "none"
             raise DataError(
-                f"{record.where}: no field {name!r}. Fields of this line: {present}.{suggest_match(name, record.value)} "
+                f"{record.location}: no field {name!r}. Fields of this line: {present}.{suggest_match(name, record.fields)} "
                 f"Say under `fields` what the source calls it, {{{field}: its name}}, or set another format."
             )
-        return record.value[name]
+        return record.fields[name]
 
-    def text(self, record: Record, field: str) -> str:
-        value = self.need(record, field)
+    def read_text(self, record: Record, field: str) -> str:
+        value = self.require(record, field)
         if not isinstance(value, str):
-            self.refuse(record, field, value, "must hold a string")
-        check_text(value, record.where, f"field {self.name(field)!r}")
+            self.raise_invalid(record, field, value, "must hold a string")
+        check_text(value, record.location, f"field {self.get_source_name(field)!r}")
         return value
 
-    def refuse(self, record: Record, field: str, value: Any, rule: str) -> NoReturn:
+    def raise_invalid(self, record: Record, field: str, value: Any, rule: str) -> NoReturn:
         raise DataError(
-            f"{record.where}: field {self.name(field)!r} holds {value!r:.80}, a {type(value).__name__}, but {rule}."
+            f"{record.location}: field {self.get_source_name(field)!r} holds {value!r:.80}, a {type(value).__name__}, but {rule}."
         )
 
-    def mapping(self, record: Record, field: str) -> dict[str, Any]:
-        value = self.from_json(record, field)
+    def read_mapping(self, record: Record, field: str) -> dict[str, Any]:
+        value = self.read_json(record, field)
         if value is None:
             return {}
         if not isinstance(value, Mapping):
-            self.refuse(record, field, value, "must hold an object, or its JSON")
+            self.raise_invalid(record, field, value, "must hold an object, or its JSON")
         return dict(value)
 
-    def mappings(self, record: Record, field: str) -> tuple[dict[str, Any], ...]:
-        value = self.from_json(record, field)
+    def read_mappings(self, record: Record, field: str) -> tuple[dict[str, Any], ...]:
+        value = self.read_json(record, field)
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
-            self.refuse(record, field, value, "must hold a list of objects, or its JSON")
+            self.raise_invalid(record, field, value, "must hold a list of objects, or its JSON")
         return tuple(dict(each) for each in value)
 
-    def from_json(self, record: Record, field: str) -> Any:
+    def read_json(self, record: Record, field: str) -> Any:
         """Return a value that tables often hold as JSON, since its keys differ from row to row."""
-        value = self.find(record, field)
+        value = self.get(record, field)
         if not isinstance(value, str):
             return value
         try:
             return json.loads(value) if value.strip() else None
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{record.where}: field {self.name(field)!r} holds a text that is no JSON: {error}."
+                f"{record.location}: field {self.get_source_name(field)!r} holds a text that is no JSON: {error}."
             ) from None
 
 
@@ -106,17 +106,17 @@ class Conversation:
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...]
-    variables: Mapping[str, Any]
-    where: str
-    given: int = 0
+    template_kwargs: Mapping[str, Any]
+    location: str
+    num_prompt_messages: int = 0
 
-    def until(self, stop: int) -> Conversation:
+    def truncate(self, stop: int) -> Conversation:
         return replace(self, messages=self.messages[:stop])
 
-    def answers(self) -> list[int]:
+    def find_answers(self) -> list[int]:
         """Return the indices of the messages to learn: those of the assistant that answer something."""
         asked = [index for index, message in enumerate(self.messages) if message["role"] in ("user", *_TOOL_ROLES)]
-        first = max(self.given, asked[0] if asked else len(self.messages))
+        first = max(self.num_prompt_messages, asked[0] if asked else len(self.messages))
         return [index for index in range(first, len(self.messages)) if self.messages[index]["role"] == ASSISTANT]
 
     def _check_roles(self) -> None:
@@ -125,7 +125,7 @@ class Conversation:
             role = message["role"]
             if reason := _find_order_error(role, before):
                 raise DataError(
-                    f"{self.where}: roles out of order: turn {number} is of {role!r}{reason}. Expected: system or "
+                    f"{self.location}: roles out of order: turn {number} is of {role!r}{reason}. Expected: system or "
                     "developer first, if at all; then user and assistant in turn; tool after an assistant or a tool."
                 )
             before = role
@@ -146,31 +146,38 @@ class MessageReader:
 
     def __init__(self, fields: FieldReader) -> None:
         self._fields = fields
-        self._role, self._content = fields.name("role"), fields.name("content")
+        self._role, self._content = fields.get_source_name("role"), fields.get_source_name("content")
 
-    def conversation(self, record: Record, messages: Sequence[Message], num_prompt_messages: int = 0) -> Conversation:
-        tools, variables = self._fields.mappings(record, "tools"), self._fields.mapping(record, "chat_template_kwargs")
-        found = Conversation(tuple(messages), tools, variables, record.where, num_prompt_messages)
+    def build_conversation(
+        self, record: Record, messages: Sequence[Message], num_prompt_messages: int = 0
+    ) -> Conversation:
+        tools, variables = (
+            self._fields.read_mappings(record, "tools"),
+            self._fields.read_mapping(record, "chat_template_kwargs"),
+        )
+        found = Conversation(tuple(messages), tools, variables, record.location, num_prompt_messages)
         found._check_roles()
         return found
 
-    def messages(self, record: Record, field: str) -> list[Message]:
-        self._fields.need(record, field)
-        value = self._fields.from_json(record, field)
+    def read_messages(self, record: Record, field: str) -> list[Message]:
+        self._fields.require(record, field)
+        value = self._fields.read_json(record, field)
         if isinstance(value, Mapping):
             value = [value]
         if not isinstance(value, list | tuple):
-            self._fields.refuse(record, field, value, "must hold a list of messages")
+            self._fields.raise_invalid(record, field, value, "must hold a list of messages")
         if not value:
             raise DataError(
-                f"{record.where}: field {self._fields.name(field)!r} holds an empty conversation. It must hold at "
+                f"{record.location}: field {self._fields.get_source_name(field)!r} holds an empty conversation. It must hold at "
                 "least one message; leave such records out."
             )
-        return [self._message(record, field, number, each) for number, each in enumerate(value, start=1)]
+        return [self._read_message(record, field, number, each) for number, each in enumerate(value, start=1)]
 
-    def _message(self, record: Record, field: str, number: int, value: Any) -> Message:
+    def _read_message(self, record: Record, field: str, number: int, value: Any) -> Message:
         def refuse(problem: str) -> NoReturn:
-            raise DataError(f"{record.where}: field {self._fields.name(field)!r}, turn {number}: {problem}")
+            raise DataError(
+                f"{record.location}: field {self._fields.get_source_name(field)!r}, turn {number}: {problem}"
+            )
 
         if not isinstance(value, Mapping):
             refuse(f"holds {value!r:.80}, but a message is an object with {self._role!r} and {self._content!r}.")

@@ -83,9 +83,9 @@ class TokenizedDocuments:
 
     tokens: np.ndarray
     ends: np.ndarray
-    labelled: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    group: int = 1
+    group_size: int = 1
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -93,8 +93,8 @@ class TokenizedDocuments:
     def lengths(self) -> np.ndarray:
         return np.diff(self.ends, prepend=0)
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        of_tokens = {} if self.labelled is None else {"labelled": self.labelled}
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        of_tokens = {} if self.loss_mask is None else {"labelled": self.loss_mask}
         columns = {f"column {name}": column for name, column in sorted(self.columns.items())}
         return {"tokens": self.tokens, "ends": self.ends, **of_tokens, **columns}
 
@@ -121,19 +121,19 @@ class NpyWriter:
         self._seek(self._count)
         return found
 
-    def pieces(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+    def iter_chunks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
         for position in range(start, self._count, _CHUNK):
             yield position, self.read(position, min(position + _CHUNK, self._count))
 
-    def put(self, start: int, values: np.ndarray) -> None:
+    def write_at(self, start: int, values: np.ndarray) -> None:
         self._seek(start)
         self._file.write(values.astype(self.dtype, copy=False).tobytes())
         self._seek(self._count)
 
-    def take_out(self, start: int, stop: int) -> np.ndarray:
+    def remove(self, start: int, stop: int) -> np.ndarray:
         taken = self.read(start, stop)
-        for position, moved in self.pieces(stop):
-            self.put(position - (stop - start), moved)
+        for position, moved in self.iter_chunks(stop):
+            self.write_at(position - (stop - start), moved)
         self._count -= stop - start
         self._seek(self._count)
         self._file.truncate()
@@ -147,7 +147,7 @@ class NpyWriter:
             self._file.seek(0)
             self._file.write(start + size.to_bytes(2, "little") + text.ljust(size - 1) + b"\n")
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         self._file.close()
 
     def _seek(self, index: int) -> None:
@@ -185,9 +185,9 @@ class DocumentWriter:
     """Documents that are written in parts; only the current part is in memory."""
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype, columns: tuple[str, ...]) -> None:
-        tokens, ends, self._labelled_path, others = _build_paths(directory, split, len(columns))
+        tokens, ends, self._loss_mask_path, others = _build_paths(directory, split, len(columns))
         self._tokens, self._ends = NpyWriter(tokens, dtype), NpyWriter(ends, np.dtype(np.int64))
-        self._labelled: NpyWriter | None = None
+        self._loss_mask: NpyWriter | None = None
         self._columns = {name: _ColumnWriter(path) for name, path in zip(columns, others, strict=True)}
 
     def __len__(self) -> int:
@@ -195,30 +195,30 @@ class DocumentWriter:
 
     def append(self, documents: TokenizedDocuments) -> None:
         """Write documents; raise DataError where a column changes between a value a document and a value a token."""
-        if documents.labelled is not None and self._labelled is None:
-            self._labelled = NpyWriter(self._labelled_path, np.dtype(bool))
-            for _, piece in self._tokens.pieces():
-                self._labelled.append(np.ones(len(piece), bool))
-        if self._labelled is not None:
+        if documents.loss_mask is not None and self._loss_mask is None:
+            self._loss_mask = NpyWriter(self._loss_mask_path, np.dtype(bool))
+            for _, piece in self._tokens.iter_chunks():
+                self._loss_mask.append(np.ones(len(piece), bool))
+        if self._loss_mask is not None:
             all_of_them = np.ones(len(documents.tokens), bool)
-            self._labelled.append(all_of_them if documents.labelled is None else documents.labelled)
+            self._loss_mask.append(all_of_them if documents.loss_mask is None else documents.loss_mask)
         for name, column in self._columns.items():
             column.append(name, documents)
         self._ends.append(documents.ends + len(self._tokens))
         self._tokens.append(documents.tokens)
 
-    def take_out(self, first: int, stop: int) -> TokenizedDocuments:
+    def remove(self, first: int, stop: int) -> TokenizedDocuments:
         begin = int(self._ends.read(first - 1, first)[0]) if first else 0
-        ends = self._ends.take_out(first, stop)
+        ends = self._ends.remove(first, stop)
         end = int(ends[-1])
-        for place, piece in self._ends.pieces(first):
-            self._ends.put(place, piece - (end - begin))
+        for place, piece in self._ends.iter_chunks(first):
+            self._ends.write_at(place, piece - (end - begin))
         return TokenizedDocuments(
-            self._tokens.take_out(begin, end),
+            self._tokens.remove(begin, end),
             ends - begin,
-            None if self._labelled is None else self._labelled.take_out(begin, end),
+            None if self._loss_mask is None else self._loss_mask.remove(begin, end),
             {
-                name: column.file.take_out(*((begin, end) if column.of_tokens else (first, stop)))
+                name: column.file.remove(*((begin, end) if column.is_per_token else (first, stop)))
                 for name, column in self._columns.items()
             },
         )
@@ -227,12 +227,12 @@ class DocumentWriter:
         for file in self._files():
             file.close()
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         for file in self._files():
-            file.abandon()
+            file.discard()
 
     def _files(self) -> list[NpyWriter]:
-        labelled = [] if self._labelled is None else [self._labelled]
+        labelled = [] if self._loss_mask is None else [self._loss_mask]
         return [self._tokens, self._ends, *labelled, *(column.file for column in self._columns.values())]
 
 
@@ -241,21 +241,21 @@ class _ColumnWriter:
 
     def __init__(self, path: Path) -> None:
         self.file = NpyWriter(path, np.dtype(np.int64))
-        self.of_tokens: bool | None = None
+        self.is_per_token: bool | None = None
 
     def append(self, name: str, documents: TokenizedDocuments) -> None:
         values = documents.columns[name]
         if len(documents) != len(documents.tokens):
             of_tokens = len(values) != len(documents)
-            if self.of_tokens not in (None, of_tokens):
+            if self.is_per_token not in (None, of_tokens):
                 raise mixed_column_error(name)
-            self.of_tokens = of_tokens
+            self.is_per_token = of_tokens
         if values.dtype.kind == "f" and self.file.dtype.kind != "f":
             whole = self.file
             self.file = NpyWriter(whole.path.with_suffix(".real"), np.dtype(np.float64))
-            for _, piece in whole.pieces():
+            for _, piece in whole.iter_chunks():
                 self.file.append(piece)
-            whole.abandon()
+            whole.discard()
             self.file.path = self.file.path.replace(whole.path)
         self.file.append(values)
 

@@ -30,18 +30,18 @@ class Example:
     """A tokenized document: tokens and which are learnt (None: all), (T,); columns: a number, or T numbers."""
 
     tokens: np.ndarray
-    labelled: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
     columns: dict[str, float | int | list[float]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def learnt(self) -> int:
+    def count_supervised(self) -> int:
         """Count the tokens that are learnt: never the first, since nothing stands before it."""
-        return max(len(self) - 1, 0) if self.labelled is None else int(np.count_nonzero(self.labelled[1:]))
+        return max(len(self) - 1, 0) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask[1:]))
 
-    def part(self, start: int, stop: int) -> Example:
-        labelled = None if self.labelled is None else self.labelled[start:stop]
+    def get_slice(self, start: int, stop: int) -> Example:
+        labelled = None if self.loss_mask is None else self.loss_mask[start:stop]
         columns = {name: each[start:stop] if isinstance(each, list) else each for name, each in self.columns.items()}
         return Example(self.tokens[start:stop], labelled, columns)
 
@@ -57,12 +57,12 @@ class EncodingCounts:
     records: int = 0
     documents: int = 0
     tokens: int = 0
-    labelled: int = 0
-    cut: int = 0
+    supervised: int = 0
+    truncated: int = 0
     dropped: int = 0
     split: int = 0
-    unlearnt: int = 0
-    unanswered: int = 0
+    unsupervised: int = 0
+    trailing_turns: int = 0
 
     def __add__(self, other: EncodingCounts) -> EncodingCounts:
         return EncodingCounts(
@@ -84,7 +84,7 @@ class Encoder:
         columns: Sequence[str] = (),
     ) -> None:
         """Check the options of a source, as of `SourceConfig` and `DataConfig`; `chat_template`: its text."""
-        self._together = source_format == "preference"
+        self._is_preference = source_format == "preference"
         self._too_long: TooLongAction = too_long or ("split" if source_format in ("text", "tokens") else "error")
         self._seq_len, self._columns = seq_len, tuple(columns)
         self._fields = FieldReader(fields or {})
@@ -98,63 +98,65 @@ class Encoder:
         for record, documents in zip(records, parsed, strict=True):
             for draft in documents:
                 if isinstance(draft, Document):
-                    check_text(draft.text, record.where, "the text")
+                    check_text(draft.text, record.location, "the text")
                     drafts.append(draft)
-                    counts += EncodingCounts(unanswered=draft.unanswered)
+                    counts += EncodingCounts(trailing_turns=draft.num_trailing_turns)
         with disable_tokenizer_threads():
-            written = iter(self._writer.write(drafts))
+            written = iter(self._writer.tokenize(drafts))
         found: list[list[Example]] = []
         for record, documents in zip(records, parsed, strict=True):
             made = [next(written) if isinstance(each, Document) else each for each in documents]
-            columns = self._values(record, [len(tokens) for tokens, _ in made])
+            columns = self._read_columns(record, [len(tokens) for tokens, _ in made])
             examples = [Example(*each, values) for each, values in zip(made, columns, strict=True)]
-            kept, own = self._fitted(examples, record)
+            kept, own = self._fit_to_length(examples, record)
             found.append(kept)
             counts += own
         return found, counts
 
-    def _values(self, record: Record, lengths: list[int]) -> list[dict[str, Any]]:
+    def _read_columns(self, record: Record, lengths: list[int]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = [{} for _ in lengths]
         for name in self._columns:
-            value = self._fields.need(record, name)
-            values = value if self._together and isinstance(value, list | tuple) else [value] * len(lengths)
+            value = self._fields.require(record, name)
+            values = value if self._is_preference and isinstance(value, list | tuple) else [value] * len(lengths)
             if len(values) != len(lengths):
-                self._fields.refuse(record, name, value, "must hold a number, or two: of chosen and rejected")
+                self._fields.raise_invalid(record, name, value, "must hold a number, or two: of chosen and rejected")
             for entries, each, length in zip(found, values, lengths, strict=True):
                 # `build_record` has refused what is no number.
                 if isinstance(each, list) and len(each) != length:
                     rule = f"a column must hold a number, or a list of numbers, one for each of {length} tokens"
-                    self._fields.refuse(record, name, each, rule)
+                    self._fields.raise_invalid(record, name, each, rule)
                 entries[name] = each
         return found
 
-    def _fitted(self, documents: Sequence[Example], record: Record) -> tuple[list[Example], EncodingCounts]:
+    def _fit_to_length(self, documents: Sequence[Example], record: Record) -> tuple[list[Example], EncodingCounts]:
         """Return documents of at most `seq_len` tokens in which something is learnt; of a pair both or none."""
         kept: list[Example] = []
         counts = EncodingCounts()
         for document in documents:
-            pieces, own = self._pieces(document, record.where)
-            learnt = [piece for piece in pieces if piece.learnt()]
-            counts += own + EncodingCounts(unlearnt=len(pieces) - len(learnt))
+            pieces, own = self._split_by_length(document, record.location)
+            learnt = [piece for piece in pieces if piece.count_supervised()]
+            counts += own + EncodingCounts(unsupervised=len(pieces) - len(learnt))
             kept += learnt
-        if self._together and len(kept) < len(documents):
+        if self._is_preference and len(kept) < len(documents):
             reason = "dropped" if counts.dropped else "unlearnt"
             counts, kept = EncodingCounts(**{reason: len(documents)}), []
         totals = EncodingCounts(
-            documents=len(kept), tokens=sum(map(len, kept)), labelled=sum(document.learnt() for document in kept)
+            documents=len(kept),
+            tokens=sum(map(len, kept)),
+            supervised=sum(document.count_supervised() for document in kept),
         )
         return kept, counts + totals
 
-    def _pieces(self, document: Example, where: str) -> tuple[list[Example], EncodingCounts]:
+    def _split_by_length(self, document: Example, where: str) -> tuple[list[Example], EncodingCounts]:
         length, seq_len = len(document), self._seq_len
         if seq_len is None or length <= seq_len:
             return [document], EncodingCounts()
         if self._too_long == "cut":
-            return [document.part(0, seq_len)], EncodingCounts(cut=1)
+            return [document.get_slice(0, seq_len)], EncodingCounts(truncated=1)
         if self._too_long == "drop":
             return [], EncodingCounts(dropped=1)
         if self._too_long == "split":
-            parts = [document.part(start, min(start + seq_len, length)) for start in range(0, length, seq_len)]
+            parts = [document.get_slice(start, min(start + seq_len, length)) for start in range(0, length, seq_len)]
             return parts, EncodingCounts(split=1)
         raise DataError(
             f"{where}: {length:,} tokens, but seq_len={seq_len:,}. Set seq_len to at least {length}, or say what "
@@ -171,14 +173,14 @@ def _build_parser(
     chat_template: str | None,
 ) -> ParseRecord:
     if source_format == "text":
-        return lambda record: [Document(fields.text(record, "text"), opened=True, closed=True)]
+        return lambda record: [Document(fields.read_text(record, "text"), add_bos=True, add_eos=True)]
     if source_format == "tokens":
         return _build_token_parser(fields, tokenizer)
     chat = _ChatParser(tokenizer, fields, loss_on, chat_template)
     if source_format == "messages":
         _ = chat.answers  # refuses a tokenizer without a template
-        return chat.messages
-    return chat.completion if source_format == "prompt_completion" else chat.preference
+        return chat.parse_messages
+    return chat.parse_completion if source_format == "prompt_completion" else chat.parse_preference
 
 
 def _build_token_parser(fields: FieldReader, tokenizer: PreTrainedTokenizerBase) -> ParseRecord:
@@ -186,13 +188,13 @@ def _build_token_parser(fields: FieldReader, tokenizer: PreTrainedTokenizerBase)
     vocab_size, dtype = get_vocab_size(tokenizer), choose_token_dtype(tokenizer)
 
     def integers(record: Record, field: str, rule: str) -> np.ndarray:
-        value = fields.need(record, field)
+        value = fields.require(record, field)
         try:
             found = np.asarray(value)
         except ValueError:  # lists of several lengths in a list
-            fields.refuse(record, field, value, rule)
+            fields.raise_invalid(record, field, value, rule)
         if found.ndim != 1 or (found.dtype.kind not in "iub" and len(found)):
-            fields.refuse(record, field, value, rule)
+            fields.raise_invalid(record, field, value, rule)
         return found.astype(np.int64)
 
     def parse(record: Record) -> list[TokensAndMask]:
@@ -200,16 +202,16 @@ def _build_token_parser(fields: FieldReader, tokenizer: PreTrainedTokenizerBase)
         outside = ids[(ids < 0) | (ids >= vocab_size)]
         if len(outside):
             raise DataError(
-                f"{record.where}: token {outside[0]} is none of the tokenizer, which has {vocab_size:,}. Set tokenizer "
+                f"{record.location}: token {outside[0]} is none of the tokenizer, which has {vocab_size:,}. Set tokenizer "
                 "to the one that made these tokens."
             )
         labelled = np.ones(len(ids), bool)
         for name, read in (("labels", _mask_from_labels), ("loss_mask", _mask_from_loss_mask)):
-            if fields.find(record, name) is not None:
+            if fields.get(record, name) is not None:
                 values = integers(record, name, "must hold a list of integers, one for each token")
                 if len(values) != len(ids):
                     raise DataError(
-                        f"{record.where}: field {fields.name(name)!r} holds {len(values)} values for {len(ids)} "
+                        f"{record.location}: field {fields.get_source_name(name)!r} holds {len(values)} values for {len(ids)} "
                         "tokens. It must hold one for each."
                     )
                 labelled &= read(record, ids, values)
@@ -223,7 +225,7 @@ def _mask_from_labels(record: Record, ids: np.ndarray, labels: np.ndarray) -> np
     if len(wrong):
         place = wrong[0]
         raise DataError(
-            f"{record.where}: label {labels[place]} of token {place} is neither {IGNORE_INDEX}, not to be learnt, nor "
+            f"{record.location}: label {labels[place]} of token {place} is neither {IGNORE_INDEX}, not to be learnt, nor "
             f"the token itself, {ids[place]}. Labels are not moved by one: the model's loss does that."
         )
     return labels != IGNORE_INDEX
@@ -232,7 +234,7 @@ def _mask_from_labels(record: Record, ids: np.ndarray, labels: np.ndarray) -> np
 def _mask_from_loss_mask(record: Record, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
     wrong = mask[(mask != 0) & (mask != 1)]
     if len(wrong):
-        raise DataError(f"{record.where}: loss_mask holds {wrong[0]}; 1 is for tokens to be learnt, 0 for others.")
+        raise DataError(f"{record.location}: loss_mask holds {wrong[0]}; 1 is for tokens to be learnt, 0 for others.")
     return mask != 0
 
 
@@ -249,48 +251,52 @@ class _ChatParser:
         """Made when it is needed: prompts and answers of plain text do without a template."""
         return AnswerExtractor(ChatTemplate(self._tokenizer, self._chat_template), self._loss_on)
 
-    def messages(self, record: Record) -> list[Document]:
-        return self.answers.drafts(self._reader.conversation(record, self._reader.messages(record, "messages")))
-
-    def completion(self, record: Record) -> list[Document]:
-        if isinstance(self._fields.need(record, "prompt"), str) and self._is_text(record, "completion"):
-            return [self._joined(record, "completion")]
-        prompt, completion = (self._reader.messages(record, field) for field in ("prompt", "completion"))
-        return self.answers.drafts(
-            self._reader.conversation(record, [*prompt, *completion], num_prompt_messages=len(prompt))
+    def parse_messages(self, record: Record) -> list[Document]:
+        return self.answers.build_documents(
+            self._reader.build_conversation(record, self._reader.read_messages(record, "messages"))
         )
 
-    def preference(self, record: Record) -> list[Document]:
+    def parse_completion(self, record: Record) -> list[Document]:
+        if isinstance(self._fields.require(record, "prompt"), str) and self._is_text(record, "completion"):
+            return [self._join_prompt_and_answer(record, "completion")]
+        prompt, completion = (self._reader.read_messages(record, field) for field in ("prompt", "completion"))
+        return self.answers.build_documents(
+            self._reader.build_conversation(record, [*prompt, *completion], num_prompt_messages=len(prompt))
+        )
+
+    def parse_preference(self, record: Record) -> list[Document]:
         if self._is_text(record, "chosen") and self._is_text(record, "rejected"):
-            return [self._joined(record, field) for field in ("chosen", "rejected")]
-        sides = [self._reader.messages(record, field) for field in ("chosen", "rejected")]
-        prompt = self._prompt(record, sides)
+            return [self._join_prompt_and_answer(record, field) for field in ("chosen", "rejected")]
+        sides = [self._reader.read_messages(record, field) for field in ("chosen", "rejected")]
+        prompt = self._find_prompt(record, sides)
         found = []
         for name, side in zip(("chosen", "rejected"), sides, strict=True):
             messages = side if side[: len(prompt)] == prompt and len(side) > len(prompt) else [*prompt, *side]
-            drafts = self.answers.drafts(self._reader.conversation(record, messages, num_prompt_messages=len(prompt)))
+            drafts = self.answers.build_documents(
+                self._reader.build_conversation(record, messages, num_prompt_messages=len(prompt))
+            )
             if len(drafts) > 1:
                 raise DataError(
-                    f"{record.where}: {name} has several answers, and the chat template writes the earlier ones "
+                    f"{record.location}: {name} has several answers, and the chat template writes the earlier ones "
                     "otherwise as the conversation goes on, so no single text holds them all. Set loss_on=last_answer."
                 )
             found += drafts
         return found
 
-    def _prompt(self, record: Record, sides: Sequence[list[Message]]) -> list[Message]:
+    def _find_prompt(self, record: Record, sides: Sequence[list[Message]]) -> list[Message]:
         """Return the messages before the answers: `prompt`, or what both sides begin with."""
-        given = self._fields.find(record, "prompt")
+        given = self._fields.get(record, "prompt")
         common = 0
         while common < min(map(len, sides)) - 1 and sides[0][common] == sides[1][common]:
             common += 1
         if given is not None and not isinstance(given, str):
-            return self._reader.messages(record, "prompt")
+            return self._reader.read_messages(record, "prompt")
         if common and given in (None, sides[0][0]["content"], sides[0][common - 1]["content"]):
             return sides[0][:common]
         if given is not None and not common:
             return [{"role": "user", "content": given}]
         raise DataError(
-            f"{record.where}: it cannot be told what chosen and rejected answer: "
+            f"{record.location}: it cannot be told what chosen and rejected answer: "
             + (
                 "they do not begin with the same messages, and there is no field 'prompt'. Add one, or say under "
                 "`fields` what the source calls it."
@@ -300,15 +306,15 @@ class _ChatParser:
         )
 
     def _is_text(self, record: Record, field: str) -> bool:
-        return isinstance(self._fields.need(record, field), str)
+        return isinstance(self._fields.require(record, field), str)
 
-    def _joined(self, record: Record, field: str) -> Document:
-        prompt, answer = self._fields.text(record, "prompt"), self._fields.text(record, field)
+    def _join_prompt_and_answer(self, record: Record, field: str) -> Document:
+        prompt, answer = self._fields.read_text(record, "prompt"), self._fields.read_text(record, field)
         if not answer:
             raise DataError(
-                f"{record.where}: an answer of no tokens: field {self._fields.name(field)!r} is empty. Leave such "
+                f"{record.location}: an answer of no tokens: field {self._fields.get_source_name(field)!r} is empty. Leave such "
                 "records out."
             )
         text = prompt + answer
         span = None if self._loss_on == "all" else ((len(prompt), len(text)),)
-        return Document(text, span, opened=True, closed=True)
+        return Document(text, span, add_bos=True, add_eos=True)

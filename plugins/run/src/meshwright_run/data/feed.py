@@ -40,8 +40,8 @@ class DataShard:
     data_rank: int
     data_size: int
     micro_batch_size: int
-    multiple: int = 1
-    one_shape: bool = False
+    length_multiple: int = 1
+    uniform_length: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("data_size", self.data_size), ("micro_batch_size", self.micro_batch_size)):
@@ -66,65 +66,65 @@ class TrainSampler:
     ) -> None:
         """Set the order; `weights`: of sources, None: all rows in one order; `origin`: a step, and rows before it."""
         check_batch_size(batch_size, data_size=shard.data_size, micro_batch_size=shard.micro_batch_size)
-        self._sources, self._group = tuple(sources), sources[0].group
-        check_group_size(self._group, batch_size=batch_size, micro_batch_size=shard.micro_batch_size)
-        self._place, self._seed = shard, seed
+        self._sources, self._group_size = tuple(sources), sources[0].group_size
+        check_group_size(self._group_size, batch_size=batch_size, micro_batch_size=shard.micro_batch_size)
+        self._shard, self._seed = shard, seed
         self._streams = [each for each in sources if isinstance(each, StreamingSource)]
         at_hand = [each for each in sources if not isinstance(each, StreamingSource)]
-        self._rows = ConcatDataset(at_hand) if at_hand else None
+        self._dataset = ConcatDataset(at_hand) if at_hand else None
         if weights is None and self._streams:
             weights = [1.0] * len(sources)
         self._mixture = None if weights is None else SourceMixture(weights, seed)
         first, rows = origin
         self._order = DataOrder(
             # Without rows at hand only positions are asked for, which depend on no epoch.
-            1 if self._rows is None else len(self._rows) // self._group,
-            batch_size // self._group,
+            1 if self._dataset is None else len(self._dataset) // self._group_size,
+            batch_size // self._group_size,
             seed,
-            origin=(first, rows // self._group),
+            origin=(first, rows // self._group_size),
         )
         for stream in self._streams:
-            stream.begin(seed)
+            stream.reset(seed)
 
-    def position(self, step: int) -> int:
-        return self._order.position(step) * self._group
+    def compute_data_position(self, step: int) -> int:
+        return self._order.compute_position(step) * self._group_size
 
-    def microbatches(self, step: int) -> list[Batch]:
+    def read_microbatches(self, step: int) -> list[Batch]:
         """Return this rank's share of a step, counted from 0: microbatches of B rows as `Rows.take` gives them."""
-        return _split_into_microbatches(*self._of_step(step), self._place)
+        return _split_into_microbatches(*self._select_rows(step), self._shard)
 
-    def shares(self, step: int) -> list[list[Batch]]:
-        rows, units = self._of_step(step)
-        ranks = range(self._place.data_size)
-        return [_split_into_microbatches(rows, units, replace(self._place, data_rank=rank)) for rank in ranks]
+    def read_local_batches(self, step: int) -> list[list[Batch]]:
+        rows, units = self._select_rows(step)
+        ranks = range(self._shard.data_size)
+        return [_split_into_microbatches(rows, units, replace(self._shard, data_rank=rank)) for rank in ranks]
 
-    def state(self, step: int) -> list[dict[str, Any]] | None:
+    def state_dict(self, step: int) -> list[dict[str, Any]] | None:
         """Return what `load_state_dict` needs to resume with a step, as JSON; this step or the one before was read last."""
         if self._mixture is None or not self._streams:
             return None
-        before = self._mixture.before(self._order.position(step))
+        before = self._mixture.count_before(self._order.compute_position(step))
         pairs = zip(self._sources, before, strict=True)
-        return [source.state(count) for source, count in pairs if isinstance(source, StreamingSource)]
+        return [source.state_dict(count) for source, count in pairs if isinstance(source, StreamingSource)]
 
-    def load_state(self, state: Sequence[dict[str, Any]] | None) -> None:
+    def load_state_dict(self, state: Sequence[dict[str, Any]] | None) -> None:
         if len(state or ()) != len(self._streams):
             raise CheckpointError(
                 f"{len(self._streams)} sources are read while training, but the checkpoint tells of "
                 f"{len(state or ())}. Start anew, with resume=never."
             )
         for stream, own in zip(self._streams, state or (), strict=True):
-            stream.begin(self._seed, own)
+            stream.reset(self._seed, own)
 
-    def _of_step(self, step: int) -> tuple[RowDataset, np.ndarray]:
+    def _select_rows(self, step: int) -> tuple[RowDataset, np.ndarray]:
         """Return rows, and which groups of them a step has."""
         if self._mixture is not None:
-            return self._mixed(self._mixture, step)
-        if self._rows is None:
+            return self._select_from_mixture(self._mixture, step)
+        if self._dataset is None:
             raise ValueError("there are no sources")
-        return self._rows, self._order.indices(step)
+        return self._dataset, self._order.get_indices(step)
 
-    def _mixed(self, mixture: SourceMixture, step: int) -> tuple[RowDataset, np.ndarray]:
-        sources, ranks = mixture.places(self._order.position(step), self._order.position(step + 1))
+    def _select_from_mixture(self, mixture: SourceMixture, step: int) -> tuple[RowDataset, np.ndarray]:
+        sources, ranks = mixture.assign(self._order.compute_position(step), self._order.compute_position(step + 1))
         tables: list[RowDataset] = []
         units, of_table = np.empty(len(sources), np.int64), np.empty(len(sources), np.int64)
         for number, source in enumerate(self._sources):
@@ -132,17 +132,17 @@ class TrainSampler:
             if not len(mine):
                 continue
             if isinstance(source, StreamingSource):
-                found = source.take(int(ranks[mine[0]]), int(ranks[mine[-1]]) + 1)
+                found = source.read_groups(int(ranks[mine[0]]), int(ranks[mine[-1]]) + 1)
             else:
-                found = iter([(source, self._in_epochs(number, len(source) // self._group, ranks[mine]))])
+                found = iter([(source, self._shuffle_in_epochs(number, len(source) // self._group_size, ranks[mine]))])
             for table, chosen in found:
                 here, mine = mine[: len(chosen)], mine[len(chosen) :]
                 units[here], of_table[here] = chosen, len(tables)
                 tables.append(table)
         joined = ConcatDataset(tables)
-        return joined, units + joined.starts[of_table] // self._group
+        return joined, units + joined.offsets[of_table] // self._group_size
 
-    def _in_epochs(self, number: int, size: int, ranks: np.ndarray) -> np.ndarray:
+    def _shuffle_in_epochs(self, number: int, size: int, ranks: np.ndarray) -> np.ndarray:
         """Return the groups of a source at some ranks of its consecutive epochs."""
         epochs, offsets = np.divmod(ranks, size)
         found = np.empty_like(offsets)
@@ -177,9 +177,14 @@ def read_eval_microbatches(dataset: RowDataset, shard: DataShard, *, num_rows: i
             f"{num_rows} sequences are to be evaluated, but the split holds {len(dataset)}. Ask for at most "
             f"{len(dataset)}, leave the number out to use all, or raise eval_fraction."
         )
-    check_group_size(dataset.group, batch_size=num_rows or dataset.group, micro_batch_size=shard.micro_batch_size)
-    available, per_step = len(dataset) // dataset.group, shard.data_size * shard.micro_batch_size // dataset.group
-    num_rows = available if num_rows is None else num_rows // dataset.group
+    check_group_size(
+        dataset.group_size, batch_size=num_rows or dataset.group_size, micro_batch_size=shard.micro_batch_size
+    )
+    available, per_step = (
+        len(dataset) // dataset.group_size,
+        shard.data_size * shard.micro_batch_size // dataset.group_size,
+    )
+    num_rows = available if num_rows is None else num_rows // dataset.group_size
     padded = -(-num_rows // per_step) * per_step
     numbers = np.arange(padded)
     return _split_into_microbatches(
@@ -191,8 +196,8 @@ def _split_into_microbatches(
     dataset: RowDataset, groups: np.ndarray, shard: DataShard, *, masked_groups: np.ndarray | None = None
 ) -> list[Batch]:
     """Return this rank's microbatches of the groups `groups`, with the labels of those in `masked_groups` masked."""
-    indices = groups[:, None] * dataset.group + np.arange(dataset.group)
-    per_batch = shard.micro_batch_size // dataset.group
+    indices = groups[:, None] * dataset.group_size + np.arange(dataset.group_size)
+    per_batch = shard.micro_batch_size // dataset.group_size
     lengths = dataset.lengths(indices.reshape(-1))
     if lengths is None:
         parts = np.arange(len(groups)).reshape(shard.data_size, -1)[shard.data_rank].reshape(-1, per_batch)
@@ -205,20 +210,20 @@ def _split_into_microbatches(
         widths = _pad_lengths(lengths[sorted_].reshape(len(parts), -1).max(1), dataset.seq_len, shard)
     batches: list[Batch] = []
     for part, width in zip(parts, widths, strict=True):
-        batch = dict(dataset.take(indices[part].reshape(-1), width))
+        batch = dict(dataset.read_batch(indices[part].reshape(-1), width))
         if masked_groups is not None and masked_groups[part].any():
-            batch["labels"][np.repeat(masked_groups[part], dataset.group)] = IGNORE_INDEX
+            batch["labels"][np.repeat(masked_groups[part], dataset.group_size)] = IGNORE_INDEX
         batches.append(batch)
     return batches
 
 
 def _pad_lengths(longest: np.ndarray, seq_len: int, shard: DataShard) -> list[int]:
-    if seq_len % shard.multiple:
+    if seq_len % shard.length_multiple:
         # What cannot be divided is an error at the first step, not at one of this length.
         return [seq_len] * len(longest)
-    if shard.one_shape:
+    if shard.uniform_length:
         longest = np.full_like(longest, longest.max())
-    unit = max(2, shard.multiple)
+    unit = max(2, shard.length_multiple)
     return [min(seq_len, int(-(-each // unit)) * unit) for each in longest]
 
 
@@ -226,25 +231,25 @@ def _pad_lengths(longest: np.ndarray, seq_len: int, shard: DataShard) -> list[in
 class RunDatasets:
     """The rows of a run: of each source, its weight (None: by numbers of rows), and evaluation sets by name."""
 
-    training: tuple[RowDataset | StreamingSource, ...]
+    train_sets: tuple[RowDataset | StreamingSource, ...]
     weights: tuple[float, ...] | None
-    held_out: Mapping[str, RowDataset]
+    eval_sets: Mapping[str, RowDataset]
 
     @property
-    def streams(self) -> int:
-        return sum(isinstance(each, StreamingSource) for each in self.training)
+    def num_streams(self) -> int:
+        return sum(isinstance(each, StreamingSource) for each in self.train_sets)
 
     @property
-    def at_hand(self) -> int:
-        return sum(len(each) for each in self.training if not isinstance(each, StreamingSource))
+    def num_rows(self) -> int:
+        return sum(len(each) for each in self.train_sets if not isinstance(each, StreamingSource))
 
     @property
-    def rows_per_epoch(self) -> int | None:
-        return None if self.streams else self.at_hand
+    def num_rows_per_epoch(self) -> int | None:
+        return None if self.num_streams else self.num_rows
 
     @property
-    def evaluated(self) -> RowDataset:
-        return self.held_out.get(HELD_OUT) or next(iter(self.held_out.values()))
+    def main_eval_set(self) -> RowDataset:
+        return self.eval_sets.get(HELD_OUT) or next(iter(self.eval_sets.values()))
 
 
 def build_datasets(data: PreparedData, config: DataConfig, *, mask_padding: bool = False) -> RunDatasets:
@@ -254,11 +259,11 @@ def build_datasets(data: PreparedData, config: DataConfig, *, mask_padding: bool
     def rows_of(documents: TokenizedDocuments, location: str) -> RowDataset:
         rows = build_row_dataset(
             documents,
-            config.packing_kind(),
+            config.resolve_packing(),
             config.seq_len,
             cache=cache,
             mask_padding=mask_padding,
-            column_dtypes=data.columns,
+            column_dtypes=data.column_dtypes,
         )
         if not len(rows):
             raise DataError(
@@ -272,14 +277,14 @@ def build_datasets(data: PreparedData, config: DataConfig, *, mask_padding: bool
 
     weights = tuple(source.config.weight for source in data.sources if source.config.weight is not None)
     return RunDatasets(
-        training=tuple(
+        train_sets=tuple(
             _build_stream(data, config, source.config, mask_padding)
-            if source.train is None
-            else rows_of(source.train, repr(source.config.place))
+            if source.train_documents is None
+            else rows_of(source.train_documents, repr(source.config.location))
             for source in data.sources
         ),
         weights=weights or None,
-        held_out={name: joined(name, documents) for name, documents in data.held_out.items()},
+        eval_sets={name: joined(name, documents) for name, documents in data.eval_sets.items()},
     )
 
 
@@ -293,11 +298,11 @@ def _build_stream(data: PreparedData, config: DataConfig, source: SourceConfig, 
     def encode(records: list[Record]) -> TokenizedDocuments | None:
         with disable_tokenizer_threads():
             documents = encoder()(records).documents.get("train")
-        return None if documents is None else replace(documents, group=data.group)
+        return None if documents is None else replace(documents, group_size=data.group_size)
 
     def make(documents: TokenizedDocuments) -> RowDataset:
-        return build_row_dataset(documents, config.packing_kind(), config.seq_len, mask_padding=mask_padding)
+        return build_row_dataset(documents, config.resolve_packing(), config.seq_len, mask_padding=mask_padding)
 
     return StreamingSource(
-        source.place, lambda records: build_record_loader(source, records), encode, make, group_size=data.group
+        source.location, lambda records: build_record_loader(source, records), encode, make, group_size=data.group_size
     )

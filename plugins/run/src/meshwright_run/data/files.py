@@ -89,15 +89,15 @@ class _BoundedReader(io.RawIOBase):
     """Decompressed content; raises DataError once it is far larger than the file."""
 
     def __init__(self, content: Any, file: BinaryIO) -> None:
-        self._content, self._file, self._count = content, file, 0
+        self._content, self._file, self._bytes_read = content, file, 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         count = int(self._content.readinto(memoryview(buffer)[:_CHUNK]))
-        self._count += count
-        if self._count > ALWAYS_ALLOWED_BYTES and self._count > MAX_EXPANSION_RATIO * self._file.tell():
+        self._bytes_read += count
+        if self._bytes_read > ALWAYS_ALLOWED_BYTES and self._bytes_read > MAX_EXPANSION_RATIO * self._file.tell():
             raise DataError(
                 f"{getattr(self._file, 'name', 'the file')}: the compressed content is more than {MAX_EXPANSION_RATIO} times "
                 f"as large as the file. Give the file as it is, without its compression, if that is what it holds."
@@ -111,21 +111,21 @@ class _ZstdReader(io.RawIOBase):
     def __init__(self, file: BinaryIO, zstandard: Any) -> None:
         self._file, self._zstandard = file, zstandard
         self._frame: Any = None
-        self._rest, self._content = b"", memoryview(b"")
+        self._pending, self._content = b"", memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._content:
-            compressed = self._rest or self._file.read(_COMPRESSED_CHUNK)
+            compressed = self._pending or self._file.read(_COMPRESSED_CHUNK)
             if not compressed:
                 if self._frame is not None:
                     raise EOFError("a frame of Zstandard has no end")
                 return 0
             frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
             self._content = memoryview(frame.decompress(compressed))
-            self._rest = frame.unused_data
+            self._pending = frame.unused_data
             self._frame = None if frame.eof else frame
         count = min(len(buffer), len(self._content))
         buffer[:count] = self._content[:count]
@@ -265,7 +265,7 @@ def _read_array(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
 def iter_elements(file: BinaryIO, path: Path, *, max_bytes: int) -> Iterator[tuple[Any, int]]:
     """Yield each element of the JSON array in a file, which is read in chunks, and the line where it begins."""
     text = _JsonArrayReader(file, path, max_bytes)
-    first = text.next_character()
+    first = text.peek()
     if first == "":
         return
     if first != "[":
@@ -274,20 +274,22 @@ def iter_elements(file: BinaryIO, path: Path, *, max_bytes: int) -> Iterator[tup
             f"{first!r}. A file of one object a line is a .jsonl file: rename it."
         )
     text.skip(1)
-    character = text.next_character()
+    character = text.peek()
     while character != "]":
-        yield text.element()
-        character = text.next_character()
+        yield text.read_element()
+        character = text.peek()
         if character not in (",", "]"):
-            raise text.broken(f"expected ',' or ']' after an element, not {character or 'the end of the file'!r}")
+            raise text.invalid_json_error(
+                f"expected ',' or ']' after an element, not {character or 'the end of the file'!r}"
+            )
         if character == ",":
             text.skip(1)
-            character = text.next_character()
+            character = text.peek()
             if character == "]":
-                raise text.broken("a ',' stands before the ']'")
+                raise text.invalid_json_error("a ',' stands before the ']'")
     text.skip(1)
-    if character := text.next_character():
-        raise text.broken(f"expected the end of the file after the array, not {character!r}")
+    if character := text.peek():
+        raise text.invalid_json_error(f"expected the end of the file after the array, not {character!r}")
 
 
 class _JsonArrayReader:
@@ -295,60 +297,60 @@ class _JsonArrayReader:
 
     def __init__(self, file: BinaryIO, path: Path, max_bytes: int) -> None:
         self.line = 1
-        self._file, self._path, self._max = file, path, max_bytes
+        self._file, self._path, self._max_bytes = file, path, max_bytes
         self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
         self._parse = json.JSONDecoder().raw_decode
-        self._text, self._at, self._ended = "", 0, False
+        self._text, self._position, self._is_at_end = "", 0, False
 
-    def next_character(self) -> str:
+    def peek(self) -> str:
         """Return the next character that is not blank; "" at the end of the file."""
         while True:
-            while self._at < len(self._text):
-                if self._text[self._at] not in " \t\r\n":
-                    return self._text[self._at]
+            while self._position < len(self._text):
+                if self._text[self._position] not in " \t\r\n":
+                    return self._text[self._position]
                 self.skip(1)
-            if not self._more(_ARRAY_CHUNK):
+            if not self._read_more(_ARRAY_CHUNK):
                 return ""
 
     def skip(self, count: int) -> None:
-        self.line += self._text.count("\n", self._at, self._at + count)
-        self._at += count
+        self.line += self._text.count("\n", self._position, self._position + count)
+        self._position += count
 
-    def element(self) -> tuple[Any, int]:
+    def read_element(self) -> tuple[Any, int]:
         line = self.line
         while True:
             try:
-                value, end = self._parse(self._text, self._at)
+                value, end = self._parse(self._text, self._position)
             except json.JSONDecodeError as error:
                 cut = error.pos >= len(self._text) - _END_MARGIN or error.msg.startswith("Unterminated string")
-                offset = error.pos - self._at
+                offset = error.pos - self._position
                 # Doubling, so that a long element is parsed only a few times.
-                if not cut or not self._more(max(_ARRAY_CHUNK, len(self._text) - self._at)):
+                if not cut or not self._read_more(max(_ARRAY_CHUNK, len(self._text) - self._position)):
                     self.skip(offset)
-                    raise self.broken(f"{error.msg}, in the element that begins in line {line}") from None
+                    raise self.invalid_json_error(f"{error.msg}, in the element that begins in line {line}") from None
             except (ValueError, RecursionError) as error:
-                raise self.broken(str(error)) from None
+                raise self.invalid_json_error(str(error)) from None
             else:
                 # A number may continue in what was not read; as no object, it is refused anyway.
-                self.skip(end - self._at)
+                self.skip(end - self._position)
                 return value, line
 
-    def broken(self, problem: str) -> DataError:
+    def invalid_json_error(self, problem: str) -> DataError:
         return DataError(f"{self._path}:{self.line}: not valid JSON ({problem}).")
 
-    def _more(self, count: int) -> bool:
-        if self._ended:
+    def _read_more(self, count: int) -> bool:
+        if self._is_at_end:
             return False
-        if len(self._text) - self._at > self._max:
-            raise self.broken(f"an element of more than {self._max:,} characters")
+        if len(self._text) - self._position > self._max_bytes:
+            raise self.invalid_json_error(f"an element of more than {self._max_bytes:,} characters")
         content = self._file.read(count)
-        self._ended = not content
+        self._is_at_end = not content
         try:
-            self._text = self._text[self._at :] + self._decode(content, final=self._ended)
+            self._text = self._text[self._position :] + self._decode(content, final=self._is_at_end)
         except UnicodeDecodeError as error:
-            raise self.broken(f"not UTF-8: byte 0x{error.object[error.start]:02x}") from None
-        self._at = 0
-        return not self._ended
+            raise self.invalid_json_error(f"not UTF-8: byte 0x{error.object[error.start]:02x}") from None
+        self._position = 0
+        return not self._is_at_end
 
 
 READERS: Mapping[str, Callable[[BinaryIO, Path], Iterator[LocatedValue]]] = MappingProxyType(

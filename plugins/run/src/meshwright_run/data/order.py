@@ -92,15 +92,15 @@ class DataOrder:
         self.num_sequences, self.batch_size, self.seed = num_sequences, batch_size, seed
         self._origin = origin
 
-    def position(self, step: int) -> int:
+    def compute_position(self, step: int) -> int:
         first, position = self._origin
         return position + (step - first) * self.batch_size
 
-    def indices(self, step: int) -> np.ndarray:
+    def get_indices(self, step: int) -> np.ndarray:
         """Return the global batch of `step`, counted from 0: (batch_size,), int64."""
         if step < self._origin[0]:
             raise ValueError(f"step must be at least {self._origin[0]}, not {step}")
-        position, end = self.position(step), self.position(step + 1)
+        position, end = self.compute_position(step), self.compute_position(step + 1)
         pieces = []
         while position < end:
             epoch, offset = divmod(position, self.num_sequences)
@@ -133,42 +133,45 @@ class SourceMixture:
         self._seed = seed
         self._block: tuple[int, np.ndarray, np.ndarray] | None = None
 
-    def places(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    def assign(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return for the places [start, stop) the source, and the rank of the row in its source; both int64."""
         sources, ranks = [], []
         for number in range(start // MIXTURE_BLOCK_SIZE, -(-stop // MIXTURE_BLOCK_SIZE)):
             first = number * MIXTURE_BLOCK_SIZE
             chosen = slice(max(start - first, 0), min(stop - first, MIXTURE_BLOCK_SIZE))
-            _, own, earlier = self._of_block(number)
+            _, own, earlier = self._get_block(number)
             sources.append(own[chosen])
             ranks.append(earlier[chosen])
         return np.concatenate(sources), np.concatenate(ranks)
 
-    def before(self, position: int) -> list[int]:
+    def count_before(self, position: int) -> list[int]:
         first = position // MIXTURE_BLOCK_SIZE * MIXTURE_BLOCK_SIZE
-        counts = self.counts(first)
-        _, own, _ = self._of_block(position // MIXTURE_BLOCK_SIZE)
+        counts = self.count_by_source(first)
+        _, own, _ = self._get_block(position // MIXTURE_BLOCK_SIZE)
         inside = np.bincount(own[: position - first], minlength=len(counts))
         return [count + int(more) for count, more in zip(counts, inside, strict=True)]
 
-    def counts(self, num_positions: int) -> list[int]:
+    def count_by_source(self, num_positions: int) -> list[int]:
         """Count how many of the first places, in full blocks, each source has."""
         found = [int(num_positions * share + Fraction(1, 2)) for share in self._shares]
         sources = range(len(found))
         # Rounding gives a few too many or too few, which are those of the least or most claim.
         while sum(found) > num_positions:
-            found[min((k for k in sources if found[k]), key=lambda k: self._claim(k, found[k] - 1))] -= 1
+            found[min((k for k in sources if found[k]), key=lambda k: self._priority(k, found[k] - 1))] -= 1
         while sum(found) < num_positions:
-            found[max(sources, key=lambda k: self._claim(k, found[k]))] += 1
+            found[max(sources, key=lambda k: self._priority(k, found[k]))] += 1
         return found
 
-    def _claim(self, source: int, num_assigned: int) -> tuple[Fraction, int]:
+    def _priority(self, source: int, num_assigned: int) -> tuple[Fraction, int]:
         """Return the claim of a source with `num_assigned` places to one more; no two are equal."""
         return self._shares[source] / (2 * num_assigned + 1), -source
 
-    def _of_block(self, number: int) -> tuple[int, np.ndarray, np.ndarray]:
+    def _get_block(self, number: int) -> tuple[int, np.ndarray, np.ndarray]:
         if self._block is None or self._block[0] != number:
-            before, after = self.counts(number * MIXTURE_BLOCK_SIZE), self.counts((number + 1) * MIXTURE_BLOCK_SIZE)
+            before, after = (
+                self.count_by_source(number * MIXTURE_BLOCK_SIZE),
+                self.count_by_source((number + 1) * MIXTURE_BLOCK_SIZE),
+            )
             own = np.repeat(range(len(before)), np.subtract(after, before))
             own = own[
                 shuffle_indices(
@@ -193,14 +196,14 @@ RECORDS_PER_BLOCK = 1024
 class _StreamBlock:
     """Some rows of a stream: `first` groups come before, and `order` is that of the block's groups."""
 
-    first: int
+    first_group: int
     rows: RowDataset
     order: np.ndarray
     state: dict[str, Any]
 
     @property
-    def stop(self) -> int:
-        return self.first + len(self.order)
+    def stop_group(self) -> int:
+        return self.first_group + len(self.order)
 
 
 class StreamingSource:
@@ -215,7 +218,7 @@ class StreamingSource:
         records_per_block: int = RECORDS_PER_BLOCK,
     ) -> None:
         """Open nothing yet; `open_loader` makes a loader as `build_record_loader` does."""
-        self.place, self.group = location, group_size
+        self.location, self.group_size = location, group_size
         self._open_loader, self._encode, self._make_rows, self._records = (
             open_loader,
             encode,
@@ -225,76 +228,86 @@ class StreamingSource:
         self._seed = 0
         self._loader: Any = None
         self._iterator: Iterator[list[Record]] = iter(())
-        self._number = self._stop = self._in_epoch = 0
+        self._next_block = self._num_groups = self._groups_in_epoch = 0
         self._blocks: list[_StreamBlock] = []
 
-    def begin(self, seed: int, state: dict[str, Any] | None = None) -> None:
+    def reset(self, seed: int, state: dict[str, Any] | None = None) -> None:
         self._seed = seed
         self._loader = self._open_loader(self._records)
         self._blocks = []
-        self._number = self._stop = self._in_epoch = 0
+        self._next_block = self._num_groups = self._groups_in_epoch = 0
         if state is None:
             self._iterator = iter(self._loader)
             return
         try:
-            self._number, self._stop, self._in_epoch = (int(state[key]) for key in ("block", "first", "in_epoch"))
+            self._next_block, self._num_groups, self._groups_in_epoch = (
+                int(state[key]) for key in ("block", "first", "in_epoch")
+            )
             self._loader.load_state_dict(state["reader"])
             # The loader takes the state now, and asserts what is in it.
             self._iterator = iter(self._loader)
         except (KeyError, TypeError, ValueError, AssertionError, OverflowError) as error:
             raise CheckpointError(
-                f"the checkpoint does not tell where it was in {self.place!r}, which is read while training: "
+                f"the checkpoint does not tell where it was in {self.location!r}, which is read while training: "
                 f"{type(error).__name__}: {error}. Was it of another source? Start anew, with resume=never."
             ) from error
 
-    def take(self, start: int, stop: int) -> Iterator[tuple[RowDataset, np.ndarray]]:
+    def read_groups(self, start: int, stop: int) -> Iterator[tuple[RowDataset, np.ndarray]]:
         """Yield the groups [start, stop), in order: rows, and which groups of them. Earlier ones are forgotten."""
-        self._blocks = [block for block in self._blocks if block.stop > start]
-        for block in self._until(start, stop):
-            yield block.rows, block.order[max(start - block.first, 0) : min(stop, block.stop) - block.first]
+        self._blocks = [block for block in self._blocks if block.stop_group > start]
+        for block in self._iter_blocks(start, stop):
+            yield (
+                block.rows,
+                block.order[max(start - block.first_group, 0) : min(stop, block.stop_group) - block.first_group],
+            )
 
-    def state(self, group: int) -> dict[str, Any]:
+    def state_dict(self, group: int) -> dict[str, Any]:
         """Return what `begin` needs to resume after `group` groups, not before the last `take`; of JSON."""
-        block = next((block for block in self._blocks if block.first <= group < block.stop), None)
-        return self._state() if block is None else block.state
+        block = next((block for block in self._blocks if block.first_group <= group < block.stop_group), None)
+        return self._reader_state() if block is None else block.state
 
-    def _state(self) -> dict[str, Any]:
+    def _reader_state(self) -> dict[str, Any]:
         reader = self._loader.state_dict()
-        return {"reader": reader, "block": self._number, "first": self._stop, "in_epoch": self._in_epoch}
+        return {
+            "reader": reader,
+            "block": self._next_block,
+            "first": self._num_groups,
+            "in_epoch": self._groups_in_epoch,
+        }
 
-    def _until(self, start: int, stop: int) -> Iterator[_StreamBlock]:
-        if start < (self._blocks[0].first if self._blocks else self._stop):
-            raise ValueError(f"a stream goes forwards: row {start} of {self.place!r} was read before")
-        yield from [block for block in self._blocks if block.first < stop]
-        while self._stop < stop:
-            block = self._next()
-            if block is not None and block.stop > start:
+    def _iter_blocks(self, start: int, stop: int) -> Iterator[_StreamBlock]:
+        if start < (self._blocks[0].first_group if self._blocks else self._num_groups):
+            raise ValueError(f"a stream goes forwards: row {start} of {self.location!r} was read before")
+        yield from [block for block in self._blocks if block.first_group < stop]
+        while self._num_groups < stop:
+            block = self._read_block()
+            if block is not None and block.stop_group > start:
                 self._blocks.append(block)
                 yield block
 
-    def _next(self) -> _StreamBlock | None:
+    def _read_block(self) -> _StreamBlock | None:
         """Read the next block; None where it holds no row, or an epoch has ended."""
-        state = self._state()
+        state = self._reader_state()
         records = next(self._iterator, None)
         if records is None:
-            if not self._in_epoch:
+            if not self._groups_in_epoch:
                 raise DataError(
-                    f"{self.place!r} is empty: it holds no example that is short enough, with something to be learnt "
+                    f"{self.location!r} is empty: it holds no example that is short enough, with something to be learnt "
                     f"in its first seq_len tokens. Set data.seq_len to more, or name another source."
                 )
-            self._in_epoch = 0
+            self._groups_in_epoch = 0
             self._iterator = iter(self._loader)
             return None
         documents = self._encode(records)
-        number, self._number = self._number, self._number + 1
+        number, self._next_block = self._next_block, self._next_block + 1
         rows = None if documents is None else self._make_rows(documents)
-        count = 0 if rows is None else len(rows) // self.group
+        count = 0 if rows is None else len(rows) // self.group_size
         if rows is None or not count:
             return None
         order = shuffle_indices(np.arange(count), count, seed=self._seed, epoch=number, domain="block")
-        block = _StreamBlock(self._stop, rows, order, state)
-        self._stop += count
-        self._in_epoch += count
+        block = _StreamBlock(self._num_groups, rows, order, state)
+        self._num_groups += count
+        self._groups_in_epoch += count
         return block
 
 

@@ -49,8 +49,8 @@ def pack_best_fit(ends: np.ndarray, seq_len: int) -> RowAssignment:
     longest_first = longest_first.astype(np.int32 if len(ends) < 2**31 else np.int64)
     filling = _BinPacker(seq_len)
     for length in np.flatnonzero(counts[MIN_DOCUMENT_TOKENS:])[::-1] + MIN_DOCUMENT_TOKENS:
-        filling.put(int(length), int(counts[length]))
-    return filling.packing(longest_first)
+        filling.add_documents(int(length), int(counts[length]))
+    return filling.build_assignment(longest_first)
 
 
 def load_or_pack(ends: np.ndarray, seq_len: int, root: Path) -> RowAssignment:
@@ -95,32 +95,32 @@ class _BinPacker:
     """Rows while they are filled: `open` by their room, `steps` as (rows, documents of one length for each)."""
 
     seq_len: int
-    rows: int = 0
-    rooms: list[int] = field(default_factory=list)
-    open: dict[int, list[np.ndarray]] = field(default_factory=dict)
-    steps: list[tuple[np.ndarray, int]] = field(default_factory=list)
+    num_rows: int = 0
+    free_sizes: list[int] = field(default_factory=list)
+    open_rows: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    fills: list[tuple[np.ndarray, int]] = field(default_factory=list)
 
-    def put(self, length: int, count: int) -> None:
+    def add_documents(self, length: int, count: int) -> None:
         while count:
-            at = bisect_left(self.rooms, length)
-            room = self.rooms[at] if at < len(self.rooms) else self.seq_len
+            at = bisect_left(self.free_sizes, length)
+            room = self.free_sizes[at] if at < len(self.free_sizes) else self.seq_len
             each = room // length
             wanted = -(-count // each)
-            if at == len(self.rooms):
-                found = np.arange(self.rows, self.rows + wanted)
-                self.rows += wanted
+            if at == len(self.free_sizes):
+                found = np.arange(self.num_rows, self.num_rows + wanted)
+                self.num_rows += wanted
             else:
-                found = self._take(at, wanted)
+                found = self._take_rows(at, wanted)
             whole = min(len(found), count // each)
-            self._fill(found[:whole], each, room - each * length)
+            self._fill_rows(found[:whole], each, room - each * length)
             count -= whole * each
             if whole < len(found):
-                self._fill(found[whole:], count, room - count * length)
+                self._fill_rows(found[whole:], count, room - count * length)
                 return
 
-    def _take(self, at: int, count: int) -> np.ndarray:
-        room, taken, left = self.rooms[at], [], count
-        pieces = self.open[room]
+    def _take_rows(self, at: int, count: int) -> np.ndarray:
+        room, taken, left = self.free_sizes[at], [], count
+        pieces = self.open_rows[room]
         while pieces and left:
             piece = pieces.pop()
             taken.append(piece[:left])
@@ -128,29 +128,29 @@ class _BinPacker:
                 pieces.append(piece[left:])
             left -= len(taken[-1])
         if not pieces:
-            del self.open[room], self.rooms[at]
+            del self.open_rows[room], self.free_sizes[at]
         return taken[0] if len(taken) == 1 else np.concatenate(taken)
 
-    def _fill(self, rows: np.ndarray, documents_per_row: int, free: int) -> None:
+    def _fill_rows(self, rows: np.ndarray, documents_per_row: int, free: int) -> None:
         if not len(rows):
             return
-        self.steps.append((rows, documents_per_row))
+        self.fills.append((rows, documents_per_row))
         if free < MIN_DOCUMENT_TOKENS:
             return
-        if free not in self.open:
-            insort(self.rooms, free)
-            self.open[free] = []
-        self.open[free].append(rows)
+        if free not in self.open_rows:
+            insort(self.free_sizes, free)
+            self.open_rows[free] = []
+        self.open_rows[free].append(rows)
 
-    def packing(self, longest_first: np.ndarray) -> RowAssignment:
-        per_row = np.zeros(self.rows, np.int64)
-        for rows, each in self.steps:
+    def build_assignment(self, longest_first: np.ndarray) -> RowAssignment:
+        per_row = np.zeros(self.num_rows, np.int64)
+        for rows, each in self.fills:
             per_row[rows] += each
         ends = np.cumsum(per_row)
         free = ends - per_row
         documents = np.empty_like(longest_first)
         start = 0
-        for rows, each in self.steps:
+        for rows, each in self.fills:
             stop = start + len(rows) * each
             documents[free[rows][:, None] + np.arange(each)] = longest_first[start:stop].reshape(-1, each)
             free[rows] += each

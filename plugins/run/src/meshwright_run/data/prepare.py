@@ -56,7 +56,7 @@ class PreparedSource:
     """A source that a run trains on; one that is read while training has no documents and counts."""
 
     config: SourceConfig
-    train: TokenizedDocuments | None
+    train_documents: TokenizedDocuments | None
     counts: EncodingCounts | None
     fingerprint: str
 
@@ -71,14 +71,14 @@ class PreparedData:
     """
 
     sources: tuple[PreparedSource, ...]
-    held_out: Mapping[str, tuple[TokenizedDocuments, ...]]
+    eval_sets: Mapping[str, tuple[TokenizedDocuments, ...]]
     tokenizer_dir: Path
     vocab_size: int
     directory: Path
-    documents: int
+    num_documents: int
     fingerprint: str
-    columns: Mapping[str, np.dtype]
-    group: int
+    column_dtypes: Mapping[str, np.dtype]
+    group_size: int
 
 
 def prepare_data(config: DataConfig, *, tokenizer_dir: str | Path | None = None) -> PreparedData:
@@ -87,8 +87,10 @@ def prepare_data(config: DataConfig, *, tokenizer_dir: str | Path | None = None)
     `tokenizer_dir`: a model's own, used where `config.tokenizer` is None; without either, one is trained.
     """
     root = get_cache_root(config.cache_dir)
-    found = [resolve_source(source) for source in config.training_sources()]
-    sets = {name: [resolve_source(each) for each in sources] for name, sources in config.evaluation_sources().items()}
+    found = [resolve_source(source) for source in config.get_training_sources()]
+    sets = {
+        name: [resolve_source(each) for each in sources] for name, sources in config.get_evaluation_sources().items()
+    }
     tokenizer = _find_tokenizer(config, tokenizer_dir) or _load_or_train_tokenizer(root, found, config)
 
     def entry_of(source: ResolvedSource, fraction: float) -> CacheEntry:
@@ -97,7 +99,7 @@ def prepare_data(config: DataConfig, *, tokenizer_dir: str | Path | None = None)
     entries = [None if each.config.streaming else entry_of(each, config.eval_fraction) for each in found]
     evaluated = {name: [entry_of(each, 0.0) for each in sources] for name, sources in sets.items()}
     for source, entry in zip(found, entries, strict=True):
-        if entry is not None and config.packing_kind() == "stream":
+        if entry is not None and config.resolve_packing() == "stream":
             _check_fills_sequence(source, entry, config)
     kept = [entry for entry in entries if entry is not None]
     held_out = {name: tuple(entry.documents["train"] for entry in given) for name, given in evaluated.items()}
@@ -109,18 +111,18 @@ def prepare_data(config: DataConfig, *, tokenizer_dir: str | Path | None = None)
     documents = [each for entry in chain(kept, *evaluated.values()) for each in entry.documents.values()]
     return PreparedData(
         sources=sources,
-        held_out=held_out,
+        eval_sets=held_out,
         tokenizer_dir=tokenizer,
         vocab_size=kept[0].vocab_size if kept else get_vocab_size(load_tokenizer(tokenizer)),
         directory=kept[0].directory if kept else root,
-        documents=sum(entry.counts.documents for entry in kept),
+        num_documents=sum(entry.counts.documents for entry in kept),
         fingerprint=prints[0] if len(prints) == 1 else _digest(" ".join(prints)),
         # A column that is real in any source is real in all.
-        columns={
+        column_dtypes={
             name: np.result_type(np.int64, *(each.columns[name].dtype for each in documents))
             for name in found[0].config.columns
         },
-        group=found[0].config.group,
+        group_size=found[0].config.group_size,
     )
 
 
@@ -140,7 +142,7 @@ def _find_tokenizer(config: DataConfig, fallback: str | Path | None) -> Path | N
 def _to_prepared_source(source: ResolvedSource, entry: CacheEntry | None) -> PreparedSource:
     if entry is not None:
         return PreparedSource(source.config, entry.documents["train"], entry.counts, entry.fingerprint)
-    identity = json.dumps([source.identity(), source.config.model_dump(mode="json")], sort_keys=True)
+    identity = json.dumps([source.get_cache_key(), source.config.model_dump(mode="json")], sort_keys=True)
     return PreparedSource(source.config, None, None, _digest(identity))
 
 
@@ -158,7 +160,7 @@ def _check_fills_sequence(source: ResolvedSource, entry: CacheEntry, config: Dat
         shorter = f", seq_len of at most {tokens}" if tokens >= 2 else ""
         raise DataError(
             f"the {split} split does not fill one sequence: its {documents} documents hold {tokens} tokens "
-            f"({source.config.place!r}), but seq_len={config.seq_len}. Give more documents{shorter}, or a {share} "
+            f"({source.config.location!r}), but seq_len={config.seq_len}. Give more documents{shorter}, or a {share} "
             f"eval_fraction "
             f"(now {config.eval_fraction}: {len(sides['train'])} documents for training, {len(sides['held_out'])} held "
             f"out)."
@@ -170,14 +172,14 @@ def _load_or_train_tokenizer(root: Path, sources: Sequence[ResolvedSource], conf
         if source.config.format != "text" or source.config.streaming:
             what = "streaming: true" if source.config.streaming else f"format={source.config.format}"
             raise ConfigError(
-                f"{source.config.place!r} ({what}) needs a tokenizer: the model's own, or data.tokenizer. One is "
+                f"{source.config.location!r} ({what}) needs a tokenizer: the model's own, or data.tokenizer. One is "
                 "trained on sources of text alone, which are read before."
             )
     parts = {
         "format": TOKENIZER_FORMAT,
         "python": sys.version,
         "tokenizers": version("tokenizers"),
-        "sources": [[source.identity(), source.config.fields] for source in sources],
+        "sources": [[source.get_cache_key(), source.config.fields] for source in sources],
         "eval_fraction": config.eval_fraction,
         "vocab_size": config.vocab_size,
         "eos": EOS,
@@ -186,7 +188,7 @@ def _load_or_train_tokenizer(root: Path, sources: Sequence[ResolvedSource], conf
     def documents() -> Iterator[str]:
         for source in sources:
             fields = FieldReader(source.config.fields)
-            texts = (fields.text(record, "text") for record in read_records(source))
+            texts = (fields.read_text(record, "text") for record in read_records(source))
             yield from iter_training_documents(texts, config.eval_fraction)
 
     def build(directory: Path) -> None:
@@ -225,11 +227,11 @@ def load_or_build_entry(
         "python": sys.version,
         "tokenizers": version("tokenizers"),
         "transformers": version("transformers"),
-        "files": source.identity(),
+        "files": source.get_cache_key(),
         "source": [config.format, config.name, config.split],
         "options": tokenization.options,
         "tokenizer": hash_tokenizer_files(tokenizer_dir),
-        "fraction": tokenization.fraction,
+        "fraction": tokenization.held_out_fraction,
     }
     directory = root / "data" / _digest(json.dumps(parts, sort_keys=True))
     return load_or_build(
@@ -263,7 +265,7 @@ def _build_entry(directory: Path, source: ResolvedSource, tokenization: Tokeniza
         "vocab_size": get_vocab_size(tokenizer),
         "counts": asdict(counts),
         "columns": columns,
-        "group": source.config.group,
+        "group": source.config.group_size,
         "fingerprint": _compute_fingerprint(directory, columns, is_stream=tokenization.options["too_long"] is None),
         "sizes": _list_file_sizes(directory),
     }
@@ -280,47 +282,47 @@ def _write_splits(
         columns, dtype = tuple(source.config.columns), choose_token_dtype(tokenizer)
         files = {split: DocumentWriter(directory, split, dtype, columns) for split in SPLITS}
         for file in files.values():
-            stack.callback(file.abandon)
-        advance = stack.enter_context(show_progress(source.config.place, meter))
+            stack.callback(file.discard)
+        advance = stack.enter_context(show_progress(source.config.location, meter))
         for piece in tokenize_records(read_records(source, progress=meter), tokenization, tokenizer):
             for split, documents in piece.documents.items():
-                place, first, stop = piece.nearest[split]
+                place, first, stop = piece.nearest_boundary[split]
                 before = len(files[split])
                 if split not in nearest or is_nearer_boundary(place, nearest[split][0], split):
                     nearest[split] = (place, before + first, before + stop)
                 files[split].append(documents)
-            counts, kept = counts + piece.counts, kept + piece.kept
+            counts, kept = counts + piece.counts, kept + piece.num_kept
             advance(piece.counts.tokens)
         if kept == 0:
             raise DataError(_describe_empty_source(source, counts, tokenization.options["seq_len"]))
-        if kept == 1 and tokenization.fraction > 0:
+        if kept == 1 and tokenization.held_out_fraction > 0:
             raise DataError(
-                f"{source.config.place!r} holds 1 document, but needs at least 2: whole documents are held out for the "
+                f"{source.config.location!r} holds 1 document, but needs at least 2: whole documents are held out for the "
                 "eval loss. Cut it into several .txt files, or into the lines of a .jsonl file; or set eval_fraction: "
                 "0, and name eval_sets."
             )
-        if tokenization.fraction > 0:
+        if tokenization.held_out_fraction > 0:
             for full, empty in (SPLITS, SPLITS[::-1]):
                 if not len(files[empty]):
                     _, first, stop = nearest[full]
-                    files[empty].append(files[full].take_out(first, stop))
+                    files[empty].append(files[full].remove(first, stop))
         for file in files.values():
             file.close()
     return counts
 
 
 def _describe_empty_source(source: ResolvedSource, counts: EncodingCounts, seq_len: int | None) -> str:
-    place = source.config.place
+    place = source.config.location
     if not counts.records:
         return f"{place!r} is empty: it holds no example. Name a source that holds some."
     longer = f"Set data.seq_len to more than {seq_len}, or shorten the records."
-    if counts.dropped and not counts.unlearnt:
+    if counts.dropped and not counts.unsupervised:
         return (
             f"{place!r} is empty: it holds no example that is short enough: all {counts.dropped:,} documents have more "
             f"than seq_len={seq_len} tokens, and were dropped. {longer}"
         )
     # Of a pair that has lost one answer, only unlearnt is counted; neither answer can be empty.
-    if counts.cut or counts.split or counts.dropped or source.config.format == "preference":
+    if counts.truncated or counts.split or counts.dropped or source.config.format == "preference":
         return (
             f"{place!r} holds {counts.records:,} records, and in none of them is anything learnt within seq_len="
             f"{seq_len} tokens: what is to be learnt, such as the answers, stands behind them and was cut off. {longer}"
@@ -335,7 +337,7 @@ def _compute_fingerprint(directory: Path, columns: tuple[str, ...], *, is_stream
     """Hash the documents of an entry; of a stream, in which documents have no bounds, only the tokens."""
     digest = hashlib.sha256()
     for split in SPLITS:
-        for name, array in open_documents(directory, split, columns, 1).arrays().items():
+        for name, array in open_documents(directory, split, columns, 1).to_arrays().items():
             if is_stream and name == "ends":
                 continue
             named = split if name == "tokens" else f"{split} {name}"

@@ -22,11 +22,11 @@ class ReadProgress:
     """How far a source has been read: bytes, `done` of them before `file`, or rows of a dataset."""
 
     total: int | None = None
-    done: int = 0
+    num_done: int = 0
     file: BinaryIO | None = None
 
     def position(self) -> int:
-        return self.done + (0 if self.file is None or self.file.closed else self.file.tell())
+        return self.num_done + (0 if self.file is None or self.file.closed else self.file.tell())
 
 
 @contextmanager

@@ -40,8 +40,8 @@ class SourceSummary:
     name: str
     format: str
     lengths: np.ndarray
-    learnt: float
-    rows: int
+    supervised_share: float
+    num_rows: int
     fill: float | None
     counts: EncodingCounts
 
@@ -49,8 +49,8 @@ class SourceSummary:
 @dataclass(frozen=True)
 class TokenRun:
     text: str
-    learnt: bool
-    tokens: int
+    is_supervised: bool
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -58,27 +58,27 @@ class DecodedRow:
     """A row as a model sees it: runs of each document, tokens of padding behind them, further numbers."""
 
     documents: tuple[tuple[TokenRun, ...], ...]
-    padding: int
+    num_padding: int
     columns: dict[str, float]
 
 
 def summarize_sources(data: PreparedData, datasets: RunDatasets, kind: Packing) -> list[SourceSummary]:
     found = []
-    for source, own in zip(data.sources, datasets.training, strict=True):
-        documents, counts, config = source.train, source.counts, source.config
+    for source, own in zip(data.sources, datasets.train_sets, strict=True):
+        documents, counts, config = source.train_documents, source.counts, source.config
         if isinstance(own, StreamingSource) or documents is None or counts is None:
             continue
         lengths, tokens = documents.lengths(), len(documents.tokens)
         fill = {"stream": 1.0, "documents": int(lengths.sum()) / (len(own) * own.seq_len)}.get(kind)
         learnt = _count_supervised(documents) / max(tokens, 1)
-        found.append(SourceSummary(config.place, config.format, lengths, learnt, len(own), fill, counts))
+        found.append(SourceSummary(config.location, config.format, lengths, learnt, len(own), fill, counts))
     return found
 
 
 def measure_fill(sampler: TrainSampler, num_steps: int = _MEASURED_STEPS) -> float:
     taken = places = 0
     for step in range(num_steps):
-        for batch in sampler.microbatches(step):
+        for batch in sampler.read_microbatches(step):
             for ids, labels in zip(batch["input_ids"].numpy(), batch["labels"].numpy(), strict=True):
                 taken += len(ids) - _count_padding(ids, labels)
                 places += len(ids)
@@ -90,7 +90,7 @@ def decode_first_rows(
 ) -> Iterator[DecodedRow]:
     step = 0
     while count > 0:
-        for batch in sampler.microbatches(step):
+        for batch in sampler.read_microbatches(step):
             for number in range(min(count, len(batch["input_ids"]))):
                 row = {name: values[number].numpy() for name, values in batch.items()}
                 yield decode_row(row, kind, tokenizer)
@@ -129,16 +129,16 @@ def _count_padding(ids: np.ndarray, labels: np.ndarray) -> int:
 
 def _count_supervised(documents: TokenizedDocuments) -> int:
     """Count the tokens that are learnt: never the first of a document."""
-    if documents.labelled is None:
+    if documents.loss_mask is None:
         return len(documents.tokens) - len(documents)
     firsts = np.concatenate([[0], documents.ends[:-1]]).astype(np.int64)
-    return int(np.count_nonzero(documents.labelled)) - int(np.count_nonzero(documents.labelled[firsts]))
+    return int(np.count_nonzero(documents.loss_mask)) - int(np.count_nonzero(documents.loss_mask[firsts]))
 
 
 def render_row(row: DecodedRow, number: int, *, use_marks: bool) -> Text:
     """Return a row; learnt tokens have another colour, or marks around them where there are no colours."""
-    learnt = sum(run.tokens for document in row.documents for run in document if run.learnt)
-    tokens = sum(run.tokens for document in row.documents for run in document)
+    learnt = sum(run.num_tokens for document in row.documents for run in document if run.is_supervised)
+    tokens = sum(run.num_tokens for document in row.documents for run in document)
     columns = "".join(f", {name}={value:g}" for name, value in row.columns.items())
     head = f"row {number}: {tokens} tokens in {_format_count(len(row.documents), 'document')}, {learnt} learnt{columns}"
     text = Text(f"── {head} ──\n", style=_FRAME_STYLE)
@@ -146,10 +146,10 @@ def render_row(row: DecodedRow, number: int, *, use_marks: bool) -> Text:
         if place:
             text.append(f"\n┄┄ document {place + 1} ┄┄\n", style=_FRAME_STYLE)
         for run in document:
-            shown = f"⟦{run.text}⟧" if run.learnt and use_marks else run.text
-            text.append(shown, style=_SUPERVISED_STYLE if run.learnt else _CONTEXT_STYLE)
-    if row.padding:
-        text.append(f"\n┄┄ {_format_count(row.padding, 'token')} of padding ┄┄", style=_FRAME_STYLE)
+            shown = f"⟦{run.text}⟧" if run.is_supervised and use_marks else run.text
+            text.append(shown, style=_SUPERVISED_STYLE if run.is_supervised else _CONTEXT_STYLE)
+    if row.num_padding:
+        text.append(f"\n┄┄ {_format_count(row.num_padding, 'token')} of padding ┄┄", style=_FRAME_STYLE)
     return text.append("\n")
 
 
@@ -190,13 +190,13 @@ def render_table(summaries: Sequence[SourceSummary], measured_fill: float | None
     for each in summaries:
         counts, fill = each.counts, measured_fill if each.fill is None else each.fill
         numbers = (counts.records, counts.documents, counts.tokens)
-        left = (counts.cut, counts.dropped, counts.split, counts.unlearnt, counts.unanswered)
+        left = (counts.truncated, counts.dropped, counts.split, counts.unsupervised, counts.trailing_turns)
         table.add_row(
             each.name,
             each.format,
             *(f"{value:,}" for value in numbers),
-            f"{each.learnt:.1%}",
-            f"{each.rows:,}",
+            f"{each.supervised_share:.1%}",
+            f"{each.num_rows:,}",
             "" if fill is None else f"{fill:.1%}",
             *(f"{value:,}" for value in left),
         )
@@ -241,12 +241,16 @@ def _plot_lengths(axes: Any, summaries: Sequence[SourceSummary], seq_len: int) -
 def _plot_shares(axes: Any, summaries: Sequence[SourceSummary]) -> None:
     names = [_shorten(summary.name) for summary in summaries]
     tokens = np.array([summary.lengths.sum() for summary in summaries])
-    learnt = np.array([summary.learnt for summary in summaries]) * tokens
+    learnt = np.array([summary.supervised_share for summary in summaries]) * tokens
     axes.barh(names, learnt, color="#4b9e5f", label="learnt")
     axes.barh(names, tokens - learnt, left=learnt, color="#c9ced4", label="given")
     for place, summary in enumerate(summaries):
         axes.annotate(
-            f"{summary.learnt:.0%} learnt", (tokens[place], place), (6, 0), textcoords="offset points", va="center"
+            f"{summary.supervised_share:.0%} learnt",
+            (tokens[place], place),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
         )
     axes.set_xlim(0, max(tokens.max(initial=1), 1) * 1.3)
     axes.invert_yaxis()

@@ -31,8 +31,8 @@ _ROWS_PER_BATCH = 256
 class Record:
     """An example: its fields, as the source names them, and its place, such as "chats.jsonl:17"."""
 
-    value: dict[str, Any]
-    where: str
+    fields: dict[str, Any]
+    location: str
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class ResolvedSource:
     files: tuple[SourceFile, ...]
     dataset: Any = None
 
-    def values(self, progress: ReadProgress) -> Iterator[LocatedValue]:
+    def iter_values(self, progress: ReadProgress) -> Iterator[LocatedValue]:
         if self.config.dataset is not None:
-            yield from self._rows(progress)
+            yield from self._iter_rows(progress)
             return
         progress.total = sum(file.size for file in self.files)
         for file in self.files:
@@ -66,18 +66,18 @@ class ResolvedSource:
                     yield {get_source_field("text", self.config): value["text"]}, where
                 else:
                     yield value, where
-            progress.done, progress.file = progress.done + file.size, None
+            progress.num_done, progress.file = progress.num_done + file.size, None
 
-    def _rows(self, progress: ReadProgress) -> Iterator[LocatedValue]:
+    def _iter_rows(self, progress: ReadProgress) -> Iterator[LocatedValue]:
         found = open_dataset(self.config) if self.dataset is None else self.dataset
         progress.total = len(found)
         with convert_dataset_errors(self.config):
             for batch in found.iter(_ROWS_PER_BATCH):
                 for values in zip(*batch.values(), strict=True):
-                    yield dict(zip(batch, values, strict=True)), format_row_location(self.config, progress.done)
-                    progress.done += 1
+                    yield dict(zip(batch, values, strict=True)), format_row_location(self.config, progress.num_done)
+                    progress.num_done += 1
 
-    def identity(self) -> list[tuple[str, int, int]]:
+    def get_cache_key(self) -> list[tuple[str, int, int]]:
         """Return what changes whenever the content does, as values of JSON."""
         return [(str(file.path), file.size, file.mtime_ns) for file in self.files]
 
@@ -96,9 +96,9 @@ def read_records(
     """Read the examples of a source in their order, without empty texts and the first `start`."""
     found = source if isinstance(source, ResolvedSource) else resolve_source(source)
     config = found.config
-    records = (build_record(value, where, config) for value, where in found.values(progress or ReadProgress()))
+    records = (build_record(value, where, config) for value, where in found.iter_values(progress or ReadProgress()))
     if config.format == "text":
-        records = (record for record in records if record.value.get(get_source_field("text", config)) != "")
+        records = (record for record in records if record.fields.get(get_source_field("text", config)) != "")
     return islice(records, start, None)
 
 
@@ -185,7 +185,7 @@ def resolve_source(config: SourceConfig) -> ResolvedSource:
         if named:
             raise DataError(
                 f".txt files have no fields such as {named[0]!r} (text_field, fields or columns), and "
-                f"{config.place!r} matches no others. Leave it out."
+                f"{config.location!r} matches no others. Leave it out."
             )
     return ResolvedSource(config, tuple(map(_stat_file, paths)))
 

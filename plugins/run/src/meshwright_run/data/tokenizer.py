@@ -184,10 +184,10 @@ class Document:
     """
 
     text: str
-    learnt: tuple[Span, ...] | None = None
-    opened: bool = False
-    closed: bool = False
-    unanswered: int = 0
+    supervised_spans: tuple[Span, ...] | None = None
+    add_bos: bool = False
+    add_eos: bool = False
+    num_trailing_turns: int = 0
 
 
 @dataclass(frozen=True)
@@ -208,54 +208,60 @@ class DocumentTokenizer:
             self._backend.no_padding()
         self._added = frozenset(tokenizer.added_tokens_decoder)
         self._dtype = choose_token_dtype(tokenizer)
-        self._before, self._after = self._around()
+        self._prefix, self._suffix = self._find_special_tokens()
         # Some tokenizers put a space before a text.
-        self._is_same_anywhere = self._ids("\na") == self._ids("\n") + self._ids("a")
+        self._is_position_independent = self._encode_ids("\na") == self._encode_ids("\n") + self._encode_ids("a")
 
-    def write(self, documents: Sequence[Document]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    def tokenize(self, documents: Sequence[Document]) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """Return the tokens of each draft, (T,), and which are learnt, (T,) bool; None: all."""
-        whole = iter(self._batch([draft.text for draft in documents if draft.learnt is None]))
+        whole = iter(self._encode_batch([draft.text for draft in documents if draft.supervised_spans is None]))
         found = []
         for draft in documents:
-            if draft.learnt is None:
-                found.append(self._finished(draft, next(whole), {}))
+            if draft.supervised_spans is None:
+                found.append(self._add_special_tokens(draft, next(whole), {}))
             else:
-                edges = sorted({edge for span in draft.learnt for edge in span})
-                found.append(self._finished(draft, *self._cut(draft.text, edges, is_continuation=False)))
+                edges = sorted({edge for span in draft.supervised_spans for edge in span})
+                found.append(
+                    self._add_special_tokens(draft, *self._encode_with_edges(draft.text, edges, is_continuation=False))
+                )
         return found
 
-    def _finished(
+    def _add_special_tokens(
         self, document: Document, ids: list[int], token_counts: Mapping[int, int]
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Add the special tokens that a draft lacks around it; none is there twice."""
-        before = self._before if document.opened and ids[: len(self._before)] != self._before else []
-        after = self._after if document.closed and ids[-1:] != self._after[-1:] else []
+        before = self._prefix if document.add_bos and ids[: len(self._prefix)] != self._prefix else []
+        after = self._suffix if document.add_eos and ids[-1:] != self._suffix[-1:] else []
         tokens = np.array([*before, *ids, *after], self._dtype)
-        if document.learnt is None:
+        if document.supervised_spans is None:
             return tokens, None
         labelled = np.zeros(len(tokens), bool)
-        for start, stop in document.learnt:
+        for start, stop in document.supervised_spans:
             labelled[len(before) + token_counts[start] : len(before) + token_counts[stop]] = True
-        if document.learnt and document.learnt[-1][1] == len(document.text):
+        if document.supervised_spans and document.supervised_spans[-1][1] == len(document.text):
             labelled[len(before) + len(ids) :] = True
         return tokens, labelled
 
-    def _cut(self, text: str, edges: list[int], is_continuation: bool) -> tuple[list[int], dict[int, int]]:
+    def _encode_with_edges(
+        self, text: str, edges: list[int], is_continuation: bool
+    ) -> tuple[list[int], dict[int, int]]:
         """Return the tokens of a text, and how many of them stand before each edge; see [Note: edges]."""
-        whole = self._encoded(text, is_continuation)
+        whole = self._encode(text, is_continuation)
         added = [index for index in range(len(whole.offsets)) if whole.ids[index] in self._added]
         places: dict[int, int] = {}
         for number, edge in enumerate(edges):
-            place = self._place(text, edge, whole, added, is_continuation)
+            place = self._count_tokens_before(text, edge, whole, added, is_continuation)
             if place is None:
-                left, left_places = self._cut(text[:edge], edges[:number], is_continuation)
-                right, right_places = self._cut(text[edge:], [each - edge for each in edges[number + 1 :]], True)
+                left, left_places = self._encode_with_edges(text[:edge], edges[:number], is_continuation)
+                right, right_places = self._encode_with_edges(
+                    text[edge:], [each - edge for each in edges[number + 1 :]], True
+                )
                 moved = {each + edge: place + len(left) for each, place in right_places.items()}
                 return left + right, {**left_places, edge: len(left), **moved}
             places[edge] = place
         return whole.ids, places
 
-    def _place(
+    def _count_tokens_before(
         self, text: str, edge: int, encoding: _Encoding, added_indices: list[int], is_continuation: bool
     ) -> int | None:
         """Count the tokens before an edge; None where the text up to the edge has other tokens."""
@@ -268,33 +274,33 @@ class DocumentTokenizer:
             start, stop = encoding.offsets[index]
             if stop == edge:
                 return index + 1
-        prefix = self._encoded(text[start:edge], is_continuation and start == 0).ids
+        prefix = self._encode(text[start:edge], is_continuation and start == 0).ids
         return index + len(prefix) if encoding.ids[index : index + len(prefix)] == prefix else None
 
-    def _encoded(self, text: str, is_continuation: bool) -> _Encoding:
-        if is_continuation and not self._is_same_anywhere:
+    def _encode(self, text: str, is_continuation: bool) -> _Encoding:
+        if is_continuation and not self._is_position_independent:
             for anchor in _ANCHORS:
-                alone, shift = self._ids(anchor), len(anchor)
-                both = self._encoded(anchor + text, is_continuation=False)
+                alone, shift = self._encode_ids(anchor), len(anchor)
+                both = self._encode(anchor + text, is_continuation=False)
                 if both.ids[: len(alone)] == alone:
                     offsets = [(a - shift, b - shift) for a, b in both.offsets[len(alone) :]]
                     return _Encoding(both.ids[len(alone) :], offsets)
         if self._backend is None:
-            return _Encoding(self._ids(text), [])
+            return _Encoding(self._encode_ids(text), [])
         encoding = self._backend.encode(text, add_special_tokens=False)
         return _Encoding(encoding.ids, encoding.offsets)
 
-    def _ids(self, text: str) -> list[int]:
-        return self._batch([text])[0]
+    def _encode_ids(self, text: str) -> list[int]:
+        return self._encode_batch([text])[0]
 
-    def _batch(self, texts: list[str]) -> list[list[int]]:
+    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
         if self._backend is not None:
             return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         return [list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts]
 
-    def _around(self) -> tuple[list[int], list[int]]:
+    def _find_special_tokens(self) -> tuple[list[int], list[int]]:
         """Return what `tokenizer("x")` puts before and after a text, with an eos token at the end."""
-        inner = self._ids("x")
+        inner = self._encode_ids("x")
         whole = list(self._tokenizer("x", verbose=False)["input_ids"])
         starts = [start for start in range(len(whole)) if whole[start : start + len(inner)] == inner]
         start = starts[0] if starts else 0

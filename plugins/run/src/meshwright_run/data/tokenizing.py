@@ -60,11 +60,11 @@ class Tokenization:
 
     source: SourceConfig
     options: dict[str, Any]
-    fraction: float
+    held_out_fraction: float
 
 
 def build_tokenization(source: SourceConfig, config: DataConfig, held_out_fraction: float) -> Tokenization:
-    too_long = config.too_long_for(source.format)
+    too_long = config.resolve_too_long(source.format)
     options = {
         "loss_on": config.loss_on,
         "chat_template": None if config.chat_template is None else read_chat_template(config.chat_template),
@@ -85,9 +85,9 @@ class TokenizedChunk:
     """
 
     documents: dict[Split, TokenizedDocuments]
-    nearest: dict[Split, tuple[float, int, int]]
+    nearest_boundary: dict[Split, tuple[float, int, int]]
     counts: EncodingCounts
-    kept: int
+    num_kept: int
 
 
 EncodeRecords = Callable[[list[Record]], TokenizedChunk]
@@ -115,7 +115,7 @@ def tokenize_records(
 class ChunkEncoder:
     def __init__(self, tokenization: Tokenization, tokenizer: PreTrainedTokenizerBase) -> None:
         self._encoder = Encoder(tokenizer, tokenization.source.format, **tokenization.options)
-        self._how, self._dtype = tokenization, choose_token_dtype(tokenizer)
+        self._tokenization, self._dtype = tokenization, choose_token_dtype(tokenizer)
 
     def __call__(self, records: list[Record]) -> TokenizedChunk:
         found, counts = self._encoder.encode(records)
@@ -123,20 +123,20 @@ class ChunkEncoder:
         nearest: dict[Split, tuple[float, int, int]] = {}
         for record, made in zip(records, found, strict=True):
             if made:
-                place = hash_to_unit_interval(_get_split_content(record, self._how.source))
-                side = assign_split(place, self._how.fraction)
+                place = hash_to_unit_interval(_get_split_content(record, self._tokenization.source))
+                side = assign_split(place, self._tokenization.held_out_fraction)
                 kept = examples.setdefault(side, [])
                 if side not in nearest or is_nearer_boundary(place, nearest[side][0], side):
                     nearest[side] = (place, len(kept), len(kept) + len(made))
                 kept += made
-        columns = tuple(self._how.source.columns)
+        columns = tuple(self._tokenization.source.columns)
         documents = {side: _concat_examples(kept, self._dtype, columns) for side, kept in examples.items()}
         return TokenizedChunk(documents, nearest, counts, sum(map(bool, found)))
 
 
 def _get_split_content(record: Record, source: SourceConfig) -> str:
     """Return the text or fields of an example without its columns; equal ones are on the same side."""
-    value = record.value
+    value = record.fields
     if source.format == "text":
         return str(value[get_source_field("text", source)])
     names = {get_source_field(name, source) for name in FIELDS[source.format]}
@@ -147,8 +147,8 @@ def _concat_examples(examples: list[Example], dtype: np.dtype, columns: tuple[st
     tokens = np.concatenate([example.tokens for example in examples]).astype(dtype, copy=False)
     ends = np.cumsum([len(example) for example in examples], dtype=np.int64)
     labelled = None
-    if any(example.labelled is not None for example in examples):
-        every = [np.ones(len(each), bool) if each.labelled is None else each.labelled for each in examples]
+    if any(example.loss_mask is not None for example in examples):
+        every = [np.ones(len(each), bool) if each.loss_mask is None else each.loss_mask for each in examples]
         labelled = np.concatenate(every)
     found = {name: _concat_column([example.columns[name] for example in examples], name) for name in columns}
     return TokenizedDocuments(tokens, ends, labelled, found)
@@ -183,7 +183,7 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
     characters = 0
     for record in records:
         batch.append(record)
-        characters += _count_characters(record.value)
+        characters += _count_characters(record.fields)
         if characters >= _CHARACTERS_PER_BATCH:
             yield batch
             batch, characters = [], 0
@@ -233,14 +233,14 @@ class TokenizerWorker:
         self._process = subprocess.Popen(
             [*SAFE_PYTHON, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
         )
-        self._begin = (factory, args)
-        self._begun = False
+        self._factory_call = (factory, args)
+        self._is_initialized = False
 
     def call(self, argument: Any) -> Any:
-        if not self._begun:
-            self._begun = True
-            self._ask(self._begin)
-        return self._ask(argument)
+        if not self._is_initialized:
+            self._is_initialized = True
+            self._request(self._factory_call)
+        return self._request(argument)
 
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
@@ -249,7 +249,7 @@ class TokenizerWorker:
                     pipe.close()
         self._process.wait()
 
-    def _ask(self, request: Any) -> Any:
+    def _request(self, request: Any) -> Any:
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
             raise DataError("the process that tokenizes has no pipes.")

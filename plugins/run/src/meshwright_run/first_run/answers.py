@@ -56,8 +56,8 @@ class Machine:
     """This machine: its accelerators, or on a CPU the ranks that its cores serve well, with their share of memory."""
 
     device: str
-    count: int
-    memory_bytes: int
+    num_ranks: int
+    memory_bytes_per_rank: int
 
 
 @functools.cache
@@ -83,13 +83,13 @@ class InitAnswers:
     data: tuple[str, ...]
     format: Format
     is_adapter: bool
-    ranks: int
+    num_ranks: int
     strategy: str
     steps: int | None
     epochs: float | None
 
     @property
-    def places(self) -> str | list[str]:
+    def files(self) -> str | list[str]:
         """`data`, as a run file has it."""
         return self.data[0] if len(self.data) == 1 else list(self.data)
 
@@ -171,15 +171,15 @@ def _read_first_fields(path: Path) -> set[str]:
 class ModelFacts:
     """What the files of a model tell; None: unknown. `positions`: longest sequence in tokens."""
 
-    positions: int | None = None
-    parameters: int | None = None
-    has_template: bool | None = None
+    max_positions: int | None = None
+    num_parameters: int | None = None
+    has_chat_template: bool | None = None
 
 
 def inspect_model(model: str | None) -> ModelFacts:
     """Look at a model without reading its weights; raise ModelError if its config.json cannot be read."""
     if model is None:
-        return ModelFacts(positions=NEW_MAX_POSITIONS, parameters=NEW_NUM_PARAMETERS)
+        return ModelFacts(max_positions=NEW_MAX_POSITIONS, num_parameters=NEW_NUM_PARAMETERS)
     directory = Path(model).expanduser()
     if not directory.is_dir():
         return ModelFacts()
@@ -192,9 +192,9 @@ def inspect_model(model: str | None) -> ModelFacts:
     size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     dtype = str(config.get("dtype", config.get("torch_dtype", "float32")))
     return ModelFacts(
-        positions=positions if isinstance(positions, int) else None,
-        parameters=size // _DTYPE_BYTES.get(dtype, 2) or None,
-        has_template=_has_template(directory),
+        max_positions=positions if isinstance(positions, int) else None,
+        num_parameters=size // _DTYPE_BYTES.get(dtype, 2) or None,
+        has_chat_template=_has_template(directory),
     )
 
 
@@ -207,7 +207,7 @@ def _has_template(directory: Path) -> bool:
 def choose_seq_len(facts: ModelFacts, device: str) -> int:
     """Return the length of a sequence in tokens."""
     most = _MAX_SEQ_LEN_ON_CPU if device == "cpu" else MAX_SEQ_LEN
-    return min(most, facts.positions or most)
+    return min(most, facts.max_positions or most)
 
 
 def recommend_strategy(
@@ -216,14 +216,14 @@ def recommend_strategy(
     """Return `single` for one rank, `ddp` if a device holds the whole training state, else `fsdp2`."""
     if num_ranks == 1:
         return "single"
-    size = (facts.parameters or 0) * (4 if is_adapter else _STATE_BYTES_PER_PARAMETER)
-    fits = facts.parameters is not None and size <= _MAX_STATE_FRACTION * machine.memory_bytes
+    size = (facts.num_parameters or 0) * (4 if is_adapter else _STATE_BYTES_PER_PARAMETER)
+    fits = facts.num_parameters is not None and size <= _MAX_STATE_FRACTION * machine.memory_bytes_per_rank
     wanted = ("ddp", "fsdp2") if fits else ("fsdp2", "megatron_fsdp", "ddp")
     found = [name for name in wanted if name in registry.strategies]
     if not found:
         raise ConfigError(
             f"{num_ranks} ranks need a strategy that shares the data, and none is installed. "
-            f"{registry.installable.get('fsdp2', '')} Or give --devices 1."
+            f"{registry.install_commands.get('fsdp2', '')} Or give --devices 1."
         )
     return found[0]
 
@@ -243,7 +243,7 @@ class InitFlags:
     data: tuple[str, ...] | None = None
     format: str | None = None
     is_adapter: bool | None = None
-    ranks: int | None = None
+    num_ranks: int | None = None
     strategy: str | None = None
     steps: int | None = None
     epochs: float | None = None
@@ -309,11 +309,11 @@ def _ask_model_and_data(flags: InitFlags, console: Console) -> InitFlags:
 def _resolve_layout(
     flags: InitFlags, machine: Machine, facts: ModelFacts, registry: Registry, console: Console | None
 ) -> tuple[int, str]:
-    ranks = flags.ranks
+    ranks = flags.num_ranks
     if ranks is None and console is not None:
-        told = f"4. On how many ranks? [dim]found: {machine.count} of kind {machine.device}[/]"
-        ranks = _ask_until_valid(console, told, machine.count, _check_ranks, IntPrompt)
-    ranks = ranks or machine.count
+        told = f"4. On how many ranks? [dim]found: {machine.num_ranks} of kind {machine.device}[/]"
+        ranks = _ask_until_valid(console, told, machine.num_ranks, _check_ranks, IntPrompt)
+    ranks = ranks or machine.num_ranks
     best = flags.strategy or recommend_strategy(facts, machine, ranks, registry, is_adapter=bool(flags.is_adapter))
     if flags.strategy is None and console is not None:
         told = f"   Under which strategy? [dim]{', '.join(registry.strategies)}; recommended: {best}[/]"

@@ -70,14 +70,14 @@ def _format_value(value: str | list[str]) -> str:
 
 
 def _render_ranks(answers: InitAnswers, machine: Machine) -> list[str]:
-    found = "a CPU" if machine.device == "cpu" else f"{machine.count} x {machine.device}"
+    found = "a CPU" if machine.device == "cpu" else f"{machine.num_ranks} x {machine.device}"
     return [
         f"# How the work is divided; any other strategy of `meshwright strategies` computes the same gradient. nproc: "
         f"ranks that are started on this machine ({found}); under torchrun, Slurm and the like it is not used, since "
         f"these say how many there are.",
         f"strategy: {answers.strategy}",
-        f"nproc: {answers.ranks}",
-        *(["threads_per_rank: 1"] if machine.device == "cpu" and answers.ranks > 1 else []),
+        f"nproc: {answers.num_ranks}",
+        *(["threads_per_rank: 1"] if machine.device == "cpu" and answers.num_ranks > 1 else []),
     ]
 
 
@@ -118,12 +118,12 @@ def _render_data(answers: InitAnswers, facts: ModelFacts, machine: Machine) -> l
         said = "Questions about Python's standard library, answered by its docstrings: nothing is downloaded."
     lines = [
         f"# {said} `meshwright data show` prints rows as the model sees them.",
-        *("data:", "  sources:", f"    - files: {_format_value(answers.places)}", f"      format: {answers.format}"),
+        *("data:", "  sources:", f"    - files: {_format_value(answers.files)}", f"      format: {answers.format}"),
     ]
     if answers.model is None:
         lines += ["  # Of the tokenizer, which is trained on these.", "  vocab_size: 1024"]
     if answers.format != "text":
-        if facts.has_template is False:
+        if facts.has_chat_template is False:
             lines += ["  # How a conversation is written; what stands in `generation` is learnt.", "  chat_template: |"]
             lines += textwrap.indent(CHAT_TEMPLATE, "    ").splitlines()
         lines += ["  # Examples of more tokens than seq_len keep their beginning.", "  too_long: cut"]
@@ -135,7 +135,7 @@ def _render_data(answers: InitAnswers, facts: ModelFacts, machine: Machine) -> l
 
 
 def _render_length(answers: InitAnswers) -> list[str]:
-    together = answers.ranks * MICRO_BATCH_SIZE
+    together = answers.num_ranks * MICRO_BATCH_SIZE
     return [
         "# How long: optimizer steps (`steps`), or how often each row is trained on (`epochs`).",
         f"steps: {answers.steps}" if answers.steps is not None else f"epochs: {answers.epochs:g}",
@@ -186,7 +186,7 @@ def write_run_file(
     """Write the run file, if it is valid and its layout would not be refused."""
     text = render_run_file(answers, facts, machine, name=str(file))
     config = validate_config(RunConfig, parse_yaml(text), where=str(file))
-    resolve_layout(config, answers.ranks)
+    resolve_layout(config, answers.num_ranks)
     check_new_model(config.model, config.data.seq_len)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -38,8 +38,8 @@ class ExternalWatchdog(threading.Thread):
 
     def __init__(self, silence_limit_s: Callable[[], float], interval_s: float) -> None:
         super().__init__(name="meshwright-companion", daemon=True)
-        self._patience_s, self._interval_s = silence_limit_s, max(interval_s, MIN_INTERVAL_S)
-        self._over = threading.Event()
+        self._silence_limit_s, self._interval_s = silence_limit_s, max(interval_s, MIN_INTERVAL_S)
+        self._stop_event = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ExternalWatchdog:
@@ -52,27 +52,27 @@ class ExternalWatchdog(threading.Thread):
             return self
         if self._process.stdin is not None:
             os.set_blocking(self._process.stdin.fileno(), False)
-        self.tell()
+        self.ping()
         self.start()
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is None and self._process is not None:
-            self._over.set()
+            self._stop_event.set()
             self.join()
             self._process.kill()
             self._process.communicate()
 
     def run(self) -> None:
-        while not self._over.wait(self._interval_s):
-            self.tell()
+        while not self._stop_event.wait(self._interval_s):
+            self.ping()
 
-    def tell(self) -> None:
+    def ping(self) -> None:
         """Send a word, from any thread."""
         if self._process is not None and self._process.stdin is not None:
             # A companion that does not read is stopped itself, or has ended.
             with suppress(OSError):
-                os.write(self._process.stdin.fileno(), _PING.pack(self._patience_s() + self._interval_s))
+                os.write(self._process.stdin.fileno(), _PING.pack(self._silence_limit_s() + self._interval_s))
 
 
 def kill_when_silent(rank_pid: int, pings_fd: int, interval_s: float) -> None:
@@ -91,7 +91,7 @@ def kill_when_silent(rank_pid: int, pings_fd: int, interval_s: float) -> None:
                 return
             (patience_s,) = _PING.unpack(read[-_PING.size :])
         if silent_s > patience_s:
-            process.send(signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
             return
 
 

@@ -36,7 +36,7 @@ _WAIT_FUNCTIONS = frozenset({"wait", "_pass"})
 class HangReport:
     """What a rank reports once there is a hang."""
 
-    sign: HeartbeatRecord
+    heartbeat: HeartbeatRecord
     counts: CollectiveCounts = field(default_factory=dict)
 
 
@@ -46,7 +46,7 @@ def read_heartbeats(
     """Return the last sign of each rank that has given one; of the `known_ranks` ranks this is not asked first."""
     keys = {rank: str(rank) for rank in ranks if rank in known_ranks or store.check([str(rank)])}
     values = store.multi_get(list(keys.values())) if keys else []
-    return {rank: HeartbeatRecord.read(value) for rank, value in zip(keys, values, strict=True)}
+    return {rank: HeartbeatRecord.from_json(value) for rank, value in zip(keys, values, strict=True)}
 
 
 def inspect_main_thread() -> tuple[bool, str, tuple[str, ...]]:
@@ -77,23 +77,25 @@ def _format_frame(frame: FrameType) -> str:
 def find_stalled_ranks(heartbeats: Mapping[int, HeartbeatRecord], limit_s: float) -> list[int]:
     """Return the ranks at the earliest position, if they all have stood still for longer; see [Note: who hangs]."""
     last = _find_rearmost(heartbeats)
-    too_long = all(sign.still_s > limit_s and sign.at.settled and not sign.at.patient for sign in last.values())
+    too_long = all(
+        sign.stalled_s > limit_s and sign.phase.is_warmed_up and not sign.phase.may_stall for sign in last.values()
+    )
     return list(last) if last and too_long else []
 
 
 def find_culprits(reports: Mapping[int, HangReport]) -> list[int]:
     """Return the ranks to name; see [Note: who hangs]."""
-    found = list(_find_rearmost({rank: report.sign for rank, report in reports.items()}))
-    found = [rank for rank in found if not reports[rank].sign.waits] or found
+    found = list(_find_rearmost({rank: report.heartbeat for rank, report in reports.items()}))
+    found = [rank for rank in found if not reports[rank].heartbeat.is_communicating] or found
     found = [rank for rank in found if _is_behind(rank, reports)] or found
-    fewest = min((reports[rank].sign.at.moves for rank in found), default=0)
-    return [rank for rank in found if reports[rank].sign.at.moves == fewest]
+    fewest = min((reports[rank].heartbeat.phase.num_ticks for rank in found), default=0)
+    return [rank for rank in found if reports[rank].heartbeat.phase.num_ticks == fewest]
 
 
 def _find_rearmost(heartbeats: Mapping[int, HeartbeatRecord]) -> dict[int, HeartbeatRecord]:
-    going = {rank: sign for rank, sign in heartbeats.items() if sign.count != FINISHED}
-    earliest = min(((sign.at.step, sign.at.part) for sign in going.values()), default=None)
-    return {rank: sign for rank, sign in going.items() if (sign.at.step, sign.at.part) == earliest}
+    going = {rank: sign for rank, sign in heartbeats.items() if sign.sequence_number != FINISHED}
+    earliest = min(((sign.phase.step, sign.phase.phase_index) for sign in going.values()), default=None)
+    return {rank: sign for rank, sign in going.items() if (sign.phase.step, sign.phase.phase_index) == earliest}
 
 
 def _is_behind(rank: int, reports: Mapping[int, HangReport]) -> bool:
@@ -107,7 +109,7 @@ def format_stall(ranks: Sequence[int], heartbeats: Mapping[int, HeartbeatRecord]
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {', '.join(map(str, ranks))}"
     sign = heartbeats[ranks[0]]
     return (
-        f"{which} hangs: no progress for {sign.still_s:.1f} s in step {sign.at.step}, phase {sign.at.phase}: "
+        f"{which} hangs: no progress for {sign.stalled_s:.1f} s in step {sign.phase.step}, phase {sign.phase.name}: "
         f"{_format_locations(ranks, heartbeats)}. If a phase may take so long, raise watchdog_s."
     )
 
@@ -120,8 +122,8 @@ def format_silence(
     sign = heartbeats.get(rank)
     who, where = f"rank {rank}", ""
     if sign is not None:
-        step = f", in step {sign.at.step}, phase {sign.at.phase}" if sign.at.step else ""
-        who, where = f"{who} ({sign.process})", f" It was last at {sign.place}{step}."
+        step = f", in step {sign.phase.step}, phase {sign.phase.name}" if sign.phase.step else ""
+        who, where = f"{who} ({sign.process})", f" It was last at {sign.location}{step}."
     more = f" So do the ranks {others}." if others else ""
     return (
         f"{who} hangs: no sign of life for {duration}.{where}{more} Its process is stopped or starved, or its machine "
@@ -139,7 +141,7 @@ def format_disconnect(rank: int, heartbeat: HeartbeatRecord, duration: str, opti
 
 
 def _format_locations(ranks: Sequence[int], heartbeats: Mapping[int, HeartbeatRecord]) -> str:
-    return "; ".join(f"rank {rank} ({heartbeats[rank].process}) is at {heartbeats[rank].place}" for rank in ranks)
+    return "; ".join(f"rank {rank} ({heartbeats[rank].process}) is at {heartbeats[rank].location}" for rank in ranks)
 
 
 def describe_hung_rank(
@@ -155,11 +157,19 @@ def describe_hung_rank(
         return None
     time.sleep(2.5 * max(sign.interval_s for sign in before.values()))
     after = read_heartbeats(store, others, before)
-    silent = [rank for rank, sign in after.items() if rank in before and sign.count == before[rank].count != FINISHED]
+    silent = [
+        rank
+        for rank, sign in after.items()
+        if rank in before and sign.sequence_number == before[rank].sequence_number != FINISHED
+    ]
     if silent:
         return format_silence(silent, after, f"{2.5 * after[silent[0]].interval_s:.0f} s and more")
     waiting = set(find_timed_out())
-    busy = [rank for rank in after if rank not in waiting and not after[rank].waits and after[rank].count != FINISHED]
+    busy = [
+        rank
+        for rank in after
+        if rank not in waiting and not after[rank].is_communicating and after[rank].sequence_number != FINISHED
+    ]
     if not busy:
         return None
     return (

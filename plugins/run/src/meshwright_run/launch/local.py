@@ -152,7 +152,7 @@ def _run_agent(
     roll: StatusQueue = multiprocessing.get_context("forkserver").SimpleQueue()
     order = _RankTask(main, args, _threads_per_rank(nproc), show_traceback, roll)
     try:
-        with _Reaper(roll) as reaper, forward_signals(forwarded_signals, reaper.ranks) as passed:
+        with _Reaper(roll) as reaper, forward_signals(forwarded_signals, reaper.unfinished_ranks) as passed:
             elastic_launch(_launch_config(nproc, forwarded_signals), _run_rank)(order)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
@@ -197,9 +197,9 @@ class _RankTask:
 
     main: Callable[..., object]
     args: tuple[Any, ...]
-    threads: int
+    num_threads: int
     show_traceback: bool
-    roll: StatusQueue
+    status_queue: StatusQueue
 
 
 def _run_rank(task: _RankTask) -> None:
@@ -210,10 +210,10 @@ def _run_rank(task: _RankTask) -> None:
     import torch
 
     rank = int(os.environ["RANK"])
-    task.roll.put((rank, (os.getpid(), get_process_identity(os.getpid()))))
+    task.status_queue.put((rank, (os.getpid(), get_process_identity(os.getpid()))))
     exit_with_launcher()
-    torch.set_num_threads(task.threads)
-    os.environ["OMP_NUM_THREADS"] = str(task.threads)  # for processes that this rank starts
+    torch.set_num_threads(task.num_threads)
+    os.environ["OMP_NUM_THREADS"] = str(task.num_threads)  # for processes that this rank starts
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         exit_code = run_guarded(task.main, task.args, show_traceback=task.show_traceback)
@@ -221,7 +221,7 @@ def _run_rank(task: _RankTask) -> None:
         exit_code = INTERRUPTED
     if exit_code:
         exit_process(exit_code)
-    task.roll.put((rank, None))
+    task.status_queue.put((rank, None))
 
 
 class _Reaper(threading.Thread):
@@ -229,37 +229,37 @@ class _Reaper(threading.Thread):
 
     def __init__(self, status_queue: StatusQueue) -> None:
         super().__init__(name="meshwright-reaper", daemon=True)
-        self._roll = status_queue
+        self._status_queue = status_queue
         self._ranks: dict[int, ProcessHandle] = {}
-        self._over = threading.Event()
+        self._stop_event = threading.Event()
 
     def __enter__(self) -> _Reaper:
         self.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._over.set()
+        self._stop_event.set()
         self.join()
 
-    def ranks(self) -> list[ProcessHandle]:
+    def unfinished_ranks(self) -> list[ProcessHandle]:
         """Return the ranks that have started, and not ended well."""
         return list(self._ranks.values())
 
     def run(self) -> None:
         deadline_s = None
-        while not self._over.wait(MONITOR_INTERVAL_S):
-            self._read_roll()
+        while not self._stop_event.wait(MONITOR_INTERVAL_S):
+            self._read_status_queue()
             alive = {rank: each for rank, each in self._ranks.items() if each.is_alive()}
             if deadline_s is None and len(alive) < len(self._ranks):
                 deadline_s = time.monotonic() + KILL_DELAY_S
             if deadline_s is not None and time.monotonic() > deadline_s:
                 for each in alive.values():
-                    each.send(signal.SIGKILL)
+                    each.send_signal(signal.SIGKILL)
                 self._ranks = {}
 
-    def _read_roll(self) -> None:
-        while not self._roll.empty():
-            rank, process = self._roll.get()
+    def _read_status_queue(self) -> None:
+        while not self._status_queue.empty():
+            rank, process = self._status_queue.get()
             if process is not None:
                 self._ranks[rank] = ProcessHandle(*process)
             elif rank in self._ranks:
@@ -329,7 +329,7 @@ def forward_signals(names: Sequence[str], find_processes: Callable[[], Sequence[
             # Not by a stream, which the handler may have interrupted.
             os.write(2, f"{format_stop_notice(number)}\n".encode())
             for each in ranks:
-                each.send(number)
+                each.send_signal(number)
 
     before = {name: signal.signal(signal.Signals[name], handle) for name in names}
     try:

@@ -66,19 +66,19 @@ def create_heartbeat_record(
 ) -> HeartbeatRecord:
     """Return a sign of this process."""
     waits, place, stack = inspect_main_thread()
-    steps = list(progress.steps)
+    steps = list(progress.step_times)
     return HeartbeatRecord(
         sequence_number,
         f"{socket.gethostname()}, process {os.getpid()}",
         waits,
         place,
         interval_s,
-        at=progress.at,
-        still_s=stalled_s,
+        phase=progress.phase,
+        stalled_s=stalled_s,
         stack=stack,
-        own_s=statistics.median(own for own, _ in steps) if steps else 0.0,
+        busy_s=statistics.median(own for own, _ in steps) if steps else 0.0,
         step_s=statistics.median(whole for _, whole in steps) if steps else 0.0,
-        steps=len(steps),
+        num_steps=len(steps),
     )
 
 
@@ -92,7 +92,7 @@ def write_heartbeat(
 ) -> HeartbeatRecord:
     """Write this rank's sign into the store."""
     sign = create_heartbeat_record(sequence_number, interval_s, progress or Progress(), stalled_s)
-    store.set(str(rank), sign.written())
+    store.set(str(rank), sign.to_json())
     return sign
 
 
@@ -118,29 +118,31 @@ class Heartbeat(threading.Thread):
     ) -> None:
         super().__init__(name="meshwright-pulse", daemon=True)
         self._store, self._rank, self._size = store, rank, size
-        self._watched = [each for each in (range(size) if rank == 0 else [0]) if each != rank]
+        self._watched_ranks = [each for each in (range(size) if rank == 0 else [0]) if each != rank]
         self.interval_s = min(MAX_INTERVAL_S, (watchdog_s or timeout_s) / MIN_HEARTBEATS)
-        self._starting_s = max(SILENCE_FRACTION * timeout_s, MIN_SILENCE_S)
-        self._limit_s = self._starting_s if watchdog_s is None else SILENCE_FRACTION * watchdog_s
-        self._watches = watchdog_s is not None
-        self._option = "watchdog_s" if self._watches else "timeout_s"
+        self._startup_limit_s = max(SILENCE_FRACTION * timeout_s, MIN_SILENCE_S)
+        self._limit_s = self._startup_limit_s if watchdog_s is None else SILENCE_FRACTION * watchdog_s
+        self._has_watchdog = watchdog_s is not None
+        self._option = "watchdog_s" if self._has_watchdog else "timeout_s"
         self._on_hang, self._progress = on_hang, progress or Progress()
-        self._over, self._looks = threading.Event(), 0
+        self._stop_event, self._num_checks = threading.Event(), 0
         self._host = host
-        self._guard = threading.Thread(target=self._mind, name="meshwright-guard", daemon=True) if host else None
-        self._signs: dict[int, HeartbeatRecord] = {}
-        self._silent_s = dict.fromkeys(self._watched, 0.0)
-        self._at, self._still_s, self._settled_s = self._progress.at, 0.0, 0.0
+        self._store_monitor = (
+            threading.Thread(target=self._monitor_store, name="meshwright-guard", daemon=True) if host else None
+        )
+        self._heartbeats: dict[int, HeartbeatRecord] = {}
+        self._silent_s = dict.fromkeys(self._watched_ranks, 0.0)
+        self._last_phase, self._stalled_s, self._warmed_up_s = self._progress.phase, 0.0, 0.0
 
     def __enter__(self) -> Heartbeat:
         self.start()
-        if self._guard is not None:
-            self._guard.start()
+        if self._store_monitor is not None:
+            self._store_monitor.start()
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is None:
-            self._over.set()
+            self._stop_event.set()
             self.join()
 
     def run(self) -> None:
@@ -150,11 +152,11 @@ class Heartbeat(threading.Thread):
                 elapsed_s = time.monotonic() - last_s
                 last_s = time.monotonic()
                 mine = self._beat(count, elapsed_s)
-                silent = self.look(elapsed_s)
-                if self._is_alarmed(silent, mine):
-                    self._on_hang(self._verdict())
+                silent = self.find_silent_ranks(elapsed_s)
+                if self._check_alarm(silent, mine):
+                    self._on_hang(self._diagnose())
                     return
-                if self._over.wait(self.interval_s):
+                if self._stop_event.wait(self.interval_s):
                     break
                 count += 1
             write_heartbeat(self._store, self._rank, FINISHED, self.interval_s)
@@ -162,77 +164,87 @@ class Heartbeat(threading.Thread):
             # The store has ended with the process that hosts it. Whoever waits for a peer still has its own limit.
             return
 
-    def look(self, elapsed_s: float) -> list[int]:
+    def find_silent_ranks(self, elapsed_s: float) -> list[int]:
         """Return the watched ranks that have been silent for too long, `elapsed_s` after the last look."""
-        signs = read_heartbeats(self._store, self._watched, self._signs)
-        for rank in self._watched:
-            is_new = rank in signs and (rank not in self._signs or signs[rank].count != self._signs[rank].count)
-            self._silent_s[rank] = 0.0 if is_new else self._silent_s[rank] + self._counted(elapsed_s)
-        self._signs = signs
-        self._looks += 1
-        if self._progress.at.settled:
-            self._settled_s += self._counted(elapsed_s)
-        is_done = {rank for rank, sign in signs.items() if sign.count == FINISHED}
-        return [rank for rank in self._watched if self._is_silent(rank) and rank not in is_done]
+        signs = read_heartbeats(self._store, self._watched_ranks, self._heartbeats)
+        for rank in self._watched_ranks:
+            is_new = rank in signs and (
+                rank not in self._heartbeats or signs[rank].sequence_number != self._heartbeats[rank].sequence_number
+            )
+            self._silent_s[rank] = 0.0 if is_new else self._silent_s[rank] + self._cap_elapsed(elapsed_s)
+        self._heartbeats = signs
+        self._num_checks += 1
+        if self._progress.phase.is_warmed_up:
+            self._warmed_up_s += self._cap_elapsed(elapsed_s)
+        is_done = {rank for rank, sign in signs.items() if sign.sequence_number == FINISHED}
+        return [rank for rank in self._watched_ranks if self._is_silent(rank) and rank not in is_done]
 
     def _is_silent(self, rank: int) -> bool:
         # When this rank begins its second step, all have done the first one. Earlier silence does not count against the
         # lower limit: a rank that held its interpreter's lock may not have given its next sign yet.
         silent_s = self._silent_s[rank]
-        return silent_s > self._starting_s or min(silent_s, self._settled_s) > self._limit_s
+        return silent_s > self._startup_limit_s or min(silent_s, self._warmed_up_s) > self._limit_s
 
-    def named_after_s(self) -> float:
+    def get_silence_limit_s(self) -> float:
         """Return for how long this rank may be silent after a sign, until others have named it."""
-        return self._patience_s + DETECTION_INTERVALS * self.interval_s
+        return self._silence_limit_s + DETECTION_INTERVALS * self.interval_s
 
     @property
-    def _patience_s(self) -> float:
-        return self._limit_s if self._progress.at.settled else self._starting_s
+    def _silence_limit_s(self) -> float:
+        return self._limit_s if self._progress.phase.is_warmed_up else self._startup_limit_s
 
-    def _mind(self) -> None:
+    def _monitor_store(self) -> None:
         looks, last_s, silent_s = 0, time.monotonic(), 0.0
-        while not self._over.wait(self.interval_s) and self.is_alive():
+        while not self._stop_event.wait(self.interval_s) and self.is_alive():
             elapsed_s, last_s = time.monotonic() - last_s, time.monotonic()
-            silent_s = silent_s + self._counted(elapsed_s) if looks == self._looks else 0.0
-            looks = self._looks
-            if silent_s > self._patience_s:
-                self._on_hang(self._lonely_verdict(silent_s))
+            silent_s = silent_s + self._cap_elapsed(elapsed_s) if looks == self._num_checks else 0.0
+            looks = self._num_checks
+            if silent_s > self._silence_limit_s:
+                self._on_hang(self._diagnose_alone(silent_s))
                 return
 
-    def _lonely_verdict(self, silent_s: float) -> Hang:
+    def _diagnose_alone(self, silent_s: float) -> Hang:
         """The verdict without a word from other ranks; see [Note: a store that is silent]."""
-        mine, by_first = self._sign_now(), self._host == "first rank"
+        mine, by_first = self._create_record(), self._host == "first rank"
         if by_first:
-            hang = self._judged({0: silent_s}, self._signs, {})
+            hang = self._build_hang({0: silent_s}, self._heartbeats, {})
         else:
             text = format_disconnect(self._rank, mine, f"{silent_s:.0f} s", self._option)
-            hang = Hang((self._rank,), is_silent=False, since=time.time() - silent_s, signs=self._signs, text=text)
-        witness = self._progress.witness
+            hang = Hang(
+                (self._rank,),
+                is_silent=False,
+                since_s=time.time() - silent_s,
+                heartbeats=self._heartbeats,
+                message=text,
+            )
+        witness = self._progress.hang_reporter
         if witness is not None:
             with suppress(OSError):
-                witness.leave(mine)
+                witness.dump_stacks(mine)
                 if by_first and self._rank == 1:
-                    witness.tell(hang)
-        return replace(hang, is_alone=True)
+                    witness.report(hang)
+        return replace(hang, is_store_down=True)
 
-    def _counted(self, elapsed_s: float) -> float:
+    def _cap_elapsed(self, elapsed_s: float) -> float:
         return min(elapsed_s, 2 * self.interval_s)
 
-    def _sign_now(self) -> HeartbeatRecord:
-        return create_heartbeat_record(0, self.interval_s, self._progress, self._still_s)
+    def _create_record(self) -> HeartbeatRecord:
+        return create_heartbeat_record(0, self.interval_s, self._progress, self._stalled_s)
 
     def _beat(self, sequence_number: int, elapsed_s: float) -> HeartbeatRecord:
-        at = self._progress.at
-        self._still_s = self._still_s + self._counted(elapsed_s) if at is self._at else 0.0
-        self._at = at
-        return write_heartbeat(self._store, self._rank, sequence_number, self.interval_s, self._progress, self._still_s)
+        at = self._progress.phase
+        self._stalled_s = self._stalled_s + self._cap_elapsed(elapsed_s) if at is self._last_phase else 0.0
+        self._last_phase = at
+        return write_heartbeat(
+            self._store, self._rank, sequence_number, self.interval_s, self._progress, self._stalled_s
+        )
 
-    def _is_alarmed(self, silent_ranks: Sequence[int], own_heartbeat: HeartbeatRecord) -> bool:
+    def _check_alarm(self, silent_ranks: Sequence[int], own_heartbeat: HeartbeatRecord) -> bool:
         """Whether there is an alarm, of this rank or another."""
         if self._rank == 0:
-            signs = {0: own_heartbeat, **self._signs}
-            self._progress.signs = signs
-            if not silent_ranks and self._watches and find_stalled_ranks(signs, self._limit_s):
+            signs = {0: own_heartbeat, **self._heartbeats}
+            self._progress.heartbeats = signs
+            if not silent_ranks and self._has_watchdog and find_stalled_ranks(signs, self._limit_s):
                 self._store.compare_set(_ALARM_KEY, "", json.dumps({}))
         if silent_ranks:
             self._store.compare_set(_ALARM_KEY, "", json.dumps({rank: self._silent_s[rank] for rank in silent_ranks}))
@@ -240,27 +252,29 @@ class Heartbeat(threading.Thread):
 
     # -- see [Note: an alarm]
 
-    def _verdict(self) -> Hang:
+    def _diagnose(self) -> Hang:
         """The verdict, after all that live have written down what they know."""
         silent = {int(rank): float(how_long) for rank, how_long in json.loads(self._store.get(_ALARM_KEY)).items()}
-        witness = self._progress.witness
-        mine = self._sign_now()
+        witness = self._progress.hang_reporter
+        mine = self._create_record()
         counts: CollectiveCounts = {}
         if witness is not None:
             # The hang is reported even where nothing can be written.
             with suppress(OSError):
-                counts = witness.leave(mine)
-        self._store.set(f"report/{self._rank}", json.dumps({"sign": mine.written(), "counts": counts}))
+                counts = witness.dump_stacks(mine)
+        self._store.set(f"report/{self._rank}", json.dumps({"sign": mine.to_json(), "counts": counts}))
         signs = read_heartbeats(self._store, range(self._size))
-        reports = self._reports([rank for rank, sign in signs.items() if rank not in silent and sign.count != FINISHED])
-        signs |= {rank: report.sign for rank, report in reports.items()}
-        hang = self._judged(silent, signs, reports)
+        reports = self._collect_reports(
+            [rank for rank, sign in signs.items() if rank not in silent and sign.sequence_number != FINISHED]
+        )
+        signs |= {rank: report.heartbeat for rank, report in reports.items()}
+        hang = self._build_hang(silent, signs, reports)
         if witness is not None and self._rank == min(reports):
             with suppress(OSError):
-                witness.tell(hang)
+                witness.report(hang)
         return hang
 
-    def _reports(self, ranks: Sequence[int]) -> dict[int, HangReport]:
+    def _collect_reports(self, ranks: Sequence[int]) -> dict[int, HangReport]:
         until = time.monotonic() + REPORT_WAIT_S
         waiting = list(ranks)
         while waiting and time.monotonic() < until:
@@ -271,10 +285,10 @@ class Heartbeat(threading.Thread):
             if rank not in waiting:
                 values = json.loads(self._store.get(f"report/{rank}"))
                 counts = {group: tuple(each) for group, each in values["counts"].items()}
-                reports[rank] = HangReport(HeartbeatRecord.read(values["sign"]), counts)
+                reports[rank] = HangReport(HeartbeatRecord.from_json(values["sign"]), counts)
         return reports
 
-    def _judged(
+    def _build_hang(
         self, silent_s: dict[int, float], heartbeats: dict[int, HeartbeatRecord], reports: dict[int, HangReport]
     ) -> Hang:
         if silent_s:
@@ -282,8 +296,8 @@ class Heartbeat(threading.Thread):
             text = format_silence(ranks, heartbeats, f"{how_long:.0f} s", self._option)
         else:
             ranks = find_culprits(reports)
-            how_long = heartbeats[ranks[0]].still_s
+            how_long = heartbeats[ranks[0]].stalled_s
             text = format_stall(ranks, heartbeats)
-        witness = self._progress.witness
-        where = f" The stacks of all ranks are in {witness.where}." if witness is not None else ""
+        witness = self._progress.hang_reporter
+        where = f" The stacks of all ranks are in {witness.location}." if witness is not None else ""
         return Hang(tuple(ranks), bool(silent_s), time.time() - how_long, heartbeats, text + where)

@@ -102,7 +102,7 @@ def run_guarded(
         store = connect_store(timeout_s) if is_launched() else None
     except RankError as error:
         # Without a store the ranks cannot agree on who reports, and this one may be the only one cut off.
-        failure = RankFailure.of(error, show_traceback)
+        failure = RankFailure.from_exception(error, show_traceback)
         write_stderr(f"rank {get_rank_variable()}: {failure.text}")
         return failure.exit_code
     except KeyboardInterrupt:
@@ -113,7 +113,7 @@ def run_guarded(
         # Not a failure, and all ranks have agreed on it.
         return int(stopped.code or 0)
     except BaseException as error:
-        failure = RankFailure.of(error, show_traceback)
+        failure = RankFailure.from_exception(error, show_traceback)
     else:
         return 0
     try:
@@ -135,10 +135,10 @@ def heartbeat(timeout_s: float, watchdog_s: float | None = None) -> Iterator[Pro
     from torch.distributed import HashStore, PrefixStore
 
     def end(hang: Hang) -> None:
-        failure = RankFailure(1, f"{format_error(RankError(hang.text))}\n")
-        if hang.is_alone:
+        failure = RankFailure(1, f"{format_error(RankError(hang.message))}\n")
+        if hang.is_store_down:
             write_stderr(failure.text)
-        exit_process(failure.exit_code if hang.is_alone else _report_failure(failure))
+        exit_process(failure.exit_code if hang.is_store_down else _report_failure(failure))
 
     pulse = Heartbeat(
         PrefixStore(_HEARTBEAT_PREFIX, connect_store(timeout_s)) if size > 1 else HashStore(),
@@ -152,13 +152,13 @@ def heartbeat(timeout_s: float, watchdog_s: float | None = None) -> Iterator[Pro
     )
     # `local` ends the ranks that it has started.
     with (
-        ExternalWatchdog(pulse.named_after_s, pulse.interval_s)
+        ExternalWatchdog(pulse.get_silence_limit_s, pulse.interval_s)
         if is_launched_externally()
         else nullcontext() as companion,
         pulse,
     ):
         if companion is not None:
-            progress.on_settled = companion.tell
+            progress.on_warmed_up = companion.ping
         yield progress
 
 
@@ -189,11 +189,11 @@ class RankFailure:
 
     exit_code: int
     text: str
-    echo: str = ""
-    timed_out: bool = False
+    peer_failure: str = ""
+    is_timeout: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, show_traceback: bool) -> RankFailure:
+    def from_exception(cls, error: BaseException, show_traceback: bool) -> RankFailure:
         if isinstance(error, KeyboardInterrupt):
             return cls(INTERRUPTED, "")
         if isinstance(error, SystemExit):
@@ -217,25 +217,29 @@ def _report_failure(failure: RankFailure) -> int:
         return failure.exit_code
     try:
         board = _FailureBoard()
-        if failure.timed_out and (hangs := board.who_hangs()):
+        if failure.is_timeout and (hangs := board.describe_hung_rank()):
             failure = RankFailure(1, f"{format_error(RankError(hangs))}\n")
-        is_lost = is_launched_externally() and not failure.timed_out
-        patience_s = (LOST_PEER_WAIT_S if is_lost else PEER_FAILURE_WAIT_S) if failure.echo else 0.0
-        first = board.first(failure.exit_code, wait_s=patience_s)
+        is_lost = is_launched_externally() and not failure.is_timeout
+        patience_s = (LOST_PEER_WAIT_S if is_lost else PEER_FAILURE_WAIT_S) if failure.peer_failure else 0.0
+        first = board.post_or_get_first(failure.exit_code, wait_s=patience_s)
     except (RankError, RuntimeError):
         # The store went away with the rank that hosted it. Two reports are better than none, but need not be long.
         write_stderr(
-            f"rank {get_rank_variable()} lost its peers and their store: {failure.echo}\n"
-            if failure.echo
+            f"rank {get_rank_variable()} lost its peers and their store: {failure.peer_failure}\n"
+            if failure.peer_failure
             else failure.text
         )
-        if failure.timed_out:
+        if failure.is_timeout:
             write_stderr(
                 "The process that hosts the rendezvous store gives no answer either: it may be the one that hangs.\n"
             )
         return failure.exit_code
     if first is None:
-        lost = "This rank lost a peer, and no rank has said why: one may have been killed.\n" if failure.echo else ""
+        lost = (
+            "This rank lost a peer, and no rank has said why: one may have been killed.\n"
+            if failure.peer_failure
+            else ""
+        )
         write_stderr(failure.text + (lost if failure.text else ""))
         return failure.exit_code
     return first
@@ -257,7 +261,7 @@ class _FailureBoard:
             raise RankError(f"no rendezvous store at {address[0]}:{address[1]} any more: {error}.") from error
         self._store = PrefixStore("meshwright/failure", connect_store(STORE_TIMEOUT_S))
 
-    def first(self, exit_code: int, *, wait_s: float) -> int | None:
+    def post_or_get_first(self, exit_code: int, *, wait_s: float) -> int | None:
         """Return the exit code that another rank has posted, or post this one and return None."""
         if wait_s:
             with suppress(RuntimeError):  # nobody posted in time; if the store itself is gone, what follows says so
@@ -267,7 +271,7 @@ class _FailureBoard:
         first = self._store.compare_set(self._KEY, "", mine).decode()
         return None if first == mine else int(first.split()[1])
 
-    def who_hangs(self) -> str | None:
+    def describe_hung_rank(self) -> str | None:
         """Return the message about the rank that this one has waited for in vain; None if none stands out."""
         from torch.distributed import PrefixStore
 

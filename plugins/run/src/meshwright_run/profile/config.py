@@ -36,7 +36,7 @@ class ProfileConfig(FrozenModel):
 
     @field_validator("steps")
     @classmethod
-    def _are_in_order(cls, value: list[int] | list[list[int]]) -> list[int] | list[list[int]]:
+    def _check_windows(cls, value: list[int] | list[list[int]]) -> list[int] | list[list[int]]:
         found = _normalize_windows(value)
         if not found:
             raise ValueError("names no step; leave the section out to profile none")
@@ -51,7 +51,7 @@ class ProfileConfig(FrozenModel):
 
     @field_validator("ranks")
     @classmethod
-    def _are_some(cls, value: list[int] | str) -> list[int] | str:
+    def _check_ranks(cls, value: list[int] | str) -> list[int] | str:
         if not value:
             raise ValueError("names no rank; leave the section out to profile none")
         return value
@@ -60,11 +60,11 @@ class ProfileConfig(FrozenModel):
     def windows(self) -> list[tuple[int, int]]:
         return _normalize_windows(self.steps)
 
-    def takes(self, rank: int) -> bool:
+    def includes_rank(self, rank: int) -> bool:
         return self.ranks == "all" or rank in self.ranks
 
     @property
-    def teller(self) -> int:
+    def summary_rank(self) -> int:
         return 0 if self.ranks == "all" else min(int(rank) for rank in self.ranks)
 
 

@@ -75,9 +75,9 @@ class StepProfiler:
         print_summary: Callable[[RenderableType], None] = lambda shown: create_console().print(shown),
     ) -> None:
         self._config, self._directory, self._rank, self._device = config, directory / PROFILE_DIRECTORY, rank, device
-        self._about, self._start, self._say = metadata, start_step, print_summary
+        self._metadata, self._start_step, self._print_summary = metadata, start_step, print_summary
         self._running: tuple[profile, tuple[int, int]] | None = None
-        self._last = start_step
+        self._last_step = start_step
         if any(last > start_step for _, last in config.windows):
             warm_up_profiler(device)
 
@@ -85,15 +85,15 @@ class StepProfiler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self._finish_window()
 
-    def around(self, index: int) -> AbstractContextManager[None]:
-        step = self._start + index + 1
+    def step_context(self, index: int) -> AbstractContextManager[None]:
+        step = self._start_step + index + 1
         window = next((each for each in self._config.windows if each[0] <= step <= each[1]), None)
-        return NO_CONTEXT if window is None else self._seeing(step, window)
+        return NO_CONTEXT if window is None else self._profile_step(step, window)
 
     @contextmanager
-    def _seeing(self, step: int, window: tuple[int, int]) -> Iterator[None]:
+    def _profile_step(self, step: int, window: tuple[int, int]) -> Iterator[None]:
         if self._running is None:
             config = self._config
             if config.memory and self._device.type == "cuda":
@@ -108,15 +108,15 @@ class StepProfiler:
             self._running = profiler, window
         with record_if_profiling(f"{PROFILER_PREFIX}step {step}"):
             yield
-        self._last = step
+        self._last_step = step
         if step == window[1]:
-            self._end()
+            self._finish_window()
 
-    def _end(self) -> None:
+    def _finish_window(self) -> None:
         if self._running is None:
             return
         (profiler, window), self._running = self._running, None
-        about = {**self._about, "rank": self._rank, "window": list(window), "last_step": self._last}
+        about = {**self._metadata, "rank": self._rank, "window": list(window), "last_step": self._last_step}
         profiler.add_metadata_json(METADATA_KEY, json.dumps(about))
         profiler.stop()
         try:
@@ -142,18 +142,18 @@ class StepProfiler:
         if config.memory and self._device.type == "cuda":
             dump_memory_snapshot(remove_existing(path_of("-memory.pickle")))
             record_memory_history(False)
-        if not config.memory and self._rank != config.teller:
+        if not config.memory and self._rank != config.summary_rank:
             return
         trace = read_trace(path)
         if config.memory:
             write_atomically(path_of("-memory.json"), json.dumps(build_memory_timeline(trace)) + "\n")
-        if self._rank == config.teller:
+        if self._rank == config.summary_rank:
             summary, text = summarize_trace(trace), StringIO()
             create_console(file=text, width=120).print(render_summary(summary))
             name = f"summary{format_window_suffix(window, config.windows)}"
             write_atomically(self._directory / f"{name}.json", json.dumps(summary_to_dict(summary), indent=1) + "\n")
             write_atomically(self._directory / f"{name}.txt", text.getvalue())
-            self._say(render_summary(summary))
+            self._print_summary(render_summary(summary))
 
 
 class CommunicationSampler:
@@ -161,19 +161,19 @@ class CommunicationSampler:
 
     def __init__(self, every: int, device: torch.device) -> None:
         self._every, self._device = every, device
-        self._measured: dict[str, float] = {}
+        self._times: dict[str, float] = {}
         warm_up_profiler(device)
 
-    def around(self, index: int) -> AbstractContextManager[None]:
+    def step_context(self, index: int) -> AbstractContextManager[None]:
         is_due = index >= FIRST_SAMPLED_INDEX and (index - FIRST_SAMPLED_INDEX) % self._every == 0
-        return self._measuring() if is_due else NO_CONTEXT
+        return self._measure_step() if is_due else NO_CONTEXT
 
-    def measured(self) -> dict[str, float]:
-        found, self._measured = self._measured, {}
+    def read_times(self) -> dict[str, float]:
+        found, self._times = self._times, {}
         return found
 
     @contextmanager
-    def _measuring(self) -> Iterator[None]:
+    def _measure_step(self) -> Iterator[None]:
         if is_profiling():
             # By the section `profile`, or by the user: a process can have one profiler.
             yield
@@ -183,7 +183,7 @@ class CommunicationSampler:
             record_if_profiling(f"{PROFILER_PREFIX}step 0"),
         ):
             yield
-        self._measured = {TIME_KEY: measure_exposed_communication(read_spans(profiler))}
+        self._times = {TIME_KEY: measure_exposed_communication(read_spans(profiler))}
 
 
 def read_spans(profiler: profile) -> list[TraceSpan]:
@@ -212,7 +212,7 @@ class FaultFileWriter:
         self._directory, self._name = directory / FAULT_DIRECTORY, f"rank-{rank:05}"
 
     @property
-    def stacks(self) -> Path:
+    def stacks_path(self) -> Path:
         return self._directory / f"{self._name}-stacks.txt"
 
     @hookimpl
@@ -225,7 +225,7 @@ class FaultFileWriter:
         `cpp_stacks`: whether torch looks up where its collectives were called, which takes seconds.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
-        with atomic_writer(self.stacks) as file:
+        with atomic_writer(self.stacks_path) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         records = {}
         for backend, as_json, as_pickle in dump_flight_records(with_stacks=cpp_stacks):

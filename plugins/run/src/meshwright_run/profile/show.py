@@ -32,7 +32,7 @@ def render_summary(summary: ProfileSummary, *, rows: int = DEFAULT_ROWS) -> Grou
 
 
 def _render_headline(summary: ProfileSummary) -> list[RenderableType]:
-    about, steps, whole = summary.about, summary.steps, summary.seconds
+    about, steps, whole = summary.metadata, summary.steps, summary.seconds
     which = "one window" if not steps else f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     where = f" of {escape_markup(about['run'])}" if "run" in about else ""
     layout = (
@@ -45,13 +45,13 @@ def _render_headline(summary: ProfileSummary) -> list[RenderableType]:
     busy = "the device computes" if summary.is_on_device else "computing"
     lines = [
         f"[bold]profile[/bold]{where}{layout}: {which}{rank}",
-        f"{format_ms(whole / summary.count)} a step: {busy} {_format_share(summary.computing_seconds, whole)}, "
+        f"{format_ms(whole / summary.num_steps)} a step: {busy} {_format_share(summary.computing_seconds, whole)}, "
         f"[bold]exposed communication {_format_share(summary.exposed_seconds, whole)}[/bold], "
         f"host gaps {_format_share(summary.host_seconds, whole)}",
     ]
     if summary.memory is not None:
         peak = summary.memory
-        at = f" in {escape_markup(peak.part)}" if peak.part else ""
+        at = f" in {escape_markup(peak.phase)}" if peak.phase else ""
         by = f", by {escape_markup(peak.operator)}" if peak.operator else ""
         lines.append(f"memory: {peak.bytes / 1e6:,.1f} MB at the peak{at}{by}")
     return [parse_markup(line) for line in lines]
@@ -59,7 +59,7 @@ def _render_headline(summary: ProfileSummary) -> list[RenderableType]:
 
 def _render_phases(summary: ProfileSummary) -> Table:
     table = _build_table("part of the step", "times", "ms a step", "share", "computing", "exposed", "host")
-    for row in summary.parts:
+    for row in summary.phases:
         times = (row.computing_seconds, row.exposed_seconds, row.host_seconds)
         table.add_row(
             row.name,
@@ -68,7 +68,7 @@ def _render_phases(summary: ProfileSummary) -> Table:
             _format_share(row.seconds, summary.seconds),
             *(_format_per_step(each, summary) for each in times),
         )
-    if not summary.parts:
+    if not summary.phases:
         table.add_row("(none is marked)", *[""] * 6)
     return table
 
@@ -82,8 +82,8 @@ def _render_communication(summary: ProfileSummary) -> list[RenderableType]:
             row.name,
             _format_per_step(row.seconds, summary),
             _format_per_step(row.exposed_seconds, summary),
-            f"{row.calls / summary.count:,.4g}",
-            "not known" if row.bytes is None else f"{row.bytes / summary.count / 1e6:,.3f}",
+            f"{row.calls / summary.num_steps:,.4g}",
+            "not known" if row.bytes is None else f"{row.bytes / summary.num_steps / 1e6:,.3f}",
         )
     return [table]
 
@@ -96,7 +96,7 @@ def _render_operators(summary: ProfileSummary, rows: int) -> Table:
         times = [row.device_seconds, row.seconds] if on_device else [row.seconds]
         per_step = [_format_per_step(each, summary) for each in times]
         table.add_row(
-            row.name, *per_step, _format_share(times[0], summary.seconds), f"{row.calls / summary.count:,.4g}"
+            row.name, *per_step, _format_share(times[0], summary.seconds), f"{row.calls / summary.num_steps:,.4g}"
         )
     left = summary.operators[rows:]
     if left:
@@ -134,12 +134,12 @@ class ProfileComparison:
     """Two profiles side by side; all but `whole` by the size of the difference, the largest first."""
 
     names: tuple[str, str]
-    whole: Sequence[ProfileDifference]
-    parts: Sequence[ProfileDifference]
+    totals: Sequence[ProfileDifference]
+    phases: Sequence[ProfileDifference]
     communication: Sequence[ProfileDifference]
     operators: Sequence[ProfileDifference]
 
-    def as_values(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -156,7 +156,10 @@ def compare_profiles(first: ProfileSummary, second: ProfileSummary, names: tuple
     }
     return ProfileComparison(
         names,
-        [ProfileDifference(name, *(getattr(each, key) / each.count for each in both)) for name, key in totals.items()],
+        [
+            ProfileDifference(name, *(getattr(each, key) / each.num_steps for each in both))
+            for name, key in totals.items()
+        ],
         _compare_rows(both, "parts", "seconds"),
         _compare_rows(both, "communication", "seconds"),
         _compare_rows(both, "operators", "device_seconds" if on_device else "seconds"),
@@ -170,7 +173,7 @@ def _compare_rows(
 
     def of(name: str, attribute: str) -> tuple[float, float]:
         before, after = (
-            getattr(own[name], attribute) / each.count if name in own else 0.0
+            getattr(own[name], attribute) / each.num_steps if name in own else 0.0
             for own, each in zip(rows, summaries, strict=True)
         )
         return before, after
@@ -183,8 +186,8 @@ def render_comparison(comparison: ProfileComparison, *, rows: int = DEFAULT_ROWS
     first, second = comparison.names
     title = parse_markup(f"[bold]A[/bold] {escape_markup(first)}\n[bold]B[/bold] {escape_markup(second)}")
     tables = [
-        _render_differences("a step", comparison.whole, len(comparison.whole)),
-        _render_differences("part of the step", comparison.parts, rows),
+        _render_differences("a step", comparison.totals, len(comparison.totals)),
+        _render_differences("part of the step", comparison.phases, rows),
         _render_differences("communication", comparison.communication, rows),
         _render_differences("operator (itself)", comparison.operators, rows),
     ]
@@ -224,7 +227,7 @@ def _build_table(name: str, *columns: str) -> Table:
 
 
 def _format_per_step(seconds: float, summary: ProfileSummary) -> str:
-    return format_ms(seconds / summary.count, unit="")
+    return format_ms(seconds / summary.num_steps, unit="")
 
 
 def format_ms(seconds: float, *, unit: str = " ms", sign: str = "") -> str:

@@ -105,8 +105,8 @@ class MemoryPeak:
 
     bytes: int
     operator: str
-    part: str
-    parts: dict[str, int]
+    phase: str
+    phases: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ class ProfileSummary:
     host_seconds: float
     operators: list[OperatorTime]
     communication: list[CommunicationTime]
-    parts: list[PhaseTime]
+    phases: list[PhaseTime]
     memory: MemoryPeak | None = None
-    about: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def count(self) -> int:
+    def num_steps(self) -> int:
         """Steps of the window; a trace that marks none counts as one."""
         return max(1, len(self.steps))
 
@@ -156,7 +156,7 @@ def load_summary(path: Path, *, rank: int | None = None) -> ProfileSummary:
 def summarize_trace(trace: ProfilerTrace) -> ProfileSummary:
     spans, did = trace.spans, measure_activity(trace.spans)
     steps = [each for each in spans if each.step is not None]
-    marked = [each for each in spans if each.part is not None]
+    marked = [each for each in spans if each.phase is not None]
     timed = [each for each in spans if each.kind == OPERATOR or each.kind in DEVICE_KINDS]
     # Evaluations and checkpoints are between steps.
     inside = [*steps, *marked] or timed or list(spans)
@@ -172,9 +172,9 @@ def summarize_trace(trace: ProfilerTrace) -> ProfileSummary:
         host_seconds=whole.host_seconds,
         operators=_summarize_operators(timed),
         communication=_summarize_communication(spans, did),
-        parts=_summarize_phases(marked, did, window),
+        phases=_summarize_phases(marked, did, window),
         memory=find_memory_peak(trace),
-        about=dict(trace.about),
+        metadata=dict(trace.metadata),
     )
 
 
@@ -248,10 +248,10 @@ def _count_message_bytes(span: TraceSpan) -> int | None:
 
 
 def _summarize_phases(marked: Sequence[TraceSpan], activity: Activity, window: Intervals) -> list[PhaseTime]:
-    names = dict.fromkeys(each.part for each in sorted(marked, key=lambda span: span.start))
+    names = dict.fromkeys(each.phase for each in sorted(marked, key=lambda span: span.start))
     found, rest = [], window
     for name in names:
-        stretches = [(each.start, each.end) for each in marked if each.part == name]
+        stretches = [(each.start, each.end) for each in marked if each.phase == name]
         covered = merge_intervals(stretches)
         rest = subtract_intervals(rest, covered)
         found.append(_summarize_phase(str(name), len(stretches), covered, activity))
@@ -273,16 +273,16 @@ def find_memory_peak(trace: ProfilerTrace) -> MemoryPeak | None:
     changes = _select_device_changes(trace.memory)
     if not changes:
         return None
-    last = max(changes, key=lambda change: change.total)
-    marks = [each for each in trace.spans if each.part is not None]
+    last = max(changes, key=lambda change: change.total_bytes)
+    marks = [each for each in trace.spans if each.phase is not None]
     parts: dict[str, int] = {}
     for mark in marks:
-        parts[str(mark.part)] = max(_find_peak_bytes(changes, mark), parts.get(str(mark.part), 0))
+        parts[str(mark.phase)] = max(_find_peak_bytes(changes, mark), parts.get(str(mark.phase), 0))
     operator = _find_innermost(
         (each for each in trace.spans if each.kind == OPERATOR and each.thread == last.thread), last
     )
     part = _find_innermost(marks, last)
-    return MemoryPeak(last.total, operator.name if operator else "", str(part.part) if part else "", parts)
+    return MemoryPeak(last.total_bytes, operator.name if operator else "", str(part.phase) if part else "", parts)
 
 
 def build_memory_timeline(trace: ProfilerTrace) -> dict[str, Any]:
@@ -293,19 +293,19 @@ def build_memory_timeline(trace: ProfilerTrace) -> dict[str, Any]:
     changes, peak = _select_device_changes(trace.memory), find_memory_peak(trace) or MemoryPeak(0, "", "", {})
     is_on_device = any(change.is_on_device for change in trace.memory)
     marks = [each.start for each in trace.spans if each.step is not None]
-    start = min(marks, default=changes[0].at if changes else 0.0)
+    start = min(marks, default=changes[0].time if changes else 0.0)
     each_of = max(1, -(-len(changes) // MAX_TIMELINE_POINTS))
     shares = [changes[index : index + each_of] for index in range(0, len(changes), each_of)]
-    points = [max(share, key=lambda change: change.total) for share in shares]
+    points = [max(share, key=lambda change: change.total_bytes) for share in shares]
     return {
         "counts": "all that the allocator gave" if is_on_device else "what the window added to what was held",
         "peak_bytes": peak.bytes,
         "peak_operator": peak.operator,
-        "peak_part": peak.part,
-        "parts": peak.parts,
+        "peak_part": peak.phase,
+        "parts": peak.phases,
         "taken_by_operator": _count_allocated_bytes(trace, changes),
-        "seconds": [point.at - start for point in points],
-        "bytes": [point.total for point in points],
+        "seconds": [point.time - start for point in points],
+        "bytes": [point.total_bytes for point in points],
     }
 
 
@@ -315,13 +315,13 @@ def _select_device_changes(changes: Sequence[MemoryChange]) -> list[MemoryChange
 
 
 def _find_peak_bytes(changes: Sequence[MemoryChange], mark: TraceSpan) -> int:
-    first = bisect.bisect_right(changes, mark.start, key=lambda change: change.at)
-    last = bisect.bisect_right(changes, mark.end, key=lambda change: change.at)
-    return max((change.total for change in changes[max(0, first - 1) : last]), default=0)
+    first = bisect.bisect_right(changes, mark.start, key=lambda change: change.time)
+    last = bisect.bisect_right(changes, mark.end, key=lambda change: change.time)
+    return max((change.total_bytes for change in changes[max(0, first - 1) : last]), default=0)
 
 
 def _find_innermost(spans: Iterable[TraceSpan], change: MemoryChange) -> TraceSpan | None:
-    running = (each for each in spans if each.start <= change.at <= each.end)
+    running = (each for each in spans if each.start <= change.time <= each.end)
     return max(running, key=lambda span: span.start, default=None)
 
 
@@ -339,15 +339,15 @@ def _count_allocated_bytes(trace: ProfilerTrace, changes: Sequence[MemoryChange]
         for change in changes:
             if change.thread != thread or change.bytes <= 0:
                 continue
-            while index < len(operators) and operators[index].start <= change.at:
+            while index < len(operators) and operators[index].start <= change.time:
                 while open_ones and open_ones[-1].end <= operators[index].start:
                     open_ones.pop()
                 open_ones.append(operators[index])
                 index += 1
-            while open_ones and open_ones[-1].end < change.at:
+            while open_ones and open_ones[-1].end < change.time:
                 open_ones.pop()
             # Operators call others, such as aten::empty; the outermost that does work counts.
-            taken[next((each.name for each in open_ones if each.computes), "none")] += change.bytes
+            taken[next((each.name for each in open_ones if each.is_compute), "none")] += change.bytes
     return dict(sorted(taken.items(), key=lambda item: -item[1]))
 
 

@@ -65,11 +65,11 @@ class TraceSpan(NamedTuple):
         return self.kind == ANNOTATION and (self.name.startswith("gloo:") or self.name == WAIT_FOR_RANKS)
 
     @property
-    def sends(self) -> bool:
+    def is_communication_call(self) -> bool:
         return self.kind == OPERATOR and self.name.startswith(_COMMUNICATION_PREFIXES)
 
     @property
-    def computes(self) -> bool:
+    def is_compute(self) -> bool:
         if self.kind not in (OPERATOR, ANNOTATION):
             return False
         if self.name.startswith(_COMPILED_PREFIXES):
@@ -86,7 +86,7 @@ class TraceSpan(NamedTuple):
         return int(found[1]) if found else None
 
     @property
-    def part(self) -> str | None:
+    def phase(self) -> str | None:
         is_mark = self.kind == ANNOTATION and self.name.startswith(PROFILER_PREFIX)
         if not is_mark or self.name == WAIT_FOR_RANKS or self.step is not None:
             return None
@@ -97,9 +97,9 @@ class TraceSpan(NamedTuple):
 class MemoryChange:
     """Bytes that were allocated (above 0) or freed at a moment [s], and the total that is held after it."""
 
-    at: float
+    time: float
     bytes: int
-    total: int
+    total_bytes: int
     thread: int | str
     is_on_device: bool
 
@@ -110,7 +110,7 @@ class ProfilerTrace:
 
     path: Path
     spans: Sequence[TraceSpan]
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     memory: Sequence[MemoryChange]
 
 
@@ -130,7 +130,7 @@ def read_trace(path: Path) -> ProfilerTrace:
     if not spans:
         raise ConfigError(f"{path} holds no event that lasts, so there is nothing to show. {_HINT}")
     about = value.get(METADATA_KEY)
-    memory.sort(key=lambda change: change.at)
+    memory.sort(key=lambda change: change.time)
     return ProfilerTrace(path, spans, about if isinstance(about, dict) else {}, memory)
 
 
@@ -171,9 +171,9 @@ def _parse_span(event: Mapping[str, Any]) -> TraceSpan:
 def _parse_memory_change(event: Mapping[str, Any]) -> MemoryChange:
     details = event["args"]
     return MemoryChange(
-        at=float(event["ts"]) * _MICRO,
+        time=float(event["ts"]) * _MICRO,
         bytes=int(details["Bytes"]),
-        total=int(details["Total Allocated"]),
+        total_bytes=int(details["Total Allocated"]),
         thread=event.get("tid", 0),
         # Kineto numbers kinds of devices as torch does: 0 is the CPU.
         is_on_device=int(details["Device Type"]) != 0,
@@ -242,10 +242,12 @@ def measure_activity(spans: Sequence[TraceSpan]) -> Activity:
         return Activity(_merge_spans(each for each in on_device if not each.is_communication), messages, True)
     main = _find_main_thread(spans)
     of_main = [each for each in spans if each.thread == main]
-    computing = _merge_spans(each for each in of_main if each.computes)
+    computing = _merge_spans(each for each in of_main if each.is_compute)
     # An operator on sharded tensors waits within for what it has sent.
     return Activity(
-        subtract_intervals(computing, _merge_spans(each for each in of_main if each.sends)), messages, False
+        subtract_intervals(computing, _merge_spans(each for each in of_main if each.is_communication_call)),
+        messages,
+        False,
     )
 
 
