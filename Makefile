@@ -18,7 +18,7 @@ DISTRIBUTIONS := requirements.txt pyproject.toml setup.py constraints.txt $(wild
 
 train: .venv/trains
 	$(BIN)/meshwright train examples/stdlib.yaml
-	$(BIN)/python examples/load_back.py runs/stdlib
+	$(BIN)/python examples/load_with_transformers.py runs/stdlib
 
 # An adapter that answers questions, on the model of `make train`.
 sft: .venv/trains
@@ -46,14 +46,14 @@ test-zoo: .venv/installed
 
 # Losses, gradient norms and weights, bit for bit as they were recorded.
 golden: .venv/installed
-	$(BIN)/python tests/golden/run.py
+	$(BIN)/python tests/golden/compare_golden.py
 
 test-versions: .venv/installed
-	$(BIN)/python tests/versions.py
+	$(BIN)/python tests/run_version_matrix.py
 
 # Each plugin from its wheel, alone with core, in an environment of its own.
 test-wheels: .venv/installed
-	$(BIN)/python tests/wheels.py
+	$(BIN)/python tests/run_wheel_tests.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -61,7 +61,7 @@ lint: .venv/installed
 
 types: .venv/installed
 	$(BIN)/mypy
-	MYPYPATH=tests $(BIN)/mypy tests/support/planted.py  # strategies of users override the same methods
+	MYPYPATH=tests $(BIN)/mypy tests/support/buggy_strategies.py  # strategies of users override the same methods
 
 # The site, into build/site; a link that leads nowhere is an error.
 docs: .venv/installed

@@ -1,7 +1,7 @@
 """Count what a budget of activations buys: bytes held, and operations computed again. One process, no times.
 
 For each budget between the least that can be met and all, a step of a Llama is run twice: for what its blocks hold when
-the forward is done, by their tensors (`tests/support/measures.py`), and for its operations, by torch's counter.
+the forward is done, by their tensors (`tests/support/measurements.py`), and for its operations, by torch's counter.
 
     python benchmarks/activations.py --json results.json
 """
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from meshwright.model.activation_budget import SINGLE_STAGE, ActivationPlan, BudgetedBlocks
 from meshwright.model.activation_options import ActivationCheckpointing, ActivationOptions
-from meshwright.model.budget import SINGLE_STAGE, ActivationPlan, BudgetedBlocks
 from meshwright.model.layout import infer_layout
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.step.tokens import sum_token_loss

@@ -39,8 +39,8 @@ from meshwright.checkpoint.saving import (
     cut_rectangle,
     encode_optimizer_settings,
 )
-from meshwright.checkpoint.values import flatten_state
-from meshwright.tensors.pieces import ChunkedTensor
+from meshwright.checkpoint.training_state import flatten_state
+from meshwright.tensors.chunks import ChunkedTensor
 from meshwright.tensors.state import DTENSOR_LAYOUT, ShardedState, get_sharded_model_state, get_sharded_optimizer_state
 
 LIMIT_S = 1.0

@@ -2,7 +2,7 @@
 
 One rank under `single` takes a step on a sequence of `--length` tokens; then `--ranks` ranks, fsdp2 with cp_size of as
 many, take one on a sequence so many times as long, once by all-gather and once by Ulysses. The model is the same, a
-random Llama in float32. Each rank tells the peak of what its tensors hold (`tests/support/measures.py`) and the peak of
+random Llama in float32. Each rank tells the peak of what its tensors hold (`tests/support/measurements.py`) and the peak of
 its resident memory, above what it held before it had a model (VmHWM; Linux with glibc only). In a first step on a few
 tokens, losses and gradient norms must be those of one rank.
 
@@ -33,7 +33,7 @@ from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.optim.build import optimizer_factory
-from meshwright.step.agreement import count_tokens
+from meshwright.step.handshake import count_tokens
 from meshwright.strategy.stack import resolve
 from meshwright_run.run_file import OptimizerConfig
 from meshwright_testing.workers import pool

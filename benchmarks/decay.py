@@ -2,7 +2,7 @@
 
     python benchmarks/decay.py --json benchmarks/results/decay.json
 
-Models are made on the meta device, in a few seconds. `python tools/tables.py` makes docs/weight-decay.md of it.
+Models are made on the meta device, in a few seconds. `python tools/generated_pages.py` makes docs/weight-decay.md of it.
 """
 
 from __future__ import annotations

@@ -30,15 +30,15 @@ from rich.console import Console
 from meshwright.events.run import RunInfo
 from meshwright.events.step import StepResult
 from meshwright.mesh.world import World
-from meshwright.step.agreement import count_tokens
+from meshwright.step.handshake import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.registry import get_registry
 from meshwright.tensors.ops import make_event_recorder
 from meshwright.train.loop.step import Stopwatch, train_step
-from meshwright_run.journal import EventLog, RankLog
+from meshwright_run.metrics_report import LossCurvePlotter, MetricsReporter
 from meshwright_run.observers import attach_trackers, resolve_trackers
-from meshwright_run.report import LossCurvePlotter, MetricsReporter
 from meshwright_run.run_directory import RunDirectory
+from meshwright_run.run_logs import EventLog, RankLog
 
 CALLS = 2000
 """Records that observers are told of to see what one costs by itself."""

@@ -27,13 +27,13 @@ from PIL import Image
 
 from meshwright.base.validation import validate_config
 from meshwright_plan.config import PlanConfig, load_device_spec
-from meshwright_plan.fleet.advice import (
+from meshwright_plan.goodput.advice import (
     ASSUMED_DETECTION_S,
     REPLICA_LINK_FRACTION,
     choose_replica_schedule,
     compute_checkpoint_costs,
 )
-from meshwright_plan.fleet.fleet import (
+from meshwright_plan.goodput.simulation import (
     DAY,
     HOUR,
     CheckpointSchedule,
@@ -44,7 +44,7 @@ from meshwright_plan.fleet.fleet import (
     find_best_interval,
     simulate,
 )
-from meshwright_plan.planned import build_job, plan_job
+from meshwright_plan.planner import build_job, plan_job
 from meshwright_run.run_file import RunConfig
 
 ROOT = Path(__file__).parents[1]

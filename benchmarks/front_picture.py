@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from meshwright_plan.pictures.marks import BASE_COLOURS, OWNER_COLOURS
+from meshwright_plan.plots.marks import BASE_COLOURS, OWNER_COLOURS
 
 INCHES = (10.0, 4.7)
 DPI = 200

@@ -21,7 +21,7 @@ from common import origin
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.step.rows import HiddenRows, compute_token_loss
+from meshwright.step.chunked_loss import HiddenRows, compute_token_loss
 from meshwright.step.tokens import sum_target_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from common import origin
 
-from meshwright_run.data.packing import pack_best_fit
+from meshwright_run.data.bin_packing import pack_best_fit
 
 Packer = Callable[[np.ndarray, int], int]
 """From lengths and room to the number of rows."""

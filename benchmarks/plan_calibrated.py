@@ -37,8 +37,8 @@ from meshwright.strategy.stack import resolve
 from meshwright_plan.calibration.calibrate import calibrate
 from meshwright_plan.calibration.measure import MeasurementBudget
 from meshwright_plan.config import DeviceSpec
-from meshwright_plan.planned import trace_rank
-from meshwright_plan.time import find_pipeline_ranks, simulate_timelines
+from meshwright_plan.planner import trace_rank
+from meshwright_plan.timeline import find_pipeline_ranks, simulate_timelines
 from meshwright_plan.trace import TrainingJob
 from meshwright_testing.workers import pool
 

@@ -13,9 +13,9 @@ import yaml
 
 from meshwright.mesh.sizes import Degrees
 from meshwright_plan.config import load_device_spec
-from meshwright_plan.pictures.pngs import write_pngs
-from meshwright_plan.pictures.shown import PlotData, collect_plot_data
-from meshwright_plan.planned import build_job, plan_job
+from meshwright_plan.planner import build_job, plan_job
+from meshwright_plan.plots.plot_data import PlotData, collect_plot_data
+from meshwright_plan.plots.png import write_pngs
 from meshwright_plan.plugin import load_job_config
 
 DOCS = Path(__file__).parents[1] / "docs"

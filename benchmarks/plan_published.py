@@ -30,9 +30,9 @@ from published_jobs import DEVICES, blocks, is_automodel, is_megatron, job_of, l
 
 from meshwright_plan.allocator import compute_reserved_bytes
 from meshwright_plan.config import DeviceSpec, load_device_spec
-from meshwright_plan.planned import plan_job as plan_of
-from meshwright_plan.planned import trace_rank
-from meshwright_plan.time import find_pipeline_ranks, simulate_timelines
+from meshwright_plan.planner import plan_job as plan_of
+from meshwright_plan.planner import trace_rank
+from meshwright_plan.timeline import find_pipeline_ranks, simulate_timelines
 from meshwright_plan.trace import Operation, StepTrace, TrainingJob
 
 HERE = Path(__file__).parent

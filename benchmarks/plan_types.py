@@ -25,7 +25,7 @@ from meshwright.mesh.sizes import MeshSizes
 from meshwright.optim.build import optimizer_factory
 from meshwright.optim.config import OptimizerConfig
 from meshwright.strategy.stack import resolve
-from meshwright_plan.planned import trace_rank
+from meshwright_plan.planner import trace_rank
 from meshwright_plan.trace import TrainingJob
 from meshwright_testing.zoo import build_zoo_config, zoo_types, zoo_unsupported_reason
 

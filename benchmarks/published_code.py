@@ -34,8 +34,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from meshwright._compat.torch import is_attention
 from meshwright.model.forward_order import WrapOrder, wrap_forward
 from meshwright.parallel.tensor.collectives import Gather
-from meshwright.parallel.tensor.sequence_stream import ResidualStream
-from meshwright.step.rows import HiddenRows
+from meshwright.parallel.tensor.sequence_parallel import ResidualStream
+from meshwright.step.chunked_loss import HiddenRows
 
 IGNORED = -100
 LAYERS_APART = 2
@@ -113,10 +113,10 @@ def running(row: Mapping[str, Any]) -> Iterator[None]:
     if is_automodel(row) or "args" in row:
         loss = _narrow_loss if is_automodel(row) else _in_place_loss
         with ExitStack() as stack:
-            stack.enter_context(mock.patch("meshwright.manager.row_loss.sum_target_loss", loss))
+            stack.enter_context(mock.patch("meshwright.manager.chunked_cross_entropy.sum_target_loss", loss))
             if "args" in row:
                 stack.enter_context(
-                    mock.patch("meshwright.manager.row_loss.compute_token_loss", _loss_of_rows(_InPlace))
+                    mock.patch("meshwright.manager.chunked_cross_entropy.compute_token_loss", _loss_of_rows(_InPlace))
                 )
                 stack.enter_context(
                     mock.patch.object(ResidualStream, "run_region", _gathering_again(ResidualStream.run_region))
@@ -128,11 +128,13 @@ def running(row: Mapping[str, Any]) -> Iterator[None]:
     with ExitStack() as stack:
         put = {"meshwright.model.recompute._make_selective_contexts": _per_op}
         if with_tp:
-            put["meshwright.manager.row_loss.compute_token_loss"] = _loss_of_rows(
+            put["meshwright.manager.chunked_cross_entropy.compute_token_loss"] = _loss_of_rows(
                 _Fused if is_compiled else _LossParallel
             )
         elif is_compiled or not code.wide_loss:
-            put["meshwright.manager.row_loss.sum_target_loss"] = _fused_loss if is_compiled else _narrow_loss
+            put["meshwright.manager.chunked_cross_entropy.sum_target_loss"] = (
+                _fused_loss if is_compiled else _narrow_loss
+            )
         for name, value in put.items():
             stack.enter_context(mock.patch(name, value))
         yield

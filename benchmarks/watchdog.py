@@ -29,8 +29,8 @@ from meshwright.mesh.progress import HeartbeatRecord, Progress, TrainingPhase
 from meshwright.mesh.world import World
 from meshwright.tensors.ops import make_event_recorder
 from meshwright.train.loop.step import Stopwatch, train_step
-from meshwright_run.launch.hang import read_heartbeats
-from meshwright_run.launch.pulse import MIN_HEARTBEATS, Heartbeat, write_heartbeat
+from meshwright_run.launch.hang_detection import read_heartbeats
+from meshwright_run.launch.heartbeat import MIN_HEARTBEATS, Heartbeat, write_heartbeat
 
 CALLS = 100_000
 TIMEOUT_S = 600.0

@@ -5,7 +5,7 @@
 
 Each picture is made of plain data: `mesh`, `axes`, `pieces` and `gradient_rule` ask real ranks, `pipelines` asks the
 schedules, `parity` reads benchmarks/results. The data are kept in docs/how/pictures.json, and
-`tests/docs/test_how_pictures.py` compares them with what the code says now.
+`tests/docs/test_how_it_works_figures.py` compares them with what the code says now.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def gradients_on_a_rank() -> list[dict[str, Any]]:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from meshwright.step.agreement import count_tokens
+    from meshwright.step.handshake import count_tokens
     from meshwright.testing import Case
     from meshwright_testing.models import build_tiny_model
     from meshwright_testing.parity import build_manager
@@ -122,7 +122,7 @@ def mesh() -> Any:
 
     from meshwright.mesh.mesh import Mesh
     from meshwright.mesh.sizes import ROOT_AXES, VIEWS, Degrees
-    from meshwright_plan.world import fake_world
+    from meshwright_plan.fake_world import fake_world
 
     degrees, coordinates, groups = Degrees(**SIZES), [], {}
     for rank in range(degrees.world_size):
@@ -227,8 +227,8 @@ SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
 
 
 def pipelines() -> Any:
-    from meshwright_pipeline.schedule.order import bubble_fraction, compute_timeline, count_peak_live_microbatches
-    from meshwright_pipeline.schedule.rules import build_schedule
+    from meshwright_pipeline.schedule.actions import bubble_fraction, compute_timeline, count_peak_live_microbatches
+    from meshwright_pipeline.schedule.specs import build_schedule
 
     found = {}
     for name, chunks in SCHEDULES.items():
@@ -258,7 +258,7 @@ MISTAKES = {
     "loses_steps": "one_rank-resume",
     "joined_without_sum": "tp=2-objective",
 }
-"""Strategies of tests/support/planted.py, each with one mistake, and a comparison that is to find it."""
+"""Strategies of tests/support/buggy_strategies.py, each with one mistake, and a comparison that is to find it."""
 
 
 def parity() -> Any:

@@ -6,7 +6,7 @@
 
 Each part runs in processes of its own under a limit; `gpu.json` is written again after each, and lists the parts that
 were not reached. `--device cpu` goes through every part with tiny sizes, where there is no GPU, and proves no claim.
-docs/gpu.md is made from the results (`python tools/tables.py`).
+docs/gpu.md is made from the results (`python tools/generated_pages.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,16 @@ def parts(device: str) -> list[Part]:
         return [*command, *size, *words]
 
     def cells(ranks: int, seconds: int) -> list[str]:
-        command = [PYTHON, "tests/gpu/cells.py", "--ranks", str(ranks), "--out", "{json}", "--device", device]
+        command = [
+            PYTHON,
+            "tests/gpu/conformance_cells.py",
+            "--ranks",
+            str(ranks),
+            "--out",
+            "{json}",
+            "--device",
+            device,
+        ]
         return [*command, "--seconds", str(8 if on_cpu else seconds), *(["--most", "3"] if on_cpu else [])]
 
     def calibrate(file: str) -> list[str]:

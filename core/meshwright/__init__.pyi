@@ -47,7 +47,7 @@ from .optim.config import EMAConfig as EMAConfig
 from .optim.config import OptimizerConfig as OptimizerConfig
 from .optim.config import OptimizerGroup as OptimizerGroup
 from .optim.groups import ChainedOptimizer as ChainedOptimizer
-from .step.agreement import count_tokens as count_tokens
+from .step.handshake import count_tokens as count_tokens
 from .step.tokens import Outputs as Outputs
 from .step.tokens import Tokens as Tokens
 from .strategy.contract import DistributedConfig as DistributedConfig

@@ -12,10 +12,10 @@ import pytest
 from support.checkpoints import step_directory
 
 from meshwright.base.errors import CheckpointError, IncompleteCheckpointError
-from meshwright.checkpoint import places
-from meshwright.checkpoint.directory import LocalCheckpointWriter, apply_retention, archive_after, cleanup
+from meshwright.checkpoint import storage
+from meshwright.checkpoint.lifecycle import LocalCheckpointWriter, apply_retention, archive_after, cleanup
 from meshwright.checkpoint.manifest import MANIFEST_FILE, Manifest, list_steps, read_manifest
-from meshwright.checkpoint.places import STEP_PATTERN, LocalStorage, StorageOptions
+from meshwright.checkpoint.storage import STEP_PATTERN, LocalStorage, StorageOptions
 
 
 def _write(final: Path, content: str) -> None:
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_torn_one(
         raise OSError(5, "Input/output error", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(places, "open_regular_file", fail)
+        patch.setattr(storage, "open_regular_file", fail)
         with pytest.raises(CheckpointError, match=r"cannot be read.*Input/output error") as caught:
             read_manifest(LocalStorage(path, StorageOptions(max_retries=0)))
         assert not isinstance(caught.value, IncompleteCheckpointError)

@@ -14,8 +14,8 @@ from support.checkpoints import error_of, step_directory
 
 from meshwright import Checkpointer, load_checkpoint, save_checkpoint
 from meshwright.checkpoint import read_manifest, saving
-from meshwright.checkpoint.directory import CheckpointWriter
 from meshwright.checkpoint.index import write_tensors
+from meshwright.checkpoint.lifecycle import CheckpointWriter
 from meshwright.checkpoint.manifest import StoredFile, list_steps
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager

@@ -1,6 +1,6 @@
 """Disks that are full, broken or too small, under real runs: what continues does so bit for bit, and all is told.
 
-A library that is loaded before others (tests/faults/disk.c) makes system calls fail on some paths.
+A library that is loaded before others (tests/faults/faulty_disk.c) makes system calls fail on some paths.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.checkpoint_runs import Ended, Runs
 
-from meshwright_run.report import LineWriter
+from meshwright_run.metrics_report import LineWriter
 
 FULL, READ_ONLY, BROKEN = 28, 30, 5
 FULL_AT_4 = f"step-00000004.writing write {FULL} 0 -1"

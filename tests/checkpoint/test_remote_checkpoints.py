@@ -17,7 +17,7 @@ from support.commands import invoke
 
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import MANIFEST_FILE
-from meshwright.checkpoint.remote import RemoteStorage, open_storage
+from meshwright.checkpoint.remote_storage import RemoteStorage, open_storage
 
 pytest.importorskip("s3fs")
 server_of_moto = pytest.importorskip("moto.server")

@@ -19,9 +19,9 @@ WITHOUT_TORCH = (
         "meshwright.cli.main",
         "meshwright_run.commands",
         "meshwright_run.data.config",
-        "meshwright_run.data.feed",
+        "meshwright_run.data.train_sampler",
     ),
-    *("meshwright.files.class_paths", "meshwright_run.launch.local", "meshwright_run.launch.rank"),
+    *("meshwright.files.class_paths", "meshwright_run.launch.local", "meshwright_run.launch.rank_process"),
     *("meshwright.objectives", "meshwright.single.plugin", "meshwright.strategy.contract", "meshwright.strategy.stack"),
     *("meshwright_run.run_file", "meshwright.mesh.sizes", "meshwright_run.data.conversations"),
     *(f"meshwright_{name}.plugin" for name in ("fsdp2", "ddp", "megatron_fsdp", "pipeline")),
@@ -163,7 +163,7 @@ def what_is_too_long(module: Module) -> Iterator[str]:
 
 
 BREAKS: dict[Rule, str] = {
-    deep_imports_of_core_in_plugins: "from meshwright.step.agreement import agree",
+    deep_imports_of_core_in_plugins: "from meshwright.step.handshake import agree",
     private_foreign_names: "def f(model):\n    return getattr(model, '_no_split_modules')",
     patches_of_foreign_code: "from torch import nn\nnn.Linear.forward, x = print, 1",
     assertions_and_fields_set: "def f(x):\n    assert x > 0, 'bad'",
@@ -211,4 +211,4 @@ for name in names:
 
 def test_the_table_of_rooms_is_that_of_the_sources() -> None:
     written = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert page(written, read(ROOT / "core" / "meshwright")) == written, "run python tests/support/house.py"
+    assert page(written, read(ROOT / "core" / "meshwright")) == written, "run python tests/support/package_map.py"

@@ -21,8 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.base.errors import ConfigError
 from meshwright.model import forward_order
+from meshwright.model.activation_budget import (
+    SINGLE_STAGE,
+    ActivationPlan,
+    BackwardStart,
+    BudgetedBlocks,
+    SavedActivations,
+)
 from meshwright.model.activation_options import ActivationOptions
-from meshwright.model.budget import SINGLE_STAGE, ActivationPlan, BackwardStart, BudgetedBlocks, SavedActivations
 from meshwright.model.forward_order import WrapOrder
 from meshwright.model.layout import infer_layout
 from meshwright.model.offload import OffloadedBlocks
@@ -31,7 +37,7 @@ from meshwright.model.recompute import checkpoint_blocks
 from meshwright.step.tokens import sum_token_loss
 from meshwright.tensors.ops import list_tensors
 from meshwright.testing import Case
-from meshwright.tracing.observe import OperationObserver
+from meshwright.tracing.observers import OperationObserver
 from meshwright_testing import pool
 from meshwright_testing.models import build_case_model, case_vocab_size
 from meshwright_testing.parity import build_manager, full_weights, train_steps

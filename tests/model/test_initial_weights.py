@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from meshwright import ModelError, from_config, optimizer_factory
-from meshwright.model import drawn_weights, random_tiles
-from meshwright.model.drawn_weights import DeferredWeights
+from meshwright.model import deferred_init, random_tiles
+from meshwright.model.deferred_init import DeferredWeights
 from meshwright.model.random_tiles import FillOp, FillRecipe
 from meshwright.model.weights import load_weights, materialize
 from meshwright.testing import Case
@@ -51,7 +51,7 @@ def _all_of(model: nn.Module, values: DeferredWeights) -> dict[str, Tensor]:
 def test_any_part_is_that_of_the_whole_and_is_distributed_as_transformers_has_it(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawn_weights, "MIN_TRACKED_BYTES", 64)
+    monkeypatch.setattr(deferred_init, "MIN_TRACKED_BYTES", 64)
     config = build_zoo_config(model_type)
     model, values = _deferred(config, 3)
     found = _all_of(model, values)
@@ -123,7 +123,7 @@ def test_rows_that_are_set_are_set_in_every_tile() -> None:
 
 
 def _weights(strategy: str, config: dict[str, Any], sizes: dict[str, int], init: str) -> tuple[dict[str, Tensor], int]:
-    drawn_weights.MIN_TRACKED_BYTES = 64
+    deferred_init.MIN_TRACKED_BYTES = 64
     tiles: list[int] = []
     tile = random_tiles.FillRecipe._draw_tile
 
@@ -188,8 +188,8 @@ WIDE = ("main_params_dtype", "main_grads_dtype")
     ["llama", "gemma2", "gpt2", "modernbert-decoder", "mamba2", "mixtral", "gemma3", "roformer", "zamba"],
 )
 def test_parameters_buffers_and_ties_are_those_of_the_seed(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn_weights, "MIN_TRACKED_BYTES", 64)
-    monkeypatch.setattr(drawn_weights, "MAX_RESIDENT_BYTES", 0)
+    monkeypatch.setattr(deferred_init, "MIN_TRACKED_BYTES", 64)
+    monkeypatch.setattr(deferred_init, "MAX_RESIDENT_BYTES", 0)
     torch.manual_seed(3)
     whole = AutoModelForCausalLM.from_config(build_zoo_config(model_type), dtype=torch.float32)
     after = torch.get_rng_state()
@@ -212,7 +212,7 @@ def test_parameters_buffers_and_ties_are_those_of_the_seed(model_type: str, monk
 def _parallelized(
     strategy: str, meta: bool, tied: bool, seed_by_rank: bool, config: dict[str, Any], tp_size: int
 ) -> tuple[Any, ...]:
-    drawn_weights.MIN_TRACKED_BYTES = 64
+    deferred_init.MIN_TRACKED_BYTES = 64
     manager = empty_manager(strategy, config, {"tp_size": tp_size})
     seed = manager.mesh.rank if seed_by_rank else 0
     with torch.device("meta") if meta else nullcontext():

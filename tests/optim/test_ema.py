@@ -25,9 +25,9 @@ from meshwright.checkpoint.index import read_index, read_tensors
 from meshwright.cli import main as cli
 from meshwright.launch.open_world import open_world
 from meshwright.optim.config import EMAConfig
-from meshwright.step.agreement import count_tokens
+from meshwright.step.handshake import count_tokens
 from meshwright.strategy.contract import StrategyManager
-from meshwright.tensors.pieces import ChunkedTensor, get_local_chunks
+from meshwright.tensors.chunks import ChunkedTensor, get_local_chunks
 from meshwright.testing import Case
 from meshwright.train.loop.ema import EMA
 from meshwright_run.run_file import OptimizerConfig, ScheduleConfig, load_run

@@ -19,7 +19,7 @@ from torch import nn
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.launch.open_world import open_world
-from meshwright.optim.trial import check_optimizer
+from meshwright.optim.shard_check import check_optimizer
 from meshwright.tensors.state import DTENSOR_LAYOUT
 from meshwright_testing.case import TOLERANCE, Case, Outcome
 from meshwright_testing.models import build_case_model

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from meshwright import open_world
-from meshwright.manager.row_loss import ChunkedCrossEntropy
+from meshwright.manager.chunked_cross_entropy import ChunkedCrossEntropy
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.step.lm_head import DeferredHead
 from meshwright.step.tokens import shift_labels

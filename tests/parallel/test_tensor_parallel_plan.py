@@ -34,8 +34,8 @@ from meshwright.parallel.tensor import (
     get_hf_tp_shard_plan,
     translate_to_torch_parallel_style,
 )
-from meshwright.parallel.tensor.module_styles import TensorParallelPlan
-from meshwright.parallel.tensor.plan import _load_corrections, find_plan
+from meshwright.parallel.tensor.plan_sources import _load_corrections, find_plan
+from meshwright.parallel.tensor.tp_plan import TensorParallelPlan
 from meshwright.strategy.registry import Registry, model_layout
 from meshwright.testing import Case
 from meshwright.tracing.collectives import record_collectives

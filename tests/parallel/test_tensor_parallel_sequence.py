@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright import ModelError, count_tokens
 from meshwright.parallel.tensor import apply_tensor_parallel
-from meshwright.parallel.tensor.plan import find_plan
-from meshwright.parallel.tensor.sequence_stream import plan_sequence_parallel
+from meshwright.parallel.tensor.plan_sources import find_plan
+from meshwright.parallel.tensor.sequence_parallel import plan_sequence_parallel
 from meshwright.strategy.registry import Registry, model_layout
 from meshwright.testing import Case
 from meshwright_testing import pool

@@ -22,7 +22,7 @@ from meshwright.parallel.tensor.collectives import (
     chunk_sizes,
     gather_uneven,
 )
-from meshwright.step.rows import HiddenRows, compute_token_loss
+from meshwright.step.chunked_loss import HiddenRows, compute_token_loss
 from meshwright.step.tokens import shift_labels, sum_token_loss
 from meshwright.tracing.collectives import record_collectives
 from meshwright_testing import pool

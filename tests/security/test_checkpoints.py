@@ -25,10 +25,10 @@ from support.commands import invoke
 from meshwright import CheckpointError, load_checkpoint, save_checkpoint
 from meshwright.checkpoint import export_checkpoint, loading, stored_model
 from meshwright.checkpoint import manifest as manifest_module
-from meshwright.checkpoint.directory import find_best_checkpoints
 from meshwright.checkpoint.index import StoredTensor
+from meshwright.checkpoint.lifecycle import find_best_checkpoints
 from meshwright.checkpoint.manifest import MANIFEST_FILE, BlockHasher, StoredFile, open_verified, read_manifest
-from meshwright.checkpoint.places import LocalStorage, SigningKey, StorageOptions
+from meshwright.checkpoint.storage import LocalStorage, SigningKey, StorageOptions
 from meshwright.testing import Case
 from meshwright.train.loop.monitors import BAD_STEPS_KEY, BadStepConfig, BadStepDetector, EarlyStopping, MetricMonitor
 from meshwright_run.resume import ResumePoint

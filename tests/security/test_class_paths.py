@@ -25,8 +25,8 @@ from meshwright.objectives.base import ObjectiveConfig as Objective
 from meshwright.objectives.registry import check_objective, get_objective
 from meshwright.optim.build import resolve_optimizer_class
 from meshwright.optim.config import OptimizerConfig, OptimizerGroup
-from meshwright.parallel.tensor.plan import find_plan
-from meshwright_pipeline.run.losses import build_loss_objective
+from meshwright.parallel.tensor.plan_sources import find_plan
+from meshwright_pipeline.runtime.custom_loss import build_loss_objective
 
 DANGEROUS = """
     torch.utils.benchmark.Timer torch.utils.benchmark.utils.timer.Timer torch._inductor.codecache.DLLWrapper

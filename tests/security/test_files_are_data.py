@@ -108,8 +108,8 @@ def _drive(cases: str, results: str) -> None:
     # What most commands import; each fork would do it anew.
     for module in (
         "meshwright_run.run_rank",
-        "meshwright_run.verifying",
-        "meshwright_pipeline.show",
+        "meshwright_run.inspect_checkpoints",
+        "meshwright_pipeline.show_command",
         "transformers.models.llama.modeling_llama",
         "transformers.models.auto.tokenization_auto",
         "matplotlib.backends.backend_agg",

@@ -32,10 +32,10 @@ from meshwright.model.configuration import config_from_directory
 from meshwright.model.pretrained import open_pretrained
 from meshwright_plan.config import load_device_spec
 from meshwright_run.data.tokenizer import load_tokenizer
-from meshwright_run.fate import choose_run_action
-from meshwright_run.report import read_metrics
+from meshwright_run.metrics_report import read_metrics
+from meshwright_run.run_action import choose_run_action
 from meshwright_run.run_file import load_run
-from meshwright_watch.answers import WatchApi, to_json
+from meshwright_watch.api import WatchApi, to_json
 from meshwright_watch.run import WatchedRun
 
 HUGE = 10**400

@@ -18,8 +18,8 @@ from security.small_run import job_values
 
 from meshwright.base.errors import ConfigError
 from meshwright_cluster import TARGETS, Target
-from meshwright_cluster.files import render_job_files
 from meshwright_cluster.job import ClusterJob, build_job
+from meshwright_cluster.job_files import render_job_files
 from meshwright_run.run_file import RunConfig
 
 PIECES = [

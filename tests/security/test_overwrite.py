@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.base.errors import ConfigError
-from meshwright_run.fate import RunAction, choose_run_action
+from meshwright_run.run_action import RunAction, choose_run_action
 from meshwright_run.run_directory import (
     CREATED_NAMES,
     METRICS,

@@ -13,11 +13,11 @@ from support.commands import command
 
 from meshwright.base.errors import ConfigError
 from meshwright.base.validation import FrozenModel
-from meshwright.checkpoint.remote import open_storage
+from meshwright.checkpoint.remote_storage import open_storage
 from meshwright.events.run import TrackerSpec
 from meshwright_cluster import TARGETS, Target
-from meshwright_cluster.files import render_job_files, write_job_files
 from meshwright_cluster.job import build_job
+from meshwright_cluster.job_files import render_job_files, write_job_files
 from meshwright_run import observers as trackers
 from meshwright_run.run_file import RunConfig, to_redacted_dict
 from meshwright_run.secrets import REDACTED, is_secret, resolve_environment

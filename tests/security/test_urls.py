@@ -12,8 +12,8 @@ from security.small_run import write_small_run
 from support.commands import invoke
 
 from meshwright.base.errors import ConfigError
-from meshwright.checkpoint.places import DEFAULT_OPTIONS, LocalStorage
-from meshwright.checkpoint.remote import PROTOCOLS, RemoteStorage, is_url, open_storage
+from meshwright.checkpoint.remote_storage import PROTOCOLS, RemoteStorage, is_url, open_storage
+from meshwright.checkpoint.storage import DEFAULT_OPTIONS, LocalStorage
 
 # What older versions of fsspec render with Jinja, without a sandbox.
 TEMPLATE = json.dumps({"version": 1, "templates": {"u": "{{ ''.__class__ }}"}, "gen": [], "refs": {}})

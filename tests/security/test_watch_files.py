@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from support.watched import make_ranks, make_run, make_timeline
 
 from meshwright_watch import server
-from meshwright_watch.columns import MAX_LINE_BYTES, FileTail
+from meshwright_watch.metric_columns import MAX_LINE_BYTES, FileTail
 from meshwright_watch.run import open_runs
 
 PATHS = ["/", "/web/page.js", "/api/state", "/api/events?run=0", "/api/series?run=0&name=loss", "/api/ranks?run=0"]

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from meshwright import OptimizerConfig
 from meshwright.base.types import IGNORE_INDEX, Batch
-from meshwright.step.agreement import count_tokens
+from meshwright.step.handshake import count_tokens
 from meshwright_testing.models import build_tiny_model
 from meshwright_testing.workers import pool
 

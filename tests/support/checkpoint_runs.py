@@ -16,7 +16,7 @@ from support.commands import LAUNCHER_VARIABLES, write_run
 
 from meshwright.checkpoint import list_steps, read_manifest
 from meshwright.checkpoint.manifest import verify_files
-from meshwright_run.report import NONDETERMINISTIC_FIELDS
+from meshwright_run.metrics_report import NONDETERMINISTIC_FIELDS
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.manifest import MANIFEST_FILE, format_step_name
-from meshwright.tensors.pieces import Rectangle
+from meshwright.tensors.chunks import Rectangle
 
 
 def rewrite_manifest(directory: Path, **changes: Any) -> None:

@@ -13,7 +13,7 @@ import time
 
 from meshwright.base.processes import exit_process
 from meshwright_run.launch.local import launch_ranks, start_fork_server
-from meshwright_run.launch.rank import run_guarded
+from meshwright_run.launch.rank_process import run_guarded
 from meshwright_run.run_file import load_run
 from meshwright_run.run_rank import run_rank
 
@@ -36,8 +36,8 @@ def hang_points():
     """Where a rank can hang: the class and name of a method, on which of its calls (0: each), and how."""
     from meshwright.checkpoint.saving import CheckpointSave
     from meshwright.manager.data_parallel import DataParallelManager
-    from meshwright.manager.forward import ForwardRunner
-    from meshwright_run.data.feed import TrainSampler
+    from meshwright.manager.forward_runner import ForwardRunner
+    from meshwright_run.data.train_sampler import TrainSampler
 
     return {
         "data": (TrainSampler, "microbatches", 4, sleep_forever),

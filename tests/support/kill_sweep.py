@@ -32,7 +32,7 @@ import transformers
 import yaml
 from support.commands import LAUNCHER_VARIABLES, write_run
 
-from meshwright_run.report import NONDETERMINISTIC_FIELDS
+from meshwright_run.metrics_report import NONDETERMINISTIC_FIELDS
 
 STEPS = 24
 TIMEOUT_S = 400.0

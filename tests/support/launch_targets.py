@@ -15,7 +15,7 @@ from meshwright.base.errors import ModelError
 from meshwright.base.processes import exit_process
 from meshwright.launch.environment import is_launched
 from meshwright_run.launch.local import launch_ranks, start_fork_server
-from meshwright_run.launch.rank import run_guarded
+from meshwright_run.launch.rank_process import run_guarded
 
 GROUP_TIMEOUT_S = 300  # Far longer than any test may take: a test that has to wait for it fails
 

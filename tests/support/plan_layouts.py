@@ -16,19 +16,19 @@ from torch import nn
 from typer.testing import CliRunner
 
 from meshwright.cli.main import app
-from meshwright.files.commands import gc_paused
+from meshwright.files.command_helpers import gc_paused
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.optim.build import optimizer_factory
 from meshwright.optim.config import OptimizerConfig
 from meshwright.strategy.stack import resolve
-from meshwright_plan import planned as planned_module
-from meshwright_plan import stages
+from meshwright_plan import pipeline_extrapolation
+from meshwright_plan import planner as planned_module
 from meshwright_plan.allocator import LARGE_BUFFER
 from meshwright_plan.config import load_device_spec
-from meshwright_plan.depth import APPROXIMATE_KEYS
-from meshwright_plan.planned import choose_representative_ranks, trace_rank
+from meshwright_plan.extrapolation import APPROXIMATE_KEYS
+from meshwright_plan.planner import choose_representative_ranks, trace_rank
 from meshwright_plan.trace import StepTrace, TrainingJob, trace_job
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 160}
@@ -99,7 +99,7 @@ def plan_deep_layout(layout: PlannedLayout, *, from_small: bool) -> list[dict[st
     known: list[Any] = []
 
     def asked(*given: Any) -> Any:
-        known.append(stages.extrapolate_ranks(*given) if from_small else None)
+        known.append(pipeline_extrapolation.extrapolate_ranks(*given) if from_small else None)
         return known[-1]
 
     ranks = choose_representative_ranks(job.degrees)

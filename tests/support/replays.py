@@ -15,9 +15,9 @@ import yaml
 from support.runs import output_of_rank, without_launcher
 from torch import nn
 
-from meshwright_diagnose.replay.order import ReplayRequest
-from meshwright_diagnose.replay.start import ReplayResult, replay_on_rank, replay_step
-from meshwright_run import assembly
+from meshwright_diagnose.replay.replay import ReplayResult, replay_on_rank, replay_step
+from meshwright_diagnose.replay.request import ReplayRequest
+from meshwright_run import loop_setup
 from meshwright_run.run_file import load_run
 from meshwright_testing import pool
 
@@ -125,7 +125,7 @@ def _freeze_learning_rate(patch: pytest.MonkeyPatch) -> None:
             group["lr"] = rate
         scheduler.last_epoch, scheduler._last_lr = step, rates
 
-    patch.setattr(assembly, "set_scheduler_step", frozen)
+    patch.setattr(loop_setup, "set_scheduler_step", frozen)
 
 
 def _halve_gradients(patch: pytest.MonkeyPatch) -> None:

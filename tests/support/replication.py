@@ -48,7 +48,7 @@ def find_replica_servers(pid: int) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         words = command_of(int(path.name)).split(b"\0")
-        if b"meshwright_replicate.keeper" in words and str(pid).encode() in words:
+        if b"meshwright_replicate.server" in words and str(pid).encode() in words:
             found.append(int(path.name))
     return found
 

@@ -19,7 +19,7 @@ from meshwright.checkpoint.manifest import list_steps
 from meshwright.events.step import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
-from meshwright_run.report import NONDETERMINISTIC_FIELDS
+from meshwright_run.metrics_report import NONDETERMINISTIC_FIELDS
 from meshwright_run.run_file import load_run
 from meshwright_run.run_rank import run_rank
 from meshwright_testing import pool

@@ -19,8 +19,8 @@ from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.parallel.tensor import ParameterSharding, TensorParallel
 from meshwright.strategy.contract import StrategyConfig
 from meshwright.strategy.registry import get_registry
+from meshwright.tensors.chunks import LocalChunk
 from meshwright.tensors.norms import ShardGroups
-from meshwright.tensors.pieces import LocalChunk
 from meshwright.tensors.state import ShardLayout
 from meshwright_testing.case import Case, Outcome
 from meshwright_testing.models import TINY

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.step.agreement import count_tokens
+from meshwright.step.handshake import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright_testing.case import Case, build_global_batch, rank_microbatches
 from meshwright_testing.models import build_case_model

@@ -23,7 +23,7 @@ from torch import Tensor
 from meshwright import BadStepConfig, Checkpointer, Loop, TrainingError, fit, load_checkpoint
 from meshwright.base.types import Batch
 from meshwright.events.run import BadStep
-from meshwright.step.agreement import count_tokens
+from meshwright.step.handshake import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry

@@ -34,9 +34,9 @@ from meshwright import (
     load_checkpoint,
 )
 from meshwright.base.types import Batch
-from meshwright.checkpoint.directory import find_best_checkpoints
+from meshwright.checkpoint.lifecycle import find_best_checkpoints
 from meshwright.checkpoint.manifest import list_steps
-from meshwright.checkpoint.values import decode_values, encode_values
+from meshwright.checkpoint.training_state import decode_values, encode_values
 from meshwright.events.step import NONDETERMINISTIC_FIELDS
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case

@@ -26,10 +26,10 @@ from meshwright.events.step import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry, get_registry
 from meshwright.train.loop.step import Stopwatch
-from meshwright_run.journal import RankLog, get_run_id
 from meshwright_run.observers import list_trackers, resolve_trackers
 from meshwright_run.run_directory import EVENTS, LOSS_CURVE, METRICS, RunDirectory
 from meshwright_run.run_file import load_run
+from meshwright_run.run_logs import RankLog, get_run_id
 from meshwright_run.run_rank import run_rank
 from meshwright_testing import pool
 

@@ -14,8 +14,8 @@ from meshwright import count_tokens
 from meshwright.base.types import Batch
 from meshwright.testing import Case
 from meshwright_run.data.documents import TokenizedDocuments
-from meshwright_run.data.feed import DataShard, TrainSampler
-from meshwright_run.data.rows import build_row_dataset
+from meshwright_run.data.packing import build_row_dataset
+from meshwright_run.data.train_sampler import DataShard, TrainSampler
 from meshwright_run.run_file import OptimizerConfig
 from meshwright_testing import pool
 from meshwright_testing.case import TOLERANCE

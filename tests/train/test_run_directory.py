@@ -23,11 +23,11 @@ from meshwright.checkpoint.manifest import MANIFEST_FILE
 from meshwright.events.step import StepResult
 from meshwright.optim.build import build_scheduler, set_scheduler_step
 from meshwright.optim.groups import split_by_decay
-from meshwright_run.data.feed import build_datasets
 from meshwright_run.data.order import DataOrder
-from meshwright_run.fate import check_restarts
+from meshwright_run.data.train_sampler import build_datasets
+from meshwright_run.metrics_report import read_metrics, to_record
 from meshwright_run.preflight import prepare_data_and_model_config
-from meshwright_run.report import read_metrics, to_record
+from meshwright_run.run_action import check_restarts
 from meshwright_run.run_directory import RunDirectory
 from meshwright_run.run_file import RunConfig, ScheduleConfig, load_run
 

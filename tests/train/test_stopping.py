@@ -55,7 +55,7 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case
-from meshwright_run.data.tokenizing import TokenizerWorker
+from meshwright_run.data.parallel_tokenization import TokenizerWorker
 from meshwright_run.run_file import ScheduleConfig
 from meshwright_run.run_sections import CheckpointConfig
 from meshwright_testing import pool

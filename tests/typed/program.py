@@ -1,4 +1,4 @@
-"""A user's program over the public names, which type checkers read in `tests/contract/test_typed.py`."""
+"""A user's program over the public names, which type checkers read in `tests/contract/test_public_types.py`."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ from ..base.errors import CheckpointError, CheckpointWriteError
 from ..files.terminal import warn
 from ..mesh.world import new_group
 from ..strategy.contract import StrategyManager
-from .directory import EVALUATIONS_KEY, apply_retention, cleanup
+from .lifecycle import EVALUATIONS_KEY, apply_retention, cleanup
 from .manifest import format_step_name
-from .places import Storage
-from .remote import open_storage
+from .remote_storage import open_storage
 from .saving import CheckpointSave, SavePlanner, collect_content, format_exception, run_on_first, temporary_group
+from .storage import Storage
 
 OnError = Literal["stop", "continue"]
 

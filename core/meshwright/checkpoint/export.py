@@ -29,8 +29,8 @@ from ..model.model_files import GENERATION_CONFIG, format_generation_config
 from ..tensors.state import TensorMeta
 from .loading import read_and_verify_share
 from .manifest import read_and_verify
-from .places import StorageLike
-from .remote import open_storage
+from .remote_storage import open_storage
+from .storage import StorageLike
 from .stored_model import StoredModel, build_model_on_meta, copy_files, map_to_first_names
 
 MIN_FILE_BYTES = 64_000_000

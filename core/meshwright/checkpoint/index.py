@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
-from ..tensors.pieces import ChunkedTensor, LocalChunk, Rectangle
+from ..tensors.chunks import ChunkedTensor, LocalChunk, Rectangle
 from ..tensors.state import TensorMeta
-from .directory import CheckpointWriter
+from .lifecycle import CheckpointWriter
 from .manifest import TENSORS_PREFIX, Manifest, StoredFile, incomplete_error, open_verified, read_verified_file
-from .places import StorageLike, StorageReader
-from .remote import open_storage
+from .remote_storage import open_storage
+from .storage import StorageLike, StorageReader
 
 INDEX_FILE = "index.json"
 """Name of the file that says where each tensor of a checkpoint is stored."""

@@ -15,13 +15,13 @@ from ..files.terminal import warn
 from ..mesh.world import World
 from ..model.adapter import BaseParameters, find_frozen_base_parameters, get_base
 from ..strategy.contract import StrategyManager
-from ..tensors.pieces import ChunkedTensor
+from ..tensors.chunks import ChunkedTensor
 from ..tensors.state import TensorMeta
 from .index import read_index, read_tensors
 from .manifest import Manifest, list_checkpoints, read_manifest, verify_files
-from .places import Storage, StorageLike, StorageReader
-from .remote import is_url, open_storage
-from .values import (
+from .remote_storage import is_url, open_storage
+from .storage import Storage, StorageLike, StorageReader
+from .training_state import (
     EMA_PREFIX,
     MODEL_PREFIX,
     allocate_rng_state,

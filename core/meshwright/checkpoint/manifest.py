@@ -19,8 +19,9 @@ from typing import Annotated, Any, BinaryIO, ClassVar
 from pydantic import ConfigDict, Strict, TypeAdapter
 
 from ..base.errors import CheckpointError, IncompleteCheckpointError
-from .extra import Count, check_extra, validate_with
-from .places import (
+from .extra_schema import Count, check_extra, validate_with
+from .remote_storage import open_storage
+from .storage import (
     STEP_PATTERN,
     LocalStorage,
     SeekableReader,
@@ -30,7 +31,6 @@ from .places import (
     StorageReader,
     list_step_checkpoints,
 )
-from .remote import open_storage
 
 MANIFEST_FILE = "checkpoint.json"
 """Name of a checkpoint's manifest, which is written last."""

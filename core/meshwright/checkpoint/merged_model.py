@@ -37,10 +37,10 @@ from ..model.adapter import (
 )
 from ..model.configuration import config_from_directory
 from ..model.layout import set_tie_word_embeddings
+from ..model.lazy_tensor import read_full
 from ..model.merge import build_merged_layer
 from ..model.model_files import TensorReader, drop_replaced_files, get_extra_files, list_tokenizer_files
 from ..model.pretrained import find_model_directory, open_pretrained
-from ..model.recorded import read_full
 from ..tensors.state import TensorMeta
 from .export import (
     ModelExporter,
@@ -52,8 +52,8 @@ from .export import (
     parse_size,
 )
 from .manifest import read_and_verify
-from .places import LocalStorage, StorageLike, StorageReader
-from .remote import open_storage
+from .remote_storage import open_storage
+from .storage import LocalStorage, StorageLike, StorageReader
 from .stored_model import StoredModel, build_model_on_meta, map_to_first_names
 
 TensorReaders = Mapping[str, Callable[[], Tensor]]

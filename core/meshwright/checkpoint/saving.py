@@ -31,13 +31,20 @@ from ..mesh.world import new_group
 from ..model.adapter import find_frozen_base_parameters, get_adapter_configs, get_adapter_subfolder, get_base
 from ..model.model_files import GENERATION_CONFIG, drop_replaced_files, format_generation_config, get_extra_files
 from ..strategy.contract import StrategyManager
-from ..tensors.pieces import ChunkedTensor, Rectangle, assign_owners
+from ..tensors.chunks import ChunkedTensor, Rectangle, assign_owners
 from ..tensors.state import OptimizerState
-from .directory import HUGGING_FACE_FOLDER, create_writer
 from .index import INDEX_FILE, build_index, format_dtype, tensors_file_name, write_tensors
+from .lifecycle import HUGGING_FACE_FOLDER, create_writer
 from .manifest import ADAPTER_FORMAT, FORMAT, Manifest, StoredFile
-from .places import Storage
-from .values import RNG_PREFIX, encode_values, flatten_state, get_rng_state, settings_file_name, store_base_rates
+from .storage import Storage
+from .training_state import (
+    RNG_PREFIX,
+    encode_values,
+    flatten_state,
+    get_rng_state,
+    settings_file_name,
+    store_base_rates,
+)
 
 
 class SavePlan(NamedTuple):

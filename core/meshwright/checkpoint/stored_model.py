@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ..base.errors import CheckpointError
 from ..files.parsing import explain_library_error
 from ..model.configuration import check_no_custom_code, check_no_hub_kernels
-from ..tensors.pieces import ChunkedTensor, get_local_chunks
-from .directory import HUGGING_FACE_FOLDER
+from ..tensors.chunks import ChunkedTensor, get_local_chunks
 from .index import read_index, read_tensors
+from .lifecycle import HUGGING_FACE_FOLDER
 from .manifest import Manifest, read_verified_file
-from .places import LocalStorage, StorageReader
-from .values import EMA_PREFIX, MODEL_PREFIX
+from .storage import LocalStorage, StorageReader
+from .training_state import EMA_PREFIX, MODEL_PREFIX
 
 
 class StoredModel:

@@ -23,7 +23,7 @@ from ..base.lazy import format_install_hint
 from ..base.processes import exit_process, prefer_expandable_segments
 from ..base.safe_path import enable_safe_path
 from ..base.version import __version__
-from ..files.commands import exit_on_error
+from ..files.command_helpers import exit_on_error
 from ..files.terminal import echo, install_output_escaping
 from ..files.versions import check_torch_version
 from ..mesh.sizes import CLAIMABLE_AXES

@@ -37,7 +37,7 @@ _BUILT_IN_MODULES = (
 _allowed_functions = {
     "meshwright.step.tokens.sum_target_loss",
     "meshwright.parallel.tensor.get_hf_tp_shard_plan",
-    "meshwright.parallel.tensor.plan.get_hf_tp_shard_plan",
+    "meshwright.parallel.tensor.plan_sources.get_hf_tp_shard_plan",
 }
 # Not the scripts that convert checkpoints, which are next to the modelling code.
 _MODELING_CLASS = re.compile(r"transformers\.models\.(\w+\.)+modeling_\w+\.\w+")

@@ -1,6 +1,6 @@
 """Output to a terminal, with text of files, names and paths escaped so that it cannot control the terminal.
 
-All output goes through `create_console`, `say` or `warn`; tests/security/test_terminal.py checks this. rich is imported
+All output goes through `create_console`, `say` or `warn`; tests/security/test_terminal_escapes.py checks this. rich is imported
 only where it is used, and torch nowhere.
 """
 

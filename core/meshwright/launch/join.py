@@ -22,9 +22,9 @@ from collections.abc import Mapping
 
 from ..base.errors import MeshError
 from ..strategy.registry import get_registry
-from .claim import ClusterEnvironment, Launcher, format_variables, read_count
+from .cluster_environment import ClusterEnvironment, Launcher, format_variables, read_count
+from .kubernetes import KUBERNETES, reject_node_rank
 from .mpi import MPICH, OPEN_MPI, PMIX
-from .pods import KUBERNETES, reject_node_rank
 from .ray_train import RAY_TRAIN
 from .slurm import SLURM
 

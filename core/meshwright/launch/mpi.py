@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping
 
 from ..base.errors import MeshError
-from .claim import (
+from .cluster_environment import (
     DEFAULT_PORT,
     ClusterEnvironment,
     Launcher,

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from ..base.errors import MeshError
-from .claim import ClusterEnvironment, Launcher
+from .cluster_environment import ClusterEnvironment, Launcher
 
 
 def _detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:

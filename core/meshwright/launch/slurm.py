@@ -12,7 +12,14 @@ import re
 from collections.abc import Mapping
 
 from ..base.errors import MeshError
-from .claim import ClusterEnvironment, Launcher, derive_port, format_variables, read_count, require_variables
+from .cluster_environment import (
+    ClusterEnvironment,
+    Launcher,
+    derive_port,
+    format_variables,
+    read_count,
+    require_variables,
+)
 
 _REQUIRED_VARIABLES = (
     "SLURM_PROCID",

@@ -24,19 +24,19 @@ from ..mesh.world import use_run_timeout
 from ..model.layout import ModelLayout, sync_tie_config
 from ..model.weights import Weights, load_weights, materialize
 from ..optim.groups import ParamTraits, bind_to_model, describe_trained_params
-from ..step.agreement import BatchRequirements, begin_step_sync, compute_frozen_share, finish_step_sync
 from ..step.axis import Axis
+from ..step.handshake import BatchRequirements, begin_step_sync, compute_frozen_share, finish_step_sync
 from ..step.objective import BoundObjective, ObjectiveAccumulator, model_inputs
 from ..step.tokens import StatisticsRecorder
 from ..strategy.contract import StrategyManager
 from ..strategy.registry import model_layout
 from ..tensors import state as states
+from ..tensors.chunks import ChunkedTensor
 from ..tensors.norms import check_clip_options
-from ..tensors.pieces import ChunkedTensor
 from ..tensors.state import DTENSOR_LAYOUT, EMAWeights, OptimizerState, ShardedState, ShardLayout, TensorMeta
-from .forward import ForwardRunner
+from .forward_runner import ForwardRunner
 from .gradients import GradientReport, Gradients, StepReduction
-from .start import (
+from .model_setup import (
     check_no_pending_gradients,
     check_not_owned,
     check_reduce_dtype,
@@ -47,10 +47,10 @@ from .start import (
     sync_initial_weights,
     sync_tp_rng,
 )
-from .steps import StepBookkeeping, TrainableParameters
+from .step_bookkeeping import StepBookkeeping, TrainableParameters
 
 if TYPE_CHECKING:
-    from ..model.budget import BudgetedBlocks
+    from ..model.activation_budget import BudgetedBlocks
     from ..model.offload import OffloadedBlocks
 
 
@@ -403,7 +403,7 @@ class DataParallelManager(StrategyManager):
         """Choose, under a memory budget, which activations blocks keep. Collective, once."""
         if self.checkpointed_blocks is None:
             return
-        from ..model.budget import SINGLE_STAGE, choose_saved_activations, find_undecided
+        from ..model.activation_budget import SINGLE_STAGE, choose_saved_activations, find_undecided
 
         largest, world = max(microbatches, key=lambda batch: batch["input_ids"].numel()), self.mesh.world
         for blocks in find_undecided([self.checkpointed_blocks]):
@@ -415,7 +415,7 @@ class DataParallelManager(StrategyManager):
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
         """Make the optimizer, and check that it steps what it gets as it would step whole parameters. Collective."""
-        from ..optim.trial import call_optimizer_factory, check_optimizer
+        from ..optim.shard_check import call_optimizer_factory, check_optimizer
 
         self._require_model()
         named, trained = self.named_trainable_parameters(), self.describe_trained_params()

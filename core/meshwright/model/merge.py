@@ -25,7 +25,7 @@ from .._compat.peft import (
 )
 from ..base.errors import ConfigError, StrategyError
 from ..mesh.mesh import Mesh
-from ..tensors.whole_parameters import ParameterChunks, iter_full_parameters
+from ..tensors.gather_parameters import ParameterChunks, iter_full_parameters
 from .weights import set_tensor
 
 AdapterMode: TypeAlias = Literal["apart", "merged"]

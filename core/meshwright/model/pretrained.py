@@ -26,10 +26,10 @@ from ..base.errors import ModelError, suggest_match
 from ..files.parsing import explain_library_error
 from ..mesh.world import World
 from .configuration import DTYPE_NAMES, INIT_METHODS, PARALLEL_INIT, check_choice
-from .drawn_weights import DeferredWeights
+from .deferred_init import DeferredWeights
 from .layout import sync_tie_config
+from .lazy_tensor import LazyTensor, read_full
 from .model_files import InMemoryReader, TensorReader, attach_extra_files, open_weights
-from .recorded import LazyTensor, read_full
 from .weights import Weights, move_to_meta
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}

@@ -43,8 +43,8 @@ from .._compat.torch import (
     is_topk,
 )
 from ..base.errors import ConfigError, ModelError, StrategyError
+from .activation_budget import BudgetedBlocks
 from .activation_options import ActivationCheckpointing, ActivationOptions, format_activation_option
-from .budget import BudgetedBlocks
 from .forward_order import ForwardMethod, WrapOrder, wrap_forward
 from .layout import ModelLayout
 from .offload import OffloadedBlocks

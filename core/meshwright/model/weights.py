@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..mesh.mesh import Mesh
-from ..tensors.pieces import LocalChunk, get_local_chunks
-from .drawn_weights import DeferredWeights
+from ..tensors.chunks import LocalChunk, get_local_chunks
+from .deferred_init import DeferredWeights
 
 
 class Weights(Protocol):

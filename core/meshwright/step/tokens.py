@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..base.errors import BatchError, ConfigError
 from ..base.types import IGNORE_INDEX, Batch, TokenStatistic
-from .rows import HiddenRows, compute_token_statistics
+from .chunked_loss import HiddenRows, compute_token_statistics
 
 TARGETS = "shift_labels"
 """Key of a divided batch, in the place of `labels`: the label that each position predicts."""

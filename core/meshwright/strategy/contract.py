@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..mesh.sizes import Degrees
     from ..model.merge import AdapterMode
     from ..model.weights import Weights
-    from ..tensors.pieces import ChunkedTensor
+    from ..tensors.chunks import ChunkedTensor
     from ..tensors.state import OptimizerState, ShardedState, TensorMeta
 
 

@@ -22,9 +22,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from .._compat.torch import gather_packed, is_packed_shard
 from ..base.errors import StrategyError
 from ..mesh.world import World
+from .chunks import ChunkedTensor, LocalChunk, get_local_chunks
 from .norms import ShardGroups, get_shard_groups, to_local
 from .ops import copy_all
-from .pieces import ChunkedTensor, LocalChunk, get_local_chunks
 
 
 class ShardLayout:

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..tensors.ops import list_tensors
 from ._compat import bind_arguments, resolve_process_group
-from .observe import OperationObserver
+from .observers import OperationObserver
 
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 """Namespaces of torch's operators that communicate."""

@@ -21,8 +21,8 @@ from support.commands import invoke
 
 from meshwright.base.errors import ConfigError, MeshwrightError
 from meshwright_cluster import TARGETS, Target
-from meshwright_cluster.files import build_submit_command, render_job_files
 from meshwright_cluster.job import ClusterJob, build_job
+from meshwright_cluster.job_files import build_submit_command, render_job_files
 from meshwright_run.run_file import RunConfig
 
 DATA = Path(__file__).parent

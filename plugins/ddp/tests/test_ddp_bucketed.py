@@ -17,9 +17,9 @@ from meshwright import Mesh, MeshSizes, StrategyError, TrainingError, open_world
 from meshwright.testing import Case, Cell, assert_parity
 from meshwright.tracing.collectives import record_collectives
 from meshwright_ddp import DDPConfig
-from meshwright_ddp.bucketed import BucketedDataParallel
+from meshwright_ddp.bucketed_ddp import BucketedDataParallel
 from meshwright_ddp.collectives import BucketReduction, DataParallelGroups, build_groups
-from meshwright_ddp.gradient_sync import NUM_REFERENCE_NORMS, GradChecker
+from meshwright_ddp.grad_sync import NUM_REFERENCE_NORMS, GradChecker
 from meshwright_testing import conformance, pool
 from meshwright_testing.models import build_tiny_model
 from meshwright_testing.parity import build_manager, train_steps

@@ -9,7 +9,7 @@ import torch
 
 from meshwright import ConfigError, MeshSizes, StrategyError, resolve
 from meshwright_ddp import DDPConfig, DDPManager, DistributedDataParallelConfig
-from meshwright_ddp.bucketed import BucketedDataParallel
+from meshwright_ddp.bucketed_ddp import BucketedDataParallel
 
 OFF = (
     "grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather align_param_gather use_distributed_optimizer "

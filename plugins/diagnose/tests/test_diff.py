@@ -15,7 +15,7 @@ from support.replays import copied, performing, run_file, trained
 
 from meshwright.base.errors import ConfigError
 from meshwright_diagnose.replay.diff import Divergence, RunDiff, StepComparison, compare_metrics, diff_runs
-from meshwright_diagnose.replay.order import RecordedRun
+from meshwright_diagnose.replay.request import RecordedRun
 from meshwright_diagnose.replay.tensors import compare_tensors
 
 

@@ -17,7 +17,7 @@ from meshwright.base.processes import count_usable_cores
 from meshwright.launch.open_world import open_world
 from meshwright.strategy.registry import Registry
 from meshwright_diagnose.doctor import checks
-from meshwright_diagnose.doctor import examine as together
+from meshwright_diagnose.doctor import rank_checks as together
 from meshwright_diagnose.doctor.checks import CheckResult, check_directory, find_exit_code
 from meshwright_testing import pool
 

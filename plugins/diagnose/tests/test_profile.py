@@ -15,7 +15,7 @@ from support.commands import invoke
 from meshwright.base.errors import ConfigError
 from meshwright_run.profile import trace as traces
 from meshwright_run.profile.config import ProfileConfig, check_profile
-from meshwright_run.profile.show import compare_profiles
+from meshwright_run.profile.render import compare_profiles
 from meshwright_run.profile.summary import (
     build_memory_timeline,
     iter_self_times,

@@ -19,7 +19,7 @@ from meshwright._compat.torch import is_profiling, record_if_profiling
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case
 from meshwright_run.preflight import preflight
-from meshwright_run.profile.recording import (
+from meshwright_run.profile.recorder import (
     NO_CONTEXT,
     CommunicationSampler,
     FaultFileWriter,

@@ -14,8 +14,8 @@ from support.commands import command, write_run
 from support.replays import STEPS, again, copied, run_file, trained
 
 from meshwright.base.errors import CheckpointError, ConfigError
-from meshwright_diagnose.replay.peers import GRADIENT_PREFIX, OUTPUT_PREFIX, RankDigests, find_suspects
-from meshwright_diagnose.replay.start import replay_step
+from meshwright_diagnose.replay.rank_comparison import GRADIENT_PREFIX, OUTPUT_PREFIX, RankDigests, find_suspects
+from meshwright_diagnose.replay.replay import replay_step
 from meshwright_run.preflight import prepare_data_and_model_config
 from meshwright_run.run_file import load_run
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright import MeshwrightError, OptimizerConfig
-from meshwright.model import drawn_weights as deferred
+from meshwright.model import deferred_init as deferred
 from meshwright.step.tokens import sum_token_loss
 from meshwright.testing import Case
 from meshwright_fsdp2 import (

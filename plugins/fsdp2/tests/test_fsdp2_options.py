@@ -18,7 +18,7 @@ from meshwright import BatchError, Mesh, MeshSizes, OptimizerConfig, count_token
 from meshwright.model.layout import infer_layout
 from meshwright.step.tokens import sum_token_loss
 from meshwright.testing import Case, assert_parity, count_collectives
-from meshwright.tracing.observe import OperationObserver
+from meshwright.tracing.observers import OperationObserver
 from meshwright_fsdp2 import FSDP2Config, FSDP2Manager
 from meshwright_testing import pool
 from meshwright_testing.case import rank_microbatches

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from meshwright import StrategyError
 from meshwright.testing import Case
-from meshwright_megatron_fsdp._compat import wrapped, wrapping
+from meshwright_megatron_fsdp._compat import wrap_model, wrapped_model
 from meshwright_megatron_fsdp._compat.cpu_torch import use_cpu_torch
 from meshwright_megatron_fsdp._compat.package import check_version, import_package
 from meshwright_testing import pool
@@ -89,7 +89,7 @@ def test_what_the_shorter_calls_of_the_package_leave_out() -> None:
     # And its shards are checked by functions that a plan leaves out.
     module = importlib.import_module("megatron_fsdp.param_and_grad_buffer")
     source = inspect.getsource(module.make_fsdp_dtensor)
-    assert all(f"{name}(" in source for name in wrapping.SHARD_SIZE_COLLECTIVES)
+    assert all(f"{name}(" in source for name in wrap_model.SHARD_SIZE_COLLECTIVES)
     uneven = inspect.getsource(importlib.import_module("megatron_fsdp.uneven_dtensor"))
     assert "all_gather_object" in uneven
 
@@ -100,20 +100,20 @@ def _inside() -> list[bool]:
     fsdp = manager._fsdp
     train_steps(manager, case, range(1))
     sharded = [type(p).__name__ for p in manager.model.parameters()]
-    wrapped.use_raw_parameters(fsdp)
+    wrapped_model.use_raw_parameters(fsdp)
     raw = [type(p).__name__ for p in manager.model.parameters()]
-    wrapped.use_sharded_parameters(fsdp)
+    wrapped_model.use_sharded_parameters(fsdp)
     batch = rank_microbatches(case, 0, manager.mesh.data_rank, manager.mesh.data_size)[0]
     loss = manager.module(input_ids=batch["input_ids"]).logits.sum()
-    idle = not wrapped.is_in_backward(fsdp)
+    idle = not wrapped_model.is_in_backward(fsdp)
     seen = []
     handle = fsdp.raw_param["lm_head.weight"].register_post_accumulate_grad_hook(
-        lambda p: seen.append((wrapped.is_in_backward(fsdp), p in wrapped.find_pending_parameters(fsdp)))
+        lambda p: seen.append((wrapped_model.is_in_backward(fsdp), p in wrapped_model.find_pending_parameters(fsdp)))
     )
     loss.backward()
     handle.remove()
-    hookless = not wrapped.remove_gradient_hooks(fsdp).keys() - set(fsdp.raw_param.values())
-    return [set(sharded) != set(raw), idle, seen == [(True, True)], not wrapped.is_in_backward(fsdp), hookless]
+    hookless = not wrapped_model.remove_gradient_hooks(fsdp).keys() - set(fsdp.raw_param.values())
+    return [set(sharded) != set(raw), idle, seen == [(True, True)], not wrapped_model.is_in_backward(fsdp), hookless]
 
 
 def test_states_and_hooks_of_a_wrapped_model() -> None:

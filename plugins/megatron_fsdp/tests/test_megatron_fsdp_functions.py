@@ -14,14 +14,14 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from meshwright import ConfigError, MeshwrightError, model_layout
-from meshwright.parallel.tensor.plan import find_plan
+from meshwright.parallel.tensor.plan_sources import find_plan
 from meshwright.step.tokens import sum_token_loss
 from meshwright_megatron_fsdp import (
     HAVE_NVFSDP,
     MegatronFSDPConfig,
-    functions,
     megatron_fsdp_strategy_parallelize,
     nvfsdp_strategy_parallelize,
+    reference_api,
 )
 from meshwright_testing import pool
 from meshwright_testing.models import build_tiny_model
@@ -103,13 +103,13 @@ def _asked(cases: list[dict[str, Any]], shape: tuple[int, ...], axes: tuple[str,
         found.append((changed, mesh.degrees.dp, mesh.degrees.tp))
         raise Noted
 
-    original, functions.MegatronFSDPManager = functions.MegatronFSDPManager, note
+    original, reference_api.MegatronFSDPManager = reference_api.MegatronFSDPManager, note
     try:
         for options in cases:
             with suppress(Noted):
                 nvfsdp_strategy_parallelize(build_tiny_model(), mesh, **options)
     finally:
-        functions.MegatronFSDPManager = original
+        reference_api.MegatronFSDPManager = original
     return found
 
 

@@ -27,7 +27,7 @@ from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry
 from meshwright_objectives import CrossEntropy, previous_tokens
 from meshwright_objectives import plugin as objectives_plugin
-from meshwright_objectives.functions import log1mexp
+from meshwright_objectives.functional import log1mexp
 from meshwright_testing import pool
 from meshwright_testing.models import build_tiny_model
 

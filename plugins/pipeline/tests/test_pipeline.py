@@ -18,8 +18,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from meshwright import BatchError, MeshwrightError, ModelError, count_tokens, get_strategy
 from meshwright.step.tokens import Outputs, Tokens
 from meshwright.testing import Case, assert_parity
-from meshwright_pipeline.run.losses import LogitsObjective, build_loss_objective
-from meshwright_pipeline.schedule.rules import SCHEDULES, build_schedule
+from meshwright_pipeline.runtime.custom_loss import LogitsObjective, build_loss_objective
+from meshwright_pipeline.schedule.specs import SCHEDULES, build_schedule
 from meshwright_testing import pool
 from meshwright_testing.case import rank_microbatches
 from meshwright_testing.models import ROUTED_VOCAB, RoutedModel, build_tiny_model

@@ -15,7 +15,7 @@ from meshwright import StrategyError, load_checkpoint, save_checkpoint
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
 from meshwright.train.loop.step import record_stepped_groups
-from meshwright_pipeline.state.manager import FrozenStageOptimizer
+from meshwright_pipeline.state.stateful_manager import FrozenStageOptimizer
 from meshwright_run.run_file import OptimizerConfig
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager_and_optimizer, full_weights, train_steps

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch_orders import torch_orders
 
 from meshwright import ConfigError
-from meshwright_pipeline.schedule.order import (
+from meshwright_pipeline.schedule.actions import (
     COMPUTE_KINDS,
     Action,
     ActionKind,
@@ -24,7 +24,7 @@ from meshwright_pipeline.schedule.order import (
     compute_timeline,
     count_peak_live_microbatches,
 )
-from meshwright_pipeline.schedule.rules import (
+from meshwright_pipeline.schedule.specs import (
     SCHEDULES,
     build_schedule,
     find_schedule_spec,

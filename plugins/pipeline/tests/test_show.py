@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from meshwright import ConfigError, MeshError, load_run
-from meshwright_pipeline.show import add_commands, summarize_pipeline
+from meshwright_pipeline.show_command import add_commands, summarize_pipeline
 
 RUN = """
 strategy: single

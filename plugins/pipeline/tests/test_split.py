@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright import ConfigError, model_layout
 from meshwright_pipeline.config import PipelineConfig
-from meshwright_pipeline.cut.split import (
+from meshwright_pipeline.partition.split import (
     EMBEDDING_COST,
     compute_end_costs,
     count_parameters,

@@ -21,11 +21,11 @@ from meshwright.step.forward_options import get_forward_options
 from meshwright.strategy.registry import model_layout
 from meshwright.testing import Case
 from meshwright.tracing.collectives import CollectiveTrace, record_collectives
-from meshwright_pipeline.cut.stage_model import reduce_to_stage, register_input_hook
-from meshwright_pipeline.cut.study import PartitionAnalyzer
-from meshwright_pipeline.run.actions import ScheduleRun
-from meshwright_pipeline.schedule.order import P2PBatch, add_communication, count_peak_live_microbatches
-from meshwright_pipeline.schedule.rules import SCHEDULES, build_schedule
+from meshwright_pipeline.partition.analyzer import PartitionAnalyzer
+from meshwright_pipeline.partition.stage_model import reduce_to_stage, register_input_hook
+from meshwright_pipeline.runtime.executor import ScheduleRun
+from meshwright_pipeline.schedule.actions import P2PBatch, add_communication, count_peak_live_microbatches
+from meshwright_pipeline.schedule.specs import SCHEDULES, build_schedule
 from meshwright_testing import pool
 from meshwright_testing.case import rank_microbatches
 from meshwright_testing.models import ROUTED_VOCAB, TINY, build_case_model

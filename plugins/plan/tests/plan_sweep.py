@@ -22,7 +22,7 @@ from typing import Any
 from support.plan_layouts import Layout, deep_layout, deep_plan, done, planned
 
 from meshwright.strategy.registry import get_registry
-from meshwright_plan.depth import APPROXIMATE_KEYS
+from meshwright_plan.extrapolation import APPROXIMATE_KEYS
 from meshwright_testing.suite import iter_layouts
 from meshwright_testing.workers import pool
 

@@ -10,7 +10,7 @@ import pytest
 from meshwright.base.validation import validate_config
 from meshwright.files.parsing import apply_assignments
 from meshwright_plan.explain.facts import RunFacts, collect_facts
-from meshwright_plan.explain.words import build_sections
+from meshwright_plan.explain.sentences import build_sections
 from meshwright_run.run_file import RunConfig
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -12,8 +12,8 @@ from hypothesis import strategies as some
 
 from meshwright.base.errors import ConfigError
 from meshwright_plan.config import PlanConfig
-from meshwright_plan.fleet import fleet as fleets
-from meshwright_plan.fleet.fleet import (
+from meshwright_plan.goodput import simulation as fleets
+from meshwright_plan.goodput.simulation import (
     DAY,
     HOUR,
     TIME_PARTS,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshwright_plan.config import PlanConfig
-from meshwright_plan.fleet import advice
-from meshwright_plan.fleet.fleet import (
+from meshwright_plan.goodput import advice
+from meshwright_plan.goodput.simulation import (
     CheckpointSchedule,
     FailureScenario,
     ReplicaSchedule,

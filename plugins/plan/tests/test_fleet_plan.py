@@ -13,13 +13,13 @@ from meshwright.base.validation import validate_config
 from meshwright.checkpoint import save_checkpoint
 from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.manifest import read_manifest
-from meshwright.checkpoint.values import RNG_PREFIX
-from meshwright.files.commands import gc_paused
+from meshwright.checkpoint.training_state import RNG_PREFIX
+from meshwright.files.command_helpers import gc_paused
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright_plan.config import PlanConfig, load_device_spec
-from meshwright_plan.fleet import advice
-from meshwright_plan.fleet.advice import (
+from meshwright_plan.goodput import advice
+from meshwright_plan.goodput.advice import (
     RECOMMENDED,
     RECOMMENDED_REPLICATED,
     THIS_RUN,
@@ -28,8 +28,8 @@ from meshwright_plan.fleet.advice import (
     estimate_failure_cost,
     render_failure_cost,
 )
-from meshwright_plan.fleet.fleet import HOUR
-from meshwright_plan.planned import build_job, plan_job
+from meshwright_plan.goodput.simulation import HOUR
+from meshwright_plan.planner import build_job, plan_job
 from meshwright_run.run_file import RunConfig
 from meshwright_testing.workers import pool
 

@@ -18,13 +18,13 @@ from support.tiers import mostly_slow
 from meshwright._compat.torch import all_to_all, compiles_attention_in_float64
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
-from meshwright_plan import planned as planned_module
-from meshwright_plan import stages
+from meshwright_plan import pipeline_extrapolation
+from meshwright_plan import planner as planned_module
 from meshwright_plan.config import load_device_spec
-from meshwright_plan.depth import Point, RankReport, extrapolate_report
-from meshwright_plan.planned import choose_representative_ranks, plan_job
+from meshwright_plan.extrapolation import Point, RankReport, extrapolate_report
+from meshwright_plan.fake_world import fake_world, make_routing_choices
+from meshwright_plan.planner import choose_representative_ranks, plan_job
 from meshwright_plan.trace import StepTrace, TrainingJob, trace_job_steps
-from meshwright_plan.world import fake_world, make_routing_choices
 from meshwright_testing.workers import pool
 
 MIXED = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
@@ -207,7 +207,7 @@ PIPELINES = [
 @pytest.mark.parametrize(("layout", "steps"), PIPELINES, ids=str)
 def test_small_pipelines_tell_what_large_ones_hold_and_send(layout, steps, traced, monkeypatch):
     if layout.layers > 10:
-        monkeypatch.setattr(stages, "SAMPLE_STAGE_DEPTHS", ((1, 2, 3),))
+        monkeypatch.setattr(pipeline_extrapolation, "SAMPLE_STAGE_DEPTHS", ((1, 2, 3),))
     told = deep_plan(layout, from_small=True)
     assert steps is None or sorted(traced) == sorted((rank, *step) for rank in range(2) for step in steps)
     assert told is not None

@@ -11,8 +11,8 @@ import torch
 import yaml
 from support.commands import MODEL, command, write_run
 
-from meshwright_plan.comparison import PlanMonitor, create_plan_monitor, get_peak_flops
 from meshwright_plan.config import DEVICE_DIRECTORY
+from meshwright_plan.live import PlanMonitor, create_plan_monitor, get_peak_flops
 from meshwright_run.run_file import load_run
 
 WIDER = {**MODEL, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}

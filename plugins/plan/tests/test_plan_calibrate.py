@@ -26,7 +26,7 @@ from meshwright_plan.calibration.calibrate import (
 from meshwright_plan.calibration.fit import CollectiveSample, fit_node, median_relative_error
 from meshwright_plan.calibration.measure import COLLECTIVE_KINDS, CollectiveTimer, MeasurementBudget
 from meshwright_plan.config import DeviceSpec, NodeSpec, load_device_spec
-from meshwright_plan.time import estimate_collective_seconds
+from meshwright_plan.timeline import estimate_collective_seconds
 from meshwright_testing.workers import pool
 
 TINY = MeasurementBudget(

@@ -19,9 +19,9 @@ from meshwright.base.errors import ConfigError
 from meshwright.mesh.sizes import MeshSizes
 from meshwright_plan.allocator import compute_reserved_bytes
 from meshwright_plan.config import load_device_spec
-from meshwright_plan.pictures.page import render_page, write_page
-from meshwright_plan.pictures.pngs import write_pngs
-from meshwright_plan.pictures.shown import (
+from meshwright_plan.planner import plan_job
+from meshwright_plan.plots.page import render_page, write_page
+from meshwright_plan.plots.plot_data import (
     SEND_PREFIX,
     PlotData,
     choose_ranks,
@@ -31,8 +31,8 @@ from meshwright_plan.pictures.shown import (
     find_pareto_frontier,
     sample_memory,
 )
-from meshwright_plan.planned import plan_job
-from meshwright_plan.time import (
+from meshwright_plan.plots.png import write_pngs
+from meshwright_plan.timeline import (
     COMPUTE,
     Timeline,
     TimelineSpan,

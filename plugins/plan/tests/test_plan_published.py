@@ -10,11 +10,11 @@ import pytest
 import torch
 from support.measures import Counting
 
-from meshwright.manager import row_loss
+from meshwright.manager import chunked_cross_entropy
 from meshwright.model.layout import infer_layout
 from meshwright.model.recompute import checkpoint_blocks
+from meshwright_plan.fake_world import fake_world
 from meshwright_plan.meter import StepMeter
-from meshwright_plan.world import fake_world
 from meshwright_testing.models import build_tiny_model
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -78,7 +78,7 @@ def test_losses_hold_what_theirs_hold(source, compiles, expected):
         with meter:
             meter.begin_step()
             logits = (hidden @ weight)[None]
-            loss = row_loss.sum_target_loss(logits, targets)
+            loss = chunked_cross_entropy.sum_target_loss(logits, targets)
             del logits
             loss.backward()
     assert meter.peak / 4096**2 == pytest.approx(expected, rel=0.02)

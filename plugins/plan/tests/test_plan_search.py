@@ -17,11 +17,11 @@ from meshwright.base.errors import ConfigError, MeshwrightError, TrainingError
 from meshwright.mesh.sizes import Degrees
 from meshwright_plan.calibration.calibrate import format_device_file
 from meshwright_plan.config import DeviceSpec, load_device_spec
-from meshwright_plan.planned import build_job, plan_job
+from meshwright_plan.planner import build_job, plan_job
 from meshwright_plan.plugin import load_job_config
 from meshwright_plan.search import recommend as recommending
 from meshwright_plan.search.candidates import Candidate, SearchSpace
-from meshwright_plan.search.expect import (
+from meshwright_plan.search.estimation import (
     NOISE_STD,
     BayesianRegression,
     CandidateEstimates,

@@ -19,7 +19,7 @@ from meshwright.tracing.collectives import Collective
 from meshwright_plan.allocator import GATHER, LARGE_BUFFER, REDUCE, assign_streams, compute_reserved_bytes
 from meshwright_plan.config import DEVICE_DIRECTORY, DeviceSpec, LinkSpec, list_device_specs, load_device_spec
 from meshwright_plan.meter import MemorySnapshot, StepMeter
-from meshwright_plan.time import (
+from meshwright_plan.timeline import (
     COMPUTE,
     Timeline,
     estimate_collective_seconds,

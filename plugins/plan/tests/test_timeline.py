@@ -15,9 +15,9 @@ from support.runs import output_of_rank
 
 from meshwright.events.run import RunInfo
 from meshwright.events.step import StepResult
-from meshwright_run.journal import TimelineLog
+from meshwright_run.run_logs import TimelineLog
 from meshwright_testing import pool
-from meshwright_watch import answers as timelines
+from meshwright_watch import api as timelines
 
 
 def test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for(tmp_path):

@@ -23,13 +23,13 @@ from support.runs import Place, output_of_rank
 
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import Manifest, StoredFile, read_manifest, serialize_manifest, verify_files
-from meshwright.checkpoint.places import DEFAULT_OPTIONS
-from meshwright_replicate import keepers, wire
-from meshwright_replicate.copier import DoubleBuffer, StateReplicator
-from meshwright_replicate.keeper import ReplicaServer
-from meshwright_replicate.keepers import ReplicaClient, ReplicaNode, find_replicas
-from meshwright_replicate.wire import Connection
-from meshwright_run.fate import check_restarts
+from meshwright.checkpoint.storage import DEFAULT_OPTIONS
+from meshwright_replicate import client, protocol
+from meshwright_replicate.client import ReplicaClient, ReplicaNode, find_replicas
+from meshwright_replicate.protocol import Connection
+from meshwright_replicate.replicator import DoubleBuffer, StateReplicator
+from meshwright_replicate.server import ReplicaServer
+from meshwright_run.run_action import check_restarts
 from meshwright_run.run_file import RunConfig
 from meshwright_run.run_sections import CheckpointConfig
 from meshwright_run.start import find_rank_counts
@@ -59,7 +59,7 @@ class Local:
 
     def introduced(self, token: str) -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=5)
-        wire.authenticate_to_server(connection, token)
+        protocol.authenticate_to_server(connection, token)
         return connection
 
     def put(self, step: int, name: str, content: bytes, link: Connection | None = None, run: str = "run") -> None:
@@ -97,11 +97,11 @@ def test_who_has_not_the_token_is_refused(local: Local, token: str) -> None:
     with pytest.raises(OSError, match="token"):
         local.introduced(token)
     with socket.create_connection(("127.0.0.1", local.port), timeout=5) as connection:
-        wire.receive_message(connection)
-        wire.send_message(connection, {"do": "list"})
-        assert wire.receive_message(connection)[0].keys() == {"error"}
+        protocol.receive_message(connection)
+        protocol.send_message(connection, {"do": "list"})
+        assert protocol.receive_message(connection)[0].keys() == {"error"}
         with pytest.raises(OSError, match="ended"):
-            wire.receive_message(connection)
+            protocol.receive_message(connection)
 
 
 def test_a_process_of_another_user_is_refused(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,14 +114,14 @@ def test_a_keeper_without_the_token_is_not_believed() -> None:
     ours, theirs = socket.socketpair()
 
     def impostor() -> None:
-        wire.send_message(theirs, {"nonce": "0"})
-        wire.receive_message(theirs)
-        wire.send_message(theirs, {"proof": "0"})
+        protocol.send_message(theirs, {"nonce": "0"})
+        protocol.receive_message(theirs)
+        protocol.send_message(theirs, {"proof": "0"})
 
     thread = threading.Thread(target=impostor)
     thread.start()
     with pytest.raises(PermissionError, match="the keeper has another token"):
-        wire.authenticate_to_server(ours, TOKEN)
+        protocol.authenticate_to_server(ours, TOKEN)
     thread.join()
 
 
@@ -166,7 +166,7 @@ def test_another_run_a_step_that_is_sealed_and_a_file_that_breaks_off_are_refuse
     with pytest.raises(OSError, match="step 2 of run 'run' is not here"):
         local.seal(2)
     connection = local.introduced(TOKEN)
-    wire.send_message(connection, {"do": "put", "run": "run", "step": 3, "name": "a", "size": 100})
+    protocol.send_message(connection, {"do": "put", "run": "run", "step": 3, "name": "a", "size": 100})
     connection.sendall(b"x" * 50)
     connection.close()
     time.sleep(0.1)
@@ -174,7 +174,7 @@ def test_another_run_a_step_that_is_sealed_and_a_file_that_breaks_off_are_refuse
 
 
 def test_a_keeper_ends_if_who_it_is_for_has(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "meshwright_replicate.keeper", str(tmp_path / "keeper.sock")]
+    command = [sys.executable, "-m", "meshwright_replicate.server", str(tmp_path / "keeper.sock")]
     subprocess.run([*command, str(os.getpid()), "another process"], timeout=20, check=True)
     assert not list(tmp_path.iterdir())
 
@@ -282,7 +282,7 @@ def _copied_here(path: str, flips: bool) -> tuple[str, int]:
     """Run with a keeper in the process of the rank; return error and exit code."""
     local = Local()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keepers, "_connect_local", local.connected)
+        patch.setattr(client, "_connect_local", local.connected)
         error, code = run_with_a_flip(path) if flips else output_of_rank(path, None)[1:]
     local.close()
     return error, code

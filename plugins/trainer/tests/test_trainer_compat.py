@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from trl.trainer.utils import add_fused_lm_head
 
 from meshwright_trainer import MeshGRPOMixin, _compat
-from meshwright_trainer.on_mesh import MeshModelMixin
+from meshwright_trainer.model_mixin import MeshModelMixin
 
 
 def called(method: Any) -> dict[str, Any]:

@@ -23,12 +23,12 @@ from support.commands import invoke
 from support.watched import event, make_ranks, make_run, make_timeline, start, step_line, write_lines
 
 from meshwright.base.errors import ConfigError
+from meshwright_run.metrics_report import read_metrics
 from meshwright_run.observers import find_stragglers
-from meshwright_run.report import read_metrics
-from meshwright_watch import answers as timelines
+from meshwright_watch import api as timelines
 from meshwright_watch import server
-from meshwright_watch.answers import compare_columns
-from meshwright_watch.columns import FileTail, MetricColumns, choose_points, parse_lines
+from meshwright_watch.api import compare_columns
+from meshwright_watch.metric_columns import FileTail, MetricColumns, choose_points, parse_lines
 from meshwright_watch.run import RankMetrics, WatchedRun, open_runs
 
 MOST = 1 << 20

@@ -6,6 +6,6 @@ their gradients, over `dp_shard_cp`.
 
 from __future__ import annotations
 
-from .parallel import ContextParallel
+from .context_parallel import ContextParallel
 
 __all__ = ["ContextParallel"]

@@ -7,10 +7,10 @@ loops.
 from __future__ import annotations
 
 from ...strategy.hooks import StyleSpec
-from .parallel import TensorParallel, apply_tensor_parallel
 from .placements import ParameterSharding, get_packed_dim
-from .plan import get_hf_tp_shard_plan
+from .plan_sources import get_hf_tp_shard_plan
 from .styles import STYLES, translate_to_torch_parallel_style
+from .tensor_parallel import TensorParallel, apply_tensor_parallel
 
 __all__ = ["STYLES", "ParameterSharding", "StyleSpec", "TensorParallel", "get_hf_tp_shard_plan", "get_packed_dim"]
 __all__ += ["apply_tensor_parallel", "translate_to_torch_parallel_style"]

@@ -30,14 +30,14 @@ from ..._compat.torch import get_own_parameters, is_packed_shard, is_sharded
 from ...base.errors import ModelError
 from ...mesh.sizes import format_divisors
 from ...model.layout import ModelLayout
+from ...tensors.chunks import LocalChunk, to_global_chunks
 from ...tensors.ops import temporary_parameters
-from ...tensors.pieces import LocalChunk, to_global_chunks
 from ...tensors.state import gather_full_tensor
 from .collectives import Copy, chunk_sizes
-from .module_styles import TensorParallelPlan
-from .plan import get_text_config
-from .sequence_stream import SequenceParallelPlan
+from .plan_sources import get_text_config
+from .sequence_parallel import SequenceParallelPlan
 from .styles import NUM_PACKED_PARTS, STYLES
+from .tp_plan import TensorParallelPlan
 
 ParameterSlot: TypeAlias = "tuple[nn.Module, str]"
 

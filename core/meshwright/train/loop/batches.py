@@ -33,7 +33,7 @@ from torch.distributed import ReduceOp
 from ...base.errors import BatchError, CheckpointError
 from ...base.types import Batch, Objective
 from ...mesh.mesh import Mesh
-from ...step.agreement import has_reported_errors
+from ...step.handshake import has_reported_errors
 from ...strategy.contract import StrategyManager
 from .options import Loop, count_steps_per_epoch, raise_on_all_ranks
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from ...events.step import StepResult
 
 if TYPE_CHECKING:
-    from ...checkpoint.places import SigningKey, StorageOptions, StorageReader
+    from ...checkpoint.storage import SigningKey, StorageOptions, StorageReader
     from ...mesh.world import World
     from ...strategy.contract import StrategyManager
 

@@ -15,11 +15,11 @@ from ...base.errors import BatchError, CheckpointError, TrainingError
 from ...base.stopping import Stopped
 from ...checkpoint import find_first_valid, load_checkpoint
 from ...checkpoint.manifest import storage_exists
-from ...checkpoint.places import to_path_or_url
+from ...checkpoint.storage import to_path_or_url
 from ...events.run import BadStep, EndReason, Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
 from ...events.step import StepResult
 from ...files.terminal import warn
-from ...step.agreement import count_tokens
+from ...step.handshake import count_tokens
 from ...strategy.contract import StrategyManager
 from ...strategy.registry import get_registry
 from ...tensors.ops import make_event_recorder
@@ -28,7 +28,7 @@ from .extension import GradientStage, LoopExtension, StepContext
 from .monitors import BAD_STEPS_KEY, LOOP_STATE_KEY, BadStepDetector, BadStepInfo, MetricMonitor, RollbackRequested
 from .options import Loop, is_due, raise_on_all_ranks, run_on_all_ranks, validate_across_ranks
 from .step import Stopwatch, profiler_phase, train_step
-from .verifying import Verifier
+from .verifier import Verifier
 
 if TYPE_CHECKING:
     from ...base.stopping import StopSignals

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...base.errors import CheckpointError, ConfigError, MeshwrightError
 from ...base.types import Batch, Objective
 from ...checkpoint import Checkpointer, Manifest
-from ...checkpoint.extra import check_loop
-from ...checkpoint.values import decode_values
+from ...checkpoint.extra_schema import check_loop
+from ...checkpoint.training_state import decode_values
 from ...events.run import RunInfo
 from ...events.step import StepResult
 from ...mesh.mesh import Mesh

@@ -40,8 +40,14 @@ def launch(
     with exit_on_error(traceback):
         from meshwright_run.run_file import load_run, read_values
 
-        from .files import build_submit_command, check_can_submit, render_job_files, run_submit_command, write_job_files
         from .job import build_job, is_node_local
+        from .job_files import (
+            build_submit_command,
+            check_can_submit,
+            render_job_files,
+            run_submit_command,
+            write_job_files,
+        )
 
         given = [f"launch.{name}={value}" for name, value in short.items() if value is not None]
         changes = [*(assignments or []), *given]

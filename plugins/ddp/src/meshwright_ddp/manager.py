@@ -26,9 +26,9 @@ from meshwright.plugin import (
     from_device_mesh,
 )
 
-from .bucketed import BucketedDataParallel
+from .bucketed_ddp import BucketedDataParallel
 from .config import AXES, DDPConfig, DistributedDataParallelConfig
-from .optimizer import OptimizerShardLayout, ShardGradients
+from .distributed_optimizer import OptimizerShardLayout, ShardGradients
 from .torch_engine import PipelineStageEngine, TorchEngine
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:
     if config.delegates_to_megatron_fsdp:
-        from .handover import delegate_to_megatron_fsdp
+        from .megatron_fsdp_delegation import delegate_to_megatron_fsdp
 
         return delegate_to_megatron_fsdp(config, mesh)
     from .manager import DDPManager

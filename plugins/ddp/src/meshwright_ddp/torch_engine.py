@@ -19,8 +19,8 @@ from meshwright.plugin import DataParallelManager, HighPrecisionAccumulator, Mes
 
 from ._compat import broadcast_buffers_kwargs
 from .buckets import compute_bucket_layout
+from .comm_hooks import build_compression_hook, build_high_precision_sum_hook, build_sum_hook
 from .config import DDPConfig
-from .hooks import build_compression_hook, build_high_precision_sum_hook, build_sum_hook
 
 
 class TorchEngine:

@@ -43,10 +43,10 @@ def replay(
         if not is_launched():
             from meshwright_run.launch.local import start_fork_server
 
-            start_fork_server(["meshwright_diagnose.replay.start"])
+            start_fork_server(["meshwright_diagnose.replay.replay"])
         with gc_paused():
             from .replay.render import render_replay
-            from .replay.start import replay_step as replayed
+            from .replay.replay import replay_step as replayed
 
         found = replayed(run, step, single=single, compare_rank=compare_rank, show_traceback=traceback)
         if os.environ.get("RANK", "0") == "0":
@@ -75,7 +75,7 @@ def diff(
         if not no_replay:
             from meshwright_run.launch.local import start_fork_server
 
-            start_fork_server(["meshwright_diagnose.replay.start"])
+            start_fork_server(["meshwright_diagnose.replay.replay"])
         with gc_paused():
             from .replay.diff import diff_runs as compare
             from .replay.render import render_diff
@@ -103,7 +103,7 @@ def doctor(
     with exit_on_error(traceback):
         with gc_paused():
             from .doctor.checks import find_exit_code, format_results, to_dict
-            from .doctor.examine import check_launched_ranks, check_local_ranks, check_machine
+            from .doctor.rank_checks import check_launched_ranks, check_local_ranks, check_machine
 
         if is_launched():
             code, found = check_launched_ranks(directory)
@@ -135,7 +135,7 @@ def show(
 ) -> None:
     """Show what the time of profiled steps went to: parts, communication, operators, memory."""
     with exit_on_error(show_traceback=False):
-        from meshwright_run.profile.show import render_summary
+        from meshwright_run.profile.render import render_summary
         from meshwright_run.profile.summary import load_summary, summary_to_dict
 
         summary = load_summary(profile, rank=rank)
@@ -158,8 +158,8 @@ def compare(
 ) -> None:
     """Put two profiles side by side: what got slower, and what faster, by what makes most of the difference."""
     with exit_on_error(show_traceback=False):
-        from meshwright_run.profile.show import compare_profiles as compared_of
-        from meshwright_run.profile.show import render_comparison
+        from meshwright_run.profile.render import compare_profiles as compared_of
+        from meshwright_run.profile.render import render_comparison
         from meshwright_run.profile.summary import load_summary
 
         first, second = (load_summary(path, rank=rank) for path in (before, after))
@@ -171,7 +171,7 @@ def compare(
 def _output(
     renderable: Any, values: dict[str, Any], json_file: Path | None, svg_file: Path | None, *, title: str
 ) -> None:
-    from meshwright_run.profile.show import to_svg
+    from meshwright_run.profile.render import to_svg
 
     report_results(renderable, values, json_file)
     if svg_file is not None:

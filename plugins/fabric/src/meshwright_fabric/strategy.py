@@ -31,7 +31,7 @@ from meshwright.plugin import (
 )
 
 from ._compat import forbid_no_backward_sync
-from .step import StepModule
+from .step_module import StepModule
 
 
 class MeshStrategy(DDPStrategy):

@@ -12,14 +12,14 @@ from .config import FSDP2Config
 if TYPE_CHECKING:
     from meshwright.plugin import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 
-    from .forward import _patch_is_packed_sequence_for_training
-    from .functions import (
+    from .forward_wrappers import _patch_is_packed_sequence_for_training
+    from .manager import FSDP2Manager
+    from .reference_api import (
         _destroy_dist_connection,
         apply_fsdp_sharding_recursively,
         fsdp2_strategy_parallelize,
         unshard_fsdp2_model,
     )
-    from .manager import FSDP2Manager
 
 __all__ = [
     "FSDP2Config",

@@ -42,7 +42,7 @@ from meshwright.plugin import (
 
 from ._compat import enable_async_tensor_parallel, reduce_accumulated_grads, upcast_accumulated_grads
 from .config import AXES, FSDP2Config
-from .forward import (
+from .forward_wrappers import (
     cast_residual_stream,
     check_not_packed,
     compute_norms_in_float32,

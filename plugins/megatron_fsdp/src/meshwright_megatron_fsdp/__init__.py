@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from .config import MegatronFSDPConfig
 
 if TYPE_CHECKING:
-    from .functions import megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
     from .manager import MegatronFSDPManager
+    from .reference_api import megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
 
 HAVE_NVFSDP = importlib.util.find_spec("megatron_fsdp") is not None
 """Whether NVIDIA's package is installed; its version is checked when a manager is made."""

@@ -41,17 +41,17 @@ from meshwright.plugin import (
 
 from ._compat.cpu_torch import use_cpu_torch
 from ._compat.package import has_nccl_allocator, import_package
-from ._compat.wrapped import (
+from ._compat.wrap_model import wrap_model
+from ._compat.wrapped_model import (
     count_units_without_double_buffer,
     find_shard_ranges,
     unshard_parameters,
     use_sharded_parameters,
     wait_for_prefetched_gathers,
 )
-from ._compat.wrapping import wrap_model
 from .config import AXES, MegatronFSDPConfig
-from .reduction import GradientReducer
-from .shards import MegatronShardLayout
+from .gradient_reducer import GradientReducer
+from .shard_layout import MegatronShardLayout
 from .units import build_mixed_precision_policy, find_units, replace_meta_parameters
 
 _UNUSED_OPTIONS: Mapping[str, str] = MappingProxyType(

@@ -9,7 +9,7 @@ from .preference import DPO, KTO, ORPO, Reward, SimPO
 from .supervised import CrossEntropy, Distill, Unlikelihood
 
 if TYPE_CHECKING:
-    from .functions import previous_tokens as previous_tokens
+    from .functional import previous_tokens as previous_tokens
 
 __all__ = [
     "DPO",
@@ -29,7 +29,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "previous_tokens":
-        from .functions import previous_tokens
+        from .functional import previous_tokens
 
         return previous_tokens
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

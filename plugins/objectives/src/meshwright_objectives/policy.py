@@ -108,7 +108,7 @@ class GRPO(ObjectiveConfig):
             return super().count(batch)
         if not self.packed:
             return int(get_target_mask(batch).any(1).sum())
-        from .functions import count_documents_with_targets
+        from .functional import count_documents_with_targets
 
         return count_documents_with_targets(batch)
 
@@ -155,7 +155,7 @@ class Value(ObjectiveConfig):
         return Column("returns", ("B S",)), *old
 
     def __call__(self, outputs: Outputs, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
-        from .functions import mask_to_targets, masked_sums, select_head_output
+        from .functional import mask_to_targets, masked_sums, select_head_output
 
         value_BS, kept_BS = select_head_output(outputs.logits, 3, self.name).where(outputs.mask, 0.0), outputs.mask
         returns_BS = mask_to_targets(outputs, batch["returns"], value_BS)
@@ -249,7 +249,7 @@ class _PolicyLoss:
         return bounded if kind.endswith("truncate") else factor.where(bounded == factor, 0.0)
 
     def _read_column(self, name: str) -> Tensor:
-        from .functions import mask_to_targets
+        from .functional import mask_to_targets
 
         return mask_to_targets(self._tokens, self._batch[name], self._log_probs_BS)
 

@@ -99,7 +99,7 @@ class DPO(SequenceObjective):
         return () if self.reference_free else (REFERENCE_LOG_PROBS,)
 
     def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
-        from .functions import (
+        from .functional import (
             PAIR_LOSSES,
             count_targets,
             find_valid_pairs,
@@ -153,7 +153,7 @@ class KTO(SequenceObjective):
         return REFERENCE_LOG_PROBS, Column("desirable", ("B",), "bool"), *kl
 
     def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
-        from .functions import masked_sums, sequence_log_probs
+        from .functional import masked_sums, sequence_log_probs
 
         own_B, kept_B, wanted_B = sequence_log_probs(tokens), tokens.mask.any(1), batch["desirable"]
         ratio_B = own_B - sequence_log_probs(tokens, batch[REFERENCE_LOG_PROBS.name])
@@ -186,7 +186,7 @@ class ORPO(SequenceObjective):
     beta: NonNegativeFloat = Field(default=0.1, description="Factor of the odds ratio.")
 
     def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
-        from .functions import (
+        from .functional import (
             count_targets,
             find_valid_pairs,
             log1mexp,
@@ -230,7 +230,7 @@ class SimPO(SequenceObjective):
     sft_weight: NonNegativeFloat = Field(default=0.0, description="Factor of the chosen answer's cross entropy.")
 
     def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
-        from .functions import (
+        from .functional import (
             count_targets,
             find_valid_pairs,
             masked_sums,
@@ -274,7 +274,7 @@ class Reward(SequenceObjective):
         return (Column("margin", ("B",), is_required=False),)
 
     def __call__(self, outputs: Outputs, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
-        from .functions import find_valid_pairs, log_sigmoid, select_head_output, split_pairs, sum_rewards
+        from .functional import find_valid_pairs, log_sigmoid, select_head_output, split_pairs, sum_rewards
 
         kept_P = find_valid_pairs(outputs)
         chosen_P, rejected_P = split_pairs(select_head_output(outputs.logits, 2, self.name))

@@ -61,7 +61,7 @@ class CrossEntropy(ObjectiveConfig):
         return int(counted.sum())
 
     def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
-        from .functions import mask_to_targets, masked_sums
+        from .functional import mask_to_targets, masked_sums
 
         loss_BS = -tokens.log_probs
         if self.label_smoothing:
@@ -100,7 +100,7 @@ class Unlikelihood(ObjectiveConfig):
         return (Column("negatives", ("B S K",), "int"),)
 
     def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
-        from .functions import MASKED_LOG_PROB, mask_ids, masked_sums
+        from .functional import MASKED_LOG_PROB, mask_ids, masked_sums
 
         nll_BS, kept_BS = -tokens.log_probs, tokens.mask
         ids_BSK, valid_BSK = mask_ids(batch["negatives"], kept_BS)
@@ -151,7 +151,7 @@ class Distill(ObjectiveConfig):
         return Column("teacher_ids", ("B S K",), "int"), Column("teacher_log_probs", ("B S K",))
 
     def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
-        from .functions import MASKED_LOG_PROB, generalized_jsd, mask_ids, masked_sums
+        from .functional import MASKED_LOG_PROB, generalized_jsd, mask_ids, masked_sums
 
         kept_BS = tokens.mask
         ids_BSK, valid_BSK = mask_ids(batch["teacher_ids"], kept_BS)
@@ -169,7 +169,7 @@ class Distill(ObjectiveConfig):
 
     def _to_distribution(self, log_probs_BSK: Tensor) -> Tensor:
         """Log-probabilities of a full distribution, (B, S, K) or (B, S, K + 1)."""
-        from .functions import append_tail
+        from .functional import append_tail
 
         if self.tail == "entry":
             return append_tail(log_probs_BSK)

@@ -8,8 +8,8 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from meshwright.plugin import FLOAT16_REFUSAL, TRAINING_DTYPES, ConfigError, FrozenModel, check_import
 
-from .schedule.order import Schedule, bubble_fraction, count_peak_live_microbatches
-from .schedule.rules import SCHEDULES, build_schedule, find_schedule_spec, read_schedule_csv, read_schedule_size
+from .schedule.actions import Schedule, bubble_fraction, count_peak_live_microbatches
+from .schedule.specs import SCHEDULES, build_schedule, find_schedule_spec, read_schedule_csv, read_schedule_size
 
 if TYPE_CHECKING:
     from meshwright.plugin import Degrees

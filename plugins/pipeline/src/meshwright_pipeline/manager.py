@@ -51,16 +51,16 @@ from meshwright.plugin import (
     sync_tie_config,
 )
 
+from .build_stages import StagedModel, StageFactory, split_into_stages, use_given_stage
 from .config import PipelineConfig, check_options
-from .cut.split import PipelineCostModel, build_cost_model
-from .run.actions import PipelineTimelineRecorder, run_step
-from .run.losses import build_loss_objective
-from .run.orders import check_batch_sizes, map_microbatches, pad_microbatches, split_batch
-from .run.stage import PipelineStage, check_activation_budget, choose_activations
-from .start import StagedModel, StageFactory, split_into_stages, use_given_stage
-from .state.copies import SharedParameters
-from .state.manager import StagedStateManager
-from .state.names import StagedParameterNames
+from .partition.split import PipelineCostModel, build_cost_model
+from .runtime.custom_loss import build_loss_objective
+from .runtime.executor import PipelineTimelineRecorder, run_step
+from .runtime.rank_schedule import check_batch_sizes, map_microbatches, pad_microbatches, split_batch
+from .runtime.stage import PipelineStage, check_activation_budget, choose_activations
+from .state.parameter_names import StagedParameterNames
+from .state.shared_parameters import SharedParameters
+from .state.stateful_manager import StagedStateManager
 
 
 class PipelineManager(StagedStateManager):
@@ -110,7 +110,7 @@ class PipelineManager(StagedStateManager):
         self._max_length = 0
         self._steps, self._recorder = StepBookkeeping(mesh, self._trainable_parameters), StatisticsRecorder()
         self.timeline = PipelineTimelineRecorder(mesh.device, mesh.axis_rank("pp"))
-        """See `meshwright_run.journal`."""
+        """See `meshwright_run.run_logs`."""
 
     # -- the model
 

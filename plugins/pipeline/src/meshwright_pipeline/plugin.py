@@ -25,7 +25,7 @@ def build(config: PipelineConfig, mesh: Mesh, inner: Callable[[Mesh], StrategyMa
 
 @hookimpl
 def register_commands(app: typer.Typer) -> None:
-    from .show import add_commands
+    from .show_command import add_commands
 
     add_commands(app)
 

@@ -32,7 +32,7 @@ from .config import PlanConfig
 if TYPE_CHECKING:
     from meshwright_run.run_file import RunConfig
 
-    from .comparison import PlanMonitor
+    from .live import PlanMonitor
 
 DEFAULT_DEVICE = "h100-80gb"
 OutputFiles: TypeAlias = tuple[Path | None, Path | None]
@@ -165,18 +165,18 @@ def _plan_and_print(
     with gc_paused():
         check_job_config(config, world)  # frequent mistakes are found before all that is imported to trace a step
         from .config import load_device_spec
-        from .fleet.advice import estimate_failure_cost
-        from .fleet.advice import render_failure_cost as told_of_failures
-        from .planned import build_job
-        from .planned import plan_job as planned
-        from .report import build_tables
+        from .goodput.advice import estimate_failure_cost
+        from .goodput.advice import render_failure_cost as told_of_failures
+        from .planner import build_job
+        from .planner import plan_job as planned
+        from .tables import build_tables
 
     on = load_device_spec(device)
     job = replace(build_job(config, world), expert_imbalance=imbalance)
     page, directory = plot_files
     draws = page is not None or directory is not None
     if draws:
-        from .pictures.shown import choose_ranks, collect_plot_data
+        from .plots.plot_data import choose_ranks, collect_plot_data
 
         ranks = choose_ranks(job.degrees, ranks)
     found = planned(job, on, ranks)
@@ -186,11 +186,11 @@ def _plan_and_print(
     if draws:
         subject = collect_plot_data(job, on, found, layouts)
         if page is not None:
-            from .pictures.page import write_page
+            from .plots.page import write_page
 
             write_page(page, subject)
         if directory is not None:
-            from .pictures.pngs import write_pngs
+            from .plots.png import write_pngs
 
             write_pngs(directory, subject)
     return {**found, "failures": failures}
@@ -228,7 +228,7 @@ def explain(
             from meshwright_run.preflight import count_local_ranks
 
             from .explain.facts import collect_facts
-            from .explain.words import build_sections
+            from .explain.sentences import build_sections
 
         count = world or (int(os.environ["WORLD_SIZE"]) if is_launched() else count_local_ranks(config))
         console = create_console()
@@ -253,14 +253,14 @@ def register_run_sections() -> list[RunSection]:
 
 @hookimpl
 def monitor_run(config: RunConfig, ranks: int) -> PlanMonitor | None:
-    from .comparison import create_plan_monitor
+    from .live import create_plan_monitor
 
     return create_plan_monitor(config, ranks)
 
 
 @hookimpl
 def render_plan(config: RunConfig, ranks: int) -> list[Any]:
-    from .comparison import build_plan
-    from .report import build_tables
+    from .live import build_plan
+    from .tables import build_tables
 
     return build_tables(build_plan(config, ranks))

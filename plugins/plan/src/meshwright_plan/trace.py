@@ -241,7 +241,7 @@ def _run_step(manager: StrategyManager, job: TrainingJob, batches: list[Batch], 
     meter.phase = "other"
 
 
-# -- memory that operators touch, by the numbers of blocks in `meshwright.tracing.observe`
+# -- memory that operators touch, by the numbers of blocks in `meshwright.tracing.observers`
 
 
 def memory_access(

@@ -9,11 +9,11 @@ from meshwright.plugin import hookimpl
 if TYPE_CHECKING:
     from meshwright.plugin import World
 
-    from .copier import MemoryReplication
+    from .replicator import MemoryReplication
 
 
 @hookimpl
 def open_state_replication(world: World) -> MemoryReplication:
-    from .copier import MemoryReplication
+    from .replicator import MemoryReplication
 
     return MemoryReplication(world)

@@ -99,7 +99,7 @@ KeyFile = Annotated[
 def show_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -> None:
     """Tell what is in a checkpoint, and whether it is whole; exits with 1 where one is not."""
     with exit_on_error(show_traceback=False):
-        from .verifying import build_checkpoint_table
+        from .inspect_checkpoints import build_checkpoint_table
 
         table, all_whole = build_checkpoint_table(_open_storage(directory, key_file))
         create_output_console().print(table)
@@ -113,7 +113,7 @@ def verify_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -
     given and one is not signed with it.
     """
     with exit_on_error(show_traceback=False):
-        from .verifying import describe_signature, verify_checkpoints
+        from .inspect_checkpoints import describe_signature, verify_checkpoints
 
         console, all_whole = create_console(soft_wrap=True, highlight=False), True
         for each in verify_checkpoints(_open_storage(directory, key_file)):
@@ -201,7 +201,6 @@ def show_data(
 ) -> None:
     """Show the data of a run: its first rows as the model sees them, lengths, and what was cut or left out."""
     with exit_on_error(traceback):
-        from .data.feed import DataShard, TrainSampler, build_datasets
         from .data.report import (
             decode_first_rows,
             measure_fill,
@@ -212,6 +211,7 @@ def show_data(
             summarize_sources,
         )
         from .data.tokenizer import load_tokenizer
+        from .data.train_sampler import DataShard, TrainSampler, build_datasets
         from .preflight import prepare_data_and_model_config
         from .run_file import load_run
 
@@ -275,8 +275,8 @@ def init(
 ) -> None:
     """Write a first run file, with a comment on each part. Asks five questions; flags answer them, too."""
     with exit_on_error(traceback):
-        from .first_run.answers import InitFlags, collect_answers, detect_machine, inspect_model
-        from .first_run.text import check_output_file, write_run_file
+        from .init_wizard.answers import InitFlags, collect_answers, detect_machine, inspect_model
+        from .init_wizard.run_file_text import check_output_file, write_run_file
 
         check_output_file(file, overwrite=overwrite)
         asks = not yes and sys.stdin.isatty() and sys.stdout.isatty()

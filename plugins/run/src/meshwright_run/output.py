@@ -32,10 +32,10 @@ from meshwright.plugin import (
     write_atomically,
 )
 
-from .data.rows import RowDataset
+from .data.packing import RowDataset
 from .data.tokenizer import load_tokenizer
+from .metrics_report import format_eval_set, plot_loss_curve, print_text
 from .preflight import PreparedRun
-from .report import format_eval_set, plot_loss_curve, print_text
 from .run_directory import IN_PROGRESS, RunDirectory
 from .run_sections import HELD_OUT, SampleConfig
 

@@ -54,12 +54,11 @@ from meshwright.plugin import (
 )
 
 from .data.chat_template import read_chat_template
-from .data.feed import RunDatasets, build_datasets, check_group_size
 from .data.order import ORDER_VERSION
 from .data.prepare import PreparedData, prepare_data
 from .data.tokenizer import has_tokenizer, load_tokenizer
-from .fate import check_restarts, choose_run_action
-from .model_trial import (
+from .data.train_sampler import RunDatasets, build_datasets, check_group_size
+from .model_probe import (
     can_probe,
     check_memory,
     get_node_memory,
@@ -70,6 +69,7 @@ from .model_trial import (
 from .observers import resolve_trackers
 from .profile.config import check_profile
 from .resume import check_resume_checkpoint
+from .run_action import check_restarts, choose_run_action
 from .run_directory import RunDirectory
 from .run_file import RunConfig, resolve_layout
 from .run_sections import HELD_OUT

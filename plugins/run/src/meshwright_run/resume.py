@@ -44,11 +44,11 @@ from meshwright.plugin import (
     warn,
 )
 
-from .fate import AUTO, NEVER, RunAction, find_previously_named, has_started_from
-from .journal import get_run_id, log_event
-from .report import parse_metrics
+from .metrics_report import parse_metrics
+from .run_action import AUTO, NEVER, RunAction, find_previously_named, has_started_from
 from .run_directory import METRICS, RunDirectory
 from .run_file import RunConfig
+from .run_logs import get_run_id, log_event
 from .run_sections import EvalConfig
 
 

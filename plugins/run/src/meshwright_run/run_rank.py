@@ -39,18 +39,18 @@ from meshwright.plugin import (
     warn_about_weights,
 )
 
-from .assembly import build_loop, load_initial_weights
-from .fate import RunAction, choose_run_action, is_finished
-from .journal import EventLog, HangFileReporter, RankLog, build_timeline_logs, get_run_id, log_event
-from .launch.rank import heartbeat
+from .launch.rank_process import heartbeat
+from .loop_setup import build_loop, load_initial_weights
+from .metrics_report import LossCurvePlotter, MetricsReporter, plot_metrics, print_finished, print_stopped, print_text
 from .observers import StartupReporter, StartupTimer, StragglerDetector, attach_trackers, resolve_trackers
 from .output import export_model, write_results
 from .preflight import PreparedRun, build_run_model, describe_run, download_model, preflight
-from .profile.recording import CommunicationSampler, FaultFileWriter, StepProfiler
-from .report import LossCurvePlotter, MetricsReporter, plot_metrics, print_finished, print_stopped, print_text
+from .profile.recorder import CommunicationSampler, FaultFileWriter, StepProfiler
 from .resume import ResumePoint, RunReplicas, find_resume_point
+from .run_action import RunAction, choose_run_action, is_finished
 from .run_directory import RunDirectory
 from .run_file import RunConfig, to_redacted_dict
+from .run_logs import EventLog, HangFileReporter, RankLog, build_timeline_logs, get_run_id, log_event
 from .run_sections import KeepBestConfig
 
 if TYPE_CHECKING:

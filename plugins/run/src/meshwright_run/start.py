@@ -16,14 +16,14 @@ from pathlib import Path
 from meshwright.plugin import ConfigError, MeshwrightError, get_registry, is_launched, open_regular_file, parse_json
 
 from .data.progress import CONSOLE
-from .fate import find_resume_obstacle, is_finished
-from .journal import log_event
-from .launch.rank import run_guarded, write_stderr
+from .launch.rank_process import run_guarded, write_stderr
+from .metrics_report import print_finished
 from .observers import StartupTimer
 from .preflight import count_local_ranks, preflight
-from .report import print_finished
+from .run_action import find_resume_obstacle, is_finished
 from .run_directory import RunDirectory
 from .run_file import RunConfig, resolve_layout
+from .run_logs import log_event
 from .run_rank import RunMonitor, record_failure, run_rank
 
 FAILURE_EXIT_CODE = 1

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from meshwright.base.errors import ConfigError
 from meshwright.cli import main as cli
 from meshwright_run.data.tokenizer import train_tokenizer
-from meshwright_run.first_run import answers
-from meshwright_run.first_run.answers import InitAnswers, Machine, inspect_model
-from meshwright_run.first_run.text import CHAT_TEMPLATE, write_run_file
+from meshwright_run.init_wizard import answers
+from meshwright_run.init_wizard.answers import InitAnswers, Machine, inspect_model
+from meshwright_run.init_wizard.run_file_text import CHAT_TEMPLATE, write_run_file
 from meshwright_run.run_file import RunConfig, load_run
 from meshwright_testing.models import build_tiny_model
 

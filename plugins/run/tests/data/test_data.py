@@ -32,12 +32,12 @@ from meshwright_run.data.config import DEFAULT_VOCAB_SIZE, DataConfig, SourceCon
 from meshwright_run.data.conversations import FieldReader
 from meshwright_run.data.documents import TokenizedDocuments, get_cache_root, iter_training_documents
 from meshwright_run.data.encoder import Encoder
-from meshwright_run.data.feed import DataShard, TrainSampler, read_eval_microbatches
 from meshwright_run.data.order import DataOrder, check_batch_size, shuffle_indices
+from meshwright_run.data.packing import ConcatChunkedDataset
 from meshwright_run.data.prepare import PreparedData, prepare_data
-from meshwright_run.data.rows import ConcatChunkedDataset
 from meshwright_run.data.sources import Record, read_records, resolve_source
 from meshwright_run.data.tokenizer import EOS, has_tokenizer, load_tokenizer, train_tokenizer
+from meshwright_run.data.train_sampler import DataShard, TrainSampler, read_eval_microbatches
 
 EXAMPLES = settings(deadline=None, max_examples=60)
 ENTRY_MODULE = importlib.import_module("meshwright_run.data.prepare_data")
@@ -361,8 +361,8 @@ def test_fingerprint_stays_what_it_was_in_earlier_releases(tmp_path, documents, 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path, trained_dir, monkeypatch):
-    monkeypatch.setattr("meshwright_run.data.tokenizing._CHARACTERS_PER_BATCH", 1 << 12)
-    monkeypatch.setattr("meshwright_run.data.tokenizing.count_usable_cores", lambda: 2)
+    monkeypatch.setattr("meshwright_run.data.parallel_tokenization._CHARACTERS_PER_BATCH", 1 << 12)
+    monkeypatch.setattr("meshwright_run.data.parallel_tokenization.count_usable_cores", lambda: 2)
     peaks = []
     for number, documents in enumerate((10, 200, 1600)):
         text = "\n".join(json.dumps({"text": prose(index, words=120)}) for index in range(documents))

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from meshwright.cli.main import app
 from meshwright_run.data.documents import TokenizedDocuments
-from meshwright_run.data.feed import DataShard, TrainSampler
 from meshwright_run.data.order import StreamingSource
+from meshwright_run.data.packing import build_row_dataset
 from meshwright_run.data.report import (
     decode_first_rows,
     measure_fill,
 )
-from meshwright_run.data.rows import build_row_dataset
+from meshwright_run.data.train_sampler import DataShard, TrainSampler
 
 MODEL = {
     "model_type": "llama",

@@ -22,11 +22,10 @@ from meshwright import BatchError, count_tokens
 from meshwright.base.errors import ConfigError, DataError
 from meshwright.base.types import IGNORE_INDEX, Batch
 from meshwright.testing import Case
+from meshwright_run.data.bin_packing import MIN_DOCUMENT_TOKENS, load_or_pack, pack_best_fit
 from meshwright_run.data.documents import TokenizedDocuments
-from meshwright_run.data.feed import DataShard, RunDatasets, TrainSampler, read_eval_microbatches
 from meshwright_run.data.order import MIXTURE_BLOCK_SIZE, DataOrder, SourceMixture
-from meshwright_run.data.packing import MIN_DOCUMENT_TOKENS, load_or_pack, pack_best_fit
-from meshwright_run.data.rows import (
+from meshwright_run.data.packing import (
     ConcatChunkedDataset,
     ConcatDataset,
     PackedDataset,
@@ -34,6 +33,7 @@ from meshwright_run.data.rows import (
     RowDataset,
     build_row_dataset,
 )
+from meshwright_run.data.train_sampler import DataShard, RunDatasets, TrainSampler, read_eval_microbatches
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager, full_weights
 

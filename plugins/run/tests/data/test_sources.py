@@ -29,10 +29,10 @@ from meshwright.base.validation import validate_config
 from meshwright_run.data.config import DataConfig, SourceConfig
 from meshwright_run.data.documents import TokenizedDocuments
 from meshwright_run.data.files import iter_elements
+from meshwright_run.data.parallel_tokenization import TokenizerWorker, build_tokenization, tokenize_records
 from meshwright_run.data.prepare import PreparedData, prepare_data
 from meshwright_run.data.sources import Record, read_records
 from meshwright_run.data.tokenizer import train_tokenizer
-from meshwright_run.data.tokenizing import TokenizerWorker, build_tokenization, tokenize_records
 from meshwright_run.preflight import preflight
 from meshwright_run.resume import _find_differences
 from meshwright_run.run_file import load_run
@@ -413,7 +413,7 @@ def test_evaluation_sets_are_whole_and_may_take_the_place_of_what_is_held_out(tm
 def test_the_two_of_a_pair_stay_together(fraction, tmp_path, tokenizer_dir, monkeypatch):
     rows = [{"prompt": f"q{n}", "chosen": f" yes {n}", "rejected": f" no {n}", "m": n} for n in range(8)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr("meshwright_run.data.tokenizing._CHARACTERS_PER_BATCH", 40)
+    monkeypatch.setattr("meshwright_run.data.parallel_tokenization._CHARACTERS_PER_BATCH", 40)
     source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="preference", columns=["m"])
     data = prepare_data(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, seq_len=64))
     sides = [documents_of(data), *data.eval_sets["held_out"]]
@@ -435,17 +435,17 @@ def test_the_two_of_a_pair_stay_together(fraction, tmp_path, tokenizer_dir, monk
 
 def test_processes_make_the_same_documents_as_this_one(tmp_path, tokenizer_dir, monkeypatch):
     source = write(tmp_path / "a.jsonl", [{"text": prose(number), "score": number} for number in range(300)])
-    monkeypatch.setattr("meshwright_run.data.tokenizing._CHARACTERS_PER_BATCH", 2000)
+    monkeypatch.setattr("meshwright_run.data.parallel_tokenization._CHARACTERS_PER_BATCH", 2000)
     here = prepare_data(config_for(tmp_path, tokenizer_dir, source, cache_dir=str(tmp_path / "here")))
-    monkeypatch.setattr("meshwright_run.data.tokenizing._MAX_THREADED_CHARACTERS", 6000)
-    monkeypatch.setattr("meshwright_run.data.tokenizing.count_usable_cores", lambda: 2)
+    monkeypatch.setattr("meshwright_run.data.parallel_tokenization._MAX_THREADED_CHARACTERS", 6000)
+    monkeypatch.setattr("meshwright_run.data.parallel_tokenization.count_usable_cores", lambda: 2)
     there = prepare_data(config_for(tmp_path, tokenizer_dir, source))
     assert there.sources[0].counts == here.sources[0].counts
     for name, array in documents_of(here).to_arrays().items():
         np.testing.assert_array_equal(array, documents_of(there).to_arrays()[name])
     assert there.fingerprint == here.fingerprint
     assert not subprocess.run(
-        ["pgrep", "-P", str(os.getpid()), "-f", "meshwright_run.data.tokenizing"], capture_output=True
+        ["pgrep", "-P", str(os.getpid()), "-f", "meshwright_run.data.parallel_tokenization"], capture_output=True
     ).stdout
 
 
@@ -457,9 +457,9 @@ def test_processes_make_the_same_documents_as_this_one(tmp_path, tokenizer_dir, 
     ],
 )
 def test_what_goes_wrong_in_a_process_is_told_here(texts, message, tokenizer_dir, monkeypatch):
-    monkeypatch.setattr("meshwright_run.data.tokenizing._CHARACTERS_PER_BATCH", 1)
-    monkeypatch.setattr("meshwright_run.data.tokenizing._MAX_THREADED_CHARACTERS", 1)
-    monkeypatch.setattr("meshwright_run.data.tokenizing.count_usable_cores", lambda: 1)
+    monkeypatch.setattr("meshwright_run.data.parallel_tokenization._CHARACTERS_PER_BATCH", 1)
+    monkeypatch.setattr("meshwright_run.data.parallel_tokenization._MAX_THREADED_CHARACTERS", 1)
+    monkeypatch.setattr("meshwright_run.data.parallel_tokenization.count_usable_cores", lambda: 1)
     tokenizer = train_tokenizer(["a b"], 257)
     source = SourceConfig(files="unused")
     records = [Record({"text": text}, f"here:{place}") for place, text in enumerate(["a", "b", "c", *texts])]

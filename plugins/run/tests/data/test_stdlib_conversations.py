@@ -12,7 +12,7 @@ from support.chat_templates import learnt, tokenizer
 from meshwright_run.data.config import SourceConfig
 from meshwright_run.data.encoder import Encoder
 from meshwright_run.data.sources import read_records
-from meshwright_run.data.stdlib import iter_stdlib_records
+from meshwright_run.data.stdlib_conversations import iter_stdlib_records
 
 ROOT = Path(sysconfig.get_paths()["stdlib"])
 SOURCE = '''"""A module.

@@ -16,11 +16,11 @@ from meshwright.base.errors import CheckpointError, DataError
 from meshwright.base.types import Batch
 from meshwright.base.validation import validate_config
 from meshwright_run.data.config import DataConfig
-from meshwright_run.data.feed import DataShard, TrainSampler, build_datasets
 from meshwright_run.data.prepare import prepare_data
 from meshwright_run.data.tokenizer import train_tokenizer
+from meshwright_run.data.train_sampler import DataShard, TrainSampler, build_datasets
 
-run_rows = importlib.import_module("meshwright_run.data.feed")
+run_rows = importlib.import_module("meshwright_run.data.train_sampler")
 stream = importlib.import_module("meshwright_run.data.order")
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")
 

@@ -16,13 +16,13 @@ from support.kill_sweep import await_moment, command_of, end_session, lives, mak
 from support.replication import Training, after, ranks_of_agent, said_of
 from support.starts import TORCHRUN, free_port
 
-from meshwright_run.launch import companion
+from meshwright_run.launch import external_watchdog
 
 INTERVAL_S, PATIENCE_S = 0.1, 1.0
 """Shorter than runs have them."""
 SLACK_S = 5.0
 """For a busy machine."""
-IGNORED = [getattr(signal, name) for name in companion._IGNORED_SIGNALS]
+IGNORED = [getattr(signal, name) for name in external_watchdog._IGNORED_SIGNALS]
 RANK = f"""
 import os, sys, time
 from meshwright_run.launch import companion
@@ -41,7 +41,9 @@ sys.stdin.readline()
 
 def companions_of(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if companion.__name__.encode() in command_of(int(child)).split(b"\0")]
+    return [
+        int(child) for child in children if external_watchdog.__name__.encode() in command_of(int(child)).split(b"\0")
+    ]
 
 
 def ignored_by(pid: int) -> Callable[[int], bool]:
@@ -144,10 +146,10 @@ def test_a_companion_heeds_no_signal_that_its_rank_may_live_through_and_ends_wit
 
 @pytest.mark.filterwarnings("error")
 def test_a_rank_without_a_companion_goes_on_and_says_so(monkeypatch):
-    monkeypatch.setattr(companion, "SAFE_PYTHON", ("/nowhere/python",))
+    monkeypatch.setattr(external_watchdog, "SAFE_PYTHON", ("/nowhere/python",))
     with (
         pytest.warns(UserWarning, match="nothing would end this rank once it is stopped: no process started"),
-        companion.ExternalWatchdog(lambda: PATIENCE_S, INTERVAL_S),
+        external_watchdog.ExternalWatchdog(lambda: PATIENCE_S, INTERVAL_S),
     ):
         pass
 

@@ -19,7 +19,7 @@ from meshwright.base.errors import ConfigError, MeshwrightError, ModelError, Ran
 from meshwright.launch.environment import is_launched
 from meshwright.launch.store import connect_store
 from meshwright_run.launch.local import launch_ranks
-from meshwright_run.launch.rank import run_guarded
+from meshwright_run.launch.rank_process import run_guarded
 
 TARGETS = launch_targets.__file__
 PROMPT_S = 30

@@ -15,7 +15,7 @@ from support.commands import write_run
 
 from meshwright.base.errors import MeshError
 from meshwright.launch import join as joining
-from meshwright.launch.claim import ClusterEnvironment, Launcher
+from meshwright.launch.cluster_environment import ClusterEnvironment, Launcher
 from meshwright.launch.join import BUILT_IN_LAUNCHERS, get_local_rank, resolve_torchrun_variables
 from meshwright.launch.slurm import count_step_devices
 from meshwright.strategy.hooks import hookimpl

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from meshwright.events.step import StepResult
 from meshwright.mesh.progress import HeartbeatRecord, Progress, TrainingPhase
-from meshwright_run.launch.hang import (
+from meshwright_run.launch.hang_detection import (
     FINISHED,
     HangReport,
     describe_hung_rank,
@@ -20,9 +20,9 @@ from meshwright_run.launch.hang import (
     find_stalled_ranks,
     read_heartbeats,
 )
-from meshwright_run.launch.pulse import Heartbeat, write_heartbeat
+from meshwright_run.launch.heartbeat import Heartbeat, write_heartbeat
+from meshwright_run.metrics_report import StragglerFilter, read_metrics, to_record
 from meshwright_run.observers import StragglerDetector
-from meshwright_run.report import StragglerFilter, read_metrics, to_record
 from meshwright_run.run_sections import StragglersConfig
 
 INTERVAL_S = 2.0

@@ -18,7 +18,7 @@ from support.starts import TORCHRUN, free_port
 
 from meshwright.base.errors import RankError
 from meshwright.launch.store import agree_on_prefix
-from meshwright_run.launch.rank import PEER_FAILURE_WAIT_S
+from meshwright_run.launch.rank_process import PEER_FAILURE_WAIT_S
 
 
 def _side_by_side(store: dist.Store, size: int, late_s: dict[int, float], timeout_s: float = 20.0) -> list[str]:

@@ -29,9 +29,9 @@ from meshwright.plugin import IGNORE_INDEX, ConfigError, Objective
 
 from ._compat import WEIGHT_ITERATOR, is_vlm, patch_functions, record_microbatch, use_reference_adapter
 from .arguments import find_training_arguments
+from .checkpoint import RngState
 from .mixin import MeshTrainerMixin
 from .objective import ModelProxy, TrainerLoss
-from .state import RngState
 
 BUCKET_BYTES = 256 << 20
 """Of weights that travel at once on their way to a server."""

@@ -22,8 +22,8 @@ from transformers.trainer_utils import EvalLoopOutput
 from meshwright.plugin import BatchError, Objective, count_tokens, get_objective
 
 from .evaluation import run_evaluation
+from .model_mixin import MeshModelMixin
 from .objective import REFERENCE_KEY, ROWS_COLUMN, TrainerLoss, get_labels, number_rows
-from .on_mesh import MeshModelMixin
 
 FORWARD_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 """Entries of a trainer's microbatch that the model is called with."""

@@ -20,7 +20,7 @@ from meshwright.plugin import ConfigError, parse_json, parse_yaml, read_regular_
 from meshwright_run.observers import find_stragglers
 from meshwright_run.run_directory import EVENTS, LOCK_OWNER, METRICS, RANK_LOGS, RUN_FILE, SUMMARY, RunDirectory
 
-from .columns import FileTail, MetricColumns, is_finite, list_numbered_files, parse_lines, to_float, to_json_list
+from .metric_columns import FileTail, MetricColumns, is_finite, list_numbered_files, parse_lines, to_float, to_json_list
 
 MAX_RANKS = 1024  # Files of further ranks are not read
 WINDOW = 1 << 14  # Bytes at the end of a file, for a rank's last steps

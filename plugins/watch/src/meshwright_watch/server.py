@@ -18,7 +18,7 @@ from typing import Any
 
 from meshwright.plugin import ConfigError
 
-from .answers import BadQueryError, WatchApi, to_json
+from .api import BadQueryError, WatchApi, to_json
 from .run import WatchedRun
 
 try:

@@ -22,7 +22,8 @@ from typing import Any
 from meshwright.plugin import CheckpointError, ConfigError, StepResult, is_launched
 from meshwright_run.run_file import diff_settings, to_redacted_dict
 
-from .order import (
+from .replay import relative_difference, run_request
+from .request import (
     EPSILONS,
     TOLERANCES,
     RecordedRun,
@@ -37,7 +38,6 @@ from .order import (
     scratch_directory,
     to_float64,
 )
-from .start import relative_difference, run_request
 from .tensors import TensorDiffs, compare_outputs, compare_saved_tensors, load_outputs
 
 NUMERIC_KEYS = (

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from .diff import Divergence, RunDiff, StepComparison
-    from .start import ReplayedValue, ReplayResult
+    from .replay import ReplayedValue, ReplayResult
     from .tensors import TensorDiffs
 
 _EXPECTED_PRECISION = {

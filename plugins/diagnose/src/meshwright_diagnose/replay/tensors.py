@@ -34,7 +34,7 @@ from meshwright.plugin import (
     iter_full_parameters,
 )
 
-from .peers import TENSOR_TYPES, get_first_output
+from .rank_comparison import TENSOR_TYPES, get_first_output
 
 BUCKET_BYTES = 1 << 25
 NAMES_FILE = "names.json"

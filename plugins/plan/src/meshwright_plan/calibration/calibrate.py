@@ -28,7 +28,7 @@ from meshwright.plugin import (
     validate_config,
 )
 from meshwright_run.launch.local import launch_ranks
-from meshwright_run.launch.rank import run_guarded
+from meshwright_run.launch.rank_process import run_guarded
 
 from ..config import DeviceSpec, NodeSpec, list_device_specs
 from ..config import load_device_spec as find_file

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.plugin import MeshError
 
 from ..config import LinkSpec, NodeSpec
-from ..time import MESSAGE_KINDS, estimate_collective_seconds
+from ..timeline import MESSAGE_KINDS, estimate_collective_seconds
 
 MAX_ITERATIONS = 200
 _STEP = 1e-6  # Step of a logarithm to see what depends on it

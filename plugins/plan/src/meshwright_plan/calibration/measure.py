@@ -27,7 +27,7 @@ from meshwright.plugin import (
     use_run_timeout,
 )
 
-from ..time import VIEW_COST, is_kernel
+from ..timeline import VIEW_COST, is_kernel
 from ..trace import Operation, memory_access
 from .fit import CollectiveSample
 

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from meshwright.plugin import ROOT_AXES, ChunkedTensor, Degrees, MeshwrightError, build_scheduler
-from meshwright_run.fate import RunAction, choose_run_action
+from meshwright_run.run_action import RunAction, choose_run_action
 from meshwright_run.run_file import RunConfig
 
-from ..comparison import build_plan
-from ..planned import build_job, manager_after_step
-from ..time import find_group_ranks
+from ..live import build_plan
+from ..planner import build_job, manager_after_step
+from ..timeline import find_group_ranks
 from ..trace import TrainingJob
 
 ShardAxes: TypeAlias = tuple[tuple[str, ...], tuple[str, ...], float]

@@ -27,8 +27,8 @@ from meshwright_run.launch.local import start_fork_server
 from meshwright_run.run_file import UNBOUNDED_STEPS, RunConfig, read_unbounded_values
 
 from ..config import DeviceSpec, load_device_spec
-from ..planned import build_job
-from ..report import new_table
+from ..planner import build_job
+from ..tables import new_table
 from .candidates import SIZE_KEYS, Candidate, SearchSpace, set_dotted_keys
 from .search import EvaluatedLayout, LayoutSearch
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from meshwright.plugin import MeshwrightError
 
-from ..planned import fits_in_memory
+from ..planner import fits_in_memory
 from .candidates import Candidate, SearchSpace, get_mesh_sizes, set_dotted_keys
-from .expect import CandidateEstimates, QuickTrace, ScheduleEstimates, TraceRefusal, TraceRequest, handle_request
+from .estimation import CandidateEstimates, QuickTrace, ScheduleEstimates, TraceRefusal, TraceRequest, handle_request
 
 MAX_PLANNED_PIPELINE_SIZE = (
     120  # Pipelines of more blocks times microbatches are not planned: their numbers stay those of a glance

@@ -30,7 +30,7 @@ from meshwright.plugin import CheckpointError, ConfigError, DataError
 from .config import SourceConfig
 from .documents import TokenizedDocuments
 from .files import import_extra
-from .rows import RowDataset
+from .packing import RowDataset
 from .sources import (
     Record,
     build_record,

@@ -35,10 +35,10 @@ from .documents import (
     open_documents,
 )
 from .encoder import EncodingCounts
+from .parallel_tokenization import Tokenization, build_tokenization, tokenize_records
 from .progress import ReadProgress, show_progress
 from .sources import ResolvedSource, read_records, resolve_source
 from .tokenizer import EOS, choose_token_dtype, get_vocab_size, has_tokenizer, load_tokenizer, train_tokenizer
-from .tokenizing import Tokenization, build_tokenization, tokenize_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,10 +17,10 @@ from meshwright.plugin import IGNORE_INDEX, DataError
 from .config import Packing
 from .documents import TokenizedDocuments
 from .encoder import EncodingCounts
-from .feed import RunDatasets, TrainSampler
 from .order import StreamingSource
+from .packing import PAD_TOKEN_ID
 from .prepare import PreparedData
-from .rows import PAD_TOKEN_ID
+from .train_sampler import RunDatasets, TrainSampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ from ._compat import is_packaged_reader, restrict_data_files
 from .config import FIELDS, STDLIB, SourceConfig
 from .files import SUFFIXES, CsvRow, LocatedValue, get_file_kind, import_extra, read_file
 from .progress import ReadProgress
-from .stdlib import iter_stdlib_records
+from .stdlib_conversations import iter_stdlib_records
 
 _STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"})
 _TEXT_SUFFIXES = (".txt", ".py")

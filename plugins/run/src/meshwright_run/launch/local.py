@@ -47,7 +47,7 @@ from meshwright.plugin import (
     safe_path_enabled,
 )
 
-from .rank import INTERRUPTED, run_guarded
+from .rank_process import INTERRUPTED, run_guarded
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     """A rank signs with its pid and identity when it starts, and with None when it is done."""
 
 PRELOAD = (
-    "meshwright_run.launch.interruptible",
+    "meshwright_run.launch.forkserver_signals",
     "torch",
     "torch.distributed.launcher.api",
     "torch.distributed.fsdp",
@@ -89,7 +89,7 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
         with safe_path_enabled():
             # The server would start the tracker otherwise, and that ends with SIGINT let through.
             resource_tracker.ensure_running()
-            # The server inherits the mask; see meshwright_run.launch.interruptible.
+            # The server inherits the mask; see meshwright_run.launch.forkserver_signals.
             with block_interrupts():
                 forkserver.ensure_running()
     finally:
@@ -204,7 +204,7 @@ class _RankTask:
 
 def _run_rank(task: _RankTask) -> None:
     """Main function of a rank's process."""
-    from .interruptible import restore_signals
+    from .forkserver_signals import restore_signals
 
     restore_signals()
     import torch

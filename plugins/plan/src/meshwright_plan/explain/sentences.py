@@ -1,0 +1,295 @@
+"""Sentences about a run, in sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from meshwright.plugin import CheckpointError, Storage, list_checkpoints
+from meshwright_run.run_action import RunAction
+from meshwright_run.run_directory import RunDirectory
+from meshwright_run.run_sections import HELD_OUT
+
+from .facts import MemoryShare, RunFacts
+
+AXIS_DESCRIPTIONS = {
+    "pp": "divide the layers into stages",
+    "dp_replicate": "train on different sequences",
+    "dp_shard": "train on different sequences",
+    "cp": "have different positions of the same sequences",
+    "tp": "compute parts of the same layers on the same sequences",
+    "ep": "have different experts of each layer",
+}
+"""What ranks along an axis do."""
+PHASE_DESCRIPTIONS = {
+    "forward": "in the forward passes, and around them",
+    "backward": "in the backward passes",
+    "optimizer": "while gradients are clipped and the optimizer steps",
+}
+COLLECTIVE_NAMES = {
+    "all_gather": "all-gathers",
+    "reduce_scatter": "reduce-scatters",
+    "all_reduce": "all-reduces",
+    "broadcast": "broadcasts",
+    "all_to_all": "all-to-alls",
+    "send": "messages sent",
+    "recv": "messages received",
+}
+
+
+def build_sections(facts: RunFacts) -> dict[str, list[str]]:
+    ranks = [] if facts.plan is None else facts.plan["ranks"]
+    sections = {
+        "What runs": _describe_layout(facts),
+        "Who holds what, of each rank": _describe_memory(facts),
+        "What is sent in a step, of each rank": _merge_equal_ranks(
+            {each["rank"]: list(_describe_collectives(each)) for each in ranks}
+        ),
+        "A step": _describe_step(facts),
+        "The data": _describe_data(facts),
+        "The learning rate": _describe_learning_rate(facts),
+        "Evaluation": _describe_evaluation(facts),
+        "Checkpoints, signals, and going on": _describe_checkpoints(facts),
+        "What is written down": _describe_outputs(facts),
+    }
+    return {title: lines for title, text in sections.items() if (lines := list(text))}
+
+
+def format_decimal_size(size: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def _describe_layout(facts: RunFacts) -> Iterator[str]:
+    degrees = facts.degrees
+    ranks = f"{degrees.world_size} rank{'s' if degrees.world_size > 1 else ''}"
+    yield f"{facts.job.stack} on {ranks}: a model of {facts.num_parameters:,} parameters" + (
+        f", of which {facts.num_trainable:,} train."
+        if facts.num_trainable != facts.num_parameters
+        else ", all of which train."
+    )
+    for axis in degrees.active_axes():
+        yield f"{axis}={getattr(degrees, axis)}: the ranks along this axis {AXIS_DESCRIPTIONS[axis]}."
+
+
+def _merge_equal_ranks(lines: Mapping[int, Sequence[str]]) -> Iterator[str]:
+    """Lines of planned ranks, those of equal ranks once."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, those in lines.items():
+        alike.setdefault(tuple(those), []).append(rank)
+    for those, ranks in alike.items():
+        named = f"rank{'s' if len(ranks) > 1 else ''} {_join_names([str(rank) for rank in ranks])}: "
+        yield from (f"{named if len(alike) > 1 else ''}{line}" for line in those)
+
+
+def _describe_memory(facts: RunFacts) -> Iterator[str]:
+    if facts.plan is None:
+        yield f"Not known: {facts.unavailable_reason}"
+        return
+    yield from _merge_equal_ranks(
+        {each["rank"]: list(_describe_rank_memory(each, facts)) for each in facts.plan["ranks"]}
+    )
+    fits = "which fits" if facts.plan["fits"] else "which DOES NOT FIT"
+    has = format_decimal_size(facts.plan["memory_bytes"])
+    most = format_decimal_size(facts.plan["peak_reserved_bytes"])
+    yield f"The most that is reserved is {most}, {fits} into the {has} of {facts.plan['device']}."
+
+
+def _describe_rank_memory(report: Mapping[str, Any], facts: RunFacts) -> Iterator[str]:
+    held = facts.memory_breakdown[report["rank"]]
+    yield f"parameters: {_format_share(held['parameters'], facts)}."
+    # Gradients inside communication buffers take no memory of their own.
+    if held["gradients"].bytes:
+        yield f"gradients: at most {_format_share(held['gradients'], facts)}."
+    if held["optimizer"].bytes:
+        yield f"optimizer state: {_format_share(held['optimizer'], facts)}."
+    activations = format_decimal_size(report["peak_by_owner"].get("activations", 0))
+    yield f"at the peak of a step: {format_decimal_size(report['peak_allocated_bytes'])}, of which {activations} are activations."
+    yield f"between steps: {format_decimal_size(report['held_bytes'])}."
+
+
+def _format_share(share: MemoryShare, facts: RunFacts) -> str:
+    part = share.fraction(facts.degrees)
+    text = format_decimal_size(share.bytes)
+    if part == 1:
+        text += ", the whole"
+    elif part is not None:
+        text += f", 1/{part.denominator} of the whole ({format_decimal_size(share.full_bytes)}), divided along {_join_names(share.sharded_axes)}"
+    elif share.sharded_axes:
+        text += f"; it is divided along {_join_names(share.sharded_axes)}"
+    if share.replicated_axes and part != 1:
+        text += f"; ranks along {_join_names(share.replicated_axes)} have copies"
+    return text
+
+
+def _describe_collectives(report: Mapping[str, Any]) -> Iterator[str]:
+    rows = [row for row in report["collectives_by_phase"] if row["ranks"] > 1]
+    if not rows:
+        yield "nothing."
+    for phase in dict.fromkeys(row["phase"] for row in rows):
+        yield f"{PHASE_DESCRIPTIONS[phase]}: {'; '.join(_format_calls(row) for row in rows if row['phase'] == phase)}."
+
+
+def _format_calls(row: Mapping[str, Any]) -> str:
+    name = COLLECTIVE_NAMES.get(row["kind"], row["kind"])
+    if row["calls"] == 1:
+        name = name.replace("messages", "message").removesuffix("s")
+    return (
+        f"{row['calls']} {name} among the {row['ranks']} ranks of {row['group']}, {format_decimal_size(row['bytes'])} of "
+        f"{row['dtype']}"
+    )
+
+
+def _describe_step(facts: RunFacts) -> Iterator[str]:
+    config, job, dp = facts.config, facts.job, facts.degrees.dp
+    tokens = config.batch_size * job.seq_len
+    yield f"{config.batch_size} sequences of {job.seq_len} tokens: {tokens:,} tokens."
+    share = f"each of the {dp} data-parallel ranks" if dp > 1 else "each rank"
+    passes = (
+        f"{job.num_microbatches} passes of {job.micro_batch_size}"
+        if job.num_microbatches > 1
+        else f"one pass of {job.micro_batch_size}"
+    )
+    added = ", whose gradients are added up" if job.num_microbatches > 1 else ""
+    own = config.batch_size // dp
+    yield f"Of these {share} takes {own}, in {passes}{added}."
+    if config.objective is not None:
+        name = config.objective if isinstance(config.objective, str) else config.objective.get("name")
+        yield f"What is minimized is {name}; memory and traffic are told of the token loss."
+    else:
+        yield "The loss is the mean over all tokens that are learnt, of all ranks together."
+    clip = config.max_grad_norm
+    yield (
+        f"The gradient's norm is brought down to {clip:g} where it is larger, and the optimizer is "
+        f"{config.optimizer.name}."
+        if clip is not None
+        else f"The gradient's norm is measured and nothing is clipped; the optimizer is {config.optimizer.name}."
+    )
+    if config.ema is not None:
+        yield f"An average of the weights is kept beside them, with a decay of {config.ema.decay:g}."
+
+
+def _describe_data(facts: RunFacts) -> Iterator[str]:
+    data = facts.config.data
+    for source in data.get_training_sources():
+        weight = f", with a weight of {source.weight:g}" if source.weight is not None else ""
+        how = "read while training" if source.streaming else "tokenized once, and kept in a cache"
+        yield f"{source.location} ({source.format}){weight}: {how}."
+    rows = {
+        "stream": "documents follow one another and are cut anywhere",
+        "documents": "several documents share a row and do not see each other",
+        "none": "a document has a row of its own, and padding",
+    }[data.resolve_packing()]
+    yield f"Rows of {data.seq_len} tokens: {rows}."
+    yield f"Their order follows from the seed {facts.config.seed}, and is the same for any number of ranks."
+
+
+def _describe_learning_rate(facts: RunFacts) -> Iterator[str]:
+    config = facts.config
+    if facts.learning_rates is None:
+        yield (
+            f"{config.epochs:g} epochs; how many steps these are is known when the data are. The schedule is "
+            f"{config.schedule.name}, from a peak of {config.optimizer.lr:g}."
+        )
+        return
+    at = ", ".join(f"{rate:.3g} in step {step:,}" for step, rate in facts.learning_rates.items())
+    groups = ", of what is in no group of its own" if config.optimizer.groups else ""
+    yield f"{config.steps:,} steps by the schedule {config.schedule.name}: {at}{groups}."
+
+
+def _describe_evaluation(facts: RunFacts) -> Iterator[str]:
+    config = facts.config
+    sets = [*([HELD_OUT] if config.data.eval_fraction else []), *config.data.eval_sets]
+    every = "at the end" if config.eval.every is None else f"every {config.eval.every} steps, and at the end"
+    most = (
+        f", on at most {config.eval.max_sequences} sequences of each" if config.eval.max_sequences is not None else ""
+    )
+    yield f"Losses of {_join_names(sets)} {every}{most}."
+    if config.data.eval_fraction:
+        yield f"{config.data.eval_fraction:.3g} of the examples are held out, and never trained on."
+    stopping = config.eval.early_stopping
+    if stopping is not None:
+        yield f"{stopping.patience} evaluations in a row in which {stopping.eval_set} does not fall end the run."
+
+
+def _describe_outputs(facts: RunFacts) -> Iterator[str]:
+    config, directory = facts.config, RunDirectory.from_config(facts.config)
+    ranks = f", and times and memory of each rank in {directory.rank_logs}" if config.metrics.per_rank else ""
+    yield f"Each step in {directory.metrics}{ranks}; the trained model in {directory.model}."
+    if config.metrics.norms_every is not None:
+        yield f"Norms of gradients by block in every {config.metrics.norms_every} steps."
+    if config.metrics.communication_every is not None:
+        yield f"Exposed communication in every {config.metrics.communication_every} steps."
+    if config.profile is not None:
+        which = config.profile.ranks
+        ranks = (
+            "all ranks" if which == "all" else f"rank{'s' if len(which) > 1 else ''} {_join_names([*map(str, which)])}"
+        )
+        yield f"Profiles of steps {config.profile.steps}, of {ranks}."
+    if config.trackers:
+        names = [each if isinstance(each, str) else str(each.get("name")) for each in config.trackers]
+        yield f"The first rank tells {_join_names(names)} of the run, too."
+
+
+def _describe_checkpoints(facts: RunFacts) -> Iterator[str]:
+    config = facts.config
+    section, directory = config.checkpoint, RunDirectory.from_config(config).checkpoint_storage
+    if not section.is_enabled:
+        yield "None are saved: a run that is interrupted begins anew."
+    else:
+        given = section.every if isinstance(section.every, list) else [section.every]
+        when = [f"every {e} steps" if isinstance(e, int) else f"{e} after the one before" for e in given if e]
+        when += [f"after the best {section.keep_best.count} evaluations"] if section.keep_best is not None else []
+        keeps = "all are kept" if section.keep_last is None else f"the newest {section.keep_last} are kept"
+        also = f", and those of steps that are multiples of {section.keep_every}" if section.keep_every else ""
+        yield f"Saved {_join_names(when) or 'on a signal'}, and after the last step, to {directory}; {keeps}{also}."
+        yield f"Training {'goes on' if section.asynchronous else 'waits'} while one is written."
+    stops = section.stop_config
+    if stops.signals:
+        yield (
+            f"On {_join_names(stops.signals)} the run stops after its step, saves, and leaves with exit code "
+            f"{stops.exit_code}."
+        )
+    else:
+        yield "A signal ends the run at once, and saves nothing."
+    yield from _describe_resume(facts, directory)
+
+
+def _describe_resume(facts: RunFacts, directory: Storage) -> Iterator[str]:
+    config = facts.config
+    if facts.run_action is None:
+        yield f"It would be refused now: {facts.refusal}"
+    elif facts.run_action is RunAction.FINISHED:
+        yield f"The run in {config.output_dir} has finished: the command would say so, and train nothing."
+    elif facts.run_action is RunAction.OVERWRITE:
+        yield f"{config.output_dir} holds another run, which is removed, and this one begins at its first step."
+    elif facts.run_action is RunAction.RESUME:
+        try:
+            saved = list_checkpoints(directory)
+        except CheckpointError as error:
+            yield f"It would be refused now: {error}"
+            return
+        since = (
+            f" after step {int(saved[0].name.removeprefix('step-'))}, if that checkpoint is whole"
+            if saved
+            else " if there is a checkpoint"
+        )
+        source = config.resume_config.source
+        yield (
+            f"{config.output_dir} holds this run, which goes on{since}."
+            if source == "auto"
+            else f"The run goes on from {source}, or from what it has saved since."
+        )
+    else:
+        yield f"Nothing of a run is in {config.output_dir} yet: this one begins at its first step."
+    if config.checkpoint.is_enabled and config.resume_config.source == "auto":
+        yield (
+            "The same command goes on from the newest whole checkpoint, under any other strategy and number of ranks, "
+            "too."
+        )
+
+
+def _join_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else "".join(names)

@@ -1,0 +1,250 @@
+"""What failures cost a run, and how often it is to save; from what a save takes and how often its ranks fail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from meshwright.plugin import MeshwrightError, find_frozen_base_parameters
+from meshwright_run.run_file import RunConfig
+
+from ..config import DeviceSpec, PlanConfig, get_plan_config
+from ..planner import manager_after_step
+from ..tables import format_seconds, format_size, new_table
+from ..trace import TrainingJob, mask_layer_numbers
+from .simulation import HOUR, CheckpointSchedule, FailureScenario, ReplicaSchedule, find_best_interval, simulate
+
+RARE_MTBF_HOURS = 30 * 24.0  # Mean hours between failures from which on they hardly matter
+NUM_SIMULATED_FAILURES, NUM_SIMULATED_RUNS = 200, 64  # Mean failures of a simulated run, and number of runs
+ASSUMED_DETECTION_S = 60.0  # Without a watchdog
+MIN_REPORTED_GAIN = 0.01  # Least part of the time that is worth reporting
+REPLICA_LINK_FRACTION = 0.1
+"""Part of the links between nodes that copies may take, so that no collective waits for them: assumed."""
+BLOCKS_PER_STAGE = 2  # Blocks of each stage of the model that shows what the optimizer keeps of a parameter
+RECOMMENDED, THIS_RUN, RECOMMENDED_REPLICATED, THIS_RUN_REPLICATED = (
+    "recommended",
+    "this run",
+    "recommended, copied",
+    "this run, copied",
+)
+
+
+def estimate_failure_cost(
+    config: RunConfig, job: TrainingJob, device: DeviceSpec, plan: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what failures cost a run with this plan, as values of JSON, or how rare they are."""
+    asked, ranks = get_plan_config(config), job.degrees.world_size
+    rate = ranks * asked.failures_per_rank_hour
+    found = {"ranks": ranks, "mtbf_hours": 1 / rate if rate else None}
+    if rate * RARE_MTBF_HOURS < 1:
+        return {**found, "rows": []}
+    each = compute_checkpoint_costs(job, device, plan, asked, asynchronous=config.checkpoint.asynchronous)
+    per_node, step_s = min(device.node.ranks, ranks), plan["step_seconds"]
+    times = asked.failures_per_rank_hour, _get_detection_s(config), asked.restart_s
+    fleet = FailureScenario(ranks, per_node, step_s, each.checkpoints, *times)
+    after_s = config.checkpoint.every_seconds
+    clock = None if after_s is None else max(1, round(after_s / step_s))
+    own = min((each for each in (config.checkpoint.every_steps, clock) if each is not None), default=None)
+    return {
+        **found,
+        **asdict(each),
+        "rows": simulate_scenarios(build_scenarios(fleet, each, own, _get_configured_replicas(config, each, step_s))),
+    }
+
+
+def _get_detection_s(config: RunConfig) -> float:
+    asked = get_plan_config(config).detection_s
+    return asked if asked is not None else config.watchdog_s or ASSUMED_DETECTION_S
+
+
+# -- what a save takes
+
+
+@dataclass(frozen=True)
+class CheckpointCosts:
+    """What saving after each step takes: `state_bytes` of a checkpoint, `rank_bytes` of a copy of one rank."""
+
+    state_bytes: int
+    rank_bytes: int
+    checkpoints: CheckpointSchedule
+    replicas: ReplicaSchedule
+
+
+def compute_checkpoint_costs(
+    job: TrainingJob, device: DeviceSpec, plan: Mapping[str, Any], plan_config: PlanConfig, *, asynchronous: bool = True
+) -> CheckpointCosts:
+    """Return the costs of saving, from what a rank holds and what disks and links carry."""
+    world, per_node = job.degrees.world_size, min(device.node.ranks, job.degrees.world_size)
+    whole = compute_state_bytes(job)
+    held = (each["held_by_owner"] for each in plan["ranks"])
+    own = max(each.get("parameters", 0) + each.get("optimizer", 0) for each in held)
+    between = device.node.inter_node.effective_bandwidth
+
+    def on_disk(size: float) -> float:
+        """Return the time that the disks need for `size` bytes of each rank."""
+        return max(size * per_node / plan_config.disk_bandwidth, size * world / plan_config.disk_bandwidth_total)
+
+    # Of ranks that have the same, each writes a part, and reads all.
+    hold, write = whole / world / plan_config.device_to_host_bandwidth, on_disk(whole / world)
+    return CheckpointCosts(
+        whole,
+        own,
+        CheckpointSchedule(1, hold, write, on_disk(own))
+        if asynchronous
+        else CheckpointSchedule(1, hold + write, 0.0, on_disk(own)),
+        ReplicaSchedule(
+            1, own / plan_config.device_to_host_bandwidth, own / (between * REPLICA_LINK_FRACTION), own / between
+        ),
+    )
+
+
+def compute_state_bytes(job: TrainingJob) -> int:
+    """Return the bytes of a checkpoint; bytes per element are those of the first rank of a small model after a step."""
+    small = job.with_num_layers(min(job.num_layers, BLOCKS_PER_STAGE * job.degrees.pp))
+    try:
+        kept = _measure_element_bytes(small)
+    except MeshwrightError:
+        # A schedule may want more blocks.
+        if small is job:
+            raise
+        kept = _measure_element_bytes(job)
+    usual = sum(size for _, size in kept.values()) / max(1, sum(count for count, _ in kept.values()))
+    each_of = {name: size / count for name, (count, size) in kept.items() if count}
+    parameters = ((mask_layer_numbers(name), each) for name, each in job.build_model().named_parameters())
+    return round(sum(each.numel() * each_of.get(name, usual) for name, each in parameters))
+
+
+def _measure_element_bytes(job: TrainingJob) -> dict[str, tuple[int, int]]:
+    """Return (elements, bytes kept of them) of parameters, by name without numbers of blocks."""
+    with manager_after_step(job, 0) as manager:
+        state, skipped = manager.sharded_state(), find_frozen_base_parameters(manager.model_parts)
+    found: dict[str, tuple[int, int]] = {}
+    tensors = {} if state.optimizer is None else state.optimizer.tensors
+    for name, value in state.model.items():
+        kept = [value, *tensors.get(name, {}).values(), *filter(None, [state.ema_weights.get(name)])]
+        size = 0 if name in skipped else sum(math.prod(each.shape) * each.dtype.itemsize for each in kept)
+        before = found.get(mask_layer_numbers(name), (0, 0))
+        found[mask_layer_numbers(name)] = before[0] + math.prod(value.shape), before[1] + size
+    return found
+
+
+# -- how often to save
+
+
+def _get_configured_replicas(config: RunConfig, costs: CheckpointCosts, step_s: float) -> ReplicaSchedule | None:
+    """Return the copies that a run makes; one that is due while another is sent is left out."""
+    asked = config.checkpoint.replicate_config
+    if asked is None:
+        return None
+    send_s = costs.replicas.send_s
+    if asked.bytes_per_s is not None:
+        send_s = max(send_s, costs.rank_bytes / asked.bytes_per_s)
+    every = asked.every * max(1, math.ceil(send_s / (asked.every * step_s)))
+    return replace(costs.replicas, every=every, send_s=send_s)
+
+
+def build_scenarios(
+    scenario: FailureScenario,
+    costs: CheckpointCosts,
+    own_interval: int | None,
+    own_replicas: ReplicaSchedule | None = None,
+) -> dict[str, FailureScenario]:
+    """Return the fleet by name: as it should save and as it does (every `own_interval` steps), without and with copies."""
+    made = {RECOMMENDED: scenario.with_checkpoints(find_best_interval(scenario))}
+    given = own_replicas if scenario.nodes > 1 else None
+    if own_interval is not None:
+        every = 1 if given is None else given.every
+        made[THIS_RUN] = scenario.with_checkpoints(math.ceil(own_interval / every) * every, given)
+    if scenario.nodes > 1:
+        copies, rare = choose_replica_schedule(scenario, costs.replicas)
+        made[RECOMMENDED_REPLICATED] = scenario.with_checkpoints(rare, copies)
+        if own_interval is not None and given is None:
+            every = min(copies.every, own_interval)
+            if costs.replicas.send_s <= every * scenario.step_s:
+                made[THIS_RUN_REPLICATED] = scenario.with_checkpoints(
+                    round(own_interval / every) * every, replace(copies, every=every)
+                )
+    return made
+
+
+def choose_replica_schedule(scenario: FailureScenario, replicas: ReplicaSchedule) -> tuple[ReplicaSchedule, int]:
+    """Return how often to copy, and how often to save then: disks are for what takes a node and its copies alone."""
+    every = find_best_interval(
+        replace(scenario, checkpoints=CheckpointSchedule(1, replicas.blocking_s, replicas.send_s, replicas.load_s))
+    )
+    # A second failure takes the node that has the copies, or whose copies the first one had.
+    second = (
+        2
+        * scenario.node_failure_fraction**2
+        * scenario.downtime_s(from_disk=True)
+        / scenario.mtbf_s
+        / max(1, scenario.nodes - 1)
+    )
+    rate = scenario.failures_per_rank_hour * min(1.0, scenario.pair_failure_fraction + second)
+    rare = find_best_interval(replace(scenario, failures_per_rank_hour=rate)) if rate else every
+    return replace(replicas, every=every), math.ceil(rare / every) * every
+
+
+def simulate_scenarios(scenarios: Mapping[str, FailureScenario]) -> list[dict[str, Any]]:
+    """Simulate each setting, and return what its time is spent on."""
+    outcome = simulate(
+        [*scenarios.values()],
+        [NUM_SIMULATED_FAILURES * each.mtbf_s for each in scenarios.values()],
+        num_runs=NUM_SIMULATED_RUNS,
+    )
+    return [
+        {
+            "name": name,
+            "every": fleet.checkpoints.every,
+            "minutes": fleet.checkpoints.every * fleet.step_s / 60,
+            "copied_every": None if fleet.replicas is None else fleet.replicas.every,
+            "parts": outcome.mean_parts(place),
+        }
+        for place, (name, fleet) in enumerate(scenarios.items())
+    ]
+
+
+# -- in words
+
+
+def render_failure_cost(failures: Mapping[str, Any], config: RunConfig) -> list[Any]:
+    if failures["mtbf_hours"] is None:
+        return ["failures: none (plan.failures_per_rank_hour=0)"]
+    hours = failures["mtbf_hours"]
+    text = f"{hours:,.0f} h" if hours >= 100 else f"{hours:.2g} h" if hours >= 1 else f"{hours * HOUR / 60:.2g} min"
+    often = f"failures: one of {failures['ranks']:,} ranks fails every {text}"
+    if not failures["rows"]:
+        return [f"{often}, so they hardly matter"]
+    saves = failures["saves"]
+    title = (
+        f"{often}; a save of {format_size(failures['state_bytes'])} holds up {format_seconds(saves['hold_s'])} and is "
+        f"written in {format_seconds(saves['write_s'])}"
+    )
+    names = ("every [steps]", "[min]", "copied every [steps]", "useful", "redone", "saving", "waiting")
+    made = new_table(title, ("checkpoints", *names), left=("checkpoints",))
+    for row in failures["rows"]:
+        parts = row["parts"]
+        waiting = parts["detection"] + parts["restart"] + parts["reading"]
+        shares = (parts["useful"], parts["redone"], parts["saves"] + parts["copies"], waiting)
+        every = f"{row['every']:,}", f"{row['minutes']:.3g}", str(row["copied_every"] or "")
+        made.add_row(row["name"], *every, *(f"{each:.1%}" for each in shares))
+    made.caption = " ".join(_format_remarks(failures, config))
+    return [made]
+
+
+def _format_remarks(failures: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
+    row = {each["name"]: each for each in failures["rows"]}
+    best = row[RECOMMENDED]
+    yield f"Recommended: checkpoint.every={best['every']} ({best['minutes']:.3g} min)."
+    if THIS_RUN not in row:
+        yield "This run saves nothing on the way: a failure loses all of it."
+    elif (more := best["parts"]["useful"] - row[THIS_RUN]["parts"]["useful"]) >= MIN_REPORTED_GAIN:
+        yield f"That leaves {more:.1%} more of the time than every {row[THIS_RUN]['every']:,} steps."
+    if RECOMMENDED_REPLICATED in row:
+        yield "Copied: with checkpoint.replicate: neighbour."
+    yield (
+        f"A failure is noticed after {format_seconds(_get_detection_s(config))}, and ranks are there again after "
+        f"{format_seconds(get_plan_config(config).restart_s)}; see docs/fleet.md."
+    )

@@ -1,0 +1,287 @@
+"""A run and its plan: printed before it begins, compared with its third step, and a reason to refuse the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshwright.plugin import (
+    CONTROL_TAG,
+    CollectiveRecorder,
+    MeshwrightError,
+    ModelError,
+    StepResult,
+    StrategyManager,
+    apply_assignments,
+    create_console,
+    find_device,
+    get_objective,
+    hookimpl,
+    validate_config,
+)
+from meshwright_run.model_probe import get_node_memory
+from meshwright_run.preflight import resolve_model
+from meshwright_run.run_file import RunConfig
+
+from .config import DeviceSpec, get_plan_config, list_device_specs
+from .config import load_device_spec as find_file
+from .meter import StepMeter
+from .planner import ModelFlops, build_job, count_model_flops, plan_job, summarize_collectives
+from .trace import TrainingJob, get_process_groups
+
+COMPARED_STEP = 2  # The step that is compared, from 0: the first makes what is kept, and the second may still settle
+MIN_REPORTED_PERCENT = 1.0  # Smaller deviations count as none
+FALLBACK_DEVICE = (
+    "h100-80gb"  # Device whose figures stand for an accelerator that no file describes; its times are not reported
+)
+SUGGESTED_CHANGES: tuple[tuple[str, ...], ...] = (
+    ("strategy_config.activation_checkpointing=full",),
+    ("micro_batch_size=1", "strategy_config.activation_checkpointing=full"),
+    ("strategy=fsdp2", "strategy_config={activation_checkpointing: full}", "micro_batch_size=1"),
+)
+"""Changes that may make a run fit, the cheapest first; each is tried by itself."""
+
+
+@dataclass
+class PlanMonitor:
+    """A run's monitor; see `meshwright_run.run_rank.Companion`."""
+
+    plan: dict[str, Any] | None  # from `planned.plan`; None, with `why_not`: the run cannot be planned
+    unavailable_reason: str = ""
+    refusal_error: MeshwrightError | None = None
+    model_flops: ModelFlops = field(default_factory=lambda: ModelFlops(None))
+    peak_flops: float | None = None
+    has_device_times: bool = False  # whether the times of the plan's device are known
+    can_observe_operators: bool = True  # whether operators can be observed: not where they are compiled
+    measured: dict[str, Any] = field(default_factory=dict)
+    step_seconds: list[float] = field(default_factory=list)  # of the steps so far
+    _meter: StepMeter | None = None
+    _is_reported: bool = False
+    _has_device_stats: bool = False
+
+    @property
+    def flops_per_token(self) -> float | None:
+        return self.model_flops.per_token
+
+    def startup_lines(self) -> list[str]:
+        reason = self.model_flops.unavailable_reason
+        uncounted = [f"FLOPs of the model are not counted, so there is no MFU: {reason}"] if reason else []
+        return [self._describe_plan(), *uncounted]
+
+    def _describe_plan(self) -> str:
+        if self.plan is None:
+            return f"not planned: {self.unavailable_reason}"
+        largest = max(self.plan["ranks"], key=lambda each: each["peak_allocated_bytes"])
+        parts = ", ".join(
+            f"{owner} {_format_mb(size)}" for owner, size in largest["peak_by_owner"].items() if size >= 50_000
+        )
+        passed = sum(row["bytes"] for row in self.plan["collectives"])
+        took = f"; a step of {self.plan['step_seconds']:.3g} s" if self.has_device_times else ""
+        return (
+            f"planned: a rank holds {_format_mb(largest['peak_allocated_bytes'])} at the peak of a step ({parts}), "
+            f"{_format_mb(self.plan['held_bytes'])} between steps, and passes {_format_mb(passed)} a step{took}"
+        )
+
+    def observe_setup(self) -> AbstractContextManager[None]:
+        if self.plan is None or not self.can_observe_operators:
+            return nullcontext()
+        if self._meter is None:
+            self._meter = StepMeter(is_real=True)
+        return self._meter
+
+    def step_contexts(self, manager: StrategyManager) -> Callable[[int], AbstractContextManager[None]]:
+        is_on = self.plan is not None
+        return lambda step: self._measure_step(manager, step) if step <= COMPARED_STEP and is_on else nullcontext()
+
+    @contextmanager
+    def _measure_step(self, manager: StrategyManager, step: int) -> Iterator[None]:
+        """Measure what a step holds at most, and sends; of earlier steps, only what they leave."""
+        device = manager.mesh.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        recorder = CollectiveRecorder(get_process_groups(manager.mesh), ignored_tags=[CONTROL_TAG])
+        meter = self.observe_setup()
+        if isinstance(meter, StepMeter):
+            meter.begin_step()
+            meter.phase = "activations"
+            with meter, recorder:
+                yield
+            meter.phase = "other"
+            self.measured = {"peak_allocated_bytes": meter.peak, "held_bytes": meter.total_bytes}
+            self.measured["collectives"] = summarize_collectives(recorder.calls)
+        else:
+            yield
+        if device.type == "cuda":
+            self.measured["peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
+            self.measured["held_bytes"] = torch.cuda.memory_allocated(device)
+            self._has_device_stats = True
+        if step == COMPARED_STEP:
+            self._meter = None
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        if self.plan is None or self._is_reported:
+            return
+        self.step_seconds.append(result.seconds)
+        # The time is that of the first step that is not observed.
+        self._is_reported = (
+            len(self.step_seconds) > COMPARED_STEP + self.has_device_times or result.step == result.num_steps
+        )
+        if self._is_reported:
+            for line in self.format_comparison():
+                create_console().print(line, highlight=False, soft_wrap=True)
+
+    def format_comparison(self) -> list[str]:
+        told = (self.plan or {}).get("ranks", [{}])[0]
+        lines = []
+        # Operators show no workspaces; a device's allocator has them.
+        left_out = 0 if self._has_device_stats else told.get("library_bytes", 0)
+        for name, key in (("at the peak", "peak_allocated_bytes"), ("between steps", "held_bytes")):
+            if key in self.measured:
+                lines.append(
+                    f"memory {name}: {_format_deviation(told[key] - left_out, self.measured[key], _format_mb)}"
+                )
+        if "collectives" in self.measured:
+            lines.append(_compare_collectives(told["collectives"], self.measured["collectives"]))
+        if self.has_device_times and len(self.step_seconds) > COMPARED_STEP + 1:
+            lines.append(f"time: {_format_deviation(told['step_seconds'], self.step_seconds[-1], '{:.3g} s'.format)}")
+        return [f"plan beside step {COMPARED_STEP + 1}: " + "; ".join(lines)] if lines else []
+
+
+def create_plan_monitor(config: RunConfig, world_size: int) -> PlanMonitor | None:
+    """Plan a run on so many ranks, as its `plan` section says; None if it is not valid or asks for no plan."""
+    if not get_plan_config(config).enabled:
+        return None
+    try:
+        device, has_time = _find_run_device(config, world_size)
+        job = build_job(config, world_size)
+        objective = None if config.objective is None else get_objective(config.objective)
+    except MeshwrightError:
+        return None
+    comparison = _plan_and_check(config, world_size, job, device, has_device_times=has_time)
+    if comparison.refusal_error is None:
+        comparison.model_flops = count_model_flops(job, objective)
+        if comparison.plan is None:
+            dtype = str(resolve_model(config.model).get_dtype(config.model)).removeprefix("torch.")
+        else:
+            by_dtype: dict[str, int] = comparison.plan["ranks"][0]["flops_by_dtype"]
+            dtype = max(by_dtype, key=by_dtype.__getitem__, default="float32")  # that of most products
+        comparison.peak_flops = get_peak_flops(find_device(config.device), dtype)
+    return comparison
+
+
+def _plan_and_check(
+    config: RunConfig, world_size: int, job: TrainingJob, device: DeviceSpec, *, has_device_times: bool
+) -> PlanMonitor:
+    if config.objective is not None:
+        return PlanMonitor(None, f"plans are of the token loss, and not of objective={config.objective!r}")
+    try:
+        # The first rank has the most, and all stages of its pipeline are traced with it.
+        found = plan_job(job, device, [0])
+    except MeshwrightError as error:
+        return PlanMonitor(None, str(error))
+    comparison = PlanMonitor(found, has_device_times=has_device_times, can_observe_operators=not job.is_compiled)
+    if not found["fits"]:
+        needed, has = (found[key] / 2**30 for key in ("peak_reserved_bytes", "memory_bytes"))
+        refusal = ModelError(
+            f"the run does not fit: a rank would take {needed:,.1f} GiB, and {found['device']} has {has:,.1f} GiB for "
+            f"it. {_suggest_changes(config, world_size, device)} Or set plan.on_oom=warn to try it all the same."
+        )
+        if get_plan_config(config).on_oom == "refuse":
+            comparison.refusal_error = refusal
+        else:
+            create_console(stderr=True).print(f"warning: {refusal}", highlight=False, soft_wrap=True)
+    return comparison
+
+
+def _suggest_changes(config: RunConfig, world_size: int, device: DeviceSpec) -> str:
+    """Return a sentence: the first of `CHANGES` that makes a run fit, or how near the best of them comes."""
+    nearest: tuple[int, str] | None = None
+    for changes in SUGGESTED_CHANGES:
+        flags = " ".join(f"--set {change!r}" if " " in change else f"--set {change}" for change in changes)
+        try:
+            changed = validate_config(
+                RunConfig, apply_assignments(config.model_dump(by_alias=True), changes), where="the run file"
+            )
+            found = plan_job(build_job(changed, world_size), device, [0])
+        except MeshwrightError:
+            continue
+        if found["fits"]:
+            return f"It fits with {flags}."
+        if nearest is None or found["peak_reserved_bytes"] < nearest[0]:
+            nearest = found["peak_reserved_bytes"], flags
+    if nearest is None:
+        return "Use more ranks, or a smaller model."
+    return f"{nearest[1]} would still need {nearest[0] / 2**30:,.1f} GiB. Use more ranks, or a smaller model."
+
+
+def build_plan(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """Return the plan of a run on so many ranks and its device."""
+    return plan_job(build_job(config, world_size), _find_run_device(config, world_size)[0])
+
+
+# -- the device of the run
+
+
+def _find_run_device(config: RunConfig, world_size: int) -> tuple[DeviceSpec, bool]:
+    """Return the device of a run, and whether times on it are known."""
+    if (name := get_plan_config(config).device) is not None:
+        return find_file(name), True
+    kind = find_device(config.device)
+    if kind.type != "cuda":
+        # Allocators of the CPU return what is freed, and ranks on a node share its memory.
+        memory = get_node_memory() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        changes: dict[str, Any] = {"name": "this CPU", "memory_bytes": memory, "context_bytes": 0}
+        return find_file("cpu").model_copy(update=changes), False
+    found, known = torch.cuda.get_device_properties(kind), _find_local_device_spec(kind)
+    base = known or find_file(FALLBACK_DEVICE)
+    return base.model_copy(update={"name": found.name, "memory_bytes": found.total_memory}), known is not None
+
+
+def _find_local_device_spec(kind: torch.device) -> DeviceSpec | None:
+    """Return this process's device by its driver's name for it; None: a CPU, or one that no file describes."""
+    if kind.type != "cuda":
+        return None
+    name = torch.cuda.get_device_properties(kind).name
+    return next((each for each in map(find_file, list_device_specs()) if name in each.driver_names), None)
+
+
+def get_peak_flops(kind: torch.device, dtype: str) -> float | None:
+    """Return the most products a second of a dtype on this process's device; None: not known, or a CPU."""
+    known = _find_local_device_spec(kind)
+    return None if known is None else known.flops.get(dtype)
+
+
+# -- words
+
+
+def _compare_collectives(planned_rows: Sequence[dict[str, Any]], measured_rows: Sequence[dict[str, Any]]) -> str:
+    keys = ("kind", "group", "ranks", "dtype")
+    planned, real = ({tuple(row[key] for key in keys): row for row in rows} for rows in (planned_rows, measured_rows))
+    other = []
+    for key in dict.fromkeys([*planned, *real]):
+        numbers = [[rows.get(key, {}).get(name, 0) for name in ("calls", "bytes")] for rows in (planned, real)]
+        if numbers[0] != numbers[1]:
+            (calls, size), (real_calls, real_size) = numbers
+            other.append(
+                f"{key[0]} over {key[1]} ({key[3]}): {calls} calls of {_format_mb(size)} planned, "
+                f"{real_calls} of {_format_mb(real_size)} done"
+            )
+    total = sum(row["bytes"] for row in planned_rows)
+    return f"collectives: {', '.join(other)}" if other else f"collectives: each of {_format_mb(total)} as planned"
+
+
+def _format_deviation(planned: float, measured: float, format_value: Callable[[Any], str]) -> str:
+    off = 100 * (measured / planned - 1) if planned else 0.0
+    if abs(off) < MIN_REPORTED_PERCENT:
+        return f"{format_value(measured)}, as planned"
+    return f"{format_value(measured)}, {format_value(planned)} planned ({off:+.0f} %)"
+
+
+def _format_mb(size: float) -> str:
+    return f"{size / 1e6:,.1f} MB"

@@ -1,0 +1,387 @@
+"""A plan: what some ranks of a job hold, send and take on a device, as values of JSON; and the job of a run file.
+
+[Note: model FLOPs] The products of forward and backward of a row of the run's length, on one rank, counted on a trace:
+without recomputation, gradients of frozen weights, and experts that are not chosen. Of attention only pairs that act on
+each other count: about half of all where it is causal, which formulas such as 6 N + 12 L H S count whole. Its backward
+has four products of each pair; fused kernels compute the scores again, a fifth.
+Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B; Dao 2023, arXiv:2307.08691.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.plugin import (
+    EMA,
+    BatchError,
+    BoundObjective,
+    Collective,
+    Degrees,
+    Mesh,
+    MeshSizes,
+    MeshwrightError,
+    Objective,
+    OperationObserver,
+    StrategyError,
+    StrategyManager,
+    add_adapters_on_meta,
+    build_model_config,
+    check_target_names,
+    count_flops,
+    get_operation_name,
+    has_meta_tensors,
+    init_model,
+    is_attention,
+    optimizer_factory,
+    probe_optimizer,
+    real_compute,
+    resolve,
+)
+from meshwright_run.preflight import ResolvedModel, prepare_data_and_model_config, resolve_model
+from meshwright_run.run_file import RunConfig, resolve_layout
+
+from .allocator import compute_reserved_bytes
+from .config import DeviceSpec
+from .extrapolation import SAMPLE_DEPTHS, Coordinates, Point, extrapolate_report
+from .fake_world import fake_world
+from .meter import LIBRARIES
+from .pipeline_extrapolation import StageCostModel, extrapolate_ranks
+from .timeline import Timeline, find_pipeline_ranks, simulate_timelines
+from .trace import NoWeights, StepTrace, TrainingJob, trace_job_steps
+
+MAX_OVER_RANKS = ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes")
+
+
+def plan_job(job: TrainingJob, device: DeviceSpec, ranks: Sequence[int] | None = None) -> dict[str, Any]:
+    """Trace ranks of a job (None: those that stand for all), play their step on a device, and return plain values."""
+    asked = choose_representative_ranks(job.degrees) if ranks is None else list(ranks)
+    reports = (
+        _report_stages(job, device, asked)
+        if job.degrees.pp > 1
+        else [_report_rank(job, device, rank) for rank in asked]
+    )
+    busiest = max(reports, key=lambda each: sum(row["bytes"] for row in each["collectives"]))
+    seconds = max(each["step_seconds"] for each in reports)
+    largest = {key: max(each[key] for each in reports) for key in MAX_OVER_RANKS}
+    tokens = job.num_microbatches * job.micro_batch_size * job.seq_len * job.degrees.dp
+    return {
+        "strategy": str(job.stack),
+        "world_size": job.degrees.world_size,
+        "mesh": str(job.degrees),
+        "device": device.name,
+        "memory_bytes": device.memory_bytes,
+        "fits": fits_in_memory(largest["peak_reserved_bytes"], device),
+        **largest,
+        "step_seconds": seconds,
+        "tokens_per_second_per_device": tokens / seconds / job.degrees.world_size,
+        "collectives": busiest["collectives"],
+        "ranks": reports,
+    }
+
+
+def fits_in_memory(reserved_bytes: int, device: DeviceSpec) -> bool:
+    """Return whether a device has so much besides what torch's allocator does not know of."""
+    return reserved_bytes <= device.memory_bytes - device.context_bytes
+
+
+def choose_representative_ranks(degrees: Degrees) -> list[int]:
+    """Return ranks such that each other one is like one of them: of the first two, middle and last two stages."""
+    of_stage = degrees.world_size // degrees.pp
+    stages = {stage for stage in (0, 1, degrees.pp // 2, degrees.pp - 2, degrees.pp - 1) if 0 <= stage < degrees.pp}
+    return sorted({*(stage * of_stage for stage in stages), degrees.world_size - 1})
+
+
+def trace_rank(job: TrainingJob, rank: int) -> StepTrace:
+    """Trace the step of one rank of a job, which need not exist."""
+    return trace_steps(job, rank, [job.num_microbatches])[0]
+
+
+def trace_steps(job: TrainingJob, rank: int, counts: Sequence[int]) -> list[StepTrace]:
+    """Trace a step with each number of microbatches, ascending; see `trace_rank`."""
+    with tracing_mesh(job, rank) as mesh:
+        return trace_job_steps(job, mesh, counts)
+
+
+@contextmanager
+def tracing_mesh(job: TrainingJob, rank: int) -> Iterator[Mesh]:
+    """Give a mesh on which a job is traced; raise StrategyError for any error within that is not meshwright's."""
+    # A mesh of its own: what is made once for a mesh belongs to the first job on it.
+    with fake_mesh(job, rank) as mesh:
+        try:
+            yield mesh
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            # Whatever a package's own code does with tensors that have no values, or with ranks that are all alike.
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise StrategyError(
+                f"{job.stack} on {job.degrees} cannot be planned: it looks at what is known on real ranks alone "
+                f"({type(error).__name__}: {reason}). Use another strategy, or train a step on real ranks."
+            ) from error
+
+
+@contextmanager
+def fake_mesh(job: TrainingJob, rank: int) -> Iterator[Mesh]:
+    with fake_world(rank, job.degrees.world_size, imbalance=job.expert_imbalance) as world:
+        with real_compute():
+            mesh = Mesh(job.degrees, world)
+        yield mesh
+
+
+@contextmanager
+def manager_after_step(job: TrainingJob, rank: int) -> Iterator[StrategyManager]:
+    """Give the manager of a job whose model has trained a step on a planned rank."""
+    with tracing_mesh(job, rank) as mesh:
+        model, manager = job.build(mesh)
+        batches = [job.make_batch(model)]
+        manager.parallelize(model, NoWeights())
+        del model
+        manager.build_optimizer(job.optimizer_factory)
+        if job.ema is not None:
+            EMA(manager, job.ema)
+        manager.forward_backward(batches, num_tokens=manager.begin_step_sync(batches))
+        manager.clip_grad_norm(job.max_grad_norm, job.grad_norm_type)
+        manager.optimizer_step()
+        yield manager
+
+
+def _report_rank(job: TrainingJob, device: DeviceSpec, rank: int) -> dict[str, Any]:
+    """Report one rank; from fewer blocks and microbatches where these determine it."""
+    known: dict[Point, dict[str, Any]] = {}
+
+    def found(points: Sequence[Point]) -> Mapping[Point, dict[str, Any]]:
+        missing: dict[Coordinates, list[int]] = {}
+        for blocks, (count,) in sorted(set(points) - known.keys()):
+            missing.setdefault(blocks, []).append(count)
+        for blocks, counts in missing.items():
+            small = job.with_num_layers(*blocks) if blocks else job
+            for count, each in zip(counts, trace_steps(small, rank, counts), strict=True):
+                known[blocks, (count,)] = _report_trace(each, small, device)
+        return known
+
+    layers = job.num_layers if job.build_with_layers is not None and job.num_layers else None
+    return extrapolate_report(found, layers, job.num_microbatches) or _report_trace(trace_rank(job, rank), job, device)
+
+
+def _report_trace(trace: StepTrace, job: TrainingJob, device: DeviceSpec) -> dict[str, Any]:
+    return _build_report(trace, _simulate([trace], job, device)[0], device)
+
+
+def _report_stages(job: TrainingJob, device: DeviceSpec, requested_ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """Report ranks of a pipeline; from small pipelines where these determine them."""
+    stages = _get_cost_model(job)
+    if stages is not None:
+        reports = extrapolate_ranks(
+            job, stages, requested_ranks, device, trace_steps, lambda found, line: _build_report(found, line, device)
+        )
+        if reports is not None:
+            return reports
+    # All stages are played together; ranks of one stage take the same time.
+    together = find_pipeline_ranks(requested_ranks[0], job.degrees)
+    traces = {rank: trace_rank(job, rank) for rank in sorted({*together, *requested_ranks})}
+    lines = {line.rank: line for line in _simulate([traces[rank] for rank in together], job, device)}
+    of_stage = job.degrees.world_size // job.degrees.pp
+    lines = {rank: lines[rank if rank in lines else together[rank // of_stage]] for rank in traces}
+    return [_build_report(found, lines[rank], device) for rank, found in traces.items()]
+
+
+def _get_cost_model(job: TrainingJob) -> StageCostModel | None:
+    if job.build_with_layers is None or not job.num_layers:
+        return None
+    with fake_mesh(job, 0) as mesh, real_compute():
+        ask = getattr(job.stack.build(mesh), "build_cost_model", None)
+        found: StageCostModel | None = None if ask is None else ask(job.build_model())
+    return found if found is not None and sum(found.blocks_per_stage) == job.num_layers else None
+
+
+def _simulate(traces: Sequence[StepTrace], job: TrainingJob, device: DeviceSpec) -> list[Timeline]:
+    return simulate_timelines(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked_groups)
+
+
+def get_reserved_bytes(trace: StepTrace, device: DeviceSpec) -> int:
+    """Return the bytes that are taken from a device for a step; a host returns what is freed."""
+    return trace.peak.bytes if device.is_host else compute_reserved_bytes(trace, workspace=device.library_bytes)
+
+
+def _build_report(trace: StepTrace, timeline: Timeline, device: DeviceSpec) -> dict[str, Any]:
+    library = device.library_bytes
+    libraries = {LIBRARIES: library} if library else {}
+    by_dtype: dict[str, int] = {}
+    phases: dict[str, list[Collective]] = {}
+    for each in trace.operations:
+        if each.flops:
+            name = str(each.dtype).removeprefix("torch.")
+            by_dtype[name] = by_dtype.get(name, 0) + each.flops
+        if each.collective_index is not None:
+            phases.setdefault(each.phase, []).append(trace.collectives[each.collective_index])
+    return {
+        "rank": trace.rank,
+        "peak_allocated_bytes": trace.peak.bytes + library,
+        "peak_reserved_bytes": get_reserved_bytes(trace, device),
+        "held_bytes": trace.between_steps.bytes + library,
+        "peak_operator": trace.peak.operator,
+        "library_bytes": library,
+        "peak_by_phase": {phase: most + library for phase, most in trace.peak.peak_by_phase.items()},
+        "peak_by_owner": {**trace.peak.bytes_by_owner, **libraries},
+        "held_by_owner": {**trace.between_steps.bytes_by_owner, **libraries},
+        "activations_by_module": dict(trace.peak.activations_by_module),
+        "flops": sum(by_dtype.values()),
+        "flops_by_dtype": by_dtype,
+        "step_seconds": timeline.seconds,
+        "busy_seconds": {
+            name: timeline.busy_seconds(name) for name in dict.fromkeys(span.stream for span in timeline.spans)
+        },
+        "gradients_bytes": compute_owner_peak(trace, "gradients"),
+        "collectives": summarize_collectives(trace.collectives),
+        "collectives_by_phase": [
+            {"phase": phase, **row} for phase, calls in phases.items() for row in summarize_collectives(calls)
+        ],
+    }
+
+
+def compute_owner_peak(trace: StepTrace, owner: str) -> int:
+    """Return the most bytes that an owner has in a step; see [Note: owners] in `meter`."""
+    return max(
+        accumulate(
+            (change for block, change in trace.memory_log if trace.owners_by_block.get(block) == owner), initial=0
+        )
+    )
+
+
+def summarize_collectives(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
+    """Return calls and bytes of each kind of collective over each group, in the order of their first calls."""
+    rows: dict[tuple[str, str, int, str], dict[str, Any]] = {}
+    for each in collectives:
+        dtype = str(each.dtype).removeprefix("torch.")
+        named = {"kind": each.kind, "group": each.group, "ranks": each.num_ranks, "dtype": dtype}
+        row = rows.setdefault((each.kind, each.group, each.num_ranks, dtype), {**named, "calls": 0, "bytes": 0})
+        row["calls"] += 1
+        row["bytes"] += each.nbytes
+    return list(rows.values())
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs for each target of a row without masks, or None and why they are not known; see [Note: model FLOPs]."""
+
+    per_token: float | None
+    unavailable_reason: str = ""
+
+
+def count_model_flops(job: TrainingJob, objective: Objective | None = None) -> ModelFlops:
+    """Return what the model of a job needs for each token, in any layout; objectives are counted as the token loss."""
+    if objective is not None and not _counts_tokens(BoundObjective(objective)):
+        return ModelFlops(None, f"the {BoundObjective(objective).name} counts something else than tokens")
+    try:
+        stack, degrees = resolve("single", MeshSizes(), 1, config={"loss_chunk_rows": 0})
+        alone = replace(job, stack=stack, degrees=degrees, micro_batch_size=1, num_microbatches=1)
+        return ModelFlops(_count_row_flops(alone) / max(1, job.seq_len - 1))
+    except MeshwrightError as error:
+        return ModelFlops(None, str(error))
+
+
+def _counts_tokens(objective: BoundObjective) -> bool:
+    """Return whether an objective is divided by the number of targets, as far as a few rows tell."""
+    ids = torch.ones((objective.group_size, 4), dtype=torch.int64)
+    try:
+        return objective.count([{"input_ids": ids, "labels": ids}]) in (None, objective.group_size * 3)
+    except BatchError:
+        return False
+
+
+def _count_row_flops(job: TrainingJob) -> int:
+    of = functools.cache(lambda blocks: _count_traced_flops(job.with_num_layers(blocks)))
+    for first, second, check in SAMPLE_DEPTHS:
+        if job.build_with_layers is None or job.num_layers <= first + second + check:
+            break
+        growth = (of(second) - of(first)) / (second - first)
+        if of(second) + growth * (check - second) == of(check):
+            return int(of(check)) + round(growth * (job.num_layers - check))
+    return _count_traced_flops(job)
+
+
+def _count_traced_flops(job: TrainingJob) -> int:
+    products = _FlopCounter()
+    with tracing_mesh(job, 0) as mesh:
+        model, manager = job.build(mesh)
+        batches = [job.make_batch(model)]
+        module = manager.parallelize(model, NoWeights() if has_meta_tensors(model) else None)
+        module.register_forward_pre_hook(products.start)
+        with products:
+            manager.forward_backward(batches, num_tokens=manager.begin_step_sync(batches))
+    return products.flops
+
+
+class _FlopCounter(OperationObserver):
+    """Sum of products from the first forward on that a backward follows: the model may be tried before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self._has_started = 0, False
+
+    def start(self, *_: Any) -> None:
+        self._has_started = self._has_started or torch.is_grad_enabled()
+
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if not self._has_started:
+            return
+        found = count_flops(operation, args, kwargs, result)
+        if found and is_attention(operation) and "backward" in get_operation_name(operation):
+            found = found * 4 // 5
+        self.flops += found
+
+
+def build_job(config: RunConfig, world_size: int) -> TrainingJob:
+    """Return what a run would do on so many ranks."""
+    stack, degrees, rows = resolve_layout(config, world_size)
+    steps = config.steps or 1
+    probe_optimizer(config.optimizer, config.schedule.resolve_warmup(steps), steps, device=torch.device("cpu"))
+    found = resolve_model(config.model)
+    if found.directory is None and "vocab_size" not in config.model:
+        hf_config = prepare_data_and_model_config(config, found)[1]  # the tokenizer has the number
+    else:
+        hf_config = build_model_config(
+            config.model, tokenizer=None, seq_len=config.data.seq_len, directory=found.directory
+        )
+    make = functools.partial(_build_model, found, hf_config, found.get_dtype(config.model))
+    return TrainingJob(
+        stack,
+        degrees,
+        functools.partial(make, None),
+        optimizer_factory(config.optimizer),
+        num_microbatches=config.batch_size // (degrees.dp * rows),
+        micro_batch_size=rows,
+        seq_len=config.data.seq_len,
+        max_grad_norm=config.max_grad_norm,
+        grad_norm_type=config.grad_norm_type,
+        num_layers=getattr(hf_config.get_text_config(), "num_hidden_layers", 0),
+        build_with_layers=make,
+        ema=config.ema,
+        is_compiled=bool(getattr(stack.inner.config, "enable_compile", False)),
+        chunked_groups=("tp",) if getattr(stack.inner.config, "enable_async_tensor_parallel", False) else (),
+    )
+
+
+def _build_model(run_model: ResolvedModel, hf_config: Any, dtype: torch.dtype, layers: int | None) -> nn.Module:
+    hf_config = copy.deepcopy(hf_config)
+    if layers is not None:
+        text = hf_config.get_text_config()
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None) is not None:
+            text.layer_types = text.layer_types[:layers]
+    with torch.device("meta"):
+        model = init_model(hf_config, dtype, 0)
+    if run_model.adapters is None:
+        return model
+    check_target_names(run_model.adapters.config, model, where="model.peft")
+    adapted: nn.Module = add_adapters_on_meta(model, {"default": copy.deepcopy(run_model.adapters.config)})
+    return adapted

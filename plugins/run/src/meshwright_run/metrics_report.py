@@ -1,0 +1,388 @@
+"""Report a run: a progress bar or lines, a JSONL file of every step, and a picture of the losses. No torch here.
+
+While the run trains another process draws the picture, at low priority, more rarely the longer it takes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from meshwright.plugin import (
+    EMA_SUFFIX,
+    SAFE_PYTHON,
+    BadStep,
+    StepResult,
+    Stopped,
+    TrainingError,
+    atomic_writer,
+    create_console,
+    hookimpl,
+    open_for_append,
+    parse_json,
+    warn,
+    write_atomically,
+)
+
+from .run_directory import RunDirectory
+
+_RATES = ("tokens_per_second", "tokens_per_second_per_device")
+NONDETERMINISTIC_FIELDS = frozenset(
+    ("seconds", *_RATES, "time", "times", "memory", "world_size", "peak_flops", "mfu", "stragglers")
+)
+"""Keys that depend on clocks and machines. The others are equal when a run is repeated, on other ranks too."""
+_MAPPING_FIELDS = ("sums", "evaluations", "times", "learning_rates", "norms", "memory")
+_PLAIN_FIELDS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "num_tokens",
+    "seconds",
+    "world_size",
+    "flops",
+    "peak_flops",
+)
+_NUMBER_KEYS = {**{name: name for name in _PLAIN_FIELDS}, "ended": "time"}
+"""Fields of a StepResult that are numbers, and their keys in a line."""
+_MAX_LISTED_LINES = 5
+"""Unreadable lines that are named."""
+
+
+class MetricsReporter:
+    """Observer of steps on the first rank; a context manager."""
+
+    def __init__(
+        self,
+        metrics: Path,
+        *,
+        log_every: int,
+        console: Console,
+        previous_results: Sequence[StepResult] = (),
+        on_error: Literal["stop", "continue"] = "stop",
+    ) -> None:
+        self._previous_results, self._on_error = previous_results, on_error
+        self._metrics, self._log_every, self._console = metrics, log_every, console
+        self._lines: LineWriter | None = None
+        self._has_warned = False
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        self._task = self._progress.add_task("", total=None)
+        self._stragglers = StragglerFilter()
+
+    def __enter__(self) -> MetricsReporter:
+        self._lines = _open_with_results(self._metrics, self._previous_results)
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        if self._lines is not None:
+            self._lines.close()
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        if self._lines is not None and (error := self._lines.append(_format_line(result))) is not None:
+            self._handle_write_error(error)
+        for each in self._stragglers.select_new(result):
+            print_text(
+                f"step {result.step}: rank {each['rank']} is a straggler: {each['seconds']:.3g} s of a step are its "
+                f"own, {each['median']:.3g} s of the median rank",
+                self._console,
+            )
+        if result.skip_reason:
+            return
+        text = format_step(result)
+        if self._console.is_terminal:
+            self._progress.update(self._task, completed=result.step, total=result.num_steps, description=text)
+        elif result.step % self._log_every == 0 or result.step in (1, result.num_steps):
+            print_text(f"step {result.step}/{result.num_steps}  {text}", self._console)
+
+    @hookimpl
+    def on_bad_step(self, bad: BadStep) -> None:
+        if bad.rollback_step is None:
+            text = f"step {bad.step} is left out: {bad.reason}"
+        else:
+            text = (
+                f"step {bad.step}: {bad.reason}; going back to step {bad.rollback_step}, without the batches since then"
+            )
+            if self._lines is not None:
+                self._lines.close()
+                kept = read_metrics(self._metrics, last_step=bad.rollback_step, num_steps=bad.num_steps)
+                self._lines = _open_with_results(self._metrics, kept)
+        print_text(f"{text} ({bad.num_bad_steps} so far)", self._console)
+
+    def _handle_write_error(self, error: OSError) -> None:
+        told = f"{self._metrics} cannot be written: {error}."
+        if self._on_error == "stop":
+            raise TrainingError(f"{told} Make room, and start the same command again; or checkpoint.on_error=continue.")
+        if not self._has_warned:
+            self._has_warned = True
+            warn(f"{told} Training goes on (checkpoint.on_error=continue).", stacklevel=3)
+
+
+def _open_with_results(metrics: Path, results: Sequence[StepResult]) -> LineWriter:
+    """Open the file with the lines of some steps; what is there stays until it is replaced as a whole."""
+    write_atomically(metrics, "".join(_format_line(result) for result in results))
+    return LineWriter(metrics)
+
+
+class LineWriter:
+    """A file that grows by whole lines. Those that the disk does not take are written before the next ones."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_for_append(path)
+        self._size = os.fstat(self._file).st_size
+        self._pending = b""
+
+    def append(self, text: str) -> OSError | None:
+        """Add lines; returns why they have to wait, if they have to."""
+        self._pending += text.encode()
+        rest = memoryview(self._pending)
+        try:
+            if os.fstat(self._file).st_size != self._size:
+                # A part of a line, from the last time.
+                os.ftruncate(self._file, self._size)
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            return error
+        self._size += len(self._pending)
+        self._pending = b""
+        return None
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class StragglerFilter:
+    def __init__(self) -> None:
+        self._reported_ranks: set[float] = set()
+
+    def select_new(self, result: StepResult) -> list[Mapping[str, float]]:
+        new = [each for each in result.stragglers if each["rank"] not in self._reported_ranks]
+        self._reported_ranks |= {each["rank"] for each in new}
+        return new
+
+
+def read_metrics(path: Path, *, last_step: int, num_steps: int) -> list[StepResult]:
+    """Read the first `last_step` steps of a file of metrics of a run of `num_steps` steps.
+
+    Where it goes back to an earlier step, what follows replaces what was there. A line that cannot be read is left out
+    with a warning, unless it is the last, which a killed run may leave incomplete.
+    """
+    return parse_metrics(path.read_bytes(), path, last_step=last_step, num_steps=num_steps) if path.is_file() else []
+
+
+def parse_metrics(content: bytes, path: Path | str, *, last_step: int, num_steps: int) -> list[StepResult]:
+    found: list[StepResult] = []
+    unread: list[int] = []
+    lines = content.splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            result = _parse_line(line, num_steps)
+        except (ValueError, TypeError, KeyError):
+            unread += [number] if number < len(lines) else []
+            continue
+        while found and found[-1].step >= result.step:
+            found.pop()
+        if result.step <= last_step:
+            found.append(result)
+    if unread:
+        some = ", ".join(map(str, unread[:_MAX_LISTED_LINES])) + (", ..." if len(unread) > _MAX_LISTED_LINES else "")
+        warn(f"{path}: {len(unread)} lines cannot be read and are left out: {some}.", stacklevel=2)
+    return found
+
+
+def _parse_line(line: bytes, num_steps: int) -> StepResult:
+    """ValueError, TypeError or KeyError: it does not hold the numbers of a step."""
+    record = parse_json(line.decode())
+    if not isinstance(record, dict):
+        raise ValueError("no record")
+    mappings = {name: _none_to_nan(record.get(name, {})) for name in _MAPPING_FIELDS}
+    slow = tuple(_none_to_nan(each) for each in record.get("stragglers", ()))
+    numbers = {name: record[key] for name, key in _NUMBER_KEYS.items() if key in record}
+    skipped = record.get("skipped", "")
+    if skipped and isinstance(skipped, str):
+        numbers |= _none_to_nan({name: numbers[name] for name in ("loss", "grad_norm")})
+    every = [value for values in (numbers, *slow, *mappings.values()) for value in values.values()]
+    if not all(type(value) in (int, float) for value in every):
+        raise ValueError("no numbers of a step")
+    if type(numbers["step"]) is not int:
+        raise ValueError("no number of a step")
+    numbers |= {"skipped": str(skipped), "stragglers": slow, "steps": num_steps, "rank": 0}
+    return StepResult(**{**numbers, **mappings})
+
+
+def _none_to_nan(values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise TypeError("no record")
+    return {name: math.nan if value is None else value for name, value in values.items()}
+
+
+def nan_to_none(values: Mapping[str, float]) -> dict[str, Any]:
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _format_line(result: StepResult) -> str:
+    return json.dumps(to_record(result)) + "\n"
+
+
+def to_record(result: StepResult) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "step": result.step,
+        **nan_to_none({"loss": result.loss, "grad_norm": result.grad_norm}),
+        **{name: getattr(result, name) for name in ("learning_rate", "num_tokens", *_RATES, "seconds")},
+        "time": result.end_time,
+        "world_size": result.world_size,
+    }
+    for name in _MAPPING_FIELDS:
+        if values := getattr(result, name):
+            record[name] = nan_to_none(values)
+    if result.skip_reason:
+        record["skipped"] = result.skip_reason
+    if result.stragglers:
+        record["stragglers"] = [nan_to_none(each) for each in result.stragglers]
+    if "held_out" in result.evaluations:
+        record["held_out_loss"] = record["evaluations"]["held_out"]
+    for name in ("flops", "peak_flops", "mfu"):
+        if (value := getattr(result, name)) is not None:
+            record[name] = value
+    return record
+
+
+def format_step(result: StepResult) -> str:
+    text = (
+        f"loss {result.loss:.6f}  norm {result.grad_norm:.3f}  lr {result.learning_rate:.2e}  "
+        f"{result.tokens_per_second:,.0f} tokens/s"
+    )
+    if result.mfu is not None:
+        text += f"  MFU {result.mfu:.1%}"
+    losses = (f"{format_eval_set(name)} {value:.6f}" for name, value in result.evaluations.items())
+    sums = (f"{name} {value / result.num_tokens:.4g}" for name, value in result.sums.items())
+    return "  ".join([text, *losses, *sums])
+
+
+def format_eval_set(name: str) -> str:
+    """Return what people call an evaluation set."""
+    of, suffix = (name.removesuffix(EMA_SUFFIX), " (ema)") if name.endswith(EMA_SUFFIX) else (name, "")
+    return f"{'held-out' if of == 'held_out' else of}{suffix}"
+
+
+def print_finished(directory: RunDirectory) -> None:
+    print_text(
+        f"this run has finished: {directory.summary} is there, with the same run file. Nothing was done. Raise steps "
+        f"to go on (or, if it has stopped early, the patience of eval.early_stopping), or set resume=never and "
+        f"overwrite=true to train anew."
+    )
+
+
+def print_stopped(stopped: Stopped, *, num_steps: int) -> None:
+    saved = "saved; the same command goes on" if stopped.saved else "which could not be saved"
+    if stopped.has_skipped_save:
+        saved = (
+            "not saved: that would take longer than is left of checkpoint.on_signal.grace_s; the same command goes on "
+            "from the newest checkpoint"
+        )
+    if not stopped.step:
+        saved = "so there is nothing to save"
+    print_text(f"stopped by {stopped.signal} after step {stopped.step} of {num_steps}, {saved}")
+
+
+def print_text(text: str | Text, console: Console | None = None) -> None:
+    (console or create_console()).print(text, highlight=False, soft_wrap=True)
+
+
+FIRST_PLOT_AFTER_S = 30.0
+PLOT_TIME_FRACTION = 0.001
+"""Part of one core's time that drawing may take."""
+_PLOT_CODE = "import os, runpy; os.nice(10); runpy.run_module('meshwright_run.metrics_report', run_name='__main__')"
+_PLOT_EXIT_TIMEOUT_S = 10.0
+
+
+def plot_loss_curve(results: Sequence[StepResult], path: Path, *, is_per_token: bool = True) -> None:
+    """Write a PNG of the losses of training and of each set over steps."""
+    # The object interface draws without a display and without global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.plot([r.step for r in results], [r.loss for r in results], linewidth=1, label="training")
+    for name in dict.fromkeys(name for r in results for name in r.evaluations):
+        points = [(r.step, r.evaluations[name]) for r in results if name in r.evaluations]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5, label=format_eval_set(name))
+    axes.set(xlabel="step", ylabel="loss [nats per token]" if is_per_token else "loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with atomic_writer(path) as file:
+        figure.savefig(file, format="png")
+
+
+def plot_metrics(metrics: Path, path: Path, *, is_per_token: bool = True) -> None:
+    """Draw the steps of a file of metrics; nothing if it has none, or the disk takes no picture."""
+    with suppress(OSError):
+        results = read_metrics(metrics, last_step=sys.maxsize, num_steps=0)
+        if results:
+            plot_loss_curve(results, path, is_per_token=is_per_token)
+
+
+class LossCurvePlotter:
+    """Observer on the first rank that has the picture drawn; a context manager that leaves no process behind."""
+
+    def __init__(
+        self, metrics: Path, path: Path, *, is_per_token: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._metrics, self._path, self._is_per_token, self._clock = metrics, path, is_per_token, clock
+        self.process: subprocess.Popen[bytes] | None = None
+        self._started_at, self._next_plot_at = clock(), clock() + FIRST_PLOT_AFTER_S
+
+    def __enter__(self) -> LossCurvePlotter:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        drawing, self.process = self.process, None
+        if drawing is not None:
+            try:
+                drawing.wait(_PLOT_EXIT_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                drawing.kill()
+                drawing.wait()
+        if error is not None:
+            plot_metrics(self._metrics, self._path, is_per_token=self._is_per_token)
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        now = self._clock()
+        if self.process is not None and self.process.poll() is not None:
+            self.process = None
+            self._next_plot_at = now + (now - self._started_at) / PLOT_TIME_FRACTION
+        if self.process is None and now >= self._next_plot_at:
+            self._started_at = now
+            command = [
+                *SAFE_PYTHON,
+                "-c",
+                _PLOT_CODE,
+                str(self._metrics),
+                str(self._path),
+                str(int(self._is_per_token)),
+            ]
+            quiet = subprocess.DEVNULL
+            self.process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+
+
+if __name__ == "__main__":
+    plot_metrics(Path(sys.argv[1]), Path(sys.argv[2]), is_per_token=sys.argv[3] == "1")

@@ -1,0 +1,299 @@
+"""Try a model before any rank starts, so that its errors in the first step are found early.
+
+[Note: no good model is refused] Every model is made on the meta device, and its configuration written. A small one on a
+CPU is also trained on one sequence. A larger one is not tried as a smaller copy, which may fail where it would not; nor
+are models for an accelerator, or with expert parallelism, which replaces code of the model.
+
+[Note: isolation] Whether a model isolates the documents of a row, and ignores padding, is tried by changing tokens that
+must not be seen: what is computed of the others must stay, compared with a change of tokens that may be seen. No class
+is known by name. A small model is tried before any rank starts, and any other before its first step.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.plugin import (
+    AdapterOptions,
+    Batch,
+    BatchError,
+    BoundObjective,
+    Column,
+    ConfigError,
+    Degrees,
+    MeshwrightError,
+    ModelError,
+    ModelSize,
+    Objective,
+    OptimizerConfig,
+    add_adapters_on_meta,
+    apply_peft,
+    check_groups,
+    check_not_empty,
+    check_target_names,
+    compute_model_size,
+    get_forward_options,
+    init_model,
+    model_layout,
+    split_targets,
+)
+
+from .data.config import Packing
+from .data.packing import RowDataset
+from .data.train_sampler import RunDatasets
+
+REFERENCE_COLUMN = "reference_log_probs"
+_MAX_PARAMETERS, _MAX_WORK = 1e7, 1e9
+"""Parameters, and parameters times tokens, of the largest model that is trained: below a second, and 100 MB."""
+_NOISE = 0.02
+
+
+def probe_model(
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    seq_len: int,
+    device: torch.device,
+    degrees: Degrees,
+    adapters: AdapterOptions | None = None,
+    optimizer: OptimizerConfig | None = None,
+) -> ModelSize:
+    """Make the model of a Hugging Face configuration and train it; the random state stays as it was."""
+    config = copy.deepcopy(config)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+        with torch.device("meta"):
+            model = init_model(config, dtype, 0)
+        # It is validated again when it is written, at the end of the run.
+        with (
+            tempfile.TemporaryDirectory(prefix="meshwright-") as directory,
+            _convert_model_errors(config, "write the configuration of"),
+        ):
+            model.config.save_pretrained(directory)
+        if adapters is not None:
+            check_target_names(adapters.config, model, where="model.peft")
+            model = add_adapters_on_meta(model, {"default": copy.deepcopy(adapters.config)})
+        check_not_empty(model)
+        layout = model_layout(model)
+        size = compute_model_size(model)
+        if adapters is None and optimizer is not None:
+            check_groups(optimizer, model, layout)
+        if can_probe(size, seq_len=seq_len, device=device, degrees=degrees):
+            small = init_model(config, dtype, 0)
+            if adapters is not None:
+                small = apply_peft(small, copy.deepcopy(adapters.config))
+            with _convert_model_errors(config, "train"):
+                ids = torch.ones((1, seq_len), dtype=torch.int64)
+                small.train()(input_ids=ids, **get_forward_options(small)).logits.float().sum().backward()
+    return size
+
+
+def can_probe(size: ModelSize, *, seq_len: int, device: torch.device, degrees: Degrees) -> bool:
+    """Whether the model can be run before the ranks start; see [Note: no good model is refused]."""
+    is_small = size.num_parameters <= _MAX_PARAMETERS and size.num_parameters * seq_len <= _MAX_WORK
+    return device.type == "cpu" and is_small and degrees.ep == 1
+
+
+def probe_isolation(config: Any, dtype: torch.dtype, packing: Packing, *, seq_len: int, mask_padding: bool) -> None:
+    """Refuse a small model that does not isolate documents that share a row, or padding; see `check_document_isolation`."""
+    config = copy.deepcopy(config)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"), torch.no_grad():
+        model = init_model(config, dtype, 0).eval()
+        # Initial values may be zero, and hide the defect.
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=_NOISE)
+        options = get_forward_options(model)
+
+        def statistics(batches: list[Batch]) -> list[Tensor]:
+            found = []
+            for batch in batches:
+                inputs, targets_BS = split_targets(batch)
+                log_probs_BSV = model(**inputs, **options).logits.double().log_softmax(-1)
+                found.append(log_probs_BSV.gather(2, targets_BS.clamp(min=0)[..., None])[..., 0])
+            return found
+
+        vocab_size = config.get_text_config().vocab_size
+        check_document_isolation(
+            config, packing, statistics, dtype=dtype, seq_len=seq_len, vocab_size=vocab_size, mask_padding=mask_padding
+        )
+
+
+def check_memory(degrees: Degrees, size: ModelSize, memory_bytes: int) -> None:
+    """Refuse a model of which an even share is larger than the memory of a whole node."""
+    # Each parameter lies on one rank at least, so one of them holds no less than an even share.
+    held = size.num_parameters * size.bytes_per_element / degrees.world_size
+    if held > memory_bytes:
+        raise ModelError(
+            f"the model does not fit: a rank would hold {held / 1e9:,.1f} GB of its {size.num_parameters:,} parameters, "
+            f"and this node has {memory_bytes / 1e9:,.1f} GB of memory. Make it smaller (model.vocab_size, "
+            f"model.hidden_size, ...), or use more ranks under a strategy that shards it."
+        )
+
+
+def get_node_memory() -> int:
+    """Return the bytes of this node's memory and that of its accelerators."""
+    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not torch.cuda.is_available():
+        return own
+    return own + sum(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
+
+
+def _format_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+@contextmanager
+def _convert_model_errors(config: Any, action: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # Each model class checks its configuration in its own way, or not at all.
+        cause = _format_one_line(error)
+        raise ModelError(
+            f"transformers cannot {action} the model {config.model_type!r} as configured: {cause}"
+        ) from error
+
+
+MAX_PROBE_TOKENS = 16
+"""Tokens of a row that is tried, if `seq_len` is not less."""
+
+LogProbsFn = Callable[[list[Batch]], Sequence[Tensor]]
+"""Log-probabilities of the targets of each microbatch, (B, S)."""
+
+
+def check_document_isolation(
+    config: Any,
+    packing: Packing,
+    compute_log_probs: LogProbsFn,
+    *,
+    dtype: torch.dtype,
+    seq_len: int,
+    vocab_size: int,
+    length_multiple: int = 1,
+    num_rows: int = 1,
+    num_microbatches: int = 1,
+    mask_padding: bool = False,
+) -> None:
+    """Refuse a model that does not isolate the documents of a row."""
+    if packing == "stream":
+        return
+    length = min(seq_len, -(-MAX_PROBE_TOKENS // length_multiple) * length_multiple)
+    half, generator = length // 2, torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab_size, (2, length), generator=generator)
+    # Without 0, the token of padding.
+    ids, others = ids.clamp(min=min(1, vocab_size - 1))
+    other_begin, other_end = torch.cat([others[:half], ids[half:]]), torch.cat([ids[:half], others[half:]])
+    behind = slice(half, length - 1)
+
+    def moved(changed: Tensor, columns: slice, **more: Tensor) -> float:
+        """Return how far log-probabilities in a part of a row move when other tokens change."""
+        found = []
+        for row in (ids, changed):
+            batch = {name: each.repeat(num_rows, 1) for name, each in {"input_ids": row, "labels": row, **more}.items()}
+            found.append(compute_log_probs([batch] * num_microbatches)[0].double().cpu()[:, columns])
+        return float((found[0] - found[1]).abs().max())
+
+    name = f"the model {config.model_type!r}"
+    try:
+        if packing == "documents":
+            positions = torch.cat([torch.arange(half), torch.arange(length - half)])
+            leak = moved(other_begin, behind, position_ids=positions)
+        else:
+            mask = {"attention_mask": (torch.arange(length) < half).long()} if mask_padding else {}
+            leak = moved(other_end, slice(0, half - 1), **mask)
+        scale = moved(other_begin, behind)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        cause = _format_one_line(error)
+        raise ModelError(
+            f"{name} cannot run on rows of packing={packing}: {cause:.300} {_REMEDY_TEXT[packing]}"
+        ) from error
+    # Other tokens change no bit of another row of a matrix product; but experts get another number of tokens, and round
+    # differently.
+    has_experts = bool(getattr(config.get_text_config(), "num_experts_per_tok", None))
+    limit = max(1e-4, torch.finfo(dtype).eps ** 0.5) if has_experts else 1e-4
+    if not leak <= limit * scale:
+        raise ModelError(
+            f"{name} {_DEFECT_TEXT[packing]}: other tokens there move log-probabilities by {leak:.3g}, where it may see them "
+            f"by {scale:.3g}. {_REMEDY_TEXT[packing]}"
+        )
+
+
+_DEFECT_TEXT = {
+    "documents": "lets documents that share a row see those before them",
+    "none": "sees the padding behind a document",
+}
+_REMEDY_TEXT = {
+    "documents": "Set data.packing=none, so that each has a row of its own; or stream, if they may see each other.",
+    "none": "Set data.packing=stream, so that there is no padding.",
+}
+
+
+def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets) -> bool:
+    """Whether the reference's log-probabilities are to be computed."""
+    group, first = datasets.train_sets[0].group_size, datasets.main_eval_set
+    given = None if objective is None else BoundObjective(objective)
+    if group > 1 and (given is None or given.group_size != group):
+        told = "cross entropy" if given is None else given.name
+        raise ConfigError(
+            f"the rows of these data belong together, {group} by {group} (chosen and rejected), and the {told} takes "
+            f"each by itself, so that rejected answers would be learnt. Set objective to orpo, simpo or dpo, or give "
+            f"data of another format."
+        )
+    if given is None:
+        return False
+    if given.group_size != group:
+        raise ConfigError(
+            f"the {given.name} takes rows {given.group_size} by {given.group_size}, and those of these data do not belong "
+            f"together. Give data of format preference; or microbatches in which they do in a script: see "
+            f"docs/objectives.md."
+        )
+    missing = [name for name in getattr(objective, "columns", ()) if name not in first.column_specs]
+    takes_sums = any(each.name == REFERENCE_COLUMN and "B" in each.shapes for each in _requested_columns(objective))
+    computes = missing == [REFERENCE_COLUMN] and takes_sums
+    if missing and not computes:
+        raise ConfigError(
+            f"the {given.name} needs {', '.join(missing)} beside the tokens, and the data have "
+            f"{', '.join(first.column_specs) or 'no columns'}. Name fields of a source that hold it in its `columns`; or "
+            f"give it microbatches that have it in a script: see docs/objectives.md."
+        )
+    sample = dict(first.read_batch(range(group)))
+    if computes:
+        if not all(isinstance(each, RowDataset) for each in datasets.train_sets):
+            raise ConfigError(
+                f"the {given.name} compares with log-probabilities of the weights that the run begins with, which are "
+                f"computed for all rows before, and a source is read while training. Set its streaming to false, or "
+                f"name a field that holds {REFERENCE_COLUMN} in its `columns`."
+            )
+        sample[REFERENCE_COLUMN] = torch.zeros(group, dtype=torch.float64)
+    try:
+        given.check([cast_columns(objective, sample)])
+    except BatchError as error:
+        raise ConfigError(f"the data do not fit the objective: {error}") from None
+    return computes
+
+
+def _requested_columns(objective: Objective | None) -> Sequence[Column]:
+    takes: Sequence[Column] = getattr(objective, "takes", ())
+    return takes
+
+
+def cast_columns(objective: Objective | None, batch: Batch) -> Batch:
+    """Convert integer columns of a microbatch to the floats or booleans that an objective asks for."""
+    dtypes = {"float": torch.float64, "bool": torch.bool}
+    changed = {
+        each.name: batch[each.name].to(dtypes[each.number_kind])
+        for each in _requested_columns(objective)
+        if each.name in batch and each.number_kind in dtypes and batch[each.name].dtype == torch.int64
+    }
+    return {**batch, **changed} if changed else batch

@@ -1,0 +1,240 @@
+"""Files of a run's observers: `events.jsonl` of the first rank, over all attempts, times and memory of each rank,
+timelines, and hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from meshwright.plugin import (
+    BadStep,
+    CollectiveCounts,
+    Evaluation,
+    Fault,
+    Hang,
+    HeartbeatRecord,
+    RunInfo,
+    RunSummary,
+    SavedCheckpoint,
+    StepResult,
+    StrategyManager,
+    append_text,
+    generate_run_id,
+    hookimpl,
+    open_regular_file,
+    parse_json,
+    warn,
+    write_atomically,
+)
+
+from .metrics_report import StragglerFilter, nan_to_none
+from .run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from .profile.recorder import FaultFileWriter
+
+_MAX_LINE_BYTES = 1 << 20
+"""Bytes of a line that is read."""
+
+
+def get_run_id(events_path: Path) -> str:
+    """Return the id of the run that a file of events is of, or a new one."""
+    try:
+        with open_regular_file(events_path) as file:
+            known = parse_json(file.readline(_MAX_LINE_BYTES).decode())["id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return generate_run_id()
+    return known if isinstance(known, str) and known else generate_run_id()
+
+
+def log_event(events_path: Path, event: str, **values: Any) -> None:
+    """Add a line. A disk that takes none is reported in a warning, and ends no run."""
+    EventLog(events_path).log(event, **values)
+
+
+class EventLog:
+    """Observer on the first rank that writes the lines. A disk that takes none is reported once."""
+
+    def __init__(self, events_path: Path) -> None:
+        self._path = events_path
+        self._has_warned = False
+        self._stragglers = StragglerFilter()
+
+    def log(self, event: str, **values: Any) -> None:
+        """Add a line, if the disk takes it."""
+        try:
+            append_text(self._path, json.dumps({"time": time.time(), "event": event, **values}, default=str) + "\n")
+        except OSError as error:
+            if not self._has_warned:
+                warn(f"{self._path} cannot be written: {error}. The run goes on.", stacklevel=2)
+            self._has_warned = True
+
+    @hookimpl
+    def on_run_start(self, run: RunInfo) -> None:
+        hidden = ("config", "directory", "rank")
+        self.log("start", **{name: value for name, value in vars(run).items() if name not in hidden})
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        for each in self._stragglers.select_new(result):
+            self.log("straggler", step=result.step, **nan_to_none(each))
+
+    @hookimpl
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self.log("evaluation", **{**asdict(evaluation), "losses": nan_to_none(evaluation.losses)})
+
+    @hookimpl
+    def on_bad_step(self, bad: BadStep) -> None:
+        self.log("bad step", **asdict(bad))
+
+    @hookimpl
+    def on_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
+        self.log("checkpoint", **asdict(checkpoint))
+
+    @hookimpl
+    def on_fault(self, fault: Fault) -> None:
+        self.log("fault", **asdict(fault))
+
+    @hookimpl
+    def on_run_end(self, summary: RunSummary) -> None:
+        told = {**vars(summary), "evaluations": nan_to_none(summary.evaluations)}
+        del told["run"]
+        self.log("end", **told)
+
+
+class HangFileReporter:
+    """Writes down a hang on one rank; see `meshwright.mesh.progress.HangReporter`. `fault_files` gives those of a rank's fault."""
+
+    def __init__(self, directory: RunDirectory, rank: int, fault_files: Callable[[int], FaultFileWriter]) -> None:
+        self._directory, self._rank, self._fault_files = directory, rank, fault_files
+        self.location = str(directory.faults)
+
+    def dump_stacks(self, heartbeat: HeartbeatRecord) -> CollectiveCounts:
+        text = f"step {heartbeat.phase.step}, phase {heartbeat.phase.name}, at {heartbeat.location}"
+        fault = Fault(heartbeat.phase.step, self._rank, "Hang", text, time.time())
+        return self._fault_files(self._rank).write(fault, cpp_stacks=False)
+
+    def report(self, hang: Hang) -> None:
+        for rank in hang.ranks:
+            at: dict[str, Any] = {"process": None, "since": hang.since_s, "is_silent": hang.is_silent}
+            if (sign := hang.heartbeats.get(rank)) is not None:
+                at |= {
+                    "step": sign.phase.step,
+                    "phase": sign.phase.name,
+                    "place": sign.location,
+                    "process": sign.process,
+                }
+                if hang.is_silent:
+                    self._write_last_stack(rank, sign)
+            log_event(self._directory.events, "hang", rank=rank, **at)
+
+    def _write_last_stack(self, rank: int, heartbeat: HeartbeatRecord) -> None:
+        """Write the main thread's stack of a rank that cannot do so itself, from its last sign."""
+        path, head = self._fault_files(rank).stacks_path, "Main thread, as of the last sign (most recent call first)"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(
+            path, "".join([f"{head}: {heartbeat.process}\n", *(f"  {frame}\n" for frame in heartbeat.stack)])
+        )
+
+
+FLUSH_INTERVAL_S = 2.0
+"""Lines are written together, so that a shared file system sees few writes of many ranks."""
+
+
+class RankLog:
+    """Observer of a rank's own steps. A disk that takes nothing is reported once in a warning, and ends no run."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = path, clock
+        self._lines: list[str] = []
+        self._flushed_at, self._is_disabled = clock(), False
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        told: dict[str, Any] = {"step": result.step, "time": result.end_time, "seconds": result.seconds}
+        told |= {"times": dict(result.times), "memory": dict(result.memory)}
+        self._lines.append(json.dumps(told) + "\n")
+        if self._clock() - self._flushed_at >= FLUSH_INTERVAL_S:
+            self._write()
+
+    @hookimpl
+    def on_run_end(self, summary: RunSummary) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        self._flushed_at = self._clock()
+        lines, self._lines = self._lines, []
+        if self._is_disabled or not lines:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            append_text(self._path, "".join(lines))
+        except OSError as error:
+            self._is_disabled = True
+            warn(f"{self._path} cannot be written: {error}. The run goes on without it.", stacklevel=2)
+
+
+class SupportsTimeline(Protocol):
+    """The attribute `timeline` of a manager that has timelines."""
+
+    def record_next(self) -> None:
+        """Record the next step."""
+
+    def pop_timeline(self) -> dict[str, Any] | None:
+        """Return what was recorded, once: "time" [s since 1970], "pp_rank", and "actions", each of kind, stage,
+        microbatch, start and end [s from "time"]. None: the last step was not recorded."""
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """The schedule of all ranks along `pp`, once a step was recorded: "schedule", its "unit" of time, the "bubble"
+        from 0 to 1, and "ranks", the actions of each."""
+
+
+class TimelineLog:
+    """Observer of a rank that records and writes timelines. A disk that takes none is reported once in a warning."""
+
+    def __init__(self, recorder: SupportsTimeline, directory: Path, *, rank: int, every: int) -> None:
+        self._recorder, self._directory = recorder, RunDirectory(directory)
+        self._rank, self._every = rank, every
+        self._has_written_schedule = self._is_disabled = False
+
+    @hookimpl
+    def on_run_start(self, run: RunInfo) -> None:
+        self._request_step(run.start_step + 1)
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        found = self._recorder.pop_timeline()
+        if found is not None and not self._is_disabled:
+            try:
+                self._write({"step": result.step, **found})
+            except OSError as error:
+                self._is_disabled = True
+                warn(
+                    f"{self._directory.timeline} cannot be written: {error}. The run goes on without it.", stacklevel=2
+                )
+        self._request_step(result.step + 1)
+
+    def _request_step(self, step: int) -> None:
+        if step % self._every == 0 and not self._is_disabled:
+            self._recorder.record_next()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._directory.timeline.mkdir(parents=True, exist_ok=True)
+        if self._rank == 0 and not self._has_written_schedule:
+            write_atomically(self._directory.planned_schedule, json.dumps(self._recorder.schedule) + "\n")
+            self._has_written_schedule = True
+        append_text(self._directory.timeline / f"rank-{self._rank:05}.jsonl", json.dumps(line) + "\n")
+
+
+def build_timeline_logs(manager: StrategyManager, directory: Path, every: int | None) -> list[TimelineLog]:
+    """Return the observer of this rank, if the run asks for timelines and its strategy has them."""
+    recorder: SupportsTimeline | None = getattr(manager, "timeline", None)
+    if recorder is None or every is None:
+        return []
+    return [TimelineLog(recorder, directory, rank=manager.mesh.rank, every=every)]

@@ -1,0 +1,16 @@
+"""Pages that follow from results that are kept, or from the sources, are as `python tools/generated_pages.py` writes them."""
+
+from __future__ import annotations
+
+import pytest
+import tables
+
+HELD_ELSEWHERE = {"architecture.md", "mutations.md", "tests.md", "trainer-arguments.md"}
+"""By test_architecture, test_sweep, test_bugs and the trainer's test_arguments."""
+
+
+@pytest.mark.parametrize("page", sorted(tables.PAGES.keys() - HELD_ELSEWHERE))
+def test_a_page_is_as_its_results_and_sources_are(page: str) -> None:
+    assert (tables.DOCS / page).read_text(encoding="utf-8") == tables.PAGES[page](), (
+        "run python tools/generated_pages.py"
+    )

@@ -1,0 +1,185 @@
+"""Run the tests that hang on versions under each set of versions that the packages promise.
+
+    make test-versions                                   # all, each in an environment of its own under .versions
+    python tests/run_version_matrix.py --only oldest
+
+Writes what passed, with the date, to docs/versions.md. An environment takes up to 5 GB: builds of torch other than the
+pinned one come with CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENTS = ROOT / ".versions"
+RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+CHECKED = ROOT / "benchmarks" / "results" / "check-oldest.json"
+PAGE = ROOT / "docs" / "versions.md"
+PLUGINS = ("fsdp2", "ddp", "megatron_fsdp", "pipeline")
+PACKAGES = ["-e", ".[dev]", "-r", "requirements.txt"]
+_ROOMS = ("contract", "parallel", "model", "optim", "checkpoint")
+TESTS = [
+    *(f"tests/{room}" for room in _ROOMS),
+    *(f"plugins/{name}/tests" for name in (*PLUGINS, "run", "plan", "testing")),
+]
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What is installed together; `lowest`: with the oldest that our packages allow of everything else, too."""
+
+    name: str
+    torch: str
+    transformers: str
+    python: str = "3.11"
+    megatron_fsdp: str = "0.6.1"
+    lowest: bool = False
+
+    def pins(self) -> list[str]:
+        named = {"torch": self.torch, "transformers": self.transformers, "megatron-fsdp": self.megatron_fsdp}
+        return [f"{name}=={version}" for name, version in ((lowest_versions() if self.lowest else {}) | named).items()]
+
+
+def lowest_versions() -> dict[str, str]:
+    """Where the ranges of core's dependencies and extras begin; transformers has a narrower range of tokenizers."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    ranges = [*project["dependencies"], *extras["data"], *extras["peft"]]
+    pairs = (re.fullmatch(r"([\w-]+)>=([\d.]+).*", each) for each in ranges)
+    return {pair[1]: pair[2] for pair in pairs if pair is not None and pair[1] != "tokenizers"}
+
+
+MATRIX = [
+    Versions("pinned", "2.13.0", "5.23.0"),
+    Versions("oldest", "2.11.0", "5.17.0", lowest=True),
+    Versions("GPU machines", "2.11.0", "5.17.0", python="3.12"),
+    Versions("torch 2.14", "2.14.1", "5.23.0", python="3.13"),
+    Versions("newest torch", "2.15.0", "5.23.0"),
+]
+
+
+def environment(versions: Versions) -> Path:
+    """The Python of an environment with these versions; made if it is not there."""
+    directory = ENVIRONMENTS / versions.name.replace(" ", "-")
+    python, done = directory / "bin" / "python", directory / "installed"
+    if not done.exists() or done.read_text() != str(versions):
+        shutil.rmtree(directory, ignore_errors=True)
+        subprocess.run([interpreter(versions.python), "-m", "venv", directory], check=True)
+        install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*install, *versions.pins(), *PACKAGES], cwd=ROOT, check=True)
+        done.write_text(str(versions))
+    return python
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version: this one, or one on the path."""
+    if sys.version.startswith(f"{version}."):
+        return sys.executable
+    found = shutil.which(f"python{version}")
+    if found is None:
+        sys.exit(f"python{version} is not on the path. Install it, or leave out what needs it: --only NAME.")
+    return found
+
+
+def try_versions(versions: Versions, tests: list[str]) -> dict[str, object]:
+    """Run the tests; how many passed, failed and were skipped, and the names of those that failed."""
+    ran = subprocess.run(
+        [environment(versions), "-m", "pytest", "-q", "-m", "not slow and not zoo", "-p", "no:cacheprovider", *tests],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    last = ran.stdout.strip().splitlines()[-1] if ran.stdout.strip() else ran.stderr.strip()[-200:]
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
+    print(f"{versions.name}: {last}", *failed, sep="\n  ", flush=True)
+    return {
+        "python": versions.python,
+        "torch": versions.torch,
+        "transformers": versions.transformers,
+        "megatron-fsdp": versions.megatron_fsdp,
+        "date": datetime.date.today().isoformat(),
+        **{word: counts.get(word, 0) for word in ("passed", "failed", "skipped")},
+        "tests that failed": failed,
+    }
+
+
+def _checked() -> list[str]:
+    """What `meshwright check` has found with the oldest torch."""
+    found = json.loads(CHECKED.read_text(encoding="utf-8"))
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    counts = [(name, each.get("passed", 0), each.get("failed", 0)) for name, each in found["strategies"].items()]
+    return [
+        f"`meshwright check` on four ranks in float64, with {versions}, Python {found['python']}, {found['date']}: "
+        + "; ".join(f"{name} {passed} passed, {failed} failed" for name, passed, failed in counts)
+        + ".",
+        "",
+    ]
+
+
+def page(results: dict[str, dict[str, object]]) -> str:
+    lines = [
+        "# Versions that were tested",
+        "",
+        "`make test-versions` runs the tests of compatibility, parity, state, loading, data, adapters, plans and each",
+        "axis with each of these, on a CPU over gloo. The ranges in `pyproject.toml` are bounded by what passed.",
+        "",
+        "| | python | torch | transformers | megatron-fsdp | passed | failed | skipped | date |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    columns = ("python", "torch", "transformers", "megatron-fsdp", "passed", "failed", "skipped", "date")
+    lines += [f"| {name} | {' | '.join(str(each[key]) for key in columns)} |" for name, each in results.items()]
+    lines += [
+        "",
+        *_checked(),
+        "*oldest* has the oldest of everything that core's `pyproject.toml` allows, *GPU machines* what vendors",
+        "have; both are CUDA builds of torch without a driver. What differs:",
+        "",
+        "- Before torch 2.13, `full_tensor()` refuses a parameter whose packed parts tensor parallelism shards, as of",
+        "  Phi-3's `gate_up_proj`. `manager.unshard()`, `iter_parameters` and `state_dict` gather it in every version.",
+        "- Before torch 2.13, blocks in float64 on a CPU are compiled with attention as plain matrix products: torch's",
+        "  compiler takes what its fused attention saves for float32. Nothing differs on a GPU, or in another dtype.",
+        "- Before torch 2.13, the limit of recompilations belongs to the process: it is raised there, and not set for",
+        "  each function.",
+        "- torch 2.10 is refused: it lacks an operator that collectives of compiled code need, and names by which",
+        "  gloo's threads are known in a profile. What `meshwright check --ranks 2` trains passed there on 2026-11-27",
+        "  (single 25, ddp 8, fsdp2 24, megatron_fsdp 20, pipeline 8, none failed).",
+        "- With torch 2.15, `fsdp2` under `reduce_dtype` adds up in that dtype what a tied weight gets in its two",
+        "  places, where autograd does so in the weight's own. So its losses are those of other strategies to",
+        "  rounding, and to the last bit only where weights are not tied; with torch 2.13 everywhere.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=[each.name for each in MATRIX], help="one set of versions")
+    parser.add_argument("--keep", action="store_true", help="leave environments in .versions for the next time")
+    parser.add_argument("tests", nargs="*", default=TESTS)
+    arguments = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for versions in MATRIX:
+        if arguments.only in (None, versions.name):
+            results[versions.name] = try_versions(versions, arguments.tests)
+    if arguments.tests == TESTS:
+        names = [each.name for each in MATRIX]
+        results = {name: results[name] for name in names if name in results}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        PAGE.write_text(page(results), encoding="utf-8")
+    if not arguments.keep:
+        shutil.rmtree(ENVIRONMENTS, ignore_errors=True)
+    if any(each["failed"] for each in results.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
