@@ -28,7 +28,7 @@ from meshwright.model.recompute import checkpoint_blocks
 from meshwright.step.tokens import sum_token_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.measures import measure_memory
+from support.measurements import measure_memory
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 """Budgets, from the least to everything."""

@@ -39,7 +39,7 @@ from meshwright_run.run_file import OptimizerConfig
 from meshwright_testing.workers import pool
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.measures import measure_memory
+from support.measurements import measure_memory
 
 WAYS = ("allgather", "ulysses")
 FEW = 64

@@ -46,7 +46,7 @@ def tried(model_type: str, ties: str, door: str) -> str:
 
 
 def main(types: list[str]) -> None:
-    from support.doors import DOORS, TIES
+    from support.export_routes import DOORS, TIES
 
     from meshwright_testing import pool
     from meshwright_testing.zoo import zoo_types, zoo_unsupported_reason

@@ -26,7 +26,7 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.tracing.collectives import Collective, record_collectives
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.measures import measure_memory
+from support.measurements import measure_memory
 
 ONE = "one process"
 RANKS = 4

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from common import llama, origin
-from support.measures import limit_memory
+from support.measurements import limit_memory
 from transformers import AutoModelForCausalLM
 
 from meshwright import Mesh, MeshSizes, RankError, count_tokens, open_world, optimizer_factory, resolve

@@ -25,7 +25,7 @@ from meshwright.step.chunked_loss import HiddenRows, compute_token_loss
 from meshwright.step.tokens import sum_target_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.measures import measure_memory
+from support.measurements import measure_memory
 
 Contestant = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

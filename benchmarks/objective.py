@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import llama, origin
-from support.measures import limit_memory, measure_memory
+from support.measurements import limit_memory, measure_memory
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM

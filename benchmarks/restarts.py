@@ -30,8 +30,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 import yaml  # noqa: E402
 from common import origin  # noqa: E402
 from support.kill_sweep import Run, end_session, make_run, ranks_of  # noqa: E402
+from support.launched_processes import TORCHRUN, clean  # noqa: E402
 from support.replication import ranks_of_agent  # noqa: E402
-from support.starts import TORCHRUN, clean  # noqa: E402
 
 BARE = """
 import sys, time

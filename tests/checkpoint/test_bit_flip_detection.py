@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from faults.flips import first_gradient, first_held, flip
+from faults.bit_flips import first_gradient, first_held, flip
+from support.bit_flip_runs import FLIPPED_AFTER, run_with_a_flip
 from support.checkpoints import error_of
 from support.commands import write_run
-from support.flipping import FLIPPED_AFTER, run_with_a_flip
 from support.runs import Place
 from support.tiers import mostly_slow
 from torch import Tensor

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.fake_accelerator import ACCELERATOR, CPU, MixedDevicesError, TwoDevices
 from support.tiers import mostly_slow
-from support.two_devices import ACCELERATOR, CPU, MixedDevicesError, TwoDevices
 from torch import Tensor
 
 from meshwright import Mesh, MeshSizes, open_world, optimizer_factory, resolve

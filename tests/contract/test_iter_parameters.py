@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.measures import measure_memory
+from support.measurements import measure_memory
 from support.tiers import mostly_slow
 from torch import Tensor
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.starts import free_port
+from support.launched_processes import free_port
 
 from meshwright import Mesh, MeshError, MeshSizes, open_world
 from meshwright.base.errors import DataError

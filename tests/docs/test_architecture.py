@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.house import ROOT, Module, packages, page, read
+from support.package_map import ROOT, Module, packages, page, read
 
 FOREIGN = ("torch", "transformers")
 MODULES = [module for package in packages() for module in read(package).values()]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.starts import clean
+from support.launched_processes import clean
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TINY = ("--hidden", "64", "--layers", "1", "--seq", "16", "--rounds", "7", "--warmup", "1")

@@ -49,8 +49,8 @@ from support.kill_sweep import (  # noqa: E402
     short_name,
     write_report,
 )
+from support.launched_processes import TORCHRUN, clean, free_port  # noqa: E402
 from support.replication import ranks_of_agent, spoil  # noqa: E402
-from support.starts import TORCHRUN, clean, free_port  # noqa: E402
 
 from meshwright.checkpoint import list_steps, read_manifest  # noqa: E402
 from meshwright.checkpoint.manifest import verify_files  # noqa: E402

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.checkpoints import error_of
-from support.measures import measure_memory
+from support.measurements import measure_memory
 from support.tiers import mostly_slow
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

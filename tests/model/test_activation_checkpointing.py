@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from support.measures import Counting
+from support.measurements import Counting
 from support.tiers import mostly_slow
 from torch import Tensor, nn
 

@@ -7,7 +7,7 @@ import hashlib
 import threading
 
 import torch
-from support.measures import Held, measure_memory
+from support.measurements import Held, measure_memory
 from torch import Tensor
 
 from meshwright._compat.torch import GLOO_THREAD_NAME

@@ -16,7 +16,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support.kinds import DIFFERENT_IN_KIND
+from support.model_types import DIFFERENT_IN_KIND
 from support.tiers import mostly_slow
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM

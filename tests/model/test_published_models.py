@@ -18,7 +18,7 @@ import torch
 import yaml
 from peft import PeftModel
 from support.commands import invoke, write_run
-from support.refusals import raises_with
+from support.error_assertions import raises_with
 from support.runs import output_of_rank
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 

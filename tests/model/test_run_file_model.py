@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.commands import MODEL as LLAMA
+from support.error_assertions import raises_with
 from support.managers import empty_manager
-from support.measures import measure_memory
-from support.refusals import raises_with
+from support.measurements import measure_memory
 from support.tiers import mostly_slow
 
 from meshwright.base.errors import ModelError

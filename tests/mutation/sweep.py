@@ -25,7 +25,7 @@ from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.forked import CHANGE, ROOT, collect, prepare, run_tests, run_with_hook
+from support.forked_tests import CHANGE, ROOT, collect, prepare, run_tests, run_with_hook
 
 RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"
 TABLE = ROOT / "docs" / "mutations.md"

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.caught_errors import told
 from support.commands import write_run
 from support.runs import Place
 from support.tiers import mostly_slow
-from support.told import told
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner

@@ -17,12 +17,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.caught_errors import told
 from support.commands import write_run
+from support.error_assertions import raises_with
 from support.managers import manager_of
-from support.refusals import raises_with
 from support.runs import Place
 from support.tiers import mostly_slow
-from support.told import told
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon
 

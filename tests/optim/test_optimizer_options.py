@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.kinds import DIFFERENT_IN_KIND
+from support.error_assertions import raises_with
 from support.managers import manager_of
-from support.refusals import raises_with
+from support.model_types import DIFFERENT_IN_KIND
 from support.tiers import mostly_slow
 from torch import nn
 from transformers import AutoModelForCausalLM

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.caught_errors import told
 from support.managers import manager_of
 from support.tiers import mostly_slow
-from support.told import told
 from torch import Tensor
 
 from meshwright import BatchError, Mesh, MeshSizes, MeshwrightError, ModelError, count_tokens, open_world

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.caught_errors import told
 from support.tiers import mostly_slow
-from support.told import told
 from torch import Tensor
 
 from meshwright.base.types import Batch

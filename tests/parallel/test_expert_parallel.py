@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.caught_errors import told
 from support.managers import empty_manager, manager_of
-from support.told import told
 from support.training import training_step
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.caught_errors import told
 from support.tensor_only import assert_equal_to_single, prepare
 from support.tiers import mostly_slow
-from support.told import told
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.caught_errors import told
 from support.tensor_only import assert_equal_to_single, prepare
-from support.told import told
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

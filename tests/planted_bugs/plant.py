@@ -30,7 +30,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.forked import CHANGE, ROOT, collect, prepare, run_tests, run_with_hook
+from support.forked_tests import CHANGE, ROOT, collect, prepare, run_tests, run_with_hook
 
 HERE = Path(__file__).parent
 RESULTS = ROOT / "benchmarks" / "results" / "bugs.json"

@@ -18,10 +18,10 @@ import torch
 import yaml
 from security.small_run import write_small_run
 from starlette.datastructures import QueryParams
-from support.bounded import bounded, check_refusal
 from support.checkpoints import reseal
 from support.commands import command
-from support.watched import make_ranks, make_run, make_timeline
+from support.resource_limits import bounded, check_refusal
+from support.watched_runs import make_ranks, make_run, make_timeline
 from typer.testing import CliRunner
 
 from meshwright.base.errors import MeshwrightError

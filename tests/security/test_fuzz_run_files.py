@@ -20,9 +20,9 @@ import torch
 import transformers
 import yaml
 from pydantic import BaseModel
-from support.bounded import bounded, check_refusal
 from support.commands import LAUNCHER_VARIABLES, MODEL, write_run
-from support.odd_run_files import ODD, OddRunFiles, places, put
+from support.fuzzed_run_files import ODD, OddRunFiles, places, put
+from support.resource_limits import bounded, check_refusal
 from typer.testing import CliRunner
 
 from meshwright.base.errors import MeshwrightError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from security.small_run import write_small_run
-from support.starts import free_port
+from support.launched_processes import free_port
 
 import meshwright
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from security.listening import beyond_loopback, listening
+from security.listening_sockets import beyond_loopback, listening
 from security.small_run import write_small_run
-from support.starts import free_port
+from support.launched_processes import free_port
 
 from meshwright.launch.store import host_store, restrict_to_loopback
 

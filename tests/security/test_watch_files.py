@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from support.watched import make_ranks, make_run, make_timeline
+from support.watched_runs import make_ranks, make_run, make_timeline
 
 from meshwright_watch import server
 from meshwright_watch.metric_columns import MAX_LINE_BYTES, FileTail

@@ -9,7 +9,7 @@ from weakref import WeakSet
 import pytest
 import torch
 import torch.distributed as dist
-from support.measures import measure_memory
+from support.measurements import measure_memory
 from support.tiers import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F

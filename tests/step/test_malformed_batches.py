@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.caught_errors import told
 from support.managers import manager_of
 from support.tiers import mostly_slow
-from support.told import told
 
 from meshwright import Mesh, MeshSizes, OptimizerConfig, count_tokens, open_world, optimizer_factory
 from meshwright.step.tokens import sum_token_loss

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.caught_errors import told
 from support.tiers import mostly_slow
-from support.told import told
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import modeling_flash_attention_utils as flash
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.caught_errors import told
 from support.managers import empty_manager, manager_of
 from support.objective_layouts import LAYOUTS as OBJECTIVES
 from support.objective_layouts import Layout, all_columns_of, packed, shipped, trained_by
 from support.tiers import mostly_slow
-from support.told import told
 from torch import nn
 
 from meshwright import count_tokens

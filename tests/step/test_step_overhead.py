@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.measures import count_reads
+from support.caught_errors import told
+from support.measurements import count_reads
 from support.tiers import mostly_slow
-from support.told import told
 
 from meshwright import count_tokens, open_world
 from meshwright.testing import Case
@@ -45,7 +45,7 @@ STACKS: dict[str, tuple[str, dict[str, Any], dict[str, int], Case, dict[str, Any
 }
 FORWARDS = {"pp2 fsdp2": 6, "pp2 fsdp2 interleaved": 12}
 """Of a rank, where a pipeline cuts its microbatches."""
-HOST = ("meshwright_testing/case.py", "step/agreement.py", "mesh/world.py", "optim/optimizer.py")
+HOST = ("meshwright_testing/case.py", "step/handshake.py", "mesh/world.py", "optim/optimizer.py")
 """Reads of what is in host memory: batches, messages of the control plane, and an optimizer's counters of steps."""
 LAYERS = 4
 """Of the mixture of experts."""

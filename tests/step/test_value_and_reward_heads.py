@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.caught_errors import told
 from support.managers import manager_of
 from support.objective_layouts import LAYOUTS, ZERO1, Layout, trained_by
 from support.tiers import mostly_slow
-from support.told import told
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,

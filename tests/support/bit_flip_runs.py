@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from faults.flips import flip
+from faults.bit_flips import flip
 from support.runs import output_of_rank
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from support.kill_sweep import Run, command_of, fingerprint
-from support.starts import clean
+from support.launched_processes import clean
 
 
 class TrainingProcess(subprocess.Popen[bytes]):

@@ -1,4 +1,4 @@
-"""LOOP, as it is, on four workers of Ray Train: `python on_ray.py torch|plain DIRECTORY`."""
+"""LOOP, as it is, on four workers of Ray Train: `python run_on_ray.py torch|plain DIRECTORY`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from support.starts import free_port
+from support.launched_processes import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 _PROGRAM_DIRS = ("/usr/sbin", "/usr/local/sbin", "/sbin")

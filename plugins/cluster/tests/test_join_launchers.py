@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support import netns
 from support.commands import write_run
-from support.starts import HERE, LOOP, TORCHRUN, Found, clean, free_port, losses, places, run
+from support.launched_processes import HERE, LOOP, TORCHRUN, Found, clean, free_port, losses, places, run
 
 PYTHON = sys.executable
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")
@@ -49,7 +49,7 @@ def nodes() -> Iterator[tuple[netns.Node, ...]]:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param((PYTHON, str(HERE / "on_own_launcher.py")), id="ours", marks=pytest.mark.slow),
+        pytest.param((PYTHON, str(HERE / "run_on_own_launcher.py")), id="ours", marks=pytest.mark.slow),
         pytest.param((*MPIRUN, "-np", "4", PYTHON, LOOP), id="Open MPI", marks=[needs_open_mpi, pytest.mark.slow]),
         pytest.param(("mpiexec.hydra", "-n", "4", PYTHON, LOOP), id="MPICH", marks=[needs_mpich, pytest.mark.zoo]),
     ],
@@ -113,7 +113,7 @@ def test_losses_are_those_of_workers_of_ray_train(expected: Found, tmp_path: Pat
     settings = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     # Ray's sockets are in its folder, and the path of a socket has to be short.
     with tempfile.TemporaryDirectory(prefix="mw-ray-") as short:
-        command = (PYTHON, str(HERE / "on_ray.py"), kind, str(tmp_path), short)
+        command = (PYTHON, str(HERE / "run_on_ray.py"), kind, str(tmp_path), short)
         ((code, text),) = run((command, clean(**settings)))
     assert code == 0, text[-6000:]
     found = {int(path.stem): json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("*.json")}

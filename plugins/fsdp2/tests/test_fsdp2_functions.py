@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.measures import Counting
+from support.measurements import Counting
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from support.measures import Memory, measure_memory
+from support.measurements import Memory, measure_memory
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.measures import Counting
+from support.measurements import Counting
 from support.steps import built, gradient_step, refusal
 
 from meshwright import TrainingError

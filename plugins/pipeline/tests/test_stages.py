@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.measures import measure_memory
+from support.measurements import measure_memory
 from support.pipelines import PP2, manager_of
 from support.training import training_step
 from torch import nn

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.measures import Counting
+from support.measurements import Counting
 
 from meshwright.manager import chunked_cross_entropy
 from meshwright.model.layout import infer_layout

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support import netns
 from support.kill_sweep import Run, await_moment, end_session, finish, make_run, ranks_of
+from support.launched_processes import TORCHRUN, free_port
 from support.replication import (
     Training,
     after,
@@ -28,7 +29,6 @@ from support.replication import (
     spoil,
     train,
 )
-from support.starts import TORCHRUN, free_port
 
 pytestmark = pytest.mark.slow
 MEMORY = re.compile(r"going on from memory, after step (\d+)")

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.bit_flip_runs import FLIPPED_AFTER, run_with_a_flip
 from support.commands import write_run
-from support.flipping import FLIPPED_AFTER, run_with_a_flip
 from support.runs import Place, output_of_rank
 
 from meshwright.base.errors import ConfigError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.commands import invoke
-from support.kinds import DIFFERENT_IN_KIND
+from support.model_types import DIFFERENT_IN_KIND
 
 from meshwright import ConfigError, MeshError
 from meshwright.mesh.sizes import CLAIMABLE_AXES
@@ -96,7 +96,7 @@ def _bug(strategy: str, caught: list[str], unseen: list[str], *, is_slow: bool =
 )
 @pytest.mark.usefixtures("registry_of_its_own")
 def test_planted_bug_is_caught_where_it_acts(strategy: str, caught: list[str], unseen: list[str]) -> None:
-    cells = {str(cell): cell for cell in conformance(strategy, plugin="support.planted")}
+    cells = {str(cell): cell for cell in conformance(strategy, plugin="support.buggy_strategies")}
     results = {name: cells[name].run() for name in (*caught, *unseen)}
     for name, result in results.items():
         assert result.status == ("failed" if name in caught else "passed"), result

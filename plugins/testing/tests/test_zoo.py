@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.kinds import DIFFERENT_IN_KIND
+from support.model_types import DIFFERENT_IN_KIND
 from torch import Tensor, nn
 
 from meshwright.base.errors import ModelError

@@ -17,7 +17,7 @@ import trl
 import trl.trainer.grpo_trainer as of_trl
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from support.measures import measure_memory
+from support.measurements import measure_memory
 from torch import nn
 from transformers import TrainerCallback
 from trl.generation.vllm_client import VLLMClient

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from support.commands import invoke
-from support.watched import event, make_ranks, make_run, make_timeline, start, step_line, write_lines
+from support.watched_runs import event, make_ranks, make_run, make_timeline, start, step_line, write_lines
 
 from meshwright.base.errors import ConfigError
 from meshwright_run.metrics_report import read_metrics

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.watched import event, make_ranks, make_run, make_timeline, start, step_line, write_lines
+from support.watched_runs import event, make_ranks, make_run, make_timeline, start, step_line, write_lines
 
 from meshwright_watch import server
 from meshwright_watch.run import open_runs

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from support.kill_sweep import await_moment, command_of, end_session, lives, make_run
+from support.launched_processes import TORCHRUN, free_port
 from support.replication import Training, after, ranks_of_agent, said_of
-from support.starts import TORCHRUN, free_port
 
 from meshwright_run.launch import external_watchdog
 

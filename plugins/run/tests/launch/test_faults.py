@@ -1,11 +1,11 @@
-"""Random faults one after another: a run ends as one that nothing has happened to. See faults/chain.py, for 100."""
+"""Random faults one after another: a run ends as one that nothing has happened to. See faults/fault_chain.py, for 100."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from faults.chain import HAMMERS, NODES, STACKS, Struck, chain, kinds_of, told, why_not
+from faults.fault_chain import HAMMERS, NODES, STACKS, Struck, chain, kinds_of, told, why_not
 
 FAULTS, SEED = 4, 24
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from support import launch_targets
+from support.case_server import served
 from support.commands import LAUNCHER_VARIABLES
-from support.served import served
 
 from meshwright.base.errors import ConfigError, MeshwrightError, ModelError, RankError
 from meshwright.launch.environment import is_launched

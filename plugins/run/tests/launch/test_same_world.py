@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from support import netns
 from support.kill_sweep import Run, await_moment, end_session, finish, lives, make_run
+from support.launched_processes import TORCHRUN, free_port
 from support.replication import Training, after, assert_same, ranks_of_agent, said_of
-from support.starts import TORCHRUN, free_port
 
 from meshwright.base.errors import RankError
 from meshwright.launch.store import agree_on_prefix

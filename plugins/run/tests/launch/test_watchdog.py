@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import yaml
 from support import hang_targets
+from support.case_server import served
 from support.commands import LAUNCHER_VARIABLES, write_run
-from support.served import served
-from support.starts import free_port
+from support.launched_processes import free_port
 
 from meshwright import Checkpointer, ConfigError, from_config, optimizer_factory
 from meshwright._compat.torch import get_group_timeout, list_process_groups
