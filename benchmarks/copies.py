@@ -23,7 +23,7 @@ from common import origin
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.commands import LAUNCHER_VARIABLES, write_run
-from support.kill_sweep import Run, end_session
+from support.kill_sweep import TrainingRun, end_session
 
 MODEL = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
 SEQ_LEN = 64
@@ -31,7 +31,7 @@ FIRST = 6
 """Steps before it are not counted: they compile, fill caches, and make the optimizer's state."""
 
 
-def made(workplace: Path, name: str, **changes: Any) -> Run:
+def made(workplace: Path, name: str, **changes: Any) -> TrainingRun:
     if not (workplace / "run.yaml").exists():
         write_run(workplace)
     values = yaml.safe_load((workplace / "run.yaml").read_text())
@@ -40,17 +40,17 @@ def made(workplace: Path, name: str, **changes: Any) -> Run:
     values |= {"output_dir": str(workplace / name), "sample": None, "max_restarts": 9, "plan": {"enabled": False}}
     path = workplace / f"{name}.yaml"
     path.write_text(yaml.safe_dump(values | changes))
-    return Run(path, workplace / name)
+    return TrainingRun(path, workplace / name)
 
 
-def started(run: Run) -> subprocess.Popen[bytes]:
+def started(run: TrainingRun) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     command = [sys.executable, "-m", "meshwright", "train", str(run.file)]
     with run.directory.with_suffix(".said").open("wb") as said:
         return subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
 
 
-def lines_of(run: Run) -> list[dict[str, Any]]:
+def lines_of(run: TrainingRun) -> list[dict[str, Any]]:
     path = run.directory / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

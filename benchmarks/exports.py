@@ -32,12 +32,12 @@ RESULTS = ROOT / "benchmarks" / "results" / "exports.json"
 
 def tried(model_type: str, ties: str, door: str) -> str:
     """What one cell shows: "equal", "none: why there is no such case", or what is wrong."""
-    from support import doors
+    from support import export_routes
 
     root = Path(tempfile.mkdtemp(prefix="meshwright-"))
     try:
-        return doors.difference(model_type, ties, door, root) or "equal"
-    except doors.NotApplicable as error:
+        return export_routes.find_difference(model_type, ties, door, root) or "equal"
+    except export_routes.NotApplicable as error:
         return f"none: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -46,7 +46,7 @@ def tried(model_type: str, ties: str, door: str) -> str:
 
 
 def main(types: list[str]) -> None:
-    from support.export_routes import DOORS, TIES
+    from support.export_routes import EXPORT_ROUTES, TIE_VARIANTS
 
     from meshwright_testing import pool
     from meshwright_testing.zoo import zoo_types, zoo_unsupported_reason
@@ -56,14 +56,21 @@ def main(types: list[str]) -> None:
         if zoo_unsupported_reason(model_type) is not None or (not types and model_type in found["types"]):
             continue
         cells = [
-            [model_type, ties, door, pool(1).run(tried, model_type, ties, door)[0]] for ties in TIES for door in DOORS
+            [model_type, ties, door, pool(1).run(tried, model_type, ties, door)[0]]
+            for ties in TIE_VARIANTS
+            for door in EXPORT_ROUTES
         ]
         print(model_type, [cell[1:] for cell in cells if _is_wrong(cell[3])] or "equal", flush=True)
         others = [cell for cell in [*found["others"], *cells] if cell[0] != model_type or cell in cells]
         found["others"] = sorted(cell for cell in others if cell[3] != "equal")
         found["types"] = sorted({*found["types"], model_type})
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        found |= {"date": str(datetime.date.today()), "versions": versions, "heads": list(TIES), "doors": list(DOORS)}
+        found |= {
+            "date": str(datetime.date.today()),
+            "versions": versions,
+            "heads": list(TIE_VARIANTS),
+            "doors": list(EXPORT_ROUTES),
+        }
         lines = [f'"{name}": {json.dumps(value)}' for name, value in sorted(found.items()) if name != "others"]
         rows = ",\n".join(json.dumps(cell) for cell in found["others"])
         RESULTS.write_text("{\n" + ",\n".join([*lines, f'"others": [\n{rows}\n]']) + "\n}\n")

@@ -29,9 +29,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import yaml  # noqa: E402
 from common import origin  # noqa: E402
-from support.kill_sweep import Run, end_session, make_run, ranks_of  # noqa: E402
-from support.launched_processes import TORCHRUN, clean  # noqa: E402
-from support.replication import ranks_of_agent  # noqa: E402
+from support.kill_sweep import TrainingRun, end_session, find_ranks, make_run  # noqa: E402
+from support.launched_processes import TORCHRUN, build_clean_environment  # noqa: E402
+from support.replication import find_agent_ranks  # noqa: E402
 
 BARE = """
 import sys, time
@@ -61,11 +61,11 @@ class Contestant:
         self._done = done
         nothing = subprocess.DEVNULL
         self._process = subprocess.Popen(
-            command, env=clean(**environment), stdout=nothing, stderr=nothing, start_new_session=True
+            command, env=build_clean_environment(**environment), stdout=nothing, stderr=nothing, start_new_session=True
         )
 
     def _ranks(self) -> list[int]:
-        return ranks_of(self._process) or ranks_of_agent(self._process.pid)
+        return find_ranks(self._process) or find_agent_ranks(self._process.pid)
 
     def run(self, rounds: int, dice: random.Random) -> list[float]:
         """Seconds from each death to the next completed step."""
@@ -122,7 +122,7 @@ def ours(workplace: Path, name: str, *, copies: bool, torchrun: bool) -> Contest
     return Contestant([*AGENT, *main] if torchrun else [sys.executable, *main], lambda: _last(run))
 
 
-def _last(run: Run) -> tuple[float, int]:
+def _last(run: TrainingRun) -> tuple[float, int]:
     path = run.directory / "metrics.jsonl"
     whole = path.read_text().rpartition("\n")[0] if path.is_file() else ""
     if not whole:

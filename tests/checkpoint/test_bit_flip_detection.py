@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from faults.bit_flips import first_gradient, first_held, flip
-from support.bit_flip_runs import FLIPPED_AFTER, run_with_a_flip
-from support.checkpoints import error_of
+from faults.bit_flips import find_first_gradient, find_first_state_tensor, flip_tensor_bit
+from support.bit_flip_runs import FLIPPED_AFTER, run_with_bit_flip
+from support.checkpoints import catch_error_text
 from support.commands import write_run
-from support.runs import Place
-from support.tiers import mostly_slow
+from support.runs import RunWorkspace
+from support.tiers import mark_mostly_slow
 from torch import Tensor
 
 from meshwright import Checkpointer, Loop, StepResult, fit
@@ -53,7 +53,7 @@ class _Flips:
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
         if self._prefix and result.step == FLIPPED_AFTER and result.rank == self._victim:
-            flip(first_held(self._manager, self._prefix))
+            flip_tensor_bit(find_first_state_tensor(self._manager, self._prefix))
 
 
 def _trained(stack: str, where: str | None, directory: str, save_every: int = 5) -> tuple[str, int, list[int]]:
@@ -70,7 +70,7 @@ def _trained(stack: str, where: str | None, directory: str, save_every: int = 5)
         nonlocal steps
         steps += 1
         if where == "replica" and steps == FLIPPED_AFTER + 1 and mesh.rank == victim:
-            flip(flatten_state(manager.sharded_state())["model.model.norm.weight"].chunks[0].tensor)
+            flip_tensor_bit(flatten_state(manager.sharded_state())["model.model.norm.weight"].chunks[0].tensor)
 
     optimizer.register_step_post_hook(after_step)
     if where == "gradient" and mesh.rank == victim:
@@ -83,7 +83,7 @@ def _trained(stack: str, where: str | None, directory: str, save_every: int = 5)
         callbacks=[lambda result: done.append(result.step)],
     )
     with get_registry().observing(flips), Checkpointer(manager, directory, keep_last=None) as checkpointer:
-        error = error_of(lambda: fit(manager, replace(loop, checkpointer=checkpointer, save_every=save_every)))
+        error = catch_error_text(lambda: fit(manager, replace(loop, checkpointer=checkpointer, save_every=save_every)))
     return error, len(done), sorted(step for step, _ in list_steps(Path(directory)))
 
 
@@ -97,15 +97,15 @@ def _flip_gradients(manager: StrategyManager, done: list[int]) -> None:
     def flipping(*values: Tensor) -> list[float]:
         found = read(*values)
         if len(done) == FLIPPED_AFTER:
-            gradient = first_gradient(manager)
+            gradient = find_first_gradient(manager)
             assert gradient is not None
-            flip(gradient)
+            flip_tensor_bit(gradient)
         return found
 
     manager.read_scalars = flipping  # type: ignore[method-assign]
 
 
-ON_STACKS = mostly_slow([(2, "fsdp2"), *((4, stack) for stack in STACKS)])
+ON_STACKS = mark_mostly_slow([(2, "fsdp2"), *((4, stack) for stack in STACKS)])
 
 
 @pytest.mark.parametrize(("ranks", "stack"), ON_STACKS)
@@ -140,14 +140,14 @@ def test_no_corrupted_state_is_saved(tmp_path: Path) -> None:
 
 def test_verify_every_of_a_run_file_says_after_which_steps_bits_are_looked_at(tmp_path: Path) -> None:
     write_run(tmp_path)
-    place = Place(tmp_path, tmp_path)
-    file = place.file(steps=STEPS, verify_every=3, checkpoint={}, log_every=1)
-    error, code = pool(1).run(run_with_a_flip, str(file))[0]
+    place = RunWorkspace(tmp_path, tmp_path)
+    file = place.write_run_file(steps=STEPS, verify_every=3, checkpoint={}, log_every=1)
+    error, code = pool(1).run(run_with_bit_flip, str(file))[0]
     assert "silent corruption, found after step 3:" in error
     assert "rank 0 on " in error
     assert code != 0
     # The step that was just done is not reported.
-    assert [line["step"] for line in place.metrics()] == [1, 2]
+    assert [line["step"] for line in place.read_metrics()] == [1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])

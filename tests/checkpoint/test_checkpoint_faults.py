@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import error_of, step_directory
+from support.checkpoints import catch_error_text, step_directory
 
 from meshwright import Checkpointer, load_checkpoint, save_checkpoint
 from meshwright.checkpoint import read_manifest, saving
@@ -42,14 +42,14 @@ def _mismatches(path: str) -> list[str]:
     for case in (Case(tied=True), Case(layers=5), Case(model_type="gpt2"), Case(frozen=("*lm_head*",))):
         manager = _manager(case, seed=1)
         before = full_weights(manager)
-        found.append(error_of(lambda manager=manager: load_checkpoint(manager, path)))
+        found.append(catch_error_text(lambda manager=manager: load_checkpoint(manager, path)))
         after = full_weights(manager)
         assert all(torch.equal(after[name], before[name]) for name in before)
     # Another optimizer's state is taken as it is, as by torch: SGD without momentum has none.
     sgd = Case(optimizer=OptimizerConfig(name="SGD", lr=0.1))
-    found.append(error_of(lambda: load_checkpoint(_manager(sgd), path)))
+    found.append(catch_error_text(lambda: load_checkpoint(_manager(sgd), path)))
     scheduler = build_scheduler(ScheduleConfig(), (manager := _manager()).optimizer, 5)
-    found.append(error_of(lambda: load_checkpoint(manager, path, scheduler=scheduler)))
+    found.append(catch_error_text(lambda: load_checkpoint(manager, path, scheduler=scheduler)))
     return found
 
 
@@ -82,7 +82,7 @@ def _with_full_disk(root: str, asynchronous: bool, on_error: Any) -> tuple[list[
         saver.wait()
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(saving, "write_tensors", _full_disk)
-            errors += [error_of(lambda: saver.save(2)), error_of(saver.wait)]
+            errors += [catch_error_text(lambda: saver.save(2)), catch_error_text(saver.wait)]
         losses += train_steps(manager, CASE, range(1, 2))[0]
         saver.save(3)
         saver.close()
@@ -120,8 +120,8 @@ def _losses(steps: int) -> list[float]:
 
 
 def _refused(root: str) -> tuple[str, str]:
-    below_a_file = error_of(lambda: save_checkpoint(_manager(), f"{root}/file/step-1", step=1))
-    return below_a_file, error_of(lambda: save_checkpoint(_manager(), f"{root}/x", step=1, extra={"a": {1, 2}}))
+    below_a_file = catch_error_text(lambda: save_checkpoint(_manager(), f"{root}/file/step-1", step=1))
+    return below_a_file, catch_error_text(lambda: save_checkpoint(_manager(), f"{root}/x", step=1, extra={"a": {1, 2}}))
 
 
 def test_what_cannot_be_written_is_told_on_all_ranks_before_anything_is_written(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import error_of, flip, reseal, restored, step_directory
-from support.commands import invoke
+from support.checkpoints import catch_error_text, flip_file_bit, restore_file, rewrite_manifest, step_directory
+from support.commands import invoke_in_process
 
 from meshwright import CheckpointError, load_checkpoint, save_checkpoint
 from meshwright.base.errors import IncompleteCheckpointError
@@ -64,7 +64,7 @@ def _is_refused(manager: StrategyManager, directory: Path) -> list[bool]:
         by_show = not build_checkpoint_table(directory)[1]
     except CheckpointError:
         by_show = True
-    return [by_show, bool(error_of(lambda: load_checkpoint(manager, directory)))]
+    return [by_show, bool(catch_error_text(lambda: load_checkpoint(manager, directory)))]
 
 
 def _not_refused(path: str) -> tuple[list[str], bool]:
@@ -77,15 +77,15 @@ def _not_refused(path: str) -> tuple[list[str], bool]:
     for number in range(FLIPS):
         file = files[number % len(files)] if number % 2 else draw.choices(files, sizes)[0]
         bit = draw.randrange(8 * file.stat().st_size)
-        with restored(file):
-            flip(file, bit)
+        with restore_file(file):
+            flip_file_bit(file, bit)
             missed += [] if all(_is_refused(manager, directory)) else [f"bit {bit} of {file.name}"]
     for number in range(TRUNCATIONS):
         file = files[number % len(files)]
         content = file.read_bytes()
         # The last byte, all of it, or any part.
         length = {0: len(content) - 1, 1: 0}.get(number // len(files), draw.randrange(len(content)))
-        with restored(file):
+        with restore_file(file):
             file.write_bytes(content[:length])
             missed += [] if all(_is_refused(manager, directory)) else [f"{file.name} cut to {length}"]
     after = full_weights(manager)
@@ -113,7 +113,7 @@ def _respaced(path: Path) -> None:
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a file is cut off": ("tensors-00001.bin", _cut, "tensors-00001.bin has .* bytes instead of"),
     "a file is gone": ("tensors-00000.bin", Path.unlink, "tensors-00000.bin is missing"),
-    "a bit is flipped": ("tensors-00001.bin", flip, "the contents of tensors-00001.bin have changed"),
+    "a bit is flipped": ("tensors-00001.bin", flip_file_bit, "the contents of tensors-00001.bin have changed"),
     "the manifest is written in another way": (MANIFEST_FILE, _respaced, f"{MANIFEST_FILE} was altered"),
     "the manifest is gone": (MANIFEST_FILE, Path.unlink, "was never completed"),
 }
@@ -122,7 +122,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
 def _load_and_find(root: str) -> tuple[str, bool, str, list[str]]:
     manager = build_manager("fsdp2", {}, {}, CASE, seed=3)
     before = full_weights(manager)
-    error = error_of(lambda: load_checkpoint(manager, step_directory(Path(root), 2)))
+    error = catch_error_text(lambda: load_checkpoint(manager, step_directory(Path(root), 2)))
     after = full_weights(manager)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -144,7 +144,7 @@ def test_what_is_not_whole_is_named_and_an_older_one_is_taken(damage: str, saved
         assert same, "a checkpoint that is refused may change nothing"
         assert found == str(step_directory(root, 1))
     assert len([text for _, _, _, texts in results for text in texts if "An older one is tried" in text]) == 1
-    code, table = invoke("checkpoint", "show", root)
+    code, table = invoke_in_process("checkpoint", "show", root)
     assert (code, "torn" in table, "whole" in table) == (1, True, True)
 
 
@@ -190,7 +190,7 @@ def test_an_index_that_points_elsewhere_is_refused(forged: str, copy: Path) -> N
     content = json.loads((copy / INDEX_FILE).read_text())
     change(content)
     (copy / INDEX_FILE).write_text(json.dumps(content))
-    reseal(copy)
+    rewrite_manifest(copy)
     with pytest.raises(CheckpointError, match=expected):
         read_index(copy, read_manifest(copy))
 
@@ -199,7 +199,7 @@ def test_an_index_that_points_elsewhere_is_refused(forged: str, copy: Path) -> N
 def test_a_manifest_names_files_of_the_checkpoint_alone(name: str, copy: Path) -> None:
     (copy.parent / "outside").write_bytes(b"")
     files = json.loads((copy / MANIFEST_FILE).read_text())["files"]
-    reseal(copy, files={**files, name: {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()}})
+    rewrite_manifest(copy, files={**files, name: {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()}})
     with pytest.raises(CheckpointError, match="which is not within it"):
         read_manifest(copy)
 

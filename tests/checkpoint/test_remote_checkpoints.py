@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoint_runs import Ended, Runs
-from support.commands import invoke
+from support.checkpoint_runs import CheckpointRuns, FinishedRun
+from support.commands import invoke_in_process
 
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import MANIFEST_FILE
@@ -57,12 +57,12 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"), STEPS)
+def runs(tmp_path_factory: pytest.TempPathFactory, server: Server) -> CheckpointRuns:
+    return CheckpointRuns(tmp_path_factory.mktemp("runs"), STEPS)
 
 
 @pytest.fixture(scope="module")
-def local(runs: Runs) -> Ended:
+def local(runs: CheckpointRuns) -> FinishedRun:
     """A run that saves to its directory."""
     ended = runs("local")
     assert ended.code == 0, ended.output
@@ -83,35 +83,37 @@ def _await_step_2(name: str) -> None:
         time.sleep(0.02)
 
 
-def _again(ended: Ended, local: Ended, told: str) -> None:
+def _again(ended: FinishedRun, local: FinishedRun, told: str) -> None:
     """Check that a run resumed, and ended with the weights of the undisturbed one."""
     assert (ended.code, told in ended.output) == (0, True), ended.output
-    assert ended.numbers[1] == local.numbers[1]
+    assert ended.reproducible_results[1] == local.reproducible_results[1]
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_the_server_bit_for_bit(runs: Runs, local: Ended, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_from_the_server_bit_for_bit(
+    runs: CheckpointRuns, local: FinishedRun, tmp_path: Path
+) -> None:
     url = f"{BUCKET}/killed"
     options: Any = {"keep_last": 2, "to": url}
-    process = runs.begin(runs.write("killed", **options))
+    process = runs.start(runs.write_run_file("killed", **options))
     _await_step_2("killed")
     os.killpg(process.pid, signal.SIGKILL)
-    directory = runs.end("killed", process).directory
+    directory = runs.wait("killed", process).directory
     assert not (directory / "summary.json").exists()
     # An incomplete checkpoint, whether the kill has left one or not.
     RemoteStorage(f"{url}/step-00000005").write_file("tensors-00000.bin", [b"half"])
     ended = runs("killed", **options)
     assert ended.code == 0, ended.output
-    assert ended.numbers == local.numbers
+    assert ended.reproducible_results == local.reproducible_results
     assert _steps("killed") == ["step-00000004", "step-00000006"]
     assert not (directory / "checkpoints").exists()
 
     # All commands take the URL.
-    code, output = invoke("checkpoint", "verify", url)
+    code, output = invoke_in_process("checkpoint", "verify", url)
     assert (code, f"{url}/step-00000006: whole" in output) == (0, True)
-    assert invoke("checkpoint", "show", url)[0] == 0
+    assert invoke_in_process("checkpoint", "show", url)[0] == 0
     out = tmp_path / "exported"
-    assert invoke("export", f"{url}/step-00000006", str(out))[0] == 0
+    assert invoke_in_process("export", f"{url}/step-00000006", str(out))[0] == 0
     assert (out / "model.safetensors").read_bytes() == (local.directory / "model/model.safetensors").read_bytes()
     assert (out / "tokenizer.json").exists()
 
@@ -121,7 +123,7 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(runs: Runs, local: End
     ended = runs("killed", "--set", f"resume={url}/step-00000004", **options)
     _again(ended, local, f"going on from {url}/step-00000004, after step 4")
     assert "abandoned-1" in _steps("killed")
-    assert invoke("checkpoint", "verify", f"{url}/abandoned-1")[0] == 0
+    assert invoke_in_process("checkpoint", "verify", f"{url}/abandoned-1")[0] == 0
 
     # And back to what was set aside, with its metrics.
     for name in ("metrics.jsonl", "summary.json"):
@@ -130,12 +132,17 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(runs: Runs, local: End
     ended = runs("killed", *more, **options)
     assert ended.code == 0, ended.output
     assert f"going on from {url}/abandoned-1/step-00000006, after step 6" in ended.output
-    metrics = ended.numbers[0]
-    assert ([each["step"] for each in metrics], metrics[:STEPS]) == ([*range(1, STEPS + 2)], local.numbers[0])
+    metrics = ended.reproducible_results[0]
+    assert ([each["step"] for each in metrics], metrics[:STEPS]) == (
+        [*range(1, STEPS + 2)],
+        local.reproducible_results[0],
+    )
 
 
 @pytest.mark.slow
-def test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked(runs: Runs, local: Ended) -> None:
+def test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked(
+    runs: CheckpointRuns, local: FinishedRun
+) -> None:
     to = f"{BUCKET}/first"
     assert runs("first", to=to).code == 0
     RemoteStorage(to).write_file("notes/of.txt", [b"of somebody"])
@@ -145,7 +152,7 @@ def test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked
         ((*anew, "--set", "overwrite=true"), "step-00000006 is of the run with output_dir="),
     ):
         refused = runs("second", *more, to=to)
-        refused.fails(2, told)
+        refused.assert_fails(2, told)
         assert _sizes("first") == before
         assert not (refused.directory / "metrics.jsonl").exists()
     # Its own it replaces when told to, and nothing else that is there.
@@ -156,14 +163,14 @@ def test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked
 
 
 @pytest.mark.slow
-def test_torn_and_foreign_objects_are_found(runs: Runs, local: Ended, tmp_path: Path) -> None:
+def test_torn_and_foreign_objects_are_found(runs: CheckpointRuns, local: FinishedRun, tmp_path: Path) -> None:
     key, other, url = tmp_path / "key", tmp_path / "other", f"{BUCKET}/signed"
     key.write_bytes(b"k" * 32)
     other.write_bytes(b"o" * 32)
     directory = runs("signed", key_file=str(key), to=url).directory
-    assert "signed with this key" in invoke("checkpoint", "verify", url, "--key-file", str(key))[1]
+    assert "signed with this key" in invoke_in_process("checkpoint", "verify", url, "--key-file", str(key))[1]
     assert "k" * 32 not in (directory / "run.yaml").read_text()
-    assert invoke("checkpoint", "verify", url, "--key-file", str(other))[0] == 2
+    assert invoke_in_process("checkpoint", "verify", url, "--key-file", str(other))[0] == 2
 
     # A byte of the newest is changed: it is told, and an older one is taken.
     newest = RemoteStorage(f"{url}/step-00000006")
@@ -171,7 +178,7 @@ def test_torn_and_foreign_objects_are_found(runs: Runs, local: Ended, tmp_path: 
         content = bytearray(file.read())
     content[-1] ^= 1
     newest.write_file("tensors-00001.bin", [content])
-    code, output = invoke("checkpoint", "verify", url)
+    code, output = invoke_in_process("checkpoint", "verify", url)
     assert code == 1
     assert "the contents of tensors-00001.bin have changed since it was written" in output
     (directory / "summary.json").unlink()
@@ -181,26 +188,28 @@ def test_torn_and_foreign_objects_are_found(runs: Runs, local: Ended, tmp_path: 
     (directory / "summary.json").unlink()
     before = _sizes("signed")
     more = ("--set", "resume=never", "--set", "overwrite=true")
-    runs("signed", *more, key_file=str(other), to=url).fails(2, "is signed with another key")
+    runs("signed", *more, key_file=str(other), to=url).assert_fails(2, "is signed with another key")
     assert _sizes("signed") == before
 
 
 @pytest.mark.slow
-def test_a_server_that_goes_away_is_told_and_tried_again(runs: Runs, local: Ended, server: Server) -> None:
-    process = runs.begin(runs.write("lost", on_error="continue", retries=1, to=f"{BUCKET}/lost"))
+def test_a_server_that_goes_away_is_told_and_tried_again(
+    runs: CheckpointRuns, local: FinishedRun, server: Server
+) -> None:
+    process = runs.start(runs.write_run_file("lost", on_error="continue", retries=1, to=f"{BUCKET}/lost"))
     _await_step_2("lost")
     server.server.stop()
     try:
-        ended = runs.end("lost", process)
+        ended = runs.wait("lost", process)
     finally:
         server.start()
     ended.fails(0, "Trying again in")
     assert re.search(r"step-0000000\d could not be written|step-0000000\d cannot be written", ended.output)
-    assert ended.numbers == local.numbers
+    assert ended.numbers == local.reproducible_results
 
 
 @pytest.mark.slow
-def test_bad_urls_are_refused_before_anything_starts(runs: Runs) -> None:
+def test_bad_urls_are_refused_before_anything_starts(runs: CheckpointRuns) -> None:
     for to, told in (
         ("memory://x", "is in the memory of one process, and the run has 2 ranks"),
         ("s33://bucket/x", "Did you mean 's3'?"),
@@ -208,7 +217,7 @@ def test_bad_urls_are_refused_before_anything_starts(runs: Runs) -> None:
         ("gs://bucket/x", "needs a package that is not installed"),
         ("s3://no-such-bucket/x", "s3://no-such-bucket/x cannot be read: The specified bucket does not exist"),
     ):
-        code, output = invoke("train", str(runs.write("bad", to=to)))
+        code, output = invoke_in_process("train", str(runs.write_run_file("bad", to=to)))
         assert (code, told in output, "Traceback" in output) == (2, True, False), output
         assert not (runs.directory / "bad").exists()
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
-from support.checkpoints import layouts, step_directory
-from support.tiers import mostly_slow
+from support.checkpoints import rank_layouts, step_directory
+from support.tiers import mark_mostly_slow
 
 from meshwright import Checkpointer, load_checkpoint
 from meshwright.checkpoint.index import INDEX_FILE
@@ -65,7 +65,7 @@ def _holds(manager: StrategyManager, directory: Path, expected: dict[str, torch.
     return all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("sizes", mostly_slow([{}, {"pp_size": 2}]), ids=["fsdp2", "pipeline"])
+@pytest.mark.parametrize("sizes", mark_mostly_slow([{}, {"pp_size": 2}]), ids=["fsdp2", "pipeline"])
 def test_the_index_is_gathered_once_and_each_parameter_is_told_of_once(sizes: dict[str, int], tmp_path: Path) -> None:
     ranks, sent = 2, {}
     for layers in (2, 4):
@@ -135,7 +135,7 @@ def test_no_tensor_is_sent_to_another_rank() -> None:
 # -- each element is written once, and all ranks write about alike
 
 
-@given(layouts())
+@given(rank_layouts())
 def test_every_element_is_written_once_by_a_rank_that_has_it(held: list[list[Rectangle]]) -> None:
     shapes: dict[str, list[int]] = {}
     for part in itertools.chain(*held):

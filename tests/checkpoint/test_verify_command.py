@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import error_of, flip, step_directory
-from support.commands import invoke, write_run
+from support.checkpoints import catch_error_text, flip_file_bit, step_directory
+from support.commands import invoke_in_process, write_run
 
 from meshwright import Checkpointer, CheckpointError, load_checkpoint, save_checkpoint
 from meshwright.base.errors import ConfigError
@@ -56,7 +56,7 @@ def root(saved: Path, tmp_path: Path) -> Path:
 
 
 def _verify(*arguments: object) -> tuple[int, str]:
-    return invoke("checkpoint", "verify", *arguments)
+    return invoke_in_process("checkpoint", "verify", *arguments)
 
 
 def test_all_is_read_to_its_last_byte_and_each_file_that_is_wrong_is_named_with_its_checkpoint(root: Path) -> None:
@@ -64,7 +64,7 @@ def test_all_is_read_to_its_last_byte_and_each_file_that_is_wrong_is_named_with_
     code, output = _verify(root)
     assert (code, output.count(": whole, ")) == (0, 3), output
     assert f"{sum(each.size for each in read_manifest(three).files.values()):,} bytes read, not signed" in output
-    flip(two / "tensors-00001.bin")
+    flip_file_bit(two / "tensors-00001.bin")
     (two / "optimizer-00000.json").unlink()
     (three / MANIFEST_FILE).unlink()
     code, output = _verify(root)
@@ -96,7 +96,7 @@ def test_a_key_refuses_what_is_signed_with_another_or_not_at_all(root: Path, tmp
             ("checkpoint", "verify", place),
             ("export", place, tmp_path / "o"),
         ):
-            code, output = invoke(*command, *ours)
+            code, output = invoke_in_process(*command, *ours)
             assert (code, told in output) == (2, True), output
     assert not (tmp_path / "o").exists()
     # A signature of another checkpoint with the same key.
@@ -122,7 +122,7 @@ def _load(root: str) -> list[str]:
         except CheckpointError as error:
             found.append(f"{type(error).__name__} {error.exit_code}")
     ours = LocalStorage(Path(root), StorageOptions(SigningKey(OURS)))
-    return [*found, error_of(lambda: find_newest_checkpoint(ours, manager.mesh.world))]
+    return [*found, catch_error_text(lambda: find_newest_checkpoint(ours, manager.mesh.world))]
 
 
 def test_loading_refuses_what_is_foreign_on_all_ranks(root: Path) -> None:
@@ -162,7 +162,7 @@ def _save_over(root: str) -> str:
         saver.save(2)
         saver.close()
     assert manager.mesh.rank or any("is in the way" in str(each.message) for each in caught)
-    return error_of(lambda: save_checkpoint(manager, ours.child("step-00000002"), step=2))
+    return catch_error_text(lambda: save_checkpoint(manager, ours.child("step-00000002"), step=2))
 
 
 def test_a_key_is_a_file_of_enough_bytes_and_is_shown_and_sent_nowhere(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def _with_keys_of(root: str, files: list[str | None]) -> str:
     file = files[world.rank]
     section = {"every": 1, "key_file": None if file is None else str(Path(root, file))}
     config = load_run(Path(root, "run.yaml")).model_copy(update={"checkpoint": CheckpointConfig(**section)})
-    return error_of(lambda: RunDirectory.from_config(config).check_same_key(world)) or "the same"
+    return catch_error_text(lambda: RunDirectory.from_config(config).check_same_key(world)) or "the same"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.tiers import mostly_slow
+from support.tiers import mark_mostly_slow
 
 from meshwright import BatchError, ModelError
 from meshwright.testing import Case, Outcome
@@ -20,7 +20,7 @@ def _trained(case: Case, ranks: int) -> Outcome:
     return train_case("rows", {}, {"tp_size": ranks}, case)
 
 
-@pytest.mark.parametrize("ranks", mostly_slow([2, 4]))
+@pytest.mark.parametrize("ranks", mark_mostly_slow([2, 4]))
 def test_an_axis_of_a_strategys_own_trains_as_one_process(ranks):
     case = Case(microbatches=3, num_masked_sequences=4, eval_after=True, unshard_after=True)
     reference = pool(1).run(train_case, "single", {}, {}, case)[0]

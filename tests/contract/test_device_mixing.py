@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.fake_accelerator import ACCELERATOR, CPU, MixedDevicesError, TwoDevices
-from support.tiers import mostly_slow
+from support.fake_accelerator import ACCELERATOR, CPU, FakeAccelerator, MixedDevicesError
+from support.tiers import mark_mostly_slow
 from torch import Tensor
 
 from meshwright import Mesh, MeshSizes, open_world, optimizer_factory, resolve
@@ -36,7 +36,7 @@ NORMS = (2.0, 1.0, 3.0, math.inf)
 
 
 def test_the_pretended_device_is_as_strict_as_cuda() -> None:
-    with TwoDevices():
+    with FakeAccelerator():
         there, here = torch.ones(3, device=ACCELERATOR), torch.ones(3)
         assert (there.device, here.device, there.sum().device) == (ACCELERATOR, CPU, ACCELERATOR)
         assert (there * torch.tensor(2.0)).device == ACCELERATOR
@@ -66,7 +66,7 @@ def test_the_pretended_device_is_as_strict_as_cuda() -> None:
 # -- the whole path of training
 
 
-def _walk(manager: StrategyManager, devices: TwoDevices) -> list[tuple[str, str]]:
+def _walk(manager: StrategyManager, devices: FakeAccelerator) -> list[tuple[str, str]]:
     """Steps, evaluation and metrics; clipping with each norm, with gradients and without; the rank's collectives."""
     mesh = manager.mesh
     optimizer = manager.build_optimizer(optimizer_factory(CASE.optimizer))
@@ -84,12 +84,12 @@ def _walk(manager: StrategyManager, devices: TwoDevices) -> list[tuple[str, str]
         for result in fit(manager, loop):
             assert math.isfinite(result.loss + result.grad_norm)
         norm = manager.clip_grad_norm(1.0, norm_type)
-        assert (float(norm), devices.of(norm)) == (0.0, ACCELERATOR)
+        assert (float(norm), devices.device_of_tensor(norm)) == (0.0, ACCELERATOR)
     return devices.collectives
 
 
 def _on_accelerator(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> list[tuple[str, str]]:
-    with TwoDevices() as devices:
+    with FakeAccelerator() as devices:
         world = open_world("cpu")
         stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config)
         mesh = Mesh(degrees, world)
@@ -101,15 +101,17 @@ def _on_accelerator(strategy: str, config: dict[str, Any], sizes: dict[str, int]
             group._register_backend(ACCELERATOR, dist.ProcessGroup.BackendType.GLOO, group._get_backend(CPU))
         manager = stack.build(mesh)
         manager.parallelize(build_tiny_model())
-        assert all(devices.of(p) == ACCELERATOR for part in manager.model_parts for p in part.parameters())
+        assert all(
+            devices.device_of_tensor(p) == ACCELERATOR for part in manager.model_parts for p in part.parameters()
+        )
         # A backward from an edge of the graph is no call with tensors that the pretended device sees.
-        with devices.making_on(None):
+        with devices.set_creation_device(None):
             return _walk(manager, devices)
 
 
 @pytest.mark.parametrize(
     ("strategy", "config", "sizes"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             ("single", {}, {}),
             ("ddp", {"engine": "bucketed"}, {}),
@@ -129,7 +131,7 @@ class _Elsewhere:
     """What a strategy does whose parameters are offloaded: forward and backward run on the accelerator, and leave
     gradients with the parameters."""
 
-    def __init__(self, manager: StrategyManager, devices: TwoDevices) -> None:
+    def __init__(self, manager: StrategyManager, devices: FakeAccelerator) -> None:
         self._manager, self._devices = manager, devices
 
     def forward_backward(self, microbatches: Sequence[Batch], **options: Any) -> Tensor:
@@ -139,11 +141,11 @@ class _Elsewhere:
         return self._on_cpu("eval_loss", microbatches, options)
 
     def _on_cpu(self, method: str, microbatches: Sequence[Batch], options: dict[str, Any]) -> Tensor:
-        with self._devices.left():
+        with self._devices.suspended():
             _put(self._manager, CPU)
             loss: Tensor = getattr(type(self._manager), method)(self._manager, microbatches, **options)
             _put(self._manager, ACCELERATOR)
-        return self._devices.place(loss)
+        return self._devices.mark_on_accelerator(loss)
 
 
 def _put(manager: StrategyManager, device: torch.device) -> None:
@@ -155,12 +157,14 @@ def _put(manager: StrategyManager, device: torch.device) -> None:
 
 def _offloaded(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> list[tuple[str, str]]:
     manager: Any = build_manager(strategy, config, sizes, CASE)
-    with TwoDevices() as devices:
+    with FakeAccelerator() as devices:
         _put(manager, ACCELERATOR)
         elsewhere = _Elsewhere(manager, devices)
         manager.forward_backward, manager.eval_loss = elsewhere.forward_backward, elsewhere.eval_loss
         collectives = _walk(manager, devices)
-    assert not any(devices.of(p) == ACCELERATOR for part in manager.model_parts for p in part.parameters())
+    assert not any(
+        devices.device_of_tensor(p) == ACCELERATOR for part in manager.model_parts for p in part.parameters()
+    )
     return collectives
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.tiers import mostly_slow
+from support.tiers import mark_mostly_slow
 
 from meshwright._compat import transformers as model_types
 from meshwright._compat.transformers import list_model_types as known_types
@@ -69,7 +69,7 @@ def test_model_types_are_read_as_transformers_has_them(monkeypatch):
 
 @pytest.mark.parametrize(
     ("line", "text"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             (["train", "nowhere.yaml"], "cannot read the run file"),
             (["train", "run.yaml", "--set", "stepz=3"], "Did you mean 'steps'?"),

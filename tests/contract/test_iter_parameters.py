@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.measurements import measure_memory
-from support.tiers import mostly_slow
+from support.tiers import mark_mostly_slow
 from torch import Tensor
 
 from meshwright import ConfigError, StrategyError
@@ -161,7 +161,7 @@ def _find(name: str) -> Found:
     return Found(given, state, equal, goes_on)
 
 
-@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, "fsdp2"))
+@pytest.mark.parametrize("name", mark_mostly_slow(LAYOUTS, "fsdp2"))
 def test_names_order_and_bits_are_those_of_the_unwrapped_model_on_every_rank(name: str) -> None:
     layout = LAYOUTS[name]
     found = pool(layout.ranks).run(_find, name)
@@ -232,7 +232,7 @@ def _by_default(name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow(["single", "fsdp2", "fsdp2, tp", "pipeline, ddp", "megatron_fsdp"], "fsdp2")
+    "name", mark_mostly_slow(["single", "fsdp2", "fsdp2, tp", "pipeline, ddp", "megatron_fsdp"], "fsdp2")
 )
 def test_a_manager_that_says_nothing_of_parameters_gives_them_from_its_sharded_state(name: str) -> None:
     assert all(pool(LAYOUTS[name].ranks).run(_by_default, name))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.launched_processes import free_port
+from support.launched_processes import find_free_port
 
 from meshwright import Mesh, MeshError, MeshSizes, open_world
 from meshwright.base.errors import DataError
@@ -142,7 +142,7 @@ def _worlds(port: int, file: str | None) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("door", ["environment", "store"])
 def test_worlds_of_one_process_meet_in_turn_and_each_opens_once_all_have_connected(door: str, tmp_path: Path) -> None:
-    first, second = pool(2).run(_worlds, free_port(), str(tmp_path / "store") if door == "store" else None)
+    first, second = pool(2).run(_worlds, find_free_port(), str(tmp_path / "store") if door == "store" else None)
     for mine, other in zip(first, second, strict=True):
         assert max(mine[0], other[0]) <= min(mine[1], other[1])
 

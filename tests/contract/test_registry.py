@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from support.tiers import mostly_slow
+from support.tiers import mark_mostly_slow
 from typer.testing import CliRunner
 
 from meshwright.base.errors import StrategyError, UnknownStrategyError
@@ -294,7 +294,7 @@ def test_an_observer_sees_steps_inside_the_with_block_only():
 
 @pytest.mark.parametrize(
     "code",
-    mostly_slow(
+    mark_mostly_slow(
         [
             "meshwright.list_strategies()",
             "[s.config_cls() for s in meshwright.list_strategies().values()]; meshwright.get_strategy('fsdp2')",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiers import mostly_slow
+from support.tiers import mark_mostly_slow
 
 from meshwright import StrategyError
 from meshwright.testing import Case
@@ -35,11 +35,11 @@ def _reloaded(strategy: str, sizes: dict[str, int], case: Case, before: int) -> 
     return own, losses + train_steps(second, case, range(before, case.steps))[0], is_copy
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "sizes"), mostly_slow(LAYOUTS, "ddp"))
-@pytest.mark.parametrize("before", mostly_slow([0, 2], 2))
+@pytest.mark.parametrize(("strategy", "ranks", "sizes"), mark_mostly_slow(LAYOUTS, "ddp"))
+@pytest.mark.parametrize("before", mark_mostly_slow([0, 2], 2))
 @pytest.mark.parametrize(
     "case",
-    mostly_slow(
+    mark_mostly_slow(
         [
             pytest.param(CASE, id="adamw"),
             pytest.param(replace(CASE, optimizer=OptimizerConfig(name="SGD", lr=0.1)), id="sgd-without-state"),
@@ -88,7 +88,7 @@ def _refusals(strategy: str) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("strategy", mostly_slow(["ddp", "fsdp2"], "fsdp2"))
+@pytest.mark.parametrize("strategy", mark_mostly_slow(["ddp", "fsdp2"], "fsdp2"))
 def test_state_of_another_model_is_refused_on_all_ranks(strategy: str) -> None:
     first, second = pool(2).run(_refusals, strategy)
     assert first == second

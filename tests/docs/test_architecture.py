@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.package_map import ROOT, Module, packages, page, read
+from support.package_map import ROOT, SourceModule, find_packages, read_modules, render_page
 
 FOREIGN = ("torch", "transformers")
-MODULES = [module for package in packages() for module in read(package).values()]
+MODULES = [module for package in find_packages() for module in read_modules(package).values()]
 WITHOUT_TORCH = (
     *(
         "meshwright",
@@ -35,7 +35,7 @@ LONGEST = {ast.Module: 400, ast.ClassDef: 250, ast.FunctionDef: 60}
 """In lines; more only if the docstring gives the reason, starting with `WHY`."""
 WHY = "One thing, since"
 PROMISED = ("meshwright", "meshwright.plugin", "meshwright.testing")
-Rule = Callable[[Module], Iterator[str]]
+Rule = Callable[[SourceModule], Iterator[str]]
 
 
 # -- syntax trees
@@ -66,7 +66,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
             yield from ((alias.asname or alias.name, f"{base}.{alias.name}") for alias in node.names)
 
 
-def foreign_names(module: Module) -> set[str]:
+def foreign_names(module: SourceModule) -> set[str]:
     """Names in a module that stand for something of torch or transformers."""
     return {name for name, target in imported(module.tree) if target.split(".")[0] in FOREIGN}
 
@@ -90,7 +90,7 @@ OWN = defined([module.tree for module in MODULES])
 # -- the rules; each yields what breaks it
 
 
-def deep_imports_of_core_in_plugins(module: Module) -> Iterator[str]:
+def deep_imports_of_core_in_plugins(module: SourceModule) -> Iterator[str]:
     """Plugins import `meshwright`, `meshwright.plugin` and `meshwright.testing`, and nothing deeper of core."""
     if module.name.split(".")[0] == "meshwright":
         return
@@ -103,7 +103,7 @@ def deep_imports_of_core_in_plugins(module: Module) -> Iterator[str]:
                 yield f"line {node.lineno}: imports {name}"
 
 
-def private_foreign_names(module: Module) -> Iterator[str]:
+def private_foreign_names(module: SourceModule) -> Iterator[str]:
     """Private names of torch and transformers outside of `_compat`."""
     if "_compat" in module.name.split("."):
         return
@@ -124,7 +124,7 @@ def private_foreign_names(module: Module) -> Iterator[str]:
                 yield f"line {getattr(node, 'lineno', 0)}: {ast.unparse(owner)}.{name}"
 
 
-def patches_of_foreign_code(module: Module) -> Iterator[str]:
+def patches_of_foreign_code(module: SourceModule) -> Iterator[str]:
     foreign = foreign_names(module)
     settings = ("torch._dynamo.config", "torch._inductor.config", "dynamic_module_utils")
     for node in ast.walk(module.tree):
@@ -142,18 +142,18 @@ def patches_of_foreign_code(module: Module) -> Iterator[str]:
                 yield f"line {getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
 
 
-def assertions_and_fields_set(module: Module) -> Iterator[str]:
+def assertions_and_fields_set(module: SourceModule) -> Iterator[str]:
     """`assert` is left out under -O; what a config was given explicitly must not change its meaning."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Assert) or getattr(node, "attr", "") in ("model_fields_set", "__pydantic_fields_set__"):
             yield f"line {getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
 
 
-def model_class_names(module: Module) -> Iterator[str]:
+def model_class_names(module: SourceModule) -> Iterator[str]:
     yield from re.findall(r"\b(?!AutoModelFor)[A-Z]\w*(?:ForCausalLM|LMHeadModel|DecoderLayer)\b", module.text)
 
 
-def what_is_too_long(module: Module) -> Iterator[str]:
+def what_is_too_long(module: SourceModule) -> Iterator[str]:
     for node in ast.walk(module.tree):
         for kind, most in LONGEST.items():
             if isinstance(node, kind):
@@ -178,7 +178,7 @@ def test_no_source_has(rule: Rule, tmp_path) -> None:
     broken = [f"{module.name}: {text}" for module in MODULES for text in rule(module)]
     assert not broken, "\n".join(broken)
     (tmp_path / "manager.py").write_text(BREAKS[rule], encoding="utf-8")
-    assert list(rule(Module("meshwright_ddp.manager", tmp_path / "manager.py"))), "the rule finds nothing"
+    assert list(rule(SourceModule("meshwright_ddp.manager", tmp_path / "manager.py"))), "the rule finds nothing"
 
 
 def test_imports_follow_the_contracts() -> None:
@@ -211,4 +211,6 @@ for name in names:
 
 def test_the_table_of_rooms_is_that_of_the_sources() -> None:
     written = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert page(written, read(ROOT / "core" / "meshwright")) == written, "run python tests/support/package_map.py"
+    assert render_page(written, read_modules(ROOT / "core" / "meshwright")) == written, (
+        "run python tests/support/package_map.py"
+    )

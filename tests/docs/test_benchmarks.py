@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launched_processes import clean
+from support.launched_processes import build_clean_environment
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TINY = ("--hidden", "64", "--layers", "1", "--seq", "16", "--rounds", "7", "--warmup", "1")
@@ -18,7 +18,9 @@ TINY = ("--hidden", "64", "--layers", "1", "--seq", "16", "--rounds", "7", "--wa
 def measured(script: str, *arguments: str, file: Path) -> dict[str, Any]:
     """What a script has written."""
     command = [sys.executable, str(BENCHMARKS / script), *arguments, "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean(), timeout=280, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=build_clean_environment(), timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads(file.read_text())
     # Seconds mean nothing without the machine that they were measured on.

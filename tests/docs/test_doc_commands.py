@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.doc_blocks import ROOT, SHELL, Block, Note, blocks, documents
+from support.doc_blocks import ROOT, SHELL, CodeBlock, Note, find_documents, parse_blocks
 from typer.main import get_group
 
 import meshwright
@@ -24,19 +24,19 @@ from meshwright.base.validation import validate_config
 from meshwright.cli.main import add_commands, app
 from meshwright.files.parsing import parse_yaml
 
-ALL = [block for document in documents() for block in blocks(document)]
+ALL = [block for document in find_documents() for block in parse_blocks(document)]
 NEEDS_NO_NOTE = {*SHELL, "python", "yaml", "toml", "json", "text"}
 
 
-def of(*languages: str) -> list[Block]:
+def of(*languages: str) -> list[CodeBlock]:
     return [block for block in ALL if block.language in languages]
 
 
-def run_by_tests(document: str) -> list[Block]:
+def run_by_tests(document: str) -> list[CodeBlock]:
     """What the page itself asks to be run."""
     return [
         block
-        for block in blocks(document)
+        for block in parse_blocks(document)
         if block.language in (*SHELL, "python") and block.note.kind in ("run", "run with")
     ]
 
@@ -82,7 +82,7 @@ def test_run_files_are_valid() -> None:
 # -- the command line
 
 
-def meshwright_arguments(block: Block) -> Iterator[list[str]]:
+def meshwright_arguments(block: CodeBlock) -> Iterator[list[str]]:
     """Arguments of each call of the command line in a shell block."""
     for words in block.commands:
         if Path(words[0]).name == "meshwright":
@@ -129,7 +129,7 @@ def test_other_commands_name_what_is_there() -> None:
 
 # -- programs
 
-PAGES = [document for document in documents() if run_by_tests(document)]
+PAGES = [document for document in find_documents() if run_by_tests(document)]
 QUICK = [*(f"docs/how/{name}.md" for name in ("axes", "mesh", "parity", "pieces", "pipelines"))]
 RUNNER = """
 import json, subprocess, sys
@@ -144,7 +144,7 @@ for language, text, where in json.load(open(sys.argv[1], encoding="utf-8")):
 TAKES = re.compile(r"^(.*\bmeshwright (?:train|plan|pipeline show)\b[^#\n>|&]*)", flags=re.MULTILINE)
 
 
-def program(block: Block) -> str:
+def program(block: CodeBlock) -> str:
     text = block.text.replace("\\\n", " ")
     return TAKES.sub(rf"\1 {block.note.text} ", text) if block.note.kind == "run with" else block.text
 
@@ -203,7 +203,7 @@ def with_flat(directory: Path, *arguments: str) -> subprocess.CompletedProcess[s
 
 
 def printed_in_the_guide(beginning: str) -> str:
-    (found,) = (block for block in blocks("docs/write-a-strategy.md") if block.text.startswith(beginning))
+    (found,) = (block for block in parse_blocks("docs/write-a-strategy.md") if block.text.startswith(beginning))
     return found.text.rstrip("\n")
 
 

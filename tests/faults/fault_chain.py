@@ -33,24 +33,24 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import yaml  # noqa: E402
-from support import netns  # noqa: E402
-from support.checkpoints import flip  # noqa: E402
+from support import network_namespaces  # noqa: E402
+from support.checkpoints import flip_file_bit  # noqa: E402
 from support.kill_sweep import (  # noqa: E402
     LAYOUTS,
-    Run,
-    arguments,
-    command_of,
-    fingerprint,
-    lives,
+    TrainingRun,
+    build_parser,
+    find_ranks,
+    hash_weights,
+    is_alive,
     make_run,
     new_report,
-    ranks_of,
-    shares,
+    read_command_line,
     short_name,
+    split_evenly,
     write_report,
 )
-from support.launched_processes import TORCHRUN, clean, free_port  # noqa: E402
-from support.replication import ranks_of_agent, spoil  # noqa: E402
+from support.launched_processes import TORCHRUN, build_clean_environment, find_free_port  # noqa: E402
+from support.replication import corrupt_copies, find_agent_ranks  # noqa: E402
 
 from meshwright.checkpoint import list_steps, read_manifest  # noqa: E402
 from meshwright.checkpoint.manifest import verify_files  # noqa: E402
@@ -140,8 +140,8 @@ def find_marked_processes(mark: str) -> dict[int, list[bytes]]:
         with suppress(OSError):
             if not path.name.isdigit() or wanted not in (path / "environ").read_bytes().split(b"\0"):
                 continue
-            if lives(pid := int(path.name)):
-                found[pid] = command_of(pid).split(b"\0")
+            if is_alive(pid := int(path.name)):
+                found[pid] = read_command_line(pid).split(b"\0")
     return found
 
 
@@ -164,7 +164,7 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = WAIT_TIMEOUT_S, 
 class ScheduledJob:
     """What a scheduler does for a run: gives its command on all nodes, and again where it has ended too soon."""
 
-    def __init__(self, run: Run, stack: FaultedRun, nodes: Sequence[netns.Node]) -> None:
+    def __init__(self, run: TrainingRun, stack: FaultedRun, nodes: Sequence[network_namespaces.NamespaceNode]) -> None:
         self.run, self.stack, self.nodes = run, stack, nodes
         self.mark = uuid.uuid4().hex
         self.flip_file = run.file.with_suffix(".flip")
@@ -186,13 +186,13 @@ class ScheduledJob:
     def start(self) -> None:
         self.num_attempts += 1
         main = ("-c", "import target; target.main()", str(self.run.file), str(self.flip_file))
-        environment = clean(**{MARK: self.mark, "PYTHONPATH": str(HERE)})
+        environment = build_clean_environment(**{MARK: self.mark, "PYTHONPATH": str(HERE)})
         if not self.nodes:
             commands = [[sys.executable, *main]]
         else:
-            environment["GLOO_SOCKET_IFNAME"] = netns.CARD
+            environment["GLOO_SOCKET_IFNAME"] = network_namespaces.INTERFACE
             # Agents that meet so begin anew together; with `--master-addr` each would by itself.
-            meet = f"--rdzv-endpoint={self.nodes[0].address}:{free_port()}"
+            meet = f"--rdzv-endpoint={self.nodes[0].address}:{find_free_port()}"
             size = f"--nproc-per-node={self.stack.num_ranks // len(self.nodes)}"
             script = (str(HERE / "target.py"), *main[2:])
             commands = [
@@ -212,8 +212,10 @@ class ScheduledJob:
     def find_ranks(self) -> list[int]:
         """The living ranks, in the order in which they were started."""
         if not self.nodes:
-            return ranks_of(self.commands[0])
-        return [pid for each in self.commands if each.poll() is None for pid in ranks_of_agent(each.pid) if lives(pid)]
+            return find_ranks(self.commands[0])
+        return [
+            pid for each in self.commands if each.poll() is None for pid in find_agent_ranks(each.pid) if is_alive(pid)
+        ]
 
     def find_replica_servers(self) -> list[int]:
         return [
@@ -283,7 +285,7 @@ class FaultChain:
         self.run = make_run(workplace, f"{short}-struck", settings | {"checkpoint": checkpoint})
         # On a disk of its own, which can be filled.
         values = yaml.safe_load(self.run.file.read_text()) | {"output_dir": str(self.disk / "run")}
-        self.run = Run(self.run.file, self.disk / "run")
+        self.run = TrainingRun(self.run.file, self.disk / "run")
         for made, more in ((self.baseline, yaml.safe_load(self.baseline.file.read_text())), (self.run, values)):
             more["model"]["num_hidden_layers"] = 2
             if stack.num_nodes > 1 and made is self.run:
@@ -295,7 +297,9 @@ class FaultChain:
         self._train_baseline()
         with (
             self._mount_disk(),
-            netns.nodes(self.stack.num_nodes) if self.stack.num_nodes > 1 else nullcontext(()) as nodes,
+            network_namespaces.create_nodes(self.stack.num_nodes)
+            if self.stack.num_nodes > 1
+            else nullcontext(()) as nodes,
         ):
             job = self.job = ScheduledJob(self.run, self.stack, nodes)
             try:
@@ -343,7 +347,7 @@ class FaultChain:
         began = time.time()
         lives_on = self._apply_fault(kind, ranks)
         if not lives_on:
-            gone = wait_until(lambda: not any(map(lives, ranks)), WATCHDOG_S + EXIT_SLACK_S)
+            gone = wait_until(lambda: not any(map(is_alive, ranks)), WATCHDOG_S + EXIT_SLACK_S)
             struck.exit_s = round(gone, 2)
             # Until it was found, or met the others, the run may have done more.
             struck.step = self._find_last_step()
@@ -391,7 +395,7 @@ class FaultChain:
             if len(self._find_saved_steps()) > 1:
                 newest = list_steps(self.run.checkpoints)[0][1]
                 struck = dice.choice(sorted(newest.glob("tensors-*")))
-                flip(struck, 8 * dice.randrange(struck.stat().st_size) + dice.randrange(8))
+                flip_file_bit(struck, 8 * dice.randrange(struck.stat().st_size) + dice.randrange(8))
                 self.place = newest.name
             kill_all((*[each.pid for each in job.commands], *job.find_replica_servers()))
         elif kind == "bit in memory":
@@ -400,10 +404,10 @@ class FaultChain:
             for keeper in job.find_replica_servers():
                 with suppress(OSError):
                     # What is let go of meanwhile needs none.
-                    spoil(keeper)
+                    corrupt_copies(keeper)
             os.kill(dice.choice(ranks), signal.SIGKILL)
         elif kind == "node":
-            kill_all(dice.choice(job.nodes).pids())
+            kill_all(dice.choice(job.nodes).find_pids())
         elif kind == "cut":
             cut = dice.choice(job.nodes)
             cut.unplug()
@@ -482,7 +486,7 @@ class FaultChain:
         struck, whole = self.run.read_metrics(), self.baseline.read_metrics()
         if differing := [pair for pair in zip(struck, whole, strict=True) if pair[0] != pair[1]]:
             raise RecoveryError(f"{self.name}: other metrics: {differing[0]}")
-        if fingerprint(self.run.directory / "model") != fingerprint(self.baseline.directory / "model"):
+        if hash_weights(self.run.directory / "model") != hash_weights(self.baseline.directory / "model"):
             raise RecoveryError(f"{self.name}: other weights")
         for _, place in list_steps(self.run.checkpoints):
             manifest = read_manifest(place)
@@ -507,7 +511,7 @@ def summarize_recovery(records: Sequence[FaultRecord]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = arguments(__doc__, "--faults", 100, 24, STACKS)
+    parser = build_parser(__doc__, "--faults", 100, 24, STACKS)
     parser.add_argument("--keep", type=Path, help="directory for the runs, which stay there")
     options = parser.parse_args()
     if reason := find_missing_requirement():
@@ -517,7 +521,7 @@ def main() -> None:
     every: list[FaultRecord] = []
     temporary = partial(tempfile.TemporaryDirectory, prefix="meshwright-faults-")
     with nullcontext(options.keep) if options.keep else temporary() as workplace:
-        for name, faults in zip(options.chosen, shares(options.count, len(options.chosen)), strict=True):
+        for name, faults in zip(options.chosen, split_evenly(options.count, len(options.chosen)), strict=True):
             result = "metrics and weights of a run that nothing has happened to, bit for bit"
             try:
                 for struck in run_chain(Path(workplace), name, faults, options.seed):
@@ -555,7 +559,7 @@ def find_missing_requirement() -> str:
         if mounted.returncode:
             return f"no disk of its own can be mounted: {mounted.stderr.decode().strip()}"
         subprocess.run(["umount", place], check=True)
-    return netns.why_not()
+    return network_namespaces.find_missing_requirement()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ranks import prepare, try_collectives
+from rank_tasks import prepare, try_collectives
 
 from meshwright.testing import WorkerPool
 from meshwright_testing import conformance, pool

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoints import error_of
+from support.checkpoints import catch_error_text
 from support.measurements import measure_memory
-from support.tiers import mostly_slow
+from support.tiers import mark_mostly_slow
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -138,7 +138,7 @@ def _held_behind_forward(model: nn.Module, run: Callable[[], Tensor]) -> tuple[i
     return memory.after.other, losses[0].detach()
 
 
-@pytest.mark.parametrize("model_type", mostly_slow(["llama", "mixtral", "rwkv"]))
+@pytest.mark.parametrize("model_type", mark_mostly_slow(["llama", "mixtral", "rwkv"]))
 def test_what_blocks_hold_is_foreseen_to_the_byte_and_changes_no_bit(model_type: str) -> None:
     plain, blocks, run = _measured(model_type)
     blocks.set_saved([SavedActivations(True, frozenset(), each.saved_bytes, 0.0) for each in blocks.profiles])
@@ -336,7 +336,7 @@ RANKS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "config", "sizes", "case", "wrapper"), mostly_slow(RANKS))
+@pytest.mark.parametrize(("strategy", "ranks", "config", "sizes", "case", "wrapper"), mark_mostly_slow(RANKS))
 def test_ranks_hold_what_the_budget_allows_and_train_bit_for_bit(
     strategy: str, ranks: int, config: Any, sizes: Any, case: Case, wrapper: Any
 ) -> None:
@@ -397,7 +397,7 @@ def _offloaded(
 
 @pytest.mark.parametrize(
     ("strategy", "config", "sizes", "case", "wrapper"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             ("fsdp2", {"reshard_after_forward": True}, {}, Case(), None),
             ("fsdp2", {"sequence_parallel": True}, {"tp_size": 2}, Case(), None),
@@ -421,7 +421,7 @@ def _refused(config: dict[str, Any], sizes: dict[str, int], case: Case, wrapper:
         manager: Any = build_manager("fsdp2", config, sizes, case, wrapper_config=wrapper)
         manager.module(input_ids=torch.zeros((1, 8), dtype=torch.int64))
 
-    return error_of(work)
+    return catch_error_text(work)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from support.measurements import Counting
-from support.tiers import mostly_slow
+from support.measurements import OperationCounter
+from support.tiers import mark_mostly_slow
 from torch import Tensor, nn
 
 from meshwright._compat.torch import is_attention, is_collective, is_matmul, is_topk
@@ -45,7 +45,7 @@ def _step(model: nn.Module) -> Tensor:
 
 
 def _counted(model: nn.Module) -> Counter[str]:
-    with Counting() as counting:
+    with OperationCounter() as counting:
         _step(model)
     return counting.counts
 
@@ -72,8 +72,10 @@ def test_what_is_computed_again(mode: bool | str, products: int, attentions: int
     assert counts[name] - plain[name] == BLOCKS * attentions
 
 
-@pytest.mark.parametrize("mode", mostly_slow(["full", "selective", ActivationOptions(offload="cpu")]))
-@pytest.mark.parametrize("model_type", mostly_slow(["llama", "mixtral", "zamba2", "rembert", "hrm_text", "qwen3_next"]))
+@pytest.mark.parametrize("mode", mark_mostly_slow(["full", "selective", ActivationOptions(offload="cpu")]))
+@pytest.mark.parametrize(
+    "model_type", mark_mostly_slow(["llama", "mixtral", "zamba2", "rembert", "hrm_text", "qwen3_next"])
+)
 def test_gradients_and_names_are_those_without_and_blocks_take_no_cache(model_type: str, mode: CheckpointMode) -> None:
     def trained(model: nn.Module, **options: bool) -> list[Tensor | None]:
         torch.manual_seed(0)
@@ -149,7 +151,7 @@ def test_selective_computes_attention_that_drops_again_so_that_what_is_behind_dr
     query = torch.empty(1, 2, 8, 16, dtype=torch.bfloat16, device="meta")
     computed = []
     for context in (forward, again):
-        with Counting() as counting, context:
+        with OperationCounter() as counting, context:
             torch.ops.aten._scaled_dot_product_flash_attention.default(query, query, query, dropout)
         computed.append(counting.counts["aten._scaled_dot_product_flash_attention.default"])
     assert computed == [1, 0 if is_held else 1]
@@ -213,7 +215,7 @@ class _Counting:
         return graph.forward
 
 
-@pytest.mark.parametrize("mode", mostly_slow([False, "full", "selective"]))
+@pytest.mark.parametrize("mode", mark_mostly_slow([False, "full", "selective"]))
 def test_compiled_blocks_give_loss_gradients_and_names_of_those_without(mode: bool | str) -> None:
     plain, model = build_tiny_model(), build_tiny_model()
     layout = infer_layout(model)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from support import doors
-from support.managers import empty_manager
-from support.tiers import mostly_slow
+from support import export_routes
+from support.managers import build_empty_manager
+from support.tiers import mark_mostly_slow
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -139,7 +139,7 @@ def size_of(checkpoint: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("layout", "tied"), mostly_slow([("fsdp2", False), ("tp2", False), ("ddp", False), ("pipeline", True)])
+    ("layout", "tied"), mark_mostly_slow([("fsdp2", False), ("tp2", False), ("ddp", False), ("pipeline", True)])
 )
 def test_a_checkpoint_holds_the_adapter_alone_and_any_layout_goes_on_from_it(
     layout: str, tied: bool, bases: Path, tmp_path: Path
@@ -168,7 +168,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_any_layout_goes_on_from_it(
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied"), mostly_slow([*itertools.product(KINDS, ("untied", "tied")), ("experts", "experts")])
+    ("kind", "tied"), mark_mostly_slow([*itertools.product(KINDS, ("untied", "tied")), ("experts", "experts")])
 )
 def test_peft_loads_what_was_trained_and_merged_models_compute_it(
     kind: str, tied: str, bases: Path, tmp_path: Path
@@ -274,7 +274,7 @@ def test_what_is_trained_beside_adapters_is_not_lost(bases: Path, tmp_path: Path
 
 
 def _train_norm_too(base: str, root: str) -> None:
-    manager = empty_manager("single")
+    manager = build_empty_manager("single")
     model, weights = open_pretrained_model(manager.mesh.world, PretrainedRequest(base, peft=LORA))
     model.get_parameter(f"{PREFIX}model.norm.weight").requires_grad_(True)
     manager.parallelize(model, weights)
@@ -287,7 +287,7 @@ def _from_config(root: str) -> tuple[int, dict[str, Tensor]]:
     config = build_case_model("llama", tied=False, seed=0, dtype=torch.float32).config
     manager = mw.from_config(config, "single", peft=LoraConfig(r=2, target_modules=["q_proj"]), device="cpu")
     base = {to_base_name(name): value.clone() for name, value in full_weights(manager).items() if "lora_" not in name}
-    doors.step(manager)
+    export_routes.train_step(manager)
     mw.save_checkpoint(manager, f"{root}/checkpoint", step=1)
     return sum(p.nbytes for part in manager.model_parts for p in part.parameters()), base
 

@@ -11,18 +11,18 @@ from support.adapter_cases import (
     ADAPTERS,
     LAYOUTS,
     LINEAR,
-    R,
-    adapter_case,
-    bytes_of_step,
-    from_files,
-    loaded_by_peft,
-    lora_config,
-    losses_with_dropout,
-    merged_parameters,
-    opened,
+    LORA_OPTIONS,
+    build_adapter_case,
+    build_lora_config,
+    compare_merged_parameters,
+    load_with_peft,
+    measure_step_bytes,
+    open_adapted_model,
+    train_from_files,
+    train_with_dropout,
     write_base,
 )
-from support.tiers import mostly_slow
+from support.tiers import mark_mostly_slow
 
 from meshwright._compat.peft import tie_adapters
 from meshwright.base.errors import ModelError
@@ -51,10 +51,10 @@ OF_TIED = [("tied factors", layout, True) for layout in ("sequence", "interleave
 TRAINED = [*((*each, False) for each in LAYOUT_OF.items()), *OF_TIED, ("tied modules", "tp", True)]
 
 
-@pytest.mark.parametrize(("adapter", "layout", "tied"), mostly_slow(TRAINED, "all-linear"))
+@pytest.mark.parametrize(("adapter", "layout", "tied"), mark_mostly_slow(TRAINED, "all-linear"))
 def test_adapters_train_as_in_one_process(adapter: str, layout: str, tied: bool) -> None:
     ranks, strategy, config, sizes, wrapper = LAYOUTS[layout]
-    case = adapter_case(adapter, tied=tied)
+    case = build_adapter_case(adapter, tied=tied)
     outcomes = pool(ranks).run(train_case, strategy, config, sizes, case, "cpu", wrapper)
     found = find_max_difference(outcomes, run_reference(case))
     assert found.worst <= EXACT, found
@@ -92,20 +92,20 @@ def test_tied_factors_that_differ_and_a_bias_that_peft_leaves_out_are_refused() 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_dropout_before_a_divided_adapter_falls_as_in_one_process(sequence_parallel: bool) -> None:
-    options = R | {"target_modules": "all-linear", "lora_dropout": 0.5}
+    options = LORA_OPTIONS | {"target_modules": "all-linear", "lora_dropout": 0.5}
     case = Case(adapter=options, sequences=4, max_norm=None)
-    expected = pool(1).run(losses_with_dropout, "single", {}, {}, case)[0]
+    expected = pool(1).run(train_with_dropout, "single", {}, {}, case)[0]
     config = {"sequence_parallel": sequence_parallel}
-    for losses in pool(2).run(losses_with_dropout, "fsdp2", config, {"tp_size": 2}, case):
+    for losses in pool(2).run(train_with_dropout, "fsdp2", config, {"tp_size": 2}, case):
         assert losses == pytest.approx(expected, abs=1e-12)
     plain = Case(adapter={**options, "lora_dropout": 0.0}, sequences=4, max_norm=None)
-    assert pool(1).run(losses_with_dropout, "single", {}, {}, plain)[0] != pytest.approx(expected, abs=1e-3)
+    assert pool(1).run(train_with_dropout, "single", {}, {}, plain)[0] != pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize(("strategy", "config"), mostly_slow([("ddp", {}), ("fsdp2", {})]))
+@pytest.mark.parametrize(("strategy", "config"), mark_mostly_slow([("ddp", {}), ("fsdp2", {})]))
 def test_frozen_parameters_have_no_gradients_and_send_none(strategy: str, config: dict[str, Any]) -> None:
     case = Case(adapter=ADAPTERS["all-linear"][1], sequences=4)
-    for summed, _, held, whole in pool(2).run(bytes_of_step, strategy, config, {}, case):
+    for summed, _, held, whole in pool(2).run(measure_step_bytes, strategy, config, {}, case):
         # Buckets are padded; the rest is what ranks tell each other.
         assert whole <= summed <= 1.1 * whole + 400
         assert held <= 1.1 * whole
@@ -113,21 +113,24 @@ def test_frozen_parameters_have_no_gradients_and_send_none(strategy: str, config
 
 @pytest.mark.parametrize(
     ("adapter", "layout", "tied"),
-    mostly_slow([("dora of ends", "tp", False), ("saved modules", "pp", False), ("experts", "ep", False)]),
+    mark_mostly_slow([("dora of ends", "tp", False), ("saved modules", "pp", False), ("experts", "ep", False)]),
 )
 def test_merged_parameters_are_those_that_peft_merges(adapter: str, layout: str, tied: bool) -> None:
     ranks, strategy, config, sizes, wrapper = LAYOUTS[layout]
-    case = adapter_case(adapter, tied=tied, unshard_after=False)
-    for differing, in_order, is_same in pool(ranks).run(merged_parameters, strategy, config, sizes, case, wrapper):
+    case = build_adapter_case(adapter, tied=tied, unshard_after=False)
+    for differing, in_order, is_same in pool(ranks).run(
+        compare_merged_parameters, strategy, config, sizes, case, wrapper
+    ):
         assert differing == []
         assert in_order
         assert is_same
 
 
 STARTS: dict[str, dict[str, Any]] = {
-    "plain": R | {"target_modules": "all-linear"},
-    "dora": R | {"target_modules": [*LINEAR[:4], "embed_tokens"], "use_dora": True, "init_lora_weights": False},
-    "saved modules": R | {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "plain": LORA_OPTIONS | {"target_modules": "all-linear"},
+    "dora": LORA_OPTIONS
+    | {"target_modules": [*LINEAR[:4], "embed_tokens"], "use_dora": True, "init_lora_weights": False},
+    "saved modules": LORA_OPTIONS | {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
 }
 
 
@@ -140,8 +143,8 @@ def test_an_adapter_on_the_meta_device_starts_as_peft_starts_it(
     write_base(str(tmp_path / "base"), tied=tied, dtype=dtype)
     arguments: Any = (STARTS[start], str(tmp_path / "base"))
     for adapter in (None, str(tmp_path / "adapter")):
-        expected = loaded_by_peft(*arguments, adapter, dtype)
-        model, weights = opened(*arguments, adapter, dtype)
+        expected = load_with_peft(*arguments, adapter, dtype)
+        model, weights = open_adapted_model(*arguments, adapter, dtype)
         assert all(parameter.is_meta for parameter in model.parameters())
         materialize(model, "cpu")
         load_weights(model, weights)
@@ -171,9 +174,9 @@ def test_shards_of_a_base_in_bfloat16_train_an_adapter_in_float32(
     ranks, strategy, config, sizes, _ = LAYOUTS[layout]
     write_base(str(tmp_path), tied=False, dtype=dtype)
     arguments: Any = (STARTS[start], str(tmp_path), None, dtype)
-    expected = dict(loaded_by_peft(*arguments).named_parameters())
-    losses = pool(1).run(from_files, "single", {}, {}, *arguments)[0][0]
-    for found, started, dtypes in pool(ranks).run(from_files, strategy, config, sizes, *arguments):
+    expected = dict(load_with_peft(*arguments).named_parameters())
+    losses = pool(1).run(train_from_files, "single", {}, {}, *arguments)[0][0]
+    for found, started, dtypes in pool(ranks).run(train_from_files, strategy, config, sizes, *arguments):
         for name, value in expected.items():
             assert torch.equal(started[name], value), name
             assert dtypes[name] == str(value.dtype), name
@@ -194,12 +197,12 @@ def test_adapters_that_cannot_start_on_the_meta_device_are_refused(
 ) -> None:
     write_base(str(tmp_path), tied=False, dtype="float32")
     with pytest.raises(ModelError, match=told):
-        opened(R | options, str(tmp_path), None, "float32")
+        open_adapted_model(LORA_OPTIONS | options, str(tmp_path), None, "float32")
 
 
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     write_base(str(tmp_path / "base"), tied=False, dtype="float32")
-    loaded_by_peft(STARTS["plain"], str(tmp_path / "base"), None, "float32").save_pretrained(tmp_path / "adapter")
+    load_with_peft(STARTS["plain"], str(tmp_path / "base"), None, "float32").save_pretrained(tmp_path / "adapter")
     base, adapter = str(tmp_path / "base"), str(tmp_path / "adapter")
     for told, options in (
         (r"is \(4, 36\), and that of this base model \(3, 36\)", {"r": 3, "target_modules": "all-linear"}),
@@ -207,4 +210,4 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     ):
         model, weights = open_pretrained(Path(base), config_from_directory(Path(base), {}))
         with pytest.raises(ModelError, match=told):
-            add_adapter(model, weights, lora_config(R | options), seed=0, adapter_dir=adapter)
+            add_adapter(model, weights, build_lora_config(LORA_OPTIONS | options), seed=0, adapter_dir=adapter)

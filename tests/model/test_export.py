@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from support import doors
-from support.managers import manager_of
-from support.tiers import mostly_slow
+from support import export_routes
+from support.managers import build_model_manager
+from support.tiers import mark_mostly_slow
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -65,8 +65,8 @@ def _train_and_export(strategy: str, sizes: dict[str, int], case: Case, root: st
     return full_weights(manager)
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES))
-@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS))
+@pytest.mark.parametrize("case", mark_mostly_slow(CASES))
+@pytest.mark.parametrize("layout", mark_mostly_slow(LAYOUTS))
 def test_all_ranks_or_one_process_write_what_save_pretrained_would(layout: str, case: str, tmp_path: Path) -> None:
     strategy, ranks, sizes = LAYOUTS[layout]
     weights = pool(ranks).run(_train_and_export, strategy, sizes, CASES[case], str(tmp_path))[0]
@@ -163,10 +163,10 @@ def test_what_cannot_be_exported_is_told(checkpoint: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("model_type", "ties", "door"),
-    mostly_slow(
+    mark_mostly_slow(
         [
-            *itertools.product(["llama"], doors.TIES, doors.DOORS),
-            *itertools.product(["gpt2", "mixtral", "roberta"], doors.TIES, ["Python"]),
+            *itertools.product(["llama"], export_routes.TIE_VARIANTS, export_routes.EXPORT_ROUTES),
+            *itertools.product(["gpt2", "mixtral", "roberta"], export_routes.TIE_VARIANTS, ["Python"]),
             # A type that trains without a cache alone.
             ("bamba", "plain", "merge"),
         ]
@@ -175,15 +175,15 @@ def test_what_cannot_be_exported_is_told(checkpoint: Path, tmp_path: Path) -> No
 def test_what_plain_transformers_loads_is_what_was_trained(
     model_type: str, ties: str, door: str, tmp_path: Path
 ) -> None:
-    assert pool(1).run(doors.difference, model_type, ties, door, tmp_path) == [""]
+    assert pool(1).run(export_routes.find_difference, model_type, ties, door, tmp_path) == [""]
 
 
 def _go_on_from_a_checkpoint(root: Path) -> str:
-    cls = doors.write_base("llama", "contradicting", root / "base")
-    doors.by_run_file(root / "base", root / "first")
+    cls = export_routes.write_base("llama", "contradicting", root / "base")
+    export_routes.export_by_run_file(root / "base", root / "first")
     checkpoint = root / "first.run" / "checkpoints" / "step-00000001"
-    wanted = doors.run({"checkpoint": str(checkpoint)}, root / "base", root / "second")
-    return doors.compared(cls, root / "base", root / "second", wanted)
+    wanted = export_routes.train_by_run_file({"checkpoint": str(checkpoint)}, root / "base", root / "second")
+    return export_routes.compare_export(cls, root / "base", root / "second", wanted)
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def _change_ties(tied: bool, strategy: str, sizes: dict[str, int], root: str) ->
     model: Any = build_case_model("llama", tied=tied, seed=0, dtype=torch.float32)
     embedding = model.get_input_embeddings().weight
     model.lm_head.weight = nn.Parameter(embedding.detach() * 2) if tied else embedding
-    manager = manager_of(model, strategy, {}, sizes)
+    manager = build_model_manager(model, strategy, {}, sizes)
     save_checkpoint(manager, f"{root}/checkpoint", step=1)
     export_checkpoint(f"{root}/checkpoint", f"{root}/out", world=manager.mesh.world)
     return full_weights(manager)["lm_head.weight" if tied else "model.embed_tokens.weight"]

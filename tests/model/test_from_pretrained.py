@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.managers import empty_manager
-from support.tiers import mostly_slow
+from support.managers import build_empty_manager
+from support.tiers import mark_mostly_slow
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM
@@ -63,8 +63,8 @@ def check_loaded(found: dict[str, Tensor], directory: Path) -> None:
         assert torch.equal(found[name], weight), name
 
 
-@pytest.mark.parametrize("tied", mostly_slow([False, True]), ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS))
+@pytest.mark.parametrize("tied", mark_mostly_slow([False, True]), ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", mark_mostly_slow(LAYOUTS))
 def test_weights_are_the_plain_models_and_train_like_it(layout, tied, tmp_path):
     strategy, world_size, config, sizes = LAYOUTS[layout]
     case = Case(tied=tied, steps=1)
@@ -150,16 +150,16 @@ def test_a_world_that_exists_is_joined_and_left_open(tmp_path):
 
 def _twice(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> str:
     model = build_tiny_model()
-    empty_manager(strategy, config, sizes).parallelize(model)
+    build_empty_manager(strategy, config, sizes).parallelize(model)
     try:
-        empty_manager(strategy, config, sizes).parallelize(model)
+        build_empty_manager(strategy, config, sizes).parallelize(model)
     except mw.MeshwrightError as error:
         return f"{type(error).__name__}: {error}"
     return "taken"
 
 
 # With ddp's buckets of two managers over one parameter, its gradient came back as 0.
-@pytest.mark.parametrize("layout", mostly_slow(["single", "ddp bucketed", "pipeline"]))
+@pytest.mark.parametrize("layout", mark_mostly_slow(["single", "ddp bucketed", "pipeline"]))
 def test_a_model_of_another_manager_is_refused_on_every_rank(layout: str) -> None:
     strategy, ranks, config, sizes = LAYOUTS[layout]
     for text in pool(ranks).run(_twice, strategy, config, sizes):
@@ -172,7 +172,7 @@ def _two_models() -> None:
     for seed in range(2):
         # All models of this type have one module for an activation.
         model = build_case_model("openai-gpt", tied=None, seed=seed, dtype=torch.float64)
-        empty_manager("single").parallelize(model)
+        build_empty_manager("single").parallelize(model)
 
 
 def test_models_that_share_modules_without_parameters_have_managers_of_their_own() -> None:
@@ -199,4 +199,4 @@ def test_models_that_would_be_trained_in_float16_are_refused(strategy: str) -> N
         closing(open_world("cpu")),
         pytest.raises(ModelError, match=r"is to be trained in float16: .* Load the model in bfloat16 or float32"),
     ):
-        empty_manager(strategy).parallelize(build_tiny_model(dtype=torch.float16))
+        build_empty_manager(strategy).parallelize(build_tiny_model(dtype=torch.float16))

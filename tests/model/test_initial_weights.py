@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.managers import empty_manager
-from support.tiers import mostly_slow
+from support.managers import build_empty_manager
+from support.tiers import mark_mostly_slow
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
@@ -150,7 +150,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("config", "strategy", "ranks", "sizes"), mostly_slow(LAYOUTS))
+@pytest.mark.parametrize(("config", "strategy", "ranks", "sizes"), mark_mostly_slow(LAYOUTS))
 def test_every_layout_has_the_same_weights(config: Any, strategy: str, ranks: int, sizes: dict[str, int]) -> None:
     ((expected, _),) = pool(1).run(_weights, "single", config, {}, "parallel")
     for found, _ in pool(ranks).run(_weights, strategy, config, sizes, "parallel"):
@@ -169,7 +169,7 @@ def test_a_rank_draws_what_it_holds() -> None:
     assert most <= total / 4 + 2 * tile_rows
 
 
-@pytest.mark.parametrize("sizes", mostly_slow([{}, {"tp_size": 2}, {"pp_size": 2}]), ids=str)
+@pytest.mark.parametrize("sizes", mark_mostly_slow([{}, {"tp_size": 2}, {"pp_size": 2}]), ids=str)
 def test_the_values_of_transformers_are_there_for_the_asking(sizes: dict[str, int]) -> None:
     torch.manual_seed(7)
     expected = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).state_dict()
@@ -213,7 +213,7 @@ def _parallelized(
     strategy: str, meta: bool, tied: bool, seed_by_rank: bool, config: dict[str, Any], tp_size: int
 ) -> tuple[Any, ...]:
     deferred_init.MIN_TRACKED_BYTES = 64
-    manager = empty_manager(strategy, config, {"tp_size": tp_size})
+    manager = build_empty_manager(strategy, config, {"tp_size": tp_size})
     seed = manager.mesh.rank if seed_by_rank else 0
     with torch.device("meta") if meta else nullcontext():
         model = build_tiny_model(tied=tied, seed=seed)
@@ -228,7 +228,7 @@ def _parallelized(
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "tied", "config", "tp_size"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             ("single", 1, False, {}, 1),
             ("ddp", 2, True, {}, 1),

@@ -7,7 +7,7 @@ import hashlib
 import threading
 
 import torch
-from support.measurements import Held, measure_memory
+from support.measurements import RankMemory, measure_memory
 from torch import Tensor
 
 from meshwright._compat.torch import GLOO_THREAD_NAME
@@ -34,7 +34,7 @@ def test_peak_counts_what_lives_at_once_and_not_what_comes_one_after_the_other()
         kept.extend([whole[:10], whole.view(2, -1).t()])
 
     memory = measure_memory(work, [])
-    assert memory.peak == Held(0, 0, 0, 2 * 4 * MB)
+    assert memory.peak == RankMemory(0, 0, 0, 2 * 4 * MB)
     assert memory.after.total == 0
     memory = measure_memory(keep_views, [])
     assert memory.peak.other == memory.after.other == 4 * MB

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.checkpoints import error_of
-from support.tiers import mostly_slow
+from support.checkpoints import catch_error_text
+from support.tiers import mark_mostly_slow
 
 from meshwright.testing import Case, assert_parity
 from meshwright_testing import pool
@@ -24,7 +24,7 @@ OLD_NAME = {"use_custom_fsdp": True, SHARDING: "optim_grads_params"}
 
 def _built(config: dict[str, Any], sizes: dict[str, int]) -> Any:
     found: list[Any] = []
-    if error := error_of(lambda: found.append(build_manager("ddp", config, sizes, Case()))):
+    if error := catch_error_text(lambda: found.append(build_manager("ddp", config, sizes, Case()))):
         return error
     degrees, options = found[0].mesh.degrees, found[0].config
     return degrees.dp_replicate, degrees.dp_shard, options.shards_outer, options.model_dump()
@@ -32,7 +32,7 @@ def _built(config: dict[str, Any], sizes: dict[str, int]) -> Any:
 
 @pytest.mark.parametrize(
     ("ranks", "config", "own", "degrees", "expected"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             (2, {SHARDING: "optim"}, {}, (1, 2, False), {"zero_dp_strategy": 1, "overlap_grad_reduce": False}),
             (2, {SHARDING: "optim_grads"}, {"check_for_nan_in_grad": True}, (1, 2, False), {"zero_dp_strategy": 2}),
@@ -77,6 +77,6 @@ def test_what_the_other_strategy_cannot_do_is_refused_on_all_ranks(
     assert told in first
 
 
-@pytest.mark.parametrize(("ranks", "config"), mostly_slow([(2, ZERO3), (4, OUTER)]), ids=str)
+@pytest.mark.parametrize(("ranks", "config"), mark_mostly_slow([(2, ZERO3), (4, OUTER)]), ids=str)
 def test_parity_of_what_is_handed_over(ranks: int, config: dict[str, Any]) -> None:
     assert_parity("ddp", Case(microbatches=2, sequences=8), world_size=ranks, config=config)

@@ -16,8 +16,8 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support.model_types import DIFFERENT_IN_KIND
-from support.tiers import mostly_slow
+from support.model_types import REPRESENTATIVE_MODEL_TYPES
+from support.tiers import mark_mostly_slow
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -78,8 +78,8 @@ def groups(state: dict[str, Any]) -> set[tuple[str, ...]]:
 @pytest.mark.parametrize(
     ("model_type", "dtype"),
     [
-        *mostly_slow([(name, torch.float32) for name in DIFFERENT_IN_KIND]),
-        *mostly_slow([(name, torch.bfloat16) for name in ("llama", "qwen3_moe")]),
+        *mark_mostly_slow([(name, torch.float32) for name in REPRESENTATIVE_MODEL_TYPES]),
+        *mark_mostly_slow([(name, torch.bfloat16) for name in ("llama", "qwen3_moe")]),
     ],
 )
 def test_every_weight_is_the_one_that_transformers_loads(model_type, dtype, tmp_path):

@@ -17,9 +17,9 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
-from support.commands import invoke, write_run
-from support.error_assertions import raises_with
-from support.runs import output_of_rank
+from support.commands import invoke_in_process, write_run
+from support.error_assertions import raises_containing
+from support.runs import run_rank_capturing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import meshwright as mw
@@ -90,7 +90,7 @@ def run_file(place: Path, directory: Path, model: dict[str, Any], **changes: Any
 
 def _run(path: str, cache: str) -> tuple[str, str, int]:
     with offline(cache):
-        return output_of_rank(path, None)
+        return run_rank_capturing(path, None)
 
 
 def run(path: Path, ranks: int = 1, cache: Path | None = None) -> tuple[str, str, int]:
@@ -140,7 +140,7 @@ def test_all_ranks_take_the_commit_that_the_first_one_finds(tiny: Path, tmp_path
 def test_what_is_neither_here_nor_on_the_hub_is_told(tmp_path: Path, monkeypatch: Any) -> None:
     texts = ("'nobody/nothing' is no local directory, and it cannot be had", "hub at revision 'v1'")
     with offline(str(tmp_path)):
-        with raises_with(mw.ModelError, *texts):
+        with raises_containing(mw.ModelError, *texts):
             find_model_directory("nobody/nothing", revision="v1")
         for path in ("/nowhere/at/all", "./nowhere", "runs/of/mine", tmp_path / "nowhere"):
             with pytest.raises(mw.ModelError, match="is not a directory"):
@@ -148,7 +148,7 @@ def test_what_is_neither_here_nor_on_the_hub_is_told(tmp_path: Path, monkeypatch
         # Whose own directory it is, the hub is not asked for it.
         monkeypatch.chdir(tmp_path)
         (tmp_path / "runs").mkdir()
-        with raises_with(mw.ModelError, f"{tmp_path / 'runs'} holds no 'model'"):
+        with raises_containing(mw.ModelError, f"{tmp_path / 'runs'} holds no 'model'"):
             find_model_directory("runs/model")
     assert find_model_directory(tmp_path) == tmp_path
 
@@ -199,7 +199,7 @@ def test_code_of_a_model_runs_only_where_its_version_is_named(with_code: Path, p
     assert compute_code_digest(out / "model") == digest
     # The export of a checkpoint is another process, which trusts nothing that it is not told of.
     checkpoint = out / "checkpoints" / "step-00000001"
-    code, told = invoke("export", str(checkpoint), str(tmp_path / "again"))
+    code, told = invoke_in_process("export", str(checkpoint), str(tmp_path / "again"))
     assert (code, f"--trust-remote-code={digest}" in told) == (2, True)
     command = ["export", str(checkpoint), str(tmp_path / "again"), "--trust-remote-code", digest]
     done = subprocess.run([sys.executable, "-m", "meshwright", *command], capture_output=True, text=True, check=False)
@@ -281,7 +281,7 @@ def adapter(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export_merged(source: Path, out: Path) -> None:
-    code, output = invoke("export", "--merge", str(source), str(out))
+    code, output = invoke_in_process("export", "--merge", str(source), str(out))
     assert code == 0, output
 
 

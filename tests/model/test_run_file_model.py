@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from support.commands import MODEL as LLAMA
-from support.error_assertions import raises_with
-from support.managers import empty_manager
+from support.error_assertions import raises_containing
+from support.managers import build_empty_manager
 from support.measurements import measure_memory
-from support.tiers import mostly_slow
+from support.tiers import mark_mostly_slow
 
 from meshwright.base.errors import ModelError
 from meshwright.mesh.sizes import Degrees
@@ -124,7 +124,7 @@ def test_the_tokenizer_gives_what_the_fields_leave_out_and_fields_reach_the_conf
     ],
 )
 def test_a_configuration_that_is_not_meant_so_is_an_error(section, texts):
-    with raises_with(ModelError, *texts):
+    with raises_containing(ModelError, *texts):
         config_of(section)
 
 
@@ -132,7 +132,7 @@ def test_a_tokenizer_that_is_larger_than_the_weights_is_told_what_it_can_do(tmp_
     model = model_of(LLAMA)
     model.resize_token_embeddings(49)
     model.save_pretrained(tmp_path)
-    with raises_with(ModelError, "resize_token_embeddings(50)"):
+    with raises_containing(ModelError, "resize_token_embeddings(50)"):
         config_of({"path": str(tmp_path)})
 
 
@@ -148,7 +148,7 @@ def _built_and_sharded(strategy: str, sizes: dict[str, int]) -> tuple[int, int, 
     """Bytes of the whole model, of its largest parameter, of what this rank holds of it, and of all at the peak."""
     deferred.MIN_TRACKED_BYTES, deferred.MAX_RESIDENT_BYTES = 64, 0
     section = {**LLAMA, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 8, "dtype": "float64"}
-    manager = empty_manager(strategy, {}, sizes)
+    manager = build_empty_manager(strategy, {}, sizes)
     found: list[int] = []
 
     def build() -> None:
@@ -162,7 +162,7 @@ def _built_and_sharded(strategy: str, sizes: dict[str, int]) -> tuple[int, int, 
 
 @pytest.mark.parametrize(
     ("strategy", "sizes"),
-    mostly_slow([("fsdp2", {}), ("fsdp2", {"tp_size": 2}), ("single", {"pp_size": 4}), ("megatron_fsdp", {})]),
+    mark_mostly_slow([("fsdp2", {}), ("fsdp2", {"tp_size": 2}), ("single", {"pp_size": 4}), ("megatron_fsdp", {})]),
     ids=str,
 )
 def test_a_new_model_is_never_whole_on_a_rank_that_trains_a_part_of_it(strategy, sizes):
@@ -200,7 +200,7 @@ def test_fields_change_what_a_directory_says(directory):
     ],
 )
 def test_fields_that_do_not_fit_a_directory_are_an_error(fields, texts, directory):
-    with raises_with(ModelError, *texts):
+    with raises_containing(ModelError, *texts):
         model_of({"path": str(directory), **fields})
 
 

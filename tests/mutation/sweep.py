@@ -25,7 +25,7 @@ from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.forked_tests import CHANGE, ROOT, collect, prepare, run_tests, run_with_hook
+from support.forked_tests import CHANGE_VARIABLE, ROOT, collect_test_ids, run_tests, run_with_hook, start_fork_server
 
 RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"
 TABLE = ROOT / "docs" / "mutations.md"
@@ -169,15 +169,15 @@ def main() -> int:
     if arguments.list:
         print(json.dumps({option: owner.__module__ for option, owner in options().items()}))
         return 0
-    if CHANGE not in os.environ:
+    if CHANGE_VARIABLE not in os.environ:
         return run_with_hook()
     # This process, which tests are forked from, must import none of our modules.
     listed = subprocess.run([sys.executable, __file__, "--list"], stdout=subprocess.PIPE, text=True, check=True).stdout
     modules: dict[str, str] = json.loads(listed)
-    prepare()
+    start_fork_server()
     results = {name: each for name, each in read_results().items() if name in modules}
     done = {name for name, each in results.items() if not arguments.again or each["status"] == "killed"}
-    ids = collect([])
+    ids = collect_test_ids([])
     sources = {file: functions_of(ROOT / file) for file in {each.partition("::")[0] for each in ids}}
     for option in modules:
         if option in done or not re.search(arguments.only, option):

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.caught_errors import told
+from support.caught_errors import catch_error
 from support.commands import write_run
-from support.runs import Place
-from support.tiers import mostly_slow
+from support.runs import RunWorkspace
+from support.tiers import mark_mostly_slow
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -129,7 +129,7 @@ def worst(found: dict[str, Tensor], average: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize(
     ("layout", "case", "setting"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             ("fsdp2", CASE, "all"),
             *((layout, TIED if "pipeline" in layout else CASE, "all") for layout in LAYOUTS if layout != "fsdp2"),
@@ -229,8 +229,8 @@ def loaded_without(path: str) -> tuple[str, str, bool]:
     load_checkpoint(other, path)
     ema = EMA(other, EMAConfig(decay=0.5), start_step=1)
     begins = worst(averaged(other, ema), full_weights(manager)) == 0.0
-    export = told(export_checkpoint, path, f"{path}-model", average=True)
-    return told(load_checkpoint, other, path), export, begins
+    export = catch_error(export_checkpoint, path, f"{path}-model", average=True)
+    return catch_error(load_checkpoint, other, path), export, begins
 
 
 def test_a_checkpoint_without_an_average_is_told_of_and_one_may_begin_after_it(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def fitted(settings: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]
         for name, batches in sets.items():
             tokens = count_tokens(batches, manager.mesh)
             by_hand[f"{name}_ema"] = float(manager.eval_loss(batches, num_tokens=tokens))
-    text = told(mw.fit, manager, replace(loop, eval_sets={"a": sets["other"], "a_ema": sets["other"]}))
+    text = catch_error(mw.fit, manager, replace(loop, eval_sets={"a": sets["other"], "a_ema": sets["other"]}))
     return dict(results[-1].evaluations), by_hand, text
 
 
@@ -322,15 +322,17 @@ def test_a_run_keeps_its_average_through_an_interruption_and_writes_it_beside_th
     write_run(tmp_path)
     options: dict[str, Any] = {"ema": {"decay": 0.7, "warmup": True}, "strategy": "fsdp2"}
     options["eval"] = {"every": 2, "sequences": 2}
-    whole, torn = (Place(tmp_path, tmp_path / name) for name in ("whole", "torn"))
+    whole, torn = (RunWorkspace(tmp_path, tmp_path / name) for name in ("whole", "torn"))
     for place in (whole, torn):
         place.directory.mkdir()
     with pytest.raises(MeshwrightError, match=r"ema\.start=8, so nothing is averaged in steps=8"):
-        load_run(whole.file(ema={"start": 8}))
-    whole.runs(ranks=2, **options)
+        load_run(whole.write_run_file(ema={"start": 8}))
+    whole.run_successfully(ranks=2, **options)
     assert torn.run(ranks=2, kill_after=5, **options)[2] == 137
-    torn.runs(**{**options, "strategy": "single"})
-    losses = [[line.get("evaluations", {}).get("held_out_ema") for line in each.metrics()] for each in (whole, torn)]
+    torn.run_successfully(**{**options, "strategy": "single"})
+    losses = [
+        [line.get("evaluations", {}).get("held_out_ema") for line in each.read_metrics()] for each in (whole, torn)
+    ]
     assert [loss is not None for loss in losses[0]] == [False, True] * 4
     assert [each or 0 for each in losses[0]] == pytest.approx([each or 0 for each in losses[1]], rel=1e-9)
     models = [AutoModelForCausalLM.from_pretrained(whole.out / name).state_dict() for name in ("model", "model-ema")]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiers import mostly_slow
+from support.tiers import mark_mostly_slow
 from torch import Tensor, nn
 
 from meshwright import OptimizerConfig, StrategyError, StrategyManager
@@ -92,8 +92,8 @@ def _trained(layout: str, case: Case) -> tuple[list[float], dict[str, Tensor]]:
     return norms, {name: value.clone() for name, value in manager.iter_parameters(bucket_bytes=1 << 20)}
 
 
-@pytest.mark.parametrize("tied", mostly_slow([False, True], True))
-@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, "fsdp2"))
+@pytest.mark.parametrize("tied", mark_mostly_slow([False, True], True))
+@pytest.mark.parametrize("layout", mark_mostly_slow(LAYOUTS, "fsdp2"))
 def test_what_is_frozen_and_unfrozen_between_steps_trains_as_in_one_process(layout: str, tied: bool) -> None:
     case = Case(**{**vars(CASE), "tied": tied})
     norms, weights = _plain(case)
@@ -119,7 +119,7 @@ def _refused(layout: str, pattern: str, ranks: tuple[int, ...], tied: bool) -> s
 EACH = ("ddp", "ddp-zero1", "fsdp2-policy", "megatron-zero3", "pp-fsdp2")
 
 
-@pytest.mark.parametrize("layout", mostly_slow(EACH, "ddp"))
+@pytest.mark.parametrize("layout", mark_mostly_slow(EACH, "ddp"))
 def test_what_was_frozen_when_the_model_was_sharded_is_not_unfrozen(layout: str) -> None:
     texts = pool(LAYOUTS[layout][0]).run(_refused, layout, "*layers.0.mlp.up_proj*", (0, 1, 2, 3), False)
     assert len(set(texts)) == 1
@@ -128,7 +128,7 @@ def test_what_was_frozen_when_the_model_was_sharded_is_not_unfrozen(layout: str)
 
 @pytest.mark.parametrize(
     ("layout", "pattern", "tied"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             *((layout, "*layers.1.*", False) for layout in ("ddp", "fsdp2-tp", "megatron-zero3", "pp-fsdp2")),
             ("pp-fsdp2", "*embed*", True),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiers import mostly_slow
+from support.tiers import mark_mostly_slow
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -48,7 +48,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("layout", "case"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             ("fsdp2-wide", "unused"),
             *((layout, "tied") for layout in ("ddp-zero1", "tp-sequence", "pp-interleaved", "pp-zero1")),
@@ -87,7 +87,7 @@ def _traffic(strategy: str, sizes: Mapping[str, int]) -> CollectiveTrace:
 
 @pytest.mark.parametrize(
     ("strategy", "sizes", "calls"),
-    mostly_slow([("fsdp2", {}, 1), ("fsdp2", {"dp_replicate_size": 2}, 0), ("fsdp2", {"pp_size": 2}, 1)]),
+    mark_mostly_slow([("fsdp2", {}, 1), ("fsdp2", {"dp_replicate_size": 2}, 0), ("fsdp2", {"pp_size": 2}, 1)]),
 )
 def test_one_vector_is_summed_for_each_set_of_groups(strategy: str, sizes: Mapping[str, int], calls: int) -> None:
     for traffic in pool(2).run(_traffic, strategy, sizes):

@@ -17,12 +17,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.caught_errors import told
+from support.caught_errors import catch_error
 from support.commands import write_run
-from support.error_assertions import raises_with
-from support.managers import manager_of
-from support.runs import Place
-from support.tiers import mostly_slow
+from support.error_assertions import raises_containing
+from support.managers import build_model_manager
+from support.runs import RunWorkspace
+from support.tiers import mark_mostly_slow
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon
 
@@ -105,7 +105,7 @@ def test_the_first_group_that_a_parameter_fits_has_it_and_the_rest_is_of_the_top
     ],
 )
 def test_a_group_without_a_parameter_is_an_error_that_says_why(groups: list[dict[str, Any]], texts: list[str]) -> None:
-    with raises_with(ConfigError, *texts):
+    with raises_containing(ConfigError, *texts):
         numbers(*groups)
 
 
@@ -134,7 +134,7 @@ def test_a_group_that_means_nothing_is_an_error_of_the_run_file(config: dict[str
 def test_what_the_optimizer_of_a_group_does_not_take_is_an_error_before_any_parameter_is_seen(
     group: dict[str, Any], text: str
 ) -> None:
-    with raises_with(ConfigError, text):
+    with raises_containing(ConfigError, text):
         optimizer_factory(OptimizerConfig(weight_decay=0.1, groups=[{"matrices": True, **group}]))
 
 
@@ -149,7 +149,7 @@ def test_what_would_fail_in_a_step_of_a_group_is_an_error_beforehand() -> None:
 def made(config: dict[str, Any]) -> tuple[torch.optim.Optimizer, dict[int, str]]:
     model = llama()
     with closing(open_world("cpu")):
-        optimizer = manager_of(model, optimizer=OptimizerConfig(**config)).optimizer
+        optimizer = build_model_manager(model, optimizer=OptimizerConfig(**config)).optimizer
     return optimizer, {id(p): name for name, p in model.named_parameters()}
 
 
@@ -229,14 +229,14 @@ def apart(case: Case, layout: tuple[int, str, dict[str, Any], dict[str, Any]]) -
     return find_max_difference(outcomes, expected(case)).worst
 
 
-@pytest.mark.parametrize("layout", mostly_slow(["fsdp2", "fsdp2, tp", "pipeline over fsdp2"]))
+@pytest.mark.parametrize("layout", mark_mostly_slow(["fsdp2", "fsdp2, tp", "pipeline over fsdp2"]))
 def test_muon_for_matrices_and_adamw_for_the_rest_are_at_parity(layout: str) -> None:
     assert apart(CASE, LAYOUTS[layout]) <= TOLERANCE
 
 
 def refusal(config: dict[str, Any], strategy: str, options: dict[str, Any], sizes: dict[str, Any]) -> str:
     """The task of one rank: what build_optimizer raises."""
-    return told(manager_of, llama(), strategy, options, sizes, optimizer=OptimizerConfig(**config))
+    return catch_error(build_model_manager, llama(), strategy, options, sizes, optimizer=OptimizerConfig(**config))
 
 
 ONE_STAGE: dict[str, Any] = {"groups": [{"match": ["lm_head.*"], "name": "SGD"}]}
@@ -245,7 +245,7 @@ NO_STAGE: dict[str, Any] = {"groups": [{"match": ["*lm_heads.weight"], "lr": 1.0
 
 @pytest.mark.parametrize(
     ("layout", "config", "text"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             ("megatron_fsdp", CONFIG, "StrategyError.*Muon.*pieces"),
             ("ddp, distributed optimizer", CONFIG, "StrategyError.*Muon.*pieces"),
@@ -324,7 +324,7 @@ def test_what_several_as_one_cannot_do_is_refused() -> None:
 @pytest.mark.slow
 def test_groups_that_do_not_fit_the_model_of_a_run_are_errors_before_it_starts(tmp_path: Path) -> None:
     write_run(tmp_path)
-    _, error, code = Place(tmp_path, tmp_path).run(optimizer={"groups": [{"match": ["*norm*"], "name": "Muon"}]})
+    _, error, code = RunWorkspace(tmp_path, tmp_path).run(optimizer={"groups": [{"match": ["*norm*"], "name": "Muon"}]})
     assert code == 2
     assert "optimizer.groups[0]: optimizer 'Muon' refuses" in error
     assert not (tmp_path / "out" / "metrics.jsonl").exists()

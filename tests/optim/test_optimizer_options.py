@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.error_assertions import raises_with
-from support.managers import manager_of
-from support.model_types import DIFFERENT_IN_KIND
-from support.tiers import mostly_slow
+from support.error_assertions import raises_containing
+from support.managers import build_model_manager
+from support.model_types import REPRESENTATIVE_MODEL_TYPES
+from support.tiers import mark_mostly_slow
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -74,7 +74,7 @@ def test_every_optimizer_of_torch_is_made_by_name_and_steps(name):
     ],
 )
 def test_what_an_optimizer_does_not_take_is_an_error_before_any_parameter_is_seen(config, texts):
-    with raises_with(ConfigError, *texts):
+    with raises_containing(ConfigError, *texts):
         optimizer_factory(OptimizerConfig(**config))
 
 
@@ -178,7 +178,7 @@ def test_schedules_follow_the_step(config, expected):
     ],
 )
 def test_a_schedule_that_would_not_be_followed_is_an_error(config, texts):
-    with raises_with(ConfigError, *texts):
+    with raises_containing(ConfigError, *texts):
         rates(ScheduleConfig(**config))
 
 
@@ -199,7 +199,17 @@ def test_what_is_told_of_the_implementation_is_heeded_and_a_cpu_steps_as_torch_d
 
 
 # Where patterns over whole paths went wrong, and those that keep vectors in two dims.
-KINDS = [*DIFFERENT_IN_KIND, "dbrx", "roberta-prelayernorm", "bert", "rwkv", "gpt_oss", "zamba", "kimi_linear", "xlnet"]
+KINDS = [
+    *REPRESENTATIVE_MODEL_TYPES,
+    "dbrx",
+    "roberta-prelayernorm",
+    "bert",
+    "rwkv",
+    "gpt_oss",
+    "zamba",
+    "kimi_linear",
+    "xlnet",
+]
 
 
 def decayed(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> set[str]:
@@ -232,7 +242,7 @@ def test_matrices_are_decayed_and_norms_biases_and_vectors_are_not(model_type: s
 
 def decayed_under(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> set[str]:
     """What the groups of this rank's optimizer decay, under the names of the unwrapped model."""
-    manager = manager_of(build_tiny_model(), strategy, config, sizes)
+    manager = build_model_manager(build_tiny_model(), strategy, config, sizes)
     named: dict[str, nn.Parameter] = {}
 
     class Noting:
@@ -251,7 +261,7 @@ def decayed_under(strategy: str, config: dict[str, Any], sizes: dict[str, int]) 
 
 @pytest.mark.parametrize(
     ("strategy", "config", "sizes"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             ("ddp", {}, {}),
             ("ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}),
@@ -289,5 +299,5 @@ def test_names_of_wrappers_and_adapters_say_nothing(name: str, shape: tuple[int,
 def test_a_pattern_that_matches_nothing_is_an_error_that_names_the_rule() -> None:
     named = list(build_tiny_model().named_parameters())
     texts = ("'*Norm*' matches no parameter", "last component", "such as 'model.layers.0.input_layernorm.weight'")
-    with raises_with(ConfigError, *texts):
+    with raises_containing(ConfigError, *texts):
         optimizer_factory(OptimizerConfig(weight_decay=0.1, no_decay=["*Norm*"]))(named)

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.managers import manager_of
+from support.managers import build_model_manager
 from torch import nn
 
 from meshwright.base.errors import MeshwrightError
@@ -108,7 +108,7 @@ def trained(name: str, strategy: str, config: dict[str, Any], sizes: dict[str, A
     for key, parameter in model.named_parameters():
         # Muon is for matrices.
         parameter.requires_grad_(name != "Muon" or "proj" in key)
-    manager = manager_of(model, strategy, config, sizes)
+    manager = build_model_manager(model, strategy, config, sizes)
     try:
         manager.build_optimizer(lambda named: made(name, named))
     except MeshwrightError as error:
@@ -164,7 +164,7 @@ def test_an_optimizer_that_cannot_be_tried_is_taken_with_a_warning_where_paramet
 
 def told_of_untried(strategy: str, config: dict[str, Any]) -> list[str]:
     model = build_case_model(CASE.model_type, tied=False, seed=0, dtype=torch.float64, layers=None)
-    manager = manager_of(model, strategy, config)
+    manager = build_model_manager(model, strategy, config)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         manager.build_optimizer(lambda named: Demanding([p for _, p in named], model))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.caught_errors import told
-from support.managers import manager_of
-from support.tiers import mostly_slow
+from support.caught_errors import catch_error
+from support.managers import build_model_manager
+from support.tiers import mark_mostly_slow
 from torch import Tensor
 
 from meshwright import BatchError, Mesh, MeshSizes, MeshwrightError, ModelError, count_tokens, open_world
@@ -285,7 +285,7 @@ def _refusal(
             batches[0][name] = batches[0][name][:, :value] if isinstance(value, int) else value
         (manager.eval_loss if evaluates else manager.forward_backward)(batches, num_tokens=num_tokens)
 
-    return told(train)
+    return catch_error(train)
 
 
 def _refused_by(error: type[MeshwrightError], text: str, *arguments: Any, ranks: int = 2) -> None:
@@ -297,7 +297,7 @@ def _refused_by(error: type[MeshwrightError], text: str, *arguments: Any, ranks:
 
 @pytest.mark.parametrize(
     ("model_type", "text", "evaluates"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             ("mamba", "outside of attention", True),
             ("routed", "has no attention of transformers", False),
@@ -361,7 +361,7 @@ def test_what_cannot_be_divided_in_a_batch_is_refused() -> None:
 def _configured(name: str, value: Any) -> str:
     model = build_tiny_model()
     setattr(model.config, name, value)
-    return told(manager_of, model, "fsdp2", sizes=CP2)
+    return catch_error(build_model_manager, model, "fsdp2", sizes=CP2)
 
 
 def test_attention_and_positions_that_cannot_be_divided_are_refused_before_the_model_is_changed() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.caught_errors import told
-from support.tiers import mostly_slow
+from support.caught_errors import catch_error
+from support.tiers import mark_mostly_slow
 from torch import Tensor
 
 from meshwright.base.types import Batch
@@ -22,7 +22,7 @@ SLOW = pytest.mark.slow
 
 
 def refusal(model_type: str, kind: Any, dtype: torch.dtype = torch.float32, **options: Any) -> str:
-    return told(
+    return catch_error(
         probe_isolation, build_zoo_config(model_type), dtype, kind, **{"seq_len": 32, "masks": False, **options}
     )
 
@@ -70,14 +70,14 @@ def _told(model_type: str, strategy: str, sizes: dict[str, int]) -> list[str]:
     options = {"seq_len": 64, "vocab_size": 64, "multiple": multiple, "rows": 2, "microbatches": 2}
     config, dtype = build_zoo_config(model_type), torch.float64
     return [
-        told(check_document_isolation, config, kind, statistics, dtype=dtype, **options)
+        catch_error(check_document_isolation, config, kind, statistics, dtype=dtype, **options)
         for kind in ("documents", "none")
     ]
 
 
 @pytest.mark.parametrize(
     ("model_type", "sizes", "start"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             ("mamba2", {}, "ModelError: the model 'mamba2' lets documents that share a row see those before them"),
             *(("llama", sizes, "") for sizes in ({}, {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2})),

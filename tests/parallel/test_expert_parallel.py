@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.caught_errors import told
-from support.managers import empty_manager, manager_of
-from support.training import training_step
+from support.caught_errors import catch_error
+from support.managers import build_empty_manager, build_model_manager
+from support.training import prepare_training_step
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -97,9 +97,9 @@ def test_what_a_plan_names_and_structure_does_not_is_refused() -> None:
 def _refused(model_type: str, sizes: Mapping[str, int], values: Mapping[str, Any]) -> tuple[str, bool]:
     config = build_zoo_config(model_type)
     vars(config).update(values)
-    manager, model = empty_manager("fsdp2", sizes=sizes), AutoModelForCausalLM.from_config(config)
+    manager, model = build_empty_manager("fsdp2", sizes=sizes), AutoModelForCausalLM.from_config(config)
     before = {name: id(p) for name, p in model.named_parameters()}
-    return told(manager.parallelize, model), before == {name: id(p) for name, p in model.named_parameters()}
+    return catch_error(manager.parallelize, model), before == {name: id(p) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def _train(strategy: str, sizes: Mapping[str, int], config: Mapping[str, Any], c
     for name, parameter in model.named_parameters():
         if name.endswith("router.bias"):
             parameter.data.copy_(torch.tensor([90.0, 90.5, -90.0, -90.0]))
-    manager = manager_of(model, strategy, config, sizes, optimizer=case.optimizer)
+    manager = build_model_manager(model, strategy, config, sizes, optimizer=case.optimizer)
     losses, norms, eval_losses = train_steps(manager, case, range(case.steps))
     return Outcome(losses, norms, eval_losses, full_weights(manager))
 
@@ -214,14 +214,14 @@ def _routed() -> list[Tensor]:
     """The experts chosen in forward and recomputation by routers that see other numbers each time they run."""
     case, generator = Case(model_type="mixtral"), torch.Generator().manual_seed(7)
     model = build_case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
-    manager = manager_of(model, "fsdp2", {"activation_checkpointing": "full"}, EP4, optimizer=case.optimizer)
+    manager = build_model_manager(model, "fsdp2", {"activation_checkpointing": "full"}, EP4, optimizer=case.optimizer)
     routed: list[Tensor] = []
     for each in find_experts(model):
         model.get_submodule(each.name).register_forward_pre_hook(lambda module, args: routed.append(args[1].clone()))
         model.get_submodule(each.name.removesuffix("experts") + "gate").register_forward_pre_hook(
             lambda module, args: (args[0] + torch.randn(args[0].shape, generator=generator, dtype=args[0].dtype),)
         )
-    training_step(manager, case, 0)()
+    prepare_training_step(manager, case, 0)()
     return routed
 
 
@@ -280,7 +280,7 @@ def test_compile_takes_what_is_not_routed() -> None:
 
 def _recomputed_in_parts() -> str:
     config = {"enable_compile": True, "activation_checkpointing": True}
-    return told(build_manager, "fsdp2", config, EP2, Case(model_type="mixtral", tied=None))
+    return catch_error(build_manager, "fsdp2", config, EP2, Case(model_type="mixtral", tied=None))
 
 
 def test_compiled_parts_of_a_block_with_divided_experts_cannot_be_recomputed() -> None:

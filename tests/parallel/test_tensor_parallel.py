@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.caught_errors import told
-from support.tensor_only import assert_equal_to_single, prepare
-from support.tiers import mostly_slow
+from support.caught_errors import catch_error
+from support.tensor_only import assert_equal_to_single, register_strategy_and_models
+from support.tiers import mark_mostly_slow
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -92,7 +92,7 @@ def test_state_moves_to_single_and_back(tied: bool, config: dict[str, Any]) -> N
     Cell("tensor_only", "tp=2", 2, TP2, "state", case, config, kind="state", plugin="support.tensor_only").check()
 
 
-@pytest.mark.parametrize("model_type", mostly_slow(["first_entry_masked", "of_unit_length", "flipped"]))
+@pytest.mark.parametrize("model_type", mark_mostly_slow(["first_entry_masked", "of_unit_length", "flipped"]))
 def test_logits_that_are_changed_across_the_vocabulary(model_type: str) -> None:
     assert_equal_to_single(Case(model_type=model_type, steps=2))
 
@@ -142,7 +142,7 @@ def test_plans_of_the_user(name: str) -> None:
 
 def _messages(model_type: str, sequence_parallel: bool) -> tuple[list[dict[str, int]], list[int]]:
     """Calls by kind and the largest message, in forward, backward and the sums after it."""
-    prepare()
+    register_strategy_and_models()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = build_case_model(model_type, tied=False, seed=0, dtype=torch.float64)
     head = DeferredHead(model, "lm_head")
@@ -222,7 +222,7 @@ def test_parameters_keep_names_and_values_and_each_rank_its_part(tied: bool) -> 
 
 
 def _whole_with_an_error() -> bool:
-    prepare()
+    register_strategy_and_models()
     manager = build_manager("tensor_only", {}, TP2, Case())
     with pytest.raises(KeyError), manager.unshard():
         raise KeyError
@@ -238,11 +238,11 @@ def test_shards_come_back_after_an_error() -> None:
 
 def _first_step(plan: Mapping[str, Any]) -> tuple[str, bool]:
     """The refusal, and whether weights are as they were."""
-    prepare()
+    register_strategy_and_models()
     case = Case(model_type="qwen3")
     manager = build_manager("tensor_only", {"tp_plan": plan}, TP2, case)
     before = full_weights(manager)
-    text = told(train_steps, manager, case, range(1))
+    text = catch_error(train_steps, manager, case, range(1))
     after = full_weights(manager)
     return text, all(torch.equal(before[name], after[name]) for name in before)
 

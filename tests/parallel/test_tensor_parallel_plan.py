@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.caught_errors import told
-from support.tensor_only import assert_equal_to_single, prepare
+from support.caught_errors import catch_error
+from support.tensor_only import assert_equal_to_single, register_strategy_and_models
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -216,13 +216,13 @@ def test_what_cannot_be_is_refused(plan: Mapping[str, Any], error: type[Meshwrig
 
 def _refused(model_type: str, tied: bool | None, plan: Mapping[str, Any] | None) -> tuple[str, int, bool]:
     """The refusal, collectives before it, and whether the model is as it was."""
-    prepare()
+    register_strategy_and_models()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
     model = build_case_model(model_type, tied=tied, seed=0, dtype=torch.float64)
     parameters, forwards = dict(model.named_parameters()), [module.forward for module in model.modules()]
     texts: list[str] = []
     build = lambda: TensorParallel(model, model_layout(model), mesh, plan=plan).apply()  # noqa: E731
-    traffic = record_collectives(lambda: texts.append(told(build)))
+    traffic = record_collectives(lambda: texts.append(catch_error(build)))
     after = dict(model.named_parameters())
     same = all(after[name] is parameter for name, parameter in parameters.items()) and len(after) == len(parameters)
     return texts[0], len(traffic), same and [module.forward for module in model.modules()] == forwards

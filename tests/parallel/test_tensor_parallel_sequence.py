@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.caught_errors import told
-from support.tensor_only import assert_equal_to_single, prepare
+from support.caught_errors import catch_error
+from support.tensor_only import assert_equal_to_single, register_strategy_and_models
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -94,7 +94,7 @@ def test_only_the_blocks_of_a_stack_are_on_a_part_of_the_positions() -> None:
 
 def _refusal(model_type: str) -> tuple[str, bool]:
     """The refusal, and whether weights are as they were."""
-    prepare()
+    register_strategy_and_models()
     case, managers, before = Case(model_type=model_type, tied=None), [], {}
 
     def train() -> None:
@@ -102,7 +102,7 @@ def _refusal(model_type: str) -> tuple[str, bool]:
         before.update(full_weights(managers[0]))
         train_steps(managers[0], case, range(1))
 
-    text = told(train)
+    text = catch_error(train)
     after = full_weights(managers[0]) if managers else {}
     return text, all(torch.equal(before[name], after[name]) for name in before)
 
@@ -141,7 +141,7 @@ def test_plans_that_leave_no_part_to_the_ranks_are_refused(model_type: str, plan
 
 def _odd_length(sequence_parallel: bool) -> tuple[str, float]:
     """The refusal of 15 positions on two ranks, and the loss of a good step after it."""
-    prepare()
+    register_strategy_and_models()
     case = Case()
     manager = build_manager("tensor_only", {"sequence_parallel": sequence_parallel}, {"tp_size": 2}, case)
     good = rank_microbatches(case, 0, 0, 1)
@@ -152,7 +152,7 @@ def _odd_length(sequence_parallel: bool) -> tuple[str, float]:
         manager.forward_backward(odd, num_tokens=count_tokens(odd, manager.mesh))
         manager.optimizer_step()
 
-    return told(train), float(manager.forward_backward(good, num_tokens=count_tokens(good, manager.mesh)))
+    return catch_error(train), float(manager.forward_backward(good, num_tokens=count_tokens(good, manager.mesh)))
 
 
 def test_a_length_that_the_ranks_do_not_divide_is_refused_and_training_goes_on() -> None:

@@ -30,7 +30,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.forked_tests import CHANGE, ROOT, collect, prepare, run_tests, run_with_hook
+from support.forked_tests import CHANGE_VARIABLE, ROOT, collect_test_ids, run_tests, run_with_hook, start_fork_server
 
 HERE = Path(__file__).parent
 RESULTS = ROOT / "benchmarks" / "results" / "bugs.json"
@@ -143,7 +143,7 @@ def find_tests(names: Iterable[str]) -> dict[str, list[str]]:
     """For each name of a test, the ids that pytest collects for it; all parameters if it names none."""
     names = list(dict.fromkeys(names))
     files = sorted({str(file) for found in find_test_files(names).values() for file in found})
-    ids = collect(files) if files else []
+    ids = collect_test_ids(files) if files else []
     return {name: [each for each in ids if each.endswith(f"::{name}") or f"::{name}[" in each] for name in names}
 
 
@@ -250,9 +250,9 @@ def main() -> int:
             print(f"{name}: {reason}")
         print(f"{len(bugs) - len(stale)} of {len(bugs)} bugs apply")
         return int(bool(stale))
-    if CHANGE not in os.environ:
+    if CHANGE_VARIABLE not in os.environ:
         return run_with_hook()
-    prepare()
+    start_fork_server()
     if arguments.tests:
         for bug in bugs:
             found = run_with_bug(arguments.tests, bug)

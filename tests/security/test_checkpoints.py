@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import error_of, flip, reseal
-from support.commands import invoke
+from support.checkpoints import catch_error_text, flip_file_bit, rewrite_manifest
+from support.commands import invoke_in_process
 
 from meshwright import CheckpointError, load_checkpoint, save_checkpoint
 from meshwright.checkpoint import export_checkpoint, loading, stored_model
@@ -128,7 +128,7 @@ def _swapped_after(module: object, name: str, path: Path) -> Iterator[None]:
     original = getattr(module, name)
 
     def swapping(*arguments: object, **options: object) -> object:
-        flip(path)
+        flip_file_bit(path)
         return original(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -140,7 +140,7 @@ def _load(checkpoint: str, name: str) -> str:
     place = LocalStorage(Path(checkpoint), StorageOptions(SigningKey(SECRET)))
     manager = build_manager("single", {}, {}, CASE, seed=4)
     with _swapped_after(loading, "read_index" if name == PAYLOAD else "_check_base", place.path / name):
-        return error_of(lambda: load_checkpoint(manager, place))
+        return catch_error_text(lambda: load_checkpoint(manager, place))
 
 
 @pytest.mark.parametrize("name", [PAYLOAD, "optimizer-00000.json"])
@@ -208,7 +208,7 @@ def test_links_that_lead_in_a_circle_hang_nobody(root: Path) -> None:
         (checkpoint / "huggingface" / f"circle-{number}").symlink_to("..")
     assert LocalStorage(checkpoint).list_file_sizes() == names
     for command, place in itertools.product(("show", "verify"), (checkpoint, root)):
-        assert invoke("checkpoint", command, place)[0] == 0
+        assert invoke_in_process("checkpoint", command, place)[0] == 0
 
 
 ODD = (None, "x", math.inf, -math.inf, math.nan, -1, 1.5, True, {}, [], [[]], [None], 10**400, {"x": "x"})
@@ -234,14 +234,14 @@ def test_what_a_run_remembers_is_taken_or_the_checkpoint_is_refused(root: Path) 
         "loop": loop,
     }
     place = root / "step-00000001"
-    reseal(place, extra=whole)
+    rewrite_manifest(place, extra=whole)
     assert read_manifest(place).extra == whole
     best = SimpleNamespace(keep_best=1, best_of="held_out")
     outcomes = Counter[bool]()
     for path, odd in itertools.product(_paths(whole), ODD):
         extra = copy.deepcopy(whole)
         reduce(getitem, path[:-1], extra)[path[-1]] = odd
-        reseal(place, extra=extra)
+        rewrite_manifest(place, extra=extra)
         try:
             manifest = read_manifest(place)
         except CheckpointError:

@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 import yaml
 from security.small_run import small_run
-from support.checkpoints import reseal
+from support.checkpoints import rewrite_manifest
 from support.commands import MODEL
 
 TIME_LIMIT_S = 120
@@ -266,7 +266,7 @@ def _settings(files: _Files) -> Iterator[tuple[str, Case]]:
     written.write_text(yaml.safe_dump(yaml.safe_load(written.read_text()) | {"objective": timer}))
     for path in crafted.rglob("checkpoint.json"):
         extra = json.loads(path.read_text())["extra"]
-        reseal(path.parent, extra={**extra, "run": {**extra["run"], "objective": timer}})
+        rewrite_manifest(path.parent, extra={**extra, "run": {**extra["run"], "objective": timer}})
     for command in (("replay", str(crafted)), ("diff", str(files.root / "out"), str(crafted))):
         yield f"a constructor of torch: {command[0]}", Case(command, -1)
     table = files.root / "plan.csv"
@@ -304,7 +304,7 @@ def _data(files: _Files) -> Iterator[tuple[str, Case]]:
 def _checkpoints(files: _Files) -> Iterator[tuple[str, Case]]:
     index = files.copy("out/checkpoints/step-00000002", "crafted-index")
     (index / "index.json").write_bytes(pickle.dumps(_Payload(files.mark)))
-    reseal(index)
+    rewrite_manifest(index)
     for arguments, code in (
         (("checkpoint", "show", str(index)), 1),
         (("export", str(index), str(files.root / "exported-index")), 2),
@@ -317,7 +317,7 @@ def _checkpoints(files: _Files) -> Iterator[tuple[str, Case]]:
     _code(config / "huggingface", files.mark)
     _change(config / "huggingface/config.json", model_type="evil", auto_map=AUTO_MAP)
     _change(config / "huggingface/tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="EvilTokenizer")
-    reseal(config)
+    rewrite_manifest(config)
     arguments = ("export", str(config), str(files.root / "exported-config"))
     yield "crafted-config: export", Case(arguments, 2, "code of its own")
 

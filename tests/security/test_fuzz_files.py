@@ -18,10 +18,10 @@ import torch
 import yaml
 from security.small_run import write_small_run
 from starlette.datastructures import QueryParams
-from support.checkpoints import reseal
-from support.commands import command
-from support.resource_limits import bounded, check_refusal
-from support.watched_runs import make_ranks, make_run, make_timeline
+from support.checkpoints import rewrite_manifest
+from support.commands import run_command
+from support.resource_limits import check_user_error, limit_resources
+from support.watched_runs import write_rank_files, write_run_directory, write_timelines
 from typer.testing import CliRunner
 
 from meshwright.base.errors import MeshwrightError
@@ -102,10 +102,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("whole")
     checkpoint = {"every": 1, "keep_last": 1}
     run = write_small_run(root, steps=3, output_dir=str(root / "run"), checkpoint=checkpoint, profile={"steps": [2, 2]})
-    command("train", str(run)).check_returncode()
-    watched = make_run(root / "watched", 20)
-    make_ranks(watched, 2)
-    make_timeline(watched)
+    run_command("train", str(run)).check_returncode()
+    watched = write_run_directory(root / "watched", 20)
+    write_rank_files(watched, 2)
+    write_timelines(watched)
     adapter = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     (root / "adapter").mkdir()
     text = json.dumps({**adapter, "base_model_name_or_path": str(root / "run/model")})
@@ -132,7 +132,7 @@ def _checkpoint(place: Path) -> None:
 
 def _part_of_checkpoint(place: Path) -> None:
     # As one who crafts a checkpoint would.
-    reseal(next((place / "run" / "checkpoints").iterdir()))
+    rewrite_manifest(next((place / "run" / "checkpoints").iterdir()))
     _checkpoint(place)
 
 
@@ -225,10 +225,10 @@ def test_a_spoilt_file_is_read_or_refused(
     for case, copy in _cases(kind, count, whole, tmp_path):
         before = {path.name for path in copy.iterdir()}
         try:
-            with bounded(case):
+            with limit_resources(case):
                 KINDS[kind][1](copy)
         except MeshwrightError as refusal:
-            check_refusal(refusal)
+            check_user_error(refusal)
         assert {path.name for path in copy.iterdir()} - before <= MAY_APPEAR, case
         assert not [path for path in outside.rglob("*") if path.is_file()], case
         assert {path.name for path in tmp_path.iterdir()} <= {"outside", "copy"}, case

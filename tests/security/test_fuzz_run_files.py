@@ -21,8 +21,8 @@ import transformers
 import yaml
 from pydantic import BaseModel
 from support.commands import LAUNCHER_VARIABLES, MODEL, write_run
-from support.fuzzed_run_files import ODD, OddRunFiles, places, put
-from support.resource_limits import bounded, check_refusal
+from support.fuzzed_run_files import UNUSUAL_VALUES, RunFileFuzzer, iter_keys, set_at
+from support.resource_limits import check_user_error, limit_resources
 from typer.testing import CliRunner
 
 from meshwright.base.errors import MeshwrightError
@@ -62,7 +62,7 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def check_usage_error(error: MeshwrightError) -> None:
-    check_refusal(error)
+    check_user_error(error)
     assert error.exit_code == 2
 
 
@@ -91,12 +91,12 @@ def test_each_odd_value_of_each_key_is_refused_or_kept_as_it_is() -> None:
     for below, cls, needed in targets:
         allowed = whole.evolve(schema=below)
         # Options of strategies are judged by those: as values of the run file they are any mapping.
-        known = [path for path, _ in places(schema, below) if path[0] not in ("strategy_config", "wrapper_config")]
-        for path, value in itertools.product(known, ODD):
+        known = [path for path, _ in iter_keys(schema, below) if path[0] not in ("strategy_config", "wrapper_config")]
+        for path, value in itertools.product(known, UNUSUAL_VALUES):
             values = copy.deepcopy(needed)
-            put(values, path, copy.deepcopy(value))
+            set_at(values, path, copy.deepcopy(value))
             try:
-                with bounded((cls.__name__, path, value)):
+                with limit_resources((cls.__name__, path, value)):
                     kept: Any = validate_config(cls, values, where="a run file")
             except MeshwrightError as error:
                 check_usage_error(error)
@@ -128,12 +128,12 @@ def _options_of_optimizers() -> list[tuple[type[Any], str]]:
 
 @pytest.mark.parametrize("count", [300, pytest.param(None, marks=pytest.mark.zoo)])
 def test_odd_options_of_optimizers_are_refused_or_work(count: int | None) -> None:
-    cases = list(itertools.product(_options_of_optimizers(), ODD))
+    cases = list(itertools.product(_options_of_optimizers(), UNUSUAL_VALUES))
     counts: Counter[str] = Counter()
     for (cls, name), value in random.Random(15).sample(cases, count or len(cases)):
         config = OptimizerConfig(name=cls.__name__, options={name: copy.deepcopy(value)})
         try:
-            with bounded(config):
+            with limit_resources(config):
                 probe_optimizer(config, ScheduleConfig(), 10, device=CPU)
         except MeshwrightError as error:
             check_usage_error(error)
@@ -153,13 +153,13 @@ def test_odd_fields_of_models_are_refused_or_train(count: int | None, tmp_path: 
     tokenizer = load_tokenizer(prepare_data(load_run(write_run(tmp_path)).data).tokenizer_dir)
     counts: Counter[str] = Counter()
     fields = transformers.AutoConfig.for_model("llama").to_dict()
-    cases = [case for case in itertools.product(fields, ODD) if case[0] not in ("model_type", "dtype")]
+    cases = [case for case in itertools.product(fields, UNUSUAL_VALUES) if case[0] not in ("model_type", "dtype")]
     ends = [("num_hidden_layers", 2**31), ("vocab_size", 10**30), ("intermediate_size", 2**63)]
     for name, value in [*ends, *random.Random(14).sample(cases, count or len(cases))]:
         section = {**MODEL, name: copy.deepcopy(value)}
         before = copy.deepcopy(section)
         try:
-            with bounded(section):
+            with limit_resources(section):
                 config = build_model_config(section, tokenizer=tokenizer, seq_len=16)
                 probe_model(config, torch.float32, seq_len=16, device=CPU, degrees=Degrees())
         except MeshwrightError as error:
@@ -178,7 +178,7 @@ def test_odd_fields_of_models_are_refused_or_train(count: int | None, tmp_path: 
     "count", [400, pytest.param(3000, marks=pytest.mark.slow), pytest.param(20_000, marks=pytest.mark.zoo)]
 )
 def test_run_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
-    path, files = tmp_path / "odd.yaml", OddRunFiles(MINIMAL, seed=16 + (count > 3000))
+    path, files = tmp_path / "odd.yaml", RunFileFuzzer(MINIMAL, seed=16 + (count > 3000))
     schema = jsonschema.Draft202012Validator(run_schema())
     counts: Counter[str] = Counter()
     for number in range(count):
@@ -186,7 +186,7 @@ def test_run_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
         path.write_bytes(file.content)
         outcome = "refused as they are read"
         try:
-            with bounded((number, file)):
+            with limit_resources((number, file)):
                 config = load_run(path, file.assignments)
                 outcome = "refused by their strategy"
                 ranks = config.count_local_ranks(get_registry().get(config.strategy).axes, 0)
@@ -218,7 +218,7 @@ def _start(main: Any, arguments: tuple[Any, ...], **_: Any) -> None:
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OddRunFiles:
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunFileFuzzer:
     """Odd run files on small data; `meshwright train` in this process raises Started instead of starting ranks."""
     # Tracing each would take a second; some turn it on.
     good = {**yaml.safe_load(write_run(tmp_path).read_text()), "steps": 1, "plan": {"enabled": False}}
@@ -242,19 +242,19 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OddRunFiles:
         ("schedule", "options", "num_cycles"): {"type": "number"},
         ("model", "model_type"): {"enum": ["llama", "qwen2", "mistral", "olmo", "gpt2", "bert", "t5"]},
     }
-    return OddRunFiles(good, seed=17, more=more)
+    return RunFileFuzzer(good, seed=17, more=more)
 
 
 @pytest.mark.parametrize(
     "count", [pytest.param(300, marks=pytest.mark.slow), pytest.param(2500, marks=pytest.mark.zoo)]
 )
-def test_runs_are_planned_or_refused(count: int, planned: OddRunFiles, tmp_path: Path) -> None:
+def test_runs_are_planned_or_refused(count: int, planned: RunFileFuzzer, tmp_path: Path) -> None:
     path, counts = tmp_path / "odd.yaml", Counter[str]()
     for number in range(count):
         file = planned[number]
         path.write_bytes(file.content)
         options = [each for assignment in file.assignments for each in ("--set", assignment)]
-        with bounded(file):
+        with limit_resources(file):
             result = CliRunner().invoke(cli.app, ["train", str(path), *options])
             if not isinstance(result.exception, Started | SystemExit):
                 raise result.exception or AssertionError("it has ended without an error")

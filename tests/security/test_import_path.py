@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from security.small_run import write_small_run
-from support.launched_processes import free_port
+from support.launched_processes import find_free_port
 
 import meshwright
 
@@ -71,7 +71,7 @@ def test_a_command_imports_nothing_from_the_current_directory(how: str, place: P
         command += ["plan", "run.yaml", "--gpus", "2", "--device", "h100-80gb"]
     elif how == "rank of a launcher":
         command += ["train", "run.yaml", *alone, "--set", "watchdog_s=60"]
-        more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "LOCAL_RANK": "0"}
+        more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "RANK": "0", "LOCAL_RANK": "0"}
         more |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     elif how == "python -m":
         # What Python loads before it runs any module of ours is its own matter; torch is not among it.

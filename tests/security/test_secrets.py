@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from security.small_run import job_values, write_small_run
-from support.commands import command
+from support.commands import run_command
 
 from meshwright.base.errors import ConfigError
 from meshwright.base.validation import FrozenModel
@@ -132,7 +132,7 @@ def test_files_of_a_job_that_hold_secrets_are_their_owners(
 @pytest.mark.slow
 def test_a_run_leaves_no_secret_anywhere(tmp_path: Path) -> None:
     path = write_small_run(tmp_path, launch=_values()["launch"])
-    done = command("train", str(path))
+    done = run_command("train", str(path))
     assert done.returncode == 0, done.stderr
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert len(files) > 10

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from security.listening_sockets import beyond_loopback, listening
 from security.small_run import write_small_run
-from support.launched_processes import free_port
+from support.launched_processes import find_free_port
 
 from meshwright.launch.store import host_store, restrict_to_loopback
 
@@ -89,7 +89,7 @@ def test_a_run_and_its_replay_wait_on_loopback_alone(tmp_path: Path) -> None:
     ids=["calibration", "check", "watch"],
 )
 def test_other_commands_wait_on_loopback_alone(arguments: tuple[str, ...], sockets: int, tmp_path: Path) -> None:
-    command = ("-m", "meshwright", *(each.replace("PORT", str(free_port())) for each in arguments))
+    command = ("-m", "meshwright", *(each.replace("PORT", str(find_free_port())) for each in arguments))
     found = waiting(tmp_path, command, until=sockets)
     assert len(found) >= sockets
     assert not beyond_loopback(found)
@@ -97,7 +97,7 @@ def test_other_commands_wait_on_loopback_alone(arguments: tuple[str, ...], socke
 
 @pytest.mark.slow
 def test_ranks_of_another_launcher_wait_where_it_says(tmp_path: Path) -> None:
-    port = str(free_port())
+    port = str(find_free_port())
     of_all = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     found = waiting(tmp_path, ("-c", LOOP), ("-c", LOOP), **of_all)
     assert f"127.0.0.1:{port}" in found
@@ -120,7 +120,7 @@ def test_between_machines_a_store_waits_where_the_ranks_are_told() -> None:
 def test_a_store_is_left_to_torch_where_its_address_is_not_this_machines_and_a_port_that_is_taken_is_an_error() -> None:
     # A forwarded port; and a machine that knows itself by its loopback.
     for address in ("192.0.2.1", "127.0.0.1"):
-        assert host_store(address, free_port(), timeout_s=10, spans_machines=True) is None
+        assert host_store(address, find_free_port(), timeout_s=10, spans_machines=True) is None
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         host_store("127.0.0.1", taken.getsockname()[1], timeout_s=10)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from security.small_run import write_small_run
-from support.commands import command
+from support.commands import run_command
 
 from meshwright.base.errors import CheckpointError, ConfigError
 from meshwright.checkpoint.lifecycle import LocalCheckpointWriter
@@ -80,10 +80,10 @@ def test_a_run_refuses_links_and_replaces_those_of_names_on_the_way(tmp_path: Pa
         (out / f"{name}.tmp").symlink_to(victim)
     (out / files.METRICS).symlink_to(victim)
     run = str(write_small_run(tmp_path, output_dir=str(out), overwrite=True))
-    done = command("train", run)
+    done = run_command("train", run)
     assert (done.returncode, "no run has made" in done.stderr) == (2, True), done.stderr
     (out / files.METRICS).unlink()
-    done = command("train", run)
+    done = run_command("train", run)
     assert done.returncode == 0, done.stderr
     assert victim.read_text() == SECRET
     assert (tmp_path / "disk" / files.SUMMARY).is_file()

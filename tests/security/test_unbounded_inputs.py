@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from security.small_run import write_small_run
-from support.commands import command
+from support.commands import run_command
 
 from meshwright._compat import peft as peft_compat
 from meshwright.base.errors import ConfigError, DataError, ModelError
@@ -132,6 +132,6 @@ def test_commands_refuse_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     os.mkfifo(tmp_path / "out" / "metrics.jsonl")
     for arguments in (("checkpoint", "show", str(place)), ("train", str(run), "--set", "overwrite=true")):
-        done = command(*arguments, timeout_s=120)
+        done = run_command(*arguments, timeout_s=120)
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from security.small_run import write_small_run
-from support.commands import invoke
+from support.commands import invoke_in_process
 
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.remote_storage import PROTOCOLS, RemoteStorage, is_url, open_storage
@@ -71,6 +71,6 @@ def test_every_command_that_takes_a_url_refuses_it(tmp_path: Path) -> None:
         ("train", run, "--set", f"resume={url}"),
         ("train", run, "--set", f"checkpoint={{every: 1, to: '{url}'}}"),
     ):
-        code, output = invoke(*arguments)
+        code, output = invoke_in_process(*arguments)
         assert (code, "not opened" in output) == (2, True), output
     assert not (tmp_path / "out").exists()

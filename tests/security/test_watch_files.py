@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from support.watched_runs import make_ranks, make_run, make_timeline
+from support.watched_runs import write_rank_files, write_run_directory, write_timelines
 
 from meshwright_watch import server
 from meshwright_watch.metric_columns import MAX_LINE_BYTES, FileTail
@@ -37,14 +37,14 @@ def _client(*directories: Path, token: str | None = TOKEN) -> TestClient:
 
 @pytest.mark.parametrize("token", [None, "", "another", TOKEN + "x", TOKEN[:-1]])
 def test_without_the_token_nothing_is_answered(token: str | None, tmp_path: Path) -> None:
-    client = _client(make_run(tmp_path / "run", 3), token=token)
+    client = _client(write_run_directory(tmp_path / "run", 3), token=token)
     for path in PATHS:
         answer = client.get(path)
         assert (answer.status_code, "token" in answer.text) == (403, True), path
 
 
 def test_the_printed_address_lets_a_browser_in_and_hides_its_token(tmp_path: Path) -> None:
-    client = _client(make_run(tmp_path / "run", 3), token=None)
+    client = _client(write_run_directory(tmp_path / "run", 3), token=None)
     assert client.get("/?token=another").status_code == 403
     # Not for answers: an address with a token would be in more places.
     assert client.get(f"/api/state?token={TOKEN}").status_code == 403
@@ -99,9 +99,9 @@ def _all(client: TestClient) -> None:
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Path, Path]:
     for name in ("hostile", "plain"):
-        run = make_run(tmp_path / name, 20)
-        make_ranks(run, 2)
-        make_timeline(run)
+        run = write_run_directory(tmp_path / name, 20)
+        write_rank_files(run, 2)
+        write_timelines(run)
     return tmp_path / "hostile", tmp_path / "plain"
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support.measurements import measure_memory
-from support.tensor_only import prepare
-from support.tiers import mostly_slow
+from support.tensor_only import register_strategy_and_models
+from support.tiers import mark_mostly_slow
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -56,7 +56,7 @@ class _Logits(OperationObserver):
 def _train(
     strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case, wrapper: Mapping[str, Any] | None
 ) -> tuple[Outcome, int]:
-    prepare()
+    register_strategy_and_models()
     manager = build_manager(strategy, config, sizes, case, wrapper_config=wrapper)
     # Not before: models are cut by what a few more positions show.
     with _Logits(case_vocab_size(case.model_type)) as seen:
@@ -81,7 +81,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any], bo
 """Strategy, options, sizes, options of the pipeline, and whether the head is tied."""
 
 
-@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, "tp"))
+@pytest.mark.parametrize("name", mark_mostly_slow(LAYOUTS, "tp"))
 def test_every_layout_trains_and_evaluates_by_rows_and_holds_logits_of_no_more(name: str) -> None:
     strategy, config, sizes, wrapper, tied = LAYOUTS[name]
     case = Case(tied=tied, microbatches=2, num_masked_sequences=3, eval_after=True, layers=4)

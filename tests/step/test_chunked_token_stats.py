@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.measurements import measure_memory
-from support.tiers import mostly_slow
+from support.tiers import mark_mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -138,7 +138,7 @@ def _shared_out(entries: int, ids_NK: Tensor) -> tuple[dict[str, Tensor], list[T
     return {name: each.detach() for name, each in found.items()}, list(gradients), list(of_loss)
 
 
-@pytest.mark.parametrize(("ranks", "entries"), mostly_slow([(2, V), (3, 4)]))
+@pytest.mark.parametrize(("ranks", "entries"), mark_mostly_slow([(2, V), (3, 4)]))
 def test_ranks_that_share_the_vocabulary_find_what_one_does(ranks: int, entries: int) -> None:
     """Of four entries, the third rank has none."""
     given, ids_N = _inputs(3, entries=entries)

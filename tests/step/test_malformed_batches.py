@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.caught_errors import told
-from support.managers import manager_of
-from support.tiers import mostly_slow
+from support.caught_errors import catch_error
+from support.managers import build_model_manager
+from support.tiers import mark_mostly_slow
 
 from meshwright import Mesh, MeshSizes, OptimizerConfig, count_tokens, open_world, optimizer_factory
 from meshwright.step.tokens import sum_token_loss
@@ -51,13 +51,13 @@ def _defects(strategy: str) -> tuple[list[str], float]:
     tokens = count_tokens(good, mesh)
     for change, others in (*((change, tokens) for change, _ in DEFECTS), (list, torch.tensor(7))):
         given = (change(good), others) if mesh.rank == 1 else (good, tokens)
-        texts.append(told(manager.forward_backward, given[0], num_tokens=given[1]))
+        texts.append(catch_error(manager.forward_backward, given[0], num_tokens=given[1]))
     empty = _each(labels=lambda labels: torch.full_like(labels, -100))(good)
-    texts.append(told(manager.forward_backward, empty, num_tokens=count_tokens(empty, mesh)))
+    texts.append(catch_error(manager.forward_backward, empty, num_tokens=count_tokens(empty, mesh)))
     return texts, float(manager.forward_backward(good, num_tokens=tokens))
 
 
-@pytest.mark.parametrize("strategy", mostly_slow(["ddp", "fsdp2"], "fsdp2"))
+@pytest.mark.parametrize("strategy", mark_mostly_slow(["ddp", "fsdp2"], "fsdp2"))
 def test_defect_on_one_rank_raises_on_all_and_training_goes_on(strategy: str) -> None:
     first, second = pool(2).run(_defects, strategy)
     assert first == second
@@ -94,13 +94,13 @@ def _misuse(strategy: str) -> list[str]:
     frozen, routed = build_tiny_model().requires_grad_(False), build_tiny_model()
     routed.config.output_router_logits = True
     return [
-        *(told(manager_of, model, strategy) for model in (frozen, routed)),
-        told(manager.forward_backward, batches, num_tokens=tokens),
-        told(manager.parallelize, build_tiny_model()),
-        told(fresh.forward_backward, batches, num_tokens=tokens),
-        told(fresh.build_optimizer, optimizer_factory(OptimizerConfig())),
-        told(fresh.optimizer_step),
-        told(fresh.state_dict),
+        *(catch_error(build_model_manager, model, strategy) for model in (frozen, routed)),
+        catch_error(manager.forward_backward, batches, num_tokens=tokens),
+        catch_error(manager.parallelize, build_tiny_model()),
+        catch_error(fresh.forward_backward, batches, num_tokens=tokens),
+        catch_error(fresh.build_optimizer, optimizer_factory(OptimizerConfig())),
+        catch_error(fresh.optimizer_step),
+        catch_error(fresh.state_dict),
     ]
 
 
@@ -112,7 +112,7 @@ def test_the_loss_of_logits_in_half_precision_is_that_in_float32() -> None:
     assert torch.equal(loss, sum_token_loss(logits.float(), labels))
 
 
-@pytest.mark.parametrize("strategy", mostly_slow(["single", "ddp", "fsdp2"], "ddp"))
+@pytest.mark.parametrize("strategy", mark_mostly_slow(["single", "ddp", "fsdp2"], "ddp"))
 def test_calls_out_of_order_are_told(strategy: str) -> None:
     ranks = 1 if strategy == "single" else 2
     for frozen, routed, pending, twice, *others in pool(ranks).run(_misuse, strategy):
@@ -132,7 +132,7 @@ def _shared(rank: int) -> list[str]:
         mine = rank_microbatches(case, 0, mesh.data_rank, mesh.data_size)
         if mesh.rank == culprit:
             mine = [{**batch, "input_ids": batch["input_ids"].flip(0)} for batch in mine]
-        texts.append(told(lambda mine=mine: manager.forward_backward(mine, num_tokens=count_tokens(mine, mesh))))
+        texts.append(catch_error(lambda mine=mine: manager.forward_backward(mine, num_tokens=count_tokens(mine, mesh))))
     return texts
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.caught_errors import told
-from support.tiers import mostly_slow
+from support.caught_errors import catch_error
+from support.tiers import mark_mostly_slow
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import modeling_flash_attention_utils as flash
 
@@ -55,7 +55,7 @@ def _train(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Out
 
 @pytest.mark.parametrize(
     ("strategy", "shape", "names"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             ("fsdp2", (1, 2), ("data_parallel", "tensor_parallel")),
             ("fsdp2", (1, 2, 1, 1, 2), ROOT),
@@ -74,12 +74,12 @@ def test_a_manager_on_a_device_mesh_trains_as_one_process(strategy, shape, names
 
 def _refused(shape: tuple[int, ...], names: tuple[str, ...], part: str | None) -> str:
     whole = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    return told(FSDP2Manager, FSDP2Config(), device_mesh=whole[part] if part else whole)
+    return catch_error(FSDP2Manager, FSDP2Config(), device_mesh=whole[part] if part else whole)
 
 
 @pytest.mark.parametrize(
     ("shape", "names", "part", "text"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             ((2, 1), ("rows", "tp"), None, "unknown axis 'rows'. Known: pp, dp_replicate"),
             ((2, 1), ("tp", "dp"), None, ""),
@@ -169,7 +169,7 @@ def _from_doors(path: str, name: str) -> list[str]:
     return [f"{type(each.config).__name__} on {each.mesh.degrees}" for each in managers]
 
 
-@pytest.mark.parametrize("name", mostly_slow(DOORS))
+@pytest.mark.parametrize("name", mark_mostly_slow(DOORS))
 def test_the_strategy_follows_from_the_config_and_the_sizes_from_a_device_mesh(name: str, tmp_path: Path) -> None:
     build_tiny_model().save_pretrained(tmp_path)
     assert pool(2).run(_from_doors, str(tmp_path), name) == [[DOORS[name][0]] * 4] * 2
@@ -185,12 +185,12 @@ def _mixed_up(case: str) -> str:
         "no config": {"config": PipelineConfig, "device": "cpu"},
         "replicated": {"config": DDPConfig(), "dp_replicate_size": 1, "device": "cpu"},
     }
-    return told(mw.from_config, build_tiny_model().config, **forms[case])
+    return catch_error(mw.from_config, build_tiny_model().config, **forms[case])
 
 
 @pytest.mark.parametrize(
     ("case", "start"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             ("size", "MeshError: tp_size=2, but device_mesh has 1. Leave tp_size out."),
             ("device", "MeshError: device_mesh and device both say where"),
@@ -209,7 +209,7 @@ def test_arguments_that_contradict_a_device_mesh_are_refused_on_all_ranks(case: 
 def _managers_on(given: Any) -> list[str]:
     device_mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     classes: tuple[Any, ...] = (FSDP2Manager, MegatronFSDPManager, DDPManager, PipelineManager)
-    return [told(cls, given, device_mesh).partition("Manager ")[2] for cls in classes]
+    return [catch_error(cls, given, device_mesh).partition("Manager ")[2] for cls in classes]
 
 
 @pytest.mark.parametrize(("given", "start"), [({}, ""), ({"bogus": 1}, "is not valid"), ("full", "takes a ")], ids=str)

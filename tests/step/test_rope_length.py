@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.managers import manager_of
-from support.tiers import mostly_slow
+from support.managers import build_model_manager
+from support.tiers import mark_mostly_slow
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
@@ -66,7 +66,7 @@ def batch_of(given: list[dict[str, Tensor]], *, packed: bool) -> Batch:
 
 def trained(rope: str, strategy: str, sizes: dict[str, int], microbatches: int) -> list[float]:
     """Losses, norms and evaluation losses of three steps."""
-    manager = manager_of(model_of(rope), strategy, sizes=sizes, optimizer=OptimizerConfig(name="SGD", lr=0.1))
+    manager = build_model_manager(model_of(rope), strategy, sizes=sizes, optimizer=OptimizerConfig(name="SGD", lr=0.1))
     found = []
     for step in range(3):
         each = rows(step)
@@ -83,10 +83,10 @@ def trained(rope: str, strategy: str, sizes: dict[str, int], microbatches: int) 
     return found
 
 
-@pytest.mark.parametrize("rope", mostly_slow(ROPES, "dynamic"))
+@pytest.mark.parametrize("rope", mark_mostly_slow(ROPES, "dynamic"))
 @pytest.mark.parametrize(
     ("ranks", "strategy", "sizes", "microbatches"),
-    mostly_slow(
+    mark_mostly_slow(
         [(2, "fsdp2", {}, 2), (1, "single", {}, 2), (2, "fsdp2", {"tp_size": 2}, 4), (2, "ddp", {"pp_size": 2}, 2)]
     ),
 )
@@ -104,7 +104,7 @@ def test_rows_of_one_length_have_the_loss_of_transformers_after_longer_ones_too(
 
 
 def first_loss(rope: str) -> float:
-    manager = manager_of(model_of(rope))
+    manager = build_model_manager(model_of(rope))
     longer = torch.ones(1, 30, dtype=torch.int64)
     before = [{"input_ids": longer, "labels": longer}]
     manager.eval_loss(before, num_tokens=count_tokens(before, manager.mesh))

@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.caught_errors import told
-from support.managers import empty_manager, manager_of
+from support.caught_errors import catch_error
+from support.managers import build_empty_manager, build_model_manager
 from support.objective_layouts import LAYOUTS as OBJECTIVES
-from support.objective_layouts import Layout, all_columns_of, packed, shipped, trained_by
-from support.tiers import mostly_slow
+from support.objective_layouts import (
+    ObjectiveLayout,
+    build_all_columns,
+    build_shipped_objective,
+    pack_documents,
+    train_manager,
+)
+from support.tiers import mark_mostly_slow
 from torch import nn
 
 from meshwright import count_tokens
@@ -59,7 +65,7 @@ def _train(
     shares: int | None,
     wrapper: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    manager = manager_of(_model(case), strategy, config, sizes, wrapper=wrapper, optimizer=case.optimizer)
+    manager = build_model_manager(_model(case), strategy, config, sizes, wrapper=wrapper, optimizer=case.optimizer)
     losses, norms, eval_losses = [], [], []
     for step in range(case.steps):
         microbatches = _shared(case, step, manager.mesh.data_rank, manager.mesh.data_size, shares)
@@ -90,9 +96,9 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "config", "sizes", "shares"), mostly_slow(LAYOUTS, ("ddp", 2, {}, {}, 2)), ids=str
+    ("strategy", "ranks", "config", "sizes", "shares"), mark_mostly_slow(LAYOUTS, ("ddp", 2, {}, {}, 2)), ids=str
 )
-@pytest.mark.parametrize(("microbatches", "padded"), mostly_slow([(1, True), (2, False)], 2))
+@pytest.mark.parametrize(("microbatches", "padded"), mark_mostly_slow([(1, True), (2, False)], 2))
 def test_statistics_are_those_of_all_ranks(strategy, ranks, config, sizes, shares, microbatches, padded):
     case = Case(**{**vars(CASE), "microbatches": microbatches})
     found = pool(ranks).run(_train, strategy, config, sizes, case, padded, None)
@@ -124,8 +130,8 @@ def test_every_stage_of_a_pipeline_adds_its_routers(
     assert find_max_difference(found, expected).worst <= 1e-9
 
 
-@pytest.mark.parametrize("model_type", mostly_slow(["mixtral", "qwen2_moe", "gpt_oss", "olmoe"]))
-@pytest.mark.parametrize(("padded", "microbatches"), mostly_slow([(False, 2), (True, 1)]))
+@pytest.mark.parametrize("model_type", mark_mostly_slow(["mixtral", "qwen2_moe", "gpt_oss", "olmoe"]))
+@pytest.mark.parametrize(("padded", "microbatches"), mark_mostly_slow([(False, 2), (True, 1)]))
 def test_the_loss_is_that_of_the_models_own_forward(model_type: str, padded: bool, microbatches: int) -> None:
     """Of several microbatches, the mean of what each gives."""
     case = Case(model_type=model_type, tied=None, steps=1, microbatches=microbatches)
@@ -142,7 +148,7 @@ def test_the_loss_is_that_of_the_models_own_forward(model_type: str, padded: boo
 def _refused(kind: str) -> str:
     sizes = {"given stages": {"pp_size": 2}, "another loss under cp": {"cp_size": 2}}.get(kind, {})
     given = {"patch_inner_model": False, "patch_causal_lm_model": False} if "pp_size" in sizes else None
-    manager = empty_manager("fsdp2", sizes=sizes, wrapper=given)
+    manager = build_empty_manager("fsdp2", sizes=sizes, wrapper=given)
     model = _model(CASE)
     if kind.startswith("another loss"):
         forward = model.forward
@@ -161,12 +167,12 @@ def _refused(kind: str) -> str:
         manager.parallelize(model)
         manager.forward_backward(microbatches, num_tokens=count_tokens(microbatches, manager.mesh))
 
-    return told(train)
+    return catch_error(train)
 
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    mostly_slow(
+    mark_mostly_slow(
         [
             ("given stages", "pipelines whose stages are given (patch_inner_model=false), do not add"),
             ("another loss", "so its statistics over ranks are not known"),
@@ -184,14 +190,16 @@ def test_what_cannot_be_added_is_refused_on_all_ranks(kind: str, text: str) -> N
 
 def _columns(case: Case, step: int, data_rank: int, data_ranks: int, *, shares: int | None) -> list[Batch]:
     """Packed microbatches with all columns."""
-    batches = [packed(batch) for batch in _shared(case, step, data_rank, data_ranks, shares)]
-    return [{**batch, **all_columns_of(batch)} for batch in batches]
+    batches = [pack_documents(batch) for batch in _shared(case, step, data_rank, data_ranks, shares)]
+    return [{**batch, **build_all_columns(batch)} for batch in batches]
 
 
-def _objective(layout: Layout, case: Case, shares: int | None, coefficient: float = COEFFICIENT) -> Outcome:
+def _objective(layout: ObjectiveLayout, case: Case, shares: int | None, coefficient: float = COEFFICIENT) -> Outcome:
     how = layout.strategy, layout.config, layout.sizes
-    manager = manager_of(_model(case, coefficient), *how, wrapper=layout.wrapper, optimizer=case.optimizer)
-    return trained_by(manager, case, shipped("everything"), functools.partial(_columns, shares=shares))
+    manager = build_model_manager(_model(case, coefficient), *how, wrapper=layout.wrapper, optimizer=case.optimizer)
+    return train_manager(
+        manager, case, build_shipped_objective("everything"), functools.partial(_columns, shares=shares)
+    )
 
 
 PACKED = replace(CASE, microbatches=2)

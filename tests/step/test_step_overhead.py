@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.caught_errors import told
+from support.caught_errors import catch_error
 from support.measurements import count_reads
-from support.tiers import mostly_slow
+from support.tiers import mark_mostly_slow
 
 from meshwright import count_tokens, open_world
 from meshwright.testing import Case
@@ -93,7 +93,7 @@ def _expected_reads(stack: str, reads: Mapping[str, int]) -> dict[str, int]:
     return expected
 
 
-@pytest.mark.parametrize("stack", mostly_slow(STACKS, "single"))
+@pytest.mark.parametrize("stack", mark_mostly_slow(STACKS, "single"))
 def test_a_step_sends_one_message_in_log2_rounds_and_waits_once(stack: str) -> None:
     ranks = 1 if stack == "single" else 4
     for messages, traffic, reads in pool(ranks).run(_step, *STACKS[stack]):
@@ -121,21 +121,21 @@ def _announced(culprit: int, reader: int | None) -> list[str]:
         if mesh.rank == reader:
             assert (int(count), type(int(announced))) == (total, int)
         dist.barrier()
-        texts.append(told(manager.eval_loss, mine, num_tokens=announced))
+        texts.append(catch_error(manager.eval_loss, mine, num_tokens=announced))
     # Nobody reads this one, nor trains on it.
     manager.begin_step_sync(good)
-    texts.append(told(manager.eval_loss, good, num_tokens=torch.tensor(7 + (mesh.rank == culprit))))
+    texts.append(catch_error(manager.eval_loss, good, num_tokens=torch.tensor(7 + (mesh.rank == culprit))))
     announced = manager.begin_step_sync(good)
-    texts.append(told(manager.eval_loss, [*good], num_tokens=announced))
+    texts.append(catch_error(manager.eval_loss, [*good], num_tokens=announced))
     if mesh.rank == culprit:
-        texts.append(told(count_tokens, good, mesh))
+        texts.append(catch_error(count_tokens, good, mesh))
     else:
-        texts.append(told(lambda: manager.eval_loss(good, num_tokens=manager.begin_step_sync(good))))
+        texts.append(catch_error(lambda: manager.eval_loss(good, num_tokens=manager.begin_step_sync(good))))
     assert float(manager.eval_loss(good, num_tokens=announced)) > 0
     return texts
 
 
-@pytest.mark.parametrize(("culprit", "reader"), mostly_slow([(1, None), (1, 0), (1, 1)]))
+@pytest.mark.parametrize(("culprit", "reader"), mark_mostly_slow([(1, None), (1, 0), (1, 1)]))
 def test_an_announced_step_is_refused_alike_on_all_ranks_whoever_reads_its_count(culprit, reader):
     texts, others = pool(2).run(_announced, culprit, reader)
     assert texts == others
@@ -163,6 +163,6 @@ def _exchanged(seed: int) -> list[Any]:
     return [(sums, highs) == expected, low == values.amin(0).tolist()]
 
 
-@pytest.mark.parametrize("ranks", mostly_slow([1, 2, 3, 4], 2))
+@pytest.mark.parametrize("ranks", mark_mostly_slow([1, 2, 3, 4], 2))
 def test_sums_and_highest_values_are_those_of_all_ranks(ranks: int) -> None:
     assert pool(ranks).run(_exchanged, ranks) == [[True, True]] * ranks

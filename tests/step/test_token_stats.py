@@ -8,8 +8,15 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from support.objective_layouts import LAYOUTS, Layout, case_of, everything, packed, trained
-from support.tiers import mostly_slow
+from support.objective_layouts import (
+    LAYOUTS,
+    ObjectiveLayout,
+    build_case,
+    combined_objective,
+    pack_documents,
+    train_with_objective,
+)
+from support.tiers import mark_mostly_slow
 from torch import Tensor
 
 from meshwright.base.types import IGNORE_INDEX, Batch, TokenStatistic
@@ -33,10 +40,10 @@ def _microbatches(model_type: str, data_rank: int, kinds: Sequence[str]) -> list
         labels = ids.masked_fill(torch.rand(shape, generator=generator) < 0.3, IGNORE_INDEX)
         batch: Batch = {"input_ids": ids, "labels": labels}
         if kind == "packed":
-            batch = packed(batch)
+            batch = pack_documents(batch)
         elif kind == "shared":
             # The same documents in each row.
-            batch = {**batch, "position_ids": packed(batch)["position_ids"][:1]}
+            batch = {**batch, "position_ids": pack_documents(batch)["position_ids"][:1]}
         elif kind == "padded":
             lengths = 8 + torch.arange(shape[0])[:, None] * 3
             mask = (torch.arange(16) < lengths).long()
@@ -73,7 +80,11 @@ def _plain(model: Any, batch: Batch) -> dict[str, Tensor]:
 
 
 def _stats(
-    layout: Layout, case: Case, kinds: Sequence[str], config: Mapping[str, Any], names: Sequence[TokenStatistic]
+    layout: ObjectiveLayout,
+    case: Case,
+    kinds: Sequence[str],
+    config: Mapping[str, Any],
+    names: Sequence[TokenStatistic],
 ) -> tuple[int, list[dict[str, Tensor]]]:
     """The task of one rank: its data rank, and what it is told."""
     manager = layout.build(case, config)
@@ -82,7 +93,7 @@ def _stats(
 
 
 def _compare(
-    layout: Layout,
+    layout: ObjectiveLayout,
     case: Case,
     kinds: Sequence[str] = KINDS,
     config: Mapping[str, Any] | None = None,
@@ -103,17 +114,17 @@ def _compare(
     return worst
 
 
-@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, "tp"))
+@pytest.mark.parametrize("name", mark_mostly_slow(LAYOUTS, "tp"))
 def test_statistics_are_those_of_plain_transformers(name: str) -> None:
     """Whole sequences in the batch's order: masked, packed in two ways, padded, in microbatches of different sizes."""
-    assert _compare(LAYOUTS[name], case_of(LAYOUTS[name])) <= WITHIN
+    assert _compare(LAYOUTS[name], build_case(LAYOUTS[name])) <= WITHIN
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["single", "ddp", "tp", "cp", "pp-interleaved"])
 def test_in_chunks_and_out_of_order_and_one_alone(name: str) -> None:
     layout = LAYOUTS[name]
-    case, chunks = case_of(layout, tied=True), {"loss_chunk_rows": 5}
+    case, chunks = build_case(layout, tied=True), {"loss_chunk_rows": 5}
     assert _compare(layout, case, ("padded", "plain", "packed"), chunks) <= WITHIN
     assert _compare(layout, case, KINDS, chunks, ("entropy",)) <= WITHIN
 
@@ -122,9 +133,11 @@ def test_in_chunks_and_out_of_order_and_one_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ["ddp-zero1", "fsdp2", "megatron_fsdp", "pp-interleaved"])
 def test_training_goes_on_bit_for_bit(name: str) -> None:
     layout = LAYOUTS[name]
-    case = case_of(layout, steps=2)
-    alone = pool(layout.ranks).run(trained, layout, case, everything)
-    disturbed = pool(layout.ranks).run(functools.partial(trained, computes_stats=True), layout, case, everything)
+    case = build_case(layout, steps=2)
+    alone = pool(layout.ranks).run(train_with_objective, layout, case, combined_objective)
+    disturbed = pool(layout.ranks).run(
+        functools.partial(train_with_objective, computes_stats=True), layout, case, combined_objective
+    )
     for before, after in zip(alone, disturbed, strict=True):
         assert (before.losses, before.norms, before.eval_losses) == (after.losses, after.norms, after.eval_losses)
         assert all(torch.equal(weight, after.weights[name]) for name, weight in before.weights.items())

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.caught_errors import told
-from support.managers import manager_of
-from support.objective_layouts import LAYOUTS, ZERO1, Layout, trained_by
-from support.tiers import mostly_slow
+from support.caught_errors import catch_error
+from support.managers import build_model_manager
+from support.objective_layouts import LAYOUTS, ZERO1, ObjectiveLayout, train_manager
+from support.tiers import mark_mostly_slow
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -77,9 +77,9 @@ def _model(kind: str, model_type: str, *, features: int = 1, padding: int | None
     return model
 
 
-def _manager(layout: Layout, model: nn.Module) -> StrategyManager:
+def _manager(layout: ObjectiveLayout, model: nn.Module) -> StrategyManager:
     how = layout.strategy, layout.config, layout.sizes
-    return manager_of(model, *how, wrapper=layout.wrapper, optimizer=Case().optimizer)
+    return build_model_manager(model, *how, wrapper=layout.wrapper, optimizer=Case().optimizer)
 
 
 class Value:
@@ -136,22 +136,22 @@ def _microbatches(kind: str, case: Case, step: int, data_rank: int, data_ranks: 
 
 # -- parity
 
-PLACES: dict[str, Layout] = {
+PLACES: dict[str, ObjectiveLayout] = {
     **{
         name: LAYOUTS[name] for name in ("ddp", "fsdp2", "tp", "tp-sequence", "cp", "cp-ulysses", "ep", "megatron_fsdp")
     },
     **{name: replace(LAYOUTS[name], wrapper={"pp_microbatch_size": 2}) for name in ("pp", "pp-cp")},
-    "pp-zbv": Layout(2, "single", {}, {"pp_size": 2}, {"pp_schedule": "zbv", "pp_microbatch_size": 2}),
-    "budget": Layout(2, "ddp", {**ZERO1, "activation_checkpointing": {"budget_gb": 1.0}}, data_ranks=2),
+    "pp-zbv": ObjectiveLayout(2, "single", {}, {"pp_size": 2}, {"pp_schedule": "zbv", "pp_microbatch_size": 2}),
+    "budget": ObjectiveLayout(2, "ddp", {**ZERO1, "activation_checkpointing": {"budget_gb": 1.0}}, data_ranks=2),
 }
 
 
-def _trained(layout: Layout, kind: str, model_type: str, features: int = 1, device: str = "cpu") -> Outcome:
+def _trained(layout: ObjectiveLayout, kind: str, model_type: str, features: int = 1, device: str = "cpu") -> Outcome:
     with torch.device(device):
         model = _model(kind, model_type, features=features)
     torch.manual_seed(0)
     case = Case(steps=4, model_type=model_type)
-    return trained_by(_manager(layout, model), case, OBJECTIVES[kind], functools.partial(_microbatches, kind))
+    return train_manager(_manager(layout, model), case, OBJECTIVES[kind], functools.partial(_microbatches, kind))
 
 
 @functools.cache
@@ -159,18 +159,18 @@ def _expected(kind: str, model_type: str, features: int = 1) -> Outcome:
     return pool(1).run(_trained, LAYOUTS["single"], kind, model_type, features)[0]
 
 
-def _worst(layout: Layout, kind: str, model_type: str, features: int = 1) -> float:
+def _worst(layout: ObjectiveLayout, kind: str, model_type: str, features: int = 1) -> float:
     found = pool(layout.ranks).run(_trained, layout, kind, model_type, features)
     return find_max_difference(found, _expected(kind, model_type, features)).worst
 
 
-@pytest.mark.parametrize("name", mostly_slow(PLACES, "fsdp2"))
+@pytest.mark.parametrize("name", mark_mostly_slow(PLACES, "fsdp2"))
 def test_values_of_tokens_train_as_on_one_rank(name: str) -> None:
     layout = PLACES[name]
     assert _worst(layout, "tokens", layout.model, features=3 if "tp" in name else 1) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", mostly_slow(["fsdp2", "tp-sequence", "cp", "pp-zbv", "pp-cp"], "cp"))
+@pytest.mark.parametrize("name", mark_mostly_slow(["fsdp2", "tp-sequence", "cp", "pp-zbv", "pp-cp"], "cp"))
 def test_rewards_of_sequences_train_as_on_one_rank(name: str) -> None:
     layout = PLACES[name]
     assert _worst(layout, "sequences", "gpt2" if layout.model == "llama" else layout.model) <= TOLERANCE
@@ -189,12 +189,12 @@ def test_a_plan_of_the_user_may_divide_a_head() -> None:
     assert _worst(replace(PLACES["tp"], config={"tp_plan": plan}), "tokens", "llama", features=3) <= TOLERANCE
 
 
-def _checkpointed(layout: Layout, kind: str, path: str, loads: bool) -> dict[str, Tensor]:
+def _checkpointed(layout: ObjectiveLayout, kind: str, path: str, loads: bool) -> dict[str, Tensor]:
     manager = _manager(layout, _model(kind, "llama"))
     if loads:
         load_checkpoint(manager, path)
     else:
-        trained_by(manager, Case(steps=1), OBJECTIVES[kind], functools.partial(_microbatches, kind))
+        train_manager(manager, Case(steps=1), OBJECTIVES[kind], functools.partial(_microbatches, kind))
         save_checkpoint(manager, path, step=1)
     return full_weights(manager)
 
@@ -226,7 +226,7 @@ def _on_tokens(tokens: Tokens, batch: Batch) -> Tensor:
     return -tokens.log_probs.sum()
 
 
-def _refusal(layout: Layout, kind: str, objective: Any, padding: int | None, features: int) -> str:
+def _refusal(layout: ObjectiveLayout, kind: str, objective: Any, padding: int | None, features: int) -> str:
     """The error of the first step, or of what comes before."""
 
     def train() -> None:
@@ -238,7 +238,7 @@ def _refusal(layout: Layout, kind: str, objective: Any, padding: int | None, fea
         count = count_tokens(batches, mesh, objective)
         manager.forward_backward(batches, num_tokens=count, objective=objective)
 
-    return told(train)
+    return catch_error(train)
 
 
 REFUSED: dict[str, tuple[str, str, Any, int | None, int, str]] = {
@@ -253,7 +253,7 @@ REFUSED: dict[str, tuple[str, str, Any, int | None, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(REFUSED, "no objective", "no padding"))
+@pytest.mark.parametrize("name", mark_mostly_slow(REFUSED, "no objective", "no padding"))
 def test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step(name: str) -> None:
     where, kind, objective, padding, features, text = REFUSED[name]
     found = pool(PLACES[where].ranks).run(_refusal, PLACES[where], kind, objective, padding, features)

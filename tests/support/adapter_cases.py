@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.managers import empty_manager
-from support.steps import gradient_step
+from support.managers import build_empty_manager
+from support.steps import prepare_gradient_step
 from torch import Tensor
 
 from meshwright.model.adapter import add_adapter
@@ -144,7 +144,7 @@ def train_from_files(
 
     Returns losses; all weights before the steps; and the dtype of each after.
     """
-    manager = empty_manager(strategy, config, sizes)
+    manager = build_empty_manager(strategy, config, sizes)
     torch.manual_seed(manager.mesh.rank)  # what is drawn does not depend on it
     random.seed(manager.mesh.rank)
     model, weights = open_adapted_model(options, directory, adapter, dtype)
@@ -185,7 +185,7 @@ def measure_step_bytes(strategy: str, config: Any, sizes: Any, case: Case) -> tu
     """The task of one rank: bytes of summed gradients, all messages, held gradients, and of what trains, whole."""
     manager = build_manager(strategy, config, sizes, case)
     train_steps(manager, case, range(1))
-    traffic = record_collectives(gradient_step(manager, case, 1))
+    traffic = record_collectives(prepare_gradient_step(manager, case, 1))
     summed = traffic.filter("all_reduce").nbytes + traffic.filter("reduce_scatter").nbytes
     parameters = [p for part in manager.model_parts for p in part.parameters()]
     held = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)

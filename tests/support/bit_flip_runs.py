@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from faults.bit_flips import flip
-from support.runs import output_of_rank
+from faults.bit_flips import flip_tensor_bit
+from support.runs import run_rank_capturing
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -28,7 +28,7 @@ class _ParameterFlipper:
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
         if result.step == FLIPPED_AFTER:
-            flip(self.stepped_parameters[0])
+            flip_tensor_bit(self.stepped_parameters[0])
 
 
 def run_with_bit_flip(path: str) -> tuple[str, int]:
@@ -37,6 +37,6 @@ def run_with_bit_flip(path: str) -> tuple[str, int]:
     hook = register_optimizer_step_post_hook(flips.record_parameters)
     try:
         with get_registry().observing(flips):
-            return output_of_rank(path, None)[1:]
+            return run_rank_capturing(path, None)[1:]
     finally:
         hook.remove()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel
-from support.rows_axis import Rows, RowsManager
+from support.rows_axis import RowsAxis, RowsManager
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -268,26 +268,26 @@ class ClipsForNorms(DDPManager):
         return super().gradient_norms()
 
 
-class GathersInBlocks(Rows):
+class GathersInBlocks(RowsAxis):
     """Puts the rows of a rank together, which are every n-th of the microbatch."""
 
     def gather(self, part: Tensor) -> Tensor:
-        whole = super().joined(part)
+        whole = super().gather(part)
         return torch.cat([whole[rank :: self._size] for rank in range(self._size)])
 
 
-class GathersWithoutGradientSum(Rows):
+class GathersWithoutGradientSum(RowsAxis):
     """Gives each rank the gradient of its own sum alone."""
 
     def gather(self, part: Tensor) -> Tensor:
-        whole = super().joined(part.detach())
+        whole = super().gather(part.detach())
         if not part.is_floating_point():
             return whole
         places = torch.arange(self._rank, len(whole), self._size)
         return whole.index_add(0, places, part - part.detach())
 
 
-class IgnoresReplicas(Rows):
+class IgnoresReplicas(RowsAxis):
     """Adds up what all of its ranks have computed of the same."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

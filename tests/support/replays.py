@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.runs import output_of_rank, without_launcher
+from support.runs import run_rank_capturing, without_launcher
 from torch import nn
 
 from meshwright_diagnose.replay.replay import ReplayResult, replay_on_rank, replay_step
@@ -27,7 +27,7 @@ STEPS = 6
 def _train_with_fault(path: str, kill_after: int | None, fault: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         FAULTS[fault](patch)
-        _, error, _ = output_of_rank(path, kill_after)
+        _, error, _ = run_rank_capturing(path, kill_after)
         assert error in ("", "killed"), error
 
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from support.kill_sweep import Run, command_of, fingerprint
-from support.launched_processes import clean
+from support.kill_sweep import TrainingRun, hash_weights, read_command_line
+from support.launched_processes import build_clean_environment
 
 
 class TrainingProcess(subprocess.Popen[bytes]):
@@ -21,7 +21,7 @@ class TrainingProcess(subprocess.Popen[bytes]):
 
     def __init__(self, arguments: Sequence[str], said: Path, **environment: str) -> None:
         self._output_file = said
-        options: Any = {"env": clean(**environment), "start_new_session": True, "cwd": said.parent}
+        options: Any = {"env": build_clean_environment(**environment), "start_new_session": True, "cwd": said.parent}
         with said.open("wb") as file:
             super().__init__(arguments, stdout=file, stderr=file, **options)
 
@@ -34,12 +34,12 @@ class TrainingProcess(subprocess.Popen[bytes]):
         assert self.wait(200) == 0, self.output[-4000:]
 
 
-def start_training(run: Run, *settings: str) -> TrainingProcess:
+def start_training(run: TrainingRun, *settings: str) -> TrainingProcess:
     assignments = [part for each in settings for part in ("--set", each)]
     return TrainingProcess([sys.executable, "-m", "meshwright", "train", str(run.file), *assignments], output_path(run))
 
 
-def output_path(run: Run) -> Path:
+def output_path(run: TrainingRun) -> Path:
     return run.directory.with_name(f"{run.directory.name}.said")
 
 
@@ -47,7 +47,7 @@ def find_replica_servers(pid: int) -> list[int]:
     """List the living keepers that end with a process."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
-        words = command_of(int(path.name)).split(b"\0")
+        words = read_command_line(int(path.name)).split(b"\0")
         if b"meshwright_replicate.server" in words and str(pid).encode() in words:
             found.append(int(path.name))
     return found
@@ -91,15 +91,15 @@ def find_agent_ranks(pid: int) -> list[int]:
     return sorted({int(each) for each in children} - {*find_replica_servers(pid)})
 
 
-def read_events(run: Run, kind: str) -> list[dict[str, Any]]:
+def read_events(run: TrainingRun, kind: str) -> list[dict[str, Any]]:
     lines = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
     return [line for line in lines if line["event"] == kind]
 
 
-def step_reached(run: Run, step: int) -> Callable[[], bool]:
-    return lambda: run.steps_done() >= step
+def step_reached(run: TrainingRun, step: int) -> Callable[[], bool]:
+    return lambda: run.count_steps() >= step
 
 
-def assert_same_results(run: Run, other: Run) -> None:
-    assert run.numbers() == other.numbers()
-    assert fingerprint(run.directory / "model") == fingerprint(other.directory / "model")
+def assert_same_results(run: TrainingRun, other: TrainingRun) -> None:
+    assert run.read_metrics() == other.read_metrics()
+    assert hash_weights(run.directory / "model") == hash_weights(other.directory / "model")

@@ -15,6 +15,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 
 def train_worker(config: dict[str, Any]) -> None:
+    import launcher_loop
     import torch.distributed as dist
     from ray.train import get_context
 

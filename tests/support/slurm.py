@@ -14,7 +14,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from support.launched_processes import free_port
+from support.launched_processes import find_free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 _PROGRAM_DIRS = ("/usr/sbin", "/usr/local/sbin", "/sbin")
@@ -117,8 +117,8 @@ class SlurmCluster:
     def _render_config(self) -> str:
         host, place = socket.gethostname(), self.directory
         simple = f"""ClusterName=meshwright SlurmctldHost={host}(127.0.0.1) SlurmUser=root SlurmdUser=root
-            AuthType=auth/munge AuthInfo=socket={place}/munge/s CredType=cred/munge SlurmctldPort={free_port()}
-            SlurmdPort={free_port()} SlurmctldPidFile={place}/slurmctld.pid SlurmdPidFile={place}/slurmd.pid
+            AuthType=auth/munge AuthInfo=socket={place}/munge/s CredType=cred/munge SlurmctldPort={find_free_port()}
+            SlurmdPort={find_free_port()} SlurmctldPidFile={place}/slurmctld.pid SlurmdPidFile={place}/slurmd.pid
             StateSaveLocation={place}/state SlurmdSpoolDir={place}/spool ProctrackType=proctrack/linuxproc
             TaskPlugin=task/none JobAcctGatherType=jobacct_gather/none MpiDefault=none ReturnToService=2
             AccountingStorageType=accounting_storage/none SelectType=select/cons_tres SelectTypeParameters=CR_CPU

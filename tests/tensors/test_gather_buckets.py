@@ -8,14 +8,14 @@ import math
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoints import layouts
+from support.checkpoints import rank_layouts
 
 from meshwright.tensors.chunks import Rectangle, assign_owners
 from meshwright.tensors.gather_parameters import plan_buckets
 
 
 @settings(deadline=None)
-@given(layouts(), st.integers(1, 12))
+@given(rank_layouts(), st.integers(1, 12))
 def test_each_element_travels_once_within_the_bucket(held: list[list[Rectangle]], buckets: int) -> None:
     shapes: dict[str, list[int]] = {}
     itemsizes = {each.name: each.itemsize for each in itertools.chain(*held)}

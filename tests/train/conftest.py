@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import write_run
-from support.runs import Place
+from support.runs import RunWorkspace
 
 
 @pytest.fixture(scope="module")
@@ -22,5 +22,5 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(workplace: Path, tmp_path: Path) -> Place:
-    return Place(workplace, tmp_path)
+def place(workplace: Path, tmp_path: Path) -> RunWorkspace:
+    return RunWorkspace(workplace, tmp_path)

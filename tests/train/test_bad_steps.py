@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import step_directory
-from support.commands import command, write_run
+from support.commands import run_command, write_run
 from support.stacks import STACKS
 from torch import Tensor
 
@@ -278,7 +278,7 @@ def test_a_run_says_what_it_leaves_out_and_goes_on_alike(tmp_path: Path) -> None
 
     def train(directory: Path, steps: int) -> str:
         further = ["--set", f"output_dir={directory}", "--set", f"steps={steps}"]
-        result = command("train", str(tmp_path / "run.yaml"), *settings, *further)
+        result = run_command("train", str(tmp_path / "run.yaml"), *settings, *further)
         assert result.returncode == 0, result.stderr
         return result.stdout
 

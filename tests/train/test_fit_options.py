@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from support.checkpoints import step_directory
-from support.runs import Place
+from support.runs import RunWorkspace
 
 from meshwright.base.errors import ConfigError
 from meshwright_run.data.tokenizer import load_tokenizer
@@ -22,7 +22,7 @@ from meshwright_run.preflight import compute_num_steps, preflight, prepare_data_
 from meshwright_run.run_file import ScheduleConfig, load_run
 
 
-def _summary(place: Place) -> dict[str, Any]:
+def _summary(place: RunWorkspace) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((place.out / "summary.json").read_text())
     return found
 
@@ -32,22 +32,22 @@ def _summary(place: Place) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_epochs_and_a_share_of_warm_up_are_the_steps_that_they_come_to(
-    place: Place, workplace: Path, tmp_path: Path
+    place: RunWorkspace, workplace: Path, tmp_path: Path
 ) -> None:
     told = {"steps": None, "epochs": 0.21, "schedule": {"warmup_ratio": 0.3}}
-    place.runs(**told)
-    rows = sum(map(len, preflight(load_run(place.file(**told)), 1).datasets.train_sets))
+    place.run_successfully(**told)
+    rows = sum(map(len, preflight(load_run(place.write_run_file(**told)), 1).datasets.train_sets))
     steps = math.ceil(0.21 * rows / 4)
     assert 4 < steps < 12
     assert _summary(place)["of_steps"] == steps
     # Begun in the one way, and gone on with in the other.
-    mixed = Place(workplace, tmp_path / "mixed")
+    mixed = RunWorkspace(workplace, tmp_path / "mixed")
     mixed.directory.mkdir()
     assert mixed.run(kill_after=3, **told)[1] == "killed"
     _, error, code = mixed.run(**told | {"schedule": {"warmup_ratio": 0.9}})
     assert (code, "the run differs" in error, "schedule.warmup_steps" in error) == (2, True, True)
-    assert "going on from" in mixed.runs(steps=steps, schedule={"warmup_steps": math.ceil(0.3 * steps)})
-    assert mixed.metrics() == place.metrics()
+    assert "going on from" in mixed.run_successfully(steps=steps, schedule={"warmup_steps": math.ceil(0.3 * steps)})
+    assert mixed.read_metrics() == place.read_metrics()
 
 
 def test_a_share_of_warm_up_is_rounded_up_as_it_is_written() -> None:
@@ -55,11 +55,13 @@ def test_a_share_of_warm_up_is_rounded_up_as_it_is_written() -> None:
         assert ScheduleConfig(warmup_ratio=ratio).resolve_warmup(steps) == ScheduleConfig(warmup_steps=warmup)
 
 
-def test_an_epoch_has_each_row_once_the_last_step_is_whole_and_there_is_room_for_the_warm_up(place: Place) -> None:
+def test_an_epoch_has_each_row_once_the_last_step_is_whole_and_there_is_room_for_the_warm_up(
+    place: RunWorkspace,
+) -> None:
     for epochs, batch_size, steps in ((1, 4, 3), (2, 4, 5), (0.1, 4, 1), (0.3, 1, 3), (3, 2, 15), (1, 32, 1)):
-        config = load_run(place.file(steps=None, epochs=epochs, batch_size=batch_size, schedule={}))
+        config = load_run(place.write_run_file(steps=None, epochs=epochs, batch_size=batch_size, schedule={}))
         assert compute_num_steps(config, 10) == steps
-    config = load_run(place.file(steps=None, epochs=1, schedule={"warmup_steps": 9}))
+    config = load_run(place.write_run_file(steps=None, epochs=1, schedule={"warmup_steps": 9}))
     with pytest.raises(ConfigError, match="how many rows the data have is not known"):
         compute_num_steps(config, None)
     with pytest.raises(ConfigError, match="warmup_steps=9 is more than the 3 steps of epochs=1"):
@@ -76,51 +78,53 @@ def _patient(patience: int) -> dict[str, Any]:
 STOPPING = _patient(2)
 
 
-def test_a_run_that_has_stopped_early_is_finished_until_it_is_to_be_more_patient(place: Place) -> None:
+def test_a_run_that_has_stopped_early_is_finished_until_it_is_to_be_more_patient(place: RunWorkspace) -> None:
     # Of three evaluations the first is the lowest. The checkpoint before the end is of step 2.
     assert place.run(kill_after=3, **STOPPING)[1] == "killed"
-    output = place.runs(**STOPPING)
+    output = place.run_successfully(**STOPPING)
     assert "going on from" in output
     assert "stopped early, after 3 of 8 steps: the held-out loss has not fallen in 2 evaluations" in output
-    assert [line["step"] for line in place.metrics()] == [1, 2, 3]
-    assert place.steps() == [3, 2]
+    assert [line["step"] for line in place.read_metrics()] == [1, 2, 3]
+    assert place.list_steps() == [3, 2]
     assert (_summary(place)["steps"], _summary(place)["of_steps"]) == (3, 8)
-    assert "this run has finished" in place.runs(**STOPPING)
-    assert "after 5 of 8 steps" in place.runs(**_patient(4))
+    assert "this run has finished" in place.run_successfully(**STOPPING)
+    assert "after 5 of 8 steps" in place.run_successfully(**_patient(4))
     # More steps are no more patience.
-    assert "after 5 of 9 steps" in place.runs(**_patient(4) | {"steps": 9})
-    assert [line["step"] for line in place.metrics()] == [1, 2, 3, 4, 5]
+    assert "after 5 of 9 steps" in place.run_successfully(**_patient(4) | {"steps": 9})
+    assert [line["step"] for line in place.read_metrics()] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow
-def test_a_run_that_another_has_stopped_early_is_not_begun(place: Place, workplace: Path, tmp_path: Path) -> None:
-    place.runs(**STOPPING)
-    other = Place(workplace, tmp_path / "other")
+def test_a_run_that_another_has_stopped_early_is_not_begun(
+    place: RunWorkspace, workplace: Path, tmp_path: Path
+) -> None:
+    place.run_successfully(**STOPPING)
+    other = RunWorkspace(workplace, tmp_path / "other")
     other.directory.mkdir()
     source = str(step_directory(place.root, 3))
     _, error, code = other.run(**STOPPING, resume=source)
     assert code == 2
     assert f"the run that {source} is of has stopped early at step 3" in error
-    assert "after 4 of 8 steps" in other.runs(**_patient(3), resume=source)
+    assert "after 4 of 8 steps" in other.run_successfully(**_patient(3), resume=source)
 
 
 # -- several sets, and the best
 
 
 @pytest.mark.slow
-def test_several_sets_are_evaluated_kept_and_told(place: Place, workplace: Path) -> None:
+def test_several_sets_are_evaluated_kept_and_told(place: RunWorkspace, workplace: Path) -> None:
     data = yaml.safe_load((workplace / "run.yaml").read_text())["data"]
     data["eval_sets"] = {"news": {"files": str(workplace / "more" / "news.jsonl")}}
     changes = {"data": data, "eval": {"every": 1, "sequences": 3}}
     changes["checkpoint"] = {"keep_last": 1, "keep_best": {"set": "news", "n": 2}}
     # Rates that make of the last steps the worst.
     changes |= {"optimizer": {"lr": 0.3}, "schedule": {"name": "constant"}}
-    output = place.runs(**changes)
-    losses = [line["evaluations"] for line in place.metrics()]
+    output = place.run_successfully(**changes)
+    losses = [line["evaluations"] for line in place.read_metrics()]
     assert all(each.keys() == {"held_out", "news"} and each["held_out"] != each["news"] for each in losses)
-    assert [line["held_out_loss"] for line in place.metrics()] == [each["held_out"] for each in losses]
+    assert [line["held_out_loss"] for line in place.read_metrics()] == [each["held_out"] for each in losses]
     best = sorted(range(1, 9), key=lambda step: losses[step - 1]["news"])[:2]
-    assert place.steps() == sorted({*best, 8}, reverse=True)
+    assert place.list_steps() == sorted({*best, 8}, reverse=True)
     summary = _summary(place)
     assert summary["evaluations"] == losses[-1]
     assert [each["step"] for each in summary["best_checkpoints"]] == best
@@ -128,30 +132,30 @@ def test_several_sets_are_evaluated_kept_and_told(place: Place, workplace: Path)
     assert f"news loss {losses[-1]['news']:.6f}" in output
 
 
-def test_checkpoints_are_saved_by_the_clock(place: Place) -> None:
-    place.runs(steps=3, checkpoint={"every": [200, "0.001s"], "keep_last": None})
-    assert place.steps() == [3, 2, 1]
+def test_checkpoints_are_saved_by_the_clock(place: RunWorkspace) -> None:
+    place.run_successfully(steps=3, checkpoint={"every": [200, "0.001s"], "keep_last": None})
+    assert place.list_steps() == [3, 2, 1]
     for every, steps, seconds in ((500, 500, None), ("1.5h", None, 5400.0), ([".5s", 3], 3, 0.5), (None, None, None)):
-        told = load_run(place.file(checkpoint={"every": every})).checkpoint
+        told = load_run(place.write_run_file(checkpoint={"every": every})).checkpoint
         assert (told.every_steps, told.every_seconds, told.is_enabled) == (steps, seconds, every is not None)
     for wrong in ("0m", "20", "20d", [], [500, 600], ["1m", "2m"], 0, True, [500, "0.0s"]):
         with pytest.raises(ConfigError, match=r"checkpoint\.every"):
-            load_run(place.file(checkpoint={"every": wrong}))
+            load_run(place.write_run_file(checkpoint={"every": wrong}))
 
 
 # -- the sample
 
 
 @pytest.mark.slow
-def test_a_sample_continues_a_held_out_document_unless_a_prompt_is_given(place: Place) -> None:
+def test_a_sample_continues_a_held_out_document_unless_a_prompt_is_given(place: RunWorkspace) -> None:
     changes = {"steps": 1, "schedule": {}, "checkpoint": {}}
-    config = load_run(place.file(**changes))
+    config = load_run(place.write_run_file(**changes))
     plan = preflight(config, 1)
     text = load_tokenizer(plan.data.tokenizer_dir).decode(read_prompt(plan.datasets.main_eval_set)[0])
     assert 8 < len(text) < 120
-    assert f"\nsample\n{text}" in place.runs(**changes, sample={"max_new_tokens": 3}, overwrite=True)
-    assert "\nsample\n3 is" in place.runs(**changes, sample={"prompt": "3 is"}, overwrite=True)
-    assert "\nsample\n" not in place.runs(**changes, sample=None, overwrite=True)
+    assert f"\nsample\n{text}" in place.run_successfully(**changes, sample={"max_new_tokens": 3}, overwrite=True)
+    assert "\nsample\n3 is" in place.run_successfully(**changes, sample={"prompt": "3 is"}, overwrite=True)
+    assert "\nsample\n" not in place.run_successfully(**changes, sample=None, overwrite=True)
 
 
 # -- objectives that need more than tokens
@@ -174,24 +178,24 @@ def preferences(workplace: Path) -> dict[str, Any]:
     return kept | {"tokenizer": str(tokenizer), "sources": sources, "eval_fraction": 0.2}
 
 
-def _told_sums(place: Place) -> list[dict[str, float]]:
-    return [{name: value / line["num_tokens"] for name, value in line["sums"].items()} for line in place.metrics()]
+def _told_sums(place: RunWorkspace) -> list[dict[str, float]]:
+    return [{name: value / line["num_tokens"] for name, value in line["sums"].items()} for line in place.read_metrics()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "sizes", "ranks"), [("ddp", {}, 2), ("fsdp2", {"tp_size": 2}, 2)], ids=str)
 def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_goes_on(
-    strategy: str, sizes: dict[str, int], ranks: int, preferences: dict[str, Any], place: Place, tmp_path: Path
+    strategy: str, sizes: dict[str, int], ranks: int, preferences: dict[str, Any], place: RunWorkspace, tmp_path: Path
 ) -> None:
     told = {"data": preferences, "objective": {"name": "dpo", "beta": 1.0}, "micro_batch_size": 2, "batch_size": 8}
-    output = place.runs(**told)
+    output = place.run_successfully(**told)
     assert "computing the log-probabilities of the reference" in output
-    lines, sums = place.metrics(), _told_sums(place)
+    lines, sums = place.read_metrics(), _told_sums(place)
     # Nothing is learnt before the first step, so that the model is its own reference.
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-12)
     assert sums[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-12)
     assert abs(sums[-1]["rewards/margins"]) > 1e-3
-    other = Place(place.workplace, tmp_path / "other")
+    other = RunWorkspace(place.workplace, tmp_path / "other")
     other.directory.mkdir()
     layout = {"strategy": strategy, "nproc": ranks, **sizes}
     assert other.run(ranks=ranks, kill_after=5, **told, **layout)[1] == "killed"
@@ -199,7 +203,7 @@ def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_goes_on(
     assert code == 0, error
     assert "going on from" in output
     assert "computing" not in output
-    for one, each in zip(other.metrics(), lines, strict=True):
+    for one, each in zip(other.read_metrics(), lines, strict=True):
         assert one["loss"] == pytest.approx(each["loss"], abs=1e-9)
         assert one["sums"] == pytest.approx(each["sums"], abs=1e-8)
     # What was computed is not of this run any more.
@@ -223,7 +227,7 @@ def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_goes_on(
     ids=str,
 )
 def test_an_objective_that_the_data_do_not_serve_is_refused_before_anything_starts(
-    objective: Any, changes: dict[str, Any], text: str, preferences: dict[str, Any], place: Place
+    objective: Any, changes: dict[str, Any], text: str, preferences: dict[str, Any], place: RunWorkspace
 ) -> None:
     told: dict[str, Any] = {"micro_batch_size": 2, "batch_size": 8, "data": preferences, "objective": objective}
     if "packing" in changes:
@@ -240,7 +244,7 @@ def test_an_objective_that_the_data_do_not_serve_is_refused_before_anything_star
 
 @pytest.mark.slow
 def test_columns_of_the_data_reach_the_objective_as_it_asks_for_them(
-    place: Place, workplace: Path, tmp_path: Path
+    place: RunWorkspace, workplace: Path, tmp_path: Path
 ) -> None:
     lines = [
         {"text": f"{n} is {'odd' if n % 2 else 'even'}, " * 8, "advantages": n % 2, "old": -1.5} for n in range(20)
@@ -252,7 +256,7 @@ def test_columns_of_the_data_reach_the_objective_as_it_asks_for_them(
     source = {"files": str(path), "columns": ["advantages"]}
     data |= {"sources": [source], "packing": "none", "too_long": "cut", "seq_len": 32, "eval_fraction": 0.2}
     model = yaml.safe_load((workplace / "run.yaml").read_text())["model"] | {"dtype": "float64"}
-    place.runs(data=data, objective="grpo", steps=3, model=model)
+    place.run_successfully(data=data, objective="grpo", steps=3, model=model)
     # Without older log-probabilities the ratio is 1, and the loss minus the mean advantage.
-    assert all(-1.0 <= line["loss"] <= 0.0 for line in place.metrics())
-    assert any(line["loss"] < -0.2 for line in place.metrics())
+    assert all(-1.0 <= line["loss"] <= 0.0 for line in place.read_metrics())
+    assert any(line["loss"] < -0.2 for line in place.read_metrics())

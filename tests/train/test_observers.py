@@ -140,7 +140,7 @@ def _rank(path: str, observers: Mapping[int, list[Any]], plugs: bool) -> tuple[l
     return seen.told, error, [str(each.message) for each in warned]
 
 
-class Place(runs.Place):
+class Place(runs.RunWorkspace):
     """Runs in one directory, with observers."""
 
     def observe(
@@ -148,7 +148,7 @@ class Place(runs.Place):
     ) -> list[tuple[list[Any], str, list[str]]]:
         values = {"strategy": "fsdp2", "nproc": "auto", "steps": 4, "timeout_s": 20}
         values |= {"eval": {"every": 2, "sequences": 2}, "checkpoint": {"every": 2, "asynchronous": False}}
-        return pool(ranks).run(_rank, str(self.file(**values | changes)), observers or {}, plugs)
+        return pool(ranks).run(_rank, str(self.write_run_file(**values | changes)), observers or {}, plugs)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.out / name).read_text().splitlines()]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.checkpoints import flip, step_directory
-from support.runs import EVERY, STEPS, TOLERANCE, Place
+from support.checkpoints import flip_file_bit, step_directory
+from support.runs import EVERY, STEPS, TOLERANCE, RunWorkspace
 from transformers import AutoModelForCausalLM
 
 from meshwright.base.errors import ConfigError
@@ -33,9 +33,9 @@ from meshwright_run.run_file import RunConfig, ScheduleConfig, load_run
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    whole = Place(workplace, tmp_path_factory.mktemp("whole"))
-    whole.runs()
+def uninterrupted(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> RunWorkspace:
+    whole = RunWorkspace(workplace, tmp_path_factory.mktemp("whole"))
+    whole.run_successfully()
     return whole
 
 
@@ -43,56 +43,58 @@ def uninterrupted(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.slow
-def test_where_no_checkpoint_is_whole_the_run_stops_and_removes_nothing(place: Place) -> None:
+def test_where_no_checkpoint_is_whole_the_run_stops_and_removes_nothing(place: RunWorkspace) -> None:
     assert place.run(kill_after=5)[1] == "killed"
-    for step in place.steps():
-        flip(step_directory(place.root, step) / "tensors-00000.bin")
-    before = place.contents()
+    for step in place.list_steps():
+        flip_file_bit(step_directory(place.root, step) / "tensors-00000.bin")
+    before = place.read_contents()
     for overwrite in (False, True):
         _, error, code = place.run(overwrite=overwrite)
         assert code == 2
         for step in (2, 4):
             assert re.search(rf"step-0000000{step} is not whole: the contents of tensors-00000.bin have changed", error)
         assert "resume=never and overwrite=true" in error
-        assert place.contents() == before
-    place.runs(resume="never", overwrite=True)
-    assert place.steps() == [8, 6, 4, 2]
+        assert place.read_contents() == before
+    place.run_successfully(resume="never", overwrite=True)
+    assert place.list_steps() == [8, 6, 4, 2]
 
 
-def test_a_newer_format_stops_the_run_and_no_older_one_is_taken(place: Place) -> None:
+def test_a_newer_format_stops_the_run_and_no_older_one_is_taken(place: RunWorkspace) -> None:
     assert place.run(kill_after=5)[1] == "killed"
     manifest = step_directory(place.root, 4) / MANIFEST_FILE
     manifest.write_text(re.sub(r'"format": \d+', '"format": 99', manifest.read_text()))
-    before = place.contents()
+    before = place.read_contents()
     _, error, code = place.run()
     assert code == 2
     assert "has format 99" in error
-    assert place.contents() == before
+    assert place.read_contents() == before
 
 
 @pytest.mark.slow
-def test_a_torn_newest_one_is_set_aside_and_never_costs_a_whole_one(place: Place, uninterrupted: Place) -> None:
+def test_a_torn_newest_one_is_set_aside_and_never_costs_a_whole_one(
+    place: RunWorkspace, uninterrupted: RunWorkspace
+) -> None:
     settings = {"every": EVERY, "keep_last": 1, "asynchronous": False}
     assert place.run(kill_after=7, checkpoint={**settings, "keep_last": 2})[1] == "killed"
-    assert place.steps() == [6, 4]
-    flip(step_directory(place.root, 6) / "tensors-00000.bin")
+    assert place.list_steps() == [6, 4]
+    flip_file_bit(step_directory(place.root, 6) / "tensors-00000.bin")
     # At other steps than before, so that the torn one would count as the newest.
     assert place.run(kill_after=6, checkpoint={**settings, "every": 5})[1] == "killed"
-    assert place.steps(place.root / "abandoned-1") == [6]
-    assert place.steps() == [5]
+    assert place.list_steps(place.root / "abandoned-1") == [6]
+    assert place.list_steps() == [5]
     assert place.run(kill_after=7, checkpoint=settings)[1] == "killed"
-    assert "after step 6" in place.runs(checkpoint=settings)
-    assert place.steps() == [8]
-    assert place.metrics() == uninterrupted.metrics()
+    assert "after step 6" in place.run_successfully(checkpoint=settings)
+    assert place.list_steps() == [8]
+    assert place.read_metrics() == uninterrupted.read_metrics()
 
 
 # -- back to an earlier step
 
 
 def test_going_back_sets_later_checkpoints_aside_and_the_same_command_goes_on_with_the_branch(
-    place: Place, uninterrupted: Place
+    place: RunWorkspace, uninterrupted: RunWorkspace
 ) -> None:
-    place.runs()
+    place.run_successfully()
     source = step_directory(place.root, 2)
     branch = {
         "resume": {"from": str(source), "allow": ["optimizer.lr"]},
@@ -104,46 +106,48 @@ def test_going_back_sets_later_checkpoints_aside_and_the_same_command_goes_on_wi
     assert error == "killed"
     assert "after step 2, with other optimizer.lr" in output
     assert "are now in" in output
-    assert place.steps(aside) == [8, 6, 4]
-    assert place.metrics(aside) == uninterrupted.metrics()
-    assert place.steps() == [4, 2]
-    assert [line["step"] for line in place.metrics()] == [1, 2, 3, 4, 5]
+    assert place.list_steps(aside) == [8, 6, 4]
+    assert place.read_metrics(aside) == uninterrupted.read_metrics()
+    assert place.list_steps() == [4, 2]
+    assert [line["step"] for line in place.read_metrics()] == [1, 2, 3, 4, 5]
     # The run's own checkpoint, not the one that it began with.
     assert "after step 4" in place.run(kill_after=7, **branch)[0]
-    assert place.steps() == [6, 4]
+    assert place.list_steps() == [6, 4]
     # What it began with has gone since. A plain run goes on with the branch, too.
     assert "after step 6" in place.run(kill_after=7, **branch)[0]
     plain = {**branch, "resume": "auto"}
-    assert "after step 6" in place.runs(**plain)
-    metrics = place.metrics()
+    assert "after step 6" in place.run_successfully(**plain)
+    metrics = place.read_metrics()
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
-    assert metrics[:2] == uninterrupted.metrics()[:2]
-    for mine, other in zip(metrics[2:], uninterrupted.metrics()[2:], strict=True):
+    assert metrics[:2] == uninterrupted.read_metrics()[:2]
+    for mine, other in zip(metrics[2:], uninterrupted.read_metrics()[2:], strict=True):
         assert mine["learning_rate"] == pytest.approx(other["learning_rate"] / 2)
     assert [path.name for path in place.root.glob("abandoned-*")] == ["abandoned-1"]
     # And back to what was set aside: its metrics come along.
-    again = place.runs(resume=str(step_directory(aside, 6)))
+    again = place.run_successfully(resume=str(step_directory(aside, 6)))
     assert "after step 6" in again
-    assert place.metrics() == uninterrupted.metrics()
-    assert place.steps(place.root / "abandoned-2") == [8, 6]
-    assert place.steps() == [8]
+    assert place.read_metrics() == uninterrupted.read_metrics()
+    assert place.list_steps(place.root / "abandoned-2") == [8, 6]
+    assert place.list_steps() == [8]
 
 
 @pytest.mark.slow
-def test_a_run_that_began_with_a_checkpoint_elsewhere_goes_on_with_its_own(place: Place, uninterrupted: Place) -> None:
+def test_a_run_that_began_with_a_checkpoint_elsewhere_goes_on_with_its_own(
+    place: RunWorkspace, uninterrupted: RunWorkspace
+) -> None:
     source = {"resume": str(step_directory(uninterrupted.root, 4))}
-    before = uninterrupted.contents()
+    before = uninterrupted.read_contents()
     assert "after step 4" in place.run(kill_after=5, **source)[0]
     _, error, code = place.run(resume="auto")
     assert (code, "began with" in error) == (2, True)
     assert "after step 4" in place.run(kill_after=7, **source)[0]
-    assert "after step 6" in place.runs(**source)
-    assert place.metrics() == uninterrupted.metrics()[4:]
-    assert "has finished" in place.runs(**source)
-    assert uninterrupted.contents() == before
+    assert "after step 6" in place.run_successfully(**source)
+    assert place.read_metrics() == uninterrupted.read_metrics()[4:]
+    assert "has finished" in place.run_successfully(**source)
+    assert uninterrupted.read_contents() == before
 
 
-def test_a_checkpoint_of_another_run_is_not_gone_on_from(place: Place, uninterrupted: Place) -> None:
+def test_a_checkpoint_of_another_run_is_not_gone_on_from(place: RunWorkspace, uninterrupted: RunWorkspace) -> None:
     source = str(step_directory(uninterrupted.root, STEPS))
     for changes, told in (
         ({"resume": source, "batch_size": 8, "steps": 20}, "the run differs"),
@@ -159,45 +163,45 @@ def test_a_checkpoint_of_another_run_is_not_gone_on_from(place: Place, uninterru
 # -- finished
 
 
-def test_a_finished_run_says_so_and_touches_nothing(place: Place) -> None:
-    place.runs(steps=2)
-    before = place.contents()
+def test_a_finished_run_says_so_and_touches_nothing(place: RunWorkspace) -> None:
+    place.run_successfully(steps=2)
+    before = place.read_contents()
     for again in (False, True):
-        assert "this run has finished" in place.runs(overwrite=again, steps=2)
-        assert place.contents() == before
+        assert "this run has finished" in place.run_successfully(overwrite=again, steps=2)
+        assert place.read_contents() == before
 
 
 @pytest.mark.slow
 def test_a_finished_run_goes_on_when_steps_are_raised_at_the_rates_of_the_longer_schedule(
-    place: Place, uninterrupted: Place
+    place: RunWorkspace, uninterrupted: RunWorkspace
 ) -> None:
-    place.runs(steps=4)
+    place.run_successfully(steps=4)
     model = (place.out / "model" / "model.safetensors").read_bytes()
-    assert "after step 4" in place.runs(overwrite=True)
-    rates = [line["learning_rate"] for line in place.metrics()]
-    assert rates[4:] == [line["learning_rate"] for line in uninterrupted.metrics()[4:]]
-    assert rates[3] != uninterrupted.metrics()[3]["learning_rate"]
+    assert "after step 4" in place.run_successfully(overwrite=True)
+    rates = [line["learning_rate"] for line in place.read_metrics()]
+    assert rates[4:] == [line["learning_rate"] for line in uninterrupted.read_metrics()[4:]]
+    assert rates[3] != uninterrupted.read_metrics()[3]["learning_rate"]
     assert (place.out / "model" / "model.safetensors").read_bytes() != model
     _, error, code = place.run(steps=4)
     assert (code, "overwrite=true" in error) == (2, True)
 
 
 @pytest.mark.slow
-def test_without_a_checkpoint_a_finished_run_does_not_go_on(place: Place) -> None:
+def test_without_a_checkpoint_a_finished_run_does_not_go_on(place: RunWorkspace) -> None:
     none: dict[str, Any] = {"checkpoint": {"every": None}}
-    place.runs(steps=2, **none)
-    before = place.contents()
+    place.run_successfully(steps=2, **none)
+    before = place.read_contents()
     for overwrite in (False, True):
         _, error, code = place.run(steps=4, overwrite=overwrite, **none)
         assert code == 2
         assert "has left no checkpoint to go on from" in error
-        assert place.contents() == before
+        assert place.read_contents() == before
     # Another run replaces it, if it is to.
     other: dict[str, Any] = {"seed": 5, **none}
     assert "overwrite=true" in place.run(steps=2, **other)[1]
-    assert place.contents() == before
-    place.runs(steps=2, overwrite=True, **other)
-    assert place.contents()["run.yaml"] != before["run.yaml"]
+    assert place.read_contents() == before
+    place.run_successfully(steps=2, overwrite=True, **other)
+    assert place.read_contents()["run.yaml"] != before["run.yaml"]
 
 
 def test_restarts_that_could_not_go_on_are_refused_at_the_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,14 +222,14 @@ def test_restarts_that_could_not_go_on_are_refused_at_the_first_attempt(monkeypa
 # -- locked
 
 
-def test_a_second_run_is_refused_with_who_holds_the_directory(place: Place) -> None:
+def test_a_second_run_is_refused_with_who_holds_the_directory(place: RunWorkspace) -> None:
     with RunDirectory(place.out).lock(timeout_s=0):
         _, error, code = place.run()
     assert code == 2
     assert f"is in use by another run: process {os.getpid()} on " in error
     assert ", started 20" in error
-    assert place.contents() == {}
-    place.runs(steps=1)
+    assert place.read_contents() == {}
+    place.run_successfully(steps=1)
 
 
 def test_the_system_lets_go_of_the_directory_of_a_run_that_is_killed(tmp_path: Path) -> None:
@@ -306,7 +310,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _check_change(name: str, place: Place, layout: dict[str, Any], ranks: int) -> None:
+def _check_change(name: str, place: RunWorkspace, layout: dict[str, Any], ranks: int) -> None:
     changes, settings = CHANGES[name]
     assert place.run(kill_after=5)[1] == "killed"
     refused = place.run(**changes)
@@ -315,9 +319,9 @@ def _check_change(name: str, place: Place, layout: dict[str, Any], ranks: int) -
     output, error, code = place.run(ranks=ranks, resume={"from": "auto", "allow": [name]}, **changes, **layout)
     assert code == 0, error
     assert f"with other {name}" in output
-    (place.out / "run.yaml").write_text(place.file().read_text())
-    losses, weights = _handwritten(place.file(), [(0, {"rate": _cosine(1e-2)}), (4, settings)])
-    assert [line["loss"] for line in place.metrics()] == pytest.approx(losses, rel=TOLERANCE)
+    (place.out / "run.yaml").write_text(place.write_run_file().read_text())
+    losses, weights = _handwritten(place.write_run_file(), [(0, {"rate": _cosine(1e-2)}), (4, settings)])
+    assert [line["loss"] for line in place.read_metrics()] == pytest.approx(losses, rel=TOLERANCE)
     found = AutoModelForCausalLM.from_pretrained(place.out / "model", dtype=torch.float64).state_dict()
     for key, value in weights.items():
         torch.testing.assert_close(found[key], value, rtol=TOLERANCE, atol=TOLERANCE)
@@ -326,7 +330,7 @@ def _check_change(name: str, place: Place, layout: dict[str, Any], ranks: int) -
 @pytest.mark.parametrize(
     "name", [each if each == "optimizer.lr" else pytest.param(each, marks=pytest.mark.slow) for each in CHANGES]
 )
-def test_an_allowed_change_acts_as_in_a_handwritten_loop(name: str, place: Place) -> None:
+def test_an_allowed_change_acts_as_in_a_handwritten_loop(name: str, place: RunWorkspace) -> None:
     _check_change(name, place, {}, 1)
 
 
@@ -338,12 +342,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_allowed_change_acts_under_every_strategy(layout: str, place: Place) -> None:
+def test_an_allowed_change_acts_under_every_strategy(layout: str, place: RunWorkspace) -> None:
     _check_change("batch_size", place, {**LAYOUTS[layout], "nproc": 2, "micro_batch_size": 1}, 2)
 
 
 @pytest.mark.slow
-def test_other_data_begin_at_their_start_and_the_position_is_remembered(place: Place, workplace: Path) -> None:
+def test_other_data_begin_at_their_start_and_the_position_is_remembered(place: RunWorkspace, workplace: Path) -> None:
     data = yaml.safe_load((workplace / "run.yaml").read_text())["data"]
     tokenizer = place.directory / "tokenizer"
     assert place.run(kill_after=3)[1] == "killed"
@@ -353,10 +357,10 @@ def test_other_data_begin_at_their_start_and_the_position_is_remembered(place: P
     assert not tokenizer.exists()
     assert place.run(kill_after=5, **allowed)[1] == "killed"
     # The change is done; the next start needs no leave.
-    place.runs(data=other, batch_size=6)
+    place.run_successfully(data=other, batch_size=6)
     manifest = json.loads((step_directory(place.root, 6) / MANIFEST_FILE).read_text())
     assert manifest["extra"]["position"] == 4 * 6
-    assert [line["step"] for line in place.metrics()] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in place.read_metrics()] == list(range(1, STEPS + 1))
 
 
 def test_every_schedule_is_put_where_its_steps_lead() -> None:
@@ -386,13 +390,13 @@ def test_every_schedule_is_put_where_its_steps_lead() -> None:
         assert found[0] == found[1], name
 
 
-def test_what_resume_does_not_take_is_named(place: Place) -> None:
+def test_what_resume_does_not_take_is_named(place: RunWorkspace) -> None:
     for resume, told in (
         ("{from: auto, allow: [optimizer.name]}", "resume.allow.0: Input should be 'optimizer.lr'"),
         ("{form: auto}", "resume.form: unknown key. Did you mean 'from'? Allowed: allow, from"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
-            load_run(place.file(), [f"resume={resume}"])
+            load_run(place.write_run_file(), [f"resume={resume}"])
 
 
 # -- weights alone
@@ -401,10 +405,10 @@ def test_what_resume_does_not_take_is_named(place: Place) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, *LAYOUTS.values()], ids=["single", *LAYOUTS])
 def test_weights_of_a_checkpoint_begin_a_new_run_under_any_strategy(
-    layout: dict[str, Any], place: Place, uninterrupted: Place
+    layout: dict[str, Any], place: RunWorkspace, uninterrupted: RunWorkspace
 ) -> None:
     source = step_directory(uninterrupted.root, STEPS)
-    data = yaml.safe_load(place.file().read_text())["data"]
+    data = yaml.safe_load(place.write_run_file().read_text())["data"]
     # The checkpoint brings its tokenizer along.
     del data["vocab_size"]
     changes = {"model": {"checkpoint": str(source), "dtype": "float64"}, "steps": 3, "data": data}
@@ -413,14 +417,14 @@ def test_weights_of_a_checkpoint_begin_a_new_run_under_any_strategy(
     assert code == 0, error
     assert "going on from" not in output
     model = AutoModelForCausalLM.from_pretrained(uninterrupted.out / "model", dtype=torch.float64)
-    losses, _ = _handwritten(place.file(**changes), [(0, {"rate": _cosine(1e-2, steps=3)})], model)
-    assert [line["loss"] for line in place.metrics()] == pytest.approx(losses, rel=TOLERANCE)
+    losses, _ = _handwritten(place.write_run_file(**changes), [(0, {"rate": _cosine(1e-2, steps=3)})], model)
+    assert [line["loss"] for line in place.read_metrics()] == pytest.approx(losses, rel=TOLERANCE)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_weights_that_the_run_would_replace_is_refused(place: Place) -> None:
-    place.runs(steps=2)
-    before = place.contents()
+def test_a_checkpoint_of_weights_that_the_run_would_replace_is_refused(place: RunWorkspace) -> None:
+    place.run_successfully(steps=2)
+    before = place.read_contents()
     model = {"checkpoint": str(step_directory(place.root, 2)), "dtype": "float64"}
     _, error, code = place.run(model=model, resume="never", overwrite=True)
     assert code == 2
@@ -428,7 +432,7 @@ def test_a_checkpoint_of_weights_that_the_run_would_replace_is_refused(place: Pl
     _, error, code = place.run(model={"checkpoint": str(place.directory)})
     assert code == 2
     assert "is no checkpoint" in error
-    assert place.contents() == before
+    assert place.read_contents() == before
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import Place
+from support.runs import RunWorkspace
 
 from meshwright import open_world
 from meshwright.checkpoint import Checkpointer
@@ -29,21 +29,21 @@ BASE: dict[str, Any] = {
 }
 
 
-def _facts(place: Place, output: str) -> dict[str, Any]:
-    metrics = place.metrics()
+def _facts(place: RunWorkspace, output: str) -> dict[str, Any]:
+    metrics = place.read_metrics()
     return {
         "losses": [line["loss"] for line in metrics],
         "norms": [line["grad_norm"] for line in metrics],
         "held out": [line.get("held_out_loss") for line in metrics],
         "sample": output.partition("\nsample\n")[2].partition("\nwritten")[0],
-        "checkpoints": place.steps(),
+        "checkpoints": place.list_steps(),
     }
 
 
 @pytest.fixture(scope="module")
 def base(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    place = Place(workplace, tmp_path_factory.mktemp("base"))
-    return _facts(place, place.runs(**BASE))
+    place = RunWorkspace(workplace, tmp_path_factory.mktemp("base"))
+    return _facts(place, place.run_successfully(**BASE))
 
 
 def _inside(key: str, **changes: Any) -> dict[str, Any]:
@@ -69,8 +69,8 @@ def _inside(key: str, **changes: Any) -> dict[str, Any]:
 def test_a_run_heeds_the_option(
     changes: dict[str, Any], changed: list[str], base: dict[str, Any], workplace: Path, tmp_path: Path
 ) -> None:
-    place = Place(workplace, tmp_path)
-    facts = _facts(place, place.runs(**BASE | changes))
+    place = RunWorkspace(workplace, tmp_path)
+    facts = _facts(place, place.run_successfully(**BASE | changes))
     differing = {name for name, value in facts.items() if value != base[name]}
     assert set(changed) <= differing
     assert bool(differing) == bool(changes)
@@ -79,7 +79,7 @@ def test_a_run_heeds_the_option(
 def test_a_plan_heeds_what_is_said_of_ranks_strategies_and_microbatches(workplace: Path, tmp_path: Path) -> None:
     options = {"strategy": "fsdp2", "strategy_config": {"activation_checkpointing": "full"}, "pp_size": 2}
     options |= {"wrapper_config": {"pipeline": {"pp_schedule": "gpipe"}}, "micro_batch_size": 2, "nproc": 2}
-    config = load_run(Place(workplace, tmp_path).file(**BASE | options))
+    config = load_run(RunWorkspace(workplace, tmp_path).write_run_file(**BASE | options))
     assert count_local_ranks(config) == 2
     plan = preflight(config, 2)
     assert str(plan.strategy_stack) == "pipeline over fsdp2"
@@ -103,7 +103,7 @@ def _handed_on(path: str) -> tuple[int, float, bool, str]:
 def test_threads_waiting_saving_and_directory_are_as_the_file_says(workplace: Path, tmp_path: Path) -> None:
     options = {"threads_per_rank": 3, "timeout_s": 41, "steps": 1}
     options |= _inside("checkpoint", asynchronous=False, on_error="continue")
-    file = Place(workplace, tmp_path).file(**BASE | options | {"output_dir": str(tmp_path / "other")})
+    file = RunWorkspace(workplace, tmp_path).write_run_file(**BASE | options | {"output_dir": str(tmp_path / "other")})
     assert pool(1).run(_handed_on, str(file)) == [(3, 41.0, False, "continue")]
     assert (tmp_path / "other" / "metrics.jsonl").is_file()
 
@@ -111,10 +111,10 @@ def test_threads_waiting_saving_and_directory_are_as_the_file_says(workplace: Pa
 def test_checkpoints_go_to_the_directory_that_is_named_and_the_run_goes_on_from_there(
     workplace: Path, tmp_path: Path
 ) -> None:
-    place, elsewhere = Place(workplace, tmp_path), tmp_path / "elsewhere"
+    place, elsewhere = RunWorkspace(workplace, tmp_path), tmp_path / "elsewhere"
     options = BASE | _inside("checkpoint", keep_last=None, to=str(elsewhere))
     assert place.run(kill_after=3, **options)[1] == "killed"
-    assert place.steps(elsewhere) == [2, 1]
-    assert f"going on from {elsewhere}" in place.runs(**options)
-    assert place.steps(elsewhere) == [4, 3, 2, 1]
+    assert place.list_steps(elsewhere) == [2, 1]
+    assert f"going on from {elsewhere}" in place.run_successfully(**options)
+    assert place.list_steps(elsewhere) == [4, 3, 2, 1]
     assert not place.root.exists()

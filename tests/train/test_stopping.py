@@ -23,17 +23,17 @@ from support.checkpoints import step_directory
 from support.commands import LAUNCHER_VARIABLES
 from support.kill_sweep import (
     LAYOUTS,
-    Layout,
-    Run,
+    SweptLayout,
+    TrainingRun,
     end_session,
-    fingerprint,
-    finish,
+    find_ranks,
+    find_session_processes,
+    hash_weights,
     make_run,
-    members,
-    ranks_of,
-    stat_of,
+    read_stat,
+    run_to_end,
 )
-from support.kill_sweep import sweep as kill_and_resume
+from support.kill_sweep import run_sweep as kill_and_resume
 from support.stacks import STACKS
 
 from meshwright import (
@@ -75,7 +75,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 PROMPT_S = 60.0
 
 
-def _stop(run: Run, after: int, number: int, victim: str, *, launcher: Sequence[str] = ()) -> tuple[int, str]:
+def _stop(run: TrainingRun, after: int, number: int, victim: str, *, launcher: Sequence[str] = ()) -> tuple[int, str]:
     """Train until so many steps are done, and send a signal; the exit code, and what was said."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     process = subprocess.Popen(
@@ -88,7 +88,7 @@ def _stop(run: Run, after: int, number: int, victim: str, *, launcher: Sequence[
     )
     try:
         deadline_s = time.monotonic() + PROMPT_S * 2
-        while run.steps_done() < after:
+        while run.count_steps() < after:
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline_s
             time.sleep(0.002)
@@ -106,7 +106,7 @@ def _rank_1(launcher: int) -> int:
     """Its process, of those that torchrun has started, each in a session of its own."""
     for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
         with suppress(OSError):
-            is_child = stat_of(pid)[1:2] == [str(launcher)]
+            is_child = read_stat(pid)[1:2] == [str(launcher)]
             if is_child and b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
                 return pid
     raise AssertionError(f"{launcher} has no rank 1")
@@ -115,7 +115,7 @@ def _rank_1(launcher: int) -> int:
 @pytest.mark.slow
 def test_a_run_stopped_time_and_again_ends_as_one_that_was_not(tmp_path: Path) -> None:
     whole, run = (make_run(tmp_path, name, LAYOUT) for name in ("whole", "stopped"))
-    finish("train", str(whole.file))
+    run_to_end("train", str(whole.file))
     # Whoever gets the signal, all ranks save the same step: between checkpoints, and in the middle of an epoch.
     for after, number, victim, launcher, expected in (
         (5, signal.SIGTERM, "parent", (), 75),
@@ -133,9 +133,9 @@ def test_a_run_stopped_time_and_again_ends_as_one_that_was_not(tmp_path: Path) -
         assert f"stopped by {name} after step {done} of {STEPS}, saved; the same command goes on" in said
         assert run.find_newest_checkpoint().name == f"step-{done:08d}", said
         assert "Traceback" not in said.replace(_agents_traceback(said), "")
-    finish("train", str(run.file))
+    run_to_end("train", str(run.file))
     assert run.read_metrics() == whole.read_metrics()
-    assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")
+    assert hash_weights(run.directory / "model") == hash_weights(whole.directory / "model")
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_a_second_signal_to_the_parent_ends_ranks_that_cannot_save(tmp_path: Pat
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
-        ranks = ranks_of(process)
+        ranks = find_ranks(process)
         assert len(ranks) == 2
         # One rank hangs, so that the other waits for it.
         os.kill(ranks[1], signal.SIGSTOP)
@@ -163,7 +163,7 @@ def test_a_second_signal_to_the_parent_ends_ranks_that_cannot_save(tmp_path: Pat
         assert "SIGINT: this run stops after its step" in log.read_text()
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(PROMPT_S / 2) == 130
-        while left := members(process):
+        while left := find_session_processes(process):
             # The fork server sees that its parent is gone.
             assert not left.keys() & set(ranks)
             assert time.monotonic() < deadline_s, left
@@ -183,10 +183,10 @@ def _agents_traceback(said: str) -> str:
 
 @pytest.mark.slow
 def test_a_run_killed_while_it_trains_and_while_it_saves_ends_as_one_that_was_not(workplace: Path) -> None:
-    layout = Layout(workplace, "killed", LAYOUTS["fsdp2"], random.Random(0))
+    layout = SweptLayout(workplace, "killed", LAYOUTS["fsdp2"], random.Random(0))
     for moment, victim in (("training", "rank"), ("writing", "all"), ("training", "all")):
         layout.kill(moment, victim)
-    layout.end()
+    layout.finish_run()
 
 
 @pytest.mark.zoo

@@ -11,9 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import netns
+from support import network_namespaces
 from support.commands import write_run
-from support.launched_processes import HERE, LOOP, TORCHRUN, Found, clean, free_port, losses, places, run
+from support.launched_processes import (
+    HERE,
+    LOOP,
+    TORCHRUN,
+    LossesByRank,
+    build_clean_environment,
+    find_free_port,
+    parse_local_ranks,
+    parse_losses,
+    run_commands,
+)
 
 PYTHON = sys.executable
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")
@@ -33,16 +43,16 @@ needs_mpich = pytest.mark.skipif(shutil.which("mpiexec.hydra") is None, reason="
 
 
 @pytest.fixture(scope="module")
-def expected() -> Found:
-    outcome = run(((*TORCHRUN, "--standalone", "--nproc-per-node", "4", LOOP), clean()))
-    return losses(*outcome)
+def expected() -> LossesByRank:
+    outcome = run_commands(((*TORCHRUN, "--standalone", "--nproc-per-node", "4", LOOP), build_clean_environment()))
+    return parse_losses(*outcome)
 
 
 @pytest.fixture
-def nodes() -> Iterator[tuple[netns.Node, ...]]:
-    if reason := netns.why_not():
+def nodes() -> Iterator[tuple[network_namespaces.NamespaceNode, ...]]:
+    if reason := network_namespaces.find_missing_requirement():
         pytest.skip(reason)
-    with netns.nodes() as found:
+    with network_namespaces.create_nodes() as found:
         yield found
 
 
@@ -54,43 +64,50 @@ def nodes() -> Iterator[tuple[netns.Node, ...]]:
         pytest.param(("mpiexec.hydra", "-n", "4", PYTHON, LOOP), id="MPICH", marks=[needs_mpich, pytest.mark.zoo]),
     ],
 )
-def test_losses_are_those_of_other_launchers(expected: Found, command: tuple[str, ...]) -> None:
+def test_losses_are_those_of_other_launchers(expected: LossesByRank, command: tuple[str, ...]) -> None:
     if command[0] == "mpiexec.hydra":
-        command = (*command[:3], "-genv", "MASTER_PORT", str(free_port()), *command[3:])
-    assert losses(*run((command, clean()))) == expected
+        command = (*command[:3], "-genv", "MASTER_PORT", str(find_free_port()), *command[3:])
+    assert parse_losses(*run_commands((command, build_clean_environment()))) == expected
     assert (len(expected), len(set(expected[0]))) == (4, 4)
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_an_indexed_job_with_a_rank_in_each_pod(expected: Found) -> None:
-    port = str(free_port())
+def test_losses_are_those_of_an_indexed_job_with_a_rank_in_each_pod(expected: LossesByRank) -> None:
+    port = str(find_free_port())
     pods = [
-        clean(JOB_COMPLETION_INDEX=str(index), WORLD_SIZE="4", MASTER_ADDR="localhost", MASTER_PORT=port)
+        build_clean_environment(
+            JOB_COMPLETION_INDEX=str(index), WORLD_SIZE="4", MASTER_ADDR="localhost", MASTER_PORT=port
+        )
         for index in range(4)
     ]
-    found = run(*[((PYTHON, LOOP), pod) for pod in pods])
-    assert (losses(*found), places(*found)) == (expected, dict.fromkeys(range(4), (0, 1)))
+    found = run_commands(*[((PYTHON, LOOP), pod) for pod in pods])
+    assert (parse_losses(*found), parse_local_ranks(*found)) == (expected, dict.fromkeys(range(4), (0, 1)))
 
 
 @pytest.mark.slow
 def test_losses_are_those_of_two_nodes_under_torchrun(expected, nodes):
     """In pods, with the variables that Kubeflow's Trainer sets beside those of an indexed Job."""
     pods = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": nodes[0].address}
-    pods |= {"PET_MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": netns.CARD}
+    pods |= {"PET_MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": network_namespaces.INTERFACE}
     started = []
     for index, node in enumerate(nodes):
-        environment = clean(JOB_COMPLETION_INDEX=str(index), PET_NODE_RANK=str(index), **pods)
+        environment = build_clean_environment(JOB_COMPLETION_INDEX=str(index), PET_NODE_RANK=str(index), **pods)
         started.append((node.command(*TORCHRUN, LOOP), environment))
-    found = run(*started)
-    assert (losses(*found), places(*found)) == (expected, HALVES)
+    found = run_commands(*started)
+    assert (parse_losses(*found), parse_local_ranks(*found)) == (expected, HALVES)
 
 
 @needs_open_mpi
 @pytest.mark.zoo
 def test_losses_are_those_of_two_nodes_under_open_mpi(expected, nodes, tmp_path):
     command = _mpirun_over(nodes, tmp_path, f"{nodes[0].address}:2,{nodes[1].address}:2")
-    found = run((nodes[0].command(*command, "-np", "4", PYTHON, LOOP), clean(GLOO_SOCKET_IFNAME=netns.CARD)))
-    assert (losses(*found), places(*found)) == (expected, HALVES)
+    found = run_commands(
+        (
+            nodes[0].command(*command, "-np", "4", PYTHON, LOOP),
+            build_clean_environment(GLOO_SOCKET_IFNAME=network_namespaces.INTERFACE),
+        )
+    )
+    assert (parse_losses(*found), parse_local_ranks(*found)) == (expected, HALVES)
 
 
 @needs_open_mpi
@@ -99,7 +116,7 @@ def test_rank_0_that_is_not_where_mpirun_runs_says_so_and_ends_its_peers(nodes, 
     command = _mpirun_over(nodes, tmp_path, f"{nodes[1].address}:1,{nodes[0].address}:1")
     placed = ("-np", "2", "--rankfile", str(tmp_path / "ranks"))
     (tmp_path / "ranks").write_text(f"rank 0={nodes[1].address} slot=0\nrank 1={nodes[0].address} slot=0\n")
-    ((code, text),) = run((nodes[0].command(*command, *placed, PYTHON, LOOP), clean()))
+    ((code, text),) = run_commands((nodes[0].command(*command, *placed, PYTHON, LOOP), build_clean_environment()))
     assert code != 0
     assert f"rank 0 is not on {nodes[0].address}, where mpirun runs" in text
     assert "mpirun -x MASTER_ADDR=HOST" in text
@@ -107,14 +124,14 @@ def test_rank_0_that_is_not_where_mpirun_runs_says_so_and_ends_its_peers(nodes, 
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("kind", ["torch", "plain"])
-def test_losses_are_those_of_workers_of_ray_train(expected: Found, tmp_path: Path, kind: str) -> None:
+def test_losses_are_those_of_workers_of_ray_train(expected: LossesByRank, tmp_path: Path, kind: str) -> None:
     """A TorchTrainer's have a process group, those of a plain trainer ranks alone."""
     pytest.importorskip("ray.train")
     settings = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     # Ray's sockets are in its folder, and the path of a socket has to be short.
     with tempfile.TemporaryDirectory(prefix="mw-ray-") as short:
         command = (PYTHON, str(HERE / "run_on_ray.py"), kind, str(tmp_path), short)
-        ((code, text),) = run((command, clean(**settings)))
+        ((code, text),) = run_commands((command, build_clean_environment(**settings)))
     assert code == 0, text[-6000:]
     found = {int(path.stem): json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("*.json")}
     assert {rank: tuple(each["losses"]) for rank, each in found.items()} == expected
@@ -129,14 +146,14 @@ def test_a_run_file_under_open_mpi_leaves_what_our_own_launcher_leaves(tmp_path:
     for name, launcher in (("own", ()), ("mpi", (*MPIRUN, "-np", "2"))):
         out = tmp_path / name
         train = ("train", run_file, "--set", f"output_dir={out}", "--set", "timeout_s=240")
-        ((code, text),) = run(((*launcher, PYTHON, "-m", "meshwright", *train), clean()))
+        ((code, text),) = run_commands(((*launcher, PYTHON, "-m", "meshwright", *train), build_clean_environment()))
         assert code == 0, text[-6000:]
         lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         found.append([json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)])
     assert (found[0], len(found[0])) == (found[1], 2)
 
 
-def _mpirun_over(nodes: tuple[netns.Node, ...], directory: Path, hosts: str) -> list[str]:
+def _mpirun_over(nodes: tuple[network_namespaces.NamespaceNode, ...], directory: Path, hosts: str) -> list[str]:
     """mpirun that reaches the other node as it would by ssh, under a host name of its own."""
     agent = directory / "agent"
     cases = "\n".join(f"{node.address}) node={node.name} ;;" for node in nodes)

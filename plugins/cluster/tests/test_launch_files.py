@@ -17,7 +17,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from support.commands import invoke
+from support.commands import invoke_in_process
 
 from meshwright.base.errors import ConfigError, MeshwrightError
 from meshwright_cluster import TARGETS, Target
@@ -324,9 +324,9 @@ def run_file(tmp_path: Path) -> Path:
 def test_files_are_printed_or_written(to: Target, run_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "job"
     arguments = ["launch", run_file, "--to", to, "--out", out, "--nodes", "4", "--set", "tp_size=2"]
-    code, printed = invoke(*arguments, "--dry-run")
+    code, printed = invoke_in_process(*arguments, "--dry-run")
     assert (code, out.exists()) == (0, False), printed
-    assert "4 x 8 ranks: fsdp2 on dp_shard=16 x tp=2" in invoke(*arguments)[1]
+    assert "4 x 8 ranks: fsdp2 on dp_shard=16 x tp=2" in invoke_in_process(*arguments)[1]
     for path in out.iterdir():
         text = path.read_text()
         assert f"# {path}\n{text}\n" in printed
@@ -339,11 +339,11 @@ def test_a_command_that_is_not_there_is_named_and_what_submits_is_run_and_its_co
     monkeypatch.setenv("PATH", str(tmp_path))
     out = tmp_path / "job"
     for to in TARGETS:
-        code, told = invoke("launch", run_file, "--to", to, "--out", out, "--submit")
+        code, told = invoke_in_process("launch", run_file, "--to", to, "--out", out, "--submit")
         assert (code, out.exists()) == (2, False)
         assert f"{build_submit_command(_job(to), to)[0]} is not installed here" in told
     _write_command(tmp_path / "kubectl", 'echo "$@" > "$0.said"\nexit 3\n')
-    assert invoke("launch", run_file, "--to", "kubernetes", "--out", out, "--submit")[0] == 3
+    assert invoke_in_process("launch", run_file, "--to", "kubernetes", "--out", out, "--submit")[0] == 3
     assert (tmp_path / "kubectl.said").read_text() == f"apply -f {out / 'job.yaml'}\n"
 
 

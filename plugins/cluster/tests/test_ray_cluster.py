@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import LAUNCHER_VARIABLES, command
-from support.kill_sweep import Run, fingerprint, finish, make_run
+from support.commands import LAUNCHER_VARIABLES, run_command
+from support.kill_sweep import TrainingRun, hash_weights, make_run, run_to_end
 
 pytest.importorskip("ray.train", reason="pip install 'ray[train]'")
 
@@ -30,9 +30,9 @@ LAYOUT: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     run = make_run(tmp_path_factory.mktemp("ray"), "whole", LAYOUT)
-    finish("train", str(run.file))
+    run_to_end("train", str(run.file))
     return run
 
 
@@ -48,10 +48,10 @@ def _workers() -> Iterator[int]:
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("killed", [False, True], ids=["whole", "killed"])
-def test_ray_trains_the_same_numbers(whole: Run, killed: bool) -> None:
+def test_ray_trains_the_same_numbers(whole: TrainingRun, killed: bool) -> None:
     run = make_run(whole.file.parent, f"ray-{killed}", LAYOUT)
     driver = run.directory.with_name(f"{run.directory.name}-job") / "job.py"
-    done = command("launch", str(run.file), "--to", "ray", "--out", str(driver.parent))
+    done = run_command("launch", str(run.file), "--to", "ray", "--out", str(driver.parent))
     assert done.returncode == 0, done.stderr
     before = set(_workers())
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
@@ -68,5 +68,5 @@ def test_ray_trains_the_same_numbers(whole: Run, killed: bool) -> None:
     finally:
         process.terminate()
         process.wait(60)
-    assert ("going on from" in log.read_text(), run.read_metrics()) == (killed, whole.numbers())
-    assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")
+    assert ("going on from" in log.read_text(), run.read_metrics()) == (killed, whole.read_metrics())
+    assert hash_weights(run.directory / "model") == hash_weights(whole.directory / "model")

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from support.commands import LAUNCHER_VARIABLES
-from support.kill_sweep import Run, fingerprint, finish, make_run
-from support.slurm import Cluster, missing
+from support.kill_sweep import TrainingRun, hash_weights, make_run, run_to_end
+from support.slurm import SlurmCluster, find_missing_requirement
 
-pytestmark = [pytest.mark.zoo, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.zoo, pytest.mark.skipif(bool(find_missing_requirement()), reason=find_missing_requirement())]
 
 STEPS = 300
 LAYOUT: dict[str, Any] = {
@@ -40,16 +40,16 @@ DISTANT_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[SlurmCluster]:
     place = Path(tempfile.mkdtemp(prefix="meshwright"))
     try:
-        with Cluster(place / "slurm") as found:
+        with SlurmCluster(place / "slurm") as found:
             yield found
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _submitted(cluster: Cluster, run: Run) -> str:
+def _submitted(cluster: SlurmCluster, run: TrainingRun) -> str:
     environment = {name: value for name, value in cluster.environment.items() if name not in LAUNCHER_VARIABLES}
     out = run.directory.with_name(f"{run.directory.name}-job")
     arguments = ("launch", str(run.file), "--to", "slurm", "--submit", "--out", str(out))
@@ -60,26 +60,26 @@ def _submitted(cluster: Cluster, run: Run) -> str:
     return str(number)
 
 
-def _await_step(cluster: Cluster, number: str, run: Run, step: int) -> None:
+def _await_step(cluster: SlurmCluster, number: str, run: TrainingRun, step: int) -> None:
     end = time.monotonic() + DISTANT_S
-    while run.steps_done() < step:
-        assert time.monotonic() < end, f"{_log(run)}{cluster.job(number)}{cluster.logs()}"
+    while run.count_steps() < step:
+        assert time.monotonic() < end, f"{_log(run)}{cluster.read_job(number)}{cluster.logs()}"
         time.sleep(0.01)
 
 
-def _begin_again(cluster: Cluster, number: str) -> None:
+def _begin_again(cluster: SlurmCluster, number: str) -> None:
     """Start a requeued job without the two minutes of Slurm's delay."""
-    cluster.await_state(number, "PENDING")
+    cluster.wait_for_state(number, "PENDING")
     # A node refuses a job whose credential is of the second in which the node was last told to end that job.
     time.sleep(2)
     cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
 
 
-def _log(run: Run) -> str:
+def _log(run: TrainingRun) -> str:
     return "".join(path.read_text() for path in run.directory.with_name(f"{run.directory.name}-job").glob("*.log"))
 
 
-def _saved(run: Run) -> list[int]:
+def _saved(run: TrainingRun) -> list[int]:
     """Steps that a signal has stopped the run after, as its log says."""
     said = re.findall(rf"stopped by SIGTERM after step (\d+) of {STEPS}, saved; the same command goes on", _log(run))
     return [int(step) for step in said]
@@ -87,7 +87,7 @@ def _saved(run: Run) -> list[int]:
 
 def test_a_job_that_is_preempted_and_requeued_ends_with_the_numbers_of_one_that_was_not(cluster, tmp_path):
     whole, run = (make_run(tmp_path, name, LAYOUT) for name in ("whole", "queued"))
-    finish("train", str(whole.file))
+    run_to_end("train", str(whole.file))
     number = _submitted(cluster, run)
     _await_step(cluster, number, run, 5)
     # Another job takes the machine: a signal, and time to save.
@@ -106,21 +106,21 @@ def test_a_job_that_is_preempted_and_requeued_ends_with_the_numbers_of_one_that_
     assert [int(step) for step in re.findall(r"going on from .*, after step (\d+)", said)] == [first, second]
     assert "Traceback" not in said
     assert run.read_metrics() == whole.read_metrics()
-    assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")
+    assert hash_weights(run.directory / "model") == hash_weights(whole.directory / "model")
 
 
-def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(cluster: SlurmCluster, tmp_path: Path) -> None:
     run = make_run(tmp_path, "cancelled", LAYOUT)
     number = _submitted(cluster, run)
     _await_step(cluster, number, run, 5)
     cluster.run("scancel", number)
-    cluster.await_state(number, "CANCELLED")
+    cluster.wait_for_state(number, "CANCELLED")
     end = time.monotonic() + DISTANT_S
     while not _saved(run):
         assert time.monotonic() < end, _log(run) + cluster.logs()
         time.sleep(0.1)
     time.sleep(3)
-    job = cluster.job(number)
+    job = cluster.read_job(number)
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
     assert run.count_steps() == _saved(run)[0] < STEPS
     assert os.path.isdir(run.checkpoints / f"step-{_saved(run)[0]:08d}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.steps import built, gradient_step, refusal
+from support.steps import build_and_train, catch_refusal, prepare_gradient_step
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -225,8 +225,8 @@ def test_gradients_of_a_loop_by_hand_are_sums_and_finishing_too_early_is_an_erro
 def _order(config: dict[str, Any]) -> list[str]:
     """Collectives, and where blocks begin forward and end backward, of the second step, in order of time."""
     case = Case()
-    manager = built("ddp", config, {}, case)
-    step = gradient_step(manager, case, 1)
+    manager = build_and_train("ddp", config, {}, case)
+    step = prepare_gradient_step(manager, case, 1)
     for index, block in enumerate(manager.model_parts[0].get_submodule(name) for name in manager.layout.blocks):
         block.register_forward_pre_hook(lambda *_, index=index: _mark(f"forward {index}"))
         block.register_full_backward_hook(lambda *_, index=index: _mark(f"backward {index}"))
@@ -277,7 +277,7 @@ def test_without_overlap_all_reductions_follow_backward_and_aligned_gathers_begi
 def _arrivals(config: dict[str, Any], sizes: dict[str, int]) -> list[str]:
     """Forwards, and gradients of the lowest block's last weight and first norm, in the second step, in order."""
     case = Case(microbatches=2, layers=5)
-    manager = built("ddp", config, sizes, case)
+    manager = build_and_train("ddp", config, sizes, case)
     part = manager.model_parts[0]
     block = next(layer for layer in part.model.layers if any(True for _ in layer.parameters()))
     seen: list[str] = []
@@ -304,7 +304,7 @@ def test_delayed_gradients_of_weights_follow_the_backward_of_their_microbatch(co
 def _gathers_of_a_stage(config: dict[str, Any]) -> list[str]:
     """Gathers, and what other stages send, in the second step of a stage of a pipeline, in order of time."""
     case = Case(layers=5)
-    manager = built("ddp", config, {"pp_size": 2}, case)
+    manager = build_and_train("ddp", config, {"pp_size": 2}, case)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         train_steps(manager, case, range(1, 2))
     names = {"c10d::_allgather_base_": "gather", "c10d::recv_": "receive"}
@@ -329,7 +329,7 @@ def test_aligned_gathers_of_a_stage_do_not_wait_for_its_first_microbatch() -> No
 
 def _traffic(config: dict[str, Any], case: Case) -> dict[str, tuple[int, int]]:
     """Calls and bytes by kind of collective in the second step."""
-    manager = built("ddp", config, {}, case)
+    manager = build_and_train("ddp", config, {}, case)
     seen = record_collectives(lambda: train_steps(manager, case, range(1, 2)))
     large = [each for each in seen if each.nbytes > 1000]
     sizes = {kind: [each.nbytes for each in large if each.kind == kind] for kind in sorted({e.kind for e in large})}
@@ -389,7 +389,7 @@ def _with_planted(config: dict[str, Any], value: float, planted_step: int) -> li
     for step in range(3):
         spoil[0] = step == planted_step and manager.mesh.rank == 1
         try:
-            loss = float(gradient_step(manager, case, step)())
+            loss = float(prepare_gradient_step(manager, case, step)())
             manager.optimizer_step()
             told.append(loss)
         except TrainingError as error:
@@ -446,7 +446,7 @@ def _large() -> list[str]:
     scale = [1.0]
     for parameter in manager.model_parts[0].parameters():
         parameter.register_hook(lambda grad: grad * scale[0])
-    step = gradient_step(manager, Case())
+    step = prepare_gradient_step(manager, Case())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for index in range(NUM_REFERENCE_NORMS + 1):
@@ -468,7 +468,7 @@ def test_large_gradients_of_a_step_are_told_and_training_goes_on() -> None:
 
 
 def _refusals(configs: list[dict[str, Any]]) -> list[str]:
-    return [refusal("ddp", config, {}, Case()) for config in configs]
+    return [catch_refusal("ddp", config, {}, Case()) for config in configs]
 
 
 def test_what_cannot_act_on_this_mesh_or_model_is_refused_on_all_ranks() -> None:

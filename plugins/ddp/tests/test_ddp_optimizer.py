@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.steps import built, gradient_step, refusal
+from support.steps import build_and_train, catch_refusal, prepare_gradient_step
 from torch import Tensor, nn
 
 from meshwright import MeshSizes, OptimizerConfig, count_tokens, optimizer_factory, resolve
@@ -36,7 +36,7 @@ OVERLAP = {**ZERO1, "overlap_grad_reduce": True, "overlap_param_gather": True, "
 
 def _held(config: dict[str, Any], dtype: str) -> tuple[int, int, int, int]:
     """Elements of this rank's parameters, gradient buffer, Adam state and masters."""
-    manager: Any = built("ddp", config, {}, Case(dtype=dtype))
+    manager: Any = build_and_train("ddp", config, {}, Case(dtype=dtype))
     (buffer,) = manager.module.buffers
     storages = {p.untyped_storage().data_ptr(): p for p in manager.model_parts[0].parameters()}
     parameters = sum(p.untyped_storage().nbytes() // p.element_size() for p in storages.values())
@@ -74,7 +74,7 @@ BF16 = Case(dtype="bfloat16", max_norm=None, microbatches=1, sequences=8)
 
 
 def _bf16(config: dict[str, Any]) -> dict[str, Tensor]:
-    return full_weights(built("ddp", config, {}, BF16, steps=3))
+    return full_weights(build_and_train("ddp", config, {}, BF16, steps=3))
 
 
 def _emulated(fp32_gradients: bool, ranks: int) -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ def _bf16_sum(options: dict[str, Any]) -> Tensor:
     """The gradient of a bf16 model over many microbatches."""
     case = Case(dtype="bfloat16", microbatches=12, sequences=24, max_norm=None)
     manager = build_manager("ddp", {**BUCKETED, **options}, {}, case)
-    gradient_step(manager, case)()
+    prepare_gradient_step(manager, case)()
     return torch.cat([p.grad.flatten().float() for p in manager.model_parts[0].parameters()])
 
 
@@ -147,7 +147,7 @@ def test_any_elementwise_optimizer_reaches_parity(name: str, options: dict[str, 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_optimizers_that_look_at_shapes_are_refused_on_all_ranks(name: str) -> None:
     case = Case(optimizer=OptimizerConfig(name=name, lr=1e-2))
-    first, second = pool(2).run(refusal, "ddp", ZERO1, {}, case)
+    first, second = pool(2).run(catch_refusal, "ddp", ZERO1, {}, case)
     assert first == second
     assert first.startswith(("StrategyError", "ConfigError"))
 

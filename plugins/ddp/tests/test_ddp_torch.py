@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.steps import built, gradient_step, refusal
+from support.steps import build_and_train, catch_refusal, prepare_gradient_step
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -26,7 +26,7 @@ OWN_REDUCTIONS = 1
 def _all_reduces(config: dict[str, Any], microbatches: int) -> int:
     """Count those of the second step, when DDP has rebuilt its buckets in the order of backward."""
     case = Case(microbatches=microbatches)
-    counts = count_collectives(gradient_step(built("ddp", config, {}, case), case, 1))
+    counts = count_collectives(prepare_gradient_step(build_and_train("ddp", config, {}, case), case, 1))
     return counts["all_reduce"] - OWN_REDUCTIONS
 
 
@@ -53,7 +53,7 @@ def test_options_reach_torch() -> None:
 
 def _views(as_views: bool) -> bool:
     manager = build_manager("ddp", {"gradient_as_bucket_view": as_views}, {}, Case())
-    gradient_step(manager, Case())()
+    prepare_gradient_step(manager, Case())()
     storages = {p.grad.untyped_storage().data_ptr() for p in manager.model_parts[0].parameters()}
     return len(storages) == 1
 
@@ -149,7 +149,7 @@ def test_a_parameter_without_gradient_in_some_microbatches_keeps_the_gradient_of
 
 def _bytes(config: dict[str, Any]) -> list[tuple[str, int]]:
     case = Case(dtype="float32")
-    traffic = record_collectives(gradient_step(built("ddp", config, {}, case, steps=3), case, 3))
+    traffic = record_collectives(prepare_gradient_step(build_and_train("ddp", config, {}, case, steps=3), case, 3))
     return [(str(each.dtype), each.nbytes) for each in traffic.filter("all_reduce") if each.nbytes > 1000]
 
 
@@ -171,7 +171,7 @@ def _largest_gradient_error(config: dict[str, Any], microbatches: int) -> float:
     for each in ({}, config):
         manager = build_manager("ddp", each, {}, case)
         for step in range(3):
-            gradient_step(manager, case, step)()
+            prepare_gradient_step(manager, case, step)()
             found = torch.cat([p.grad.flatten() for p in manager.model_parts[0].parameters()])
             for parameter in manager.model_parts[0].parameters():
                 parameter.grad = None
@@ -202,7 +202,7 @@ def test_hooks_lose_precision_and_not_the_sum(config: dict[str, Any], bound: flo
 
 
 def _refusals(configs: list[dict[str, Any]], case: Case, steps: int) -> list[str]:
-    return [refusal("ddp", config, {}, case, steps) for config in configs]
+    return [catch_refusal("ddp", config, {}, case, steps) for config in configs]
 
 
 def test_options_that_power_sgd_refuses_and_several_microbatches_in_a_static_graph_are_refused_on_all_ranks() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import command, write_run
-from support.replays import copied, performing, run_file, trained
+from support.commands import run_command, write_run
+from support.replays import build_performer, copy_run, train_run, write_run_file
 
 from meshwright.base.errors import ConfigError
 from meshwright_diagnose.replay.diff import Divergence, RunDiff, StepComparison, compare_metrics, diff_runs
@@ -28,7 +28,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _trained(workplace: Path, name: str, fault: str = "none", **changes: Any) -> Path:
     model = {"attention_dropout": 0.0, **changes.pop("model", {})}
-    return trained(run_file(workplace, name, **{"nproc": 2, "model": model, **changes}), fault=fault)
+    return train_run(write_run_file(workplace, name, **{"nproc": 2, "model": model, **changes}), fault=fault)
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +39,13 @@ def plain(workplace: Path) -> Path:
 def of(
     one: Path, other: Path, fault: str = "none", **options: Any
 ) -> tuple[RunDiff, Divergence | None, StepComparison]:
-    found = diff_runs(one, other, runner=performing(fault), **options)
+    found = diff_runs(one, other, runner=build_performer(fault), **options)
     assert found.replayed is not None, found.unavailable_reason
     return found, found.first_divergence, found.replayed
 
 
 def test_a_run_and_its_copy_are_the_same_bit_for_bit(plain: Path, tmp_path: Path) -> None:
-    found, parted, step = of(plain, copied(plain, tmp_path / "copy"), step=5)
+    found, parted, step = of(plain, copy_run(plain, tmp_path / "copy"), step=5)
     assert (parted, found.exit_code, found.settings, found.layout) == (None, 0, (), ())
     parts = (step.parameters_before, step.outputs, step.gradients, step.parameters_after)
     assert all(
@@ -82,9 +82,9 @@ def test_layouts_that_draw_other_numbers_for_dropout_agree_without_it(workplace:
 
 @pytest.mark.slow
 def test_the_rate_that_a_resumed_run_has_frozen_is_named_with_its_step_and_the_resume(plain, workplace):
-    path = run_file(workplace, "frozen", nproc=2, model={"attention_dropout": 0.0})
-    trained(path, kill_after=5)
-    frozen = trained(path, fault="rates freeze")
+    path = write_run_file(workplace, "frozen", nproc=2, model={"attention_dropout": 0.0})
+    train_run(path, kill_after=5)
+    frozen = train_run(path, fault="rates freeze")
     found, parted, _ = of(plain, frozen)
     # The rate of step 5 is the one that it had reached; that of step 6 should be lower.
     assert (parted.name, parted.step) == ("learning_rate", 6)
@@ -106,7 +106,7 @@ def test_gradients_that_are_scaled_otherwise_in_one_layout_are_named(workplace: 
 @pytest.mark.slow
 def test_the_first_module_that_computes_otherwise_is_named(plain: Path, workplace: Path) -> None:
     wrong = _trained(workplace, "activations", "activations are more")
-    performs = performing(), performing("activations are more")
+    performs = build_performer(), build_performer("activations are more")
     found = diff_runs(plain, wrong, runner=lambda order: performs["other" in str(order.output_directory)](order))
     first = found.replayed.outputs.first
     assert (first.name, first.relative > 0.1) == ("model.layers.0.mlp", True)
@@ -160,16 +160,16 @@ def test_bad_input_is_reported(plain: Path, tmp_path: Path) -> None:
         ("no whole checkpoint before step 40", later, later, {"step": 40}),
     ):
         with pytest.raises(ConfigError, match=text):
-            diff_runs(one, other, runner=performing(), **options)
+            diff_runs(one, other, runner=build_performer(), **options)
 
 
 @pytest.mark.slow
 def test_the_command_prints_and_ends_with_1_where_runs_part(plain: Path, workplace: Path, tmp_path: Path) -> None:
     other = _trained(workplace, "seeded", seed=1)
     file = tmp_path / "found.json"
-    done = command("diff", str(plain), str(other), "--json", str(file))
+    done = run_command("diff", str(plain), str(other), "--json", str(file))
     assert done.returncode == 1, done.stderr
     assert "seed is 0 against 1" in done.stdout
     found = json.loads(file.read_text())
     assert found["replayed"]["step"] == found["parted"][0]["step"]
-    assert command("diff", str(plain), str(plain), "--no-replay").returncode == 0
+    assert run_command("diff", str(plain), str(plain), "--no-replay").returncode == 0

@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from support.commands import command
+from support.commands import run_command
 
 from meshwright.base.processes import count_usable_cores
 from meshwright.launch.open_world import open_world
@@ -132,7 +132,7 @@ def test_nodes_compare_their_clocks_and_what_they_see_of_a_directory(ahead_s, st
 
 @pytest.mark.slow
 def test_alone_it_starts_two_ranks_and_tells_all_as_json(tmp_path):
-    done = command("doctor", "--json", "--dir", str(tmp_path / "runs"))
+    done = run_command("doctor", "--json", "--dir", str(tmp_path / "runs"))
     told = json.loads(done.stdout)
     wrong = [each for each in told["findings"] if each["state"] == "wrong"]
     assert done.returncode == told["exit_code"] == (2 if wrong else 0), wrong
@@ -143,5 +143,5 @@ def test_alone_it_starts_two_ranks_and_tells_all_as_json(tmp_path):
 @pytest.mark.slow
 def test_ranks_of_a_launcher_join_and_the_first_one_tells(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    done = command("doctor", launcher=LAUNCHER)
+    done = run_command("doctor", launcher=LAUNCHER)
     assert done.stdout.count("2 on 1 host have met") == done.stdout.count("versions\n") == 1, done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import invoke
+from support.commands import invoke_in_process
 
 from meshwright.base.errors import ConfigError
 from meshwright_run.profile import trace as traces
@@ -242,7 +242,7 @@ def test_a_comparison_is_by_step_and_by_the_size_of_the_difference(tmp_path: Pat
     assert whole["exposed communication"] == pytest.approx(-1.5)
     parts = {row.name: row.seconds for row in found.phases}
     assert parts["forward_backward"] == pytest.approx(16 - 7.5)
-    code, output = invoke("profile", "compare", *paths)
+    code, output = invoke_in_process("profile", "compare", *paths)
     assert (code, "+11,000" in output, "aten::softmax" in output) == (0, True, True)
 
 
@@ -256,11 +256,11 @@ def test_the_command_shows_the_profile_of_a_run_directory_and_of_a_file(tmp_path
         ([tmp_path / "run", "--rank", "3"], "run 3"),
         ([directory / "rank-00003.json.gz"], "run 3"),
     ):
-        code, output = invoke("profile", "show", *arguments, "--json", tmp_path / "out.json")
+        code, output = invoke_in_process("profile", "show", *arguments, "--json", tmp_path / "out.json")
         assert (code, f"profile of {run}" in output, "exposed communication 15.0 %" in output) == (0, True, True)
         assert json.loads((tmp_path / "out.json").read_text())["exposed_seconds"] == pytest.approx(3)
-    assert invoke("profile", "show", directory, "--rows", "1", "--svg", tmp_path / "picture.svg")[0] == 0
-    assert invoke("profile", "show", directory, "--svg", tmp_path)[0] == 2
+    assert invoke_in_process("profile", "show", directory, "--rows", "1", "--svg", tmp_path / "picture.svg")[0] == 0
+    assert invoke_in_process("profile", "show", directory, "--svg", tmp_path)[0] == 2
 
 
 def test_what_is_no_trace_is_refused_with_what_to_give_instead(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_what_is_no_trace_is_refused_with_what_to_give_instead(tmp_path: Path) -
     _trace_file(tmp_path / "run" / "rank-00002.json.gz", TWO_STEPS)
     with pytest.raises(ConfigError, match=r"no profile of rank 1\. It has those of 2\."):
         load_summary(tmp_path / "run", rank=1)
-    assert invoke("profile", "show", tmp_path / "nothing")[0] == 2
+    assert invoke_in_process("profile", "show", tmp_path / "nothing")[0] == 2
 
 
 def test_windows_are_in_order_within_the_run_and_on_ranks_that_are_there() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.commands import write_run
-from support.runs import Place
+from support.runs import RunWorkspace
 
 from meshwright import ConfigError, Loop, MeshwrightError, StepResult, fit
 from meshwright._compat.torch import is_profiling, record_if_profiling
@@ -46,7 +46,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen(workplace: Path, tmp_path: Path) -> None:
-    place = Place(workplace, tmp_path)
+    place = RunWorkspace(workplace, tmp_path)
     asked = {"steps": [2, 3], "ranks": [1], "memory": True}
     more = {"eval": {"every": 2, "sequences": 2}, "profile": asked}
     _, error, code = place.run(ranks=2, strategy="fsdp2", steps=4, **more)
@@ -78,18 +78,18 @@ def test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen(workplace: Path
 
 @pytest.mark.slow
 def test_a_resumed_run_profiles_what_is_left_of_its_windows(workplace: Path, tmp_path: Path) -> None:
-    place, asked = Place(workplace, tmp_path), {"steps": [[1, 2], [4, 6]], "record_shapes": False}
+    place, asked = RunWorkspace(workplace, tmp_path), {"steps": [[1, 2], [4, 6]], "record_shapes": False}
     _, error, code = place.run(kill_after=5, profile=asked)
     assert code == 137, error
     first = place.out / "profile" / "rank-00000-steps-1-2.json.gz"
     assert load_summary(first).steps == [1, 2]
     assert not any("Input Dims" in each.details for each in read_trace(first).spans)
     before = first.read_bytes()
-    place.runs(profile=asked)  # it goes on after step 4
+    place.run_successfully(profile=asked)  # it goes on after step 4
     assert first.read_bytes() == before
     assert load_summary(place.out / "profile" / "rank-00000-steps-4-6.json.gz").steps == [5, 6]
     # They are not of the run that takes its place, which has another profile.
-    place.runs(steps=1, resume="never", overwrite=True, profile={"steps": [1, 1], "with_stack": True})
+    place.run_successfully(steps=1, resume="never", overwrite=True, profile={"steps": [1, 1], "with_stack": True})
     names = {each.name for each in (place.out / "profile").iterdir()}
     assert names == {"rank-00000.json.gz", "summary.json", "summary.txt"}
     spans = read_trace(place.out / "profile" / "rank-00000.json.gz").spans
@@ -98,8 +98,8 @@ def test_a_resumed_run_profiles_what_is_left_of_its_windows(workplace: Path, tmp
 
 
 def test_a_window_beyond_the_last_step_is_refused_before_anything_starts(workplace: Path, tmp_path: Path) -> None:
-    place = Place(workplace, tmp_path)
-    config = load_run(place.file(steps=4, profile={"steps": [3, 5]}))
+    place = RunWorkspace(workplace, tmp_path)
+    config = load_run(place.write_run_file(steps=4, profile={"steps": [3, 5]}))
     with pytest.raises(ConfigError, match=r"profile\.steps=\[3, 5\] ends behind the last step of the run, 4"):
         preflight(config, 1)
     assert not place.out.exists()
@@ -147,7 +147,7 @@ def test_the_wait_for_a_rank_that_is_late_is_exposed_to_some_milliseconds() -> N
 
 @pytest.mark.slow
 def test_a_run_file_asks_for_exposed_communication(workplace: Path, tmp_path: Path) -> None:
-    place = Place(workplace, tmp_path)
+    place = RunWorkspace(workplace, tmp_path)
     _, error, code = place.run(ranks=2, strategy="fsdp2", steps=6, metrics={"communication_every": 2})
     assert code == 0, error
     lines = [json.loads(line) for line in (place.out / "metrics.jsonl").read_text().splitlines()]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from support.commands import command, write_run
-from support.replays import STEPS, again, copied, run_file, trained
+from support.commands import run_command, write_run
+from support.replays import STEPS, copy_run, replay_in_pool, train_run, write_run_file
 
 from meshwright.base.errors import CheckpointError, ConfigError
 from meshwright_diagnose.replay.rank_comparison import GRADIENT_PREFIX, OUTPUT_PREFIX, RankDigests, find_suspects
@@ -29,7 +29,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(workplace: Path) -> Path:
-    return trained(run_file(workplace, "plain", nproc=2, checkpoint={"every": 3}))
+    return train_run(write_run_file(workplace, "plain", nproc=2, checkpoint={"every": 3}))
 
 
 def _contents(directory: Path) -> dict[str, tuple[bytes, int]]:
@@ -40,31 +40,35 @@ def _contents(directory: Path) -> dict[str, tuple[bytes, int]]:
 def test_a_step_comes_to_the_same_bits_on_healthy_ranks_and_the_run_stays_as_it_is(plain: Path) -> None:
     before = _contents(plain)
     for step, begun, compared in ((1, 0, None), (5, 3, 1)):
-        found = again(plain, step, compare_rank=compared)
-        assert found.beginning[0] == begun
+        found = replay_in_pool(plain, step, compare_rank=compared)
+        assert found.start[0] == begun
         assert {each.name for each in found.values} == {"num_tokens", "learning_rate", "loss", "grad_norm"}
         assert all(each.is_same for each in found.values), found.values
         assert found.exit_code == 0
-    assert (found.shares["suspects"], found.shares["shares"], found.shares["unsteady"]) == ([], {}, [])
+    assert (found.rank_comparison["suspects"], found.rank_comparison["shares"], found.rank_comparison["unsteady"]) == (
+        [],
+        {},
+        [],
+    )
     # 21 parameters, and the outputs of all modules but the head.
-    assert found.shares["compared"] >= 21 + 21
+    assert found.rank_comparison["compared"] >= 21 + 21
     assert _contents(plain) == before
 
 
 def test_other_numbers_than_were_written_are_reported(plain: Path, tmp_path: Path) -> None:
-    directory = copied(plain, tmp_path / "altered")
+    directory = copy_run(plain, tmp_path / "altered")
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     lines[4]["loss"] += 1e-6
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = again(directory, 5)
+    found = replay_in_pool(directory, 5)
     assert ([each.name for each in found.values if not each.is_same], found.exit_code) == (["loss"], 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"strategy": "ddp"}, {"pp_size": 2}, {"nproc": 4, "tp_size": 2}], ids=str)
 def test_a_step_of_another_layout_comes_to_the_same_bits(workplace, layout, request):
-    directory = trained(run_file(workplace, f"bits {request.node.callspec.id}", **{"nproc": 2, **layout}))
-    assert all(again(directory, step).is_same for step in (1, 4))
+    directory = train_run(write_run_file(workplace, f"bits {request.node.callspec.id}", **{"nproc": 2, **layout}))
+    assert all(replay_in_pool(directory, step).is_same for step in (1, 4))
 
 
 @pytest.mark.slow
@@ -72,14 +76,14 @@ def test_a_step_of_another_layout_comes_to_the_same_bits(workplace, layout, requ
 def test_steps_before_and_after_an_interruption_come_to_the_same(workplace: Path, changes: dict[str, Any]) -> None:
     name = f"interrupted {len(changes)}"
     options: dict[str, Any] = {"nproc": 2, "ema": {"decay": 0.9}, "micro_batch_size": 2, "optimizer": {"lr": 0.01}}
-    path = run_file(workplace, name, **options)
-    directory = trained(path, kill_after=5)
+    path = write_run_file(workplace, name, **options)
+    directory = train_run(path, kill_after=5)
     if changes:
         resume = {"from": str(directory / "checkpoints" / "step-00000004"), "allow": ["optimizer.lr"]}
-        path = run_file(workplace, name, **{**options, "optimizer": changes, "resume": resume})
-    trained(path)
+        path = write_run_file(workplace, name, **{**options, "optimizer": changes, "resume": resume})
+    train_run(path)
     for step in (4, 5, STEPS):
-        assert again(directory, step).is_same
+        assert replay_in_pool(directory, step).is_same
 
 
 JUDGED = {"deviations": 1.2, "window": 20, "limit": 50}  # Noise of a high rate leaps beyond this now and then
@@ -93,31 +97,31 @@ def _bad_steps(directory: Path) -> list[tuple[int, int | None]]:
 @pytest.mark.slow
 def test_steps_after_one_that_has_taken_the_run_back_come_to_the_same(workplace: Path) -> None:
     settings = {"nproc": 2, "steps": 40, "optimizer": {"lr": 0.003}, "on_bad_step": {"do": "rewind", **JUDGED}}
-    path = run_file(workplace, "rewinding", **settings, checkpoint={"every": 4, "keep_last": None})
-    directory = trained(path, kill_after=30)
-    trained(path)
+    path = write_run_file(workplace, "rewinding", **settings, checkpoint={"every": 4, "keep_last": None})
+    directory = train_run(path, kill_after=30)
+    train_run(path)
     once = [(step, to) for step, to in _bad_steps(directory) if to is not None]
     assert len({to for _, to in once}) > 1, "choose other settings: this run went back to one step alone"
     # The last step that was done before it went back, which was done again; and those after it.
     asked = {step - 1 for step, to in once if step - 1 > to} | {step for step, _ in once} | {to + 1 for _, to in once}
-    assert {again(directory, step).is_same for step in sorted(asked)} == {True}
-    compared = again(directory, once[-1][0], compare_rank=1)
-    assert (compared.is_same, compared.is_sound) == (True, True)
-    assert again(directory, once[-1][0], single=True).is_same
+    assert {replay_in_pool(directory, step).is_same for step in sorted(asked)} == {True}
+    compared = replay_in_pool(directory, once[-1][0], compare_rank=1)
+    assert (compared.is_same, compared.has_consistent_ranks) == (True, True)
+    assert replay_in_pool(directory, once[-1][0], single=True).is_same
     shutil.rmtree(directory / "checkpoints")
     for step in (max(step for step, _ in once), 40):
-        found = again(directory, step)
-        assert (found.beginning[0], found.is_same) == (0, True)
+        found = replay_in_pool(directory, step)
+        assert (found.start[0], found.is_same) == (0, True)
 
 
 @pytest.mark.slow
 def test_steps_whose_batch_was_skipped_are_skipped_again(workplace: Path) -> None:
     settings = {"nproc": 2, "steps": 40, "optimizer": {"lr": 0.003}, "on_bad_step": {"do": "skip", **JUDGED}}
-    directory = trained(run_file(workplace, "skipping", **settings, checkpoint={"every": 30}))
+    directory = train_run(write_run_file(workplace, "skipping", **settings, checkpoint={"every": 30}))
     skipped = [step for step, _ in _bad_steps(directory)]
     assert skipped, "choose other settings: no step of this run was bad"
     for step in (skipped[0], skipped[0] + 1, 40):
-        assert again(directory, step).is_same
+        assert replay_in_pool(directory, step).is_same
 
 
 @pytest.mark.slow
@@ -127,15 +131,15 @@ def test_a_step_of_preferences_is_done_with_the_reference_that_the_run_had(workp
     pairs = workplace / "pairs" / "pairs.jsonl"
     pairs.parent.mkdir()
     pairs.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    path = run_file(workplace, "preferences", nproc=2, objective={"name": "dpo", "beta": 1.0}, micro_batch_size=2)
+    path = write_run_file(workplace, "preferences", nproc=2, objective={"name": "dpo", "beta": 1.0}, micro_batch_size=2)
     values = yaml.safe_load(path.read_text())
     tokenizer = prepare_data_and_model_config(load_run(path))[0].tokenizer_dir
     more = {"tokenizer": str(tokenizer), "sources": [{"files": str(pairs), "format": "preference"}]}
     values["data"] = {key: values["data"][key] for key in ("cache_dir", "seq_len")} | more | {"eval_fraction": 0.2}
     path.write_text(yaml.safe_dump(values))
-    directory = trained(path)
+    directory = train_run(path)
     for step in (1, STEPS):
-        found = again(directory, step)
+        found = replay_in_pool(directory, step)
         assert "sum rewards/margins" in {each.name for each in found.values}
         assert found.is_same, found.values
     # What was computed when it began counts, and not what would be computed now.
@@ -143,9 +147,9 @@ def test_a_step_of_preferences_is_done_with_the_reference_that_the_run_had(workp
     with np.load(reference) as stored:
         changed = {name: each + 1.0 if each.dtype.kind == "f" else each for name, each in stored.items()}
     np.savez(reference, **changed)
-    assert not again(directory, 4).is_same
+    assert not replay_in_pool(directory, 4).is_same
     reference.unlink()  # where it was removed, it is computed with what the run began with
-    assert again(directory, 4).is_same
+    assert replay_in_pool(directory, 4).is_same
 
 
 @pytest.mark.slow
@@ -160,38 +164,43 @@ def test_a_step_of_preferences_is_done_with_the_reference_that_the_run_had(workp
 )
 def test_one_process_agrees_in_float64_with_the_random_numbers_of_all_data_ranks(workplace, changes, request):
     values = {"model": {"dtype": "float64"}, "nproc": 2, **changes}
-    directory = trained(run_file(workplace, f"single {request.node.callspec.id}", **values))
-    found = again(directory, 5, single=True)
+    directory = train_run(write_run_file(workplace, f"single {request.node.callspec.id}", **values))
+    found = replay_in_pool(directory, 5, single=True)
     assert (found.strategy, found.tolerance) == ("single", 1e-9)
-    assert max(each.apart for each in found.values) < 1e-9, found.values
+    assert max(each.relative_difference for each in found.values) < 1e-9, found.values
     assert found.exit_code == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_of_three_data_ranks_the_one_that_flips_a_bit_is_named(workplace: Path, strategy: str) -> None:
-    directory = trained(run_file(workplace, f"three {strategy}", nproc=3, batch_size=6, steps=3, strategy=strategy))
-    assert again(directory, 3, compare_rank=1).exit_code == 0
+    directory = train_run(
+        write_run_file(workplace, f"three {strategy}", nproc=3, batch_size=6, steps=3, strategy=strategy)
+    )
+    assert replay_in_pool(directory, 3, compare_rank=1).exit_code == 0
     for rank in (0, 2) if strategy == "ddp" else (1,):
-        found = again(directory, 3, f"rank {rank} flips", compare_rank=1)
-        assert (found.shares["suspects"], found.exit_code) == ([rank], 1)
-        assert set(found.shares["shares"]) == {str(rank), str((rank + 1) % 3)}
-        assert found.shares["shares"][str(rank)]["tensor"] == f"{GRADIENT_PREFIX} model.layers.1.mlp.down_proj.weight"
+        found = replay_in_pool(directory, 3, f"rank {rank} flips", compare_rank=1)
+        assert (found.rank_comparison["suspects"], found.exit_code) == ([rank], 1)
+        assert set(found.rank_comparison["shares"]) == {str(rank), str((rank + 1) % 3)}
+        assert (
+            found.rank_comparison["shares"][str(rank)]["tensor"]
+            == f"{GRADIENT_PREFIX} model.layers.1.mlp.down_proj.weight"
+        )
 
 
 @pytest.mark.slow
 def test_of_two_data_ranks_both_are_named_but_one_that_disagrees_with_itself_alone(plain: Path) -> None:
-    both = again(plain, 2, "rank 1 flips", compare_rank=0).shares
+    both = replay_in_pool(plain, 2, "rank 1 flips", compare_rank=0).rank_comparison
     assert both["suspects"] == [0, 1]
-    one = again(plain, 2, "rank 1 flips at times", compare_rank=0).shares
+    one = replay_in_pool(plain, 2, "rank 1 flips at times", compare_rank=0).rank_comparison
     assert (one["suspects"], one["unsteady"]) == ([1], [1])
 
 
 @pytest.mark.slow
 def test_ranks_that_share_a_batch_compare_their_parts(workplace: Path) -> None:
-    directory = trained(run_file(workplace, "parts", nproc=4, tp_size=2, steps=2))
-    assert again(directory, 2, compare_rank=1).exit_code == 0
-    found = again(directory, 2, "rank 2 flips", compare_rank=1).shares
+    directory = train_run(write_run_file(workplace, "parts", nproc=4, tp_size=2, steps=2))
+    assert replay_in_pool(directory, 2, compare_rank=1).exit_code == 0
+    found = replay_in_pool(directory, 2, "rank 2 flips", compare_rank=1).rank_comparison
     # Along tp, 0 and 1 are one data rank, 2 and 3 the other; 0 and 2 have the same part.
     assert found["suspects"] == [0, 2]
 
@@ -237,7 +246,7 @@ def test_bad_input_is_reported_before_a_rank_is_started(plain: Path, workplace: 
     refused("tells of no step", directory=workplace)
     refused("none of the data ranks of the run, 0 to 1", compare_rank=2)
     refused("no other to compare a rank with", compare_rank=1, single=True)
-    refused("one data rank", directory=copied(plain, tmp_path / "pipeline", pp_size=2), compare_rank=0)
+    refused("one data rank", directory=copy_run(plain, tmp_path / "pipeline", pp_size=2), compare_rank=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", "0")
         patch.setenv("WORLD_SIZE", "3")
@@ -246,19 +255,19 @@ def test_bad_input_is_reported_before_a_rank_is_started(plain: Path, workplace: 
 
 @pytest.mark.slow
 def test_without_a_checkpoint_before_it_a_step_of_a_run_that_began_elsewhere_is_refused(workplace: Path) -> None:
-    elsewhere = trained(run_file(workplace, "first", nproc=2, steps=4)) / "checkpoints" / "step-00000002"
-    directory = trained(run_file(workplace, "went on", nproc=2, steps=4, resume=str(elsewhere), checkpoint={}))
-    assert again(directory, 3).is_same
+    elsewhere = train_run(write_run_file(workplace, "first", nproc=2, steps=4)) / "checkpoints" / "step-00000002"
+    directory = train_run(write_run_file(workplace, "went on", nproc=2, steps=4, resume=str(elsewhere), checkpoint={}))
+    assert replay_in_pool(directory, 3).is_same
     elsewhere.rename(elsewhere.with_name("gone"))
     with pytest.raises(CheckpointError, match="step-00000002"):
-        again(directory, 3)
+        replay_in_pool(directory, 3)
 
 
 @pytest.mark.slow
 def test_other_data_than_the_run_had_are_reported(plain: Path, tmp_path: Path) -> None:
     data = yaml.safe_load((plain / "run.yaml").read_text())["data"]
     with pytest.raises(Exception, match=r"differs from the one .* data.seq_len"):
-        again(copied(plain, tmp_path / "other", data={**data, "seq_len": 8}), 5)
+        replay_in_pool(copy_run(plain, tmp_path / "other", data={**data, "seq_len": 8}), 5)
 
 
 @pytest.mark.slow
@@ -267,7 +276,9 @@ def test_other_data_than_the_run_had_are_reported(plain: Path, tmp_path: Path) -
 )
 def test_the_command_prints_and_writes_what_it_has_found(plain, tmp_path, launcher):
     file = tmp_path / "found.json"
-    done = command("replay", str(plain), "--step", "5", "--compare-rank", "1", "--json", str(file), launcher=launcher)
+    done = run_command(
+        "replay", str(plain), "--step", "5", "--compare-rank", "1", "--json", str(file), launcher=launcher
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("The step is the same, bit for bit.") == 1
     found = json.loads(file.read_text())
@@ -276,6 +287,6 @@ def test_the_command_prints_and_writes_what_it_has_found(plain, tmp_path, launch
 
 @pytest.mark.slow
 def test_the_command_ends_with_1_where_the_step_is_another(plain: Path, tmp_path: Path) -> None:
-    metrics = copied(plain, tmp_path / "other") / "metrics.jsonl"
+    metrics = copy_run(plain, tmp_path / "other") / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"num_tokens": 60', '"num_tokens": 59'))
-    assert command("replay", str(metrics.parent), "--step", "2", "--single").returncode == 1
+    assert run_command("replay", str(metrics.parent), "--step", "2", "--single").returncode == 1

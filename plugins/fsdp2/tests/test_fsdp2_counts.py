@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.training import training_step
+from support.training import prepare_training_step
 from torch import nn
 
 from meshwright import open_world
@@ -37,7 +37,7 @@ def _step(config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case) -> Co
     manager = build_manager("fsdp2", config, sizes, case)
     train_steps(manager, case, range(1))
     groups = {axis: manager.mesh.group(axis) for axis in ("dp_shard", "dp_replicate")}
-    return record_collectives(training_step(manager, case, 1), groups)
+    return record_collectives(prepare_training_step(manager, case, 1), groups)
 
 
 def _padded(case: Case, shards: int, chosen: Callable[[str], bool] = lambda name: True) -> int:

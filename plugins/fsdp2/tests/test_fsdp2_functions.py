@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.measurements import Counting
+from support.measurements import OperationCounter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
@@ -115,7 +115,7 @@ def _acts(cases: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     ids, found = torch.arange(16).expand(2, 16), []
     for options in cases:
         model = fsdp2_strategy_parallelize(build_tiny_model(), mesh, **{"mp_policy": PLAIN, **options})
-        with Counting() as counting:
+        with OperationCounter() as counting:
             logits = model(input_ids=ids, use_cache=False).logits
             sum_token_loss(logits, ids).backward()
         block = model.model.layers[0]

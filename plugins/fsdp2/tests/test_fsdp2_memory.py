@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from support.measurements import Memory, measure_memory
+from support.measurements import MemoryMeasurement, measure_memory
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -98,7 +98,7 @@ def _expected_peak(ranks: int, reshard: bool | None) -> int:
     return 3 * size["parameters"] // ranks + root + size["head"] + max(moments)
 
 
-def _forward_backward(reshard: bool | None) -> Memory:
+def _forward_backward(reshard: bool | None) -> MemoryMeasurement:
     """Memory of the gradients of the second step."""
     world = open_world("cpu")
     stack, degrees = resolve("fsdp2", MeshSizes(), world.size, config={"reshard_after_forward": reshard})

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.steps import built, counts, gradient_step, refusal
+from support.steps import build_and_train, catch_refusal, count_step_collectives, prepare_gradient_step
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import modeling_flash_attention_utils as flash
@@ -100,22 +100,24 @@ def test_sums_of_microbatches_that_do_not_use_all_parameters_are_in_the_reduce_d
 @slow
 def test_a_frozen_tower_is_not_gathered_for_backward() -> None:
     # Backward gathers the last block again and no frozen one before it.
-    for traffic in pool(2).run(counts, "fsdp2", AHEAD, {}, Case(frozen=FROZEN)):
+    for traffic in pool(2).run(count_step_collectives, "fsdp2", AHEAD, {}, Case(frozen=FROZEN)):
         assert traffic["all_gather"] == UNITS + 2
     # Gradients run through a frozen block on their way to the first.
-    for traffic in pool(2).run(counts, "fsdp2", {"reshard_after_forward": True}, {}, Case(frozen=("*layers.1.*",))):
+    for traffic in pool(2).run(
+        count_step_collectives, "fsdp2", {"reshard_after_forward": True}, {}, Case(frozen=("*layers.1.*",))
+    ):
         assert traffic["all_gather"] == 2 * UNITS
 
 
 def _order(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Gathers among block forwards, and among backwards from the first block's on, as they follow on each other."""
     case = Case()
-    manager = built("fsdp2", config, {}, case)
+    manager = build_and_train("fsdp2", config, {}, case)
     seen: list[str] = []
     for index, block in enumerate(manager.model_parts[0].model.layers):
         block.register_forward_pre_hook(lambda *_, index=index: seen.append(f"forward {index}"))
         block.mlp.down_proj.register_full_backward_pre_hook(lambda *_, index=index: seen.append(f"backward {index}"))
-    step = gradient_step(manager, case, 1)
+    step = prepare_gradient_step(manager, case, 1)
     with Watch(lambda name, _: seen.append("gather") if name.startswith("c10d._allgather_base_") else None):
         step()
     forward = [each for each in seen if not each.startswith("backward")]
@@ -157,7 +159,7 @@ def _dtypes(config: dict[str, Any]) -> dict[str, Any]:
         if name.startswith("c10d._reduce_scatter_base_"):
             seen["reduced"] = args[1].dtype
 
-    step = gradient_step(manager, case, 1)
+    step = prepare_gradient_step(manager, case, 1)
     with Watch(see):
         loss = step()
     seen["shard"] = {p.dtype for p in model.parameters()}
@@ -250,7 +252,7 @@ def test_inputs_are_cast_unless_told_otherwise() -> None:
 def _operators(config: dict[str, Any]) -> tuple[int, int, bool]:
     """How often attention and activation functions are computed in a step, and whether names are the model's."""
     manager = build_manager("fsdp2", config, {}, Case())
-    step = gradient_step(manager, Case())
+    step = prepare_gradient_step(manager, Case())
     found: Counter[str] = Counter()
     with Watch(lambda name, _: found.update([name])):
         step()
@@ -321,8 +323,8 @@ def _between_steps(reshard: Any) -> tuple[list[bool], int]:
     case = Case()
     runs, same = [], []
     for use in (False, True):
-        manager = built("fsdp2", {"reshard_after_forward": reshard}, {}, case)
-        before = count_collectives(gradient_step(manager, case, 1))
+        manager = build_and_train("fsdp2", {"reshard_after_forward": reshard}, {}, case)
+        before = count_collectives(prepare_gradient_step(manager, case, 1))
         if use:
             batches = rank_microbatches(case, 1, manager.mesh.data_rank, manager.mesh.data_size)
             manager.eval_loss(batches, num_tokens=count_tokens(batches, manager.mesh))
@@ -334,7 +336,7 @@ def _between_steps(reshard: Any) -> tuple[list[bool], int]:
                 model.eval()
                 text = model.generate(ids[:, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
                 same += [text.shape[1] == 9, not any(isinstance(p, DTensor) for p in model.parameters())]
-        same.append(before == count_collectives(gradient_step(manager, case, 1)))
+        same.append(before == count_collectives(prepare_gradient_step(manager, case, 1)))
         manager.optimizer_step()
         runs.append((train_steps(manager, case, range(2, 3))[0], full_weights(manager)))
     (losses, weights), (again, weights_again) = runs
@@ -459,7 +461,7 @@ def _mixed_dtypes(freeze: bool) -> tuple[float, torch.dtype, list[int]]:
     model.model.layers[0].register_buffer("mask", torch.ones(3, dtype=torch.bool))
     manager = FSDP2Manager(FSDP2Config(), _mesh())
     manager.parallelize(model)
-    loss = gradient_step(manager, Case())()
+    loss = prepare_gradient_step(manager, Case())()
     with manager.unshard():
         layers = model.model.layers
         return float(loss), layers[1].input_layernorm.weight.dtype, layers[0].steps.tolist()
@@ -500,7 +502,7 @@ def _refusals() -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return [
-            refusal("fsdp2", config, {"tp_size": 2} if "sequence_parallel" in config else {}, Case())
+            catch_refusal("fsdp2", config, {"tp_size": 2} if "sequence_parallel" in config else {}, Case())
             for config, _ in REFUSED
         ]
 
@@ -513,7 +515,7 @@ def test_what_cannot_act_on_this_mesh_is_refused_on_all_ranks() -> None:
 
 
 def _shared_units() -> str:
-    return refusal("fsdp2", {"activation_checkpointing": "selective"}, {}, Case(model_type="zamba", tied=None))
+    return catch_refusal("fsdp2", {"activation_checkpointing": "selective"}, {}, Case(model_type="zamba", tied=None))
 
 
 @slow

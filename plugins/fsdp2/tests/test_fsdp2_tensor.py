@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.steps import built, refusal
-from support.training import training_step, unshard_between_steps
+from support.steps import build_and_train, catch_refusal
+from support.training import prepare_training_step, unshard_between_steps
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
@@ -109,7 +109,7 @@ def test_a_forward_without_backward_loses_no_gradient_of_the_next_step(sizes: di
 
 @slow
 def test_packed_layers_that_no_dim_is_left_to_divide_are_refused() -> None:
-    for text in pool(6).run(refusal, "fsdp2", {"tp_plan": PACKED}, TP2, Case(model_type="phi3", tied=None)):
+    for text in pool(6).run(catch_refusal, "fsdp2", {"tp_plan": PACKED}, TP2, Case(model_type="phi3", tied=None)):
         assert text.startswith("ModelError")
         assert "dp_shard=3 divides no other" in text
 
@@ -119,7 +119,7 @@ def test_packed_layers_that_no_dim_is_left_to_divide_are_refused() -> None:
 
 def _traffic(config: dict[str, Any], case: Case) -> tuple[CollectiveTrace, int]:
     """Collectives of a whole second step, and the bytes that fsdp gathers in forward, by each parameter's own part."""
-    manager = built("fsdp2", config, TP2, case)
+    manager = build_and_train("fsdp2", config, TP2, case)
     mesh = manager.mesh
     groups = {axis: mesh.group(axis) for axis in ("dp_shard", "tp")}
     padded = 0
@@ -130,7 +130,7 @@ def _traffic(config: dict[str, Any], case: Case) -> tuple[CollectiveTrace, int]:
             chunk = -(-part[placement.dim] // 2)
             part[placement.dim] = max(0, min(chunk, part[placement.dim] - mesh.axis_rank("tp") * chunk))
         padded += -(-part[0] // 2) * 2 * math.prod(part[1:]) * parameter.element_size()
-    return record_collectives(training_step(manager, case, 1), groups), padded
+    return record_collectives(prepare_training_step(manager, case, 1), groups), padded
 
 
 HIDDEN = 12 // 2 * 16 * 36 * 8

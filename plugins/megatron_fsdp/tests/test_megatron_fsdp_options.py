@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.measurements import Counting
-from support.steps import built, gradient_step, refusal
+from support.measurements import OperationCounter
+from support.steps import build_and_train, catch_refusal, prepare_gradient_step
 
 from meshwright import TrainingError
 from meshwright.testing import Case, assert_parity, count_collectives
@@ -54,8 +54,8 @@ def test_parity(config: dict[str, Any], sizes: dict[str, int]) -> None:
 def _counts(config: dict[str, Any]) -> tuple[int, ...]:
     """all-gathers, reduce-scatters and all-reduces of large tensors in forward_backward, and all-gathers of a step."""
     case = Case(microbatches=3, ragged=False)
-    manager = built("megatron_fsdp", config, {}, case)
-    step = record_collectives(gradient_step(manager, case, 1), {"shard": manager.mesh.group("dp_shard")})
+    manager = build_and_train("megatron_fsdp", config, {}, case)
+    step = record_collectives(prepare_gradient_step(manager, case, 1), {"shard": manager.mesh.group("dp_shard")})
     end = record_collectives(manager.optimizer_step)
     large = [each.kind for each in step.filter(group="shard") if each.nbytes > 8000]
     return *(large.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")), len(
@@ -99,8 +99,8 @@ def test_overlap_grad_reduce_decides_whether_backward_reduces(overlap: bool, exp
 
 def _dtypes(config: dict[str, Any], dtype: str) -> dict[str, set[str]]:
     case = Case(dtype=dtype)
-    manager = built("megatron_fsdp", config, {}, case)
-    step = record_collectives(gradient_step(manager, case, 1))
+    manager = build_and_train("megatron_fsdp", config, {}, case)
+    step = record_collectives(prepare_gradient_step(manager, case, 1))
     gradients = [each for each in step.filter("reduce_scatter") if each.nbytes > 4000]
     return {
         "sent": {str(each.dtype) for each in gradients},
@@ -197,8 +197,8 @@ def test_gradients_are_summed_unless_average_in_collective(average: bool) -> Non
 def _operators(mode: Any) -> tuple[int, int]:
     """How often attention and activation functions are computed in a step."""
     manager = build_manager("megatron_fsdp", {"activation_checkpointing": mode}, {}, Case())
-    with Counting() as counting:
-        gradient_step(manager, Case())()
+    with OperationCounter() as counting:
+        prepare_gradient_step(manager, Case())()
     attention = counting.counts["aten._scaled_dot_product_flash_attention_for_cpu.default"]
     return attention, counting.counts["aten.silu.default"]
 
@@ -228,7 +228,7 @@ def _broken(config: dict[str, Any]) -> tuple[str, bool, float]:
         norm = manager.model_parts[0].model.norm
         handles.append(norm.register_forward_hook(lambda *a: a[-1] * float("inf")))
     try:
-        gradient_step(manager, case)()
+        prepare_gradient_step(manager, case)()
         manager.read_scalars()
         told = "accepted"
     except TrainingError as error:
@@ -281,7 +281,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, int], str, str]] = [
 
 
 def _refusals() -> list[str]:
-    return [refusal("megatron_fsdp", config, sizes, Case(dtype=dtype)) for config, sizes, dtype, _ in REFUSED]
+    return [catch_refusal("megatron_fsdp", config, sizes, Case(dtype=dtype)) for config, sizes, dtype, _ in REFUSED]
 
 
 def test_what_cannot_act_on_this_mesh_or_model_is_refused_on_all_ranks() -> None:

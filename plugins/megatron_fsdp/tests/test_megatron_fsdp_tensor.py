@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.steps import built, refusal
-from support.training import training_step
+from support.steps import build_and_train, catch_refusal
+from support.training import prepare_training_step
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import PrepareModuleOutput
 
@@ -78,9 +78,9 @@ def _traffic(config: dict[str, Any]) -> dict[str, int]:
     """Bytes that a step gathers and reduces over dp_shard, parameters and gradients alone."""
     case = Case(ragged=False)
     sizes = TP2 if torch.distributed.get_world_size() == 4 else {}
-    manager = built("megatron_fsdp", config, sizes, case)
+    manager = build_and_train("megatron_fsdp", config, sizes, case)
     groups = {"shard": manager.mesh.group("dp_shard"), "tp": manager.mesh.group("tp")}
-    seen = record_collectives(training_step(manager, case, 1), groups).filter(group="shard")
+    seen = record_collectives(prepare_training_step(manager, case, 1), groups).filter(group="shard")
     return {kind: seen.filter(kind).nbytes for kind in ("all_gather", "reduce_scatter")}
 
 
@@ -95,8 +95,10 @@ def test_what_is_sharded_along_tp_is_not_sent_along_dp() -> None:
 def _along(axis: str, config: dict[str, Any]) -> tuple[int, int, list[str]]:
     """Reductions and exchanges of a step along an axis of two ranks, and the weights of a block that it divides."""
     case = Case(ragged=False)
-    manager = built("megatron_fsdp", config, {f"{axis}_size": 2}, case)
-    seen = record_collectives(training_step(manager, case, 1), {axis: manager.mesh.group(axis)}).filter(group=axis)
+    manager = build_and_train("megatron_fsdp", config, {f"{axis}_size": 2}, case)
+    seen = record_collectives(prepare_training_step(manager, case, 1), {axis: manager.mesh.group(axis)}).filter(
+        group=axis
+    )
     parallel = manager.tensor_parallel
     divided = {name for name, each in parallel.divisions.items() if each.is_sharded} if parallel else set()
     inside = sorted({name.split(".")[-2] for name in divided if ".layers.0." in name})
@@ -152,6 +154,6 @@ MLP = {"up_proj": "colwise", "down_proj": "rowwise", "act_fn": "replicate"}
 )
 def test_what_is_refused_on_all_ranks(plan: dict[str, Any], model_type: str, told: str) -> None:
     case = Case(model_type=model_type, tied=None)
-    first, second = pool(2).run(refusal, "megatron_fsdp", {"tp_plan": plan}, TP2, case, 1)
+    first, second = pool(2).run(catch_refusal, "megatron_fsdp", {"tp_plan": plan}, TP2, case, 1)
     assert first == second
     assert told in first

@@ -11,14 +11,14 @@ import pytest
 from support.objective_layouts import (
     LAYOUTS,
     SHIPPED,
-    Counting,
-    Layout,
-    case_of,
-    everything,
-    pairs_of,
-    shipped,
-    trained,
-    trained_by,
+    ObjectiveLayout,
+    SequenceCountObjective,
+    build_case,
+    build_pair_microbatches,
+    build_shipped_objective,
+    combined_objective,
+    train_manager,
+    train_with_objective,
 )
 
 from meshwright.testing import Case, Outcome
@@ -28,13 +28,13 @@ from meshwright_testing.parity import find_max_difference
 
 
 @functools.cache
-def _expected(case: Case, objective: Any = everything) -> Outcome:
-    return pool(1).run(trained, LAYOUTS["single"], case, objective)[0]
+def _expected(case: Case, objective: Any = combined_objective) -> Outcome:
+    return pool(1).run(train_with_objective, LAYOUTS["single"], case, objective)[0]
 
 
-def _worst(name: str, case: Case, objective: Any = everything, **options: Any) -> float:
+def _worst(name: str, case: Case, objective: Any = combined_objective, **options: Any) -> float:
     layout = LAYOUTS[name]
-    found = pool(layout.ranks).run(functools.partial(trained, **options), layout, case, objective)
+    found = pool(layout.ranks).run(functools.partial(train_with_objective, **options), layout, case, objective)
     return find_max_difference(found, _expected(case, objective)).worst
 
 
@@ -45,14 +45,14 @@ OTHERS = [name for name in LAYOUTS if name != "single"]
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "fsdp2" else SLOW) for name in OTHERS])
 def test_everything_at_once_is_as_on_one_rank(name: str) -> None:
     """Packed rows, unequal numbers of them, some without labels, two microbatches, evaluation behind each step."""
-    assert _worst(name, case_of(LAYOUTS[name], steps=2)) <= TOLERANCE
+    assert _worst(name, build_case(LAYOUTS[name], steps=2)) <= TOLERANCE
 
 
 def _tied(name: str) -> Case:
-    return case_of(LAYOUTS[name], tied=True, steps=2)
+    return build_case(LAYOUTS[name], tied=True, steps=2)
 
 
-CHUNKS, COUNTING = {"loss_chunk_rows": 5}, Counting()
+CHUNKS, COUNTING = {"loss_chunk_rows": 5}, SequenceCountObjective()
 RECOMPUTED = {"tp": "selective", "pp-interleaved": "full", "cp": {"offload": "cpu"}}
 
 
@@ -82,14 +82,17 @@ def test_what_is_counted_changes_what_is_trained() -> None:
 # -- the objectives that ship
 
 
-def _by_pairs(layout: Layout) -> Layout:
+def _by_pairs(layout: ObjectiveLayout) -> ObjectiveLayout:
     return replace(layout, wrapper={**layout.wrapper, "pp_microbatch_size": 2}) if "pp_size" in layout.sizes else layout
 
 
-def _in_turns(layout: Layout, case: Case, names: Sequence[str]) -> list[Outcome]:
+def _in_turns(layout: ObjectiveLayout, case: Case, names: Sequence[str]) -> list[Outcome]:
     """The task of one rank: a step with each objective, one behind the other, with what the one before has trained."""
-    manager, objectives = layout.build(case), {name: shipped(name) for name in names}
-    return [trained_by(manager, replace(case, steps=1), objectives[name], pairs_of) for index, name in enumerate(names)]
+    manager, objectives = layout.build(case), {name: build_shipped_objective(name) for name in names}
+    return [
+        train_manager(manager, replace(case, steps=1), objectives[name], build_pair_microbatches)
+        for index, name in enumerate(names)
+    ]
 
 
 EVERY = ("everything", *SHIPPED)
@@ -100,7 +103,7 @@ EVERY = ("everything", *SHIPPED)
 def test_all_objectives_in_turns(name: str) -> None:
     """Pairs in unequal numbers, some without labels; each step is one of another objective."""
     layout = _by_pairs(LAYOUTS[name])
-    case = case_of(layout, sequences=16)
+    case = build_case(layout, sequences=16)
     (expected,) = pool(1).run(_in_turns, LAYOUTS["single"], case, EVERY)
     for found in pool(layout.ranks).run(_in_turns, layout, case, EVERY):
         for objective, mine, single in zip(EVERY, found, expected, strict=True):

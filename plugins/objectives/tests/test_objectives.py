@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.objective_cells import CELLS, S, V, cell_id, evaluate, microbatch, rows_of
+from support.objective_cells import CELLS, S, V, build_microbatch, evaluate_objective, format_cell_id, select_rows
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,12 +31,12 @@ from meshwright_objectives.functional import log1mexp
 from meshwright_testing import pool
 from meshwright_testing.models import build_tiny_model
 
-CELL = pytest.mark.parametrize("cell", CELLS, ids=cell_id)
+CELL = pytest.mark.parametrize("cell", CELLS, ids=format_cell_id)
 
 
 def equal(cell: Any, batch: dict[str, Tensor], expected: Any, *, tolerance: float = 1e-10) -> dict[str, Tensor]:
     """Compare sum and gradient with those of `expected(logits, batch)`; returns the further sums."""
-    loss, sums, gradient = evaluate(cell, batch)
+    loss, sums, gradient = evaluate_objective(cell, batch)
     logits = batch["logits"].clone().requires_grad_()
     wanted = expected(logits, batch)
     (wanted_gradient,) = torch.autograd.grad(wanted, logits)
@@ -51,10 +51,10 @@ def equal(cell: Any, batch: dict[str, Tensor], expected: Any, *, tolerance: floa
 @CELL
 def test_rows_together_are_the_sum_of_rows_apart(cell):
     objective = get_objective(cell)
-    whole = microbatch(objective, rows=8)
-    parts = [rows_of(whole, slice(start, start + 4)) for start in (0, 4)]
-    loss, sums, gradient = evaluate(objective, whole)
-    apart = [evaluate(objective, part) for part in parts]
+    whole = build_microbatch(objective, rows=8)
+    parts = [select_rows(whole, slice(start, start + 4)) for start in (0, 4)]
+    loss, sums, gradient = evaluate_objective(objective, whole)
+    apart = [evaluate_objective(objective, part) for part in parts]
     torch.testing.assert_close(loss, apart[0][0] + apart[1][0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, torch.cat([each[2] for each in apart]), rtol=1e-12, atol=1e-12)
     for name, value in sums.items():
@@ -68,8 +68,8 @@ def test_rows_together_are_the_sum_of_rows_apart(cell):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_rows_of_padding_and_masked_positions_count_for_nothing_whatever_they_hold(cell, dtype):
     objective = get_objective(cell)
-    batch = microbatch(objective, rows=6, dtype=dtype)
-    first = rows_of(batch, slice(0, 4))
+    batch = build_microbatch(objective, rows=6, dtype=dtype)
+    first = select_rows(batch, slice(0, 4))
     padded = {name: each.clone() for name, each in batch.items()}
     padded["labels"][4:] = -100
     for name, column in padded.items():
@@ -77,15 +77,15 @@ def test_rows_of_padding_and_masked_positions_count_for_nothing_whatever_they_ho
             column[4:] = float("nan")
             if column.dim() > 1:
                 column[shift_labels(padded["labels"]) == -100] = float("nan")
-    loss, sums, gradient = evaluate(objective, padded)
-    wanted = evaluate(objective, first)
+    loss, sums, gradient = evaluate_objective(objective, padded)
+    wanted = evaluate_objective(objective, first)
     torch.testing.assert_close(loss, wanted[0])
     torch.testing.assert_close(gradient[:4], wanted[2])
     assert not gradient[4:].any()
     torch.testing.assert_close(sums, wanted[1])
     assert objective.count(padded | {"weights": batch["weights"]}) == objective.count(first)
-    only = rows_of(padded, slice(4, 6))
-    loss, sums, gradient = evaluate(objective, only)
+    only = select_rows(padded, slice(4, 6))
+    loss, sums, gradient = evaluate_objective(objective, only)
     assert not any(map(float, (loss, *sums.values())))
     assert not gradient.any()
 
@@ -93,10 +93,13 @@ def test_rows_of_padding_and_masked_positions_count_for_nothing_whatever_they_ho
 @CELL
 def test_only_what_an_objective_says_that_it_takes_is_read(cell):
     objective = get_objective(cell)
-    batch = microbatch(objective)
+    batch = build_microbatch(objective)
     taken = {column.name for column in objective.takes} | {"logits", "labels", "position_ids"}
     torch.testing.assert_close(
-        evaluate(objective, batch), evaluate(objective, {name: batch[name] for name in taken}), rtol=0, atol=0
+        evaluate_objective(objective, batch),
+        evaluate_objective(objective, {name: batch[name] for name in taken}),
+        rtol=0,
+        atol=0,
     )
     assert set(objective.columns) <= taken
     for name in objective.columns:
@@ -111,12 +114,12 @@ def test_only_what_an_objective_says_that_it_takes_is_read(cell):
 
 
 def test_a_short_column_and_half_a_pair_are_refused():
-    batch = microbatch(get_objective("ppo"))
+    batch = build_microbatch(get_objective("ppo"))
     batch["old_log_probs"] = batch["old_log_probs"][:, :-1]
     with pytest.raises(BatchError, match=r"has the shape \(4, 8\), not \(B, S\) with B=4, S=9"):
         get_objective("ppo").check(batch)
     with pytest.raises(BatchError, match="takes 2 consecutive rows together, and a microbatch has 3 rows"):
-        get_objective("orpo").check(microbatch(None, rows=3))
+        get_objective("orpo").check(build_microbatch(None, rows=3))
 
 
 # -- formulas
@@ -125,7 +128,7 @@ def test_a_short_column_and_half_a_pair_are_refused():
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (1.0, 0.0), (0.3, 1e-2)])
 def test_cross_entropy_is_that_of_torch(smoothing, z_loss):
     cell = {"name": "cross_entropy", "label_smoothing": smoothing, "z_loss": z_loss, "sums": ["correct", "entropy"]}
-    batch = microbatch(None)
+    batch = build_microbatch(None)
     del batch["weights"]
 
     def expected(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
@@ -142,7 +145,7 @@ def test_cross_entropy_is_that_of_torch(smoothing, z_loss):
 
 
 def test_weights_multiply_targets_and_those_of_weight_0_are_not_counted():
-    batch = microbatch(None)
+    batch = build_microbatch(None)
     kept = shift_labels(batch["labels"]) != -100
     batch["weights"][0, :6] = 0.0
 
@@ -169,7 +172,7 @@ def test_orpo_is_the_odds_ratio_of_the_paper():
         odds = [each.exp() / (1 - each.exp()) for each in (chosen, rejected)]
         return (-chosen - 0.2 * (odds[0] / odds[1]).log().sigmoid().log()).sum()
 
-    equal({"name": "orpo", "beta": 0.2}, microbatch(None), expected)
+    equal({"name": "orpo", "beta": 0.2}, build_microbatch(None), expected)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.7])
@@ -183,7 +186,7 @@ def test_unlikelihood_is_that_of_the_paper(alpha):
                     total = total - alpha * (1 - log_probs[row, position, token].exp()).log()
         return total
 
-    equal({"name": "unlikelihood", "alpha": alpha}, microbatch(None), expected)
+    equal({"name": "unlikelihood", "alpha": alpha}, build_microbatch(None), expected)
 
 
 def test_previous_tokens_are_the_latest_different_ones_of_the_document_without_the_target():
@@ -229,7 +232,7 @@ def test_distillation_with_some_entries_knows_the_rest(beta, rest):
             total = total + jensen_shannon(student.log(), teacher.log(), beta)
         return total
 
-    equal({"name": "distill", "beta": beta, "rest": rest}, microbatch(None), expected)
+    equal({"name": "distill", "beta": beta, "rest": rest}, build_microbatch(None), expected)
 
 
 @pytest.mark.parametrize("clip", [0.2, None])
@@ -244,7 +247,7 @@ def test_value_is_the_larger_of_the_clipped_and_the_plain_error(clip):
         kept = shift_labels(batch["labels"]) != -100
         return 0.5 * torch.stack(errors).amax(0)[kept].sum()
 
-    sums = equal(objective, microbatch(objective), expected)
+    sums = equal(objective, build_microbatch(objective), expected)
     assert set(sums) == ({"value"} if clip is None else {"value", "clipfrac"})
 
 
@@ -287,7 +290,7 @@ def test_packed_documents_are_sequences_like_any(correction, importance, normali
         inside = (factor >= 0.8) & (factor <= 1.2)
         return factor.clamp(0.8, 1.2) if correction.endswith("truncate") else torch.where(inside, factor, 0.0)
 
-    batch = microbatch(objective)
+    batch = build_microbatch(objective)
     equal(objective, batch, expected)
     kept = shift_labels(batch["labels"]) != -100
     documents = int(kept[:, :5].any(1).sum() + kept[:, 5:].any(1).sum())
@@ -296,10 +299,10 @@ def test_packed_documents_are_sequences_like_any(correction, importance, normali
 
 def test_an_unknown_probability_of_another_engine_corrects_nothing():
     cell = {"name": "grpo", "correction": "token_truncate"}
-    batch = microbatch(get_objective(cell))
+    batch = build_microbatch(get_objective(cell))
     known = batch | {"sampling_log_probs": batch["old_log_probs"].clone()}
     batch["sampling_log_probs"][:] = float("nan")
-    torch.testing.assert_close(evaluate(cell, batch), evaluate(cell, known), rtol=0, atol=0)
+    torch.testing.assert_close(evaluate_objective(cell, batch), evaluate_objective(cell, known), rtol=0, atol=0)
 
 
 def test_log1mexp_keeps_its_digits():
@@ -318,9 +321,9 @@ def test_log1mexp_keeps_its_digits():
 
 @pytest.mark.parametrize(("name", "shape"), [("value", (4, 9, 2)), ("value", (4, 1)), ("reward", (4, 9, 1))])
 def test_a_head_of_another_kind_is_told(name, shape):
-    batch = microbatch(get_objective(name)) | {"logits": torch.zeros(shape)}
+    batch = build_microbatch(get_objective(name)) | {"logits": torch.zeros(shape)}
     with pytest.raises(ModelError, match=f"objective '{name}' needs a head over"):
-        evaluate(name, batch)
+        evaluate_objective(name, batch)
 
 
 # -- by name
@@ -442,7 +445,7 @@ def parallelized(world, model):
 
 def stepped(cell: dict[str, Any]) -> Any:
     is_first = cell in ({"name": "cross_entropy"}, {"name": "kto"}) or cell.get("correction") == "sequence_mask"
-    return pytest.param(cell, marks=() if is_first else pytest.mark.slow, id=cell_id(cell))
+    return pytest.param(cell, marks=() if is_first else pytest.mark.slow, id=format_cell_id(cell))
 
 
 @pytest.mark.parametrize("cell", [stepped(cell) for cell in CELLS if cell["name"] not in ("value", "reward")])
@@ -453,7 +456,7 @@ def test_a_step_has_the_objectives_value_and_its_gradient(cell, world):
     manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig()))
     microbatches, total, count = [], torch.zeros((), dtype=torch.float64), 0
     for seed in range(2):
-        batch = microbatch(objective, seed=seed)
+        batch = build_microbatch(objective, seed=seed)
         del batch["logits"]
         batch["input_ids"] = torch.randint(V, (4, S), generator=torch.Generator().manual_seed(seed))
         microbatches.append(batch)

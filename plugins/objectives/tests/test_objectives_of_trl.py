@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.objective_cells import PROMPT, S, V, evaluate, microbatch, rows_of
+from support.objective_cells import PROMPT, S, V, build_microbatch, evaluate_objective, select_rows
 from torch import Tensor
 
 from meshwright.objectives import get_objective
@@ -111,7 +111,7 @@ def inputs_of(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def compare(cell: Any, batch: dict[str, Tensor], trl_mean: Any, *, tolerance: float = 1e-10) -> dict[str, float]:
     """Ours divided by its count against trl's mean; returns the further sums divided so."""
     count = get_objective(cell).count(batch)
-    loss, sums, gradient = evaluate(cell, batch)
+    loss, sums, gradient = evaluate_objective(cell, batch)
     logits = batch["logits"].clone().requires_grad_()
     with in_float64():
         wanted = trl_mean(logits)
@@ -153,7 +153,7 @@ LOSSES = ["sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "apo_z
 )
 @pytest.mark.parametrize("beta", [0.1, 0.7])
 def test_dpo_is_that_of_trl(loss, smoothing, beta):
-    batch = microbatch(None, seed=1, rows=8)
+    batch = build_microbatch(None, seed=1, rows=8)
     trainer = dpo_trainer(beta=beta, label_smoothing=smoothing, loss_types=[loss])
     cell = {"name": "dpo", "loss": loss, "label_smoothing": smoothing, "beta": beta}
     means = compare(cell, batch, dpo_of_trl(batch, trainer))
@@ -163,7 +163,7 @@ def test_dpo_is_that_of_trl(loss, smoothing, beta):
 
 
 def test_dpo_with_the_references_summed_is_the_same():
-    batch = microbatch(None, seed=2)
+    batch = build_microbatch(None, seed=2)
     summed = torch.where(batch["labels"][:, 1:] != -100, batch["reference_log_probs"][:, :-1], 0.0).sum(1)
     for given in (batch, batch | {"reference_log_probs": summed}):
         compare("dpo", given, dpo_of_trl(batch, dpo_trainer()))
@@ -171,7 +171,7 @@ def test_dpo_with_the_references_summed_is_the_same():
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_dpo_without_a_reference_and_with_wrong_labels_is_trls_cpo(smoothing):
-    batch = microbatch(None, seed=3)
+    batch = build_microbatch(None, seed=3)
     ids, answers = (as_trl(each) for each in inputs_of(batch))
     trainer = trainer_of("CPO", alpha=0.0, beta=0.3, label_smoothing=smoothing, loss_type="sigmoid")
 
@@ -184,7 +184,7 @@ def test_dpo_without_a_reference_and_with_wrong_labels_is_trls_cpo(smoothing):
 
 @pytest.mark.parametrize("pair", range(3))
 def test_dpo_with_a_supervised_term_is_that_of_trl(pair):
-    batch = rows_of(microbatch(None, seed=4, rows=6), slice(2 * pair, 2 * pair + 2))
+    batch = select_rows(build_microbatch(None, seed=4, rows=6), slice(2 * pair, 2 * pair + 2))
     trainer = dpo_trainer(loss_types=["sigmoid", "sft"], loss_weights=[1.0, 0.8])
     compare({"name": "dpo", "rpo_alpha": 0.8}, batch, dpo_of_trl(batch, trainer))
 
@@ -192,7 +192,7 @@ def test_dpo_with_a_supervised_term_is_that_of_trl(pair):
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
 @pytest.mark.parametrize("seed", range(3))
 def test_kto_is_that_of_trl(loss, seed):
-    batch, other = microbatch(None, seed=seed, rows=6), microbatch(None, seed=seed + 10, rows=6)
+    batch, other = build_microbatch(None, seed=seed, rows=6), build_microbatch(None, seed=seed + 10, rows=6)
     batch["desirable"] = torch.tensor([True, False, True, True, False, False])
     (ids, answers), (other_ids, other_answers) = inputs_of(batch), inputs_of(other)
     other_ids[:, 1] = 1
@@ -254,28 +254,28 @@ def pairs_of_trl(trainer: Any, batch: dict[str, Tensor]) -> Any:
 
 @pytest.mark.parametrize("pair", range(3))
 def test_orpo_is_that_of_trl(pair):
-    batch = rows_of(microbatch(None, seed=5, rows=6), slice(2 * pair, 2 * pair + 2))
+    batch = select_rows(build_microbatch(None, seed=5, rows=6), slice(2 * pair, 2 * pair + 2))
     trainer = trainer_of("ORPO", beta=0.3, padding_value=PADDING)
     compare({"name": "orpo", "beta": 0.3}, batch, pairs_of_trl(trainer, batch), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_simpo_is_that_of_trl(smoothing):
-    batch = microbatch(None, seed=6, rows=6)
+    batch = build_microbatch(None, seed=6, rows=6)
     options = {"alpha": 0.0, "beta": 2.5, "label_smoothing": smoothing, "loss_type": "simpo", "simpo_gamma": 0.4}
     cell = {"name": "simpo", "beta": 2.5, "gamma": 0.4, "label_smoothing": smoothing}
     trainer = trainer_of("CPO", cpo_alpha=0.0, pad_token_id=PADDING, **options)
     compare(cell, batch, pairs_of_trl(trainer, batch))
     trainer = trainer_of("CPO", cpo_alpha=0.9, pad_token_id=PADDING, **options)
     for pair in range(3):
-        part = rows_of(batch, slice(2 * pair, 2 * pair + 2))
+        part = select_rows(batch, slice(2 * pair, 2 * pair + 2))
         compare(cell | {"sft_weight": 0.9}, part, pairs_of_trl(trainer, part))
 
 
 @pytest.mark.parametrize("center", [0.0, 0.01])
 @pytest.mark.parametrize("margin", [True, False])
 def test_reward_is_that_of_trl(center, margin):
-    batch = microbatch(get_objective("reward"), seed=7, rows=6)
+    batch = build_microbatch(get_objective("reward"), seed=7, rows=6)
     if not margin:
         del batch["margin"]
     trainer = trainer_of("Reward", args=SimpleNamespace(center_rewards_coefficient=center or None))
@@ -342,7 +342,7 @@ def same_metrics(means: dict[str, float], trainer: Any) -> None:
 @pytest.mark.parametrize(("loss", "normalize"), [("grpo", "sequence"), ("dapo", "tokens"), ("dr_grpo", "constant")])
 def test_grpo_is_that_of_trl(loss, normalize, importance, delta):
     for seed in range(3):
-        batch = microbatch(None, seed=seed, rows=6)
+        batch = build_microbatch(None, seed=seed, rows=6)
         trl_mean, trainer = grpo_of_trl(
             batch,
             loss_type=loss,
@@ -367,14 +367,14 @@ def test_grpo_is_that_of_trl(loss, normalize, importance, delta):
 
 
 def test_grpo_without_old_log_probabilities_and_with_an_entropy_bonus_is_that_of_trl():
-    batch = microbatch(None, seed=3)
+    batch = build_microbatch(None, seed=3)
     del batch["old_log_probs"]
     trl_mean, trainer = grpo_of_trl(batch, loss_type="dapo", entropy_coef=0.05)
     same_metrics(compare({"name": "grpo", "normalize": "tokens", "entropy": 0.05}, batch, trl_mean), trainer)
 
 
 def test_grpo_with_advantages_of_tokens_is_that_of_trl():
-    batch = microbatch(None, seed=4)
+    batch = build_microbatch(None, seed=4)
     batch["advantages"] = torch.randn(4, S, dtype=torch.float64)
     for importance in ("token", "sequence"):
         trl_mean, _ = grpo_of_trl(batch, importance_sampling_level=importance, epsilon_low=0.05, epsilon_high=0.05)
@@ -384,7 +384,7 @@ def test_grpo_with_advantages_of_tokens_is_that_of_trl():
 
 @pytest.mark.parametrize("by", ["token", "sequence"])
 def test_the_correction_for_another_engine_takes_the_place_of_trls(by):
-    batch = microbatch(None, seed=5)
+    batch = build_microbatch(None, seed=5)
     difference = (batch["old_log_probs"] - batch["sampling_log_probs"])[:, PROMPT - 1 : -1]
     difference = torch.where(batch["labels"][:, PROMPT:] != -100, difference, 0.0)
     factor = (difference if by == "token" else difference.sum(1, keepdim=True)).exp().clamp(0.8, 1.2)
@@ -394,7 +394,7 @@ def test_the_correction_for_another_engine_takes_the_place_of_trls(by):
 
 
 def test_ppo_is_trls_policy_loss_over_tokens():
-    batch = microbatch(None, seed=6)
+    batch = build_microbatch(None, seed=6)
     trl_mean, trainer = grpo_of_trl(batch, loss_type="dapo", beta=0.02, entropy_coef=0.01)
     same_metrics(compare({"name": "ppo", "beta": 0.02, "entropy": 0.01}, batch, trl_mean), trainer)
 
@@ -405,7 +405,7 @@ def test_ppo_is_trls_policy_loss_over_tokens():
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
 def test_distillation_over_the_whole_vocabulary_is_that_of_trl(beta, temperature):
-    batch = microbatch(None, seed=7)
+    batch = build_microbatch(None, seed=7)
     teacher = torch.randn(*batch["logits"].shape, dtype=torch.float64)
     batch |= dict(zip(("teacher_log_probs", "teacher_ids"), teacher.log_softmax(-1).topk(V, dim=-1), strict=True))
 
@@ -420,7 +420,7 @@ def test_distillation_over_the_whole_vocabulary_is_that_of_trl(beta, temperature
 
 @pytest.mark.parametrize("tail", [True, False])
 def test_distillation_over_the_likeliest_entries_is_that_of_trl(tail):
-    batch = microbatch(None, seed=8)
+    batch = build_microbatch(None, seed=8)
     batch["teacher_ids"] = torch.randint(V, (4, S, 1)) + torch.arange(3)
     batch["teacher_ids"] %= V
     trainer = trainer_of("ServerDistillation", loss_add_tail=tail)

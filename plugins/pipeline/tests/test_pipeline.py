@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipelines import PP2, manager_of
+from support.pipelines import PP2, build_pipeline_manager
 from torch import nn
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
@@ -206,7 +206,7 @@ def _smoothed_gradients(ranks: int) -> dict[str, torch.Tensor]:
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
         (_smoothed(logits[:, :-1], batch["labels"][:, 1:]) / count).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    manager = manager_of("single", {"pp_schedule": "gpipe", "loss_fn": _smoothed})
+    manager = build_pipeline_manager("single", {"pp_schedule": "gpipe", "loss_fn": _smoothed})
     manager.parallelize(model)
     manager.forward_backward([batch], num_tokens=count_tokens([batch], manager.mesh))
     parts = manager.model_parts
@@ -253,7 +253,7 @@ def _given_stages(strategy: str, ranks: int, objective: Any = None) -> tuple[lis
         stages = [_Stage(whole, is_first=True), _Stage(whole, is_first=False)]
         optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     else:
-        manager = manager_of(strategy, GIVEN)
+        manager = build_pipeline_manager(strategy, GIVEN)
         rank = manager.mesh.axis_rank("pp")
         manager.parallelize(_Stage(whole, is_first=rank == 0))
         manager.build_optimizer(lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2))
@@ -318,7 +318,7 @@ class _Wrong(_Stage):
 
 def _wrong_stage(wrong: int) -> str:
     whole = RoutedModel(torch.float64)
-    manager = manager_of("single", GIVEN)
+    manager = build_pipeline_manager("single", GIVEN)
     rank = manager.mesh.axis_rank("pp")
     with pytest.raises(ModelError) as caught:
         manager.parallelize((_Wrong if rank == wrong else _Stage)(whole, is_first=rank == 0))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.measurements import measure_memory
-from support.pipelines import PP2, manager_of
-from support.training import training_step
+from support.pipelines import PP2, build_pipeline_manager
+from support.training import prepare_training_step
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
@@ -70,7 +70,7 @@ def _traffic(options: Mapping[str, Any], case: Case) -> tuple[CollectiveTrace, l
         sizes.update(tensor.numel() * tensor.element_size() for tensor in (*sends, *receives))
 
     with _exchanges(counting):
-        traffic = record_collectives(training_step(manager, case, 1), {"pp": manager.mesh.group("pp")})
+        traffic = record_collectives(prepare_training_step(manager, case, 1), {"pp": manager.mesh.group("pp")})
     return traffic, batches, sizes
 
 
@@ -96,7 +96,7 @@ def _what_goes_out(strategy: str, config: Mapping[str, Any], schedule: str) -> s
     wrapper = {"pipeline": {"pp_schedule": schedule, "patch_stage_backward_maybe_with_nosync": strategy == "fsdp2"}}
     manager = build_manager(strategy, config, {**PP2, "dp_size": 2}, case, wrapper_config=wrapper)
     train_steps(manager, case, range(1))
-    calls = record_collectives(training_step(manager, case, 1))
+    calls = record_collectives(prepare_training_step(manager, case, 1))
     letters = {"send": "s", "reduce_scatter": "G", "all_reduce": "G"}
     # Without agreements (integers), the norm, and the last all-reduce, of the loss and of what ranks have found.
     large = [each for each in calls if each.nbytes > 64 and each.dtype.is_floating_point]
@@ -146,7 +146,7 @@ def _trained_from(
     device: str, strategy: str, options: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Full weights before and after two steps, of a model that was built on a device."""
-    manager = manager_of(strategy, options)
+    manager = build_pipeline_manager(strategy, options)
     # Only the first rank's seed counts.
     manager.parallelize(_built(device, _config(**changes), 3 + manager.mesh.rank * (device == "meta")))
     before = {name: tensor.clone() for name, tensor in full_weights(manager).items()}
@@ -197,7 +197,7 @@ def _taken(schedule: str) -> tuple[int, int, int, bool]:
     config = _config(hidden_size=192, intermediate_size=512, num_hidden_layers=8, tie_word_embeddings=False)
     model = _built("meta", config)
     largest = max(p.numel() for p in model.parameters()) * WIDTH
-    weights, manager = _Values(model), manager_of("single", {"pp_schedule": schedule})
+    weights, manager = _Values(model), build_pipeline_manager("single", {"pp_schedule": schedule})
     memory = measure_memory(lambda: manager.parallelize(model, weights), [])
     held = {name: p for part in manager.model_parts for name, p in part.named_parameters()}
     assert all(torch.equal(p, torch.full_like(p, len(name) / 100)) for name, p in held.items())

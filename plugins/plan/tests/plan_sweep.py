@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support.plan_layouts import Layout, deep_layout, deep_plan, done, planned
+from support.plan_layouts import PlannedLayout, build_deep_layout, plan_deep_layout, trace_planned_rank, trace_real_rank
 
 from meshwright.strategy.registry import get_registry
 from meshwright_plan.extrapolation import APPROXIMATE_KEYS
@@ -39,34 +39,34 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def pipelines(engine: str, ranks: int, sizes: dict[str, int], **kwargs: Any) -> list[Layout]:
+def pipelines(engine: str, ranks: int, sizes: dict[str, int], **kwargs: Any) -> list[PlannedLayout]:
     schedules = dict.fromkeys(("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"), 4)
     return [
-        Layout(engine, ranks, sizes, wrapper={"pp_schedule": name}, layers=count, microbatches=count, **kwargs)
+        PlannedLayout(engine, ranks, sizes, wrapper={"pp_schedule": name}, layers=count, microbatches=count, **kwargs)
         for name, count in {**schedules, "DualPipeV": 8}.items()
     ]
 
 
-def of_sizes(strategy: str, *given: tuple[int, dict[str, int]], **options: Any) -> list[Layout]:
-    return [Layout(strategy, ranks, sizes, **options) for ranks, sizes in given]
+def of_sizes(strategy: str, *given: tuple[int, dict[str, int]], **options: Any) -> list[PlannedLayout]:
+    return [PlannedLayout(strategy, ranks, sizes, **options) for ranks, sizes in given]
 
 
 LAYOUTS = [
-    Layout("single", 1),
+    PlannedLayout("single", 1),
     *of_sizes("fsdp2", (2, {}), (4, {}), (2, COPIES), (4, COPIES), (8, COPIES), (2, TP), (4, TP), (4, {"tp_size": 4})),
     *of_sizes("fsdp2", (2, CP), (4, CP), (4, {"cp_size": 4}), (8, {"cp_size": 4}), (4, CP | TP), (8, TP | COPIES)),
     *of_sizes("fsdp2", (2, TP), (4, TP), (8, {"tp_size": 4}), (4, CP | TP), config=SP),
     *of_sizes("fsdp2", (4, {"pp_size": 4}), (4, PP), (4, PP | TP), (4, PP | CP), (8, PP | TP)),
     *of_sizes("fsdp2", (2, {}), (2, EP), (4, EP), (4, {"ep_size": 4}), (4, EP | TP), (4, EP | PP), model=MOE),
-    Layout("fsdp2", 8, {"ep_size": 8}, model=EIGHT),
+    PlannedLayout("fsdp2", 8, {"ep_size": 8}, model=EIGHT),
     *of_sizes("fsdp2", (2, {}), (2, TP), is_adapted=True),
-    Layout("fsdp2", 2, CP, {"cp_attention": "ulysses"}),
-    *(Layout("fsdp2", 2, {}, options) for options in OPTIONS),
-    Layout("fsdp2", 2, {}, {"reshard_after_forward": False}, microbatches=3),
-    Layout("fsdp2", 2, dtype="bfloat16"),
-    Layout("fsdp2", 2, microbatches=5),
+    PlannedLayout("fsdp2", 2, CP, {"cp_attention": "ulysses"}),
+    *(PlannedLayout("fsdp2", 2, {}, options) for options in OPTIONS),
+    PlannedLayout("fsdp2", 2, {}, {"reshard_after_forward": False}, microbatches=3),
+    PlannedLayout("fsdp2", 2, dtype="bfloat16"),
+    PlannedLayout("fsdp2", 2, microbatches=5),
     *of_sizes("ddp", (2, {}), (4, {}), (4, PP)),
-    Layout("ddp", 2, is_adapted=True),
+    PlannedLayout("ddp", 2, is_adapted=True),
     *of_sizes("ddp", (2, {}), (4, {}), config={"engine": "bucketed"}),
     *of_sizes("ddp", (2, {}), (4, {}), (8, {}), config={"engine": "bucketed", "use_distributed_optimizer": True}),
     *of_sizes("megatron_fsdp", (2, {}), (4, {}), (4, COPIES), (8, COPIES)),
@@ -76,30 +76,33 @@ LAYOUTS = [
 FOUR = {"ZBVZeroBubble": 10, "DualPipeV": 10, "Interleaved1F1B": 12, "InterleavedZeroBubble": 12}
 SIX = {"ZBVZeroBubble": 14, "DualPipeV": 14, "Interleaved1F1B": 18, "InterleavedZeroBubble": 18}
 DEEP = [
-    *(deep_layout("fsdp2", 4, name, 40, count) for name, count in FOUR.items()),
-    deep_layout("fsdp2", 6, "1F1B", 30, 9),
-    *(deep_layout("fsdp2", 6, name, 60, count) for name, count in SIX.items()),
-    deep_layout("fsdp2", 8, "1F1B", 40, 10),
-    deep_layout("fsdp2", 8, "ZBVZeroBubble", 80, 18),
-    deep_layout("ddp", 6, "Interleaved1F1B", 60, 18),
+    *(build_deep_layout("fsdp2", 4, name, 40, count) for name, count in FOUR.items()),
+    build_deep_layout("fsdp2", 6, "1F1B", 30, 9),
+    *(build_deep_layout("fsdp2", 6, name, 60, count) for name, count in SIX.items()),
+    build_deep_layout("fsdp2", 8, "1F1B", 40, 10),
+    build_deep_layout("fsdp2", 8, "ZBVZeroBubble", 80, 18),
+    build_deep_layout("ddp", 6, "Interleaved1F1B", 60, 18),
 ]
 
 
-def of_conformance() -> Iterator[Layout]:
+def of_conformance() -> Iterator[PlannedLayout]:
     for name, spec in get_registry().strategies.items():
         for _, ranks, sizes, _ in iter_layouts(spec, 4):
             # What follows from the others is left out.
             told = {axis: size for axis, size in sizes.items() if axis != "dp_size" and size > 1}
-            yield Layout(name, ranks, told, model=MOE if "ep_size" in sizes else "llama")
+            yield PlannedLayout(name, ranks, told, model=MOE if "ep_size" in sizes else "llama")
 
 
 LAYOUTS += [each for each in of_conformance() if each not in LAYOUTS]
 
 
-def compared(layout: Layout) -> dict[str, Any]:
+def compared(layout: PlannedLayout) -> dict[str, Any]:
     """How a plan and real ranks differ."""
-    everywhere = pool(layout.ranks).run(done, layout)
-    pairs = [(planned(layout, rank), everywhere[rank]) for rank in sorted({0, layout.ranks // 2, layout.ranks - 1})]
+    everywhere = pool(layout.ranks).run(trace_real_rank, layout)
+    pairs = [
+        (trace_planned_rank(layout, rank), everywhere[rank])
+        for rank in sorted({0, layout.ranks // 2, layout.ranks - 1})
+    ]
     peak, held = (
         max((100 * (getattr(told, name).bytes / getattr(real, name).bytes - 1) for told, real in pairs), key=abs)
         for name in ("peak", "after")
@@ -116,12 +119,12 @@ def compared(layout: Layout) -> dict[str, Any]:
     }
 
 
-def compared_deep(layout: Layout) -> dict[str, Any]:
+def compared_deep(layout: PlannedLayout) -> dict[str, Any]:
     """How a plan from small pipelines and one of all stages differ, and whether small ones told it at all."""
     seconds = [time.process_time()]
-    told = deep_plan(layout, from_small=True)
+    told = plan_deep_layout(layout, from_small=True)
     seconds.append(time.process_time())
-    whole = deep_plan(layout, from_small=False)
+    whole = plan_deep_layout(layout, from_small=False)
     seconds.append(time.process_time())
     row = {"layout": str(layout), "from_small": told is not None}
     if told is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.plan_layouts import RUN, Layout
+from support.plan_layouts import RUN, PlannedLayout
 
 from meshwright.base.validation import validate_config
 from meshwright.checkpoint import save_checkpoint
@@ -62,9 +62,9 @@ def _row(found: dict[str, Any], name: str) -> dict[str, Any]:
     return next(each for each in found["rows"] if each["name"] == name)
 
 
-def _saved(layout: Layout, directory: Path) -> int:
+def _saved(layout: PlannedLayout, directory: Path) -> int:
     """Bytes of model and optimizer in a checkpoint that real ranks have written after a step."""
-    job = layout.job()
+    job = layout.build_job()
     manager = job.stack.build(Mesh(job.degrees, open_world("cpu")))
     model = job.model()
     batches = [job.batch(model) for _ in range(job.microbatches)]
@@ -80,11 +80,11 @@ def _saved(layout: Layout, directory: Path) -> int:
 
 
 OF_RANKS = [
-    Layout("fsdp2", 2, layers=3),
-    Layout("ddp", 2, {}, {"engine": "bucketed", "use_distributed_optimizer": True}, dtype="float32"),
-    Layout("megatron_fsdp", 2),
-    Layout("fsdp2", 2, {"pp_size": 2}),
-    Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
+    PlannedLayout("fsdp2", 2, layers=3),
+    PlannedLayout("ddp", 2, {}, {"engine": "bucketed", "use_distributed_optimizer": True}, dtype="float32"),
+    PlannedLayout("megatron_fsdp", 2),
+    PlannedLayout("fsdp2", 2, {"pp_size": 2}),
+    PlannedLayout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
 ]
 
 

@@ -11,9 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from support.commands import invoke
-from support.plan_layouts import RUN, Layout, check_alike, deep_layout, deep_plan, done, plan_command, planned
-from support.tiers import mostly_slow
+from support.commands import invoke_in_process
+from support.plan_layouts import (
+    RUN,
+    PlannedLayout,
+    assert_reports_match,
+    build_deep_layout,
+    plan_command,
+    plan_deep_layout,
+    trace_planned_rank,
+    trace_real_rank,
+)
+from support.tiers import mark_mostly_slow
 
 from meshwright._compat.torch import all_to_all, compiles_attention_in_float64
 from meshwright.mesh.mesh import Mesh
@@ -31,36 +40,36 @@ MIXED = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
 ZERO_BUBBLE = {"pp_schedule": "InterleavedZeroBubble"}
 OPTIMIZER_SHARDS = {"engine": "bucketed", "use_distributed_optimizer": True}
 EXACT = [
-    Layout("fsdp2", 2, {"tp_size": 2}, {"sequence_parallel": True, "activation_checkpointing": "selective"}),
-    Layout("ddp", 2, {}, OPTIMIZER_SHARDS),
+    PlannedLayout("fsdp2", 2, {"tp_size": 2}, {"sequence_parallel": True, "activation_checkpointing": "selective"}),
+    PlannedLayout("ddp", 2, {}, OPTIMIZER_SHARDS),
 ]
 SLOW = [
-    Layout("fsdp2", 2),
-    Layout("fsdp2", 4, {"dp_replicate_size": 2}),
-    Layout("fsdp2", 2, {"cp_size": 2}),
-    Layout("fsdp2", 2, {}, {"activation_checkpointing": "full"}),
-    Layout("ddp", 2),
-    Layout("megatron_fsdp", 2),
-    Layout("fsdp2", 2, {"cp_size": 2}, {"cp_attention": "ulysses"}),
-    Layout("fsdp2", 2, is_adapted=True),
-    Layout("fsdp2", 2, {"pp_size": 2}, MIXED, ZERO_BUBBLE, "float32", microbatches=4),
-    Layout("ddp", 4, {"pp_size": 2}),
-    Layout("fsdp2", 2, {"pp_size": 2}, wrapper=ZERO_BUBBLE, microbatches=4),
-    Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
-    Layout("fsdp2", 2, {}, dtype="float32", model="qwen3_moe grouped"),
-    Layout("fsdp2", 2, {"pp_size": 2}, MIXED, dtype="float32", model="qwen3_moe grouped"),
+    PlannedLayout("fsdp2", 2),
+    PlannedLayout("fsdp2", 4, {"dp_replicate_size": 2}),
+    PlannedLayout("fsdp2", 2, {"cp_size": 2}),
+    PlannedLayout("fsdp2", 2, {}, {"activation_checkpointing": "full"}),
+    PlannedLayout("ddp", 2),
+    PlannedLayout("megatron_fsdp", 2),
+    PlannedLayout("fsdp2", 2, {"cp_size": 2}, {"cp_attention": "ulysses"}),
+    PlannedLayout("fsdp2", 2, is_adapted=True),
+    PlannedLayout("fsdp2", 2, {"pp_size": 2}, MIXED, ZERO_BUBBLE, "float32", microbatches=4),
+    PlannedLayout("ddp", 4, {"pp_size": 2}),
+    PlannedLayout("fsdp2", 2, {"pp_size": 2}, wrapper=ZERO_BUBBLE, microbatches=4),
+    PlannedLayout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
+    PlannedLayout("fsdp2", 2, {}, dtype="float32", model="qwen3_moe grouped"),
+    PlannedLayout("fsdp2", 2, {"pp_size": 2}, MIXED, dtype="float32", model="qwen3_moe grouped"),
 ]
 
 
-@pytest.mark.parametrize("layout", mostly_slow([*EXACT, *SLOW], *EXACT), ids=str)
+@pytest.mark.parametrize("layout", mark_mostly_slow([*EXACT, *SLOW], *EXACT), ids=str)
 def test_a_plan_is_what_real_ranks_do(layout):
     if not compiles_attention_in_float64():
         # Without memory, torch before 2.13 takes what attention in float64 on a CPU saves for float32.
         layout = replace(layout, dtype="float32")
-    everywhere = pool(layout.ranks).run(done, layout)
+    everywhere = pool(layout.ranks).run(trace_real_rank, layout)
     for rank in (0, layout.ranks - 1):
-        real, told = everywhere[rank], planned(layout, rank)
-        assert (told.collectives, told.peak, told.after) == (real.collectives, real.peak, real.after)
+        real, told = everywhere[rank], trace_planned_rank(layout, rank)
+        assert (told.collectives, told.peak, told.between_steps) == (real.collectives, real.peak, real.between_steps)
         # What a step computes in the main; gloo itself runs further operators.
         products = [[(each.name, each.shapes, each.flops) for each in t.operations if each.flops] for t in (told, real)]
         assert products[0] == products[1]
@@ -125,8 +134,8 @@ def test_sizes_and_a_length_are_enough(tmp_path):
     file = tmp_path / "run.yaml"
     values = {"model": RUN["model"], "seq_len": 16, "batch_size": 8, "schedule": {"warmup_steps": 100}}
     file.write_text(yaml.safe_dump(values), encoding="utf-8")
-    assert invoke("plan", file, "--world", 8)[0] == 0
-    code, output = invoke("plan", file, "--world", 8, "--set", "data.seq_len=32")
+    assert invoke_in_process("plan", file, "--world", 8)[0] == 0
+    code, output = invoke_in_process("plan", file, "--world", 8, "--set", "data.seq_len=32")
     assert (code, "are two lengths" in output) == (2, True)
 
 
@@ -150,12 +159,12 @@ def test_options_that_do_not_go_together_and_wrong_run_files_are_refused(argumen
 
 LEAST = [(2, [2, 3]), (4, [2, 3]), (6, [4])]
 MANY = [
-    (Layout("fsdp2", 4), 3, 12, [(3, [2, 3, 4])]),
-    (Layout("fsdp2", 4), 24, 2, [(2, [2]), (4, [2]), (6, [2])]),
-    (Layout("ddp", 2, {}, OPTIMIZER_SHARDS), 13, 5, LEAST),
-    (Layout("megatron_fsdp", 2), 13, 5, LEAST),
-    (Layout("fsdp2", 2, {}, {"defer_fsdp_grad_sync": False}), 13, 5, LEAST),
-    (Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"), 13, 5, LEAST),
+    (PlannedLayout("fsdp2", 4), 3, 12, [(3, [2, 3, 4])]),
+    (PlannedLayout("fsdp2", 4), 24, 2, [(2, [2]), (4, [2]), (6, [2])]),
+    (PlannedLayout("ddp", 2, {}, OPTIMIZER_SHARDS), 13, 5, LEAST),
+    (PlannedLayout("megatron_fsdp", 2), 13, 5, LEAST),
+    (PlannedLayout("fsdp2", 2, {}, {"defer_fsdp_grad_sync": False}), 13, 5, LEAST),
+    (PlannedLayout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"), 13, 5, LEAST),
 ]
 
 
@@ -183,7 +192,7 @@ def test_few_blocks_and_microbatches_tell_what_many_hold_and_send(
     monkeypatch.setattr(planned_module, "extrapolate_report", lambda *_: None)
     (whole,) = plan_job(job, device, [rank])["ranks"]
     assert traced[len(steps) :] == [(rank, 1, layers, [microbatches])]
-    check_alike(few, whole)
+    assert_reports_match(few, whole)
 
 
 STEPS = [(2, 4, [3, 4]), (2, 6, [3, 4]), (2, 8, [5])]
@@ -194,12 +203,12 @@ def _shallow(count: int) -> list[Any]:
 
 
 PIPELINES = [
-    (deep_layout("fsdp2", 2, "1F1B", 10, 6), STEPS),
-    (deep_layout("ddp", 2, "Interleaved1F1B", 16, 6), _shallow(6)),
-    (deep_layout("ddp", 2, "ZBVZeroBubble", 16, 5), _shallow(5)),
-    (deep_layout("ddp", 2, "DualPipeV", 16, 5), _shallow(5)),
+    (build_deep_layout("fsdp2", 2, "1F1B", 10, 6), STEPS),
+    (build_deep_layout("ddp", 2, "Interleaved1F1B", 16, 6), _shallow(6)),
+    (build_deep_layout("ddp", 2, "ZBVZeroBubble", 16, 5), _shallow(5)),
+    (build_deep_layout("ddp", 2, "DualPipeV", 16, 5), _shallow(5)),
     # Six stages are told by three and four.
-    (deep_layout("ddp", 6, "1F1B", 24, 7), None),
+    (build_deep_layout("ddp", 6, "1F1B", 24, 7), None),
 ]
 
 
@@ -208,12 +217,12 @@ PIPELINES = [
 def test_small_pipelines_tell_what_large_ones_hold_and_send(layout, steps, traced, monkeypatch):
     if layout.layers > 10:
         monkeypatch.setattr(pipeline_extrapolation, "SAMPLE_STAGE_DEPTHS", ((1, 2, 3),))
-    told = deep_plan(layout, from_small=True)
+    told = plan_deep_layout(layout, from_small=True)
     assert steps is None or sorted(traced) == sorted((rank, *step) for rank in range(2) for step in steps)
     assert told is not None
-    for few, every in zip(told, deep_plan(layout, from_small=False), strict=True):
+    for few, every in zip(told, plan_deep_layout(layout, from_small=False), strict=True):
         # Such small operators take less than the host needs to issue them, which hides what the schedule tells.
-        check_alike(few, every, seconds=0.05)
+        assert_reports_match(few, every, seconds=0.05)
 
 
 def _made(of: Callable[[int], RankReport]) -> RankReport | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.commands import MODEL, command, write_run
+from support.commands import MODEL, run_command, write_run
 
 from meshwright_plan.config import DEVICE_DIRECTORY
 from meshwright_plan.live import PlanMonitor, create_plan_monitor, get_peak_flops
@@ -46,7 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_run_holds_and_sends_what_was_planned(changes, tmp_path):
-    done = command("train", str(_file(tmp_path, **changes)))
+    done = run_command("train", str(_file(tmp_path, **changes)))
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("plan beside step 3: ")]
     assert line.count("as planned") == 3, line
@@ -57,12 +57,12 @@ def test_a_run_holds_and_sends_what_was_planned(changes, tmp_path):
 @pytest.mark.slow
 def test_ranks_of_a_launcher_have_a_plan_whose_times_are_compared_and_are_refused_together(tmp_path):
     path = _file(tmp_path, plan={"device": _device(tmp_path)})
-    done = command("train", str(path), launcher=LAUNCHER)
+    done = run_command("train", str(path), launcher=LAUNCHER)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("plan beside step 3: ")]
     assert "; time: " in line
     _device(tmp_path, memory_bytes=100_000)
-    refused = command("train", str(path), "--set", f"output_dir={tmp_path / 'other'}", launcher=LAUNCHER)
+    refused = run_command("train", str(path), "--set", f"output_dir={tmp_path / 'other'}", launcher=LAUNCHER)
     assert (refused.returncode != 0, refused.stderr.count("error: the run does not fit")) == (True, 1)
     assert not (tmp_path / "other").exists()
 
@@ -79,7 +79,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_plan_alone_starts_nothing(tmp_path):
     path = str(_file(tmp_path, plan={"device": _device(tmp_path, memory_bytes=100_000)}))
-    shown, refused = command("train", path, "--plan-only"), command("train", path)
+    shown, refused = run_command("train", path, "--plan-only"), run_command("train", path)
     assert shown.returncode == 0, shown.stderr
     assert "memory of a rank at its peak" in shown.stdout
     assert (refused.returncode, refused.stderr[:30]) == (2, "error: the run does not fit: a")

@@ -12,8 +12,8 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
-from support.plan_layouts import Layout
-from support.tiers import mostly_slow
+from support.plan_layouts import PlannedLayout
+from support.tiers import mark_mostly_slow
 
 from meshwright.base.errors import ConfigError
 from meshwright.mesh.sizes import MeshSizes
@@ -43,9 +43,9 @@ from meshwright_plan.timeline import (
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LAYOUTS = {
-    "tp": Layout("fsdp2", 4, {"tp_size": 2}, layers=2),
-    "pipeline": Layout("fsdp2", 4, {"pp_size": 2}, layers=2, microbatches=3),
-    "compiled": Layout("single", 1, layers=2, microbatches=1),
+    "tp": PlannedLayout("fsdp2", 4, {"tp_size": 2}, layers=2),
+    "pipeline": PlannedLayout("fsdp2", 4, {"pp_size": 2}, layers=2, microbatches=3),
+    "compiled": PlannedLayout("single", 1, layers=2, microbatches=1),
 }
 """Of the last one all tests are unmarked; of a single rank, it sends nothing."""
 
@@ -62,11 +62,11 @@ FOUND = [
 
 @functools.cache
 def _subject(name: str) -> PlotData:
-    job = replace(LAYOUTS[name].job(), is_compiled=name == "compiled")
+    job = replace(LAYOUTS[name].build_job(), is_compiled=name == "compiled")
     return collect_plot_data(job, DEVICE, plan_job(job, DEVICE, [0]), FOUND)
 
 
-@pytest.fixture(params=mostly_slow(LAYOUTS, "compiled"))
+@pytest.fixture(params=mark_mostly_slow(LAYOUTS, "compiled"))
 def subject(request) -> PlotData:
     return _subject(request.param)
 
@@ -156,7 +156,7 @@ def test_the_page_is_well_formed_and_escaped_and_refers_to_nothing_outside(subje
 
 @pytest.mark.slow
 def test_a_deep_model_is_drawn_with_few_blocks_and_says_so():
-    job = Layout("fsdp2", 2, layers=40, microbatches=1).deep_job()
+    job = PlannedLayout("fsdp2", 2, layers=40, microbatches=1).build_deep_job()
     subject = collect_plot_data(job, DEVICE, plan_job(job, DEVICE, [0]))
     assert (subject.drawn_layers, subject.layers) == (10, 40)
     assert "a model of 10 blocks, not of all 40" in render_page(subject)

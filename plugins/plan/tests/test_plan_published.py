@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.measurements import Counting
+from support.measurements import OperationCounter
 
 from meshwright.manager import chunked_cross_entropy
 from meshwright.model.layout import infer_layout
@@ -49,7 +49,7 @@ def test_the_last_product_of_a_block_is_held_by_theirs_and_never_computed_again_
     counts = []
     for checkpoints in (False, True):
         model = build_tiny_model()
-        with code.running(ROW), Counting() as counting:
+        with code.running(ROW), OperationCounter() as counting:
             if checkpoints:
                 checkpoint_blocks(model, infer_layout(model), "selective")
             model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.plan_layouts import Layout, planned
-from support.tiers import mostly_slow
+from support.plan_layouts import PlannedLayout, trace_planned_rank
+from support.tiers import mark_mostly_slow
 
 from meshwright._compat.torch import count_flops
 from meshwright.base.errors import ConfigError, MeshError
@@ -244,11 +244,11 @@ def test_the_roofline():
 FAST, SLOW = 1e15, 1e4  # Bytes a second
 
 
-def played(layout: Layout, *bandwidths: float) -> tuple[list[StepTrace], list[list[Timeline]]]:
+def played(layout: PlannedLayout, *bandwidths: float) -> tuple[list[StepTrace], list[list[Timeline]]]:
     """All stages' first ranks, on links without latency of each bandwidth."""
-    degrees: Degrees = layout.job().degrees
+    degrees: Degrees = layout.build_job().degrees
     each = degrees.world_size // degrees.pp
-    traces = [planned(layout, stage * each) for stage in range(degrees.pp)]
+    traces = [trace_planned_rank(layout, stage * each) for stage in range(degrees.pp)]
     lines = []
     for bandwidth in bandwidths:
         free = {"bandwidth": bandwidth, "efficiency": 1.0, "ring_s": 1e-12, "tree_s": 1e-12}
@@ -261,16 +261,16 @@ def played(layout: Layout, *bandwidths: float) -> tuple[list[StepTrace], list[li
 
 
 COMMUNICATE = [
-    Layout("fsdp2", 2),
-    Layout("ddp", 2, {}, {"engine": "bucketed"}),
-    Layout("fsdp2", 4, {"tp_size": 2}, {"sequence_parallel": True}),
-    Layout("fsdp2", 2, {"cp_size": 2}),
-    Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
-    Layout("fsdp2", 2, {"pp_size": 2}),
+    PlannedLayout("fsdp2", 2),
+    PlannedLayout("ddp", 2, {}, {"engine": "bucketed"}),
+    PlannedLayout("fsdp2", 4, {"tp_size": 2}, {"sequence_parallel": True}),
+    PlannedLayout("fsdp2", 2, {"cp_size": 2}),
+    PlannedLayout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
+    PlannedLayout("fsdp2", 2, {"pp_size": 2}),
 ]
 
 
-@pytest.mark.parametrize("layout", mostly_slow(COMMUNICATE), ids=str)
+@pytest.mark.parametrize("layout", mark_mostly_slow(COMMUNICATE), ids=str)
 def test_a_step_is_bound_by_what_is_slow_and_reserves_no_less_than_it_holds(layout):
     traces, (fast, slow) = played(layout, FAST, SLOW)
     for trace, quickly, slowly in zip(traces, fast, slow, strict=True):
@@ -294,16 +294,16 @@ def test_a_step_is_bound_by_what_is_slow_and_reserves_no_less_than_it_holds(layo
 
 
 def test_memory_of_streams_is_what_was_gathered_and_reduced():
-    trace = planned(Layout("fsdp2", 2), 0)
+    trace = trace_planned_rank(PlannedLayout("fsdp2", 2), 0)
     found = assign_streams(trace.operations)
     sizes = dict[int, int]()
-    for block, change in trace.log:
+    for block, change in trace.memory_log:
         sizes[block] = max(sizes.get(block, 0), change)
     calls = {kind: [c for c in trace.collectives if c.kind == kind] for kind in ("all_gather", "reduce_scatter")}
     gathered = [sizes[block] for block, stream in found.items() if stream == GATHER]
     reduced = [sizes[block] for block, stream in found.items() if stream == REDUCE]
-    assert gathered == [-(-call.bytes // 512) * 512 for call in calls["all_gather"]]
-    assert reduced == [-(-call.bytes // call.ranks // 512) * 512 for call in calls["reduce_scatter"]]
+    assert gathered == [-(-call.nbytes // 512) * 512 for call in calls["all_gather"]]
+    assert reduced == [-(-call.nbytes // call.num_ranks // 512) * 512 for call in calls["reduce_scatter"]]
 
 
 def test_parts_of_a_block_that_are_put_together_are_all_read():

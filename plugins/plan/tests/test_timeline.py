@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 from support.commands import write_run
-from support.runs import output_of_rank
+from support.runs import run_rank_capturing
 
 from meshwright.events.run import RunInfo
 from meshwright.events.step import StepResult
@@ -27,7 +27,7 @@ def test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for(tm
     values |= {"steps": 4, "sample": None, "eval": {"sequences": 2}, "metrics": {"timeline_every": 2}}
     values |= {"pp_size": 2, "wrapper_config": {"pipeline": {"pp_batch_size": 2}}}
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    assert {found[1:] for found in pool(2).run(output_of_rank, str(path), None)} == {("", 0)}
+    assert {found[1:] for found in pool(2).run(run_rank_capturing, str(path), None)} == {("", 0)}
     output = tmp_path / "out"
     texts = [(output / "timeline" / f"rank-{rank:05}.jsonl").read_text(encoding="utf-8") for rank in (0, 1)]
     ranks = [[json.loads(line) for line in text.splitlines()] for text in texts]

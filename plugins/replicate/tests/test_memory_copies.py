@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import netns
-from support.kill_sweep import Run, await_moment, end_session, finish, make_run, ranks_of
-from support.launched_processes import TORCHRUN, free_port
+from support import network_namespaces
+from support.kill_sweep import TrainingRun, end_session, find_ranks, make_run, run_to_end, wait_for_moment
+from support.launched_processes import TORCHRUN, find_free_port
 from support.replication import (
-    Training,
-    after,
-    assert_same,
-    copies_without_a_name,
-    events,
-    keepers_of,
-    nothing_is_left,
-    ranks_of_agent,
-    said_of,
-    spoil,
-    train,
+    TrainingProcess,
+    assert_same_results,
+    corrupt_copies,
+    find_agent_ranks,
+    find_anonymous_copies,
+    find_replica_servers,
+    output_path,
+    read_events,
+    start_training,
+    step_reached,
+    wait_for_no_servers,
 )
 
 pytestmark = pytest.mark.slow
@@ -48,14 +48,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(workplace: Path) -> Callable[[str], Run]:
+def whole(workplace: Path) -> Callable[[str], TrainingRun]:
     """Runs that nothing has happened to, by their layout."""
-    made: dict[str, Run] = {}
+    made: dict[str, TrainingRun] = {}
 
-    def of(layout: str) -> Run:
+    def of(layout: str) -> TrainingRun:
         if layout not in made:
             made[layout] = make_run(workplace, f"whole-{layout}", LAYOUTS[layout])
-            finish("train", str(made[layout].file))
+            run_to_end("train", str(made[layout].file))
         return made[layout]
 
     return of
@@ -70,28 +70,28 @@ def test_ranks_that_are_killed_go_on_from_the_step_before(layout, every, whole, 
     copies = FAR | {"replicate": {"to": "neighbour", "every": every}}
     run = make_run(workplace, f"killed-{layout}", LAYOUTS[layout] | {"max_restarts": 3, "checkpoint": copies})
     dice, done = random.Random(28), [0]
-    process = train(run)
+    process = start_training(run)
     try:
         for step in (5, 14):
-            assert await_moment(process, after(run, step)), process.said
-            assert copies_without_a_name(process.pid)
-            os.kill(dice.choice(ranks_of(process)), signal.SIGKILL)
+            assert wait_for_moment(process, step_reached(run, step)), process.output
+            assert find_anonymous_copies(process.pid)
+            os.kill(dice.choice(find_ranks(process)), signal.SIGKILL)
             done.append(run.count_steps())
             assert not run.checkpoints.exists() or not list(run.checkpoints.iterdir())
-            assert await_moment(process, lambda: len(MEMORY.findall(process.said)) == len(done) - 1)
-        process.ended()
-        assert nothing_is_left(process.pid)
+            assert wait_for_moment(process, lambda: len(MEMORY.findall(process.output)) == len(done) - 1)
+        process.assert_succeeds()
+        assert wait_for_no_servers(process.pid)
     finally:
         end_session(process)
-    assert_same(run, expected)
-    told = [int(step) for step in MEMORY.findall(process.said)]
-    assert ([line["start"] for line in events(run, "start")], len(told)) == ([0, *told], 2)
-    assert not DISK.search(process.said)
+    assert_same_results(run, expected)
+    told = [int(step) for step in MEMORY.findall(process.output)]
+    assert ([line["start"] for line in read_events(run, "start")], len(told)) == ([0, *told], 2)
+    assert not DISK.search(process.output)
     for at, go_on in zip(done[1:], told, strict=True):
         # The step in flight, and the copy of the one before it, may be lost.
         assert at - 2 - (every - 1) <= go_on <= at + 1
         assert go_on % every == 0
-    (told_at_end,) = [each for each in events(run, "copies") if "step" not in each]
+    (told_at_end,) = [each for each in read_events(run, "copies") if "step" not in each]
     assert told_at_end["copied"] >= 8 / every
     lines = map(json.loads, (run.directory / "metrics.jsonl").read_text().splitlines())
     assert "copy" in {name for line in lines for name in line["times"]}
@@ -101,55 +101,57 @@ def test_ranks_that_are_killed_go_on_from_the_step_before(layout, every, whole, 
 def test_memory_is_read_where_it_is_as_new_and_the_disk_where_too_much_is_lost(loss, whole, workplace):
     copies = {"every": 3, "keep_last": None, "replicate": "neighbour"}
     run = make_run(workplace, f"lost-{loss}", FSDP2 | {"max_restarts": 1, "checkpoint": copies})
-    process = train(run)
+    process = start_training(run)
     try:
-        assert await_moment(process, lambda: (run.checkpoints / "step-00000006").exists())
-        assert await_moment(process, after(run, 8 if loss == "disk" else 7))
-        (keeper,) = keepers_of(process.pid)
+        assert wait_for_moment(process, lambda: (run.checkpoints / "step-00000006").exists())
+        assert wait_for_moment(process, step_reached(run, 8 if loss == "disk" else 7))
+        (keeper,) = find_replica_servers(process.pid)
         if loss == "keeper":
             os.kill(keeper, signal.SIGKILL)
             # Training does not end with it.
-            assert await_moment(process, lambda: "state is no longer copied to memory" in process.said)
-        os.kill(ranks_of(process)[0], signal.SIGKILL)
+            assert wait_for_moment(process, lambda: "state is no longer copied to memory" in process.output)
+        os.kill(find_ranks(process)[0], signal.SIGKILL)
         if loss == "bytes":
-            assert spoil(keeper)
+            assert corrupt_copies(keeper)
         if loss == "disk":
-            assert await_moment(process, lambda: "beginning anew" in process.said)
+            assert wait_for_moment(process, lambda: "beginning anew" in process.output)
             for path in run.checkpoints.rglob("*"):
                 if path.is_file():
                     path.write_bytes(b"no longer what it was")
-        process.ended()
-        assert nothing_is_left(process.pid)
+        process.assert_succeeds()
+        assert wait_for_no_servers(process.pid)
     finally:
         end_session(process)
-    assert "not whole" not in process.said or loss != "disk"
-    assert bool(MEMORY.search(process.said)) == (loss == "disk")
-    assert ("in memory is of no use: " in process.said) == (loss == "bytes")
+    assert "not whole" not in process.output or loss != "disk"
+    assert bool(MEMORY.search(process.output)) == (loss == "disk")
+    assert ("in memory is of no use: " in process.output) == (loss == "bytes")
     if loss != "disk":
-        (step,) = DISK.findall(process.said)
+        (step,) = DISK.findall(process.output)
         assert int(step) >= 6
-    assert_same(run, whole("fsdp2"))
+    assert_same_results(run, whole("fsdp2"))
 
 
 def test_fewer_ranks_go_on_from_the_memory_of_more(workplace: Path) -> None:
     settings = FSDP2 | {"strategy_config": {"reduce_dtype": "float64"}}
     expected = make_run(workplace, "whole-fewer", settings)
-    finish("train", str(expected.file), "--set", "model.attention_dropout=0.0")
+    run_to_end("train", str(expected.file), "--set", "model.attention_dropout=0.0")
     run = make_run(workplace, "fewer", settings | {"nproc": 4, "max_restarts": 3, "elastic": {}, "checkpoint": FAR})
     broken = workplace / "broken"  # four ranks do not get to the first step a second time
     code = "import restart_targets; restart_targets.main()"
     run.file.write_text(run.file.read_text().replace("attention_dropout: 0.2", "attention_dropout: 0.0"))
     command = [sys.executable, "-c", code, str(run.file), str(broken)]
-    process = Training(command, said_of(run), PYTHONPATH=str(Path(__file__).parents[3] / "tests" / "support"))
+    process = TrainingProcess(
+        command, output_path(run), PYTHONPATH=str(Path(__file__).parents[3] / "tests" / "support")
+    )
     try:
-        assert await_moment(process, after(run, 6)), process.said
+        assert wait_for_moment(process, step_reached(run, 6)), process.output
         broken.touch()
-        os.kill(ranks_of(process)[-1], signal.SIGKILL)
-        process.ended()
+        os.kill(find_ranks(process)[-1], signal.SIGKILL)
+        process.assert_succeeds()
     finally:
         end_session(process)
-    assert "on 2 ranks instead of 4" in process.said
-    (step,) = MEMORY.findall(process.said)
+    assert "on 2 ranks instead of 4" in process.output
+    (step,) = MEMORY.findall(process.output)
     assert int(step) >= 4
     before, since = expected.read_metrics(), run.read_metrics()
     for key in ("step", "loss", "learning_rate"):
@@ -159,46 +161,46 @@ def test_fewer_ranks_go_on_from_the_memory_of_more(workplace: Path) -> None:
 def test_nothing_outlives_a_launcher_that_is_killed(workplace: Path) -> None:
     copies = {"every": 4, "replicate": "neighbour"}
     run = make_run(workplace, "launcher", FSDP2 | {"max_restarts": 1, "checkpoint": copies})
-    process = train(run, "steps=12")
+    process = start_training(run, "steps=12")
     try:
-        assert await_moment(process, lambda: run.count_steps() >= 6 and (run.checkpoints / "step-00000004").exists())
-        (keeper,) = keepers_of(process.pid)
+        assert wait_for_moment(process, lambda: run.count_steps() >= 6 and (run.checkpoints / "step-00000004").exists())
+        (keeper,) = find_replica_servers(process.pid)
         # It holds no output open, and no scheduler ends it by a signal to all.
         assert {os.readlink(f"/proc/{keeper}/fd/{number}") for number in (0, 1, 2)} == {"/dev/null"}
         os.kill(keeper, signal.SIGTERM)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        assert nothing_is_left(process.pid)
+        assert wait_for_no_servers(process.pid)
     finally:
         end_session(process)
-    second = train(run, "steps=12")
-    second.ended()
-    assert DISK.search(second.said)
-    assert not MEMORY.search(second.said)
+    second = start_training(run, "steps=12")
+    second.assert_succeeds()
+    assert DISK.search(second.output)
+    assert not MEMORY.search(second.output)
 
 
 # -- two nodes
 
 
 @pytest.fixture
-def nodes() -> Iterator[tuple[netns.Node, ...]]:
-    if reason := netns.why_not():
+def nodes() -> Iterator[tuple[network_namespaces.NamespaceNode, ...]]:
+    if reason := network_namespaces.find_missing_requirement():
         pytest.skip(reason)
-    with netns.nodes() as found:
+    with network_namespaces.create_nodes() as found:
         yield found
 
 
-def _on_nodes(nodes: Sequence[netns.Node], run: Run) -> list[Training]:
-    port = free_port()
+def _on_nodes(nodes: Sequence[network_namespaces.NamespaceNode], run: TrainingRun) -> list[TrainingProcess]:
+    port = find_free_port()
     return [
-        Training(
+        TrainingProcess(
             node.command(
                 *(*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}", "--max-restarts=3"),
                 *(f"--master-addr={nodes[0].address}", f"--master-port={port}", "-m", "meshwright", "train"),
                 str(run.file),
             ),
-            said_of(run).with_suffix(f".{number}"),
-            GLOO_SOCKET_IFNAME=netns.CARD,
+            output_path(run).with_suffix(f".{number}"),
+            GLOO_SOCKET_IFNAME=network_namespaces.INTERFACE,
         )
         for number, node in enumerate(nodes)
     ]
@@ -208,31 +210,33 @@ def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(nodes, who
     run = make_run(workplace, "two-nodes", {"strategy": "fsdp2", "checkpoint": FAR})
     agents = _on_nodes(nodes, run)
     try:
-        assert await_moment(agents[0], after(run, 6)), agents[0].said
-        (keeper,) = keepers_of(agents[1].pid)
-        for pid in (*ranks_of_agent(agents[1].pid), keeper):
+        assert wait_for_moment(agents[0], step_reached(run, 6)), agents[0].output
+        (keeper,) = find_replica_servers(agents[1].pid)
+        for pid in (*find_agent_ranks(agents[1].pid), keeper):
             os.kill(pid, signal.SIGKILL)
-        done, told = run.count_steps(), events(run, "copies")
+        done, told = run.count_steps(), read_events(run, "copies")
         for agent in agents:
-            agent.ended()
-        assert all(nothing_is_left(agent.pid) for agent in agents)
+            agent.assert_succeeds()
+        assert all(wait_for_no_servers(agent.pid) for agent in agents)
     finally:
         for agent in agents:
             end_session(agent)
-    (step,) = MEMORY.findall(agents[0].said)
+    (step,) = MEMORY.findall(agents[0].output)
     # Steps of a tiny model may be shorter than copies, some of which are left out, as is told at powers of two.
     left_out = max((2 * each["left_out"] for each in told), default=0)
     assert max(1, done - 2 - left_out) <= int(step) <= done + 1
-    assert_same(run, whole("fsdp2"))
+    assert_same_results(run, whole("fsdp2"))
 
 
-def test_what_is_sent_keeps_within_the_bandwidth(nodes: tuple[netns.Node, ...], workplace: Path) -> None:
+def test_what_is_sent_keeps_within_the_bandwidth(
+    nodes: tuple[network_namespaces.NamespaceNode, ...], workplace: Path
+) -> None:
     checkpoint = FAR | {"replicate": {"bandwidth": "80KB/s"}}
     run = make_run(workplace, "slow", {"strategy": "fsdp2", "checkpoint": checkpoint})
     for agent in _on_nodes(nodes, run):
-        agent.ended()
+        agent.assert_succeeds()
     # A part of about 100 kB takes more than a second, and the steps go on meanwhile.
-    told = events(run, "copies")
+    told = read_events(run, "copies")
     assert told[-1]["left_out"] > 0
     assert told[-1]["copied"] + told[-1]["left_out"] == 24
     assert [each["left_out"] for each in told[:-1]][:2] == [1, 2]

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.bit_flip_runs import FLIPPED_AFTER, run_with_a_flip
+from support.bit_flip_runs import FLIPPED_AFTER, run_with_bit_flip
 from support.commands import write_run
-from support.runs import Place, output_of_rank
+from support.runs import RunWorkspace, run_rank_capturing
 
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import Manifest, StoredFile, read_manifest, serialize_manifest, verify_files
@@ -283,7 +283,7 @@ def _copied_here(path: str, flips: bool) -> tuple[str, int]:
     local = Local()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "_connect_local", local.connected)
-        error, code = run_with_a_flip(path) if flips else output_of_rank(path, None)[1:]
+        error, code = run_with_bit_flip(path) if flips else run_rank_capturing(path, None)[1:]
     local.close()
     return error, code
 
@@ -292,7 +292,7 @@ def _run(place: Path, every: int, *, flips: bool) -> tuple[str, int]:
     write_run(place)
     checkpoint = {"every": 1000, "replicate": {"every": every}}
     more = {"verify_every": 1000} if flips else {}
-    file = Place(place, place).file(steps=8, max_restarts=1, checkpoint=checkpoint, **more)
+    file = RunWorkspace(place, place).write_run_file(steps=8, max_restarts=1, checkpoint=checkpoint, **more)
     found: tuple[str, int] = pool(1).run(_copied_here, str(file), flips)[0]
     return found
 

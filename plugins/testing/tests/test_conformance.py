@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.commands import invoke
-from support.model_types import DIFFERENT_IN_KIND
+from support.commands import invoke_in_process
+from support.model_types import REPRESENTATIVE_MODEL_TYPES
 
 from meshwright import ConfigError, MeshError
 from meshwright.mesh.sizes import CLAIMABLE_AXES
@@ -46,7 +46,7 @@ def test_strategy_passes(cell: Cell) -> None:
     ("strategy", "model_type"),
     [
         pytest.param(*pair, marks=pytest.mark.slow if pair in KINDS else pytest.mark.zoo)
-        for pair in itertools.product(("ddp", "fsdp2", "megatron_fsdp"), DIFFERENT_IN_KIND)
+        for pair in itertools.product(("ddp", "fsdp2", "megatron_fsdp"), REPRESENTATIVE_MODEL_TYPES)
     ],
 )
 def test_architectures_that_differ_in_kind(strategy: str, model_type: str) -> None:
@@ -165,5 +165,5 @@ def test_results_are_reasons_and_a_last_line_and_a_resumed_check_keeps_them(tmp_
     ],
 )
 def test_command_line(arguments: list[str], code: int, text: str) -> None:
-    found, told = invoke("check", *arguments)
+    found, told = invoke_in_process("check", *arguments)
     assert (found, text in told) == (code, True), told

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.model_types import DIFFERENT_IN_KIND
+from support.model_types import REPRESENTATIVE_MODEL_TYPES
 from torch import Tensor, nn
 
 from meshwright.base.errors import ModelError
@@ -54,7 +54,7 @@ def check_equal(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict
 def _marks(model_type: str) -> list[pytest.MarkDecorator]:
     if model_type in ("gemma3_text", "qwen3_moe"):
         return []
-    return [pytest.mark.slow if model_type in DIFFERENT_IN_KIND else pytest.mark.zoo]
+    return [pytest.mark.slow if model_type in REPRESENTATIVE_MODEL_TYPES else pytest.mark.zoo]
 
 
 @pytest.mark.parametrize("model_type", [pytest.param(each, marks=_marks(each)) for each in TRAINABLE])

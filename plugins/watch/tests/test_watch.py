@@ -19,8 +19,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
-from support.commands import invoke
-from support.watched_runs import event, make_ranks, make_run, make_timeline, start, step_line, write_lines
+from support.commands import invoke_in_process
+from support.watched_runs import (
+    build_event_line,
+    build_metrics_line,
+    build_start_event,
+    write_lines,
+    write_rank_files,
+    write_run_directory,
+    write_timelines,
+)
 
 from meshwright.base.errors import ConfigError
 from meshwright_run.metrics_report import read_metrics
@@ -126,13 +134,13 @@ def test_the_lowest_and_highest_of_all_are_drawn_whatever_is_left_out(numbers, p
 
 
 def test_columns_drawn_together_are_of_the_same_steps(tmp_path: Path) -> None:
-    run = WatchedRun(make_run(tmp_path, 3000), "run")
+    run = WatchedRun(write_run_directory(tmp_path, 3000), "run")
     while run.refresh():
         pass
     names = ["seconds", "times/data", "evaluations/held_out", "unknown"]
     found = run.metrics.get_aligned("seconds", names, 100, 2900, 200)
     assert 100 <= len(found["x"]) <= 404
-    assert found["columns"]["seconds"] == [step_line(step)["seconds"] for step in found["x"]]
+    assert found["columns"]["seconds"] == [build_metrics_line(step)["seconds"] for step in found["x"]]
     assert set(found["columns"]["unknown"]) == {None}
     evaluated = [step for step, loss in zip(found["x"], found["columns"]["evaluations/held_out"], strict=True) if loss]
     assert all(step % 50 == 0 for step in evaluated)
@@ -178,7 +186,7 @@ def test_stragglers_by_median_absolute_deviations(seconds: list[float], expected
 
 
 def test_the_history_of_a_rank_continues_where_its_file_does(tmp_path: Path) -> None:
-    make_ranks(tmp_path, 2, 300)
+    write_rank_files(tmp_path, 2, 300)
     ranks, path = RankMetrics(tmp_path / "ranks"), tmp_path / "ranks" / "00001.jsonl"
     values = [json.loads(line)["seconds"] for line in path.read_text().splitlines()[-50:]]
     spans = [ranks.summarize(num_steps=50)["parts"]["seconds"][name][1] for name in ("low", "median", "high")]
@@ -201,7 +209,7 @@ def test_the_history_of_a_rank_continues_where_its_file_does(tmp_path: Path) -> 
 
 
 def test_a_timeline_is_on_the_clock_of_all_its_ranks(tmp_path: Path) -> None:
-    make_timeline(tmp_path, steps=(10, 20))
+    write_timelines(tmp_path, steps=(10, 20))
     found = timelines.load_timeline(tmp_path / "timeline")
     assert (found["steps"], found["step"]) == ([10, 20], 20)
     first, second = found["measured"]
@@ -223,35 +231,45 @@ def test_a_run_is_followed_while_it_continues(tmp_path: Path) -> None:
         return run.get_state()["state"], run.get_state()["step"]
 
     assert state() == ("waiting", 0)
-    write_lines(metrics, [step_line(step) for step in (*range(1, 7), 4, 5)])
-    write_lines(tmp_path / "events.jsonl", [start(10)])
+    write_lines(metrics, [build_metrics_line(step) for step in (*range(1, 7), 4, 5)])
+    write_lines(tmp_path / "events.jsonl", [build_start_event(10)])
     (tmp_path / ".lock.json").write_text('{"pid": 1, "host": "elsewhere", "started": "now"}', encoding="utf-8")
     assert state() == ("running", 5)
     versions = run.get_state()["versions"]
-    write_lines(metrics, [step_line(6, seed=2)])
+    write_lines(metrics, [build_metrics_line(6, seed=2)])
     assert state() == ("running", 6)
     assert run.get_state()["versions"] != versions
     steps, losses = run.metrics.get_column("loss")
     known = read_metrics(metrics, last_step=100, num_steps=100)
     assert (steps.tolist(), losses.tolist()) == ([each.step for each in known], [each.loss for each in known])
-    write_lines(tmp_path / "events.jsonl", [event("end", 6, reason="done")])
+    write_lines(tmp_path / "events.jsonl", [build_event_line("end", 6, reason="done")])
     assert state() == ("done", 6)
 
 
 @pytest.mark.parametrize(
     ("events", "holder", "expected", "why"),
     [
-        ([event("fault", 5, rank=1, kind="OSError", message="no <b>disk</b>")], None, "failed", "OSError: no"),
-        ([event("exit", 5, code=-9)], None, "failed", "exit code -9"),
-        ([event("end", 5, reason="signal")], None, "stopped", "signal"),
+        (
+            [build_event_line("fault", 5, rank=1, kind="OSError", message="no <b>disk</b>")],
+            None,
+            "failed",
+            "OSError: no",
+        ),
+        ([build_event_line("exit", 5, code=-9)], None, "failed", "exit code -9"),
+        ([build_event_line("end", 5, reason="signal")], None, "stopped", "signal"),
         ([], {"pid": 2**22 + 1, "host": socket.gethostname()}, "gone", "without a word"),
         ([], None, "stopped", ""),
-        ([event("end", 5, reason="done"), start(10, begin=5)], {"pid": 1, "host": "elsewhere"}, "running", ""),
+        (
+            [build_event_line("end", 5, reason="done"), build_start_event(10, begin=5)],
+            {"pid": 1, "host": "elsewhere"},
+            "running",
+            "",
+        ),
     ],
 )
 def test_how_a_run_has_ended(events, holder, expected, why, tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", [step_line(step) for step in range(1, 6)])
-    write_lines(tmp_path / "events.jsonl", [start(10), *events])
+    write_lines(tmp_path / "metrics.jsonl", [build_metrics_line(step) for step in range(1, 6)])
+    write_lines(tmp_path / "events.jsonl", [build_start_event(10), *events])
     if holder is not None:
         (tmp_path / ".lock.json").write_text(json.dumps(holder), encoding="utf-8")
     run = WatchedRun(tmp_path, "run")
@@ -261,12 +279,12 @@ def test_how_a_run_has_ended(events, holder, expected, why, tmp_path):
 
 
 def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
-    one, other = (make_run(tmp_path / name / "a", 3) for name in ("runs", "more"))
+    one, other = (write_run_directory(tmp_path / name / "a", 3) for name in ("runs", "more"))
     assert [run.name for run in open_runs([one, other])] == ["runs/a", "more/a"]
     for path, text in (("runs/b", r"no directory of a run.*Runs beside it: .*runs/a"), ("runs", "Name those to watch")):
         with pytest.raises(ConfigError, match=text):
             open_runs([tmp_path / path])
-    code, told = invoke("watch", one, "--host", "no.such.host.invalid", "--port", 1, "--no-browser")
+    code, told = invoke_in_process("watch", one, "--host", "no.such.host.invalid", "--port", 1, "--no-browser")
     assert (code, "cannot be served on" in told) == (2, True), told
 
 
@@ -276,11 +294,13 @@ def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
     directory = tmp_path_factory.mktemp("runs")
-    one = make_run(directory / "<img src=x onerror=alert(1)>", 400)
-    other = make_run(directory / "b", 400, seed=1)
-    make_ranks(one, 6, slow=2)
-    make_timeline(one)
-    write_lines(one / "events.jsonl", [event("fault", 300, rank=0, kind="E", message="</script>", ended=math.nan)])
+    one = write_run_directory(directory / "<img src=x onerror=alert(1)>", 400)
+    other = write_run_directory(directory / "b", 400, seed=1)
+    write_rank_files(one, 6, slow=2)
+    write_timelines(one)
+    write_lines(
+        one / "events.jsonl", [build_event_line("fault", 300, rank=0, kind="E", message="</script>", ended=math.nan)]
+    )
     page = server.build_application(open_runs([one, other]), host="127.0.0.1", port=1, token="t")
     return TestClient(page, base_url="http://127.0.0.1:1", cookies={"meshwright-1": "t"})
 
@@ -357,7 +377,7 @@ def test_only_addresses_and_localhost_are_names_of_this_machine(status, hosts, c
 
 @pytest.mark.slow
 def test_the_command_starts_without_torch_and_ends_by_a_signal(tmp_path: Path) -> None:
-    make_run(tmp_path / "x", 3)
+    write_run_directory(tmp_path / "x", 3)
     modules = "server, run, answers; import meshwright_watch.plugin"
     code = f"import sys; from meshwright_watch import {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

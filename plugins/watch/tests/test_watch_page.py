@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.watched_runs import event, make_ranks, make_run, make_timeline, start, step_line, write_lines
+from support.watched_runs import (
+    build_event_line,
+    build_metrics_line,
+    build_start_event,
+    write_lines,
+    write_rank_files,
+    write_run_directory,
+    write_timelines,
+)
 
 from meshwright_watch import server
 from meshwright_watch.run import open_runs
@@ -71,14 +79,17 @@ def opened(browser) -> Iterator[Callable[..., Any]]:
 def two(tmp_path_factory) -> tuple[Path, Path]:
     """Two runs that are the same until step 200; the first has ranks, a timeline, a fault and a restart."""
     directory = tmp_path_factory.mktemp("two")
-    one, other = make_run(directory / HOSTILE, 300), make_run(directory / "other", 300)
-    lines = [step_line(step, seed=0 if step < 200 else 5) for step in range(1, 301)]
+    one, other = write_run_directory(directory / HOSTILE, 300), write_run_directory(directory / "other", 300)
+    lines = [build_metrics_line(step, seed=0 if step < 200 else 5) for step in range(1, 301)]
     write_lines(other / "metrics.jsonl", lines, mode="w")
     (other / "run.yaml").write_text("strategy: ddp\nsteps: 300\n", encoding="utf-8")
-    make_ranks(one, 8, slow=3)
-    make_timeline(one)
-    fault = event("fault", 120, rank=2, kind="OSError", message=HOSTILE)
-    write_lines(one / "events.jsonl", [fault, start(300, begin=100), event("end", 300, reason="done", seconds=3.0)])
+    write_rank_files(one, 8, slow=3)
+    write_timelines(one)
+    fault = build_event_line("fault", 120, rank=2, kind="OSError", message=HOSTILE)
+    write_lines(
+        one / "events.jsonl",
+        [fault, build_start_event(300, begin=100), build_event_line("end", 300, reason="done", seconds=3.0)],
+    )
     return one, other
 
 
@@ -134,15 +145,15 @@ def test_lines_that_are_added_are_shown_within_seconds(tmp_path, opened):
     run.mkdir()
     page = opened(run, ready=".badge.waiting")
     steps = page.locator(".facts dd").first
-    make_run(run, 50, of_steps=200)
+    write_run_directory(run, 50, of_steps=200)
     _expect(steps).to_have_text("50 / 200")
-    write_lines(run / "metrics.jsonl", [step_line(51), step_line(52, loss=123.456)])
+    write_lines(run / "metrics.jsonl", [build_metrics_line(51), build_metrics_line(52, loss=123.456)])
     _expect(steps).to_have_text("52 / 200")
     _expect(page.locator("#steps .legend b").first).to_have_text("123.5")
-    write_lines(run / "events.jsonl", [start(200, begin=40)])  # A run that goes back to a checkpoint
-    write_lines(run / "metrics.jsonl", [step_line(41, seed=1)])
+    write_lines(run / "events.jsonl", [build_start_event(200, begin=40)])  # A run that goes back to a checkpoint
+    write_lines(run / "metrics.jsonl", [build_metrics_line(41, seed=1)])
     _expect(steps).to_have_text("41 / 200")
-    write_lines(run / "events.jsonl", [event("end", 41, reason="failed")])
+    write_lines(run / "events.jsonl", [build_event_line("end", 41, reason="failed")])
     page.wait_for_selector(".badge.failed")
 
 
@@ -155,8 +166,8 @@ def _computed_s(client: Any) -> float:
 @pytest.mark.zoo
 def test_a_thousand_ranks_and_a_hundred_thousand_steps_stay_smooth(tmp_path, opened):
     """Counted in seconds of processors, which on a machine that does nothing else are seconds of waiting at most."""
-    run = make_run(tmp_path / "run", 100_000, world_size=1024)
-    make_ranks(run, 1024, slow=17, last=100_000)
+    run = write_run_directory(tmp_path / "run", 100_000, world_size=1024)
+    write_rank_files(run, 1024, slow=17, last=100_000)
     began = time.process_time()
     page = opened(run)
     of_server = time.process_time() - began

@@ -176,7 +176,7 @@ class ReplicateConfig(FrozenModel):
         "can be.",
     )
 
-    @field_validator("bandwidth")
+    @field_validator("max_bandwidth")
     @classmethod
     def _check_bandwidth(cls, value: float | str | None) -> float | str | None:
         if isinstance(value, str) and not float(_BANDWIDTH_PATTERN.fullmatch(value)[1]):  # type: ignore[index]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.commands import LAUNCHER_VARIABLES, command, write_run
+from support.commands import LAUNCHER_VARIABLES, run_command, write_run
 from typer.testing import CliRunner
 
 import meshwright
@@ -162,7 +162,7 @@ def test_a_good_run_gets_past_all_checks(train, workplace):
 @pytest.mark.slow
 def test_bad_input_under_torchrun_is_told_once(workplace):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = command("train", str(workplace / "run.yaml"), "--set", "dp_size=3", launcher=torchrun)
+    done = run_command("train", str(workplace / "run.yaml"), "--set", "dp_size=3", launcher=torchrun)
     assert done.returncode != 0
     assert done.stderr.count("error: sizes do not fill the world") == 1
     assert "exitcode  : 2" in done.stderr
@@ -182,7 +182,7 @@ def trained(tmp_path_factory):
         if name not in done:
             values = {**CONFIGS[name], "output_dir": str(directory / name)}
             options = [option for key, value in values.items() for option in ("--set", f"{key}={value}")]
-            result = command("train", str(path), *options)
+            result = run_command("train", str(path), *options)
             assert result.returncode == 0, result.stderr
             done[name] = directory / name, result.stdout
         return done[name]
@@ -244,10 +244,10 @@ def test_one_rank_and_two_print_the_same_losses(trained):
 def test_a_second_run_does_not_replace_the_first_unasked(trained):
     directory, _ = trained("single")
     before = (directory / "metrics.jsonl").read_bytes()
-    same = command("train", str(directory / "run.yaml"))
+    same = run_command("train", str(directory / "run.yaml"))
     assert same.returncode == 0
     assert "this run has finished" in same.stdout
-    done = command("train", str(directory / "run.yaml"), "--set", "seed=1")
+    done = run_command("train", str(directory / "run.yaml"), "--set", "seed=1")
     assert done.returncode == 2
     assert "overwrite=true" in done.stderr
     assert (directory / "metrics.jsonl").read_bytes() == before

@@ -8,14 +8,21 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.chat_templates import DIRECTORY, learnt, record, template, tokenizer, turns
+from support.chat_templates import (
+    DIRECTORY,
+    build_conversation,
+    build_record,
+    build_tokenizer,
+    decode_supervised_spans,
+    read_template,
+)
 from transformers import ByT5Tokenizer
 
 from meshwright.base.errors import ConfigError, DataError
 from meshwright_run.data.chat_template import read_chat_template
 from meshwright_run.data.encoder import Encoder, EncodingCounts
 
-TALK = turns("Hi there", "Hello!", "What is two and two?", "It is four.", system="Be brief.")
+TALK = build_conversation("Hi there", "Hello!", "What is two and two?", "It is four.", system="Be brief.")
 UNSYSTEMATIC = TALK[1:]
 # Family, template: what is learnt in each document that the conversation becomes.
 LEARNT = {
@@ -63,13 +70,13 @@ MARKED = {
 
 def encoded(family, name, value, source_format="messages", **options):
     """The documents of one record, and the counts."""
-    [documents], counts = Encoder(tokenizer(family, name), source_format, **options).encode([record(value)])
+    [documents], counts = Encoder(build_tokenizer(family, name), source_format, **options).encode([build_record(value)])
     return documents, counts
 
 
 def runs(family, name, value, source_format="messages", **options):
     documents, _ = encoded(family, name, value, source_format, **options)
-    return [learnt(tokenizer(family, name), each) for each in documents]
+    return [decode_supervised_spans(build_tokenizer(family, name), each) for each in documents]
 
 
 # -- templates
@@ -79,11 +86,11 @@ def runs(family, name, value, source_format="messages", **options):
 def test_answers_and_what_ends_their_turns_are_learnt(family, name):
     messages = UNSYSTEMATIC if name == "mistral_v1" else TALK
     documents, counts = encoded(family, name, {"messages": messages})
-    chosen = tokenizer(family, name)
-    assert [learnt(chosen, each) for each in documents] == LEARNT[family, name]
+    chosen = build_tokenizer(family, name)
+    assert [decode_supervised_spans(chosen, each) for each in documents] == LEARNT[family, name]
     text = chosen.decode(documents[-1].tokens)
     assert text.removesuffix("<|endoftext|>" * (family == "base")) == chosen.apply_chat_template(
-        messages, tokenize=False, chat_template=read_chat_template(template(name)), date_string="26 Jul 2024"
+        messages, tokenize=False, chat_template=read_chat_template(read_template(name)), date_string="26 Jul 2024"
     )
     assert counts == EncodingCounts(
         records=1,
@@ -96,9 +103,9 @@ def test_answers_and_what_ends_their_turns_are_learnt(family, name):
 @pytest.mark.parametrize("name", MARKED)
 def test_marks_are_learnt_as_transformers_reads_them(name):
     family, twin = MARKED[name]
-    chosen = tokenizer(family, name)
+    chosen = build_tokenizer(family, name)
     [document], _ = encoded(family, name, {"messages": TALK})
-    text = read_chat_template(template(name)).replace("strftime_now('%d %B %Y')", "'26 July 2024'")
+    text = read_chat_template(read_template(name)).replace("strftime_now('%d %B %Y')", "'26 July 2024'")
     found = chosen.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True, chat_template=text)
     assert document.tokens.tolist() == found["input_ids"]
     assert document.labelled.tolist() == [bool(each) for each in found["assistant_masks"]]
@@ -119,9 +126,9 @@ def test_every_template_is_tried():
 @pytest.mark.parametrize(("family", "name"), [*LEARNT, *((family, name) for name, (family, _) in MARKED.items())])
 def test_an_answer_stands_behind_the_tokens_that_ask_for_it(family, name):
     """What a model is given when it answers is what stood before each answer that it has learnt."""
-    chosen = tokenizer(family, name)
+    chosen = build_tokenizer(family, name)
     for text in ("Hello!", "\n\nHello!", "  indented"):
-        messages = turns("Hi there\n\n", text, "What is two and two?", f"{text}It is four.")
+        messages = build_conversation("Hi there\n\n", text, "What is two and two?", f"{text}It is four.")
         documents, _ = encoded(family, name, {"messages": messages})
         for document in documents:
             first = int(np.flatnonzero(document.labelled)[0])
@@ -137,7 +144,7 @@ def test_an_answer_stands_behind_the_tokens_that_ask_for_it(family, name):
 
 
 def _without_clock(name):
-    text = template(name)
+    text = read_template(name)
     for form, date in (("%d %B %Y", "26 July 2024"), ("%B %d, %Y", "July 26, 2024")):
         text = text.replace(f"strftime_now('{form}')", f"'{date}'")
     return text
@@ -148,40 +155,42 @@ def _without_clock(name):
 @given(texts=st.lists(st.text(st.sampled_from(" \nabc.#\t"), min_size=1, max_size=8), min_size=4, max_size=4))
 def test_whatever_is_said_is_learnt_whole_and_alone(family, texts):
     texts = [text if text.strip() else f"a{text}" for text in texts]
-    documents, _ = encoded(family, "chatml", {"messages": turns(*texts)})
-    chosen = tokenizer(family, "chatml")
-    whole = chosen.apply_chat_template(turns(*texts), tokenize=False)
+    documents, _ = encoded(family, "chatml", {"messages": build_conversation(*texts)})
+    chosen = build_tokenizer(family, "chatml")
+    whole = chosen.apply_chat_template(build_conversation(*texts), tokenize=False)
     # A tokenizer of sentencepiece drops the space that it has put before a text.
     end = "" if family == "qwen" else "\n"
     said = [f"{text}<|im_end|>{end}" for text in texts[1::2]]
     said[-1] += chosen.eos_token if end else ""
     [document] = documents
     assert chosen.decode(document.tokens).removesuffix(chosen.eos_token if end else "") == whole
-    assert [text.removeprefix(" ") for text in learnt(chosen, document)] == [text.removeprefix(" ") for text in said]
+    assert [text.removeprefix(" ") for text in decode_supervised_spans(chosen, document)] == [
+        text.removeprefix(" ") for text in said
+    ]
 
 
 # -- what templates do with earlier turns
 
 
 def test_thoughts_that_a_template_forgets_are_learnt_where_it_writes_them():
-    messages = turns("Hi there", "Hello!", "What is two and two?", "It is four.")
+    messages = build_conversation("Hi there", "Hello!", "What is two and two?", "It is four.")
     messages[1]["reasoning_content"], messages[3]["reasoning_content"] = "A greeting.", "2 + 2."
     assert runs("qwen", "qwen3", {"messages": messages}) == [
         ["<think>\nA greeting.\n</think>\n\nHello!<|im_end|>"],
         ["<think>\n2 + 2.\n</think>\n\nIt is four.<|im_end|>"],
     ]
     documents, _ = encoded("qwen", "qwen3", {"messages": messages})
-    assert "A greeting." not in tokenizer("qwen", "qwen3").decode(documents[1].tokens)
+    assert "A greeting." not in build_tokenizer("qwen", "qwen3").decode(documents[1].tokens)
     assert runs("qwen", "qwen3", {"messages": messages}, loss_on="last_answer") == [
         ["<think>\n2 + 2.\n</think>\n\nIt is four.<|im_end|>"]
     ]
-    inline = turns("Hi there", "<think>\nA greeting.\n</think>\n\nHello!")
+    inline = build_conversation("Hi there", "<think>\nA greeting.\n</think>\n\nHello!")
     assert runs("qwen", "qwen3", {"messages": inline}) == [["<think>\nA greeting.\n</think>\n\nHello!<|im_end|>"]]
 
 
 def test_a_record_says_what_else_its_template_is_given():
     """Without thinking, the empty thought is in the prompt and not learnt."""
-    value = {"messages": turns("Hi there", "Hello!"), "chat_template_kwargs": {"enable_thinking": False}}
+    value = {"messages": build_conversation("Hi there", "Hello!"), "chat_template_kwargs": {"enable_thinking": False}}
     assert runs("qwen", "qwen3", value) == [["Hello!<|im_end|>"]]
     value["chat_template_kwargs"] = '{"enable_thinking": false}'
     assert runs("qwen", "qwen3", value) == [["Hello!<|im_end|>"]]
@@ -201,7 +210,7 @@ def test_calls_of_tools_are_answers(loss_on):
     found = runs("qwen", "qwen25", {"messages": messages, "tools": tools}, loss_on=loss_on)
     assert found == [[f"{written}<|im_end|>", "It is four.<|im_end|>"][loss_on == "last_answer" :]]
     documents, _ = encoded("qwen", "qwen25", {"messages": messages, "tools": tools})
-    assert '"name": "add", "parameters"' in tokenizer("qwen", "qwen25").decode(documents[0].tokens)
+    assert '"name": "add", "parameters"' in build_tokenizer("qwen", "qwen25").decode(documents[0].tokens)
     as_json = encoded("qwen", "qwen25", {"messages": messages, "tools": json.dumps(tools)})[0]
     assert np.array_equal(as_json[0].tokens, documents[0].tokens)
     assert runs("llama3", "llama31", {"messages": messages, "tools": tools}) == [
@@ -214,19 +223,23 @@ def test_calls_of_tools_are_answers(loss_on):
 
 
 def test_a_tokenizer_may_have_another_template_for_tools():
-    chosen = tokenizer.__wrapped__("llama3", None)
-    chosen.chat_template = {"default": template("llama3_marked"), "tool_use": template("llama31")}
+    chosen = build_tokenizer.__wrapped__("llama3", None)
+    chosen.chat_template = {"default": read_template("llama3_marked"), "tool_use": read_template("llama31")}
     tools = [{"type": "function", "function": {"name": "add"}}]
-    talk = turns("Hi there", "Hello!")
-    found, _ = Encoder(chosen, "messages").encode([record({"messages": talk, "tools": each}) for each in (None, tools)])
-    assert [learnt(chosen, each[0]) for each in found] == [["Hello!<|eot_id|>"]] * 2
+    talk = build_conversation("Hi there", "Hello!")
+    found, _ = Encoder(chosen, "messages").encode(
+        [build_record({"messages": talk, "tools": each}) for each in (None, tools)]
+    )
+    assert [decode_supervised_spans(chosen, each[0]) for each in found] == [["Hello!<|eot_id|>"]] * 2
     assert ["Environment: ipython" in chosen.decode(each[0].tokens) for each in found] == [False, True]
 
 
 def test_a_template_does_not_know_what_day_it_is():
     for family, name in (("granite", "granite"), ("llama3", "llama31"), ("smollm3", "smollm3")):
-        documents, _ = encoded(family, name, {"messages": turns("Hi there", "Hello!")})
-        assert any(date in tokenizer(family, name).decode(documents[0].tokens) for date in ("26 Ju", "July 26, 2024"))
+        documents, _ = encoded(family, name, {"messages": build_conversation("Hi there", "Hello!")})
+        assert any(
+            date in build_tokenizer(family, name).decode(documents[0].tokens) for date in ("26 Ju", "July 26, 2024")
+        )
 
 
 def test_loss_on_says_which_answers_are_learnt():
@@ -258,7 +271,7 @@ def test_older_names_and_parts_of_messages_are_understood():
 def test_a_prompt_and_its_completion_are_one_text_with_special_tokens_once():
     for prompt, completion in (("Hi there ", "Hello!"), ("Hi there\n\n", "\nHello!"), ("Hi there", " Hello!")):
         for family in ("llama2", "llama3", "base"):
-            chosen = tokenizer(family, None)
+            chosen = build_tokenizer(family, None)
             [document], _ = encoded(family, None, {"prompt": prompt, "completion": completion}, "prompt_completion")
             first = int(np.flatnonzero(document.labelled)[0])
             assert document.tokens[:first].tolist() == chosen(prompt)["input_ids"]
@@ -271,10 +284,10 @@ def test_a_prompt_and_its_completion_are_one_text_with_special_tokens_once():
 
 def test_a_text_has_special_tokens_as_its_tokenizer_adds_them_and_never_twice():
     for family in ("llama2", "llama3", "base", "olmo2"):
-        chosen = tokenizer(family, None)
+        chosen = build_tokenizer(family, None)
         bos, eos = chosen.bos_token or "", chosen.eos_token
         texts = ["Hi there", f"{bos}Hi there", f"Hi there{eos}", f"{bos}Hi there{eos}"]
-        found, counts = Encoder(chosen).encode([record({"text": text}) for text in texts])
+        found, counts = Encoder(chosen).encode([build_record({"text": text}) for text in texts])
         assert {_decoded(chosen, each[0]) for each in found} == {f"{bos}Hi there{eos}"}
         assert all(each[0].loss_mask is None for each in found)
         assert counts.documents == 4
@@ -302,8 +315,11 @@ def test_a_pair_answers_one_prompt(way):
     if way == "named":
         value["prompt"] = TALK[3]["content"]
     [one, other], counts = encoded("llama3", "llama3", value, "preference")
-    chosen = tokenizer("llama3", "llama3")
-    assert [learnt(chosen, each) for each in (one, other)] == [["It is four.<|eot_id|>"], ["It is five.<|eot_id|>"]]
+    chosen = build_tokenizer("llama3", "llama3")
+    assert [decode_supervised_spans(chosen, each) for each in (one, other)] == [
+        ["It is four.<|eot_id|>"],
+        ["It is five.<|eot_id|>"],
+    ]
     first = int(np.flatnonzero(one.labelled)[0])
     assert np.array_equal(one.tokens[:first], other.tokens[:first])
     assert (counts.records, counts.documents) == (1, 2)
@@ -311,7 +327,10 @@ def test_a_pair_answers_one_prompt(way):
 
 def test_a_pair_of_texts_is_kept_whole_or_not_at_all():
     value = {"prompt": "What is two and two? ", "chosen": "It is four.", "rejected": "It is " + "not " * 90}
-    found = [learnt(tokenizer("llama3", None), each) for each in encoded("llama3", None, value, "preference")[0]]
+    found = [
+        decode_supervised_spans(build_tokenizer("llama3", None), each)
+        for each in encoded("llama3", None, value, "preference")[0]
+    ]
     assert found == [[f"{value[side]}<|eot_id|>"] for side in ("chosen", "rejected")]
     documents, counts = encoded("llama3", None, value, "preference", too_long="drop", seq_len=60)
     assert (documents, counts) == ([], EncodingCounts(records=1, dropped=2))
@@ -339,7 +358,7 @@ def test_tokens_are_taken_as_they_are():
 
 
 def test_what_is_too_long_is_cut_dropped_split_or_an_error_and_counted():
-    messages = turns("Hi there", "It is four. " * 8)
+    messages = build_conversation("Hi there", "It is four. " * 8)
     whole, _ = encoded("llama3", "llama3", {"messages": messages})
     length = len(whole[0])
     with pytest.raises(DataError, match=rf"chats\.jsonl:1: {length} tokens, but seq_len=40"):
@@ -357,12 +376,12 @@ def test_what_is_too_long_is_cut_dropped_split_or_an_error_and_counted():
 @pytest.mark.parametrize("loss_on", ["answers", "last_answer"])
 @pytest.mark.parametrize("name", ["llama3", "llama3_marked"])
 def test_turns_behind_the_last_answer_are_left_out_and_counted(name, loss_on):
-    messages = turns("Hi there", "Hello!")
+    messages = build_conversation("Hi there", "Hello!")
     _, answered = encoded("llama3", name, {"messages": messages}, loss_on=loss_on)
     [document], counts = encoded(
         "llama3", name, {"messages": [*messages, {"role": "user", "content": "And now?"}]}, loss_on=loss_on
     )
-    assert "And now?" not in tokenizer("llama3", name).decode(document.tokens)
+    assert "And now?" not in build_tokenizer("llama3", name).decode(document.tokens)
     assert (answered.unanswered, counts.unanswered, counts.documents) == (0, 1, 1)
 
 
@@ -370,7 +389,7 @@ def test_turns_behind_the_last_answer_are_left_out_and_counted(name, loss_on):
 
 
 def test_what_is_wrong_with_a_conversation_is_told_with_its_place():
-    user, assistant = turns("Hi there", "Hello!")
+    user, assistant = build_conversation("Hi there", "Hello!")
     system = {"role": "system", "content": "Be brief."}
     wrong = {
         "empty conversation": [],
@@ -398,13 +417,13 @@ def test_what_is_wrong_with_a_conversation_is_told_with_its_place():
 
 
 MESSAGES = "{% for message in messages %}{{ message.content }}{% endfor %}"
-ASKED = turns("a", "b")
+ASKED = build_conversation("a", "b")
 
 
 @pytest.mark.parametrize(
     ("text", "messages", "reason"),
     [
-        (template("gemma"), [{"role": "assistant", "content": "a"}, *ASKED], "TemplateError: Conversation roles"),
+        (read_template("gemma"), [{"role": "assistant", "content": "a"}, *ASKED], "TemplateError: Conversation roles"),
         (
             MESSAGES.replace("}}", "}").replace("%}{{", "%}\n{{"),
             ASKED,
@@ -417,7 +436,7 @@ ASKED = turns("a", "b")
         ),
         (
             "{% for message in messages if message.role != 'system' %}{{ message.content }};{% endfor %}",
-            turns("a", "b", system="Be brief."),
+            build_conversation("a", "b", system="Be brief."),
             r"the chat template leaves out the content of turn 1 \(system",
         ),
         (
@@ -426,7 +445,7 @@ ASKED = turns("a", "b")
             "an answer of no tokens: .* {% generation %} marks",
         ),
         (
-            template("deepseek_r1").replace("if think_first else ''", ""),
+            read_template("deepseek_r1").replace("if think_first else ''", ""),
             ASKED,
             r"it cannot be told where the answer of turn 2 begins: .* writes '<think>\\n'",
         ),
@@ -440,9 +459,14 @@ def test_what_a_template_cannot_write_is_told_with_its_place(text, messages, rea
 def test_what_a_template_does_not_know_of_is_not_lost_in_silence():
     tools = [{"type": "function", "function": {"name": "add"}}]
     with pytest.raises(DataError, match=r"leaves out the tool 'add'\."):
-        encoded("llama3", "llama3", {"messages": turns("Hi there", "Hello!"), "tools": tools})
+        encoded("llama3", "llama3", {"messages": build_conversation("Hi there", "Hello!"), "tools": tools})
     call = {"role": "assistant", "content": "So: ", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
-    messages = [*turns("Hi there"), call, {"role": "tool", "content": "4"}, *turns("", "It is four.")[1:]]
+    messages = [
+        *build_conversation("Hi there"),
+        call,
+        {"role": "tool", "content": "4"},
+        *build_conversation("", "It is four.")[1:],
+    ]
     with pytest.raises(DataError, match=r"leaves out the tool_calls of turn 2\."):
         encoded("llama3", "llama3", {"messages": messages})
     with pytest.raises(DataError, match=r"leaves out the content of turn 3 \(tool\)"):
@@ -451,7 +475,10 @@ def test_what_a_template_does_not_know_of_is_not_lost_in_silence():
 
 @pytest.mark.parametrize("name", ["llama3", "llama3_marked"])
 def test_what_ends_a_turn_is_not_there_twice(name):
-    for messages in (turns("Hi there", "Hello!<|eot_id|>"), turns("Hi there<|eot_id|>", "Hello!")):
+    for messages in (
+        build_conversation("Hi there", "Hello!<|eot_id|>"),
+        build_conversation("Hi there<|eot_id|>", "Hello!"),
+    ):
         with pytest.raises(DataError, match=r"turn [12] ends with .*<\|eot_id\|>', but the chat template writes"):
             encoded("llama3", name, {"messages": messages})
 
@@ -461,18 +488,18 @@ def in_python():
     """A tokenizer that tells no places of tokens, and adds an eos token to whatever it is called with."""
     made = ByT5Tokenizer(extra_ids=0)
     made.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    made.chat_template = template("chatml")
+    made.chat_template = read_template("chatml")
     return made
 
 
 def test_a_tokenizer_in_python_needs_no_offsets(in_python):
-    [[document]], _ = Encoder(in_python, "messages").encode([record({"messages": TALK})])
-    assert learnt(in_python, document) == LEARNT["chatml", "chatml"][0]
+    [[document]], _ = Encoder(in_python, "messages").encode([build_record({"messages": TALK})])
+    assert decode_supervised_spans(in_python, document) == LEARNT["chatml", "chatml"][0]
     assert document.tokens.tolist() == in_python.apply_chat_template(TALK)["input_ids"]
 
 
 def test_an_eos_token_that_the_tokenizer_adds_is_not_added_twice(in_python):
-    found, _ = Encoder(in_python).encode([record({"text": text}) for text in ("Hi there", "Hi there</s>")])
+    found, _ = Encoder(in_python).encode([build_record({"text": text}) for text in ("Hi there", "Hi there</s>")])
     assert [in_python.decode(each[0].tokens) for each in found] == ["Hi there</s>"] * 2
 
 
@@ -482,11 +509,23 @@ def test_an_eos_token_that_the_tokenizer_adds_is_not_added_twice(in_python):
         ("text", {"texts": "x"}, r"no field 'text'\. .*texts\. Did you mean 'texts'\?.*fields"),
         ("text", {"text": 3}, "field 'text' holds 3, a int, but must hold a string"),
         ("text", {"text": "a\ud800"}, "half of a surrogate pair"),
-        ("messages", {"messages": turns("a", "b"), "tools": "[{"}, "field 'tools' holds a text that is no JSON"),
-        ("messages", {"messages": turns("a", "b"), "chat_template_kwargs": [3]}, "must hold an object"),
+        (
+            "messages",
+            {"messages": build_conversation("a", "b"), "tools": "[{"},
+            "field 'tools' holds a text that is no JSON",
+        ),
+        ("messages", {"messages": build_conversation("a", "b"), "chat_template_kwargs": [3]}, "must hold an object"),
         ("prompt_completion", {"prompt": "a", "completion": ""}, "an answer of no tokens: field 'completion' is empty"),
-        ("preference", {"chosen": turns("a", "b"), "rejected": turns("c", "d")}, "cannot be told what .* answer"),
-        ("preference", {"prompt": "z", "chosen": turns("a", "b"), "rejected": turns("a", "d")}, "`prompt` is not the"),
+        (
+            "preference",
+            {"chosen": build_conversation("a", "b"), "rejected": build_conversation("c", "d")},
+            "cannot be told what .* answer",
+        ),
+        (
+            "preference",
+            {"prompt": "z", "chosen": build_conversation("a", "b"), "rejected": build_conversation("a", "d")},
+            "`prompt` is not the",
+        ),
         ("tokens", {"input_ids": "abc"}, "'input_ids' holds 'abc', a str, but must hold a list of token ids"),
         ("tokens", {"input_ids": [1, 99999]}, "token 99999 is none of the tokenizer"),
         ("tokens", {"input_ids": [1, 2], "labels": [1]}, "holds 1 values for 2 tokens"),
@@ -506,4 +545,4 @@ def test_a_chat_template_is_text_or_the_path_of_one():
     with pytest.raises(ConfigError, match=r"chat_template: 'no/such.jinja'"):
         read_chat_template("no/such.jinja")
     with pytest.raises(ConfigError, match=r"the tokenizer has none\. Set chat_template"):
-        Encoder(tokenizer("llama3", None), "messages")
+        Encoder(build_tokenizer("llama3", None), "messages")

@@ -23,7 +23,7 @@ import torch
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.corpus import prose
+from support.corpus import build_prose
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -72,7 +72,7 @@ def write_corpus(directory: Path, documents: int = 12) -> str:
     """Write documents as .txt files and return a glob of them."""
     directory.mkdir(parents=True, exist_ok=True)
     for index in range(documents):
-        (directory / f"{index:03}.txt").write_text(prose(index), encoding="utf-8")
+        (directory / f"{index:03}.txt").write_text(build_prose(index), encoding="utf-8")
     return str(directory / "*.txt")
 
 
@@ -109,7 +109,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def trained() -> PreTrainedTokenizerFast:
-    return train_tokenizer([prose(seed) for seed in range(20)], 320)
+    return train_tokenizer([build_prose(seed) for seed in range(20)], 320)
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,10 @@ def test_saved_maximum_length_does_not_cut_documents(tmp_path: Path, trained_dir
     backend.enable_padding(length=100)
     backend.save(str(tmp_path / "cut" / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path / "cut")
-    assert texts_of(stream_of(tokenizer, [prose(1), prose(2)]), tokenizer) == [prose(1), prose(2)]
+    assert texts_of(stream_of(tokenizer, [build_prose(1), build_prose(2)]), tokenizer) == [
+        build_prose(1),
+        build_prose(2),
+    ]
 
 
 def test_large_vocabulary_is_stored_in_32_bits() -> None:
@@ -283,14 +286,14 @@ def test_split_has_both_sides_and_does_not_depend_on_order(texts, fraction, orde
 
 
 def test_split_of_a_document_does_not_depend_on_the_other_documents() -> None:
-    texts = [prose(seed) for seed in range(100)]
+    texts = [build_prose(seed) for seed in range(100)]
     whole, half = held_out_mask(texts, 0.3), held_out_mask(texts[::2], 0.3)
     assert half.any()
     np.testing.assert_array_equal(whole[::2], half)
 
 
 def test_split_holds_out_about_the_fraction() -> None:
-    assert 0.2 < held_out_mask([prose(seed, words=5) for seed in range(1000)], 0.25).mean() < 0.3
+    assert 0.2 < held_out_mask([build_prose(seed, words=5) for seed in range(1000)], 0.25).mean() < 0.3
 
 
 # --- a stream
@@ -339,7 +342,7 @@ def test_streams_and_tokenizer_have_the_same_sides_in_the_order_of_the_corpus(tm
     write_corpus(tmp_path / "corpus", documents=5)
     data = prepare_data(config_for(tmp_path, eval_fraction=fraction))
     tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_dir)
-    texts = [prose(index) for index in range(5)]
+    texts = [build_prose(index) for index in range(5)]
     mask = held_out_mask(texts, fraction)
     for split, wanted in (("train", ~mask), ("held_out", mask)):
         expected = [text for text, is_in in zip(texts, wanted, strict=True) if is_in]
@@ -365,7 +368,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, trained_dir, monkeypatch
     monkeypatch.setattr("meshwright_run.data.parallel_tokenization.count_usable_cores", lambda: 2)
     peaks = []
     for number, documents in enumerate((10, 200, 1600)):
-        text = "\n".join(json.dumps({"text": prose(index, words=120)}) for index in range(documents))
+        text = "\n".join(json.dumps({"text": build_prose(index, words=120)}) for index in range(documents))
         (tmp_path / f"{number}.jsonl").write_text(text)
         del text
         config = config_for(
@@ -406,7 +409,7 @@ def test_what_changes_the_tokens_makes_a_new_entry(tmp_path: Path, corpus: Path,
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
 
     def grow() -> None:
-        (corpus / "new.txt").write_text(prose(99))
+        (corpus / "new.txt").write_text(build_prose(99))
 
     found = [prepare_data(config_for(tmp_path))]
     for change in (edit, path.unlink, grow):
@@ -434,9 +437,9 @@ def test_given_tokenizer_is_used_and_its_change_makes_a_new_entry(tmp_path, corp
     assert (first.tokenizer_dir, first.vocab_size) == (own, 320)
     assert not (first.directory / "tokenizer").exists()
     tokens = np.load(first.directory / "train.npy")
-    assert set(texts_of(tokens, AutoTokenizer.from_pretrained(own))) < {prose(index) for index in range(12)}
+    assert set(texts_of(tokens, AutoTokenizer.from_pretrained(own))) < {build_prose(index) for index in range(12)}
 
-    train_tokenizer([prose(1), "other words"], 270).save_pretrained(own)
+    train_tokenizer([build_prose(1), "other words"], 270).save_pretrained(own)
     with pytest.raises(ConfigError, match="vocab_size=300"):
         prepare_data(config_for(tmp_path), tokenizer_dir=trained_dir)
     second = prepare_data(config, tokenizer_dir=trained_dir)

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import yaml
-from support.chat_templates import tokenizer, turns
+from support.chat_templates import build_conversation, build_tokenizer
 from typer.testing import CliRunner
 
 from meshwright.cli.main import app
@@ -33,8 +33,10 @@ MODEL = {
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     directory = tmp_path_factory.mktemp("show")
-    tokenizer("llama3", "llama3").save_pretrained(directory / "tokenizer")
-    talks = [turns("Hi there", "Hello! " * (1 + n % 3)) for n in range(30)] + [turns("It is four. " * 40, "Hello!")]
+    build_tokenizer("llama3", "llama3").save_pretrained(directory / "tokenizer")
+    talks = [build_conversation("Hi there", "Hello! " * (1 + n % 3)) for n in range(30)] + [
+        build_conversation("It is four. " * 40, "Hello!")
+    ]
     lines = "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
     (directory / "chats.jsonl").write_text(lines, encoding="utf-8")
     run = {
@@ -90,7 +92,7 @@ def test_what_was_shown_of_a_source_that_is_read_while_training_is_measured_too(
 
 def documents(*lengths, learnt=2):
     """Of which the last tokens are learnt; each ends with the eos token."""
-    eos = tokenizer("base").eos_token_id
+    eos = build_tokenizer("base").eos_token_id
     tokens = [np.array([*range(5, 4 + length), eos]) for length in lengths]
     labelled = [np.arange(length) >= length - learnt for length in lengths]
     return TokenizedDocuments(np.concatenate(tokens).astype(np.uint16), np.cumsum(lengths), np.concatenate(labelled))
@@ -100,7 +102,7 @@ def documents(*lengths, learnt=2):
 def test_documents_and_padding_are_told_apart(kind):
     rows = build_row_dataset(documents(5, 3, 4), kind, 8)
     feed = TrainSampler([rows], DataShard(0, 1, 1), batch_size=1, seed=0)
-    found = list(decode_first_rows(feed, len(rows), kind, tokenizer("base")))
+    found = list(decode_first_rows(feed, len(rows), kind, build_tokenizer("base")))
     sizes = sorted(sum(run.num_tokens for run in each) for row in found for each in row.documents)
     padding = sum(row.num_padding for row in found)
     # The stream has no row for the last one.

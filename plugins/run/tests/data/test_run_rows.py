@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.commands import write_run
-from support.runs import STEPS, Place
+from support.runs import STEPS, RunWorkspace
 
 from meshwright_run.data.tokenizer import train_tokenizer
 
@@ -78,19 +78,19 @@ MESHES: dict[str, dict[str, Any]] = {
 def test_a_run_goes_on_on_the_same_mesh_and_on_another(kind: str, mesh: str, workplace: Path, tmp_path: Path) -> None:
     """Kill a run, and go on with it: bit for bit on the same mesh, and to rounding on another."""
     given = settings(workplace, kind)
-    places = {name: Place(workplace, tmp_path / name) for name in ("whole", "killed")}
+    places = {name: RunWorkspace(workplace, tmp_path / name) for name in ("whole", "killed")}
     for place in places.values():
         place.directory.mkdir()
-    places["whole"].runs(ranks=2, **given, **MESHES["dp"])
-    expected = places["whole"].metrics()
+    places["whole"].run_successfully(ranks=2, **given, **MESHES["dp"])
+    expected = places["whole"].read_metrics()
     assert len(expected) == STEPS
     _, _, code = places["killed"].run(ranks=2, kill_after=KILLED_AFTER, **given, **MESHES["dp"])
     assert code == 137
     for name in ("dp", mesh):
-        again = Place(workplace, tmp_path / name)
+        again = RunWorkspace(workplace, tmp_path / name)
         shutil.copytree(places["killed"].directory, again.directory)
-        again.runs(ranks=2, **given, **MESHES[name])
-        found = again.metrics()
+        again.run_successfully(ranks=2, **given, **MESHES[name])
+        found = again.read_metrics()
         if name == "dp":
             assert found == expected
             continue
@@ -103,9 +103,9 @@ def test_a_run_goes_on_on_the_same_mesh_and_on_another(kind: str, mesh: str, wor
 
 @pytest.mark.slow
 def test_other_weights_are_another_run(workplace: Path, tmp_path: Path) -> None:
-    place = Place(workplace, tmp_path)
+    place = RunWorkspace(workplace, tmp_path)
     given = settings(workplace, "streamed")
-    place.runs(**given, steps=2)
+    place.run_successfully(**given, steps=2)
     given["data"]["sources"][0]["weight"] = 5
     _, told, code = place.run(**given, steps=4)
     assert code == 2

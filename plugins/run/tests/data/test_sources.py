@@ -22,7 +22,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import write_run
-from support.corpus import prose
+from support.corpus import build_prose
 
 from meshwright.base.errors import ConfigError, DataError
 from meshwright.base.validation import validate_config
@@ -38,13 +38,13 @@ from meshwright_run.resume import _find_differences
 from meshwright_run.run_file import load_run
 
 PREPARE_MODULE = importlib.import_module("meshwright_run.data.prepare_data")
-ROWS = [{"text": prose(number), "score": number, "note": 'a,\n"b" é'} for number in range(7)]
+ROWS = [{"text": build_prose(number), "score": number, "note": 'a,\n"b" é'} for number in range(7)]
 
 
 @pytest.fixture(scope="module")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer([prose(seed) for seed in range(20)], 320).save_pretrained(directory)
+    train_tokenizer([build_prose(seed) for seed in range(20)], 320).save_pretrained(directory)
     return directory
 
 
@@ -210,14 +210,14 @@ def test_a_column_that_is_no_number_is_named(row: dict[str, Any], message: str, 
 
 
 def test_columns_go_with_their_documents_and_have_one_type_in_all_sources(tmp_path: Path, tokenizer_dir: Path) -> None:
-    rows = [{"text": prose(number), "score": 1 if number < 20 else 0.5} for number in range(30)]
+    rows = [{"text": build_prose(number), "score": 1 if number < 20 else 0.5} for number in range(30)]
     whole, real = write(tmp_path / "a.jsonl", rows[:20]), write(tmp_path / "b.jsonl", rows)
     data = prepare_data(config_for(tmp_path, tokenizer_dir, whole, real))
     assert dict(data.column_dtypes) == {"score": np.float64}
     assert documents_of(data).columns["score"].dtype == np.int64
     found = documents_of(data, 1)
     held_out = data.eval_sets["held_out"][1]
-    tokenizer = train_tokenizer([prose(seed) for seed in range(20)], 320)
+    tokenizer = train_tokenizer([build_prose(seed) for seed in range(20)], 320)
     expected = {(*tokenizer.encode(row["text"]), tokenizer.eos_token_id): row["score"] for row in rows}
     for documents in (found, held_out):
         texts = np.split(documents.tokens, documents.ends[:-1])
@@ -434,7 +434,7 @@ def test_the_two_of_a_pair_stay_together(fraction, tmp_path, tokenizer_dir, monk
 
 
 def test_processes_make_the_same_documents_as_this_one(tmp_path, tokenizer_dir, monkeypatch):
-    source = write(tmp_path / "a.jsonl", [{"text": prose(number), "score": number} for number in range(300)])
+    source = write(tmp_path / "a.jsonl", [{"text": build_prose(number), "score": number} for number in range(300)])
     monkeypatch.setattr("meshwright_run.data.parallel_tokenization._CHARACTERS_PER_BATCH", 2000)
     here = prepare_data(config_for(tmp_path, tokenizer_dir, source, cache_dir=str(tmp_path / "here")))
     monkeypatch.setattr("meshwright_run.data.parallel_tokenization._MAX_THREADED_CHARACTERS", 6000)

@@ -7,7 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from support.chat_templates import learnt, tokenizer
+from support.chat_templates import build_tokenizer, decode_supervised_spans
 
 from meshwright_run.data.config import SourceConfig
 from meshwright_run.data.encoder import Encoder
@@ -98,10 +98,10 @@ def test_prompts_and_completions_are_made_as_well():
 
 @pytest.mark.slow
 def test_a_source_of_conversations_is_the_library():
-    chosen = tokenizer("llama3", "llama3")
+    chosen = build_tokenizer("llama3", "llama3")
     records = list(itertools.islice(read_records(SourceConfig(files="stdlib", format="messages")), 200))
     documents, counts = Encoder(chosen, "messages").encode(records)
     assert (counts.records, counts.documents) == (200, 200)
     for one, [document] in zip(records, documents, strict=True):
         answer = one.fields["messages"][1]["content"]
-        assert learnt(chosen, document) == [f"{answer}<|eot_id|>"]
+        assert decode_supervised_spans(chosen, document) == [f"{answer}<|eot_id|>"]

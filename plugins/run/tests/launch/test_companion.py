@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.kill_sweep import await_moment, command_of, end_session, lives, make_run
-from support.launched_processes import TORCHRUN, free_port
-from support.replication import Training, after, ranks_of_agent, said_of
+from support.kill_sweep import end_session, is_alive, make_run, read_command_line, wait_for_moment
+from support.launched_processes import TORCHRUN, find_free_port
+from support.replication import TrainingProcess, find_agent_ranks, output_path, step_reached
 
 from meshwright_run.launch import external_watchdog
 
@@ -42,7 +42,9 @@ sys.stdin.readline()
 def companions_of(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [
-        int(child) for child in children if external_watchdog.__name__.encode() in command_of(int(child)).split(b"\0")
+        int(child)
+        for child in children
+        if external_watchdog.__name__.encode() in read_command_line(int(child)).split(b"\0")
     ]
 
 
@@ -69,7 +71,7 @@ class Rank(subprocess.Popen):
 
     def goes_on(self) -> None:
         assert self.poll() is None
-        assert lives(self.companion)
+        assert is_alive(self.companion)
 
 
 def come(what: Callable[[], bool], limit_s: float) -> bool:
@@ -128,7 +130,7 @@ def test_a_companion_ends_with_its_rank_though_a_worker_lives_on_and_has_all_it_
     started.append(rank := Rank("fork"))
     rank.kill()
     rank.wait()
-    assert come(lambda: not lives(rank.companion), INTERVAL_S + SLACK_S)
+    assert come(lambda: not is_alive(rank.companion), INTERVAL_S + SLACK_S)
 
 
 def test_a_companion_heeds_no_signal_that_its_rank_may_live_through_and_ends_with_its_context(started):
@@ -136,11 +138,11 @@ def test_a_companion_heeds_no_signal_that_its_rank_may_live_through_and_ends_wit
     for number in IGNORED:
         os.kill(rank.companion, number)
     time.sleep(2 * INTERVAL_S)
-    assert lives(rank.companion)
+    assert is_alive(rank.companion)
     rank.stdin.write("\n")
     rank.stdin.flush()
     assert rank.stdout.readline() == "over\n"
-    assert not lives(rank.companion)
+    assert not is_alive(rank.companion)
     assert rank.poll() is None
 
 
@@ -162,20 +164,20 @@ def test_a_rank_that_is_stopped_and_alone_on_its_node_is_ended_and_the_run_goes_
     """Its peers cannot end it, and its agent would wait for 30 s."""
     watchdog_s = 4.0
     run = make_run(tmp_path, "two nodes", {"strategy": "fsdp2", "steps": 2000, "watchdog_s": watchdog_s})
-    meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=run")
+    meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{find_free_port()}", "--rdzv-id=run")
     options = (*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", *meeting)
     command = (*options, "-m", "meshwright", "train", str(run.file))
-    agents = [Training(command, said_of(run).with_suffix(f".{node}")) for node in (0, 1)]
+    agents = [TrainingProcess(command, output_path(run).with_suffix(f".{node}")) for node in (0, 1)]
     try:
-        assert await_moment(agents[0], after(run, 5)), agents[0].said
-        ranks = [pid for agent in agents for pid in ranks_of_agent(agent.pid)]
+        assert wait_for_moment(agents[0], step_reached(run, 5)), agents[0].output
+        ranks = [pid for agent in agents for pid in find_agent_ranks(agent.pid)]
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGSTOP)
-        assert come(lambda: not any(map(lives, ranks)), watchdog_s + SLACK_S), [agent.said for agent in agents]
-        said = "".join(agent.said for agent in agents)
+        assert come(lambda: not any(map(is_alive, ranks)), watchdog_s + SLACK_S), [agent.output for agent in agents]
+        said = "".join(agent.output for agent in agents)
         assert said.count(f"hangs: no sign of life for {0.9 * watchdog_s:.0f} s") == 1, said
         done = run.count_steps()
-        assert await_moment(agents[0], after(run, done + 5)), agents[0].said
+        assert wait_for_moment(agents[0], step_reached(run, done + 5)), agents[0].output
     finally:
         for agent in agents:
             end_session(agent)

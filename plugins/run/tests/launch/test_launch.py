@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import launch_targets
-from support.case_server import served
+from support.case_server import start_case_server
 from support.commands import LAUNCHER_VARIABLES
 
 from meshwright.base.errors import ConfigError, MeshwrightError, ModelError, RankError
@@ -33,7 +33,9 @@ LAUNCHER_NOISE = re.compile("ChildFailedError|torchelastic|Root Cause|SIGTERM|le
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A function that runs a case of launch_targets and returns (exit code, stdout, stderr)."""
-    with served(TARGETS, "serve", log=tmp_path_factory.mktemp("launch") / "stderr", timeout_s=60) as run_case:
+    with start_case_server(
+        TARGETS, "serve", log=tmp_path_factory.mktemp("launch") / "stderr", timeout_s=60
+    ) as run_case:
         yield run_case
 
 

@@ -17,15 +17,15 @@ import yaml
 from support.commands import LAUNCHER_VARIABLES, write_run
 from support.kill_sweep import (
     STEPS,
-    Run,
-    Started,
-    await_moment,
+    CommandProcess,
+    TrainingRun,
     end_session,
-    fingerprint,
-    finish,
+    find_ranks,
+    find_session_processes,
+    hash_weights,
     make_run,
-    members,
-    ranks_of,
+    run_to_end,
+    wait_for_moment,
 )
 
 from meshwright.base.errors import ConfigError
@@ -36,13 +36,13 @@ TOLD_S = 2.0
 """Ranks that survive a peer hear of it in this time."""
 
 
-def _events(run: Run, kind: str) -> list[dict[str, Any]]:
+def _events(run: TrainingRun, kind: str) -> list[dict[str, Any]]:
     lines = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
     return [line for line in lines if line["event"] == kind]
 
 
-def _after(run: Run, step: int) -> Any:
-    return lambda: run.steps_done() >= step
+def _after(run: TrainingRun, step: int) -> Any:
+    return lambda: run.count_steps() >= step
 
 
 # -- ranks that are killed
@@ -57,30 +57,30 @@ def _after(run: Run, step: int) -> Any:
 )
 def test_a_run_whose_ranks_are_killed_goes_on_in_one_command(settings: dict[str, Any], tmp_path: Path) -> None:
     whole, run = (make_run(tmp_path, name, settings | {"max_restarts": 3}) for name in ("whole", "killed"))
-    finish("train", str(whole.file))
-    dice, process = random.Random(24), Started("train", str(run.file))
+    run_to_end("train", str(whole.file))
+    dice, process = random.Random(24), CommandProcess("train", str(run.file))
     try:
         for after in (4, 13):
-            assert await_moment(process, _after(run, after))
-            ranks = ranks_of(process)
+            assert wait_for_moment(process, _after(run, after))
+            ranks = find_ranks(process)
             assert len(ranks) == settings["nproc"]
             os.kill(dice.choice(ranks), signal.SIGKILL)
             killed_s = time.monotonic()
-            while set(ranks) & set(ranks_of(process)):
+            while set(ranks) & set(find_ranks(process)):
                 time.sleep(0.01)
             # The kernel and a busy machine take their time, too.
             assert time.monotonic() - killed_s < TOLD_S + 1.5
         process.wait(200)
         # Python's resource tracker goes a moment later than who it works for.
         deadline_s = time.monotonic() + 5
-        while members(process) and time.monotonic() < deadline_s:
+        while find_session_processes(process) and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        assert not members(process)
+        assert not find_session_processes(process)
     finally:
         end_session(process)
     process.check()
     assert run.read_metrics() == whole.read_metrics()
-    assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")
+    assert hash_weights(run.directory / "model") == hash_weights(whole.directory / "model")
     assert [(each["number"], each["of"], each["ranks"]) for each in _events(run, "restart")] == [
         (number, 3, settings["nproc"]) for number in (1, 2)
     ]
@@ -93,7 +93,7 @@ def test_a_run_goes_on_with_fewer_ranks_where_one_is_broken_and_its_losses_stay(
     # Dropout would draw other numbers: they follow from the data rank.
     without = "model.attention_dropout=0.0"
     whole = make_run(tmp_path, "whole", settings)
-    finish("train", str(whole.file), "--set", without)
+    run_to_end("train", str(whole.file), "--set", without)
     run = make_run(tmp_path, "fewer", settings | {"max_restarts": 3, "elastic": {"min": 2, "max": 4}})
     run.file.write_text(yaml.safe_dump(to_redacted_dict(load_run(run.file, [without]))))
     broken = tmp_path / "broken"
@@ -111,9 +111,9 @@ def test_a_run_goes_on_with_fewer_ranks_where_one_is_broken_and_its_losses_stay(
             start_new_session=True,
         )
     try:
-        assert await_moment(process, _after(run, 6))
+        assert wait_for_moment(process, _after(run, 6))
         broken.touch()
-        os.kill(ranks_of(process)[-1], signal.SIGKILL)
+        os.kill(find_ranks(process)[-1], signal.SIGKILL)
         assert process.wait(200) == 0, (tmp_path / "said").read_text()
     finally:
         end_session(process)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from support import netns
-from support.kill_sweep import Run, await_moment, end_session, finish, lives, make_run
-from support.launched_processes import TORCHRUN, free_port
-from support.replication import Training, after, assert_same, ranks_of_agent, said_of
+from support import network_namespaces
+from support.kill_sweep import TrainingRun, end_session, is_alive, make_run, run_to_end, wait_for_moment
+from support.launched_processes import TORCHRUN, find_free_port
+from support.replication import TrainingProcess, assert_same_results, find_agent_ranks, output_path, step_reached
 
 from meshwright.base.errors import RankError
 from meshwright.launch.store import agree_on_prefix
@@ -70,31 +70,33 @@ def test_a_store_that_has_gone_is_an_error_of_ours() -> None:
 # -- runs under torchrun
 
 
-def _train(run: Run) -> Training:
+def _train(run: TrainingRun) -> TrainingProcess:
     started = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m", "meshwright", "train")
-    return Training((*started, str(run.file)), said_of(run))
+    return TrainingProcess((*started, str(run.file)), output_path(run))
 
 
-def _run(workplace: Path, name: str, **settings: object) -> Run:
+def _run(workplace: Path, name: str, **settings: object) -> TrainingRun:
     return make_run(workplace, name, {"strategy": "fsdp2", "nproc": 2, **settings})
 
 
 @pytest.mark.slow
 def test_who_begins_anew_after_a_hang_is_not_told_of_it_again(tmp_path: Path) -> None:
     whole = _run(tmp_path, "whole")
-    finish("train", str(whole.file))
+    run_to_end("train", str(whole.file))
     run = _run(tmp_path, "hung", watchdog_s=4)
     process = _train(run)
     try:
         for step in (5, 13):
-            assert await_moment(process, after(run, step)), process.said
-            os.kill(ranks_of_agent(process.pid)[1], signal.SIGSTOP)
-            steps = run.steps_done()
-            assert await_moment(process, lambda at=steps: process.said.count("hangs: no sign of life") >= 1 + (at > 12))
-        process.ended()
+            assert wait_for_moment(process, step_reached(run, step)), process.output
+            os.kill(find_agent_ranks(process.pid)[1], signal.SIGSTOP)
+            steps = run.count_steps()
+            assert wait_for_moment(
+                process, lambda at=steps: process.output.count("hangs: no sign of life") >= 1 + (at > 12)
+            )
+        process.assert_succeeds()
     finally:
         end_session(process)
-    assert_same(run, whole)
+    assert_same_results(run, whole)
     lines = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
     # Twice, and by what has happened to each world, not by what is left of the one before.
     assert [line["event"] for line in lines if line["event"] in ("hang", "start")] == ["start", *["hang", "start"] * 2]
@@ -105,15 +107,15 @@ def test_ranks_end_with_an_agent_that_is_killed(tmp_path: Path) -> None:
     run = _run(tmp_path, "alone", steps=2000)
     process = _train(run)
     try:
-        assert await_moment(process, after(run, 3)), process.said
-        ranks = ranks_of_agent(process.pid)
+        assert wait_for_moment(process, step_reached(run, 3)), process.output
+        ranks = find_agent_ranks(process.pid)
         assert len(ranks) == 2
         process.kill()
         process.wait()
         until_s = time.monotonic() + 3
-        while any(map(lives, ranks)) and time.monotonic() < until_s:
+        while any(map(is_alive, ranks)) and time.monotonic() < until_s:
             time.sleep(0.02)
-        left = [pid for pid in ranks if lives(pid)]
+        left = [pid for pid in ranks if is_alive(pid)]
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         assert not left
@@ -125,22 +127,22 @@ def test_ranks_end_with_an_agent_that_is_killed(tmp_path: Path) -> None:
 def test_a_rank_whose_peer_was_killed_on_another_node_waits_for_no_word_of_it(tmp_path: Path) -> None:
     run = _run(tmp_path, "two nodes", steps=2000)
     run.file.write_text(run.file.read_text().replace("nproc: 2\n", ""))
-    port = free_port()
+    port = find_free_port()
     agents = []
     for node in (0, 1):
         options = ("--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", f"--master-port={port}")
         command = (*TORCHRUN, *options, "--master-addr=127.0.0.1", "-m", "meshwright", "train", str(run.file))
-        agents.append(Training(command, said_of(run).with_suffix(f".{node}")))
+        agents.append(TrainingProcess(command, output_path(run).with_suffix(f".{node}")))
     try:
-        assert await_moment(agents[0], after(run, 3)), agents[0].said
-        (mine,), (other,) = (ranks_of_agent(agent.pid) for agent in agents)
+        assert wait_for_moment(agents[0], step_reached(run, 3)), agents[0].output
+        (mine,), (other,) = (find_agent_ranks(agent.pid) for agent in agents)
         os.kill(other, signal.SIGKILL)
         # Nobody here ends it, and nobody will say why: it need not wait as for a peer that does.
         until_s = time.monotonic() + PEER_FAILURE_WAIT_S - 1
-        while lives(mine) and time.monotonic() < until_s:
+        while is_alive(mine) and time.monotonic() < until_s:
             time.sleep(0.02)
-        assert not lives(mine)
-        assert "no rank has said why: one may have been killed" in agents[0].said
+        assert not is_alive(mine)
+        assert "no rank has said why: one may have been killed" in agents[0].output
     finally:
         for agent in agents:
             end_session(agent)
@@ -149,42 +151,53 @@ def test_a_rank_whose_peer_was_killed_on_another_node_waits_for_no_word_of_it(tm
 # -- nodes that are lost
 
 
-def _on(node: netns.Node, meets_at: netns.Node, port: int, run: Run, said: str, nodes: str) -> Training:
+def _on(
+    node: network_namespaces.NamespaceNode,
+    meets_at: network_namespaces.NamespaceNode,
+    port: int,
+    run: TrainingRun,
+    said: str,
+    nodes: str,
+) -> TrainingProcess:
     """An agent with one rank, which goes on with fewer nodes where others are lost."""
     rendezvous = f"is_host={int(node is meets_at)},keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2"
     options = (f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=9", f"--local-addr={node.address}")
     meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint={meets_at.address}:{port}", f"--rdzv-conf={rendezvous}")
     command = (*TORCHRUN, *options, *meeting, "--rdzv-id=run", "-m", "meshwright", "train", str(run.file))
-    return Training(node.command(*command), said_of(run).with_suffix(f".{said}"), GLOO_SOCKET_IFNAME=netns.CARD)
+    return TrainingProcess(
+        node.command(*command),
+        output_path(run).with_suffix(f".{said}"),
+        GLOO_SOCKET_IFNAME=network_namespaces.INTERFACE,
+    )
 
 
-def _end(node: netns.Node) -> None:
+def _end(node: network_namespaces.NamespaceNode) -> None:
     """All that runs there is gone at once."""
-    for pid in node.pids():
+    for pid in node.find_pids():
         os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_a_node_that_is_cut_off_from_the_store_ends_by_itself(tmp_path: Path) -> None:
     """Nobody on the other side can end it, and it would hold its accelerators until its collectives give up."""
-    if reason := netns.why_not():
+    if reason := network_namespaces.find_missing_requirement():
         pytest.skip(reason)
     run = _run(tmp_path, "cut", steps=5000, watchdog_s=4)
     run.file.write_text(run.file.read_text().replace("nproc: 2\n", ""))
-    with netns.nodes(2) as nodes:
+    with network_namespaces.create_nodes(2) as nodes:
         first, second = nodes
-        port = free_port()
+        port = find_free_port()
         agents = [_on(node, first, port, run, str(number), "2") for number, node in enumerate(nodes)]
         try:
-            assert await_moment(agents[0], after(run, 5)), agents[0].said
-            ranks = [rank for agent in agents for rank in ranks_of_agent(agent.pid)]
+            assert wait_for_moment(agents[0], step_reached(run, 5)), agents[0].output
+            ranks = [rank for agent in agents for rank in find_agent_ranks(agent.pid)]
             assert len(ranks) == 2
             second.unplug()
             until_s = time.monotonic() + 4 + 5
-            while any(map(lives, ranks)) and time.monotonic() < until_s:
+            while any(map(is_alive, ranks)) and time.monotonic() < until_s:
                 time.sleep(0.02)
-            left = [rank for rank in ranks if lives(rank)]
-            told = [agent.said for agent in agents]
+            left = [rank for rank in ranks if is_alive(rank)]
+            told = [agent.output for agent in agents]
         finally:
             for node in nodes:
                 _end(node)
@@ -198,7 +211,7 @@ def test_a_node_that_is_cut_off_from_the_store_ends_by_itself(tmp_path: Path) ->
 @pytest.mark.zoo
 def test_nodes_that_are_left_go_on_whichever_is_lost(tmp_path: Path) -> None:
     """Two of three go on by themselves. The node where they meet is lost, and the last one is where they meet."""
-    if reason := netns.why_not():
+    if reason := network_namespaces.find_missing_requirement():
         pytest.skip(reason)
     settings = {"strategy_config": {"reduce_dtype": "float64"}, "batch_size": 6, "micro_batch_size": 1, "steps": 40}
     whole, run = _run(tmp_path, "whole", **settings), _run(tmp_path, "fewer", **settings)
@@ -206,28 +219,28 @@ def test_nodes_that_are_left_go_on_whichever_is_lost(tmp_path: Path) -> None:
         # Dropout draws by data rank.
         each.file.write_text(each.file.read_text().replace("attention_dropout: 0.2", "attention_dropout: 0.0"))
     run.file.write_text(run.file.read_text().replace("nproc: 2\n", ""))
-    finish("train", str(whole.file))
-    with netns.nodes(3) as nodes:
+    run_to_end("train", str(whole.file))
+    with network_namespaces.create_nodes(3) as nodes:
         first, second, third = nodes
-        port = free_port()
+        port = find_free_port()
         agents = [_on(node, first, port, run, name, "1:3") for node, name in zip(nodes, "abc", strict=True)]
         try:
-            assert await_moment(agents[0], after(run, 5)), agents[0].said
+            assert wait_for_moment(agents[0], step_reached(run, 5)), agents[0].output
             _end(third)
             # Those that are left meet again, and share the batch.
-            assert await_moment(agents[0], lambda: agents[0].said.count("going on from") == 1), agents[0].said
-            assert await_moment(agents[0], after(run, 12)), agents[0].said
+            assert wait_for_moment(agents[0], lambda: agents[0].output.count("going on from") == 1), agents[0].output
+            assert wait_for_moment(agents[0], step_reached(run, 12)), agents[0].output
             _end(first)
             agents[1].wait(120)
             assert agents[1].returncode
             agents.append(_on(second, second, port, run, "d", "1:3"))
-            agents[-1].ended()
+            agents[-1].assert_succeeds()
         finally:
             for agent in agents:
                 end_session(agent)
                 agent.wait()
-    assert "on dp_shard=3" in agents[0].said
-    assert "on dp_shard=2" in agents[0].said
-    before, since = whole.numbers(), run.numbers()
+    assert "on dp_shard=3" in agents[0].output
+    assert "on dp_shard=2" in agents[0].output
+    before, since = whole.read_metrics(), run.read_metrics()
     for key in ("step", "loss", "learning_rate", "num_tokens"):
         assert [each[key] for each in since] == [each[key] for each in before], key

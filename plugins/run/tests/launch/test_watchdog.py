@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import yaml
 from support import hang_targets
-from support.case_server import served
+from support.case_server import start_case_server
 from support.commands import LAUNCHER_VARIABLES, write_run
-from support.launched_processes import free_port
+from support.launched_processes import find_free_port
 
 from meshwright import Checkpointer, ConfigError, from_config, optimizer_factory
 from meshwright._compat.torch import get_group_timeout, list_process_groups
@@ -80,7 +80,7 @@ def test_every_process_group_waits_as_long_as_the_run_asks_for(layout, tmp_path)
 
 
 def test_the_places_where_ranks_are_made_to_hang_exist() -> None:
-    for owner, name, _, _ in hang_targets.places().values():
+    for owner, name, _, _ in hang_targets.hang_points().values():
         assert callable(getattr(owner, name))
 
 
@@ -124,7 +124,7 @@ Ended = Callable[..., tuple[int, str]]
 @pytest.fixture(scope="module")
 def ended(workplace: Path) -> Iterator[Ended]:
     """A function that runs a run in which a rank hangs at a place, and returns its exit code and stderr."""
-    with served(TARGETS, log=workplace / "stderr", environment=environment(), timeout_s=PATIENCE_S) as run:
+    with start_case_server(TARGETS, log=workplace / "stderr", environment=environment(), timeout_s=PATIENCE_S) as run:
 
         def run_hanging(place: str, rank: int) -> tuple[int, str]:
             exit_code, _, errors = run(place, rank, workplace / "run.yaml")
@@ -217,7 +217,7 @@ def test_a_rank_that_is_stopped_is_named_and_ended(ended, workplace):
 @pytest.mark.slow
 def test_a_first_rank_that_is_stopped_and_hosts_the_store_is_named_and_ended(workplace):
     out = write(workplace)
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(find_free_port())}
     ranks = [
         subprocess.Popen(
             [sys.executable, TARGETS, "step", "0", str(workplace / "run.yaml")],
