@@ -253,7 +253,7 @@ def _compiled(case: Case) -> tuple[list[float], int, set[str]]:
 
     def counted(function: Any, *, backend: Any, versions: int) -> Any:
         given.append(function)
-        return original(function, backend=counting, versions=versions)
+        return original(function, backend=counting, max_versions=versions)
 
     torch.compiler.reset()
     compiling.check_compiler.cache_clear()

@@ -286,7 +286,7 @@ def _compiled(config: dict[str, Any], backend: str) -> tuple[list[float], int, b
 
     def counted(function: Any, *, backend: str, versions: int) -> Any:
         calls.append(function)
-        return original(function, backend=used, versions=versions)
+        return original(function, backend=used, max_versions=versions)
 
     used, compiling.compile_function = backend, counted
     compiling.check_compiler.cache_clear()

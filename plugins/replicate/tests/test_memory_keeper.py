@@ -159,7 +159,7 @@ def test_the_last_sealed_step_is_kept_and_the_one_that_is_written(local: Local) 
 def test_another_run_a_step_that_is_sealed_and_a_file_that_breaks_off_are_refused(local: Local) -> None:
     local.put(1, "a", b"x")
     with pytest.raises(OSError, match="step 1 of run 'other' is not expected"):
-        local.put(1, "a", b"y", local.far, run_id="other")
+        local.put(1, "a", b"y", local.far, run="other")
     local.seal(1)
     with pytest.raises(OSError, match="is not expected"):
         local.put(1, "b", b"y", local.far)
