@@ -27,7 +27,7 @@ sft: .venv/trains
 	$(BIN)/meshwright train examples/sft.yaml
 	$(BIN)/python examples/ask.py runs/sft 'What does os.path.join do?'
 
-# What this machine's GPU shows, in eight minutes; gpu/gpu.json has the results, docs/gpu.md says of what.
+# What this machine's GPU shows, in eight minutes; gpu/gpu.json has the results, docs/reference/proofs/gpu.md says of what.
 gpu: .venv/trains
 	$(INSTALL) -e '.[peft]' pytest
 	$(BIN)/python benchmarks/gpu/all.py --out gpu

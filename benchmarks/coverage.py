@@ -4,7 +4,7 @@
     meshwright check fsdp2 --models all --set tp_size=2 --json benchmarks/results/zoo/fsdp2-tp2.json
     python benchmarks/coverage.py
 
-Reads benchmarks/results/zoo/*.json and writes docs/coverage.md and docs/coverage.png. Neither is edited by hand.
+Reads benchmarks/results/zoo/*.json and writes docs/reference/proofs/coverage.md and docs/images/coverage.png. Neither is edited by hand.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def write_page(results: dict[str, dict[str, dict[str, Any]]], about: list[str], 
         "",
         *(f"- {line}" for line in about),
         "",
-        "![architectures by strategies](coverage.png)",
+        "![architectures by strategies](../../images/coverage.png)",
         "",
         "| | " + " | ".join(results) + " |",
         "|---|" + "---|" * len(results),
@@ -129,13 +129,14 @@ def draw(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "zoo")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reference" / "proofs")
+    parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     options = parser.parse_args()
     results, about = load(options.results)
     if not results:
         parser.error(f"no results in {options.results}; see --help for the command that makes them")
     write_page(results, about, options.out / "coverage.md")
-    draw(results, options.out / "coverage.png")
+    draw(results, options.images / "coverage.png")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/decay.py --json benchmarks/results/decay.json
 
-Models are made on the meta device, in a few seconds. `python tools/generated_pages.py` makes docs/weight-decay.md of it.
+Models are made on the meta device, in a few seconds. `python tools/generated_pages.py` makes docs/reference/proofs/weight-decay.md of it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _each_once(found: Iterable[tuple[str, str, torch.Size]]) -> dict[str, str]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """docs/weight-decay.md."""
+    """docs/reference/proofs/weight-decay.md."""
     types: Mapping[str, Mapping[str, Any]] = found["types"]
     versions = ", ".join(f"{each} {version}" for each, version in found["versions"].items())
     hand = [name for name, each in types.items() if each["otherwise_by_hand"]]

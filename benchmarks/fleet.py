@@ -1,7 +1,7 @@
 """What failures leave of a fleet's time: goodput over the save interval, for restarts that take longer or less long,
 with copies in the memory of other nodes and without, of two runs; and the point of Llama 3.
 
-python benchmarks/fleet.py             # a minute; results/fleet.json and docs/fleet.png
+python benchmarks/fleet.py             # a minute; results/fleet.json and docs/images/fleet.png
 python benchmarks/fleet.py --draw      # the picture of what is there
 
 Of 70B on 1,024 GPUs, what a step takes and what is saved are what `meshwright plan` says. Of Llama 3 405B on 16,384

@@ -76,7 +76,7 @@ def main() -> None:
         seconds = known[name]["seconds"]
         print(f"{name}: {plain:.1e} from one process, with wide norms {wide:.1e}, {seconds} s", flush=True)
         _written(known)
-    front_picture.draw(_written(known), HERE.parent / "docs")
+    front_picture.draw(_written(known), HERE.parent / "docs" / "images")
 
 
 def _written(known: dict[str, Any]) -> dict[str, Any]:

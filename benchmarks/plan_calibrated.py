@@ -5,7 +5,7 @@
     python benchmarks/plan_calibrated.py --table      # write the table from what was found before
 
 For each number of ranks the same processes calibrate, and then step all layouts in turns, so that whatever else the
-machine does falls on all alike. What is found goes to results/plan_calibrated.json, and the table into docs/plan.md.
+machine does falls on all alike. What is found goes to results/plan_calibrated.json, and the table into docs/reference/plan.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from meshwright_testing.workers import pool
 
 HERE = Path(__file__).parent
 FOUND = HERE / "results" / "plan_calibrated.json"
-PAGE = HERE.parent / "docs" / "plan.md"
+PAGE = HERE.parent / "docs" / "reference" / "plan.md"
 BEGIN, END = "<!-- calibrated: begin -->", "<!-- calibrated: end -->"
 LIMIT_S = 1800.0
 

@@ -1,4 +1,4 @@
-"""The pictures of docs/plan.md: what `meshwright plan --png` draws of three runs.
+"""The pictures of docs/reference/plan.md: what `meshwright plan --png` draws of three runs.
 
 python benchmarks/plan_pictures.py         # some minutes
 """
@@ -60,7 +60,7 @@ def draw(directory: Path) -> None:
     # A map needs no step.
     write_pngs(directory, PlotData({"ranks": []}, LARGE, DEVICE, (), (), 0, 0), ["mesh"])
     for name in (*RUNS, "mesh"):
-        (directory / f"{name}.png").replace(DOCS / f"plan_{name}.png")
+        (directory / f"{name}.png").replace(DOCS / "images" / f"plan_{name}.png")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python benchmarks/plan_published.py --rows 0 4      # some of them
     python benchmarks/plan_published.py --table         # write the table from what was found before
 
-What is found goes to results/plan_published.json, and the table into docs/plan.md.
+What is found goes to results/plan_published.json, and the table into docs/reference/plan.md.
 
 Models are made with few blocks, at two depths; memory and time of a step are linear in the number of blocks.
 """
@@ -37,7 +37,7 @@ from meshwright_plan.trace import Operation, StepTrace, TrainingJob
 
 HERE = Path(__file__).parent
 FOUND = HERE / "results" / "plan_published.json"
-PAGE = HERE.parent / "docs" / "plan.md"
+PAGE = HERE.parent / "docs" / "reference" / "plan.md"
 BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
 TRACED = ("model", "gpus", "layout", "activation_checkpointing", "local_batch", "seq", "args", "source", "compile")
 TRACED += ("pp_schedule", "hardware", "lora", "grad_accum")

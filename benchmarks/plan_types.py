@@ -4,7 +4,7 @@
     python benchmarks/plan_types.py --only qwen3    # types whose names contain this, once more
 
 Types are tiny instances (`meshwright_testing.zoo`). Writes benchmarks/results/plan_types.json and a table into
-docs/plan.md.
+docs/reference/plan.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshwright_testing.zoo import build_zoo_config, zoo_types, zoo_unsupported_
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_types.json"
-PAGE = ROOT / "docs" / "plan.md"
+PAGE = ROOT / "docs" / "reference" / "plan.md"
 BEGIN, END = "<!-- types: begin -->", "<!-- types: end -->"
 LAYOUTS: dict[str, dict[str, int]] = {"dp_shard=4": {}}
 ROWS, LENGTH = 2, 32

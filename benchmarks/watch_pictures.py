@@ -1,4 +1,4 @@
-"""The pictures of docs/watch.md: the page of `meshwright watch` in a browser, on three runs of one model.
+"""The pictures of docs/reference/watch.md: the page of `meshwright watch` in a browser, on three runs of one model.
 
     python benchmarks/watch_pictures.py         # three minutes, on a machine that does nothing else
 
@@ -71,7 +71,7 @@ def main() -> None:
                 page = browser.new_context(color_scheme=scheme, viewport={"width": WIDTH, "height": 900}).new_page()
                 _open(page, shown)
                 last = "#steps .card:nth-child(2)" if name == "compare" else "#pipeline"
-                _take(page, first, last, DOCS / f"watch_{name}.png")
+                _take(page, first, last, DOCS / "images" / f"watch_{name}.png")
             browser.close()
 
 

@@ -1,10 +1,10 @@
-"""The pictures of docs/how, drawn from what the code itself says.
+"""The figures of docs/concepts, drawn from what the code itself says.
 
     python docs/pictures.py            # all of them, two minutes on two cores
     python docs/pictures.py mesh       # one of them
 
 Each picture is made of plain data: `mesh`, `axes`, `pieces` and `gradient_rule` ask real ranks, `pipelines` asks the
-schedules, `parity` reads benchmarks/results. The data are kept in docs/how/pictures.json, and
+schedules, `parity` reads benchmarks/results. The data are kept in docs/concepts/figures.json, and
 `tests/docs/test_how_it_works_figures.py` compares them with what the code says now.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-HOW = ROOT / "docs" / "how"
-DATA = HOW / "pictures.json"
+HOW = ROOT / "docs" / "concepts"
+DATA = HOW / "figures.json"
 for folder in ("docs", "tests"):
     if str(ROOT / folder) not in sys.path:
         sys.path.append(str(ROOT / folder))
@@ -296,9 +296,9 @@ def parity_results() -> dict[str, Any]:
 PICTURES: Mapping[str, Callable[[], Any]] = {
     "gradient-rule": gradient_rule,
     "mesh": mesh,
-    "axes": axes,
+    "parallel-axes": axes,
     "pipelines": pipelines,
-    "pieces": pieces,
+    "checkpoints": pieces,
     "parity": parity,
 }
 
@@ -548,9 +548,9 @@ def draw_parity(found: Any) -> Any:
 DRAWN: Mapping[str, Callable[[Any], Any]] = {
     "gradient-rule": draw_gradient_rule,
     "mesh": draw_mesh,
-    "axes": draw_axes,
+    "parallel-axes": draw_axes,
     "pipelines": draw_pipelines,
-    "pieces": draw_pieces,
+    "checkpoints": draw_pieces,
     "parity": draw_parity,
 }
 

@@ -3,7 +3,7 @@
     make test-versions                                   # all, each in an environment of its own under .versions
     python tests/run_version_matrix.py --only oldest
 
-Writes what passed, with the date, to docs/versions.md. An environment takes up to 5 GB: builds of torch other than the
+Writes what passed, with the date, to docs/reference/proofs/versions.md. An environment takes up to 5 GB: builds of torch other than the
 pinned one come with CUDA.
 """
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".versions"
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 CHECKED = ROOT / "benchmarks" / "results" / "check-oldest.json"
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "reference" / "proofs" / "versions.md"
 PLUGINS = ("fsdp2", "ddp", "megatron_fsdp", "pipeline")
 PACKAGES = ["-e", ".[dev]", "-r", "requirements.txt"]
 _ROOMS = ("contract", "parallel", "model", "optim", "checkpoint")

@@ -75,18 +75,18 @@ def replace_between_markers(page: str, marker: str, text: str) -> str:
 
 
 def render_performance() -> str:
-    """Steps beside others' hands, into docs/performance.md."""
+    """Steps beside others' hands, into docs/reference/proofs/performance.md."""
     lines = ["| ours beside | ours / theirs | noise |", "|---|---:|---:|"]
     for name, contestants in CONTESTANTS.items():
         found = load_results(name)["strategies"]
         for key, told in contestants.items():
             ratios = [found[key]["cpu_time"][kind] for kind in ("ours_to_raw", "raw_to_raw")]
             lines.append(f"| {told} | {' | '.join(map(_format_ratio, ratios))} |")
-    return replace_between_markers("performance.md", "time", "\n".join(lines))
+    return replace_between_markers("reference/proofs/performance.md", "time", "\n".join(lines))
 
 
 def render_gpu() -> str:
-    """What GPUs have shown, claim by claim: docs/gpu.md."""
+    """What GPUs have shown, claim by claim: docs/reference/proofs/gpu.md."""
     page: str = load_script("tools/gpu_page.py").gpu_page(
         RESULTS / "gpu", load_script("benchmarks/gpu/all.py").parts("cuda")
     )
@@ -98,7 +98,7 @@ def _format_ratio(found: Mapping[str, float]) -> str:
 
 
 def render_faults() -> str:
-    """What has happened to runs, and what became of them: docs/faults.md."""
+    """What has happened to runs, and what became of them: docs/reference/proofs/faults.md."""
     return "\n".join(
         [
             "# Faults, and what became of the runs",
@@ -229,20 +229,20 @@ def render_coverage() -> str:
 
 
 def render_exports() -> str:
-    """What plain transformers loads of each type's exports: docs/exports.md."""
+    """What plain transformers loads of each type's exports: docs/reference/proofs/exports.md."""
     return replace_between_markers(
-        "exports.md", "types", load_script("benchmarks/exports.py").table(load_results("exports"))
+        "reference/proofs/exports.md", "types", load_script("benchmarks/exports.py").table(load_results("exports"))
     )
 
 
 def render_plans() -> str:
-    """The three tables of docs/plan.md."""
+    """The three tables of docs/reference/plan.md."""
     types, published, calibrated = (
         load_script(f"benchmarks/plan_{name}.py") for name in ("types", "published", "calibrated")
     )
     with tempfile.TemporaryDirectory() as directory:
         page = Path(directory) / "plan.md"
-        page.write_text((DOCS / "plan.md").read_text(encoding="utf-8"), encoding="utf-8")
+        page.write_text((DOCS / "reference/plan.md").read_text(encoding="utf-8"), encoding="utf-8")
         types.PAGE = published.PAGE = page
         types.write(load_results("plan_types"))
         rows = json.loads((ROOT / "benchmarks" / "published.json").read_text(encoding="utf-8"))
@@ -281,7 +281,7 @@ def render_trainer_arguments() -> str:
 
 def render_architecture() -> str:
     house = load_script("tests/support/package_map.py")
-    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    text = (DOCS / "contribute/architecture.md").read_text(encoding="utf-8")
     return str(house.page(text, house.read(ROOT / "core" / "meshwright")))
 
 
@@ -317,20 +317,20 @@ def _read_heading(page: str) -> str:
 
 
 PAGE_RENDERERS: dict[str, Callable[[], str]] = {
-    "architecture.md": render_architecture,
-    "coverage.md": render_coverage,
-    "exports.md": render_exports,
-    "faults.md": render_faults,
-    "gpu.md": render_gpu,
+    "contribute/architecture.md": render_architecture,
+    "reference/proofs/coverage.md": render_coverage,
+    "reference/proofs/exports.md": render_exports,
+    "reference/proofs/faults.md": render_faults,
+    "reference/proofs/gpu.md": render_gpu,
     "index.md": render_front_page,
-    "mutations.md": render_mutations,
-    "performance.md": render_performance,
-    "plan.md": render_plans,
+    "reference/proofs/ignored-options.md": render_mutations,
+    "reference/proofs/performance.md": render_performance,
+    "reference/plan.md": render_plans,
     "reference/README.md": render_reference_index,
-    "tests.md": render_planted_bugs,
-    "trainer-arguments.md": render_trainer_arguments,
-    "versions.md": render_versions,
-    "weight-decay.md": render_weight_decay,
+    "reference/proofs/planted-bugs.md": render_planted_bugs,
+    "reference/proofs/trainer-arguments.md": render_trainer_arguments,
+    "reference/proofs/versions.md": render_versions,
+    "reference/proofs/weight-decay.md": render_weight_decay,
 }
 """Each page, and what makes it as it should be."""
 

@@ -1,4 +1,4 @@
-"""docs/gpu.md: what was measured on GPUs, claim by claim, from the reports in benchmarks/results/gpu."""
+"""docs/reference/proofs/gpu.md: what was measured on GPUs, claim by claim, from the reports in benchmarks/results/gpu."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def render_gpu_page(reports: Path, parts: list[Any]) -> str:
         lines.append(f"| {name} | {report['date']} | {' | '.join(columns)} |")
     lines += [f"\n*{name}*: {report['note']}" for name, report in found if "note" in report]
     for part in parts:
-        lines += ["", f"## {part.name}: {part.claim}", "", f"Where we say so: [{part.page}]({part.page})", ""]
+        lines += ["", f"## {part.name}: {part.claim}", "", f"Where we say so: [{part.page}](../../{part.page})", ""]
         told = [line for name, report in found for line in _render_part(name, report["parts"].get(part.name))]
         lines += told or [f"- {NOT_MEASURED}"]
     return "\n".join(lines) + "\n"

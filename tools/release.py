@@ -3,7 +3,7 @@
 The version is written in `core/meshwright/base/version.py`. Every pyproject.toml repeats it, and so does each of our
 distributions that depends on another of them, exactly; `set` writes it everywhere, and `check` compares, also with the
 tag of a release. So a clone without tags, a source distribution and a release all know it. `build` makes wheels and
-source distributions, and looks into them. See docs/releasing.md.
+source distributions, and looks into them. See docs/contribute/releasing.md.
 """
 
 from __future__ import annotations

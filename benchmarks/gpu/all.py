@@ -6,7 +6,7 @@
 
 Each part runs in processes of its own under a limit; `gpu.json` is written again after each, and lists the parts that
 were not reached. `--device cpu` goes through every part with tiny sizes, where there is no GPU, and proves no claim.
-docs/gpu.md is made from the results (`python tools/generated_pages.py`).
+docs/reference/proofs/gpu.md is made from the results (`python tools/generated_pages.py`).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def parts(device: str) -> list[Part]:
         Part(
             "about",
             "`train` has expandable segments; the card reaches its matrix products",
-            "plan.md",
+            "reference/plan.md",
             30,
             {"machine": [PYTHON, str(HERE / "about.py"), "--out", "{json}", "--device", device]},
         ),
@@ -112,7 +112,7 @@ def parts(device: str) -> list[Part]:
         Part(
             "plan",
             "a plan's memory and time are those of the card",
-            "plan.md",
+            "reference/plan.md",
             170,
             {
                 "selective": big("model.num_hidden_layers=8", f"{RECOMPUTE}selective"),
@@ -127,7 +127,7 @@ def parts(device: str) -> list[Part]:
         Part(
             "nccl",
             "two ranks compute over NCCL what one does",
-            "coverage.md",
+            "reference/proofs/coverage.md",
             80,
             {"cells": cells(2, 50)},
         ),
@@ -141,7 +141,7 @@ def parts(device: str) -> list[Part]:
         Part(
             "long",
             "a model of 8B widths trains on 32k tokens",
-            "performance.md",
+            "reference/proofs/performance.md",
             60,
             {
                 "32k": big(
@@ -157,7 +157,7 @@ def parts(device: str) -> list[Part]:
         Part(
             "calibrate",
             "`plan --calibrate` measures this card, and a plan by its file tells seconds",
-            "plan.md",
+            "reference/plan.md",
             100,
             {
                 "measure": calibrate(device_file),
@@ -168,7 +168,7 @@ def parts(device: str) -> list[Part]:
         Part(
             "host",
             "tiny steps take no more of the host than by hand",
-            "performance.md",
+            "reference/proofs/performance.md",
             90,
             {
                 "eager": throughput(*([] if on_cpu else ["--size", "host"]), "--mode", "none"),
@@ -178,7 +178,7 @@ def parts(device: str) -> list[Part]:
         Part(
             "throughput",
             "ours is as fast as torch by hand",
-            "performance.md",
+            "reference/proofs/performance.md",
             200,
             {
                 "4k selective": throughput("--mode", "selective"),
@@ -190,7 +190,7 @@ def parts(device: str) -> list[Part]:
         Part(
             "offload",
             "shards, gradients and optimizer state in pinned host memory",
-            "performance.md",
+            "reference/proofs/performance.md",
             60,
             {
                 "pinned": big(
@@ -202,21 +202,21 @@ def parts(device: str) -> list[Part]:
         Part(
             "profile",
             "a profile has the device's times, and a snapshot of its memory",
-            "profiles.md",
+            "reference/profiles.md",
             60,
             {"profile": small(BF16, "profile={steps: [2, 3], memory: true}")},
         ),
         Part(
             "lora",
             "an adapter on an 8B base",
-            "adapters.md",
+            "guides/fine-tune.md",
             70,
             {"lora": [PYTHON, str(HERE / "lora.py"), "--out", "{json}", "--device", device]},
         ),
         Part(
             "context",
             "context parallelism runs torch's fused kernels, with the losses of one rank",
-            "guide/choosing-a-layout.md",
+            "guides/choose-a-layout.md",
             90,
             {
                 "one rank": small(BF16, "data.seq_len=1024", "model.max_position_embeddings=1024"),
@@ -239,14 +239,14 @@ def parts(device: str) -> list[Part]:
         Part(
             "watchdog",
             "the watchdog and events.jsonl work beside CUDA",
-            "watchdog.md",
+            "reference/watchdog.md",
             40,
             {"watched": small(BF16, "watchdog_s=10")},
         ),
         Part(
             "cells",
             "one rank computes what `single` does",
-            "coverage.md",
+            "reference/proofs/coverage.md",
             40 if on_cpu else 100,
             {"cells": cells(1, 80)},
         ),

@@ -288,8 +288,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_the_example_of_the_document_feeds_an_engine() -> None:
-    example = ROOT / "examples" / "feed_engine.py"
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "inference-engines.md").read_text(), flags=re.DOTALL)
+    example = ROOT / "examples" / "sync_engine_weights.py"
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "guides" / "inference-engines.md").read_text(), flags=re.DOTALL
+    )
     assert example.read_text(encoding="utf-8").split('"""\n\n', 1)[1] == block
     run = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=120, check=True)
     assert run.stdout.splitlines()[-1] == f"step 19  continues 0 to 7 with {list(range(8, 16))}"

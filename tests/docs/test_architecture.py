@@ -210,7 +210,7 @@ for name in names:
 
 
 def test_the_table_of_rooms_is_that_of_the_sources() -> None:
-    written = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    written = (ROOT / "docs" / "contribute" / "architecture.md").read_text(encoding="utf-8")
     assert render_page(written, read_modules(ROOT / "core" / "meshwright")) == written, (
         "run python tests/support/package_map.py"
     )

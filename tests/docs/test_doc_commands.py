@@ -130,7 +130,7 @@ def test_other_commands_name_what_is_there() -> None:
 # -- programs
 
 PAGES = [document for document in find_documents() if run_by_tests(document)]
-QUICK = [*(f"docs/how/{name}.md" for name in ("axes", "mesh", "parity", "pieces", "pipelines"))]
+QUICK = [*(f"docs/concepts/{name}.md" for name in ("parallel-axes", "mesh", "parity", "checkpoints", "pipelines"))]
 RUNNER = """
 import json, subprocess, sys
 names = {"__name__": "__main__"}
@@ -171,14 +171,14 @@ def test_a_page_runs_from_its_top_to_its_end(document: str, tmp_path: Path) -> N
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
-# -- the package of docs/write-a-strategy.md
+# -- the package of docs/guides/write-a-strategy.md
 
 
 @pytest.fixture(scope="module")
 def flat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of docs/write-a-strategy.md, as installing them would leave them."""
+    """The files of docs/guides/write-a-strategy.md, as installing them would leave them."""
     directory = tmp_path_factory.mktemp("write_a_strategy")
-    text = (ROOT / "docs" / "write-a-strategy.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guides" / "write-a-strategy.md").read_text(encoding="utf-8")
     for path, content in re.findall(r"^`(flat/[^`]+)`:\n\n```\w+\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
         file = directory / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +203,7 @@ def with_flat(directory: Path, *arguments: str) -> subprocess.CompletedProcess[s
 
 
 def printed_in_the_guide(beginning: str) -> str:
-    (found,) = (block for block in parse_blocks("docs/write-a-strategy.md") if block.text.startswith(beginning))
+    (found,) = (block for block in parse_blocks("docs/guides/write-a-strategy.md") if block.text.startswith(beginning))
     return found.text.rstrip("\n")
 
 

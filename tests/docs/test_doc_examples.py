@@ -30,7 +30,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 @pytest.mark.slow
 def test_the_loop_runs_and_the_loss_falls() -> None:
-    loop = ROOT / "examples" / "loop.py"
+    loop = ROOT / "examples" / "training_loop.py"
     assert loop.read_text(encoding="utf-8").split('"""\n\n', 1)[1] == BLOCKS[0]
     run = subprocess.run([sys.executable, loop], capture_output=True, text=True, timeout=120, check=True)
     losses = [float(line.split()[3]) for line in run.stdout.splitlines()]

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import generated_pages
 import pytest
-import tables
 
-runner = tables.script("benchmarks/gpu/runner.py")
+runner = generated_pages.load_script("benchmarks/gpu/runner.py")
 ROOT = Path(__file__).resolve().parents[2]
 
 

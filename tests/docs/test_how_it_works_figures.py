@@ -1,4 +1,4 @@
-"""The pictures of docs/how are of what the code says: their data are asked for again."""
+"""The figures of docs/concepts are of what the code says: their data are asked for again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEPT = json.loads(pictures.DATA.read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mesh", "axes", "pieces", "pipelines"])
+@pytest.mark.parametrize("name", ["mesh", "parallel-axes", "checkpoints", "pipelines"])
 def test_a_picture_shows_what_the_code_says(name: str) -> None:
     assert json.loads(json.dumps(pictures.PICTURES[name]())) == KEPT[name]
 

@@ -1,4 +1,4 @@
-"""What is released, as docs/releasing.md says: one version everywhere, and whole wheels that pip resolves ours from."""
+"""What is released, as docs/contribute/releasing.md says: one version everywhere, and whole wheels that pip resolves ours from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import release
 
 ROOT = Path(__file__).parents[2]
-ALL = release.distributions()
+ALL = release.find_distributions()
 RUN = """
 strategy: {strategy}
 threads_per_rank: 1
@@ -34,7 +34,7 @@ output_dir: out
 
 def _tree(directory: Path) -> Path:
     """The files of the project that state its version, in another place."""
-    for path in {path for path, _, _ in release.stated()} | {ROOT / "CHANGELOG.md"}:
+    for path in {path for path, _, _ in release.iter_stated_versions()} | {ROOT / "CHANGELOG.md"}:
         copy = directory / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
@@ -42,9 +42,9 @@ def _tree(directory: Path) -> Path:
 
 
 def test_a_version_is_set_everywhere_and_must_be_one_of_ours(tmp_path: Path) -> None:
-    assert release.differences() == []
+    assert release.find_version_mismatches() == []
     tree = _tree(tmp_path)
-    before = len(list(release.stated(tree)))
+    before = len(list(release.iter_stated_versions(tree)))
     for file, words in {
         "pyproject.toml": "meshwright-fsdp2==",
         "plugins/ddp/pyproject.toml": "meshwright==",
@@ -53,15 +53,15 @@ def test_a_version_is_set_everywhere_and_must_be_one_of_ours(tmp_path: Path) -> 
     }.items():
         text = (tree / file).read_text(encoding="utf-8")
         (tree / file).write_text(text.replace(words, f"{words}9.", 1), encoding="utf-8")
-        (found,) = release.differences(tree)
+        (found,) = release.find_version_mismatches(tree)
         assert found.startswith(f"{file}: " + words.strip(' "'))
         (tree / file).write_text(text, encoding="utf-8")
     for version in ("1.0", "v1.0.0", "1.0.0.dev1", "1.0.0+mine", ""):
         with pytest.raises(SystemExit, match="is not a version of ours"):
             release.set_version(version, tree)
     release.set_version("3.1.0rc2", tree)
-    assert release.differences(tree) == []
-    assert [version for _, _, version in release.stated(tree)] == ["3.1.0rc2"] * before
+    assert release.find_version_mismatches(tree) == []
+    assert [version for _, _, version in release.iter_stated_versions(tree)] == ["3.1.0rc2"] * before
     # Versions of others are as they were.
     assert "megatron-fsdp>=0.6.1,<0.7" in (tree / "plugins/megatron_fsdp/pyproject.toml").read_text(encoding="utf-8")
 
@@ -69,11 +69,11 @@ def test_a_version_is_set_everywhere_and_must_be_one_of_ours(tmp_path: Path) -> 
 def test_a_tag_must_be_the_version_with_a_day_in_the_changelog(tmp_path: Path) -> None:
     tree = _tree(tmp_path)
     release.set_version("0.9.0", tree)
-    wrong_tag, no_day = release.differences(tree, tag="v0.9.1")
+    wrong_tag, no_day = release.find_version_mismatches(tree, tag="v0.9.1")
     assert "the tag must be v0.9.0" in wrong_tag
     assert "## 0.9.0 (YYYY-MM-DD)" in no_day
     (tree / "CHANGELOG.md").write_text("# Changelog\n\n## 0.9.0 (2027-01-31)\n", encoding="utf-8")
-    assert release.differences(tree, tag="v0.9.0") == []
+    assert release.find_version_mismatches(tree, tag="v0.9.0") == []
 
 
 # -- wheels and source distributions
@@ -83,7 +83,7 @@ def test_a_tag_must_be_the_version_with_a_day_in_the_changelog(tmp_path: Path) -
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wheels and source distributions of core and what trains with a strategy; what is in them has been looked at."""
     directory, plugins = tmp_path_factory.mktemp("two"), ("fsdp2", "run", "objectives")
-    assert len(release.build(directory, ["meshwright", *(f"meshwright-{name}" for name in plugins)])) == 8
+    assert len(release.build_distributions(directory, ["meshwright", *(f"meshwright-{name}" for name in plugins)])) == 8
     return directory
 
 
@@ -91,7 +91,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def every(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wheels and source distributions of all."""
     directory = tmp_path_factory.mktemp("every")
-    assert len(release.build(directory)) == 2 * len(ALL)
+    assert len(release.build_distributions(directory)) == 2 * len(ALL)
     return directory
 
 
@@ -110,7 +110,7 @@ def test_wheels_hold_data_types_and_license_and_what_one_lacks_is_named(two: Pat
         for name in contents.keys() - gone:
             written.writestr(name, contents[name])
         written.writestr("tests/test_core.py", "")
-    found = release.faults(ALL[0], [tmp_path / wheel.name, source])
+    found = release.find_build_defects(ALL[0], [tmp_path / wheel.name, source])
     assert {f"{wheel.name}: lacks {name}" for name in gone} <= {*found}
     assert f"{wheel.name}: has tests/test_core.py, which is not of the package" in found
 
@@ -166,7 +166,7 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Fresh:
 
 
 def _named(*names: str) -> set[str]:
-    return {f"{name}-{release.version()}" for name in names}
+    return {f"{name}-{release.read_version()}" for name in names}
 
 
 def _train(fresh: Fresh, where: Path, strategy: str, ranks: int) -> None:
@@ -187,7 +187,7 @@ def test_an_extra_is_resolved_from_wheels_and_trains(fresh: Fresh, tmp_path: Pat
     assert fresh.install("meshwright[fsdp2,run]") == _named(*brought)
     where = fresh.run("python", "-c", "import meshwright; print(meshwright.__file__, meshwright.__version__)").split()
     assert Path(where[0]).is_relative_to(fresh.directory)
-    assert where[1] == release.version()
+    assert where[1] == release.read_version()
     told = fresh.run("meshwright", "strategies").partition("installable")[0]
     assert [line for line in told.splitlines() if line and not line.startswith(" ")] == ["fsdp2", "single"]
     _train(fresh, tmp_path / "run", "fsdp2", 2)

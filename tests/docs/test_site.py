@@ -32,7 +32,7 @@ CLASSES = [
 
 
 def test_the_reference_has_every_name_that_is_exported() -> None:
-    found = {(name.package, name.name) for name in reference.names()}
+    found = {(name.package, name.name) for name in reference.find_public_names()}
     stubs = (meshwright, meshwright.plugin, meshwright.testing)
     exported = {
         (each.__name__, name)
@@ -40,14 +40,16 @@ def test_the_reference_has_every_name_that_is_exported() -> None:
         for name in read_stub_names(str(each.__file__))
         if not name.startswith("_")
     }
-    for package in reference.packages()[3:]:
+    for package in reference.public_packages()[3:]:
         # Fabric takes seconds to import; its list, and that of a plugin that is not installed, is as its source has it.
         is_imported = package != "meshwright_fabric" and importlib.util.find_spec(package)
         module = importlib.import_module(package) if is_imported else None
-        listed = getattr(module, "__all__", None) or reference.exported(package)
+        listed = getattr(module, "__all__", None) or reference.find_exported_names(package)
         exported |= {(package, name) for name in listed}
     assert found == exported
-    directives = re.findall(r"^(?:::: |## \S+ \{ #)(\S+)", "\n".join(reference.pages().values()), flags=re.MULTILINE)
+    directives = re.findall(
+        r"^(?:::: |## \S+ \{ #)(\S+)", "\n".join(reference.render_pages().values()), flags=re.MULTILINE
+    )
     assert sorted(directives) == sorted(f"{package}.{name}" for package, name in exported)
 
 
@@ -103,4 +105,6 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Pat
         assert not re.findall(r'<link\b(?![^>]*canonical)[^>]*\bhref="?(?:https?:)?//', page), path
     troubles = pages[tmp_path / "site" / "troubleshooting.html"]
     assert {cls.__name__.lower() for cls in CLASSES} <= {*re.findall(r'\bid="?(\w+)', troubles)}
-    assert {name.path for name in reference.names()} <= {*re.findall(r'\bid="?([\w.]+)', "".join(pages.values()))}
+    assert {name.path for name in reference.find_public_names()} <= {
+        *re.findall(r'\bid="?([\w.]+)', "".join(pages.values()))
+    }

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.forked_tests import CHANGE_VARIABLE, ROOT, collect_test_ids, run_tests, run_with_hook, start_fork_server
 
 RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"
-TABLE = ROOT / "docs" / "mutations.md"
+TABLE = ROOT / "docs" / "reference" / "proofs" / "ignored-options.md"
 _PER_TOKEN = "no effect: under every strategy the loss is per token of the global batch"
 REASONS = {
     "MegatronFSDPConfig.calculate_per_token_loss": _PER_TOKEN,
@@ -142,7 +142,7 @@ def try_option(option: str, module: str, ids: list[str], sources: dict[str, dict
 
 
 def table(results: dict[str, dict[str, str]]) -> str:
-    """The page docs/mutations.md."""
+    """The page docs/reference/proofs/ignored-options.md."""
     killed = sum(each["status"] == "killed" for each in results.values())
     excused = sum(name in REASONS and each["status"] != "killed" for name, each in results.items())
     others = len(results) - killed - excused

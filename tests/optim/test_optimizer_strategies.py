@@ -1,6 +1,6 @@
 """Every optimizer under every strategy: at parity with one process, or refused by name on all ranks.
 
-What is refused is read from docs/optimizers.md.
+What is refused is read from docs/reference/optimizers.md.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ DAILY = ["`ddp`, `use_distributed_optimizer`", "`fsdp2`", "`megatron_fsdp`", "`f
 
 def refused(layout: str) -> set[str]:
     """What the table says."""
-    text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "optimizers.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|")]
     (names,) = [row[3] for row in rows if row[1] == layout]
     return set(names.split(", "))

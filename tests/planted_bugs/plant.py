@@ -34,7 +34,7 @@ from support.forked_tests import CHANGE_VARIABLE, ROOT, collect_test_ids, run_te
 
 HERE = Path(__file__).parent
 RESULTS = ROOT / "benchmarks" / "results" / "bugs.json"
-PAGE_PATH = ROOT / "docs" / "tests.md"
+PAGE_PATH = ROOT / "docs" / "reference" / "proofs" / "planted-bugs.md"
 PAGE_HEADER = """# Planted bugs, and the tests that notice
 
 `tests/planted_bugs/bugs.yaml` lists mistakes as real code has had them: wrong reductions, gradients, shards and
@@ -187,7 +187,7 @@ def write_results(results: dict[str, Any]) -> None:
 
 
 def render_table(results: dict[str, Any]) -> str:
-    """The page docs/tests.md."""
+    """The page docs/reference/proofs/planted-bugs.md."""
     bugs = read_bugs()
     counts = {
         kind: sum(find_status(bug, results) == kind for bug in bugs) for kind in ("caught", "missed", "not tried")

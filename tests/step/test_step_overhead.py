@@ -81,7 +81,7 @@ def _step(
 
 
 def _expected_reads(stack: str, reads: Mapping[str, int]) -> dict[str, int]:
-    """Of values on the device: one at the end, and what is said of each in docs/performance.md."""
+    """Of values on the device: one at the end, and what is said of each in docs/reference/proofs/performance.md."""
     expected = {"manager/gradients.py": 1}
     if "ep2" in stack:
         # How many rows each rank sends and receives, and nothing again in recomputation. The experts themselves are

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LOOP = str(HERE / "loop.py")
+LOOP = str(HERE / "launcher_loop.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TIMEOUT_S = 300.0  # Generous: a rank imports torch and transformers for itself, on a machine that others may be using
 

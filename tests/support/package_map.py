@@ -1,6 +1,6 @@
-"""Rooms of core and the imports between them, for the table and the picture of docs/architecture.md.
+"""Rooms of core and the imports between them, for the table and the picture of docs/contribute/architecture.md.
 
-    python tests/support/package_map.py          # draws docs/house.png, and writes the table
+    python tests/support/package_map.py          # draws docs/images/house.png, and writes the table
 
 The order of the rooms is that of the contracts of import-linter in pyproject.toml.
 """
@@ -94,7 +94,7 @@ def render_table(modules: Mapping[str, SourceModule]) -> str:
 
 
 def render_page(text: str, modules: Mapping[str, SourceModule]) -> str:
-    """docs/architecture.md with the table of today's sources."""
+    """docs/contribute/architecture.md with the table of today's sources."""
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n\n{render_table(modules)}\n\n{END}{rest.split(END)[1]}"
 
@@ -125,6 +125,6 @@ def draw_map(modules: Mapping[str, SourceModule], path: Path) -> None:
 
 if __name__ == "__main__":
     core = read_modules(ROOT / "core" / "meshwright")
-    written = ROOT / "docs" / "architecture.md"
+    written = ROOT / "docs" / "contribute" / "architecture.md"
     written.write_text(render_page(written.read_text(encoding="utf-8"), core), encoding="utf-8")
     draw_map(core, ROOT / "docs" / "house.png")

@@ -1,4 +1,4 @@
-"""What a step of each strategy and layout sends, to the byte, against the formulas of docs/performance.md."""
+"""What a step of each strategy and layout sends, to the byte, against the formulas of docs/reference/proofs/performance.md."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _model(kind: str) -> nn.Module:
     return model
 
 
-# -- the formulas, in the symbols of docs/performance.md
+# -- the formulas, in the symbols of docs/reference/proofs/performance.md
 
 
 def _bytes(kind: str, *patterns: str, tp: int = 1) -> int:

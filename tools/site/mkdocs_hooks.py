@@ -6,28 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import links
+import navigation
 import reference
-import site_pages
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    config.nav = site_pages.filled(config.nav, [*site_pages.pages_of_docs(), *reference.pages()])
+    config.nav = navigation.expand_navigation(config.nav, [*navigation.find_docs_pages(), *reference.render_pages()])
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for page, text in reference.pages().items():
+    for page, text in reference.render_pages().items():
         files.append(File.generated(config, page, content=text))
     found = {target for file in files.documentation_pages() for target in _find_link_targets(file)}
     while found:
         path = found.pop()
-        page = links.page_of(path)
+        page = links.find_page(path)
         if files.get_file_from_path(page) is None:
             made = File.generated(config, page, abs_src_path=str(path)) if path.suffix in (".png", ".svg") else None
-            made = made or File.generated(config, page, content=links.page_text(path))
+            made = made or File.generated(config, page, content=links.render_page(path))
             made.inclusion = InclusionLevel.NOT_IN_NAV
             files.append(made)
             found |= _find_link_targets(made)
@@ -37,13 +37,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     source = _find_source(page.file)
     if source == reference.INDEX:
-        return reference.index_of_site()
-    return links.mirrored(markdown, source)[0] if source else markdown
+        return reference.render_site_index()
+    return links.rewrite_links(markdown, source)[0] if source else markdown
 
 
 def _find_source(file: File) -> Path | None:
     """The text in whose links pages are meant; a folder's is its README."""
-    source = links.source_of(file.src_uri)
+    source = links.find_source(file.src_uri)
     if source is None or source.is_dir():
         return source and source / "README.md"
     return source if source.suffix == ".md" else None
@@ -53,4 +53,4 @@ def _find_link_targets(file: File) -> set[Path]:
     source = _find_source(file)
     if source is None or source == reference.INDEX:
         return set()
-    return links.mirrored(file.content_string, source)[1]
+    return links.rewrite_links(file.content_string, source)[1]

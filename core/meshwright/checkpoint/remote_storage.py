@@ -1,7 +1,7 @@
 """Find the place that a path or a URL names; object stores, such as s3://bucket/prefix, are reached by fsspec.
 
 Object stores have no rename, and a file appears when it is complete. Credentials and servers come from the environment
-and the settings files of fsspec's packages; no secret is in a run file. See docs/storage.md.
+and the settings files of fsspec's packages; no secret is in a run file. See docs/reference/storage.md.
 Source: fsspec.spec.AbstractFileSystem.
 """
 

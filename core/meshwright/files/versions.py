@@ -40,7 +40,7 @@ def get_min_torch_version() -> str:
 
 
 def warn_deprecated(name: str, *, since: str, removed_in: str, remedy: str) -> None:
-    """Warn of the use of something deprecated, at the line of the caller's code; see docs/releasing.md.
+    """Warn of the use of something deprecated, at the line of the caller's code; see docs/contribute/releasing.md.
 
     `name` is the name with its kind, such as "the option use_custom_fsdp"; a test fails once `removed_in` is due.
     """

@@ -44,7 +44,7 @@ class Launcher:
     """One way to start ranks.
 
     Attributes:
-        name: in errors and docs/launchers.md.
+        name: in errors and docs/reference/launchers.md.
         variables: the variables that `ask` looks at.
         detect: returns what it states of a process with this environment; None if it has started none, or a single one.
             Raises MeshError if it has started several, but does not state enough.

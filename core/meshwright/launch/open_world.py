@@ -21,7 +21,7 @@ def open_world(
 ) -> World:
     """Join the process group that exists, or start one.
 
-    Without a process group, the launcher that has started this process is joined (see docs/launchers.md); where none
+    Without a process group, the launcher that has started this process is joined (see docs/reference/launchers.md); where none
     has, this process is a world of one.
 
     Args:

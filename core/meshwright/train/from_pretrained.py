@@ -95,7 +95,7 @@ def from_pretrained(
         allow_pickle: read `.bin` files if there are no safetensors.
         trust_remote_code: the commit on the hub whose code is run, or the digest of a directory's code; None: none.
         peft: adapters to train instead of the model: a configuration of peft, or a mapping such as
-            `{"type": "lora", "r": 16, "target_modules": "all-linear"}`; see docs/adapters.md. Checkpoints hold only the
+            `{"type": "lora", "r": 16, "target_modules": "all-linear"}`; see docs/guides/fine-tune.md. Checkpoints hold only the
             adapters.
         sizes: `dp_size=..., dp_replicate_size=..., tp_size=..., pp_size=..., cp_size=..., ep_size=...`.
 

@@ -361,7 +361,7 @@ def test_files_are_made_without_torch(run_file: Path) -> None:
 # -- the page
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "clusters.md"
 HOME = "/home/me/project"  # Where the page's commands are given
 
 

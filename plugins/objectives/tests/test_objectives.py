@@ -473,9 +473,9 @@ def test_a_step_has_the_objectives_value_and_its_gradient(cell, world):
         torch.testing.assert_close(parameter.grad, wanted.grad, rtol=1e-9, atol=1e-11, msg=name)
 
 
-# -- docs/objectives.md
+# -- docs/reference/objectives.md
 
-PAGE = (Path(__file__).parents[3] / "docs" / "objectives.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "objectives.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Results of benchmarks/fleet.py are those of the code; docs/fleet.md names the defaults that the code has."""
+"""Results of benchmarks/fleet.py are those of the code; docs/reference/goodput.md names the defaults that the code has."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_results_are_those_of_the_code() -> None:
 
 
 def test_documented_defaults_are_those_of_the_code() -> None:
-    page = (ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "goodput.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.e-]+) \|", page, re.MULTILINE))
     assert set(rows) == set(PlanConfig.model_fields) - {"enabled", "device", "when_too_large"}
     for name, value in rows.items():

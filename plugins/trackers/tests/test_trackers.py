@@ -298,7 +298,7 @@ def test_what_is_sent_in_the_background_is_sent_in_order_and_what_fails_is_raise
 
 
 def test_each_option_is_in_the_docs_with_a_test_that_is_there() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "trackers.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "trackers.md").read_text(encoding="utf-8")
     for config in (TensorBoardConfig, WandbConfig, MLflowConfig, TrackioConfig):
         for option in config.model_fields:
             assert f"`{option}`" in page, option

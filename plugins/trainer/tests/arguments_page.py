@@ -1,4 +1,4 @@
-"""docs/trainer-arguments.md, of `arguments.yaml`: `python plugins/trainer/tests/arguments_page.py` writes it."""
+"""docs/reference/proofs/trainer-arguments.md, of `arguments.yaml`: `python plugins/trainer/tests/arguments_page.py` writes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright_trainer.arguments import load_argument_rules
 
-PAGE = Path(__file__).parents[3] / "docs" / "trainer-arguments.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "proofs" / "trainer-arguments.md"
 _HEAD = """# Arguments of trainers
 
 What each argument of `TrainingArguments`, `SFTConfig`, `DPOConfig`, `RewardConfig` and `GRPOConfig` means over a mesh,

@@ -1,4 +1,4 @@
-"""What `meshwright watch` reads, thins out, compares and answers, as docs/watch.md says; without a browser."""
+"""What `meshwright watch` reads, thins out, compares and answers, as docs/reference/watch.md says; without a browser."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The only place in this package that uses private or version-dependent names of torch and transformers.
 
-tests/test_fsdp2_compat.py has a canary for each; docs/versions.md says with which versions they passed.
+tests/test_fsdp2_compat.py has a canary for each; docs/reference/proofs/versions.md says with which versions they passed.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def disable_packed_sequence_check() -> Iterator[bool]:
 def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
     """Let compiled code overlap the collectives of a `tp` group on CUDA with its matrix products.
 
-    Not run on a GPU yet (docs/gpu.md); written from the sources of torch 2.11 and 2.13.
+    Not run on a GPU yet (docs/reference/proofs/gpu.md); written from the sources of torch 2.11 and 2.13.
     """
     import torch._inductor.config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group

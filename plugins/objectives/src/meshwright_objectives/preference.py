@@ -132,7 +132,7 @@ class KTO(SequenceObjective):
 
     kl, at least 0, estimates how far the model is from the reference: the mean over the global batch of the sums of
     log p - log p_reference over answers to other prompts. That is no sum over this batch's tokens, so it is a column,
-    computed before the step: see docs/objectives.md.
+    computed before the step: see docs/reference/objectives.md.
 
     Columns: `reference_log_probs`, (B, S) or (B,); `desirable` (B,), bool; `reference_kl` (B,), for `kto`.
     Sums: `rewards/chosen` and `logps/chosen` over desirable answers, `rewards/rejected` and `logps/rejected` over

@@ -30,7 +30,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class PlanConfig(FrozenModel):
-    """What is known of a run before it begins; see docs/plan.md."""
+    """What is known of a run before it begins; see docs/reference/plan.md."""
 
     enabled: bool = Field(
         default=True,
@@ -48,7 +48,7 @@ class PlanConfig(FrozenModel):
         default=LLAMA_3_FAILURES,
         ge=0,
         allow_inf_nan=False,
-        description="Failures of a rank in an hour, each of which ends the run; see docs/fleet.md. Default: those of "
+        description="Failures of a rank in an hour, each of which ends the run; see docs/reference/goodput.md. Default: those of "
         "Llama 3's GPUs, 419 of 16,384 in 54 days (arXiv:2407.21783, section 3.3.4).",
     )
     detection_s: Seconds | None = Field(

@@ -247,7 +247,7 @@ def register_commands(app: typer.Typer) -> None:
 
 @hookimpl
 def register_run_sections() -> list[RunSection]:
-    description = "What is known of a run before it begins; see docs/plan.md."
+    description = "What is known of a run before it begins; see docs/reference/plan.md."
     return [RunSection("plan", PlanConfig, description, default=PlanConfig())]
 
 

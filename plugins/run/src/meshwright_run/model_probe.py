@@ -256,7 +256,7 @@ def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets
         raise ConfigError(
             f"the {given.name} takes rows {given.group_size} by {given.group_size}, and those of these data do not belong "
             f"together. Give data of format preference; or microbatches in which they do in a script: see "
-            f"docs/objectives.md."
+            f"docs/reference/objectives.md."
         )
     missing = [name for name in getattr(objective, "columns", ()) if name not in first.column_specs]
     takes_sums = any(each.name == REFERENCE_COLUMN and "B" in each.shapes for each in _requested_columns(objective))
@@ -265,7 +265,7 @@ def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets
         raise ConfigError(
             f"the {given.name} needs {', '.join(missing)} beside the tokens, and the data have "
             f"{', '.join(first.column_specs) or 'no columns'}. Name fields of a source that hold it in its `columns`; or "
-            f"give it microbatches that have it in a script: see docs/objectives.md."
+            f"give it microbatches that have it in a script: see docs/reference/objectives.md."
         )
     sample = dict(first.read_batch(range(group)))
     if computes:

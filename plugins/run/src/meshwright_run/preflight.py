@@ -147,7 +147,7 @@ def preflight(config: RunConfig, world_size: int, *, commit: str | None = None) 
     if objective is not None and (given := BoundObjective(objective)).input_kind != "tokens":
         raise ConfigError(
             f"the {given.name} is over the outputs of another head, and a run file trains causal LMs. Train it in a "
-            f"script: see docs/objectives.md."
+            f"script: see docs/reference/objectives.md."
         )
     needs_reference = needs_reference_log_probs(objective, rows)
     identity = _build_identity(config, schedule, data, model, hf_config)

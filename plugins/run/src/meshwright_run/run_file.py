@@ -96,7 +96,7 @@ class BaseRunConfig(MeshSizes):
         default=None,
         ge=MIN_WATCHDOG_S,
         description="How long a phase of a step may stand still, or a rank be silent, once a step has been done, in "
-        "seconds; at most timeout_s. null: a rank may be silent for timeout_s. See docs/watchdog.md.",
+        "seconds; at most timeout_s. null: a rank may be silent for timeout_s. See docs/reference/watchdog.md.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
     output_dir: PathStr = Field(default="runs/run", description="Where metrics, the loss curve and the model go.")
@@ -111,7 +111,7 @@ class BaseRunConfig(MeshSizes):
         "revision, or `checkpoint`, whose weights alone are taken, with fields to change; dtype is the dtype of the "
         "parameters; allow_pickle: true reads .bin files where there are no safetensors; trust_remote_code: the commit "
         "whose code is run; peft: adapters to train instead of the model, {type: lora, r: 16, target_modules: "
-        "all-linear, ...}, see docs/adapters.md."
+        "all-linear, ...}, see docs/guides/fine-tune.md."
     )
     data: DataConfig = DataConfig()
     seq_len: Annotated[Size, Field(ge=2)] | None = Field(default=None, description="Short for data.seq_len.")
@@ -147,7 +147,7 @@ class BaseRunConfig(MeshSizes):
     verify_every: Size | None = Field(
         default=None,
         description="Steps between comparisons of what several ranks hold, bit for bit; each rank also watches its own "
-        "memory for bits that change by themselves. null: neither. See docs/surviving.md.",
+        "memory for bits that change by themselves. null: neither. See docs/guides/survive-failures.md.",
     )
     eval: EvalConfig = EvalConfig()
     sample: SampleConfig | None = Field(default=SampleConfig(), description="null: no sample.")
@@ -163,10 +163,10 @@ class BaseRunConfig(MeshSizes):
     trackers: list[str | dict[str, Any]] = Field(
         default=[],
         description="Where the first rank tells of the run: names of installed trackers, such as tensorboard, or "
-        "mappings of name and options, {name: wandb, mode: offline}; see docs/trackers.md.",
+        "mappings of name and options, {name: wandb, mode: offline}; see docs/reference/trackers.md.",
     )
     profile: ProfileConfig | None = Field(
-        default=None, description="Steps to profile; null: none. See docs/profiles.md."
+        default=None, description="Steps to profile; null: none. See docs/reference/profiles.md."
     )
     log_every: Size = Field(default=10, description="Steps between lines where no progress bar can be drawn.")
 

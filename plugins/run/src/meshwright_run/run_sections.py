@@ -48,7 +48,7 @@ class SampleConfig(FrozenModel):
 
 
 class StragglersConfig(FrozenModel):
-    """When a rank is named that is slower than the others by itself; see docs/watchdog.md."""
+    """When a rank is named that is slower than the others by itself; see docs/reference/watchdog.md."""
 
     window_steps: Annotated[Size, Field(le=MAX_STEP_TIMES)] = Field(
         default=20, description="The last steps of each rank, whose median counts."
@@ -62,7 +62,7 @@ class StragglersConfig(FrozenModel):
 
 
 class MetricsConfig(FrozenModel):
-    """What is measured of a run beside losses, norms and rates; see docs/fit.md."""
+    """What is measured of a run beside losses, norms and rates; see docs/guides/python-api.md."""
 
     per_rank: bool = Field(
         default=True, description="A file of each rank in output_dir/ranks, with its times and memory by step."
@@ -161,7 +161,7 @@ class OnSignalConfig(FrozenModel):
 
 
 class ReplicateConfig(FrozenModel):
-    """Copies of the state in the memory of nodes; see docs/memory-copies.md."""
+    """Copies of the state in the memory of nodes; see docs/reference/memory-replicas.md."""
 
     target: Literal["neighbour"] = Field(
         default="neighbour",
@@ -192,7 +192,7 @@ class ReplicateConfig(FrozenModel):
 
 
 class CheckpointConfig(FrozenModel):
-    """Checkpoints; after the last step, too, if there are any. See docs/storage.md."""
+    """Checkpoints; after the last step, too, if there are any. See docs/reference/storage.md."""
 
     every: Size | Duration | list[Size | Duration] | None = Field(
         default=None,
@@ -230,7 +230,7 @@ class CheckpointConfig(FrozenModel):
         default=None,
         description="Copy the state of each rank after its steps to the memory of its node and of the next one, from "
         "which ranks that are begun anew go on (max_restarts): neighbour, or {every: 1, bandwidth: 1GB/s}; null: go on "
-        "from checkpoints alone. See docs/memory-copies.md.",
+        "from checkpoints alone. See docs/reference/memory-replicas.md.",
     )
     on_signal: OnSignalConfig | None = Field(
         default=None,

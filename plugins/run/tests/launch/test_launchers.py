@@ -1,4 +1,4 @@
-"""What each launcher's variables are made into, as docs/launchers.md says; tasks of a Slurm step are one world."""
+"""What each launcher's variables are made into, as docs/reference/launchers.md says; tasks of a Slurm step are one world."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshwright.launch.slurm import count_step_devices
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 
-PAGE = (Path(__file__).parents[4] / "docs" / "launchers.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[4] / "docs" / "reference" / "launchers.md").read_text(encoding="utf-8")
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line.startswith("| ")]
 EXAMPLES = [(row[0].strip("`"), row[1].rstrip(" |")) for row in ROWS if len(row) == 2 and "=" in row[0]]
 STEP = (

@@ -93,7 +93,7 @@ def _check_trainer(trainer: type) -> None:
     if of_trl and not SUPPORTED_TRL_TRAINERS & set(of_trl):
         raise ConfigError(
             f"{of_trl[0]} of trl does not go over a mesh: its batches and models are not known here. Take one of "
-            f"{', '.join(sorted(SUPPORTED_TRL_TRAINERS))}, or write its loss as an objective; see docs/objectives.md."
+            f"{', '.join(sorted(SUPPORTED_TRL_TRAINERS))}, or write its loss as an objective; see docs/reference/objectives.md."
         )
     if "GRPOTrainer" in names and "MeshGRPOMixin" not in names:
         raise ConfigError("GRPOTrainer goes over a mesh with MeshGRPOMixin before it, and not MeshTrainerMixin alone.")

@@ -246,5 +246,5 @@ def _format_remarks(failures: Mapping[str, Any], config: RunConfig) -> Iterator[
         yield "Copied: with checkpoint.replicate: neighbour."
     yield (
         f"A failure is noticed after {format_seconds(_get_detection_s(config))}, and ranks are there again after "
-        f"{format_seconds(get_plan_config(config).restart_s)}; see docs/fleet.md."
+        f"{format_seconds(get_plan_config(config).restart_s)}; see docs/reference/goodput.md."
     )

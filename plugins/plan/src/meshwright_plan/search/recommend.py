@@ -53,7 +53,7 @@ def recommend_layouts(
     time_limit_s: float = TIME_LIMIT_S,
     num_processes: int | None = None,
 ) -> dict[str, Any]:
-    """Search for the fastest layouts that fit; return plain values, see docs/plan.md."""
+    """Search for the fastest layouts that fit; return plain values, see docs/reference/plan.md."""
     on = load_device_spec(device)
     for name, value in (("--gpus", gpus), ("--max-nodes", max_nodes)):
         if value is not None and value < 1:

@@ -68,7 +68,7 @@ class ChatTemplate:
         if template is None and not tokenizer.chat_template:
             raise ConfigError(
                 "conversations need a chat template, but the tokenizer has none. Set chat_template to a Jinja "
-                "template, or to the path of one; docs/conversations.md has an example."
+                "template, or to the path of one; docs/reference/chat-data.md has an example."
             )
         self._tokenizer, self._template = tokenizer, template
         tokens = tokenizer.added_tokens_decoder.values()

@@ -59,7 +59,7 @@ class SourceConfig(FrozenModel):
     streaming: bool = Field(
         default=False, description="Read while training, without a cache: for what is larger than the disk."
     )
-    format: Format = Field(default="text", description="What an example is; see docs/data.md.")
+    format: Format = Field(default="text", description="What an example is; see docs/reference/data.md.")
     fields: dict[str, str] = Field(
         default={}, description="Where the source calls a field otherwise: our name to its name, {messages: chat}."
     )

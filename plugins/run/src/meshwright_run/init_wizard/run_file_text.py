@@ -103,7 +103,7 @@ def _render_model(answers: InitAnswers) -> list[str]:
     ]
     if answers.is_adapter:
         lines += [
-            "  # Train an adapter beside its weights, which stay as they are: docs/adapters.md.",
+            "  # Train an adapter beside its weights, which stay as they are: docs/guides/fine-tune.md.",
             *("  peft:", "    type: lora", "    r: 16", "    lora_alpha: 32", "    target_modules: all-linear"),
         ]
     return lines
@@ -149,7 +149,7 @@ def _render_length(answers: InitAnswers) -> list[str]:
 def _render_optimizer(answers: InitAnswers) -> list[str]:
     rate, decay = ("4e-3", 0.1) if answers.model is None else ("2e-4", 0.01) if answers.is_adapter else ("1e-5", 0.01)
     return [
-        "# AdamW or any other of docs/optimizers.md; the rate rises in the first twentieth and then falls.",
+        "# AdamW or any other of docs/reference/optimizers.md; the rate rises in the first twentieth and then falls.",
         f"optimizer: {{name: AdamW, lr: {rate}, weight_decay: {decay}}}",
         "schedule: {name: cosine, warmup_ratio: 0.05}",
         "# The gradient is made no longer than this; null: it is only measured.",

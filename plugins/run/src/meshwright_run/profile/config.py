@@ -17,7 +17,7 @@ Window = Annotated[list[Size], Field(min_length=2, max_length=2)]
 
 
 class ProfileConfig(FrozenModel):
-    """Which steps are profiled, on which ranks, and how; see docs/profiles.md."""
+    """Which steps are profiled, on which ranks, and how; see docs/reference/profiles.md."""
 
     steps: Window | list[Window] = Field(
         description="The first and the last step, counted from 1 and of the whole run: [10, 12]; or several such "
