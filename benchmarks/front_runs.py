@@ -79,7 +79,7 @@ def trained(layout: dict[str, Any], wide_norms: bool) -> dict[str, Any]:
 def _trained(layout: dict[str, Any]) -> dict[str, Any]:
     options = {"reduce_dtype": "float64", **layout.get("config", {})}
     manager = mw.from_config(
-        MODEL, **{**layout, "config": options}, dtype="float64", seed=0, init="as_transformers", device="cpu"
+        MODEL, **{**layout, "config": options}, dtype="float64", seed=0, init="transformers", device="cpu"
     )
     manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig(lr=3e-3, options={"betas": [0.9, 0.95]})))
     schedule = LambdaLR(manager.optimizer, lambda step: min((step + 1) / WARM_UP, 1 - step / STEPS))

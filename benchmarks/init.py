@@ -63,7 +63,7 @@ def main() -> None:
         "transformers": lambda: by_transformers(config),
         "parallel, one rank": lambda: ours(config, "parallel", 1),
         "parallel, of four ranks": lambda: ours(config, "parallel", 4),
-        "as_transformers, of four ranks": lambda: ours(config, "as_transformers", 4),
+        "transformers, of four ranks": lambda: ours(config, "transformers", 4),
     }
     took: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(options.rounds):

@@ -36,7 +36,7 @@ OPTIONS: list[Any] = [
     DDPConfig(bucket_cap_mb=5),
     RunConfig(**NEEDED[RunConfig], objective={"name": "cross_entropy"}, tp_size=None, on_bad_step="skip"),
     OptimizerConfig(options={"betas": [0.9, 0.95], "limit": float("inf")}, groups=[{"match": ["*norm*"], "lr": 0.5}]),
-    CheckpointConfig(every=[500, "1.5h"], keep_best={"n": 2}, on_signal={"signals": ["SIGUSR2"], "grace_s": 60}),
+    CheckpointConfig(every=[500, "1.5h"], keep_best={"count": 2}, on_signal={"signals": ["SIGUSR2"], "grace_s": 60}),
 ]
 
 

@@ -45,7 +45,7 @@ def spec(name: str, *axes: str, config_cls: type[BaseModel] = DataConfig, **part
 
 
 def stages(name: str = "stages", *axes: str) -> StrategySpec:
-    return spec(name, *(axes or ("pp",)), config_cls=StagesConfig, wraps=True, aliases=(f"{name}_alias",))
+    return spec(name, *(axes or ("pp",)), config_cls=StagesConfig, is_wrapper=True, aliases=(f"{name}_alias",))
 
 
 SHARDS = spec("shards", "dp_replicate", "dp_shard", aliases=("sh",))
@@ -86,7 +86,7 @@ def test_each_axis_above_one_finds_its_strategy(strategy, sizes, world_size, tex
     registry = registry_of(SHARDS, COPIES, stages(), stages("rings", "cp"))
     stack, found = resolve(strategy, MeshSizes(**sizes), world_size, registry=registry)
     assert (str(stack), found) == (text, degrees)
-    assert set(degrees.above_one()) <= stack.claimed_axes
+    assert set(degrees.active_axes()) <= stack.claimed_axes
 
 
 def test_two_wrappers_for_one_axis_are_an_error_that_names_both():
@@ -183,7 +183,7 @@ def test_a_spec_may_refuse_a_config_on_a_mesh(at):
         raise StrategyError(f"{type(config).__name__} on {degrees}")
 
     inner = spec("inner", "dp_shard", check=check if at == "inner" else None)
-    wrapper = spec("outer", "pp", config_cls=StagesConfig, wraps=True, check=check if at == "wrapper" else None)
+    wrapper = spec("outer", "pp", config_cls=StagesConfig, is_wrapper=True, check=check if at == "wrapper" else None)
     with pytest.raises(StrategyError, match=r"Config on pp=2 x dp_shard=2"):
         resolve("inner", MeshSizes(pp_size=2), 4, registry=registry_of(inner, wrapper))
 

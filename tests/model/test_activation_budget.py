@@ -381,13 +381,13 @@ def _offloaded(
     def trained(options: dict[str, Any]) -> tuple[list[Any], list[float], dict[str, Tensor]]:
         manager = build_manager(strategy, config | options, sizes, case, wrapper_config=wrapper)
         losses = train_steps(manager, case, range(1))[0]
-        parts = [each.activations for each in getattr(manager, "_managers", {0: manager}).values()]
+        parts = [each.checkpointed_blocks for each in getattr(manager, "_managers", {0: manager}).values()]
         return parts, losses, full_weights(manager)
 
     _, losses, weights = trained({})
     parts, found, moved = trained({"activation_checkpointing": {"offload": "cpu"}})
     assert all(isinstance(each, OffloadedBlocks) for each in parts)
-    out, back = sum(each.bytes_out for each in parts), sum(each.bytes_back for each in parts)
+    out, back = sum(each.bytes_offloaded for each in parts), sum(each.bytes_restored for each in parts)
     expected = out
     if case.model_type == "mixtral":
         profiles = trained({"activation_checkpointing": {"budget_gb": LARGE}})[0][0].profiles

@@ -173,7 +173,7 @@ def test_a_rank_draws_what_it_holds() -> None:
 def test_the_values_of_transformers_are_there_for_the_asking(sizes: dict[str, int]) -> None:
     torch.manual_seed(7)
     expected = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).state_dict()
-    for found, drawn in pool(2).run(_weights, "fsdp2", LLAMA, sizes, "as_transformers"):
+    for found, drawn in pool(2).run(_weights, "fsdp2", LLAMA, sizes, "transformers"):
         assert drawn == 0
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 

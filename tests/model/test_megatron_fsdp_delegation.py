@@ -27,7 +27,7 @@ def _built(config: dict[str, Any], sizes: dict[str, int]) -> Any:
     if error := catch_error_text(lambda: found.append(build_manager("ddp", config, sizes, Case()))):
         return error
     degrees, options = found[0].mesh.degrees, found[0].config
-    return degrees.dp_replicate, degrees.dp_shard, options.shards_outer, options.model_dump()
+    return degrees.dp_replicate, degrees.dp_shard, options.is_outer_sharded, options.model_dump()
 
 
 @pytest.mark.parametrize(

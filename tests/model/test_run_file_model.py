@@ -98,7 +98,7 @@ def test_the_tokenizer_gives_what_the_fields_leave_out_and_fields_reach_the_conf
         ({"model_type": "llava"}, ["'llava' has no causal", "its text part alone is no model there"]),
         ({**LLAMA, "dtype": "float16"}, ["dtype='float16' is not one of float32, bfloat16, float64"]),
         ({**LLAMA, "dtype": "bfloat"}, ["Did you mean 'bfloat16'?"]),
-        ({**LLAMA, "init": "paralel"}, ["init='paralel' is not one of parallel, as_transformers. Did you mean 'paral"]),
+        ({**LLAMA, "init": "paralel"}, ["init='paralel' is not one of parallel, transformers. Did you mean 'paral"]),
         ({**LLAMA, "num_hiden_layers": 2}, ["model.num_hiden_layers is not", "Did you mean 'num_hidden_layers'?"]),
         ({**LLAMA, "n_embd": 2}, ["model.n_embd is not a field of the llama configuration", "hidden_size"]),
         # A method and a property of the configuration class are no fields.

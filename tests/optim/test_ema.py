@@ -48,7 +48,7 @@ ADAPTED = replace(CASE, tied=None, adapter={"r": 4, "lora_alpha": 8, "target_mod
 SETTINGS: dict[str, dict[str, Any]] = {
     "decay": {"decay": 0.8},
     "warmup": {"decay": 0.3, "warmup": True},
-    "all": {"decay": 0.25, "every": 2, "start": 1, "warmup": True},
+    "all": {"decay": 0.25, "every": 2, "start_step": 1, "warmup": True},
 }
 
 Layout = tuple[int, str, dict[str, Any], dict[str, Any]]
@@ -229,7 +229,7 @@ def loaded_without(path: str) -> tuple[str, str, bool]:
     load_checkpoint(other, path)
     ema = EMA(other, EMAConfig(decay=0.5), start_step=1)
     begins = worst(averaged(other, ema), full_weights(manager)) == 0.0
-    export = catch_error(export_checkpoint, path, f"{path}-model", average=True)
+    export = catch_error(export_checkpoint, path, f"{path}-model", use_ema=True)
     return catch_error(load_checkpoint, other, path), export, begins
 
 
@@ -248,7 +248,7 @@ def test_an_average_needs_an_optimizer_a_manager_that_can_and_no_other_average()
         with pytest.raises(StrategyError, match="keeps an average of its weights already"):
             EMA(manager)
         other = build_manager("single", {}, {}, CASE)
-        with pytest.raises(StrategyError, match="keeps no average"), other.averaged():  # type: ignore[attr-defined]
+        with pytest.raises(StrategyError, match="keeps no average"), other.swap_ema():  # type: ignore[attr-defined]
             pass
         own = type("Own", (StrategyManager,), {"strategy": "own", **dict.fromkeys(StrategyManager.__abstractmethods__)})
         with pytest.raises(StrategyError, match="strategy 'own' keeps no averages"):
@@ -259,7 +259,7 @@ def test_an_average_needs_an_optimizer_a_manager_that_can_and_no_other_average()
 
 
 def test_options_of_an_average_that_mean_nothing_are_errors() -> None:
-    for config in ({"decay": 1.0}, {"decay": -0.1}, {"every": 0}, {"start": -1}, {"warmup": 1}):
+    for config in ({"decay": 1.0}, {"decay": -0.1}, {"every": 0}, {"start_step": -1}, {"warmup": 1}):
         with pytest.raises(ValueError, match=rf"{next(iter(config))}\n +Input should be"):
             EMAConfig(**config)  # type: ignore[arg-type]
 
@@ -321,12 +321,12 @@ def test_a_loop_evaluates_the_average_beside_the_weights() -> None:
 def test_a_run_keeps_its_average_through_an_interruption_and_writes_it_beside_the_model(tmp_path: Path) -> None:
     write_run(tmp_path)
     options: dict[str, Any] = {"ema": {"decay": 0.7, "warmup": True}, "strategy": "fsdp2"}
-    options["eval"] = {"every": 2, "sequences": 2}
+    options["eval"] = {"every": 2, "max_sequences": 2}
     whole, torn = (RunWorkspace(tmp_path, tmp_path / name) for name in ("whole", "torn"))
     for place in (whole, torn):
         place.directory.mkdir()
-    with pytest.raises(MeshwrightError, match=r"ema\.start=8, so nothing is averaged in steps=8"):
-        load_run(whole.write_run_file(ema={"start": 8}))
+    with pytest.raises(MeshwrightError, match=r"ema\.start_step=8, so nothing is averaged in steps=8"):
+        load_run(whole.write_run_file(ema={"start_step": 8}))
     whole.run_successfully(ranks=2, **options)
     assert torn.run(ranks=2, kill_after=5, **options)[2] == 137
     torn.run_successfully(**{**options, "strategy": "single"})

@@ -40,7 +40,7 @@ from meshwright_testing.models import build_case_model
 from meshwright_testing.parity import find_max_difference, train_case
 from meshwright_testing.tasks import PartOutcome, find_settings_error, train_part_from_checkpoint
 
-MUON: dict[str, Any] = {"matrices": True, "name": "Muon", "lr": 0.02, "options": {"momentum": 0.9}}
+MUON: dict[str, Any] = {"matrices_only": True, "name": "Muon", "lr": 0.02, "options": {"momentum": 0.9}}
 EMBEDDING: dict[str, Any] = {"match": ["*embed*"], "lr": 5e-3, "weight_decay": 0.3, "options": {"eps": 1e-6}}
 CONFIG: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "options": {"betas": [0.8, 0.9]}}
 CONFIG["groups"] = [MUON, EMBEDDING]
@@ -88,7 +88,7 @@ def numbers(*groups: dict[str, Any], trained: dict[str, ParamTraits] | None = No
 
 
 def test_the_first_group_that_a_parameter_fits_has_it_and_the_rest_is_of_the_top_level() -> None:
-    found = numbers({"match": ["*.q_proj.*", "*norm*"]}, {"match": ["*_proj.weight"], "matrices": True})
+    found = numbers({"match": ["*.q_proj.*", "*norm*"]}, {"match": ["*_proj.weight"], "matrices_only": True})
     assert {number: {name.split(".")[-2] for name in found if found[name] == number} for number in range(3)} == {
         0: {"q_proj", "input_layernorm", "post_attention_layernorm", "norm"},
         1: {"k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
@@ -100,8 +100,8 @@ def test_the_first_group_that_a_parameter_fits_has_it_and_the_rest_is_of_the_top
     ("groups", "texts"),
     [
         ([{"match": ["*.q_prj.weight"]}], ["groups[0] fits no parameter", "Did you mean 'q_proj.weight'?"]),
-        ([{"match": ["*"]}, {"matrices": True}], ["groups[1] has no parameter", "are of groups before it"]),
-        ([{"match": ["*norm*"], "matrices": True}], ["groups[0] fits no parameter", "Set matrices: false"]),
+        ([{"match": ["*"]}, {"matrices_only": True}], ["groups[1] has no parameter", "are of groups before it"]),
+        ([{"match": ["*norm*"], "matrices_only": True}], ["groups[0] fits no parameter", "Set matrices_only: false"]),
     ],
 )
 def test_a_group_without_a_parameter_is_an_error_that_says_why(groups: list[dict[str, Any]], texts: list[str]) -> None:
@@ -112,9 +112,12 @@ def test_a_group_without_a_parameter_is_an_error_that_says_why(groups: list[dict
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"groups": [{"lr": 1.0}]}, "give match, matrices: true, or both"),
+        ({"groups": [{"lr": 1.0}]}, "give match, matrices_only: true, or both"),
         ({"groups": [{"match": []}]}, "match must have a pattern"),
-        ({"groups": [{"matrices": True, "name": "nowhere.Lion"}]}, "'nowhere.Lion' is not imported: .* allow-list"),
+        (
+            {"groups": [{"matrices_only": True, "name": "nowhere.Lion"}]},
+            "'nowhere.Lion' is not imported: .* allow-list",
+        ),
     ],
 )
 def test_a_group_that_means_nothing_is_an_error_of_the_run_file(config: dict[str, Any], text: str) -> None:
@@ -135,7 +138,7 @@ def test_what_the_optimizer_of_a_group_does_not_take_is_an_error_before_any_para
     group: dict[str, Any], text: str
 ) -> None:
     with raises_containing(ConfigError, text):
-        optimizer_factory(OptimizerConfig(weight_decay=0.1, groups=[{"matrices": True, **group}]))
+        optimizer_factory(OptimizerConfig(weight_decay=0.1, groups=[{"matrices_only": True, **group}]))
 
 
 def test_what_would_fail_in_a_step_of_a_group_is_an_error_beforehand() -> None:

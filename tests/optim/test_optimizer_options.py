@@ -246,12 +246,12 @@ def decayed_under(strategy: str, config: dict[str, Any], sizes: dict[str, int]) 
     named: dict[str, nn.Parameter] = {}
 
     class Noting:
-        def for_model(self, trained: Any) -> Any:
+        def bind_to_model(self, trained: Any) -> Any:
             made: Any = optimizer_factory(OptimizerConfig(weight_decay=0.1))
 
             def factory(given: Any) -> torch.optim.Optimizer:
                 named.update(given)
-                optimizer: torch.optim.Optimizer = made.for_model(trained)(named.items())
+                optimizer: torch.optim.Optimizer = made.bind_to_model(trained)(named.items())
                 return optimizer
 
             return factory

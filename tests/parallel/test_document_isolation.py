@@ -23,7 +23,7 @@ SLOW = pytest.mark.slow
 
 def refusal(model_type: str, kind: Any, dtype: torch.dtype = torch.float32, **options: Any) -> str:
     return catch_error(
-        probe_isolation, build_zoo_config(model_type), dtype, kind, **{"seq_len": 32, "masks": False, **options}
+        probe_isolation, build_zoo_config(model_type), dtype, kind, **{"seq_len": 32, "mask_padding": False, **options}
     )
 
 
@@ -67,7 +67,7 @@ def _told(model_type: str, strategy: str, sizes: dict[str, int]) -> list[str]:
         return [found["log_probs"] for found in manager.token_stats(batches, ["log_probs"])]
 
     multiple = 2 * manager.mesh.degrees.cp * manager.mesh.degrees.tp
-    options = {"seq_len": 64, "vocab_size": 64, "multiple": multiple, "rows": 2, "microbatches": 2}
+    options = {"seq_len": 64, "vocab_size": 64, "length_multiple": multiple, "num_rows": 2, "num_microbatches": 2}
     config, dtype = build_zoo_config(model_type), torch.float64
     return [
         catch_error(check_document_isolation, config, kind, statistics, dtype=dtype, **options)

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import modeling_flash_attention_utils as flash
 
 import meshwright as mw
-import meshwright_fsdp2.forward_wrappers
+import meshwright_fsdp2
 import meshwright_megatron_fsdp
 from meshwright import MeshSizes, ModelError, StrategyError, optimizer_factory
 from meshwright.testing import Case
 from meshwright_ddp import DDPConfig, DDPManager, DistributedDataParallelConfig
-from meshwright_fsdp2 import FSDP2Config, FSDP2Manager
+from meshwright_fsdp2 import FSDP2Config, FSDP2Manager, forward_wrappers
 from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager
 from meshwright_pipeline import PipelineConfig, PipelineManager
 from meshwright_testing import pool
@@ -98,12 +98,12 @@ def test_names_of_the_reference_are_importable(monkeypatch: pytest.MonkeyPatch) 
     assert issubclass(FSDP2Config, mw.DistributedConfig)
     assert meshwright_megatron_fsdp.HAVE_NVFSDP is True
     packed = torch.tensor([[0, 1, 2, 0, 1]])
-    monkeypatch.setattr(meshwright_fsdp2.forward, "_for_good", ExitStack())
+    monkeypatch.setattr(forward_wrappers, "_process_wide_patches", ExitStack())
     patch: Any = meshwright_fsdp2._patch_is_packed_sequence_for_training
     before = bool(flash._is_packed_sequence(packed, 1))
     patch()
     assert (before, flash._is_packed_sequence(packed, 1)) == (True, False)
-    meshwright_fsdp2.forward._process_wide_patches.close()
+    forward_wrappers._process_wide_patches.close()
     patch.cache_clear()
     assert bool(flash._is_packed_sequence(packed, 1))
     # Without a process group there is nothing to end.
@@ -137,7 +137,7 @@ POSITIONS: dict[Any, str] = {
 def test_configs_take_their_options_by_position_in_the_references_order(cls: Any) -> None:
     names = POSITIONS[cls].split()
     values = cls().to_dict()
-    assert [*cls.positional[: len(names)]] == names
+    assert [*cls.positional_fields[: len(names)]] == names
     assert cls(*(values[name] for name in names)) == cls()
     with pytest.raises(TypeError, match="several values for"):
         cls(values[names[0]], **values)

@@ -243,7 +243,7 @@ def _refusal(layout: ObjectiveLayout, kind: str, objective: Any, padding: int | 
 
 REFUSED: dict[str, tuple[str, str, Any, int | None, int, str]] = {
     "no objective": ("fsdp2", "tokens", None, PAD, 1, "gives logits (1, 8, 1), which are not those of its vocabulary"),
-    "no objective, pipeline": ("pp", "tokens", None, PAD, 1, "Give an objective with on = 'outputs'"),
+    "no objective, pipeline": ("pp", "tokens", None, PAD, 1, "Give an objective with input_kind = 'outputs'"),
     "over tokens": ("tp", "tokens", _on_tokens, PAD, 1, "there is no loss over tokens"),
     "cp, of the last position": ("cp", "last", REWARD, PAD, 1, "than the last position that is no padding. Set cp"),
     "pp-cp": ("pp-cp", "mean", REWARD, PAD, 1, "Set cp_size=1."),

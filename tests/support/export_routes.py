@@ -137,7 +137,7 @@ def train_by_run_file(model: dict[str, str], base: Path, out: Path) -> Tensor:
         (root / f"{number}.txt").write_text(" ".join(str((number + at) % 10) for at in range(40)))
     values = {"strategy": "single", "nproc": 1, "device": "cpu", "threads_per_rank": 1, "output_dir": f"{out}.run"}
     values |= {"steps": 1, "batch_size": 2, "micro_batch_size": 2, "model": model, "optimizer": {"lr": 0.05}}
-    values |= {"sample": None, "checkpoint": {"every": 1}, "eval": {"sequences": 1}}
+    values |= {"sample": None, "checkpoint": {"every": 1}, "eval": {"max_sequences": 1}}
     values["data"] = {"corpus": f"{root}/*.txt", "seq_len": 16, "eval_fraction": 0.3, "cache_dir": f"{root}/cache"}
     file = root / "run.yaml"
     file.write_text(yaml.safe_dump(values))

@@ -132,7 +132,7 @@ _READING_OPERATORS = frozenset(
 _COPYING_CALLS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.cpu)
 """Copies to the host that are no operator where the tensor is there already; not seen in hooks of backward."""
 _REPORTED_PATHS = ("meshwright", "transformers", "torch/optim", "megatron_fsdp")
-_SKIPPED_PATHS = ("/tracing/observe.py", "/meshwright_testing/zoo/", "/tests/", "/model/recompute.py")
+_SKIPPED_PATHS = ("/tracing/observers.py", "/meshwright_testing/zoo/", "/tests/", "/model/recompute.py")
 """Modes and wrappers that operators come through."""
 
 

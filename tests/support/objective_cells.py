@@ -96,7 +96,7 @@ def evaluate_objective(value: Any, batch: dict[str, Tensor]) -> tuple[Tensor, di
     logits = batch["logits"].detach().clone().requires_grad_()
     columns = {name: each for name, each in batch.items() if name not in ("logits", "labels", "position_ids")}
     positions = batch.get("position_ids")
-    if getattr(objective, "on", "tokens") == "outputs":
+    if getattr(objective, "input_kind", "tokens") == "outputs":
         given: Any = Outputs(shift_labels(batch["labels"]), logits, positions_BS=positions)
     else:
         given = Tokens.from_logits(logits, batch["labels"], position_ids=positions)

@@ -83,7 +83,7 @@ class RunWorkspace:
         values |= {"checkpoint": {"every": EVERY, "keep_last": None, "asynchronous": False}}
         values |= {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}, "schedule": {"warmup_steps": 1}}
         # With the weights of `_handwritten`.
-        values["model"] |= {"dtype": "float64", "init": "as_transformers"}
+        values["model"] |= {"dtype": "float64", "init": "transformers"}
         values |= changes
         path = self.directory / "run.yaml"
         path.write_text(yaml.safe_dump(values))

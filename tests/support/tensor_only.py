@@ -70,7 +70,7 @@ class TensorOnlyManager(DataParallelManager):
     config: TensorOnlyConfig
 
     def shard(self, model: nn.Module) -> nn.Module:
-        options = {"sequence_parallel": self.config.sequence_parallel, "plain": self.config.plain}
+        options = {"sequence_parallel": self.config.sequence_parallel, "use_plain_tensors": self.config.plain}
         parallel = TensorParallel(model, self.layout, self.mesh["tp"], plan=self.config.tp_plan, **options)
         parallel.apply()
         self.axes.append(parallel)

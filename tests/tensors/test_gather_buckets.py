@@ -33,7 +33,7 @@ def test_each_element_travels_once_within_the_bucket(held: list[list[Rectangle]]
         finished += each.names if each.is_last else []
         taken = torch.zeros(each.nbytes, dtype=torch.int64)
         for (start, end), segment in zip(itertools.pairwise(each.starts), each.segments, strict=True):
-            assert not each.is_gathered or end - start == each.starts[1]
+            assert not each.uses_all_gather or end - start == each.starts[1]
             for name, part in ((name, part) for name, parts in segment.items() for part in parts):
                 assert name in each.names
                 assert (start + part.begin) % itemsizes[name] == 0

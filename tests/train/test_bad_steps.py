@@ -47,9 +47,9 @@ class _Told:
         self.bad: list[tuple[int, int | None, int]] = []
 
     @hookimpl
-    def on_bad_step(self, bad: BadStep) -> None:
-        assert "nan" in bad.reason.lower()
-        self.bad.append((bad.step, bad.rollback_step, bad.num_bad_steps))
+    def on_bad_step(self, bad_step: BadStep) -> None:
+        assert "nan" in bad_step.reason.lower()
+        self.bad.append((bad_step.step, bad_step.rollback_step, bad_step.num_bad_steps))
 
 
 def _built(stack: str) -> StrategyManager:

@@ -33,7 +33,7 @@ from ..base.errors import MeshError, StrategyError
 
 SHIMS = (
     *("all_gather_single", "reduce_scatter_single", "functional_all_gather", "functional_reduce_scatter"),
-    *("compile_with_limit", "compiles_attention_in_float64", "category_of"),
+    *("compile_with_limit", "compiles_attention_in_float64", "get_event_category"),
 )
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

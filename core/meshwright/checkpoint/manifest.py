@@ -86,7 +86,7 @@ class StoredFile:
     __pydantic_config__: ClassVar = _STRICT
     size: Count
     sha256: str
-    block_digests: Annotated[tuple[str, ...], Strict(False)] = field(default=(), compare=False)
+    chunks: Annotated[tuple[str, ...], Strict(False)] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ class BlockHasher:
 def open_verified(storage: StorageReader, manifest: Manifest, name: str) -> AbstractContextManager[BinaryIO]:
     """Open a file of a checkpoint to read parts of it; signed chunks are verified as they are read. Raises OSError."""
     file, stored = storage.open(name), manifest.files[name]
-    if storage.options.key is None or not stored.block_digests:
+    if storage.options.key is None or not stored.chunks:
         return file
     return io.BufferedReader(_VerifyingReader(file, stored, storage, name), 1)
 
@@ -358,7 +358,7 @@ class _VerifyingReader(SeekableReader):
     def _read_block(self, number: int) -> bytes:
         self._file.seek(number * BLOCK_BYTES)
         found = self._file.read(min(BLOCK_BYTES, self._stored.size - number * BLOCK_BYTES))
-        expected = self._stored.block_digests[number : number + 1]
+        expected = self._stored.chunks[number : number + 1]
         if (hashlib.sha256(found).hexdigest(),) != expected:
             raise checksum_error(self._storage, self.name)
         return found

@@ -41,7 +41,7 @@ class HeartbeatRecord:
         is_communicating: whether its main thread is in torch's communication.
         location: file, line and function of its main thread, outside of torch; `stack`: all, the innermost first.
         stalled_s: for how long its position has not changed.
-        busy_s, step_s: medians over its last `steps` of its own time, and of the whole step; 0: not known.
+        busy_s, step_s: medians over its last `num_steps` of its own time, and of the whole step; 0: not known.
     """
 
     sequence_number: int
@@ -59,7 +59,7 @@ class HeartbeatRecord:
     @classmethod
     def from_json(cls, text: bytes | str) -> HeartbeatRecord:
         values = json.loads(text)
-        return cls(**{**values, "at": TrainingPhase(*values["at"]), "stack": tuple(values["stack"])})
+        return cls(**{**values, "phase": TrainingPhase(*values["phase"]), "stack": tuple(values["stack"])})
 
     def to_json(self) -> str:
         return json.dumps(vars(self))

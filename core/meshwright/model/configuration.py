@@ -24,7 +24,7 @@ from ..files.parsing import explain_library_error, read_json_object, read_json_o
 
 DTYPE_NAMES = ("float32", "bfloat16", "float64")
 PARALLEL_INIT = "parallel"
-INIT_METHODS = (PARALLEL_INIT, "as_transformers")
+INIT_METHODS = (PARALLEL_INIT, "transformers")
 """How new weights are drawn; see `meshwright.model.pretrained.init_model_on_meta`."""
 SECTION_KEYS = (
     *("path", "revision", "model_type", "checkpoint", "dtype", "init", "allow_pickle", "trust_remote_code", "peft"),

@@ -314,7 +314,7 @@ def init_model_on_meta(
 ) -> tuple[nn.Module, Weights | None]:
     """Build the causal LM of a configuration with its parameters on the meta device, and return it with initial values.
 
-    With init="parallel" each rank draws what it holds, and every layout the same; "as_transformers" gives the values of
+    With init="parallel" each rank draws what it holds, and every layout the same; "transformers" gives the values of
     `init_model`, bit for bit. A few classes read values while they are built: such a model has its values, and None.
     """
     check_choice(INIT_METHODS, init, "init")

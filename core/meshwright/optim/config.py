@@ -57,7 +57,9 @@ class OptimizerGroup(FrozenModel):
     @model_validator(mode="after")
     def _check_selection(self) -> OptimizerGroup:
         if self.match is None and not self.matrices_only:
-            raise ValueError("give match, matrices: true, or both; all other parameters have the top level's settings")
+            raise ValueError(
+                "give match, matrices_only: true, or both; all other parameters have the top level's settings"
+            )
         if self.match is not None and not self.match:
             raise ValueError("match must have a pattern; leave it out for all names")
         return self

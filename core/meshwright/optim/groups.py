@@ -109,7 +109,7 @@ def check_groups(config: OptimizerConfig, model: nn.Module, layout: ModelLayout)
 
 def bind_to_model(factory: OptimizerFactory, trained: Mapping[str, ParamTraits]) -> OptimizerFactory:
     """Return the factory for a model of which these are trained; see [Note: the whole model]."""
-    told: Callable[[Mapping[str, ParamTraits]], OptimizerFactory] | None = getattr(factory, "for_model", None)
+    told: Callable[[Mapping[str, ParamTraits]], OptimizerFactory] | None = getattr(factory, "bind_to_model", None)
     return factory if told is None else told(trained)
 
 
@@ -154,7 +154,7 @@ def _why_empty(group: OptimizerGroup, taken: Sequence[str], trained: Mapping[str
     if found:
         return (
             f"fits no parameter: match={group.match} fits {len(found)}, such as {found[0]!r}, and none of them is a "
-            f"weight of two dims within a block. Set matrices: false."
+            f"weight of two dims within a block. Set matrices_only: false."
         )
     hints = "".join(dict.fromkeys(_suggest_pattern(pattern, trained) for pattern in group.match))
     some = ", ".join(list(trained)[:3])

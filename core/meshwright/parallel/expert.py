@@ -175,7 +175,7 @@ class ExpertParallel(Axis):
 
         For parameters that a strategy has gathered over its own axes.
         """
-        with ExitStack() as stack, temporary_attribute(self, "_active", False):
+        with ExitStack() as stack, temporary_attribute(self, "_is_active", False):
             for parameters in self._local_parameters:
                 stack.enter_context(parameters.unsharded())
             yield

@@ -361,7 +361,7 @@ class _ChunkedLoss(torch.autograd.Function):
             raise StrategyError(
                 "the backward of a token loss was run twice; its gradients are made once. Compute it anew."
             )
-        return (None,) * 6 + tuple(None if each is None else each.mul_(grad) for each in sums.all)
+        return (None,) * 6 + tuple(None if each is None else each.mul_(grad) for each in sums.gradients)
 
 
 class _ChunkedStatistics(torch.autograd.Function):

@@ -78,11 +78,11 @@ class BoundObjective:
     @property
     def input_kind(self) -> Literal["tokens", "outputs"]:
         """Its first argument: `Tokens` or `Outputs`."""
-        return getattr(self.objective, "on", "tokens")
+        return getattr(self.objective, "input_kind", "tokens")
 
     @property
     def group_size(self) -> int:
-        return getattr(self.objective, "rows", 1)
+        return getattr(self.objective, "group_size", 1)
 
     def get_columns(self, batch: Batch) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in batch.items() if name not in self.model_keys}
@@ -241,7 +241,7 @@ def check_logits_shape(objective: BoundObjective, shape: Sequence[int], vocab_si
     if objective.input_kind == "tokens" and (len(shape) != 3 or shape[-1] < (vocab_size or 0)):
         raise ModelError(
             f"the {objective.name} is over tokens, but the model gives logits {tuple(shape)}, which are not those of its "
-            f"vocabulary. Set on = 'outputs', for an objective over what the model's head returns."
+            f"vocabulary. Set input_kind = 'outputs', for an objective over what the model's head returns."
         )
 
 

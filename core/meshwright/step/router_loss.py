@@ -117,7 +117,7 @@ class RouterLogitsRecorder:
     def record(self) -> Iterator[list[Tensor]]:
         """Yield the list to which the logits of one forward are added, without those of recomputation in backward."""
         noted: list[Tensor] = []
-        with temporary_attribute(self, "_open", noted):
+        with temporary_attribute(self, "_current", noted):
             yield noted
 
     def on_forward(self, index: int | None, module: nn.Module, args: Any, output: Any) -> None:

@@ -138,7 +138,7 @@ def from_config(
 
     Args:
         hf_config: a Hugging Face configuration, or a mapping of its fields with `model_type` among them.
-        init: parallel: each rank draws the weights that it holds. as_transformers: each rank draws all weights, bit for
+        init: parallel: each rank draws the weights that it holds. transformers: each rank draws all weights, bit for
             bit as transformers does after `torch.manual_seed(seed)`.
         peft: as there, but checkpoints hold the full model, since nobody else has its base.
 

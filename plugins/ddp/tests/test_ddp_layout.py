@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshwright_ddp.buckets import BucketLayout, compute_bucket_layout, compute_default_bucket_size
 
 TEN = [9025] * 10
-SHARED = {"shared_embeddings": {9}}
+SHARED = {"separate_params": {9}}
 
 
 def _ends(*ends: int) -> list[tuple[int, int]]:
@@ -36,7 +36,7 @@ def _ends(*ends: int) -> list[tuple[int, int]]:
         # A shared embedding that is registered last has the first bucket for itself.
         (TEN, None, 8, SHARED, [(0, 9088), (9088, 90880)], [9025, 81729]),
         (TEN, 20000, 8, SHARED, _ends(9088, 36352, 63616, 90880), [9025] + [27201] * 3),
-        ([5000] * 4, 8000, 2, {"shared_embeddings": {3}}, _ends(5120, 15232, 20352), [5000, 10056, 5000]),
+        ([5000] * 4, 8000, 2, {"separate_params": {3}}, _ends(5120, 15232, 20352), [5000, 10056, 5000]),
     ],
 )
 def test_the_layout_is_the_references(
@@ -73,9 +73,9 @@ def options_of_layouts(distributed: st.SearchStrategy[bool]) -> st.SearchStrateg
             "numels": st.lists(st.integers(1, 3000), max_size=30),
             "bucket_size": st.none() | st.integers(1, 5000),
             "dp_size": st.integers(1, 9),
-            "distributed_optimizer": distributed,
+            "use_distributed_optimizer": distributed,
             "pad_for_high_busbw": st.booleans(),
-            "shared_embeddings": st.frozensets(st.integers(0, 29), max_size=3),
+            "separate_params": st.frozensets(st.integers(0, 29), max_size=3),
         }
     )
 
@@ -87,7 +87,7 @@ def test_buckets_cover_the_buffer_in_order_and_hold_whole_parameters_in_reverse_
     assert [start for start, _ in layout.buckets] == [0, *(end for _, end in layout.buckets)][: len(layout.buckets)]
     assert all(0 < size <= end - start for size, (start, end) in zip(layout.unpadded, layout.buckets, strict=True))
     assert layout.numel == (layout.buckets[-1][1] if numels else 0)
-    assert options["distributed_optimizer"] or layout.numel == sum(numels)
+    assert options["use_distributed_optimizer"] or layout.numel == sum(numels)
     assert [end - start for start, end, _ in layout.param_ranges] == numels
     behind = 0
     for start, end, bucket in reversed(layout.param_ranges):
@@ -98,8 +98,8 @@ def test_buckets_cover_the_buffer_in_order_and_hold_whole_parameters_in_reverse_
     for (first, _), members in zip(layout.buckets, layout.param_indices, strict=True):
         # Only the last parameter of a bucket brings it to its size.
         assert all(size is None or layout.param_ranges[index][1] - first < size for index in members[1:])
-        is_alone = len(members) == 1 or not options["shared_embeddings"].intersection(members)
-        assert is_alone or not options["distributed_optimizer"]
+        is_alone = len(members) == 1 or not options["separate_params"].intersection(members)
+        assert is_alone or not options["use_distributed_optimizer"]
 
 
 @given(options_of_layouts(st.just(True)))

@@ -41,8 +41,8 @@ def _held(config: dict[str, Any], dtype: str) -> tuple[int, int, int, int]:
     storages = {p.untyped_storage().data_ptr(): p for p in manager.model_parts[0].parameters()}
     parameters = sum(p.untyped_storage().nbytes() // p.element_size() for p in storages.values())
     adam = sum(value.numel() for values in manager.optimizer.state.values() for value in values.values() if value.dim())
-    masters = sum(shard.tensor.numel() for shard in manager.module.shards or () if shard.is_master)
-    return parameters, buffer.gradients.numel(), adam, masters
+    masters = sum(shard.optimizer_parameter.numel() for shard in manager.module.shards or () if shard.is_master)
+    return parameters, buffer.grad_data.numel(), adam, masters
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_rows_of_padding_and_masked_positions_count_for_nothing_whatever_they_ho
 def test_only_what_an_objective_says_that_it_takes_is_read(cell):
     objective = get_objective(cell)
     batch = build_microbatch(objective)
-    taken = {column.name for column in objective.takes} | {"logits", "labels", "position_ids"}
+    taken = {column.name for column in objective.accepted_columns} | {"logits", "labels", "position_ids"}
     torch.testing.assert_close(
         evaluate_objective(objective, batch),
         evaluate_objective(objective, {name: batch[name] for name in taken}),
@@ -105,7 +105,7 @@ def test_only_what_an_objective_says_that_it_takes_is_read(cell):
     for name in objective.columns:
         with pytest.raises(BatchError, match=f"objective '{objective.name}' needs the column '{name}'"):
             objective.check({key: each for key, each in batch.items() if key != name})
-    for column in objective.takes:
+    for column in objective.accepted_columns:
         wrong = batch | {column.name: batch[column.name][..., None, None]}
         with pytest.raises(BatchError, match=f"column '{column.name}' of objective '{objective.name}' has the shape"):
             objective.check(wrong)
@@ -465,7 +465,7 @@ def test_a_step_has_the_objectives_value_and_its_gradient(cell, world):
         tokens = Tokens.from_logits(logits, batch["labels"], position_ids=batch["position_ids"])
         total, count = total + objective(tokens, columns)[0], count + objective.count(batch)
     (total / count).backward()
-    num_tokens = manager.announce(microbatches, objective=objective)
+    num_tokens = manager.begin_step_sync(microbatches, objective=objective)
     loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=objective)
     assert int(num_tokens) == count
     torch.testing.assert_close(loss, (total / count).detach(), rtol=1e-10, atol=1e-12)
@@ -498,7 +498,7 @@ def test_the_table_of_the_page_has_every_column_and_option(name):
     (row,) = re.findall(rf"^\| `{name}` \|.*$", PAGE, flags=re.MULTILINE)
     _, _, _, columns, options, divided, _ = row.split("|")
     cells = [get_objective(cell) for cell in CELLS if cell["name"] == name]
-    taken = {column.name for objective in cells for column in objective.takes}
+    taken = {column.name for objective in cells for column in objective.accepted_columns}
     assert set(re.findall(r"`(\w+)`", columns)) == taken
     assert {each for each in re.findall(r"`(\w+)`", columns) if f"[`{each}`]" not in columns} == set.intersection(
         *(set(objective.columns) for objective in cells)

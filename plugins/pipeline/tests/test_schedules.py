@@ -36,7 +36,7 @@ F, B, I, W = COMPUTE_KINDS  # noqa: E741
 
 
 def printed(schedule):
-    return tuple(tuple(str(action) for action in order) for order in schedule.orders)
+    return tuple(tuple(str(action) for action in order) for order in schedule.actions_by_rank)
 
 
 def validate(schedule):
@@ -68,7 +68,7 @@ def test_orders_are_those_of_torch_wherever_torch_takes_the_numbers(name):
     for ranks in (1, 2, 3, 4, 8):
         for chunks in range(rule.min_chunks, (rule.max_chunks or 3) + 1):
             for microbatches in range(1, 19):
-                sizes = {"ranks": ranks, "stages": ranks * chunks, "microbatches": microbatches}
+                sizes = {"num_ranks": ranks, "num_stages": ranks * chunks, "num_microbatches": microbatches}
                 ours = printed(build_schedule(name, **sizes))
                 try:
                     theirs = torch_orders(name, **sizes)
@@ -90,10 +90,10 @@ def test_orders_are_those_of_torch_wherever_torch_takes_the_numbers(name):
 @settings(max_examples=100, deadline=None)
 def test_each_schedule_computes_everything_once_on_the_rank_of_its_stage_and_finishes(schedule):
     validate(schedule)
-    held = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
-    assert {len(stages) for stages in held} == {schedule.stages // schedule.ranks}
+    held = [schedule.stages_on_rank(rank) for rank in range(schedule.num_ranks)]
+    assert {len(stages) for stages in held} == {schedule.num_stages // schedule.num_ranks}
     if find_schedule_spec(schedule.name).is_v_shaped:
-        assert all(sum(stages) == schedule.stages - 1 for stages in held)
+        assert all(sum(stages) == schedule.num_stages - 1 for stages in held)
 
 
 def test_unknown_schedule_names_the_nearest_and_all():
@@ -185,9 +185,9 @@ def test_peak_of_live_microbatches(name, chunks, peaks):
 def transfers(schedule):
     """What must cross from one rank to another: the send on one side and the receive on the other."""
     found = set()
-    for stage in range(schedule.stages - 1):
+    for stage in range(schedule.num_stages - 1):
         if schedule.placement[stage] != schedule.placement[stage + 1]:
-            for microbatch in range(schedule.microbatches):
+            for microbatch in range(schedule.num_microbatches):
                 found.add(
                     (Action(ActionKind.SEND_F, stage, microbatch), Action(ActionKind.RECV_F, stage + 1, microbatch))
                 )
@@ -207,9 +207,9 @@ def execute(schedule, orders, rng):
 
     Checks on the way that what an action needs has been computed on its rank or received there.
     """
-    last = schedule.stages - 1
-    at = [0] * schedule.ranks
-    here = [set() for _ in range(schedule.ranks)]
+    last = schedule.num_stages - 1
+    at = [0] * schedule.num_ranks
+    here = [set() for _ in range(schedule.num_ranks)]
     met = set()
 
     def current(rank):
@@ -252,8 +252,8 @@ def execute(schedule, orders, rng):
         at[mine.peer] += 1
         return True
 
-    while any(current(rank) for rank in range(schedule.ranks)):
-        ready = [rank for rank in range(schedule.ranks) if current(rank)]
+    while any(current(rank) for rank in range(schedule.num_ranks)):
+        ready = [rank for rank in range(schedule.num_ranks) if current(rank)]
         rng.shuffle(ready)
         assert any(step(rank) for rank in ready), f"deadlock at {[str(current(rank)) for rank in ready]}"
     return met
@@ -265,7 +265,7 @@ def test_transfers_are_complete_and_never_deadlock_even_where_sends_block(schedu
     orders = add_communication(schedule)
     assert execute(schedule, orders, rng) == transfers(schedule)
     computing = tuple(tuple(each for each in order if isinstance(each, Action)) for order in orders)
-    assert computing == schedule.orders
+    assert computing == schedule.actions_by_rank
 
 
 def moments(order):
@@ -315,18 +315,18 @@ def test_further_microbatches_repeat_what_a_steady_schedule_does(name, chunks, r
 @given(schedules(), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_any_order_that_finishes_gets_transfers_that_work(schedule, rng):
-    assume(schedule.ranks > 1 and schedule.microbatches > 1)
+    assume(schedule.num_ranks > 1 and schedule.num_microbatches > 1)
     # Exchange neighbours at random wherever the schedule still finishes.
-    orders = [list(order) for order in schedule.orders]
+    orders = [list(order) for order in schedule.actions_by_rank]
     for _ in range(10):
-        rank = rng.randrange(schedule.ranks)
+        rank = rng.randrange(schedule.num_ranks)
         index = rng.randrange(len(orders[rank]) - 1)
         orders[rank][index : index + 2] = reversed(orders[rank][index : index + 2])
         try:
-            compute_timeline(replace(schedule, orders=tuple(map(tuple, orders))))
+            compute_timeline(replace(schedule, actions_by_rank=tuple(map(tuple, orders))))
         except ConfigError:
             orders[rank][index : index + 2] = reversed(orders[rank][index : index + 2])
-    changed = replace(schedule, orders=tuple(map(tuple, orders)))
+    changed = replace(schedule, actions_by_rank=tuple(map(tuple, orders)))
     assert execute(changed, add_communication(changed), rng) == transfers(schedule)
 
 

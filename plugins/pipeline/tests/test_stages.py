@@ -425,7 +425,7 @@ def _alive(name: str) -> list[int]:
         nonlocal most
         forward(run, action)
         # Weights that are put off keep their inputs.
-        most = max(most, len(run._flying) + len(run._rest))
+        most = max(most, len(run._in_flight) + len(run._weight_backwards))
 
     ScheduleRun._forward = counting  # type: ignore[method-assign]
     try:

@@ -14,7 +14,7 @@ SINGLE_STAGE = ("GPipe", "1F1B")
 COMPUTE = ("F", "B", "I", "W")
 
 
-def torch_orders(name: str, *, ranks: int, stages: int, microbatches: int) -> tuple[tuple[str, ...], ...]:
+def torch_orders(name: str, *, num_ranks: int, num_stages: int, num_microbatches: int) -> tuple[tuple[str, ...], ...]:
     """Per rank, the computing actions of `torch.distributed.pipelining`, printed as torch does ("0F0").
 
     The classes read no more of a stage than its numbers, so plain objects stand for the stages of rank 0; they work
@@ -27,8 +27,8 @@ def torch_orders(name: str, *, ranks: int, stages: int, microbatches: int) -> tu
     logging.getLogger(theirs.__name__).setLevel(logging.ERROR)
     fakes = [
         SimpleNamespace(
-            num_stages=stages,
-            group_size=ranks,
+            num_stages=num_stages,
+            group_size=num_ranks,
             group_rank=0,
             stage_index=index,
             is_first=index == 0,
@@ -36,12 +36,12 @@ def torch_orders(name: str, *, ranks: int, stages: int, microbatches: int) -> tu
             has_backward=True,
             submod=None,
         )
-        for index in range(stages // ranks)
+        for index in range(num_stages // num_ranks)
     ]
     first = next(iter(list(inspect.signature(cls.__init__).parameters)[1:]))
-    made = cls(fakes[0] if first == "stage" else fakes, microbatches)
+    made = cls(fakes[0] if first == "stage" else fakes, num_microbatches)
     return tuple(
-        tuple(str(action) for each in made.pipeline_order[rank] for action in _flat(each)) for rank in range(ranks)
+        tuple(str(action) for each in made.pipeline_order[rank] for action in _flat(each)) for rank in range(num_ranks)
     )
 
 

@@ -191,7 +191,7 @@ class ContextParallel(Axis):
     def isolated(self) -> Iterator[AttentionProbe]:
         """Let each position attend to itself, without communication, and record what attention is given."""
         observer = AttentionProbe()
-        with temporary_attribute(self, "observer", observer):
+        with temporary_attribute(self, "attention_probe", observer):
             yield observer
 
     def needs_probe(self) -> bool:

@@ -224,7 +224,7 @@ def _apply_corrections(plan: TensorParallelPlan, model: nn.Module) -> None:
 
 @functools.cache
 def _load_corrections() -> dict[str, dict[str, str]]:
-    return dict(yaml.safe_load((Path(__file__).parent / "corrections.yaml").read_text()))
+    return dict(yaml.safe_load((Path(__file__).parent / "plan_corrections.yaml").read_text()))
 
 
 def _add_vocabulary(plan: TensorParallelPlan, model: nn.Module, layout: ModelLayout) -> None:

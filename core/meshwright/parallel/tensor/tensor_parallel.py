@@ -186,7 +186,7 @@ class TensorParallel(Axis):
 
         For parameters that a strategy has gathered over its own axes.
         """
-        with self._local_parameters.unsharded(), temporary_attribute(self, "active", False):
+        with self._local_parameters.unsharded(), temporary_attribute(self, "is_active", False):
             yield
 
     def check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:

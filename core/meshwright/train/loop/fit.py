@@ -98,7 +98,7 @@ class _TrainingLoop:
         loop = self.loop
         own: list[LoopExtension | None] = [
             Verifier(self.manager, loop.verify_every) if loop.verify_every is not None else None,
-            self.rollback_points if loop.on_bad_step.action == "rewind" else None,
+            self.rollback_points if loop.on_bad_step.action == "rollback" else None,
             loop.ema,
             StepContext(loop.step_context, loop.extra_times)
             if loop.step_context is not None or loop.extra_times is not None
@@ -202,8 +202,8 @@ class _TrainingLoop:
                     self.bad_step_detector,
                     on_gradients=look,
                 )
-        except RollbackRequested as rewinds:
-            return rewinds.bad
+        except RollbackRequested as request:
+            return request.bad
         if result.skip_reason:
             self.report_bad_step(BadStepInfo(result.step, result.skip_reason))
         return result
@@ -339,7 +339,7 @@ class RollbackPoints(LoopExtension):
         """Load the newest valid checkpoint before a step; return its step, and the loop's state then. Collective."""
         checkpointer, world = self._loop.checkpointer, self._manager.mesh.world
         if checkpointer is None:
-            raise TrainingError("on_bad_step=rewind needs a checkpointer.")
+            raise TrainingError("on_bad_step=rollback needs a checkpointer.")
         checkpointer.wait()
         steps = sorted((step for step in self._points if step < bad.step), reverse=True)
         there = world.run_on_first_rank(
@@ -348,7 +348,7 @@ class RollbackPoints(LoopExtension):
         found, _ = find_first_valid([checkpointer.storage_for_step(step) for step in there], world)
         if found is None:
             raise TrainingError(
-                f"step {bad.step}: {bad.reason}, and there is no checkpoint to go back to: on_bad_step=rewind goes "
+                f"step {bad.step}: {bad.reason}, and there is no checkpoint to go back to: on_bad_step=rollback goes "
                 f"back to what this sitting has saved or begun with. No parameter was changed by this step. Lower "
                 f"checkpoint.every, or set on_bad_step=skip."
             )

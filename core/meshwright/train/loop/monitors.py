@@ -8,7 +8,7 @@ was done for PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1). Distan
 deviations of the good steps before, which outliers do not move (Iglewicz and Hoaglin 1993).
 
 [Note: draws] The batch of a step, and its random numbers, are drawn by the number of the step plus the number of
-batches that rewinding has left out before it.
+batches that rolling back has left out before it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ MIN_RELATIVE_DEVIATION = 1e-3
 class BadStepConfig(FrozenModel):
     """What becomes of a step whose loss or gradient norm is not finite, or far above those before."""
 
-    action: Literal["stop", "skip", "rewind"] = Field(
+    action: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
-        description="stop: the run ends with an error; skip: the optimizer does not step, and the run goes on; rewind: "
+        description="stop: the run ends with an error; skip: the optimizer does not step, and the run goes on; rollback: "
         "the run goes back to its newest checkpoint, and leaves out all batches since then.",
     )
     max_deviations: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(

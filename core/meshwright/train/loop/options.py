@@ -202,17 +202,33 @@ def validate_across_ranks(loop: Loop, mesh: Mesh) -> tuple[int, bool]:
     return loop.num_steps, any(count for _, count in found)
 
 
-_POSITIVE_OPTIONS = ("steps", "epochs", "accumulate", "eval_every", "save_every", "norms_every", "verify_every")
+_POSITIVE_OPTIONS = (
+    "steps",
+    "epochs",
+    "gradient_accumulation_steps",
+    "eval_every",
+    "save_every",
+    "grad_norms_every",
+    "verify_every",
+)
 _SHARED_OPTIONS = (
-    *("start", "accumulate", "max_grad_norm", "grad_norm_type", "eval_every", "early_stopping", "save_every"),
-    *("save_after_s", "norms_every", "seed", "on_bad_step", "verify_every"),
+    *(
+        "start_step",
+        "gradient_accumulation_steps",
+        "max_grad_norm",
+        "grad_norm_type",
+        "eval_every",
+        "early_stopping",
+        "save_every",
+    ),
+    *("save_every_s", "grad_norms_every", "seed", "on_bad_step", "verify_every"),
 )
 
 
 def collect_shared_options(loop: Loop) -> dict[str, Any]:
     """Return by name what must be equal on all ranks; a loop that cannot run is a ConfigError."""
     steps, checkpointer = loop.num_steps, loop.checkpointer
-    for name, lowest in {**dict.fromkeys(_POSITIVE_OPTIONS, 1), "start": 0}.items():
+    for name, lowest in {**dict.fromkeys(_POSITIVE_OPTIONS, 1), "start_step": 0}.items():
         value = getattr(loop, name)
         if value is not None and (type(value) is not int or value < lowest):
             raise ConfigError(f"{name} of the loop must be an int, at least {lowest}, not {value!r}.")
@@ -220,13 +236,15 @@ def collect_shared_options(loop: Loop) -> dict[str, Any]:
         raise ConfigError(f"the loop is to start after step {loop.start_step}, but has {steps} steps. Raise steps.")
     if not isinstance(loop.eval_sets, Mapping):
         raise ConfigError(
-            f"eval_sets of the loop must map names to microbatches, such as {{'eval_sets': batches}}, not "
+            f"eval_sets of the loop must map names to microbatches, such as {{'held_out': batches}}, not "
             f"{type(loop.eval_sets).__name__}."
         )
     if callable(loop.batches) and loop.gradient_accumulation_steps != 1:
-        raise ConfigError("accumulate is for batches that are iterable; a function gives all microbatches of a step.")
-    if checkpointer is None and loop.on_bad_step.action == "rewind":
-        raise ConfigError("on_bad_step=rewind needs a checkpointer to go back with: give the loop one, or set skip.")
+        raise ConfigError(
+            "gradient_accumulation_steps is for batches that are iterable; a function gives all microbatches of a step."
+        )
+    if checkpointer is None and loop.on_bad_step.action == "rollback":
+        raise ConfigError("on_bad_step=rollback needs a checkpointer to go back with: give the loop one, or set skip.")
     if checkpointer is None and (loop.save_every is not None or loop.save_every_s is not None):
         raise ConfigError("save_every and save_every_s need a checkpointer: give the loop one, or leave them out.")
     if loop.save_every_s is not None and not loop.save_every_s > 0:

@@ -79,7 +79,7 @@ def train_step(
         manager, bad_step_detector, step + 1, loss, grad_norm, sums
     )
     stopwatch.end_phase("read", "optimizer")
-    scheduled = _step_optimizer(manager, loop, step + 1, bad, rolls_back=bad_step_detector.config.action == "rewind")
+    scheduled = _step_optimizer(manager, loop, step + 1, bad, rolls_back=bad_step_detector.config.action == "rollback")
     stopwatch.end_phase("optimizer")
     # By parameter group: under its name, if that is unique, or else its number.
     names = [group.get("name") for group in manager.optimizer.param_groups]

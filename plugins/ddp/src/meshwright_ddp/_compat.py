@@ -6,7 +6,7 @@ import inspect
 
 from torch.nn.parallel import DistributedDataParallel
 
-SHIMS = ("buffer_option",)
+SHIMS = ("broadcast_buffers_kwargs",)
 """What torch 2.13 needs no longer; see `meshwright._compat.torch`."""
 
 

@@ -38,13 +38,13 @@ __all__ = [
 # These modules import torch, which listing strategies and validating a config must not.
 _LAZY_IMPORTS = {
     "FSDP2Manager": ".manager",
-    "_destroy_dist_connection": ".functions",
-    "_patch_is_packed_sequence_for_training": ".forward",
-    "apply_fsdp_sharding_recursively": ".functions",
-    "fsdp2_strategy_parallelize": ".functions",
+    "_destroy_dist_connection": ".reference_api",
+    "_patch_is_packed_sequence_for_training": ".forward_wrappers",
+    "apply_fsdp_sharding_recursively": ".reference_api",
+    "fsdp2_strategy_parallelize": ".reference_api",
     "get_hf_tp_shard_plan": "meshwright.parallel.tensor",
     "translate_to_torch_parallel_style": "meshwright.parallel.tensor",
-    "unshard_fsdp2_model": ".functions",
+    "unshard_fsdp2_model": ".reference_api",
 }
 
 

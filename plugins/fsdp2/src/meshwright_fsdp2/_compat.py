@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-SHIMS = ("reduce_unused",)
+SHIMS = ("reduce_unused_params",)
 """What torch 2.13 needs no longer; see `meshwright._compat.torch`."""
 
 

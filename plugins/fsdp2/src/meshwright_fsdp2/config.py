@@ -146,7 +146,9 @@ class FSDP2Config(StrategyConfig):
     )
 
     @classmethod
-    def variants(cls, *, degrees: Degrees, microbatches: int, is_dtype_free: bool, **_: Any) -> list[dict[str, Any]]:
+    def variants(
+        cls, *, degrees: Degrees, num_microbatches: int, is_dtype_free: bool, **_: Any
+    ) -> list[dict[str, Any]]:
         """Options worth planning on a mesh; see [Note: variants] in `meshwright_plan.search.candidates`."""
         options: dict[str, Any] = {"sequence_parallel": True} if degrees.tp > 1 else {}
         if is_dtype_free:
@@ -156,7 +158,7 @@ class FSDP2Config(StrategyConfig):
         found = [options, options | {"reshard_after_forward": False}]
         if degrees.dp_shard * degrees.cp == 1:
             return found if is_dtype_free else [options]
-        return found if microbatches == 1 else [*found, options | {"defer_fsdp_grad_sync": False}]
+        return found if num_microbatches == 1 else [*found, options | {"defer_fsdp_grad_sync": False}]
 
     @field_validator("reshard_after_forward", mode="before")
     @classmethod

@@ -25,8 +25,8 @@ __all__ = [
 # These modules import torch, which listing strategies and validating a config must not.
 _LAZY_IMPORTS = {
     "MegatronFSDPManager": ".manager",
-    "megatron_fsdp_strategy_parallelize": ".functions",
-    "nvfsdp_strategy_parallelize": ".functions",
+    "megatron_fsdp_strategy_parallelize": ".reference_api",
+    "nvfsdp_strategy_parallelize": ".reference_api",
 }
 
 

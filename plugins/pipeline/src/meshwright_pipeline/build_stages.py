@@ -72,7 +72,7 @@ class StageFactory:
             "is_first": index == 0,
             "is_last": index == len(orders.placement) - 1,
             "dtype": getattr(torch, self.config.dtype) if self.config.dtype is not None else None,
-            "splits": orders.splits_backward,
+            "splits_backward": orders.splits_backward,
         }
 
 

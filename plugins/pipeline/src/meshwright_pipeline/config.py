@@ -90,32 +90,32 @@ class PipelineConfig(FrozenModel):
     )
 
     @classmethod
-    def variants(cls, *, degrees: Degrees, layers: int, rows: int, **_: Any) -> list[dict[str, Any]]:
+    def variants(cls, *, degrees: Degrees, num_layers: int, micro_batch_size: int, **_: Any) -> list[dict[str, Any]]:
         """Options worth planning on a mesh; see [Note: variants] in `meshwright_plan.search.candidates`."""
         found = []
         for name, rule in SCHEDULES.items():
             for chunks in (rule.min_chunks,) if rule.max_chunks else (rule.min_chunks, 2 * rule.min_chunks):
-                options: dict[str, Any] = {"pp_schedule": name, "pp_microbatch_size": rows}
+                options: dict[str, Any] = {"pp_schedule": name, "pp_microbatch_size": micro_batch_size}
                 if chunks > rule.min_chunks:
-                    each = -(-layers // (degrees.pp * chunks))
-                    if -(-layers // each) != degrees.pp * chunks:
+                    each = -(-num_layers // (degrees.pp * chunks))
+                    if -(-num_layers // each) != degrees.pp * chunks:
                         continue
                     options["layers_per_stage"] = each
                 found.append(options)
         return found
 
     def estimate_schedule(
-        self, *, layers: int, pp_size: int, sequences: int, head_cost: float = 0.0
+        self, *, num_layers: int, pp_size: int, num_sequences: int, head_cost: float = 0.0
     ) -> tuple[float, float]:
         """The bubble fraction of a schedule whose stages have equally many blocks, and the most live microbatches.
 
-        `sequences` are those of a step on each data-parallel rank, and `head_cost` is the time of what the last stage
+        `num_sequences` are those of a step on each data-parallel rank, and `head_cost` is the time of what the last stage
         computes beside its blocks, as a number of blocks.
         """
-        stages = compute_num_stages(self, num_layers=layers, pp_size=pp_size)
-        microbatches = compute_num_microbatches(self, num_sequences=sequences)
+        stages = compute_num_stages(self, num_layers=num_layers, pp_size=pp_size)
+        microbatches = compute_num_microbatches(self, num_sequences=num_sequences)
         schedule = resolve_schedule(self, num_ranks=pp_size, num_stages=stages, num_microbatches=microbatches)
-        costs = [layers / stages] * (stages - 1) + [layers / stages + head_cost]
+        costs = [num_layers / stages] * (stages - 1) + [num_layers / stages + head_cost]
         return bubble_fraction(schedule, stage_costs=costs), max(
             count_peak_live_microbatches(schedule)
         ) * pp_size / stages

@@ -274,7 +274,7 @@ class PipelineManager(StagedStateManager):
         stages, (inputs,) = self._stages.values(), model_inputs(given, [piece])
         if takes_loss not in self._probed:
             for stage in stages:
-                self.mesh.world.run_on_all_ranks(lambda stage=stage: stage.probe(inputs, needs_token_loss=takes_loss))  # type: ignore[misc]
+                self.mesh.world.run_on_all_ranks(lambda stage=stage: stage.probe(inputs, takes_loss=takes_loss))  # type: ignore[misc]
             self._probed.add(takes_loss)
         last = next((stage for stage in stages if stage.is_last), None)
         tally = self._steps.start_accumulator(

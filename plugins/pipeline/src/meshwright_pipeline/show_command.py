@@ -110,14 +110,14 @@ def summarize_pipeline(config: RunConfig) -> PipelineSummary:
     stack, degrees = resolve(
         config.strategy,
         config,
-        preflight.processes(config),
+        preflight.count_local_ranks(config),
         config=config.strategy_config,
         wrapper_config=config.wrapper_config,
     )
     options = next((layer.config for layer in stack.wrappers if isinstance(layer.config, PipelineConfig)), None)
     if options is None:
         raise ConfigError(f"{stack} has no pipeline, so there is nothing to show. Set pp_size to 2 or more.")
-    _, hf_config = preflight.data_and_model_config(config)
+    _, hf_config = preflight.prepare_data_and_model_config(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     layout = model_layout(model)

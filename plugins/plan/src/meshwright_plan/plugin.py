@@ -252,15 +252,15 @@ def register_run_sections() -> list[RunSection]:
 
 
 @hookimpl
-def monitor_run(config: RunConfig, ranks: int) -> PlanMonitor | None:
+def monitor_run(config: RunConfig, world_size: int) -> PlanMonitor | None:
     from .live import create_plan_monitor
 
-    return create_plan_monitor(config, ranks)
+    return create_plan_monitor(config, world_size)
 
 
 @hookimpl
-def render_plan(config: RunConfig, ranks: int) -> list[Any]:
+def render_plan(config: RunConfig, world_size: int) -> list[Any]:
     from .live import build_plan
     from .tables import build_tables
 
-    return build_tables(build_plan(config, ranks))
+    return build_tables(build_plan(config, world_size))

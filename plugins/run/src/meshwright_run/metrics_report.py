@@ -111,18 +111,16 @@ class MetricsReporter:
             print_text(f"step {result.step}/{result.num_steps}  {text}", self._console)
 
     @hookimpl
-    def on_bad_step(self, bad: BadStep) -> None:
-        if bad.rollback_step is None:
-            text = f"step {bad.step} is left out: {bad.reason}"
+    def on_bad_step(self, bad_step: BadStep) -> None:
+        if bad_step.rollback_step is None:
+            text = f"step {bad_step.step} is left out: {bad_step.reason}"
         else:
-            text = (
-                f"step {bad.step}: {bad.reason}; going back to step {bad.rollback_step}, without the batches since then"
-            )
+            text = f"step {bad_step.step}: {bad_step.reason}; going back to step {bad_step.rollback_step}, without the batches since then"
             if self._lines is not None:
                 self._lines.close()
-                kept = read_metrics(self._metrics, last_step=bad.rollback_step, num_steps=bad.num_steps)
+                kept = read_metrics(self._metrics, last_step=bad_step.rollback_step, num_steps=bad_step.num_steps)
                 self._lines = _open_with_results(self._metrics, kept)
-        print_text(f"{text} ({bad.num_bad_steps} so far)", self._console)
+        print_text(f"{text} ({bad_step.num_bad_steps} so far)", self._console)
 
     def _handle_write_error(self, error: OSError) -> None:
         told = f"{self._metrics} cannot be written: {error}."

@@ -220,7 +220,9 @@ class BaseRunConfig(MeshSizes):
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than steps={self.steps}; lower it"
             )
         if self.steps is not None and self.ema is not None and self.ema.start_step >= self.steps:
-            raise ValueError(f"ema.start={self.ema.start_step}, so nothing is averaged in steps={self.steps}; lower it")
+            raise ValueError(
+                f"ema.start_step={self.ema.start_step}, so nothing is averaged in steps={self.steps}; lower it"
+            )
         if self.bad_step_config.action == "rewind" and not self.checkpoint.has_scheduled_saves:
             raise ValueError("on_bad_step=rewind needs checkpoints to go back to; set checkpoint.every, or skip")
         if self.bad_step_config.action == "rewind" and self.checkpoint.replicate is not None:

@@ -89,8 +89,8 @@ class EventLog:
         self.log("evaluation", **{**asdict(evaluation), "losses": nan_to_none(evaluation.losses)})
 
     @hookimpl
-    def on_bad_step(self, bad: BadStep) -> None:
-        self.log("bad step", **asdict(bad))
+    def on_bad_step(self, bad_step: BadStep) -> None:
+        self.log("bad_step", **asdict(bad_step))
 
     @hookimpl
     def on_checkpoint(self, checkpoint: SavedCheckpoint) -> None:

@@ -69,8 +69,8 @@ class TrainerLoss:
         self.name = f"loss of {type(trainer).__name__}"
         self._trainer, self._vocab_size, self._dtype = trainer, trainer._vocab_size, trainer._dtype
         self._takes_logits = takes_logits
-        self.on: Literal["tokens", "outputs"] = "tokens" if self._vocab_size else "outputs"
-        self.rows = trainer.rows_per_group
+        self.input_kind: Literal["tokens", "outputs"] = "tokens" if self._vocab_size else "outputs"
+        self.group_size = trainer.rows_per_group
         self.is_mean = getattr(trainer, "loss_is_scaled_for_ga", None) is False or not self._vocab_size
         self.begin_step([])
 
@@ -81,13 +81,13 @@ class TrainerLoss:
 
     def row_order(self, count: int, device: torch.device) -> Tensor:
         """The trainer's rows in the manager's order; int64, (count,)."""
-        return torch.arange(count, device=device).view(self.rows, -1).T.flatten()
+        return torch.arange(count, device=device).view(self.group_size, -1).T.flatten()
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
         targets = batch["labels"][:, 1:] != IGNORE_INDEX
         if not self.is_mean:
             return int(targets.sum())
-        return len(targets) // self.rows if bool(targets.any()) else 0
+        return len(targets) // self.group_size if bool(targets.any()) else 0
 
     def __call__(self, statistics: Tokens | Outputs, columns: Mapping[str, Tensor]) -> Tensor:
         self.has_run = True
@@ -103,7 +103,7 @@ class TrainerLoss:
     def split_calls(self, count: int, device: torch.device) -> list[Tensor]:
         """Which of the rows, in the manager's order, each call of the trainer's loss is given, in its own order."""
         # The first rows of all groups, then the second ones.
-        return [torch.arange(count, device=device).view(-1, self.rows).T.flatten()]
+        return [torch.arange(count, device=device).view(-1, self.group_size).T.flatten()]
 
     def _call_rows(self, statistics: Tokens | Outputs, microbatch: int, rows: Tensor, order: Tensor) -> Tensor:
         mine, held = rows[order], self.microbatches[microbatch]
@@ -116,17 +116,17 @@ class TrainerLoss:
 
         def noted(name: str) -> Tensor:
             value = _get_statistic(statistics, name, order, self._vocab_size)
-            if (value.dim() and name != "logits") or self.on == "outputs":
+            if (value.dim() and name != "logits") or self.input_kind == "outputs":
                 keep(name, value)
             return value
 
-        inputs = _select_rows(held, mine, self.rows)
+        inputs = _select_rows(held, mine, self.group_size)
         if self._takes_logits:
             predicted = _get_statistic(statistics, "logits", order, self._vocab_size).detach()
             reduce = self._trainer.preprocess_logits_for_metrics
             keep("predictions", predicted if reduce is None else reduce(predicted, get_labels(inputs)))
         loss = self._compute_loss(noted, inputs, is_logged=False)
-        return loss * (len(order) // self.rows) if self.is_mean else loss
+        return loss * (len(order) // self.group_size) if self.is_mean else loss
 
     def log(self) -> None:
         """Let the trainer log what its loss logs; on ranks with the loss, collective over those with their place in the
@@ -141,7 +141,7 @@ class TrainerLoss:
         values, ids = self.saved_statistics[microbatch], self.microbatches[microbatch]["input_ids"]
         if name in values:
             return values[name]
-        if self.on == "outputs":
+        if self.input_kind == "outputs":
             return ids.new_zeros((len(ids), 1), dtype=self._dtype)
         if name == "logits":
             # Too large to keep, and made into a loss alone, which is not what is logged.

@@ -68,7 +68,7 @@ class _TorchProxy(types.ModuleType):
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_inner"], name)
+        return getattr(self.__dict__["_module"], name)
 
 
 _COMPLETED_WORK = types.SimpleNamespace(wait=lambda: True)

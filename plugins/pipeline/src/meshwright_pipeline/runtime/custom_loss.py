@@ -24,7 +24,7 @@ _TORCH_LOSS_BASE = torch.nn.MSELoss.__mro__[1]
 class LogitsObjective:
     """The objective that a `loss_fn` stands for."""
 
-    name, on = "loss_fn", "outputs"
+    name, input_kind = "loss_fn", "outputs"
 
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._loss, self._is_checked = loss, False

@@ -4,7 +4,7 @@
 `variants(*, degrees, layers, rows, microbatches, is_dtype_open)` that returns a list of mappings of options: for the
 `degrees` of a mesh, a model of so many `layers`, and `rows` of a microbatch. Where `is_dtype_open`, the run file leaves
 the precision to the strategy, and options may contain `model.dtype`. An option `activation_checkpointing` is tried by
-its name. Of a wrapping strategy, `forecast(*, layers, ranks, sequences, head)` returns the share of time in which ranks
+its name. Of a wrapping strategy, `estimate_schedule(*, num_layers, pp_size, num_sequences, head_cost)` returns the share of time in which ranks
 wait, and how many microbatches a rank holds at once.
 
 [Note: what stays] What the command line sets is kept; the layout of the run file is where the search begins. Its other
@@ -172,9 +172,9 @@ class SearchSpace:
         ask = getattr(spec.config_cls, "variants", None)
         if ask is None:
             return [{}]
-        sizes = {"layers": self.num_layers, "rows": rows, "microbatches": microbatches}
+        sizes = {"num_layers": self.num_layers, "micro_batch_size": rows, "num_microbatches": microbatches}
         is_open = "dtype" not in self.values["model"]
-        return [dict(each) for each in ask(degrees=degrees, is_dtype_open=is_open, **sizes)]
+        return [dict(each) for each in ask(degrees=degrees, is_dtype_free=is_open, **sizes)]
 
     def _build_candidate(
         self, spec: StrategySpec, variant: Mapping[str, Any], recomputed: Any, degrees: Degrees, rows: int
@@ -236,12 +236,12 @@ class SearchSpace:
         """Return a pipeline's share of waiting and microbatches held, else 0 and 1; `head`: what is no block, in
         blocks.
         """
-        ask = getattr(candidate.wrapper_options, "forecast", None)
+        ask = getattr(candidate.wrapper_options, "estimate_schedule", None)
         if ask is None:
             return 0.0, 1.0
         sequences = candidate.num_microbatches * candidate.micro_batch_size
         told: tuple[float, float] = ask(
-            layers=self.num_layers, ranks=candidate.degrees.pp, sequences=sequences, head=head
+            num_layers=self.num_layers, pp_size=candidate.degrees.pp, num_sequences=sequences, head_cost=head
         )
         return told
 
