@@ -70,13 +70,12 @@ def page(found: Mapping[str, Any]) -> str:
         f"Generated from `benchmarks/results/decay.json`, which `{found['command']}` wrote",
         f"on {found['date']} ({versions}); not edited by hand.",
         "",
-        "Parameters of the tiny models of the zoo that `weight_decay` shrinks and spares, by the rule of",
-        "[optimizers](optimizers.md#what-weight-decay-shrinks). In all types, parameters of one dim are spared, and",
-        "matrices of linear maps, embeddings, experts and routers are decayed. The table names the others: spared",
-        "parameters of several dims, and decayed ones of other modules. A factory that is called by hand, without",
-        f"the model, decides otherwise in {len(hand)} of {len(types)} types{': ' + ', '.join(hand) if hand else ''}.",
+        "This table shows which parameters `weight_decay` applies to, for a tiny model of each type, by the rule of",
+        "[optimizers](../optimizers.md). In all types, one-dimensional parameters are excluded; weights of linear layers,",
+        "embeddings, experts and routers are decayed. The last two columns name the parameters that differ. A factory that",
+        f"you call without the model decides differently in {len(hand)} of {len(types)} types{': ' + ', '.join(hand) if hand else ''}.",
         "",
-        "| type | decayed | spared | spared, of several dims | decayed, of other modules |",
+        "| type | decayed | excluded | excluded, several dimensions | decayed, other modules |",
         "|---|---:|---:|---|---|",
     ]
     for name, each in types.items():

@@ -22,7 +22,7 @@ import transformers
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-HEADS = {"plain": "as its type has it", "tied": "tied", "contradicting": "its own, where the configuration ties it"}
+HEADS = {"plain": "default of the type", "tied": "tied", "contradicting": "untied, though the configuration ties it"}
 KNOWN = {
     "youtu": "transformers sets the row of the padding token to zero when it loads this type, and its Trainer adds one."
 }
@@ -86,7 +86,7 @@ def table(found: dict[str, Any]) -> str:
         f"the CPU (`python benchmarks/exports.py`). A cell counts types whose exports give the logits of what was "
         f"trained, within 1e-5 of the largest (merged: 1e-4), and have all files; of the types that have such a case.",
         "",
-        f"| head | {' | '.join(doors)} |",
+        f"| LM head | {' | '.join(doors)} |",
         f"|---|{'---|' * len(doors)}",
     ]
     for ties in heads:
@@ -104,7 +104,7 @@ def table(found: dict[str, Any]) -> str:
     lines += [f"- {reason}: {', '.join(sorted(types))}" for reason, types in sorted(none.items())]
     wrong = [cell for cell in cells if _is_wrong(cell[3])]
     if wrong:
-        lines += ["", "| type | head | door | what is wrong |", "|---|---|---|---|"]
+        lines += ["", "| type | LM head | route | error |", "|---|---|---|---|"]
         lines += [f"| {t} | {HEADS[ties]} | {door} | {' '.join(text.split())[:120]} |" for t, ties, door, text in wrong]
         lines += ["", *(f"- {t}: {KNOWN[t]}" for t in sorted({cell[0] for cell in wrong} & KNOWN.keys()))]
     return "\n".join(lines)

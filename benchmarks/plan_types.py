@@ -85,7 +85,7 @@ def made(model_type: str) -> nn.Module:
 
 def write(found: Mapping[str, Mapping[str, Any]]) -> None:
     """How many are planned in each layout, and the others by reason, into the page."""
-    lines = [f"Of {len(found)} types:", "", "| layout | planned | not |", "|---|---:|---|"]
+    lines = [f"Of {len(found)} types:", "", "| layout | planned | not planned |", "|---|---:|---|"]
     for layout in LAYOUTS:
         reasons: dict[str, list[str]] = {}
         for model_type, cells in found.items():

@@ -75,7 +75,7 @@ def train(world: mw.World, strategy: str, length: int, rollouts: int) -> bool:
     manager = stack.build(mesh)
     manager.parallelize(build_tiny_model())
     manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig(lr=1e-3)))
-    objective = get_objective({"name": "grpo", "normalize": "tokens", "entropy": 0.01})
+    objective = get_objective({"name": "grpo", "normalize": "tokens", "entropy_coef": 0.01})
 
     torch.manual_seed(1 + mesh.data_rank)  # each rank asks and samples on its own
     means, start = [], time.monotonic()

@@ -33,7 +33,7 @@ def main(run: Path) -> int:
     held_out = summary["held_out"]
     model = AutoModelForCausalLM.from_pretrained(run / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
-    tokens = np.load(held_out["tokens"], mmap_mode="r")
+    tokens = np.load(held_out["tokens_file"], mmap_mode="r")
     seq_len, count = held_out["seq_len"], held_out["sequences"]
     available = len(tokens) // seq_len
     rows = np.arange(count) * available // count  # spread over the split, as the run did

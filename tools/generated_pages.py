@@ -26,7 +26,7 @@ CONTESTANTS = {
     "step-cpu": {
         "fsdp2": "fsdp2 by hand",
         "ddp": "DDP by hand",
-        "ddp-bucketed": "DDP by hand, our bucketed engine",
+        "ddp-bucketed": "DDP by hand, with the bucketed engine",
         "ddp-zero1": "DDP and torch's ZeroRedundancyOptimizer",
     },
     "step-cpu-tp2": {"fsdp2": "fsdp2 with tp 2 by hand, 4 ranks"},
@@ -76,7 +76,7 @@ def replace_between_markers(page: str, marker: str, text: str) -> str:
 
 def render_performance() -> str:
     """Steps beside others' hands, into docs/reference/proofs/performance.md."""
-    lines = ["| ours beside | ours / theirs | noise |", "|---|---:|---:|"]
+    lines = ["| compared with | meshwright / other | noise |", "|---|---:|---:|"]
     for name, contestants in CONTESTANTS.items():
         found = load_results(name)["strategies"]
         for key, told in contestants.items():
@@ -87,7 +87,7 @@ def render_performance() -> str:
 
 def render_gpu() -> str:
     """What GPUs have shown, claim by claim: docs/reference/proofs/gpu.md."""
-    page: str = load_script("tools/gpu_page.py").gpu_page(
+    page: str = load_script("tools/gpu_page.py").render_gpu_page(
         RESULTS / "gpu", load_script("benchmarks/gpu/all.py").parts("cuda")
     )
     return page
@@ -101,7 +101,11 @@ def render_faults() -> str:
     """What has happened to runs, and what became of them: docs/reference/proofs/faults.md."""
     return "\n".join(
         [
-            "# Faults, and what became of the runs",
+            "# Faults: runs that recover from random failures",
+            "",
+            "This page proves that runs recover from failures with the metrics and weights of an undisturbed run, bitwise.",
+            "Three experiments inject faults, measure the time from a dead rank to the next step, and kill runs at random.",
+            "Each section names its command. In the tables, a row is a kind of fault or a layout, and times are in seconds.",
             "",
             *_render_fault_chain(),
             "",
@@ -122,6 +126,68 @@ def _render_provenance(name: str, found: Mapping[str, Any]) -> list[str]:
     ]
 
 
+FAULT_NAMES = {
+    "agent": "torchrun agent killed",
+    "bit in a copy": "bit flip in a replica",
+    "bit in memory": "bit flip in memory",
+    "bit on disk": "bit flip in a checkpoint",
+    "cut": "network cut, temporary",
+    "cut for good": "network cut, permanent",
+    "full disk": "disk full",
+    "node": "node lost",
+    "parent": "launcher killed",
+    "pre-emption": "preemption",
+    "rank": "rank killed",
+    "stop": "rank stopped (SIGSTOP)",
+}
+"""Kinds of faults in benchmarks/results/faults.json, as the page names them."""
+
+
+def _name_source(where: str) -> str:
+    """Name where a run resumed from."""
+    if where == "on":
+        return "not interrupted"
+    return where.replace("the beginning", "step 0")
+
+
+def _name_outcome(told: str) -> str:
+    """Name the result of a stack or layout."""
+    for of_run in ("that nothing has happened to", "that was not killed"):
+        told = told.replace(f"metrics and weights of a run {of_run}, bit for bit", "bitwise equal to an undisturbed run")
+    return told
+
+
+FAULT_NAMES = {
+    "agent": "torchrun agent killed",
+    "bit in a copy": "bit flip in a replica",
+    "bit in memory": "bit flip in memory",
+    "bit on disk": "bit flip in a checkpoint",
+    "cut": "network cut, temporary",
+    "cut for good": "network cut, permanent",
+    "full disk": "disk full",
+    "node": "node lost",
+    "parent": "launcher killed",
+    "pre-emption": "preemption",
+    "rank": "rank killed",
+    "stop": "rank stopped (SIGSTOP)",
+}
+"""Kinds of faults in benchmarks/results/faults.json, as the page names them."""
+
+
+def _name_source(where: str) -> str:
+    """Name where a run resumed from."""
+    if where == "on":
+        return "not interrupted"
+    return where.replace("the beginning", "step 0")
+
+
+def _name_outcome(told: str) -> str:
+    """Name the result of a stack or layout."""
+    for of_run in ("that nothing has happened to", "that was not killed"):
+        told = told.replace(f"metrics and weights of a run {of_run}, bit for bit", "bitwise equal to an undisturbed run")
+    return told
+
+
 def _render_fault_chain() -> list[str]:
     found = load_results("faults")
     every, of_stack = found["faults"], Counter(each["stack"] for each in found["faults"])
@@ -130,19 +196,19 @@ def _render_fault_chain() -> list[str]:
         "",
         *_render_provenance("faults", found),
         "Each stack trains a tiny model with dropout, with `verify_every: 3` and a `watchdog_s` of "
-        f"{found['watchdog_s']:g}. Its faults strike",
-        "one run, one after another; where its command ends, the same command is given again, as a scheduler would.",
-        "Two and three nodes are network namespaces on one machine, with an agent of torchrun in each, joined by c10d.",
+        f"{found['watchdog_s']:g}.",
+        "Its faults hit one run, one after another. When the command ends, it is run again, as a scheduler would do.",
+        "Multi-node runs use network namespaces on one host, each with a torchrun agent, connected by c10d.",
         "",
-        "| stack | faults | what it ended with |",
+        "| stack | faults | result |",
         "|---|---:|---|",
-        *[f"| {stack} | {of_stack[stack]} | {told} |" for stack, told in found["stacks"].items()],
+        *[f"| {stack} | {of_stack[stack]} | {_name_outcome(told)} |" for stack, told in found["stacks"].items()],
         "",
-        "Checkpoints that are left are whole, no process and no half-written file is, and no run went on from before a",
-        "checkpoint that was whole. Seconds until no rank was left that had been there, and until a step further than",
-        "any before was completed:",
+        "All remaining checkpoints are valid, no process or incomplete file is left, and no run resumed from an older step",
+        "than its newest valid checkpoint. \"Ranks gone\" is the time until all old ranks have ended; \"next step\" is the time",
+        "until the run completes a step beyond those before the fault:",
         "",
-        "| fault | how often | ranks gone, worst | next step, median | worst | went on from |",
+        "| fault | count | ranks gone, worst | next step, median | worst | resumed from |",
         "|---|---:|---:|---:|---:|---|",
     ]
     for kind in sorted({each["kind"] for each in every}):
@@ -150,25 +216,25 @@ def _render_fault_chain() -> list[str]:
         gone = [each["ended_s"] for each in those if each["ended_s"] is not None]
         times = [each["next_s"] for each in those]
         went = ", ".join(
-            f"{where} {count}" for where, count in Counter(each["went_on"] for each in those).most_common()
+            f"{_name_source(where)} {count}" for where, count in Counter(each["went_on"] for each in those).most_common()
         )
-        worst = f"{max(gone):.1f}" if gone else "live on"
+        worst = f"{max(gone):.1f}" if gone else "survive"
         lines.append(
-            f"| {kind} | {len(those)} | {worst} | {statistics.median(times):.1f} | {max(times):.1f} | {went} |"
+            f"| {FAULT_NAMES.get(kind, kind)} | {len(those)} | {worst} | {statistics.median(times):.1f} | {max(times):.1f} | {went} |"
         )
-    lines += ["", "| went on from | faults | next step, median [s] | worst [s] |", "|---|---:|---:|---:|"]
+    lines += ["", "| resumed from | faults | next step, median [s] | worst [s] |", "|---|---:|---:|---:|"]
     for where, each in found["times"].items():
-        lines.append(f"| {where} | {each['faults']} | {each['median_s']:.1f} | {each['worst_s']:.1f} |")
+        lines.append(f"| {_name_source(where)} | {each['faults']} | {each['median_s']:.1f} | {each['worst_s']:.1f} |")
     return lines
 
 
 def _render_restarts() -> list[str]:
     found = load_results("restarts")
     return [
-        "## From the death of a rank to the next completed step",
+        "## From a dead rank to the next step",
         "",
         *_render_provenance("restarts", found),
-        f"Two ranks on {found['cpu']}, a tiny model, in turns. Seconds.",
+        f"Two ranks on {found['cpu']}, a tiny model, the rows in turns. Seconds.",
         "",
         "| | deaths | median | worst |",
         "|---|---:|---:|---:|",
@@ -183,33 +249,33 @@ def _render_kills() -> list[str]:
     found = load_results("kill")
     kills = found["kills"]
     lines = [
-        "## Runs that were killed",
+        "## Killed runs",
         "",
         *_render_provenance("kill", found),
-        f"Each layout trains a tiny model with dropout for {found['steps']} steps and saves as it goes. Its runs",
-        "are killed with SIGKILL at random moments, each time started anew by the same command, and at last left to",
-        "end. Then metrics and exported weights are compared with those of a run that nobody has killed.",
+        f"Each layout trains a tiny model with dropout for {found['steps']} steps and saves checkpoints. Its runs are killed with",
+        "SIGKILL at random moments and restarted by the same command; the last one finishes. Metrics and exported",
+        "weights are then compared with those of an undisturbed run.",
         "",
-        "| layout | kills | runs | what it ended with |",
+        "| layout | kills | runs | result |",
         "|---|---:|---:|---|",
     ]
     of_layout = Counter(kill["layout"] for kill in kills)
     for layout, ended in found["layouts"].items():
-        lines.append(f"| {layout} | {of_layout[layout]} | {ended['runs']} | {ended['result']} |")
-    lines += ["", "### Moments", "", "| killed while | a rank | the parent | all |", "|---|---:|---:|---:|"]
+        lines.append(f"| {layout} | {of_layout[layout]} | {ended['runs']} | {_name_outcome(ended['result'])} |")
+    lines += ["", "### When they were killed", "", "| killed during | a rank | the launcher | all |", "|---|---:|---:|---:|"]
     moments = Counter((kill["moment"], kill["victim"]) for kill in kills)
     for moment in dict.fromkeys(kill["moment"] for kill in kills):
         counts = [str(moments[moment, victim]) for victim in ("rank", "parent", "all")]
         lines.append(f"| {moment} | {' | '.join(counts)} |")
     lines += [
         "",
-        f"Of {len(kills)} kills, {sum(bool(kill['left']) for kill in kills)} left something half-written behind, which",
-        "the next start removed; the slowest run took "
-        f"{max(kill['ended_s'] for kill in kills):.1f} s until no process of it was left.",
+        f"Of {len(kills)} kills, {sum(bool(kill['left']) for kill in kills)} left an incomplete file, which the next",
+        "start removed. The slowest run needed "
+        f"{max(kill['ended_s'] for kill in kills):.1f} s until all of its processes had ended.",
         "",
         "### Each kill",
         "",
-        "| layout | while | victim | steps done | left behind | gone after [s] |",
+        "| layout | during | killed | steps done | incomplete files | ended after [s] |",
         "|---|---|---|---:|---|---:|",
     ]
     for kill in kills:
@@ -256,7 +322,7 @@ def render_plans() -> str:
 
 def render_planted_bugs() -> str:
     module = load_script("tests/planted_bugs/plant.py")
-    return str(module.table(module.read_results()))
+    return str(module.render_table(module.read_results()))
 
 
 def render_mutations() -> str:
@@ -282,19 +348,19 @@ def render_trainer_arguments() -> str:
 def render_architecture() -> str:
     house = load_script("tests/support/package_map.py")
     text = (DOCS / "contribute/architecture.md").read_text(encoding="utf-8")
-    return str(house.page(text, house.read(ROOT / "core" / "meshwright")))
+    return str(house.render_page(text, house.read_modules(ROOT / "core" / "meshwright")))
 
 
 def render_reference_index() -> str:
-    return str(load_script("tools/site/reference.py").index())
+    return str(load_script("tools/site/reference.py").render_index())
 
 
 def render_front_page() -> str:
     """The pages of the site, into docs/index.md."""
     lines: list[str] = []
-    for entry in load_script("tools/site/navigation.py").listed():
+    for entry in load_script("tools/site/navigation.py").read_navigation():
         for title, pages in entry.items():
-            if isinstance(pages, list) and title != "Reference":
+            if isinstance(pages, list):
                 lines += ["", f"**{title}**", "", *_render_page_lines(pages)]
     return replace_between_markers(FRONT, "pages", "\n".join(lines).strip())
 
@@ -326,7 +392,7 @@ PAGE_RENDERERS: dict[str, Callable[[], str]] = {
     "reference/proofs/ignored-options.md": render_mutations,
     "reference/proofs/performance.md": render_performance,
     "reference/plan.md": render_plans,
-    "reference/README.md": render_reference_index,
+    "reference/api/README.md": render_reference_index,
     "reference/proofs/planted-bugs.md": render_planted_bugs,
     "reference/proofs/trainer-arguments.md": render_trainer_arguments,
     "reference/proofs/versions.md": render_versions,

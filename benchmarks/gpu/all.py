@@ -92,7 +92,7 @@ def parts(device: str) -> list[Part]:
     return [
         Part(
             "about",
-            "`train` has expandable segments; the card reaches its matrix products",
+            "`train` uses expandable segments; the GPU reaches its matmul throughput",
             "reference/plan.md",
             30,
             {"machine": [PYTHON, str(HERE / "about.py"), "--out", "{json}", "--device", device]},
@@ -111,7 +111,7 @@ def parts(device: str) -> list[Part]:
         ),
         Part(
             "plan",
-            "a plan's memory and time are those of the card",
+            "planned memory and time match the GPU",
             "reference/plan.md",
             170,
             {
@@ -126,7 +126,7 @@ def parts(device: str) -> list[Part]:
         ),
         Part(
             "nccl",
-            "two ranks compute over NCCL what one does",
+            "two ranks over NCCL give the results of one",
             "reference/proofs/coverage.md",
             80,
             {"cells": cells(2, 50)},

@@ -30,7 +30,7 @@ Run = Callable[..., FinishedRun]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs a run of some name, with some faults of its disk."""
     library = tmp_path_factory.mktemp("library") / "disk.so"
-    source = Path(__file__).parents[1] / "faults" / "disk.c"
+    source = Path(__file__).parents[1] / "faults" / "faulty_disk.c"
     subprocess.run([str(COMPILER), "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
     runs = CheckpointRuns(tmp_path_factory.mktemp("runs"), 8, on_error="continue")
 

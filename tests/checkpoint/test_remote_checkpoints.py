@@ -94,7 +94,7 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(
     runs: CheckpointRuns, local: FinishedRun, tmp_path: Path
 ) -> None:
     url = f"{BUCKET}/killed"
-    options: Any = {"keep_last": 2, "to": url}
+    options: Any = {"keep_last": 2, "path": url}
     process = runs.start(runs.write_run_file("killed", **options))
     _await_step_2("killed")
     os.killpg(process.pid, signal.SIGKILL)
@@ -144,19 +144,19 @@ def test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked
     runs: CheckpointRuns, local: FinishedRun
 ) -> None:
     to = f"{BUCKET}/first"
-    assert runs("first", to=to).code == 0
+    assert runs("first", path=to).code == 0
     RemoteStorage(to).write_file("notes/of.txt", [b"of somebody"])
     before, anew = _sizes("first"), ("--set", "resume=never")
     for more, told in (
         (anew, "holds step-00000006 of an earlier run. Name another place, or set overwrite=true"),
         ((*anew, "--set", "overwrite=true"), "step-00000006 is of the run with output_dir="),
     ):
-        refused = runs("second", *more, to=to)
+        refused = runs("second", *more, path=to)
         refused.assert_fails(2, told)
         assert _sizes("first") == before
         assert not (refused.directory / "metrics.jsonl").exists()
     # Its own it replaces when told to, and nothing else that is there.
-    ended = runs("first", *anew, "--set", "overwrite=true", every=3, to=to)
+    ended = runs("first", *anew, "--set", "overwrite=true", every=3, path=to)
     _again(ended, local, "")
     assert "going on" not in ended.output
     assert _steps("first") == ["notes", "step-00000003", "step-00000006"]
@@ -167,7 +167,7 @@ def test_torn_and_foreign_objects_are_found(runs: CheckpointRuns, local: Finishe
     key, other, url = tmp_path / "key", tmp_path / "other", f"{BUCKET}/signed"
     key.write_bytes(b"k" * 32)
     other.write_bytes(b"o" * 32)
-    directory = runs("signed", key_file=str(key), to=url).directory
+    directory = runs("signed", key_file=str(key), path=url).directory
     assert "signed with this key" in invoke_in_process("checkpoint", "verify", url, "--key-file", str(key))[1]
     assert "k" * 32 not in (directory / "run.yaml").read_text()
     assert invoke_in_process("checkpoint", "verify", url, "--key-file", str(other))[0] == 2
@@ -182,13 +182,13 @@ def test_torn_and_foreign_objects_are_found(runs: CheckpointRuns, local: Finishe
     assert code == 1
     assert "the contents of tensors-00001.bin have changed since it was written" in output
     (directory / "summary.json").unlink()
-    _again(runs("signed", key_file=str(key), to=url), local, "An older one is tried")
+    _again(runs("signed", key_file=str(key), path=url), local, "An older one is tried")
 
     # Another key is refused before anything starts, and nothing is lost.
     (directory / "summary.json").unlink()
     before = _sizes("signed")
     more = ("--set", "resume=never", "--set", "overwrite=true")
-    runs("signed", *more, key_file=str(other), to=url).assert_fails(2, "is signed with another key")
+    runs("signed", *more, key_file=str(other), path=url).assert_fails(2, "is signed with another key")
     assert _sizes("signed") == before
 
 
@@ -196,16 +196,16 @@ def test_torn_and_foreign_objects_are_found(runs: CheckpointRuns, local: Finishe
 def test_a_server_that_goes_away_is_told_and_tried_again(
     runs: CheckpointRuns, local: FinishedRun, server: Server
 ) -> None:
-    process = runs.start(runs.write_run_file("lost", on_error="continue", retries=1, to=f"{BUCKET}/lost"))
+    process = runs.start(runs.write_run_file("lost", on_error="continue", retries=1, path=f"{BUCKET}/lost"))
     _await_step_2("lost")
     server.server.stop()
     try:
         ended = runs.wait("lost", process)
     finally:
         server.start()
-    ended.fails(0, "Trying again in")
+    ended.assert_fails(0, "Trying again in")
     assert re.search(r"step-0000000\d could not be written|step-0000000\d cannot be written", ended.output)
-    assert ended.numbers == local.reproducible_results
+    assert ended.reproducible_results == local.reproducible_results
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ def test_bad_urls_are_refused_before_anything_starts(runs: CheckpointRuns) -> No
         ("gs://bucket/x", "needs a package that is not installed"),
         ("s3://no-such-bucket/x", "s3://no-such-bucket/x cannot be read: The specified bucket does not exist"),
     ):
-        code, output = invoke_in_process("train", str(runs.write_run_file("bad", to=to)))
+        code, output = invoke_in_process("train", str(runs.write_run_file("bad", path=to)))
         assert (code, told in output, "Traceback" in output) == (2, True, False), output
         assert not (runs.directory / "bad").exists()
 

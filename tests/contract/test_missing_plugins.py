@@ -33,7 +33,7 @@ main()
         ("watch", ["watch", "."]),
         ("diagnose", ["doctor"]),
         ("objectives", ["train", "RUN", "--set", "objective=dpo"]),
-        ("replicate", ["train", "RUN", "--set", "checkpoint.replicate=neighbour"]),
+        ("replicate", ["train", "RUN", "--set", "checkpoint.replicate=neighbor"]),
         ("fsdp2", ["train", "RUN"]),
     ],
 )

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -226,3 +227,30 @@ def test_the_strategy_of_the_guide_is_listed_and_refuses_what_it_shows(flat: Pat
 def test_the_strategy_of_the_guide_passes(arguments: tuple[str, ...], flat: Path) -> None:
     done = with_flat(flat, *arguments)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+# -- help
+
+
+def _list_commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if hasattr(command, "commands"):
+        for name, each in command.commands.items():
+            yield from _list_commands(each, (*words, name))
+    else:
+        yield words, command
+
+
+def test_the_help_of_each_command_has_two_examples_that_parse() -> None:
+    if "pipeline" not in get_group(app).commands:
+        add_commands(app, get_registry())
+    commands = list(_list_commands(get_group(app)))
+    assert len(commands) > 15
+    for words, command in commands:
+        examples = re.findall(r"^ *(?:python -m )?meshwright (.*)$", command.help or "", flags=re.MULTILINE)
+        assert len(examples) >= 2, words
+        for example in examples:
+            arguments = shlex.split(example.partition(" > ")[0])
+            assert tuple(arguments[: len(words)]) == words, example
+            command.make_context("meshwright", arguments[len(words) :])
+        for option in command.params:
+            assert getattr(option, "help", None), (words, option.name)

@@ -1,6 +1,6 @@
 """`meshwright train` in which a bit flips where a file says so, as a cosmic ray has it.
 
-    python -c "import target; target.main()" RUN.yaml FILE
+    python -c "import bit_flip_target; bit_flip_target.main()" RUN.yaml FILE
 
 FILE, "RANK PLACE", has that rank flip one bit after its next step, and remove the file. PLACE is parameter, optimizer,
 or gradient: that one between clipping and the optimizer's step. Started by torchrun, this is a rank.
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flips import first_gradient, first_held, flip
+from bit_flips import find_first_gradient, find_first_state_tensor, flip_tensor_bit
 from torch import Tensor
 
 from meshwright.base.processes import exit_process
@@ -40,12 +40,14 @@ class BitFlipper:
     def on_step_end(self, result: StepResult) -> None:
         place = self._requested_place()
         if place in ("parameter", "optimizer"):
-            self._flip(first_held(self._manager, {"parameter": "model.", "optimizer": "optimizer."}[place]))
+            self._flip(
+                find_first_state_tensor(self._manager, {"parameter": "model.", "optimizer": "optimizer."}[place])
+            )
 
     def read(self, *values: Tensor) -> list[float]:
         """What a step reads after it has clipped, before the optimizer steps."""
         found = self._read(*values)
-        if self._requested_place() == "gradient" and (gradient := first_gradient(self._manager)) is not None:
+        if self._requested_place() == "gradient" and (gradient := find_first_gradient(self._manager)) is not None:
             self._flip(gradient)
         return found
 
@@ -59,7 +61,7 @@ class BitFlipper:
 
     def _flip(self, tensor: Tensor) -> None:
         Path(os.environ[FLIP_FILE_VARIABLE]).unlink()
-        flip(tensor)
+        flip_tensor_bit(tensor)
 
 
 def fit_with_flips(manager: StrategyManager, *arguments: Any) -> Any:

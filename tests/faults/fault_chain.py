@@ -185,7 +185,7 @@ class ScheduledJob:
 
     def start(self) -> None:
         self.num_attempts += 1
-        main = ("-c", "import target; target.main()", str(self.run.file), str(self.flip_file))
+        main = ("-c", "import bit_flip_target; bit_flip_target.main()", str(self.run.file), str(self.flip_file))
         environment = build_clean_environment(**{MARK: self.mark, "PYTHONPATH": str(HERE)})
         if not self.nodes:
             commands = [[sys.executable, *main]]
@@ -194,7 +194,7 @@ class ScheduledJob:
             # Agents that meet so begin anew together; with `--master-addr` each would by itself.
             meet = f"--rdzv-endpoint={self.nodes[0].address}:{find_free_port()}"
             size = f"--nproc-per-node={self.stack.num_ranks // len(self.nodes)}"
-            script = (str(HERE / "target.py"), *main[2:])
+            script = (str(HERE / "bit_flip_target.py"), *main[2:])
             commands = [
                 node.command(
                     *(*TORCHRUN, f"--nnodes={len(self.nodes)}", size, "--max-restarts=99", "--rdzv-backend=c10d", meet),
@@ -280,7 +280,7 @@ class FaultChain:
         self.baseline = make_run(workplace, f"{short}-whole", settings)
         checkpoint: dict[str, Any] = {"every": 4, "keep_last": 3, "on_error": "continue"}
         if stack.replicates_state:
-            checkpoint |= {"replicate": "neighbour", "every": 25}
+            checkpoint |= {"replicate": "neighbor", "every": 25}
         self.disk = workplace / f"{short}-disk"
         self.run = make_run(workplace, f"{short}-struck", settings | {"checkpoint": checkpoint})
         # On a disk of its own, which can be filled.
@@ -539,7 +539,7 @@ def main() -> None:
 
 
 def run_chain(workplace: Path, name: str, faults: int, seed: int) -> Iterator[FaultRecord]:
-    """The faults of one stack; see `Chain.strikes`."""
+    """The faults of one stack; see `FaultChain.iter_faults`."""
     return FaultChain(workplace, name, STACKS[name], faults, _build_rng(name, seed)).iter_faults()
 
 

@@ -43,15 +43,15 @@ SKIPPED = re.compile("parity|conformance|one_process|loop_by_hand|files_are_data
 """Tests of equal results, which most options do not change, and of no option in particular."""
 SPURIOUS = re.compile("ValidationError|ConfigError|is not valid|acts only with")
 """Errors that follow from the dropped value alone."""
-PAGE = """# Ignored options, and whether a test notices
+PAGE = """# Ignored options: every option has a test
 
-`python tests/mutation/sweep.py` lets each option of each config have no effect, one at a time, and runs
-tests that mention it until one fails.
+This page proves that each option of each config is tested. `python tests/mutation/sweep.py` makes one option at a time
+ignored, and runs the tests that mention it until one fails (mutation testing). "yes" means that a test fails.
 
-- *acting*: the config takes and checks the value, but the code that reads it finds the default.
-- *given*: the value is dropped before the config is validated; tests of errors count as well.
+- *acting*: the config validates the value, but the code that reads it gets the default.
+- *given*: the value is dropped before validation, so tests of errors count too.
 
-A result stays until its option is tried again; it is not that of the last commit.
+A result is kept until its option is tried again; it may be older than the last commit.
 """
 MOST_TESTS, TIMEOUT_S = 8, 300.0
 
@@ -146,7 +146,7 @@ def table(results: dict[str, dict[str, str]]) -> str:
     killed = sum(each["status"] == "killed" for each in results.values())
     excused = sum(name in REASONS and each["status"] != "killed" for name, each in results.items())
     others = len(results) - killed - excused
-    counted = f"{len(results)} options: {killed} killed, {excused} survive with a reason, {others} others."
+    counted = f"{len(results)} options: {killed} killed, {excused} survive with a reason, {others} survive without one."
     lines = [PAGE, counted, "", "| option | ignored | a test fails |\n|---|---|---|"]
     for name, each in sorted(results.items()):
         is_killed = each["status"] == "killed"

@@ -35,12 +35,12 @@ from support.forked_tests import CHANGE_VARIABLE, ROOT, collect_test_ids, run_te
 HERE = Path(__file__).parent
 RESULTS = ROOT / "benchmarks" / "results" / "bugs.json"
 PAGE_PATH = ROOT / "docs" / "reference" / "proofs" / "planted-bugs.md"
-PAGE_HEADER = """# Planted bugs, and the tests that notice
+PAGE_HEADER = """# Planted bugs: mistakes that the tests catch
 
-`tests/planted_bugs/bugs.yaml` lists mistakes as real code has had them: wrong reductions, gradients, shards and
-schedules, lost data, wrong numbers, security. `python tests/planted_bugs/plant.py` plants each alone, in all processes
-of a test. The tests that are named fail under it and pass without it; others may fail, too. `--check` lists
-the bugs whose text or tests have changed.
+This page proves that the tests catch realistic bugs: wrong reductions, gradients, shards and schedules, lost data,
+wrong numbers, security. `python tests/planted_bugs/plant.py` plants each bug of `tests/planted_bugs/bugs.yaml`
+alone, in all processes of a test. A bug is caught if the listed tests pass without it and fail with it; other
+tests may fail too. `--check` lists bugs whose text or tests have changed since.
 """
 
 
@@ -193,11 +193,11 @@ def render_table(results: dict[str, Any]) -> str:
         kind: sum(find_status(bug, results) == kind for bug in bugs) for kind in ("caught", "missed", "not tried")
     }
     counted = (
-        f"{counts['caught']} caught, {counts['missed']} missed, {counts['not tried']} changed since they were tried."
+        f"{counts['caught']} caught, {counts['missed']} missed, {counts['not tried']} changed since they were planted."
     )
     lines = [
         PAGE_HEADER,
-        f"{len(bugs)} bugs: {counted}\n\n| bug | what goes wrong | in | tests | result |\n|---|---|---|---|---|",
+        f"{len(bugs)} bugs: {counted}\n\n| bug | effect | in | tests | result |\n|---|---|---|---|---|",
     ]
     for bug in bugs:
         tests = ", ".join(dict.fromkeys(f"`{test.partition('[')[0]}`" for test in bug.caught_by))

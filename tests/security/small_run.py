@@ -54,7 +54,7 @@ def job_values(env: dict[str, Any], **launch: Any) -> dict[str, Any]:
             "nodes": 2,
             "ranks_per_node": 2,
             "env": env,
-            "kubernetes": {"image": "image", "claim": "claim", "mount": "/shared"},
+            "kubernetes": {"image": "image", "volume_claim": "claim", "mount_path": "/shared"},
             "skypilot": {"mounts": {"/shared": "s3://bucket"}},
             **launch,
         },

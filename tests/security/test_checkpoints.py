@@ -152,7 +152,7 @@ def test_a_file_that_is_exchanged_after_it_was_verified_is_not_loaded(root: Path
 @pytest.mark.parametrize("name", [PAYLOAD, "huggingface/config.json"])
 def test_a_file_that_is_exchanged_after_it_was_verified_is_not_exported(root: Path, name: str, tmp_path: Path) -> None:
     place = LocalStorage(root / "step-00000001", StorageOptions(SigningKey(SECRET)))
-    owner, after = (stored_model, "read_index") if name == PAYLOAD else (stored_model.StoredModel, "_on_this_machine")
+    owner, after = (stored_model, "read_index") if name == PAYLOAD else (stored_model.StoredModel, "_localize_files")
     with (
         _swapped_after(owner, after, place.path / name),
         pytest.raises(CheckpointError, match=f"the contents of {name} have changed"),
@@ -236,7 +236,7 @@ def test_what_a_run_remembers_is_taken_or_the_checkpoint_is_refused(root: Path) 
     place = root / "step-00000001"
     rewrite_manifest(place, extra=whole)
     assert read_manifest(place).extra == whole
-    best = SimpleNamespace(keep_best=1, best_of="held_out")
+    best = SimpleNamespace(keep_best=1, best_eval_set="held_out")
     outcomes = Counter[bool]()
     for path, odd in itertools.product(_paths(whole), ODD):
         extra = copy.deepcopy(whole)

@@ -1,6 +1,6 @@
 """Whatever stands in a run file: it is read as it was meant, or one error says what is wrong, in bounded time.
 
-Files, values and sizes follow from a seed; `odd_run_files` says what they are. Run with `-s` for the counts.
+Files, values and sizes follow from a seed; `fuzzed_run_files` says what they are. Run with `-s` for the counts.
 """
 
 from __future__ import annotations

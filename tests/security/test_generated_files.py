@@ -92,7 +92,13 @@ def test_kubernetes(kind: str, text: str) -> None:
         text,
         python=text,
         setup=["true $(RANK) $RANK"],
-        kubernetes={"image": "image", "claim": "claim", "mount": "/shared", "kind": kind, "node_selector": {"a": text}},
+        kubernetes={
+            "image": "image",
+            "volume_claim": "claim",
+            "mount_path": "/shared",
+            "kind": kind,
+            "node_selector": {"a": text},
+        },
     )
     settings, manifest = yaml.safe_load_all(render_job_files(job, "kubernetes")["job.yaml"])
     assert yaml.safe_load(settings["data"]["run.yaml"])["output_dir"] == "/shared/runs/run"
@@ -142,7 +148,11 @@ def test_control_characters_are_refused(
     with pytest.raises(ConfigError, match=r"launch\.env\.VALUE=.* has control characters"):
         _job(to, text)
     with pytest.raises((ConfigError, ValueError), match=r"control characters|pattern|surrogates"):
-        _job(to, "", kubernetes={"image": "i", "claim": "c", "mount": "/shared", "node_selector": {text: "a"}})
+        _job(
+            to,
+            "",
+            kubernetes={"image": "i", "volume_claim": "c", "mount_path": "/shared", "node_selector": {text: "a"}},
+        )
     job = _job(to, "")
     with pytest.raises(ConfigError, match=r"--out=.* has control characters"):
         build_job(job.values, job.config, to, tmp_path / text)

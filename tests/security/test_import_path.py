@@ -31,7 +31,7 @@ import sys
 import meshwright_run.launch.local as local
 def main(store): import torch
 if __name__ == '__main__':
-    sys.exit(local.launch(main, (), nproc=2))
+    sys.exit(local.launch_ranks(main, (), nproc=2))
 """
 
 
@@ -40,7 +40,7 @@ def place(tmp_path: Path) -> Path:
     """A directory with a module of each name, which leaves a mark, and a run file."""
     for name in NAMES:
         (tmp_path / f"{name}.py").write_text(MODULE.format(mark=str(tmp_path / "mark"), name=name))
-    checkpoint = {"every": 3, "replicate": "neighbour"}
+    checkpoint = {"every": 3, "replicate": "neighbor"}
     write_small_run(tmp_path, strategy="ddp", nproc=2, steps=6, max_restarts=1, output_dir="out", checkpoint=checkpoint)
     return tmp_path
 

@@ -50,7 +50,7 @@ class Process:
             assert time.monotonic() < until
             time.sleep(0.02)
         self.near = protocol.Connection(connection)
-        self.port = int(self.near.request("serve", host="127.0.0.1", token=TOKEN)["port"])
+        self.port = int(self.near.request("listen", host="127.0.0.1", token=TOKEN)["port"])
 
     def number(self, field: str) -> int:
         """Of /proc/PID/status: `Threads`, or `VmRSS` in kB."""

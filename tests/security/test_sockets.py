@@ -69,7 +69,7 @@ def waiting(place: Path, *commands: tuple[str, ...], until: int | None = None, *
 
 @pytest.mark.slow
 def test_a_run_and_its_replay_wait_on_loopback_alone(tmp_path: Path) -> None:
-    checkpoint = {"every": 10, "replicate": "neighbour"}
+    checkpoint = {"every": 10, "replicate": "neighbor"}
     run = write_small_run(tmp_path, strategy="fsdp2", nproc=2, max_restarts=1, steps=30, checkpoint=checkpoint)
     for command in (("train", str(run)), ("replay", str(tmp_path / "out"), "--step", "12")):
         found = waiting(tmp_path, ("-m", "meshwright", *command))

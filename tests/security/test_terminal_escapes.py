@@ -148,7 +148,7 @@ def test_nothing_else_writes_to_a_terminal() -> None:
     }
     found = {path: others for path, text in texts.items() if (others := _others(ast.parse(text)))}
     assert found == {"core/meshwright/files/terminal.py": ["warnings.warn", "Console", "Text.from_markup"]}
-    assert {path for path, text in texts.items() if "styled(" in text} == MARKUP
+    assert {path for path, text in texts.items() if "parse_markup(" in text} == MARKUP
 
 
 # -- where it goes

@@ -69,7 +69,7 @@ def test_every_command_that_takes_a_url_refuses_it(tmp_path: Path) -> None:
         ("checkpoint", "verify", url),
         ("export", url, tmp_path / "exported"),
         ("train", run, "--set", f"resume={url}"),
-        ("train", run, "--set", f"checkpoint={{every: 1, to: '{url}'}}"),
+        ("train", run, "--set", f"checkpoint={{every: 1, path: '{url}'}}"),
     ):
         code, output = invoke_in_process(*arguments)
         assert (code, "not opened" in output) == (2, True), output

@@ -85,7 +85,7 @@ def _manager(layout: ObjectiveLayout, model: nn.Module) -> StrategyManager:
 class Value:
     """The squared error of each position that predicts a token; other features take part as sums over documents."""
 
-    on, columns = "outputs", ("returns",)
+    input_kind, columns = "outputs", ("returns",)
 
     def __call__(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         value_BS = outputs.logits[..., 0]

@@ -120,7 +120,7 @@ def _build_sentencepiece_tokenizer(kind: str) -> Tokenizer:
 
 
 def build_record(value: dict, where: str = "chats.jsonl:1") -> SimpleNamespace:
-    return SimpleNamespace(value=value, where=where)
+    return SimpleNamespace(fields=value, location=where)
 
 
 def build_conversation(*texts: str, system: str | None = None) -> list[dict[str, str]]:
@@ -133,7 +133,7 @@ def build_conversation(*texts: str, system: str | None = None) -> list[dict[str,
 def decode_supervised_spans(tokenizer: PreTrainedTokenizerFast, example) -> list[str]:
     """The runs of learnt tokens of a document, decoded."""
     runs, before = [], False
-    for token, label in zip(example.tokens.tolist(), example.labelled.tolist(), strict=True):
+    for token, label in zip(example.tokens.tolist(), example.loss_mask.tolist(), strict=True):
         if label:
             runs.append([*(runs.pop() if before else []), token])
         before = label

@@ -94,7 +94,7 @@ def compute_logits(model: Any) -> Tensor:
 def train_step(manager: Any) -> None:
     batch = [{"input_ids": build_ids(), "labels": build_ids()}]
     manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=0.05)))
-    manager.forward_backward(batch, num_tokens=manager.announce(batch))
+    manager.forward_backward(batch, num_tokens=manager.begin_step_sync(batch))
     manager.optimizer_step()
 
 

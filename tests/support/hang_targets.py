@@ -40,8 +40,8 @@ def hang_points():
     from meshwright_run.data.train_sampler import TrainSampler
 
     return {
-        "data": (TrainSampler, "microbatches", 4, sleep_forever),
-        "sleepy loss": (ForwardRunner, "loss", 0, sleep_briefly),
+        "data": (TrainSampler, "read_microbatches", 4, sleep_forever),
+        "sleepy loss": (ForwardRunner, "compute_loss", 0, sleep_briefly),
         "step": (DataParallelManager, "forward_backward", 2, stop_process),
         "stage code": (DataParallelManager, "finish_gradients", 3, sleep_forever),
         "save": (CheckpointSave, "write", 1, stop_process),

@@ -95,7 +95,7 @@ def make_run(workplace: Path, name: str, settings: dict[str, Any]) -> TrainingRu
     values = yaml.safe_load((workplace / "run.yaml").read_text())
     values["model"] |= {"attention_dropout": 0.2, "num_hidden_layers": 4}
     values.pop("strategy_config", None)
-    values |= {"steps": STEPS, "sample": None, "eval": {"every": 7, "sequences": 4}}
+    values |= {"steps": STEPS, "sample": None, "eval": {"every": 7, "max_sequences": 4}}
     values |= {"checkpoint": {"every": 2, "keep_last": 2}, "schedule": {"name": "linear", "warmup_steps": 4}}
     values |= {"optimizer": {"lr": 3e-3, "weight_decay": 0.1}, "output_dir": str(workplace / name), **settings}
     path = workplace / f"{name}.yaml"

@@ -155,7 +155,7 @@ def combined_objective(tokens: Tokens, batch: Batch) -> tuple[Tensor, dict[str, 
 
 
 class SequenceCountObjective:
-    """`everything`, divided by the number of sequences that have labels."""
+    """`combined_objective`, divided by the number of sequences that have labels."""
 
     name, columns = "counting", ("beta", "real", "old", "advantage", "ids", "scales")
 
@@ -227,14 +227,14 @@ def _read_sums(manager: StrategyManager) -> list[float]:
 # -- the objectives that ship
 
 SHIPPED: dict[str, dict[str, Any]] = {
-    "cross_entropy": {"label_smoothing": 0.1, "z_loss": 1e-2, "sums": ["correct", "entropy"]},
+    "cross_entropy": {"label_smoothing": 0.1, "z_loss": 1e-2, "extra_sums": ["correct", "entropy"]},
     "dpo": {"rpo_alpha": 0.5, "label_smoothing": 0.1},
     "kto": {"undesirable_weight": 0.7},
     "simpo": {"sft_weight": 0.3},
-    "grpo": {"beta": 0.04, "entropy": 0.01, "normalize": "tokens"},
-    "gspo": {"name": "grpo", "importance": "sequence", "clip_low": 3e-2, "clip_high": 4e-2, "beta": 0.1},
+    "grpo": {"beta": 0.04, "entropy_coef": 0.01, "normalize": "tokens"},
+    "gspo": {"name": "grpo", "importance_level": "sequence", "clip_low": 3e-2, "clip_high": 4e-2, "beta": 0.1},
     "grpo of documents": {"name": "grpo", "packed": True, "delta": 1.5, "correction": "sequence_truncate"},
-    "ppo": {"entropy": 0.01, "clip_high": 0.28},
+    "ppo": {"entropy_coef": 0.01, "clip_high": 0.28},
     "distill": {"beta": 0.3, "weight": 0.5},
     "unlikelihood": {"alpha": 0.5},
 }
@@ -243,12 +243,12 @@ PAIRS = {1: (8,), 2: (5, 3), 4: (3, 1, 2, 2)}
 
 
 def build_shipped_objective(name: str) -> Any:
-    """The objective of an entry of `SHIPPED`, or `everything`."""
+    """The objective of an entry of `SHIPPED`, or `combined_objective`."""
     return combined_objective if name == "everything" else get_objective({"name": name, **SHIPPED[name]})
 
 
 def build_all_columns(batch: Batch) -> dict[str, Tensor]:
-    """Of `everything`, and what any objective that ships takes."""
+    """Of `combined_objective`, and what any objective that ships takes."""
     ids_BS = batch["input_ids"]
     wave_BS = ids_BS.double() + torch.arange(ids_BS.shape[1])
     logits_BSK = torch.stack([(wave_BS * part).sin() for part in (0.13, 0.29, 0.41)], -1)

@@ -43,7 +43,7 @@ def write_run_file(workplace: Path, name: str, **changes: Any) -> Path:
     values = yaml.safe_load((workplace / "run.yaml").read_text())
     values["model"] = {**values["model"], "attention_dropout": 0.2, **changes.pop("model", {})}
     values["data"] = {**values["data"], **changes.pop("data", {})}
-    values |= {"steps": STEPS, "sample": None, "eval": {"every": 3, "sequences": 4}, "strategy_config": {}}
+    values |= {"steps": STEPS, "sample": None, "eval": {"every": 3, "max_sequences": 4}, "strategy_config": {}}
     values |= {"checkpoint": {"every": 2, "keep_last": None}, "schedule": {"warmup_steps": 2}}
     values |= {"output_dir": str(workplace / name), **changes}
     path = workplace / f"{name}.yaml"

@@ -68,14 +68,14 @@ def find_anonymous_copies(pid: int) -> list[str]:
             with suppress(FileNotFoundError):
                 held.append(os.readlink(path))
     assert not [each for each in held if each.startswith("/dev/shm/")]
-    return [each for each in held if each.startswith("/memfd:meshwright-copy")]
+    return [each for each in held if each.startswith("/memfd:meshwright-replica")]
 
 
 def corrupt_copies(keeper: int) -> int:
     """Flip a bit in the middle of each part of a state that a keeper holds; return their number."""
     spoilt = 0
     for file in Path(f"/proc/{keeper}/fd").iterdir():
-        if "meshwright-copy" not in os.readlink(file) or file.stat().st_size < 10_000:
+        if "meshwright-replica" not in os.readlink(file) or file.stat().st_size < 10_000:
             continue
         with file.open("r+b") as content:
             middle = file.stat().st_size // 2

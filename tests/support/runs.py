@@ -79,7 +79,7 @@ class RunWorkspace:
     def write_run_file(self, **changes: Any) -> Path:
         values = yaml.safe_load((self.workplace / "run.yaml").read_text())
         values |= {"strategy": "single", "strategy_config": {}, "nproc": 1, "output_dir": str(self.out)}
-        values |= {"steps": STEPS, "sample": None, "eval": {"sequences": 2}, "timeout_s": 4}
+        values |= {"steps": STEPS, "sample": None, "eval": {"max_sequences": 2}, "timeout_s": 4}
         values |= {"checkpoint": {"every": EVERY, "keep_last": None, "asynchronous": False}}
         values |= {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}, "schedule": {"warmup_steps": 1}}
         # With the weights of `_handwritten`.

@@ -48,8 +48,8 @@ def build_event_line(name: str, step: int, **values: Any) -> dict[str, Any]:
 
 def build_start_event(steps: int, *, world_size: int = 4, begin: int = 0) -> dict[str, Any]:
     line = {"time": START + 0.25 * begin, "event": "start", "id": "ab" * 16, "name": "run", "strategy": "fsdp2"}
-    line |= {"mesh": f"dp_shard={world_size}", "world_size": world_size, "start": begin, "steps": steps}
-    return line | {"parameters": 1_234_567, "device": "cpu", "version": "0.1.0"}
+    line |= {"mesh": f"dp_shard={world_size}", "world_size": world_size, "start_step": begin, "num_steps": steps}
+    return line | {"num_parameters": 1_234_567, "device": "cpu", "version": "0.1.0"}
 
 
 def write_run_directory(

@@ -151,7 +151,7 @@ def _compare(found: Any, expected: Any, draws: Sequence[int | None]) -> None:
 COURSES: dict[str, tuple[list[int], list[int | None], list[Any]]] = {
     "skip": ([2], [0, 1, None, 3, 4, 5], [(3, None, 1)]),
     # The fourth batch is bad; the newest checkpoint is that of step 2. Then the eighth, which comes sixth: back to 4.
-    "rewind": ([3, 7], [0, 1, 4, 5, 8, 9], [(4, 2, 1), (6, 4, 2)]),
+    "rollback": ([3, 7], [0, 1, 4, 5, 8, 9], [(4, 2, 1), (6, 4, 2)]),
 }
 
 
@@ -170,7 +170,7 @@ def test_every_stack_leaves_out_what_is_not_a_number_or_goes_back(stack: str, do
     "stop_at", [pytest.param(None, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 5]
 )
 def test_a_course_goes_on_as_it_would_have_after_it_was_stopped(stop_at: int | None, tmp_path: Path) -> None:
-    for do, poisoned, draws in (("skip", [2, 4], [0, 1, None, 3, None, 5]), ("rewind", [2], [0, 1, 3, 4, 5, 6])):
+    for do, poisoned, draws in (("skip", [2, 4], [0, 1, None, 3, None, 5]), ("rollback", [2], [0, 1, 3, 4, 5, 6])):
         (expected,) = pool(1).run(_by_hand, draws)
         directory = str(tmp_path / do)
         for found in pool(2).run(_fitted, "fsdp2", do, poisoned, directory, stop_at):
@@ -199,7 +199,7 @@ def _ends(do: str, poisoned: Sequence[int], directory: str) -> tuple[str, bool]:
     [
         ("stop", [0], "step 1: the loss is nan and the gradient norm nan. The parameters were not changed"),
         ("skip", [0, 1, 2], "There were 3 bad steps without a good one that is further, and on_bad_step.limit=2"),
-        ("rewind", [0], "there is no checkpoint to go back to"),
+        ("rollback", [0], "there is no checkpoint to go back to"),
     ],
 )
 def test_what_cannot_go_on_ends_on_all_ranks_and_has_changed_nothing(
@@ -272,7 +272,7 @@ def _lines(directory: Path) -> list[dict[str, Any]]:
 def test_a_run_says_what_it_leaves_out_and_goes_on_alike(tmp_path: Path) -> None:
     """Norms of a low rate vary about their median; the same run, stopped in between, judges the same."""
     write_run(tmp_path)
-    judged = "on_bad_step={do: rewind, deviations: 0.7, window: 20, limit: 50}"
+    judged = "on_bad_step={action: rollback, max_deviations: 0.7, window: 20, max_bad_steps: 50}"
     values = ["optimizer.lr=0.0002", "checkpoint={every: 4, keep_last: 3}", "sample=null", judged]
     settings = [part for value in [*values, "schedule={name: constant}"] for part in ("--set", value)]
 
@@ -285,13 +285,13 @@ def test_a_run_says_what_it_leaves_out_and_goes_on_alike(tmp_path: Path) -> None
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     output = train(whole, 60)
     events = [json.loads(line) for line in (whole / "events.jsonl").read_text().splitlines()]
-    bad = [event for event in events if event["event"] == "bad step"]
+    bad = [event for event in events if event["event"] == "bad_step"]
     assert bad, "no step of this run was bad: choose other settings"
-    assert f"going back to step {bad[0]['back_to']}, without the batches since then (1 so far)" in output
+    assert f"going back to step {bad[0]['rollback_step']}, without the batches since then (1 so far)" in output
     lines = _lines(whole)
     assert [line["step"] for line in lines] == list(range(1, 61))
     # It resumes from a checkpoint after the first bad step.
-    train(parted, next(step for step in range(4, 60, 4) if step >= bad[0]["back_to"] + 4))
+    train(parted, next(step for step in range(4, 60, 4) if step >= bad[0]["rollback_step"] + 4))
     train(parted, 60)
     keys = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
     found, expected = ([[line[key] for key in keys] for line in _lines(each)] for each in (parted, whole))

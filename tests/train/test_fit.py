@@ -97,7 +97,7 @@ def test_a_data_loader_trains_alike_on_every_layout(strategy: str, sizes: dict[s
     (expected, weights), *_ = pool(1).run(_trained, "single", {})
     # Three steps a pass, another order in each.
     assert [each["step"] for each in expected] == [1, 2, 3, 4, 5, 6]
-    assert {each["steps"] for each in expected} == {6}
+    assert {each["num_steps"] for each in expected} == {6}
     assert expected[0]["num_tokens"] != expected[3]["num_tokens"]
     assert {each["learning_rate"] for each in expected} == {expected[0]["learning_rate"]}
     for found, others in pool(ranks).run(_trained, strategy, sizes):
@@ -317,8 +317,11 @@ def test_what_fails_on_one_rank_ends_all_of_them(make: str, kind: str, text: str
         ({"steps": 2, "epochs": 1}, "give either steps or epochs"),
         ({"epochs": 1, "batches": iter(())}, "epochs=1 needs batches that have a length, which tuple_iterator has not"),
         ({"steps": 0}, "steps of the loop must be an int, at least 1, not 0"),
-        ({"steps": 2, "start": 3}, "the loop is to start after step 3, but has 2 steps"),
-        ({"steps": 2, "accumulate": 2, "batches": lambda step: []}, "accumulate is for batches that are iterable"),
+        ({"steps": 2, "start_step": 3}, "the loop is to start after step 3, but has 2 steps"),
+        (
+            {"steps": 2, "gradient_accumulation_steps": 2, "batches": lambda step: []},
+            "gradient_accumulation_steps is for batches that are iterable",
+        ),
         ({"steps": 2, "early_stopping": EarlyStopping("b")}, "early_stopping looks at the set 'b'; the loop's are: a"),
         ({"steps": 2, "early_stopping": EarlyStopping("a")}, "early_stopping needs evaluations before the end"),
     ],
@@ -326,7 +329,7 @@ def test_what_fails_on_one_rank_ends_all_of_them(make: str, kind: str, text: str
 )
 def test_a_loop_that_cannot_be_run_is_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        collect_shared_options(Loop(**{"batches": [], "held_out": {"a": []}, **changes}))
+        collect_shared_options(Loop(**{"batches": [], "eval_sets": {"a": []}, **changes}))
 
 
 # -- callbacks
@@ -363,7 +366,7 @@ def _course(directory: str, strategy: str, sizes: dict[str, int], changes: dict[
     held_out = {"other": list(_loader(manager)), "held_out": list(_loader(manager))[:1]}
     # Rates that rise until the model forgets what it has learnt.
     scheduler = torch.optim.lr_scheduler.LambdaLR(manager.optimizer, lambda step: 1.0 if step < 4 else 40.0)
-    saving = {key: changes[key] for key in ("keep_last", "keep_best", "best_of") if key in changes}
+    saving = {key: changes[key] for key in ("keep_last", "keep_best", "best_eval_set") if key in changes}
     with Checkpointer(manager, directory, **{"keep_last": 1, **saving}) as checkpointer:
         loop = Loop(
             batches=_loader(manager),
@@ -409,7 +412,7 @@ def test_a_run_stops_early_on_any_layout_and_remembers_its_patience(tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_best_checkpoints_are_saved_and_never_removed_also_after_an_interruption(tmp_path: Path) -> None:
-    changes = {"keep_best": 2, "best_of": "other"}
+    changes = {"keep_best": 2, "best_eval_set": "other"}
     for results, steps in pool(2).run(_course, str(tmp_path / "a"), "ddp", {}, changes, None):
         best = _lowest(results, "other", 2)
         assert steps == sorted({*best, 12})
@@ -427,7 +430,7 @@ def test_the_best_checkpoints_are_saved_and_never_removed_also_after_an_interrup
 class _Lowest:
     """As much of a checkpointer as a watch looks at."""
 
-    keep_best, best_of = 2, "a"
+    keep_best, best_eval_set = 2, "a"
 
 
 def _watched(values: Sequence[float], state: Any = None, **stopping: Any) -> tuple[list[bool], MetricMonitor]:

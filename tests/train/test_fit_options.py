@@ -39,7 +39,7 @@ def test_epochs_and_a_share_of_warm_up_are_the_steps_that_they_come_to(
     rows = sum(map(len, preflight(load_run(place.write_run_file(**told)), 1).datasets.train_sets))
     steps = math.ceil(0.21 * rows / 4)
     assert 4 < steps < 12
-    assert _summary(place)["of_steps"] == steps
+    assert _summary(place)["num_steps"] == steps
     # Begun in the one way, and gone on with in the other.
     mixed = RunWorkspace(workplace, tmp_path / "mixed")
     mixed.directory.mkdir()
@@ -86,7 +86,7 @@ def test_a_run_that_has_stopped_early_is_finished_until_it_is_to_be_more_patient
     assert "stopped early, after 3 of 8 steps: the held-out loss has not fallen in 2 evaluations" in output
     assert [line["step"] for line in place.read_metrics()] == [1, 2, 3]
     assert place.list_steps() == [3, 2]
-    assert (_summary(place)["steps"], _summary(place)["of_steps"]) == (3, 8)
+    assert (_summary(place)["step"], _summary(place)["num_steps"]) == (3, 8)
     assert "this run has finished" in place.run_successfully(**STOPPING)
     assert "after 5 of 8 steps" in place.run_successfully(**_patient(4))
     # More steps are no more patience.
@@ -115,8 +115,8 @@ def test_a_run_that_another_has_stopped_early_is_not_begun(
 def test_several_sets_are_evaluated_kept_and_told(place: RunWorkspace, workplace: Path) -> None:
     data = yaml.safe_load((workplace / "run.yaml").read_text())["data"]
     data["eval_sets"] = {"news": {"files": str(workplace / "more" / "news.jsonl")}}
-    changes = {"data": data, "eval": {"every": 1, "sequences": 3}}
-    changes["checkpoint"] = {"keep_last": 1, "keep_best": {"set": "news", "n": 2}}
+    changes = {"data": data, "eval": {"every": 1, "max_sequences": 3}}
+    changes["checkpoint"] = {"keep_last": 1, "keep_best": {"eval_set": "news", "count": 2}}
     # Rates that make of the last steps the worst.
     changes |= {"optimizer": {"lr": 0.3}, "schedule": {"name": "constant"}}
     output = place.run_successfully(**changes)
@@ -254,7 +254,7 @@ def test_columns_of_the_data_reach_the_objective_as_it_asks_for_them(
     data = yaml.safe_load((workplace / "run.yaml").read_text())["data"]
     del data["corpus"]
     source = {"files": str(path), "columns": ["advantages"]}
-    data |= {"sources": [source], "packing": "none", "too_long": "cut", "seq_len": 32, "eval_fraction": 0.2}
+    data |= {"sources": [source], "packing": "none", "too_long": "truncate", "seq_len": 32, "eval_fraction": 0.2}
     model = yaml.safe_load((workplace / "run.yaml").read_text())["model"] | {"dtype": "float64"}
     place.run_successfully(data=data, objective="grpo", steps=3, model=model)
     # Without older log-probabilities the ratio is 1, and the loss minus the mean advantage.

@@ -147,7 +147,7 @@ class Place(runs.RunWorkspace):
         self, *, ranks: int = 2, observers: Mapping[int, list[Any]] | None = None, plugs: bool = False, **changes: Any
     ) -> list[tuple[list[Any], str, list[str]]]:
         values = {"strategy": "fsdp2", "nproc": "auto", "steps": 4, "timeout_s": 20}
-        values |= {"eval": {"every": 2, "sequences": 2}, "checkpoint": {"every": 2, "asynchronous": False}}
+        values |= {"eval": {"every": 2, "max_sequences": 2}, "checkpoint": {"every": 2, "asynchronous": False}}
         return pool(ranks).run(_rank, str(self.write_run_file(**values | changes)), observers or {}, plugs)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
@@ -163,14 +163,20 @@ def place(workplace: Path, tmp_path: Path) -> Place:
 
 
 def test_observers_of_every_rank_are_told_of_the_whole_course(place: Place) -> None:
-    seen = place.observe(optimizer={"lr": 1e-2, "weight_decay": 0.1}, metrics={"norms_every": 2, "ranks": False})
+    seen = place.observe(optimizer={"lr": 1e-2, "weight_decay": 0.1}, metrics={"norms_every": 2, "per_rank": False})
     assert not (place.out / "ranks").exists()
     for rank, (told, error, _) in enumerate(seen):
         assert not error
         assert [name for name, _ in told] == ORDER
         assert all(each.rank == rank for _, each in told)
         run, summary = told[0][1], told[-1][1]
-        assert (run.start, run.steps, run.world_size, run.strategy, run.mesh) == (0, 4, 2, "fsdp2", "dp_shard=2")
+        assert (run.start_step, run.num_steps, run.world_size, run.strategy, run.mesh) == (
+            0,
+            4,
+            2,
+            "fsdp2",
+            "dp_shard=2",
+        )
         assert run.directory == place.out
         assert run.config["steps"] == 4
         results = [each for name, each in told if name == "step"]
@@ -180,9 +186,9 @@ def test_observers_of_every_rank_are_told_of_the_whole_course(place: Place) -> N
         assert (summary.reason, summary.step, summary.loss) == ("done", 4, results[-1].loss)
         assert summary.evaluations == results[-1].evaluations
         model = AutoModelForCausalLM.from_pretrained(place.out / "model")
-        assert run.parameters == sum(each.numel() for each in model.parameters())
+        assert run.num_parameters == sum(each.numel() for each in model.parameters())
         _check_parts(results)
-    assert [each.get("norms", {}) for each in place.lines(METRICS)] == [each.norms for each in results]
+    assert [each.get("norms", {}) for each in place.lines(METRICS)] == [each.block_grad_norms for each in results]
 
 
 def _check_parts(results: list[StepResult]) -> None:
@@ -215,11 +221,11 @@ def test_what_fails_is_told_as_a_fault_and_an_end(place: Place) -> None:
         names = [name for name, _ in told]
         assert names[-2:] == ["fault", "end"]
         fault, summary = told[-2][1], told[-1][1]
-        assert (fault.kind, fault.message, summary.reason) == ("TrainingError", error, "failed")
+        assert (fault.error_type, fault.message, summary.reason) == ("TrainingError", error, "failed")
         assert fault.step == summary.step == names.count("step")
     events = place.lines(EVENTS)
     assert [each["event"] for each in events[-2:]] == ["fault", "end"]
-    assert events[-2]["kind"] == "TrainingError"
+    assert events[-2]["error_type"] == "TrainingError"
     assert (place.out / LOSS_CURVE).stat().st_size > 5000
 
 
@@ -236,8 +242,8 @@ def test_an_observer_that_fails_at_the_start_is_told_on_all_ranks(place: Place) 
 def test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed(place: Place) -> None:
     place.observe()
     first = [each["event"] for each in place.lines(EVENTS)]
-    assert first == ["start", "startup", "evaluation", "checkpoint", "evaluation", "checkpoint", "end"]
-    (startup,) = [each for each in place.lines(EVENTS) if each["event"] == "startup"]
+    assert first == ["start", "startup_times", "evaluation", "checkpoint", "evaluation", "checkpoint", "end"]
+    (startup,) = [each for each in place.lines(EVENTS) if each["event"] == "startup_times"]
     seconds = startup["seconds"]
     assert {"process group", "model", "sharding and weights", "first step", "total"} < seconds.keys()
     assert sum(each for part, each in seconds.items() if part != "total") == pytest.approx(seconds["total"], abs=0.02)
@@ -245,7 +251,7 @@ def test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed(place: Place
     place.observe(steps=6)
     events = place.lines(EVENTS)
     starts = [each for each in events if each["event"] == "start"]
-    assert [each["start"] for each in starts] == [0, 4]
+    assert [each["start_step"] for each in starts] == [0, 4]
     assert starts[0]["id"] == starts[1]["id"] == get_run_id(place.out / EVENTS)
     for rank in range(2):
         path = RunDirectory(place.out).get_rank_log_path(rank).relative_to(place.out)
@@ -363,7 +369,7 @@ def test_an_observer_that_fails_at_the_end_does_not_hide_what_has_ended_the_run(
 def test_metrics_and_trackers_do_not_make_another_run(place: Place) -> None:
     place.observe(plugs=True)
     before = {path: path.read_bytes() for path in place.out.rglob("*") if path.is_file() and ".lock" not in path.name}
-    told, error, _ = place.observe(plugs=True, metrics={"ranks": False}, trackers=["lines"])[0]
+    told, error, _ = place.observe(plugs=True, metrics={"per_rank": False}, trackers=["lines"])[0]
     assert not told
     assert not error
     assert before == {path: path.read_bytes() for path in before}

@@ -274,7 +274,7 @@ def _handwritten(
         order = DataOrder(len(training), 1, now.get("seed", config.seed))
         rows = [int(order.get_indices(position + each)[0]) for each in range(now.get("batch_size", 4))]
         position += len(rows)
-        ids = training.read_groups(rows)["input_ids"]
+        ids = training.read_batch(rows)["input_ids"]
         logits = model(input_ids=ids).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()

@@ -21,7 +21,7 @@ from meshwright_testing import pool
 BASE: dict[str, Any] = {
     "steps": 4,
     "log_every": 3,
-    "eval": {"every": 2, "sequences": 2},
+    "eval": {"every": 2, "max_sequences": 2},
     "sample": {"prompt": "4 is ", "max_new_tokens": 5, "temperature": 0.7},
     "optimizer": {"name": "AdamW", "lr": 1e-2, "weight_decay": 0.5},
     "schedule": {"name": "cosine", "warmup_steps": 1},
@@ -57,9 +57,9 @@ def _inside(key: str, **changes: Any) -> dict[str, Any]:
         ({}, set()),
         ({"grad_norm_type": 1.0}, ["norms"]),
         (_inside("optimizer", name="SGD"), ["losses"]),
-        (_inside("optimizer", groups=[{"matrices": True, "name": "Muon"}]), ["losses"]),
+        (_inside("optimizer", groups=[{"matrices_only": True, "name": "Muon"}]), ["losses"]),
         (_inside("schedule", options={"num_cycles": 2.0}), ["losses"]),
-        (_inside("eval", sequences=1), ["held out"]),
+        (_inside("eval", max_sequences=1), ["held out"]),
         (_inside("sample", max_new_tokens=2), ["sample"]),
         (_inside("sample", temperature=0.0), ["sample"]),
         (_inside("checkpoint", keep_every=2), ["checkpoints"]),
@@ -112,7 +112,7 @@ def test_checkpoints_go_to_the_directory_that_is_named_and_the_run_goes_on_from_
     workplace: Path, tmp_path: Path
 ) -> None:
     place, elsewhere = RunWorkspace(workplace, tmp_path), tmp_path / "elsewhere"
-    options = BASE | _inside("checkpoint", keep_last=None, to=str(elsewhere))
+    options = BASE | _inside("checkpoint", keep_last=None, path=str(elsewhere))
     assert place.run(kill_after=3, **options)[1] == "killed"
     assert place.list_steps(elsewhere) == [2, 1]
     assert f"going on from {elsewhere}" in place.run_successfully(**options)

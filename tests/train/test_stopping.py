@@ -69,7 +69,7 @@ LAYOUT: dict[str, Any] = {
     "steps": STEPS,
     "schedule": {"name": "cosine", "warmup_steps": 4},
     "checkpoint": {"every": 11, "keep_last": 2, "on_signal": {"exit_code": 75}},
-    "eval": {"every": 25, "sequences": 4},
+    "eval": {"every": 25, "max_sequences": 4},
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 PROMPT_S = 60.0
@@ -249,7 +249,7 @@ def _in_passes(directory: str) -> Any:
     mesh = built[0][0].mesh
     rows = [batch for step in range(8) for batch in rank_microbatches(Case(), step, mesh.data_rank, mesh.data_size)]
     rows = rows[: len(rows) // 8 * 8]
-    options = {"steps": 9, "accumulate": len(rows) // 4, "seed": 3, "max_grad_norm": 1.0}
+    options = {"steps": 9, "gradient_accumulation_steps": len(rows) // 4, "seed": 3, "max_grad_norm": 1.0}
     stopped, *both = _resumed(built, lambda: rows, directory, (1, 5), **options)
     rest, expected = ([(each.step, each.loss, each.learning_rate) for each in results] for results in both)
     assert rest == expected
@@ -322,7 +322,7 @@ from torch.distributed import TCPStore
 from meshwright.base.stopping import StopSignals
 
 store = TCPStore("127.0.0.1", 0, is_master=True)
-with StopSignals(["SIGTERM"], tell=lambda text: print(text, flush=True)):
+with StopSignals(["SIGTERM"], report=lambda text: print(text, flush=True)):
     print("ready", flush=True)
     store.wait(["never"], timedelta(seconds=100))
 """
@@ -358,7 +358,7 @@ ready = [fork.Event() for _ in range(2)]
 def silent(text):
     raise BrokenPipeError(text)
 
-with StopSignals(["SIGTERM", "SIGUSR1"], tell=silent) as signals:
+with StopSignals(["SIGTERM", "SIGUSR1"], report=silent) as signals:
     ended, kept = (fork.Process(target=work, args=(each,)) for each in ready)
     for process, each in zip((ended, kept), ready):
         process.start()
@@ -367,7 +367,7 @@ with StopSignals(["SIGTERM", "SIGUSR1"], tell=silent) as signals:
     os.kill(kept.pid, signal.SIGUSR1)
     ended.join(10)
     time.sleep(0.5)
-    print(ended.exitcode, kept.exitcode, signals.noted)
+    print(ended.exitcode, kept.exitcode, signals.received_signal)
 kept.kill()
 """
 

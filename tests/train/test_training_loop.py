@@ -47,7 +47,7 @@ def _loop(manager: StrategyManager, case: Case, **changes: Any) -> Loop:
         return rank_microbatches(case, step, mesh.data_rank, mesh.data_size)
 
     return Loop(
-        **{"steps": STEPS, "batches": batches, "held_out": {"held_out": batches(99)}, "eval_every": 4, **changes}
+        **{"steps": STEPS, "batches": batches, "eval_sets": {"held_out": batches(99)}, "eval_every": 4, **changes}
     )
 
 
@@ -82,7 +82,7 @@ def _seeds() -> list[int]:
         found.append(torch.initial_seed())
         return rank_microbatches(case, step, manager.mesh.data_rank, manager.mesh.data_size)
 
-    fit(manager, _loop(manager, case, scheduler=_scheduler(manager), steps=3, seed=5, batches=batches, held_out={}))
+    fit(manager, _loop(manager, case, scheduler=_scheduler(manager), steps=3, seed=5, batches=batches, eval_sets={}))
     return found
 
 
@@ -135,7 +135,7 @@ def _drawn(*, ahead: bool) -> list[Any]:
         def on_step_end(self, result: StepResult) -> None:
             told.append(result.loss)
 
-    loop = _loop(manager, case, seed=5, batches=batches, held_out={})
+    loop = _loop(manager, case, seed=5, batches=batches, eval_sets={})
     registry, loop = get_registry(), replace(loop, scheduler=_scheduler(manager))
 
     def alone() -> None:

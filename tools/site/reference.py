@@ -1,7 +1,7 @@
 """The reference of all public names, from the lists of them that the packages hold.
 
 Pages hold directives of mkdocstrings, which reads signatures and docstrings without importing anything. The list of all
-names, docs/reference/README.md, is for a plain viewer too: there a name leads to its source, in the site to its page.
+names, docs/reference/api/README.md, is for a plain viewer too: there a name leads to its source, in the site to its page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from links import DOCS, ROOT
 
 from meshwright.base.lazy import read_stub_names
 
-INDEX = DOCS / "reference" / "README.md"
+INDEX = DOCS / "reference" / "api" / "README.md"
 PAGES = {
     "training": ("Training", ("train", "meshwright_run", "checkpoint", "objectives", "step", "launch")),
     "mesh": ("World and mesh", ("mesh",)),
@@ -29,7 +29,7 @@ PAGES = {
     "plugin": ("For authors of plugins", ()),
 }
 """Pages of core's names: the title, and the rooms or modules whose names are on it; `strategies` has the rest."""
-INDEX_HEADER = """# Reference
+INDEX_HEADER = """# Python API
 
 Each public name, with what it is. Shapes, dtypes, units and errors are where the name leads. The options of
 a run file are those of `meshwright.RunConfig`, and `meshwright schema` prints them for an editor.
@@ -145,7 +145,7 @@ def render_pages() -> dict[str, str]:
     for name in find_public_names():
         by_page[name.page].append(name)
     order = sorted(by_page, key=lambda page: [*PAGES, page].index(page))
-    return {f"reference/{page}.md": "\n".join(_render_page_lines(page, by_page[page])) for page in order}
+    return {f"reference/api/{page}.md": "\n".join(_render_page_lines(page, by_page[page])) for page in order}
 
 
 def _render_page_lines(page: str, page_names: list[PublicName]) -> Iterator[str]:
@@ -163,14 +163,14 @@ def _render_page_lines(page: str, page_names: list[PublicName]) -> Iterator[str]
 
 
 def render_index() -> str:
-    """docs/reference/README.md: the list of all names, each leading to its source."""
+    """docs/reference/api/README.md: the list of all names, each leading to its source."""
     lines = [INDEX_HEADER]
     for package in filter(find_exported_names, public_packages()):
         lines += [f"## {package}\n", "| name | what it is |", "|---|---|"]
         for name in sorted(
             (each for each in find_public_names() if each.package == package), key=lambda each: each.name.lower()
         ):
-            target = "../../" + name.source.relative_to(ROOT).as_posix()
+            target = "../../../" + name.source.relative_to(ROOT).as_posix()
             lines.append(f"| [`{name.name}`]({target}) | {name.summary.replace('|', '&#124;')} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
@@ -180,6 +180,6 @@ def render_site_index() -> str:
     """The same, each name leading to its place in the reference."""
     text = render_index()
     for name in find_public_names():
-        target = "../../" + name.source.relative_to(ROOT).as_posix()
+        target = "../../../" + name.source.relative_to(ROOT).as_posix()
         text = text.replace(f"[`{name.name}`]({target})", f"[`{name.name}`]({name.page}.md#{name.path})")
     return text

@@ -126,7 +126,13 @@ def _report_output_error(error: OSError) -> int:
 
 
 def strategies() -> None:
-    """List the strategies: installed, broken (with the reason), and installable."""
+    """List strategies: installed, broken (with the reason) and installable.
+
+    \b
+    Examples:
+      meshwright strategies
+      python -m meshwright strategies
+    """
     registry = get_registry()
     blocks = [_format_strategy(spec, registry.get_owner(name)) for name, spec in registry.strategies.items()]
     for title, lines in (

@@ -9,7 +9,9 @@ PROFILER_PREFIX = "meshwright::"
 """Prefix of the names that the loop gives to steps and their parts in a profiler."""
 WAIT_FOR_RANKS = f"{PROFILER_PREFIX}wait for ranks"
 """A wait for the other ranks' message about a step, which a thread receives that no profiler sees."""
-NONDETERMINISTIC_FIELDS = frozenset({"seconds", "ended", "times", "memory", "world_size", "peak_flops", "stragglers"})
+NONDETERMINISTIC_FIELDS = frozenset(
+    {"seconds", "end_time", "times", "memory", "world_size", "peak_flops", "stragglers"}
+)
 """Fields that clocks and machines determine; the others are the same when a run is repeated, on any number of ranks."""
 
 

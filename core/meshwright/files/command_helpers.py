@@ -22,7 +22,7 @@ SetOption = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as tp_size=2 or model.hidden_size=256."),
 ]
 """Option `--set` of a command: changes of the run file."""
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write all of it here.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the full result to this JSON file.")]
 """Option `--json` of a command: a file for the results."""
 RunFileArgument = Annotated[Path, typer.Argument(help="A run file (YAML).")]
 """Argument of a command: a run file."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 STARTING = "starting"
-SLOW_PHASES = frozenset({STARTING, "save", "exporting"})
+SLOW_PHASES = frozenset({STARTING, "save", "export"})
 """Phases in which a rank may stand still."""
 MAX_STEP_TIMES = 1000
 """Steps of which a rank keeps its own seconds."""

@@ -38,7 +38,7 @@ LAUNCH |= {
     "env": {"NCCL_DEBUG": "it's a $HOME"},
     "setup": ["module load cuda"],
     "slurm": {"partition": "gpu", "account": "a b", "options": ["--exclusive"]},
-    "kubernetes": {"image": "registry/image:1", "claim": "shared", "mount": "/shared", "queue": "batch"}
+    "kubernetes": {"image": "registry/image:1", "volume_claim": "shared", "mount_path": "/shared", "queue": "batch"}
     | {"namespace": "team", "node_selector": {"pool": "gpu"}, "service_account": "trainer"},
     "skypilot": {"accelerators": "H100", "infra": "aws/us-east-1", "mounts": {"/shared": "s3://bucket"}},
 }
@@ -215,8 +215,8 @@ OPTIONS: list[tuple[Target, str, Any, str]] = [
     ("kubernetes", "max_restarts", 3, "maxRestarts: 3\n"),
     ("kubernetes", "kubernetes.namespace", "other", "namespace: other\n"),
     ("kubernetes", "kubernetes.image", "other:2", "image: other:2\n"),
-    ("kubernetes", "kubernetes.claim", "other", "claimName: other\n"),
-    ("kubernetes", "kubernetes.mount", "/shared/runs", "mountPath: /shared/runs\n"),
+    ("kubernetes", "kubernetes.volume_claim", "other", "claimName: other\n"),
+    ("kubernetes", "kubernetes.mount_path", "/shared/runs", "mountPath: /shared/runs\n"),
     ("kubernetes", "kubernetes.queue", "other", "queue-name: other\n"),
     ("kubernetes", "kubernetes.gpu_resource", "amd.com/gpu", "amd.com/gpu: '8'\n"),
     ("kubernetes", "kubernetes.node_selector", {"zone": "b"}, "zone: b\n"),
@@ -272,7 +272,7 @@ REFUSED: dict[str, tuple[Target, dict[str, Any], str]] = {
     "a directory in the container": ("kubernetes", {"output_dir": "/runs/a"}, "is not below /shared"),
     "a directory on the machine": ("skypilot", {"output_dir": "/runs/a"}, "is not below /shared"),
     "no image": ("kubernetes", {"launch.kubernetes.image": ...}, "needs launch.kubernetes.image"),
-    "no claim": ("kubernetes", {"launch.kubernetes.claim": ...}, "needs launch.kubernetes.claim"),
+    "no claim": ("kubernetes", {"launch.kubernetes.volume_claim": ...}, "needs launch.kubernetes.volume_claim"),
 }
 
 

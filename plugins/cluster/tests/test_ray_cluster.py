@@ -24,7 +24,7 @@ LAYOUT: dict[str, Any] = {
     "steps": STEPS,
     "checkpoint": {"every": 50},
     "schedule": {"name": "cosine", "warmup_steps": 20},
-    "eval": {"every": 90, "sequences": 4},
+    "eval": {"every": 90, "max_sequences": 4},
     "launch": {"ranks_per_node": 2, "max_restarts": 2},
 }
 

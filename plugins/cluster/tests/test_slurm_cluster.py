@@ -27,7 +27,7 @@ LAYOUT: dict[str, Any] = {
     "steps": STEPS,
     "checkpoint": {"every": 1000},
     "schedule": {"name": "cosine", "warmup_steps": 20},
-    "eval": {"every": 90, "sequences": 4},
+    "eval": {"every": 90, "max_sequences": 4},
     "launch": {
         "ranks_per_node": 2,
         "python": sys.executable,
@@ -98,7 +98,7 @@ def test_a_job_that_is_preempted_and_requeued_ends_with_the_numbers_of_one_that_
     _await_step(cluster, number, run, _saved(run)[0] + 5)
     cluster.run("scontrol", "requeue", number)
     _begin_again(cluster, number)
-    job = cluster.await_state(number, "COMPLETED", timeout_s=240)
+    job = cluster.wait_for_state(number, "COMPLETED", timeout_s=240)
     first, second = _saved(run)
     assert 5 <= first < second < STEPS
     assert job["Restarts"] == "2"

@@ -91,7 +91,7 @@ JUDGED = {"deviations": 1.2, "window": 20, "limit": 50}  # Noise of a high rate 
 
 def _bad_steps(directory: Path) -> list[tuple[int, int | None]]:
     events = map(json.loads, (directory / "events.jsonl").read_text().splitlines())
-    return [(event["step"], event["back_to"]) for event in events if event["event"] == "bad step"]
+    return [(event["step"], event["rollback_step"]) for event in events if event["event"] == "bad_step"]
 
 
 @pytest.mark.slow

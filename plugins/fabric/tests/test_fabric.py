@@ -157,7 +157,7 @@ def _scheduled(layout: Layout, kind: str, path: str, steps: range) -> tuple[list
         schedule.step(*losses[-1:] if kind == "of the loss" else [])
         if step == 1:
             fabric.save(path, {**state, "epoch": 7})
-    return losses, {**left, "seen": int(state["seen"]), "steps": fabric.strategy.steps}
+    return losses, {**left, "seen": int(state["seen"]), "steps": fabric.strategy.global_step}
 
 
 @slow

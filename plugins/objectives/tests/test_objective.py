@@ -33,7 +33,7 @@ class _Counted:
 def _calls(as_method: bool) -> tuple[list[list[str]], list[int]]:
     manager = build_manager("single", {}, {}, Case(microbatches=2))
     counted, asked = _Counted(), []
-    of_tokens = manager.forward._row_loss.compute_objective  # type: ignore[attr-defined]
+    of_tokens = manager.forward_runner._token_loss.compute_objective  # type: ignore[attr-defined]
 
     def counting(run: Any, targets_BS: Tensor, consume: Any, check: Any) -> Any:
         asked.append(0)
@@ -47,7 +47,7 @@ def _calls(as_method: bool) -> tuple[list[list[str]], list[int]]:
 
         return of_tokens(run, targets_BS, consuming, check)
 
-    manager.forward_runner._row_loss.of_tokens = counting  # type: ignore[attr-defined]
+    manager.forward_runner._token_loss.compute_objective = counting  # type: ignore[attr-defined]
     for step in range(3):
         batches = [
             {**batch, "mine": batch["labels"][:, 0]} for batch in rank_microbatches(Case(microbatches=2), step, 0, 1)

@@ -50,25 +50,25 @@ def _bad_ids(tokens: Tokens, batch: Batch) -> Tensor:
 
 
 class _Pairs:
-    name, rows = "pairs", 5
+    name, group_size = "pairs", 5
 
     def __call__(self, tokens: Tokens, batch: Batch) -> Tensor:
         return -tokens.log_probs.sum()
 
 
 class _Needy(_Pairs):
-    name, rows, columns = "needy", 1, ("rewards",)
+    name, group_size, columns = "needy", 1, ("rewards",)
 
 
 class _Counting(_Pairs):
-    name, rows = "counting", 1
+    name, group_size = "counting", 1
 
     def count(self, batch: Batch) -> Any:
         return 0.5
 
 
 class _OnNothing(_Pairs):
-    name, rows, on = "elsewhere", 1, "hidden"
+    name, group_size, input_kind = "elsewhere", 1, "hidden"
 
 
 class _Breaks:

@@ -62,7 +62,7 @@ RECOMPUTED = {"tp": "selective", "pp-interleaved": "full", "cp": {"offload": "cp
     [
         *((name, {"config": CHUNKS}) for name in ("single", "fsdp2", "tp-sequence", "cp", "pp-interleaved")),
         # An objective that counts for itself is announced.
-        *((name, {"objective": COUNTING, "announced": True}) for name in ("ddp-zero1", "tp", "cp-ulysses", "pp")),
+        *((name, {"objective": COUNTING, "announces": True}) for name in ("ddp-zero1", "tp", "cp-ulysses", "pp")),
         *((name, {"config": CHUNKS | {"activation_checkpointing": mode}}) for name, mode in RECOMPUTED.items()),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.get("config", value)),

@@ -127,7 +127,12 @@ def test_a_short_column_and_half_a_pair_are_refused():
 
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (1.0, 0.0), (0.3, 1e-2)])
 def test_cross_entropy_is_that_of_torch(smoothing, z_loss):
-    cell = {"name": "cross_entropy", "label_smoothing": smoothing, "z_loss": z_loss, "sums": ["correct", "entropy"]}
+    cell = {
+        "name": "cross_entropy",
+        "label_smoothing": smoothing,
+        "z_loss": z_loss,
+        "extra_sums": ["correct", "entropy"],
+    }
     batch = build_microbatch(None)
     del batch["weights"]
 
@@ -232,7 +237,7 @@ def test_distillation_with_some_entries_knows_the_rest(beta, rest):
             total = total + jensen_shannon(student.log(), teacher.log(), beta)
         return total
 
-    equal({"name": "distill", "beta": beta, "rest": rest}, build_microbatch(None), expected)
+    equal({"name": "distill", "beta": beta, "tail": rest}, build_microbatch(None), expected)
 
 
 @pytest.mark.parametrize("clip", [0.2, None])
@@ -255,7 +260,14 @@ def test_value_is_the_larger_of_the_clipped_and_the_plain_error(clip):
 @pytest.mark.parametrize("importance", ["token", "sequence"])
 @pytest.mark.parametrize("normalize", ["sequence", "tokens", "constant"])
 def test_packed_documents_are_sequences_like_any(correction, importance, normalize):
-    options = {"importance": importance, "beta": 0.1, "entropy": 0.01, "clip_low": 0.1, "clip_high": 0.15, "delta": 1.4}
+    options = {
+        "importance_level": importance,
+        "beta": 0.1,
+        "entropy_coef": 0.01,
+        "clip_low": 0.1,
+        "clip_high": 0.15,
+        "delta": 1.4,
+    }
     options |= {"correction": correction, "correction_min": 0.8, "correction_max": 1.2, "normalize": normalize}
     options |= {"max_tokens": 6} if normalize == "constant" else {}
     objective = get_objective({"name": "grpo", "packed": True, **options})
@@ -365,8 +377,11 @@ def test_objectives_are_listed_and_found_by_name_with_options():
         ({"name": "grpo", "max_tokens": 5}, ["normalize='sequence' with max_tokens=5"]),
         ({"name": "grpo", "delta": 1.1}, ["delta=1.1 is not above 1 + clip_high = 1.2"]),
         ({"name": "grpo", "correction_min": 4.0}, ["correction_min=4 is above correction_max=3"]),
-        ({"name": "distill", "temperature": 2.0}, ["temperature=2", "rest='renormalize'"]),
-        ({"name": "cross_entropy", "sums": ["accuracy"]}, ["sums.0: ", "'correct' or 'entropy'", "got 'accuracy'"]),
+        ({"name": "distill", "temperature": 2.0}, ["temperature=2", "tail='renormalize'"]),
+        (
+            {"name": "cross_entropy", "extra_sums": ["accuracy"]},
+            ["extra_sums.0: ", "'correct' or 'entropy'", "got 'accuracy'"],
+        ),
         ("os.system", ["'os.system' is no objective", "import paths are not taken", "register_objectives"]),
         ({"name": "meshwright.objectives.DPO", "beta": 0.2}, ["is no objective", "import paths are not taken"]),
     ],

@@ -286,7 +286,7 @@ def test_reward_is_that_of_trl(center, margin):
     def trl_mean(logits: Tensor) -> Tensor:
         return trainer.compute_loss(Says((ids, as_trl(logits))), dict(inputs))
 
-    means = compare({"name": "reward", "center": center}, batch, trl_mean)
+    means = compare({"name": "reward", "center_coefficient": center}, batch, trl_mean)
     metrics = trainer._metrics["train"]
     assert means["rewards/accuracies"] == pytest.approx(metrics["accuracy"][0])
     assert means["rewards/margins"] == pytest.approx(metrics["margin"][0])
@@ -352,7 +352,7 @@ def test_grpo_is_that_of_trl(loss, normalize, importance, delta):
             epsilon_low=0.1,
             epsilon_high=0.15,
         )
-        options = {"clip_low": 0.1, "clip_high": 0.15, "delta": delta, "beta": 0.05, "importance": importance}
+        options = {"clip_low": 0.1, "clip_high": 0.15, "delta": delta, "beta": 0.05, "importance_level": importance}
         options |= {"max_tokens": 7} if normalize == "constant" else {}
         means = compare({"name": "grpo", "normalize": normalize, **options}, batch, trl_mean)
         assert set(means) == {"kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
@@ -370,7 +370,7 @@ def test_grpo_without_old_log_probabilities_and_with_an_entropy_bonus_is_that_of
     batch = build_microbatch(None, seed=3)
     del batch["old_log_probs"]
     trl_mean, trainer = grpo_of_trl(batch, loss_type="dapo", entropy_coef=0.05)
-    same_metrics(compare({"name": "grpo", "normalize": "tokens", "entropy": 0.05}, batch, trl_mean), trainer)
+    same_metrics(compare({"name": "grpo", "normalize": "tokens", "entropy_coef": 0.05}, batch, trl_mean), trainer)
 
 
 def test_grpo_with_advantages_of_tokens_is_that_of_trl():
@@ -378,7 +378,7 @@ def test_grpo_with_advantages_of_tokens_is_that_of_trl():
     batch["advantages"] = torch.randn(4, S, dtype=torch.float64)
     for importance in ("token", "sequence"):
         trl_mean, _ = grpo_of_trl(batch, importance_sampling_level=importance, epsilon_low=0.05, epsilon_high=0.05)
-        options = {"importance": importance, "clip_low": 0.05, "clip_high": 0.05}
+        options = {"importance_level": importance, "clip_low": 0.05, "clip_high": 0.05}
         compare({"name": "grpo", **options}, batch, trl_mean)
 
 
@@ -396,7 +396,7 @@ def test_the_correction_for_another_engine_takes_the_place_of_trls(by):
 def test_ppo_is_trls_policy_loss_over_tokens():
     batch = build_microbatch(None, seed=6)
     trl_mean, trainer = grpo_of_trl(batch, loss_type="dapo", beta=0.02, entropy_coef=0.01)
-    same_metrics(compare({"name": "ppo", "beta": 0.02, "entropy": 0.01}, batch, trl_mean), trainer)
+    same_metrics(compare({"name": "ppo", "beta": 0.02, "entropy_coef": 0.01}, batch, trl_mean), trainer)
 
 
 # -- distillation
@@ -414,7 +414,7 @@ def test_distillation_over_the_whole_vocabulary_is_that_of_trl(beta, temperature
             logits[:, :-1], teacher[:, :-1], labels=batch["labels"][:, 1:], beta=beta, temperature=temperature
         )
 
-    cell = {"name": "distill", "rest": "renormalize", "beta": beta, "temperature": temperature}
+    cell = {"name": "distill", "tail": "renormalize", "beta": beta, "temperature": temperature}
     compare(cell, batch, trl_mean)
 
 
@@ -429,7 +429,7 @@ def test_distillation_over_the_likeliest_entries_is_that_of_trl(tail):
     def trl_mean(logits: Tensor) -> Tensor:
         return trainer._compute_server_forward_kl_loss(given, logits[:, :-1].log_softmax(-1), batch["labels"][:, 1:])
 
-    compare({"name": "distill", "rest": "entry" if tail else "renormalize"}, batch, trl_mean)
+    compare({"name": "distill", "tail": "entry" if tail else "renormalize"}, batch, trl_mean)
 
 
 NAMES = {"logprobs": "log_probs", "token_ids": "ids"}

@@ -33,7 +33,7 @@ from support.replication import (
 pytestmark = pytest.mark.slow
 MEMORY = re.compile(r"going on from memory, after step (\d+)")
 DISK = re.compile(r"going on from \S+/step-(\d+), after step")
-FAR = {"every": 1000, "replicate": "neighbour"}  # Checkpoints at the end alone
+FAR = {"every": 1000, "replicate": "neighbor"}  # Checkpoints at the end alone
 FSDP2: dict[str, Any] = {"strategy": "fsdp2", "nproc": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": FSDP2,
@@ -67,7 +67,7 @@ def whole(workplace: Path) -> Callable[[str], TrainingRun]:
 )
 def test_ranks_that_are_killed_go_on_from_the_step_before(layout, every, whole, workplace):
     expected = whole(layout)
-    copies = FAR | {"replicate": {"to": "neighbour", "every": every}}
+    copies = FAR | {"replicate": {"target": "neighbor", "every": every}}
     run = make_run(workplace, f"killed-{layout}", LAYOUTS[layout] | {"max_restarts": 3, "checkpoint": copies})
     dice, done = random.Random(28), [0]
     process = start_training(run)
@@ -85,21 +85,21 @@ def test_ranks_that_are_killed_go_on_from_the_step_before(layout, every, whole, 
         end_session(process)
     assert_same_results(run, expected)
     told = [int(step) for step in MEMORY.findall(process.output)]
-    assert ([line["start"] for line in read_events(run, "start")], len(told)) == ([0, *told], 2)
+    assert ([line["start_step"] for line in read_events(run, "start")], len(told)) == ([0, *told], 2)
     assert not DISK.search(process.output)
     for at, go_on in zip(done[1:], told, strict=True):
         # The step in flight, and the copy of the one before it, may be lost.
         assert at - 2 - (every - 1) <= go_on <= at + 1
         assert go_on % every == 0
-    (told_at_end,) = [each for each in read_events(run, "copies") if "step" not in each]
-    assert told_at_end["copied"] >= 8 / every
+    (told_at_end,) = [each for each in read_events(run, "replication") if "step" not in each]
+    assert told_at_end["num_copied"] >= 8 / every
     lines = map(json.loads, (run.directory / "metrics.jsonl").read_text().splitlines())
-    assert "copy" in {name for line in lines for name in line["times"]}
+    assert "replicate" in {name for line in lines for name in line["times"]}
 
 
 @pytest.mark.parametrize("loss", ["disk", "keeper", "bytes"])
 def test_memory_is_read_where_it_is_as_new_and_the_disk_where_too_much_is_lost(loss, whole, workplace):
-    copies = {"every": 3, "keep_last": None, "replicate": "neighbour"}
+    copies = {"every": 3, "keep_last": None, "replicate": "neighbor"}
     run = make_run(workplace, f"lost-{loss}", FSDP2 | {"max_restarts": 1, "checkpoint": copies})
     process = start_training(run)
     try:
@@ -159,7 +159,7 @@ def test_fewer_ranks_go_on_from_the_memory_of_more(workplace: Path) -> None:
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(workplace: Path) -> None:
-    copies = {"every": 4, "replicate": "neighbour"}
+    copies = {"every": 4, "replicate": "neighbor"}
     run = make_run(workplace, "launcher", FSDP2 | {"max_restarts": 1, "checkpoint": copies})
     process = start_training(run, "steps=12")
     try:
@@ -214,7 +214,7 @@ def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(nodes, who
         (keeper,) = find_replica_servers(agents[1].pid)
         for pid in (*find_agent_ranks(agents[1].pid), keeper):
             os.kill(pid, signal.SIGKILL)
-        done, told = run.count_steps(), read_events(run, "copies")
+        done, told = run.count_steps(), read_events(run, "replication")
         for agent in agents:
             agent.assert_succeeds()
         assert all(wait_for_no_servers(agent.pid) for agent in agents)
@@ -223,7 +223,7 @@ def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(nodes, who
             end_session(agent)
     (step,) = MEMORY.findall(agents[0].output)
     # Steps of a tiny model may be shorter than copies, some of which are left out, as is told at powers of two.
-    left_out = max((2 * each["left_out"] for each in told), default=0)
+    left_out = max((2 * each["num_skipped"] for each in told), default=0)
     assert max(1, done - 2 - left_out) <= int(step) <= done + 1
     assert_same_results(run, whole("fsdp2"))
 
@@ -231,12 +231,12 @@ def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(nodes, who
 def test_what_is_sent_keeps_within_the_bandwidth(
     nodes: tuple[network_namespaces.NamespaceNode, ...], workplace: Path
 ) -> None:
-    checkpoint = FAR | {"replicate": {"bandwidth": "80KB/s"}}
+    checkpoint = FAR | {"replicate": {"max_bandwidth": "80KB/s"}}
     run = make_run(workplace, "slow", {"strategy": "fsdp2", "checkpoint": checkpoint})
     for agent in _on_nodes(nodes, run):
         agent.assert_succeeds()
     # A part of about 100 kB takes more than a second, and the steps go on meanwhile.
-    told = read_events(run, "copies")
-    assert told[-1]["left_out"] > 0
-    assert told[-1]["copied"] + told[-1]["left_out"] == 24
-    assert [each["left_out"] for each in told[:-1]][:2] == [1, 2]
+    told = read_events(run, "replication")
+    assert told[-1]["num_skipped"] > 0
+    assert told[-1]["num_copied"] + told[-1]["num_skipped"] == 24
+    assert [each["num_skipped"] for each in told[:-1]][:2] == [1, 2]

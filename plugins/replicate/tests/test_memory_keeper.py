@@ -49,7 +49,7 @@ class Local:
         self._listener.listen()
         self.keeper.listen(self._listener, is_local=True)
         self.near = self.connected()
-        self.port = int(self.near.request("serve", host="127.0.0.1", token=TOKEN)["port"])
+        self.port = int(self.near.request("listen", host="127.0.0.1", token=TOKEN)["port"])
         self.far = Connection(self.introduced(TOKEN))
 
     def connected(self) -> Connection:
@@ -71,7 +71,7 @@ class Local:
             link.request("put", None, [memoryview(content)], **told)
 
     def seal(self, step: int, manifest: str = "{}") -> None:
-        self.near.request("seal", run="run", step=step, manifest=manifest)
+        self.near.request("commit", run="run", step=step, manifest=manifest)
 
     def listed(self) -> dict[str, Any]:
         return dict(self.near.request("list")["steps"])
@@ -84,7 +84,7 @@ class Local:
 @pytest.fixture
 def local() -> Iterator[Local]:
     found = Local()
-    found.near.request("keep", run="run", step=0)
+    found.near.request("discard_stale", run="run", step=0)
     yield found
     found.close()
 
@@ -98,7 +98,7 @@ def test_who_has_not_the_token_is_refused(local: Local, token: str) -> None:
         local.introduced(token)
     with socket.create_connection(("127.0.0.1", local.port), timeout=5) as connection:
         protocol.receive_message(connection)
-        protocol.send_message(connection, {"do": "list"})
+        protocol.send_message(connection, {"command": "list"})
         assert protocol.receive_message(connection)[0].keys() == {"error"}
         with pytest.raises(OSError, match="ended"):
             protocol.receive_message(connection)
@@ -126,12 +126,12 @@ def test_a_keeper_without_the_token_is_not_believed() -> None:
 
 
 def test_other_nodes_bring_and_take_files_and_no_more_and_nonsense_is_refused(local: Local) -> None:
-    for what in ("keep", "seal", "serve"):
+    for what in ("discard_stale", "commit", "listen"):
         with pytest.raises(OSError, match=f"{what} is nothing that a keeper does"):
             local.far.request(what, run="run", step=0, manifest="", host="", token="")
     for told in ({"step": 1}, {"run": "run"}, {"run": "run", "step": 1, "name": "a", "size": "many"}):
         with pytest.raises(OSError, match="the keeper refuses"):
-            local.near.request("put" if "size" in told else "seal", **told)
+            local.near.request("put" if "size" in told else "commit", **told)
     assert (local.far.request("list")["id"], local.near.request("list")["run"]) == (local.keeper.server_id, "run")
 
 
@@ -146,14 +146,14 @@ def test_the_last_sealed_step_is_kept_and_the_one_that_is_written(local: Local) 
         local.seal(step)
         assert local.listed() == {str(step): {"manifest": "{}", "files": {"near": 10, "far": 20}}}
     room = memoryview(bytearray(5))
-    local.far.request_into(room, "take", step=3, name="near", begin=5, size=5)
+    local.far.request_into(room, "read", step=3, name="near", begin=5, size=5)
     assert bytes(room) == bytes([3]) * 5
-    file = local.near.request_file("take", step=3, name="far")
+    file = local.near.request_file("read", step=3, name="far")
     assert os.pread(file, 100, 0) == bytes([3]) * 20
     os.close(file)
     for step, name, begin, size in ((2, "near", 0, 1), (3, "other", 0, 1), (3, "near", 6, 5), (3, "near", -1, 1)):
         with pytest.raises(OSError, match="refuses"):
-            local.far.request_into(memoryview(bytearray(size)), "take", step=step, name=name, begin=begin, size=size)
+            local.far.request_into(memoryview(bytearray(size)), "read", step=step, name=name, begin=begin, size=size)
 
 
 def test_another_run_a_step_that_is_sealed_and_a_file_that_breaks_off_are_refused(local: Local) -> None:
@@ -166,7 +166,7 @@ def test_another_run_a_step_that_is_sealed_and_a_file_that_breaks_off_are_refuse
     with pytest.raises(OSError, match="step 2 of run 'run' is not here"):
         local.seal(2)
     connection = local.introduced(TOKEN)
-    protocol.send_message(connection, {"do": "put", "run": "run", "step": 3, "name": "a", "size": 100})
+    protocol.send_message(connection, {"command": "put", "run": "run", "step": 3, "name": "a", "size": 100})
     connection.sendall(b"x" * 50)
     connection.close()
     time.sleep(0.1)
@@ -183,9 +183,9 @@ def test_what_a_run_does_not_go_on_from_is_let_go(local: Local) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for step in (4, 5):
         local.put(step, "a", b"x")
-    local.near.request("keep", run="run", step=4)
+    local.near.request("discard_stale", run="run", step=4)
     assert list(local.listed()) == ["4"]
-    local.near.request("keep", run="next", step=9)
+    local.near.request("discard_stale", run="next", step=9)
     assert not local.listed()
     assert len(os.listdir("/proc/self/fd")) <= before
 
@@ -306,8 +306,8 @@ def test_state_is_copied_after_every_so_many_steps_but_not_what_a_bit_has_change
     assert _run(tmp_path / "whole", every, flips=False) == ("", 0)
     events = [json.loads(line) for line in (tmp_path / "whole" / "out" / "events.jsonl").read_text().splitlines()]
     # The last one, when the run ends; others are of steps that were due before the last copy was done.
-    told = [event for event in events if event["event"] == "copies"][-1]
-    assert (told["copied"] >= 1, told["copied"] + told["left_out"]) == (True, due)
+    told = [event for event in events if event["event"] == "replication"][-1]
+    assert (told["num_copied"] >= 1, told["num_copied"] + told["num_skipped"]) == (True, due)
     error, code = _run(tmp_path / "flipped", every, flips=True)
     assert (code, f"silent corruption, found after step {found_after}:" in error) == (1, True)
 
@@ -317,29 +317,29 @@ def test_state_is_copied_after_every_so_many_steps_but_not_what_a_bit_has_change
 
 def test_values_that_make_no_sense_are_refused() -> None:
     for replicate, match in (
-        ("everywhere", "neighbour"),
+        ("everywhere", "neighbor"),
         ({"every": 0}, "greater than or equal to 1"),
-        ({"bandwidth": "fast"}, "bandwidth"),
-        ({"bandwidth": "0GB"}, "sends nothing"),
+        ({"max_bandwidth": "fast"}, "max_bandwidth"),
+        ({"max_bandwidth": "0GB"}, "sends nothing"),
         ({"rate": 3}, "rate"),
     ):
         with pytest.raises(ValueError, match=match):
             CheckpointConfig(replicate=replicate)
     for bandwidth, expected in (("2.5MB/s", 2.5e6), (3, 3.0), (None, None)):
-        assert CheckpointConfig(replicate={"bandwidth": bandwidth}).replicate_config.bytes_per_s == expected
-    assert CheckpointConfig(replicate="neighbour").replicate_config == CheckpointConfig(replicate={}).replicate_config
+        assert CheckpointConfig(replicate={"max_bandwidth": bandwidth}).replicate_config.bytes_per_s == expected
+    assert CheckpointConfig(replicate="neighbor").replicate_config == CheckpointConfig(replicate={}).replicate_config
 
 
 def test_copies_that_nobody_would_go_on_from_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def config(**values: Any) -> RunConfig:
         fixed = {"model": {"model_type": "llama"}, "steps": 9, "batch_size": 4, "nproc": 2}
-        return RunConfig.model_validate({**fixed, "checkpoint": {"every": 3, "replicate": "neighbour"}, **values})
+        return RunConfig.model_validate({**fixed, "checkpoint": {"every": 3, "replicate": "neighbor"}, **values})
 
     with pytest.raises(ConfigError, match="max_restarts=0 begins none anew"):
         find_rank_counts(config())
     assert find_rank_counts(config(max_restarts=1)) == [2]
     with pytest.raises(ConfigError, match="saves no checkpoints"):
-        find_rank_counts(config(checkpoint={"replicate": "neighbour"}, max_restarts=1))
+        find_rank_counts(config(checkpoint={"replicate": "neighbor"}, max_restarts=1))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -347,20 +347,22 @@ def test_copies_that_nobody_would_go_on_from_are_refused(monkeypatch: pytest.Mon
         check_restarts(config())
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     check_restarts(config())
-    with pytest.raises(ValueError, match="on_bad_step=rewind goes back to checkpoints of this sitting"):
-        config(on_bad_step="rewind")
+    with pytest.raises(ValueError, match="on_bad_step=rollback goes back to checkpoints of this sitting"):
+        config(on_bad_step="rollback")
 
 
 def test_copies_that_do_not_fit_into_a_node_are_refused_with_both_numbers() -> None:
     """Two copies of the ranks here, and two of those of the node before."""
     errors: list[Any] = []
-    world = SimpleNamespace(size=3, raise_together=errors.append)
+    world = SimpleNamespace(size=3, raise_on_all_ranks=errors.append)
     nodes = (*NODES, ReplicaNode("c", (2,)))
     for here, expected in ((0, 2 * (10 + 30)), (1, 2 * (20 + 10)), (2, 2 * (30 + 20))):
         for limit in (expected, expected - 1):
-            copier: Any = SimpleNamespace(_checked=0, _agreement=SimpleNamespace(times=1), _memory_bytes=limit)
+            copier: Any = SimpleNamespace(
+                _checked_agreement=0, _agreement=SimpleNamespace(num_plans=1), _memory_bytes=limit
+            )
             copier._manager = SimpleNamespace(mesh=SimpleNamespace(world=world))
-            copier._keepers, copier._every_size = ReplicaClient(nodes, here, TOKEN), lambda _: [10, 20, 30]
+            copier._client, copier._gather_sizes = ReplicaClient(nodes, here, TOKEN), lambda _: [10, 20, 30]
             StateReplicator._check_memory(copier, 0)
             assert (errors[-1] is not None) == (limit < expected)
     assert "checkpoint.replicate holds 2 copies" in str(errors[1])

@@ -10,11 +10,12 @@ from meshwright_trainer.arguments import load_argument_rules
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "proofs" / "trainer-arguments.md"
 _HEAD = """# Arguments of trainers
 
-What each argument of `TrainingArguments`, `SFTConfig`, `DPOConfig`, `RewardConfig` and `GRPOConfig` means over a mesh,
-with transformers 5.17 to 5.23 and trl 1.16. What is refused is refused by name before anything is sent, on every rank.
-An argument that no table has, of a class of your own, is left alone.
+This page lists what each argument of `TrainingArguments`, `SFTConfig`, `DPOConfig`, `RewardConfig` and `GRPOConfig`
+does on a mesh, with transformers 5.17 to 5.23 and trl 1.16. Arguments are rejected (with an error on every rank,
+before the first collective), ignored, or supported. Other arguments, of your own subclass, are left alone.
 
-Made of `plugins/trainer/src/meshwright_trainer/arguments.yaml`: `python plugins/trainer/tests/arguments_page.py`.
+Generated from `plugins/trainer/src/meshwright_trainer/arguments.yaml` by
+`python plugins/trainer/tests/arguments_page.py`; the plugin's tests check every argument against the libraries.
 """
 
 
@@ -46,14 +47,14 @@ def page() -> str:
         (f"`{name}`", _which(rule), rule["because"], rule["instead"], rule.get("otherwise", "no effect"))
         for name, rule in known["refused"].items()
     ]
-    parts = [_HEAD, "## Refused\n"]
-    parts.append(_table("| argument | values | since | instead | other values |", refused))
-    parts.append("## No effect\n")
+    parts = [_HEAD, "## Rejected\n"]
+    parts.append(_table("| argument | rejected values | reason | instead | other values |", refused))
+    parts.append("## Ignored\n")
     parts.append(_table("| argument | why |", [(f"`{name}`", text) for name, text in known["no effect"].items()]))
-    parts.append("## Acts\n")
+    parts.append("## Supported\n")
     parts.append(_table("| argument | how |", [(f"`{name}`", text) for name, text in known["acts"].items()]))
-    parts.append("## What a trainer is called with beside them\n")
-    parts.append(_table("| what | |", [(f"`{name}`", text) for name, text in known["outside"].items()]))
+    parts.append("## Other parameters of a trainer\n")
+    parts.append(_table("| parameter | effect |", [(f"`{name}`", text) for name, text in known["outside"].items()]))
     return "\n".join(parts)
 
 

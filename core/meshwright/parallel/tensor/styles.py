@@ -281,7 +281,7 @@ def get_out_features(module: nn.Module) -> int:
     layer = unwrap_base_layer(module)
     size = getattr(layer, "nf" if isinstance(layer, Conv1D) else "out_features", None)
     if not isinstance(size, int):
-        raise ModelError(f"{type(module).__name__} has no get_out_features: colwise styles shard linear layers.")
+        raise ModelError(f"{type(module).__name__} has no out_features: colwise styles shard linear layers.")
     return size
 
 

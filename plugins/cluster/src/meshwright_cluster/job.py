@@ -203,9 +203,9 @@ def _check_storage(config: RunConfig, launch: LaunchConfig, target: Target) -> N
     places: Sequence[str] | None = None
     if target == "kubernetes":
         if launch.kubernetes.image is None or launch.kubernetes.volume_claim is None:
-            missing = "image" if launch.kubernetes.image is None else "claim"
+            missing = "image" if launch.kubernetes.image is None else "volume_claim"
             raise ConfigError(f"Kubernetes needs launch.kubernetes.{missing}. Set it, such as by --set.")
-        places, key = [launch.kubernetes.mount_path], "launch.kubernetes.mount"
+        places, key = [launch.kubernetes.mount_path], "launch.kubernetes.mount_path"
     elif target == "skypilot":
         places, key = list(launch.skypilot.mounts), "launch.skypilot.mounts"
     if places is not None and not any(_is_below(path, each) for each in places):

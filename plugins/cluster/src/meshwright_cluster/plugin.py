@@ -17,25 +17,33 @@ from .config import LaunchConfig, redact_launch
 def launch(
     run_file: Annotated[Path, typer.Argument(help="A run file (YAML), with or without a section `launch`.")],
     target: Annotated[Target, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")],
-    nodes: Annotated[int | None, typer.Option("--nodes", help="Machines; short for launch.nodes.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes; short for launch.nodes.")] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option("--gpus-per-node", help="And ranks; short for launch.gpus_per_node.")
+        int | None,
+        typer.Option("--gpus-per-node", help="GPUs, and ranks, of each node; short for launch.gpus_per_node."),
     ] = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option("--ranks-per-node", help="On CPUs; short for launch.ranks_per_node.")
+        int | None,
+        typer.Option("--ranks-per-node", help="Ranks of each node without GPUs; short for launch.ranks_per_node."),
     ] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as launch.slurm.partition=gpu."),
     ] = None,
     output_dir: Annotated[
-        Path | None, typer.Option("--out", help="Directory of the files; launch/NAME is the default.")
+        Path | None, typer.Option("--out", help="Directory for the files; default: launch/NAME.")
     ] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Submit the job, by the cluster's own command.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files, and write nothing.")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the job with the cluster's own command.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files and write nothing.")] = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Make a run file a job of a cluster: Slurm, Kubernetes, Ray or SkyPilot."""
+    """Write, check and submit the job files of a run for Slurm, Kubernetes, Ray or SkyPilot.
+
+    \b
+    Examples:
+      meshwright launch run.yaml --to slurm --nodes 2 --gpus-per-node 8
+      meshwright launch run.yaml --to kubernetes --dry-run
+    """
     short = {"nodes": nodes, "gpus_per_node": gpus_per_node, "ranks_per_node": ranks_per_node}
     with exit_on_error(traceback):
         from meshwright_run.run_file import load_run, read_values

@@ -35,14 +35,14 @@ def render_driver(job: ClusterJob) -> str:
 from pathlib import Path
 
 import ray
-from meshwright_cluster.ray_train import train
+from meshwright_cluster.ray_train import train_worker
 from meshwright_run.run_file import read_values
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 ray.init(runtime_env={{"env_vars": {job.environment!r}}})
 TorchTrainer(
-    train,
+    train_worker,
     train_loop_config=read_values(Path(__file__).with_name({RUN_FILE!r})),
     torch_config=TorchConfig(backend={backend!r}, timeout_s={int(job.config.timeout_s)}),
     scaling_config=ScalingConfig(

@@ -26,17 +26,25 @@ from meshwright.plugin import (
 
 
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run: its output_dir.")],
-    step: Annotated[int, typer.Option("--step", min=1, help="Which step, from 1.")],
-    single: Annotated[bool, typer.Option("--single", help="On one process, whatever the layout was.")] = False,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run (its output_dir).")],
+    step: Annotated[int, typer.Option("--step", min=1, help="The step to replay; the first is 1.")],
+    single: Annotated[bool, typer.Option("--single", help="Replay on one process, whatever the layout was.")] = False,
     compare_rank: Annotated[
         int | None,
-        typer.Option("--compare-rank", min=0, help="A data rank whose work another does, too, compared bit for bit."),
+        typer.Option(
+            "--compare-rank", min=0, help="Data rank whose work another rank repeats; the two are compared bitwise."
+        ),
     ] = None,
     json_file: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
-    """Do a step of a run again, from the checkpoint before it: 0 if it comes to the same, 1 if not."""
+    """Replay a step of a run from the checkpoint before it. Exits with 0 if the results are equal, else 1.
+
+    \b
+    Examples:
+      meshwright replay runs/a --step 120
+      meshwright replay runs/a --step 120 --single
+    """
     with exit_on_error(traceback, on_all_ranks=True):
         join_launcher()
     with exit_on_error(traceback):
@@ -55,22 +63,26 @@ def replay(
 
 
 def diff(
-    one: Annotated[Path, typer.Argument(metavar="RUN_A", help="Directory of a run: its output_dir.")],
-    other: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another.")],
-    rtol: Annotated[
-        float | None, typer.Option("--rtol", help="Within which they are to agree, relatively; default: by dtype.")
-    ] = None,
+    one: Annotated[Path, typer.Argument(metavar="RUN_A", help="Directory of a run (its output_dir).")],
+    other: Annotated[Path, typer.Argument(metavar="RUN_B", help="The one to compare with.")],
+    rtol: Annotated[float | None, typer.Option("--rtol", help="Relative tolerance; default: chosen by dtype.")] = None,
     step: Annotated[
-        int | None, typer.Option("--step", min=1, help="Which step to do again; default: the first that parts.")
+        int | None, typer.Option("--step", min=1, help="Step to replay; default: the first that differs.")
     ] = None,
-    no_replay: Annotated[bool, typer.Option("--no-replay", help="Do none again.")] = False,
+    no_replay: Annotated[bool, typer.Option("--no-replay", help="Compare metrics only; replay no step.")] = False,
     float64: Annotated[
-        bool, typer.Option("--float64", help="Do it again in float64, both from one checkpoint, to 1e-9.")
+        bool, typer.Option("--float64", help="Replay both in float64 from one checkpoint, and compare within 1e-9.")
     ] = False,
     json_file: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
-    """Find where two runs part: the first step, number, tensor and module. 0 if they agree, 1 if not."""
+    """Find where two runs diverge: the first step, metric, tensor and module. Exits with 0 if they agree, else 1.
+
+    \b
+    Examples:
+      meshwright diff runs/a runs/b
+      meshwright diff runs/a runs/b --rtol 1e-4 --no-replay
+    """
     with exit_on_error(traceback):
         if not no_replay:
             from meshwright_run.launch.local import start_fork_server
@@ -89,14 +101,19 @@ def diff(
 
 def doctor(
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Look at a directory, too, in which runs would leave their results.")
+        Path | None, typer.Option("--dir", help="Also check this directory, where runs would write their results.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Look at versions, devices, backends, links, files and clocks, and say what is wrong and how to mend it.
+    """Check versions, devices, backends, links, files and clocks, and print what is wrong and how to fix it.
 
-    Starts two ranks on this machine; under torchrun and the like it joins the ranks that are there.
+    Starts two ranks on this machine; under torchrun or another launcher it joins the existing ranks.
+
+    \b
+    Examples:
+      meshwright doctor --dir runs
+      meshwright doctor --json
     """
     with exit_on_error(traceback, on_all_ranks=True):
         join_launcher()
@@ -120,10 +137,10 @@ ProfilePath = Annotated[
     Path, typer.Argument(help="A run directory, or a trace (rank-*.json.gz) or summary.json in its directory profile.")
 ]
 RankOption = Annotated[
-    int | None, typer.Option(min=0, help="Of which rank, in a directory; default: the first there is.")
+    int | None, typer.Option(min=0, help="Rank to show, if a directory is given; default: the first one found.")
 ]
-RowsOption = Annotated[int, typer.Option(min=1, help="How many operators to show.")]
-SvgFile = Annotated[Path | None, typer.Option("--svg", help="Draw what is shown here.")]
+RowsOption = Annotated[int, typer.Option(min=1, help="Number of operators to show.")]
+SvgFile = Annotated[Path | None, typer.Option("--svg", help="Draw the summary to this SVG file.")]
 
 
 def show(
@@ -133,7 +150,13 @@ def show(
     json_file: JsonOption = None,
     svg_file: SvgFile = None,
 ) -> None:
-    """Show what the time of profiled steps went to: parts, communication, operators, memory."""
+    """Show where the time and memory of profiled steps went: phases, communication, operators.
+
+    \b
+    Examples:
+      meshwright profile show runs/profiled
+      meshwright profile show runs/profiled --rank 1 --svg profile.svg
+    """
     with exit_on_error(show_traceback=False):
         from meshwright_run.profile.render import render_summary
         from meshwright_run.profile.summary import load_summary, summary_to_dict
@@ -150,13 +173,19 @@ def show(
 
 def compare(
     before: Annotated[Path, typer.Argument(metavar="A", help="A run directory, a trace, or a summary.json.")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="The one to compare with.")],
     rank: RankOption = None,
     rows: RowsOption = 12,
     json_file: JsonOption = None,
     svg_file: SvgFile = None,
 ) -> None:
-    """Put two profiles side by side: what got slower, and what faster, by what makes most of the difference."""
+    """Compare two profiles, largest differences first.
+
+    \b
+    Examples:
+      meshwright profile compare runs/before runs/after
+      meshwright profile compare runs/before runs/after --rows 30
+    """
     with exit_on_error(show_traceback=False):
         from meshwright_run.profile.render import compare_profiles as compared_of
         from meshwright_run.profile.render import render_comparison

@@ -99,7 +99,7 @@ def append_tail(log_probs_BSK: Tensor) -> Tensor:
 
 
 def generalized_jsd(student_BSK: Tensor, teacher_BSK: Tensor, beta: float) -> Tensor:
-    """Return the generalised Jensen-Shannon divergence of distributions given by their logarithms [nats], (B, S).
+    """Return the generalized Jensen-Shannon divergence of distributions given by their logarithms [nats], (B, S).
 
     `beta` 0 is KL(teacher || student), 1 is KL(student || teacher).
     """

@@ -33,9 +33,9 @@ class GRPO(ObjectiveConfig):
     """Clipped policy loss with given advantages. For the tokens t of a sequence, with log p of the trained model,
     log p_old of the model that sampled, and advantages A_t,
 
-        ratio_t = exp(log p_t - log p_old,t), or with `importance: sequence` that of their mean over the sequence
+        ratio_t = exp(log p_t - log p_old,t), or with `importance_level: sequence` that of their mean over the sequence
         loss_t  = -min(min(ratio_t, delta) A_t, clip(ratio_t, 1 - clip_low, 1 + clip_high) A_t)
-                  + beta (exp(d_t) - d_t - 1) - entropy H_t, d_t = log p_reference,t - log p_t
+                  + beta (exp(d_t) - d_t - 1) - entropy_coef H_t, d_t = log p_reference,t - log p_t
 
     `normalize`: `sequence`, the mean over a sequence's tokens, summed and divided by the number of sequences (GRPO);
     `tokens`, the sum divided by the number of tokens (DAPO); `constant`, the sum divided by max_tokens and the number

@@ -115,17 +115,17 @@ class Distill(ObjectiveConfig):
 
         weight D + (1 - weight) (-log p_y), y the label
 
-    D is the forward KL(q || p) for `beta` 0, the reverse KL(p || q) for 1, and between them the generalised
+    D is the forward KL(q || p) for `beta` 0, the reverse KL(p || q) for 1, and between them the generalized
     Jensen-Shannon divergence beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p. The mass outside of
-    the teacher's entries is one more entry (`rest: entry`), or both are normalized (`rest: renormalize`).
+    the teacher's entries is one more entry (`tail: entry`), or both are normalized (`tail: renormalize`).
 
-    A temperature divides all logits. It needs `rest: renormalize`, where the sum over other entries cancels. The
+    A temperature divides all logits. It needs `tail: renormalize`, where the sum over other entries cancels. The
     teacher's log-probabilities are those at temperature 1, and nothing is multiplied by its square.
 
     Columns: `teacher_ids` (B, S, K), int64, -100 for fewer; `teacher_log_probs` (B, S, K).
     Sums: `divergence`, and `nll` with a weight below 1.
     Source: Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2024, arXiv:2306.13649. In trl: `beta` of
-    DistillationTrainer and GKDTrainer; on the server's top-k, `rest: entry` is `loss_add_tail=True`.
+    DistillationTrainer and GKDTrainer; on the server's top-k, `tail: entry` is `loss_add_tail=True`.
     """
 
     name: ClassVar[str] = "distill"
@@ -141,8 +141,8 @@ class Distill(ObjectiveConfig):
     def _check_temperature(self) -> Distill:
         if self.temperature != 1 and self.tail == "entry":
             raise ValueError(
-                f"temperature={self.temperature:g} with rest='entry' would take a sum over the whole vocabulary. Set "
-                f"temperature=1, or rest='renormalize'"
+                f"temperature={self.temperature:g} with tail='entry' would take a sum over the whole vocabulary. Set "
+                f"temperature=1, or tail='renormalize'"
             )
         return self
 

@@ -266,11 +266,15 @@ def add_commands(app: typer.Typer) -> None:
         assignments: Annotated[
             list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as pp_size=4.")
         ] = None,
-        out: Annotated[
-            Path | None, typer.Option(help="Draw the schedule into this file, such as schedule.png.")
-        ] = None,
+        out: Annotated[Path | None, typer.Option(help="Draw the schedule to this file, such as schedule.png.")] = None,
     ) -> None:
-        """Show the schedule of a run: the split, what each rank does when, bubbles, and live microbatches."""
+        """Show the pipeline schedule of a run: stages, actions of each rank, bubbles and live microbatches.
+
+        \b
+        Examples:
+          meshwright pipeline show run.yaml --set pp_size=4
+          meshwright pipeline show run.yaml --set pp_size=4 --out schedule.png
+        """
 
         console = create_console()
         from meshwright import load_run

@@ -40,41 +40,52 @@ OutputFiles: TypeAlias = tuple[Path | None, Path | None]
 
 def plan(
     run_file: Annotated[
-        Path | None, typer.Argument(help="A run file (YAML). Its data are not read.", show_default=False)
+        Path | None, typer.Argument(help="A run file (YAML). The data it names are not read.", show_default=False)
     ] = None,
     world: Annotated[int | None, typer.Option(min=1, help="Number of ranks.")] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help="What it runs on: a name, such as h200, or a YAML file of your own; default: h100-80gb. With "
-            "--calibrate: the device whose figures stand for what is not measured."
+            help="Device to plan for: a name such as h200, or your own YAML file; default: h100-80gb. With --calibrate: the device whose figures fill in what is not measured."
         ),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="Write a page of pictures here.")] = None,
-    png_directory: Annotated[Path | None, typer.Option("--png", help="Write the pictures into this directory.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this JSON file.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this HTML file.")] = None,
+    png_directory: Annotated[Path | None, typer.Option("--png", help="Write the plots to this directory.")] = None,
     assignments: SetOption = None,
     ranks: Annotated[
-        list[int] | None, typer.Option("--rank", help="Trace this rank; default: ranks that stand for all.")
+        list[int] | None, typer.Option("--rank", help="Trace this rank; default: one rank of each kind.")
     ] = None,
     expert_imbalance: Annotated[
-        float, typer.Option(min=1.0, help="How much more often than on average the busiest experts are chosen.")
+        float, typer.Option(min=1.0, help="Load of the busiest experts, relative to the average.")
     ] = 1.0,
-    gpus: Annotated[int | None, typer.Option(help="Find the fastest layouts on so many devices that fit.")] = None,
-    batch_tokens: Annotated[
-        str | None, typer.Option(help="With --gpus: tokens of a step, such as 4M for 4 * 2**20; default: the file's.")
+    gpus: Annotated[
+        int | None, typer.Option(help="Search for the fastest layouts that fit on this many devices.")
     ] = None,
-    max_nodes: Annotated[int | None, typer.Option(help="With --gpus: use no more nodes.")] = None,
-    run_out: Annotated[Path | None, typer.Option("--write", help="With --gpus: write the best as a run file.")] = None,
+    batch_tokens: Annotated[
+        str | None,
+        typer.Option(help="With --gpus: tokens per step, such as 4M for 4 * 2**20; default: the run file's."),
+    ] = None,
+    max_nodes: Annotated[int | None, typer.Option(help="With --gpus: use at most this many nodes.")] = None,
+    run_out: Annotated[
+        Path | None, typer.Option("--write", help="With --gpus: write the best layout as a run file.")
+    ] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(help="Measure this machine, and write its device file (YAML) here.")
+        Path | None, typer.Option(help="Measure this machine and write its device file (YAML) here.")
     ] = None,
     calibrated_ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="With --calibrate: ranks that compute at the same time.")
+        int | None,
+        typer.Option("--ranks", min=1, help="With --calibrate: number of ranks that compute at the same time."),
     ] = None,
     traceback: TracebackOption = False,
 ) -> None:
-    """Plan a run: memory, traffic and time of its ranks, by the code that would run, on tensors without memory."""
+    """Predict the memory, communication and step time of a run, or search for its fastest layout.
+
+    \b
+    Examples:
+      meshwright plan run.yaml --world 64 --device h100-80gb
+      meshwright plan run.yaml --gpus 64 --write best.yaml
+    """
     file, changes, pictures = run_file or Path(), assignments or [], (html_file, png_directory)
     with exit_on_error(traceback):
         _check_one_mode(run_file, world=world, gpus=gpus, calibrate=calibrate)
@@ -210,12 +221,19 @@ def print_parts(parts: list[Any]) -> None:
 def explain(
     run_file: RunFileArgument,
     world: Annotated[
-        int | None, typer.Option(min=1, help="Ranks, which need not be there; default: as many as `train` would start.")
+        int | None,
+        typer.Option(min=1, help="Number of ranks, which need not exist; default: as many as `train` would start."),
     ] = None,
     assignments: SetOption = None,
     traceback: TracebackOption = False,
 ) -> None:
-    """Say in words what a run will do: who holds what, what is sent when, and what comes of it. Starts nothing."""
+    """Describe what a run will do: memory per rank, communication per step, checkpoints, outputs. Starts nothing.
+
+    \b
+    Examples:
+      meshwright explain run.yaml
+      meshwright explain run.yaml --world 8 --set tp_size=2
+    """
     with exit_on_error(traceback):
         from meshwright_run.run_file import load_run
 

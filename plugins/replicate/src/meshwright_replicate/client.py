@@ -96,7 +96,7 @@ class ReplicaClient:
         def work() -> None:
             try:
                 if self.is_node_leader:
-                    _request_local("keep", run=run_id, step=step)
+                    _request_local("discard_stale", run=run_id, step=step)
             except OSError as error:
                 raise RankError(f"the process that holds copies of state does not answer: {error}.") from error
 
@@ -158,12 +158,12 @@ def _start_server() -> None:
     command = [
         *SAFE_PYTHON,
         "-m",
-        f"{__package__}.keeper",
+        f"{__package__}.server",
         str(_get_server_socket_path()),
         str(pid),
         get_process_identity(pid),
     ]
-    # See [Note: nothing is left] in `keeper`. It must not hold open what others wait to see closed.
+    # See [Note: nothing is left] in `server`. It must not hold open what others wait to see closed.
     nothing = subprocess.DEVNULL
     started = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
     started.returncode = 0  # nobody waits for it; without a return code Python would warn
@@ -198,7 +198,7 @@ def _expose_local_server(host: str, token: str, *, is_single_node: bool) -> tupl
     # A node may know only its loopback; others call it by the name at which they all meet.
     is_hidden = _is_loopback(host) and not is_single_node
     try:
-        port = _request_local("serve", host=_ALL_INTERFACES if is_hidden else host, token=token)["port"]
+        port = _request_local("listen", host=_ALL_INTERFACES if is_hidden else host, token=token)["port"]
     except OSError as error:
         raise RankError(
             f"the process that holds copies of state cannot be reached from other nodes: {error}."
@@ -249,7 +249,7 @@ class ReplicaReader:
         if node != self.client.local_node:
             return io.BufferedReader(_RemoteReplicaFile(link, self.step, name, self.file_sizes[name]), 1 << 20)
         try:
-            file = link.request_file("take", step=self.step, name=name)
+            file = link.request_file("read", step=self.step, name=name)
         finally:
             link.close()
         try:
@@ -276,7 +276,7 @@ class _RemoteReplicaFile(SeekableReader):
         count = max(0, min(buffer.nbytes, self._nbytes - position))
         if count:
             self._connection.request_into(
-                buffer[:count], "take", step=self._step, name=self.name, begin=position, size=count
+                buffer[:count], "read", step=self._step, name=self.name, begin=position, size=count
             )
         return count
 

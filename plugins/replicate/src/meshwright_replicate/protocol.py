@@ -124,7 +124,7 @@ class Connection:
     def _request(
         self, command: str, fd: int | None, chunks: Iterable[Any], values: Mapping[str, Any]
     ) -> tuple[dict[str, Any], int | None]:
-        send_message(self._socket, {"do": command, **values}, fd)
+        send_message(self._socket, {"command": command, **values}, fd)
         for part in chunks:
             self._socket.sendall(part)
         answer, handed = receive_message(self._socket)
@@ -152,10 +152,10 @@ def authenticate_client(sock: socket.socket, token: str) -> None:
     if file is not None:
         os.close(file)
     theirs = str(answer.get("nonce"))
-    if not _is_valid_proof(answer, token, "rank", mine, theirs):
+    if not _is_valid_proof(answer, token, "client", mine, theirs):
         send_message(sock, {"error": "the token is another"})
         raise PermissionError("somebody without the token")
-    send_message(sock, {"proof": _compute_proof(token, "keeper", mine, theirs)})
+    send_message(sock, {"proof": _compute_proof(token, "server", mine, theirs)})
 
 
 def authenticate_to_server(sock: socket.socket, token: str) -> None:
@@ -163,9 +163,9 @@ def authenticate_to_server(sock: socket.socket, token: str) -> None:
     until_s = time.monotonic() + IO_TIMEOUT_S
     theirs = str(receive_message(sock, max_bytes=_MAX_UNAUTHENTICATED_BYTES, deadline_s=until_s)[0].get("nonce"))
     mine = secrets.token_hex(32)
-    send_message(sock, {"nonce": mine, "proof": _compute_proof(token, "rank", theirs, mine)})
+    send_message(sock, {"nonce": mine, "proof": _compute_proof(token, "client", theirs, mine)})
     answer, _ = receive_message(sock, max_bytes=_MAX_UNAUTHENTICATED_BYTES, deadline_s=until_s)
-    if not _is_valid_proof(answer, token, "keeper", theirs, mine):
+    if not _is_valid_proof(answer, token, "server", theirs, mine):
         raise PermissionError("the keeper has another token")
 
 

@@ -1,6 +1,6 @@
 """Copy a run's state into the memory of its nodes while it trains.
 
-[Note: copies] `StateReplicator.copy` returns when this rank's part is in host memory. A thread with a process group of its own
+[Note: copies] `StateReplicator.replicate` returns when this rank's part is in host memory. A thread with a process group of its own
 hands it to the keeper of its node, and sends it to that of the next node. When all ranks have done so, the first one
 makes the manifest, and each rank has its keeper seal the step. A step that is due before that is left out.
 """
@@ -51,7 +51,7 @@ class SharedBuffer:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.fd = os.memfd_create("meshwright-copy", os.MFD_CLOEXEC)  # descriptor by which another process maps it
+        self.fd = os.memfd_create("meshwright-replica", os.MFD_CLOEXEC)  # descriptor by which another process maps it
         os.ftruncate(self.fd, size)
         self._mapping = mmap.mmap(self.fd, size) if size else None  # an empty file cannot be mapped
         self.view = memoryview(b"") if self._mapping is None else memoryview(self._mapping)  # its bytes
@@ -143,7 +143,7 @@ class StateReplicator:
         self._check_memory(count_bytes(content.tensors))
         room = self._buffers.fill_next(content.tensors)
         self._thread = threading.Thread(
-            target=self._send_in_background, args=(content, room, step), name="meshwright-copies"
+            target=self._send_in_background, args=(content, room, step), name="meshwright-replication"
         )
         self._thread.start()
 
@@ -164,7 +164,7 @@ class StateReplicator:
             return True
         self.num_skipped += 1
         if is_first and self.num_skipped & (self.num_skipped - 1) == 0:
-            self._report(copied=self.num_copied, left_out=self.num_skipped, step=step)
+            self._report(num_copied=self.num_copied, num_skipped=self.num_skipped, step=step)
         return False
 
     def _check_memory(self, local_bytes: int) -> None:
@@ -199,7 +199,7 @@ class StateReplicator:
             if manifest is None:
                 self._error = error
                 return
-            self._connections[0].request("seal", run=self._run_id, step=step, manifest=manifest)
+            self._connections[0].request("commit", run=self._run_id, step=step, manifest=manifest)
             self.num_copied, self.last_step = self.num_copied + 1, step
         except Exception as caught:
             # The keeper was killed, or another rank is gone, which the main thread will notice, too.
@@ -261,7 +261,7 @@ class StateReplicator:
         if self._thread is not None:
             self._thread.join()
         if self._manager.mesh.rank == 0:
-            self._report(copied=self.num_copied, left_out=self.num_skipped)
+            self._report(num_copied=self.num_copied, num_skipped=self.num_skipped)
         if not self._manager.mesh.world.reduce_ints([bool(self._error)])[0]:
             self._client.discard_stale(self._run_id, -1, self._manager.mesh.world)
         for link in self._connections:
@@ -320,7 +320,7 @@ class _ReplicationExtension(LoopExtension):
         if not self._replicator.is_due(step):
             return
         start = time.perf_counter()
-        self._progress.enter_phase("copy")
-        with profiler_phase("copy"):
+        self._progress.enter_phase("replicate")
+        with profiler_phase("replicate"):
             self._replicator.replicate(step, scheduler=self._scheduler, extra=prepare_extra)
-        self._times = {"copy": time.perf_counter() - start}
+        self._times = {"replicate": time.perf_counter() - start}

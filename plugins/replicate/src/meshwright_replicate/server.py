@@ -1,7 +1,7 @@
 """The process that holds copies of state on one node: `python -m meshwright_replicate.server SOCKET PID IDENTITY`.
 
 [Note: nothing is left] Copies are in anonymous memory (memfd), which vanishes with the process. Its socket (see
-`wire`) is removed when it ends, or by the next keeper if it was killed. It ends with the process that started
+`protocol`) is removed when it ends, or by the next keeper if it was killed. It ends with the process that started
 the ranks. It has a session of its own, since torchrun kills the process groups of its ranks, and ignores the signals
 that schedulers send to all processes; only SIGKILL ends it earlier.
 
@@ -168,9 +168,9 @@ class ReplicaServer:
     def _handle_request(
         self, connection: socket.socket, request: dict[str, Any], fd: int | None, is_local: bool
     ) -> None:
-        """Answer a message. Ranks of other nodes may only put, take and list."""
-        what, answer = request["do"], {}
-        if what == "take":
+        """Answer a message. Ranks of other nodes may only put, read and list."""
+        what, answer = request["command"], {}
+        if what == "read":
             self._send_file(connection, request, is_local)
             return
         # Errors of the connection itself end it, unlike those of the shelf.
@@ -180,11 +180,11 @@ class ReplicaServer:
                 self._store.add_file(request["run"], request["step"], request["name"], received)
             elif what == "list":
                 answer = {"id": self.server_id, **self._store.list_steps()}
-            elif what == "keep" and is_local:
+            elif what == "discard_stale" and is_local:
                 self._store.discard_stale(request["run"], request["step"])
-            elif what == "seal" and is_local:
+            elif what == "commit" and is_local:
                 self._store.commit(request["run"], request["step"], request["manifest"])
-            elif what == "serve" and is_local:
+            elif what == "listen" and is_local:
                 answer = {"port": self._listen_for_remote(request["host"], request["token"])}
             else:
                 raise ValueError(f"{what} is nothing that a keeper does")
@@ -229,7 +229,7 @@ class ReplicaServer:
         size = request["size"]
         if fd is not None:
             return MemoryFile(fd, int(size))
-        fd = os.memfd_create("meshwright-copy", os.MFD_CLOEXEC)
+        fd = os.memfd_create("meshwright-replica", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, size)
             if size:

@@ -38,14 +38,20 @@ def train(
     run_file: RunFileArgument,
     assignments: SetOption = None,
     plan_only: Annotated[
-        bool, typer.Option("--plan-only", help="Show what the run would hold, send and take, and start nothing.")
+        bool, typer.Option("--plan-only", help="Print the plan of memory, communication and time, and start nothing.")
     ] = False,
     timings: Annotated[
-        bool, typer.Option("--timings", help="After the first step, print what each part of the way to it took.")
+        bool, typer.Option("--timings", help="After the first step, print how long each phase of the startup took.")
     ] = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Train a model. Starts the ranks of this node itself, or joins those that a launcher has started."""
+    """Train a model. Starts the ranks of this node, or joins those that a launcher has started.
+
+    \b
+    Examples:
+      meshwright train run.yaml
+      meshwright train run.yaml --set strategy=ddp --set steps=100
+    """
     from .observers import StartupTimer
     from .run_file import check_new_model, load_run
 
@@ -92,12 +98,18 @@ CheckpointArgument = Annotated[
     str, typer.Argument(help="A checkpoint, or a directory of checkpoints; or a URL, such as s3://bucket/prefix.")
 ]
 KeyFile = Annotated[
-    str | None, typer.Option(help="The file with the key that they are signed with; others are refused.")
+    str | None, typer.Option(help="File with the signing key; checkpoints not signed with it are refused.")
 ]
 
 
 def show_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -> None:
-    """Tell what is in a checkpoint, and whether it is whole; exits with 1 where one is not."""
+    """Show what a checkpoint holds and whether it is complete. Exits with 1 if one is not.
+
+    \b
+    Examples:
+      meshwright checkpoint show runs/a/checkpoints
+      meshwright checkpoint show s3://bucket/run
+    """
     with exit_on_error(show_traceback=False):
         from .inspect_checkpoints import build_checkpoint_table
 
@@ -107,10 +119,15 @@ def show_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -> 
 
 
 def verify_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -> None:
-    """Read every byte of a checkpoint, and compare it with the manifest.
+    """Read every byte of a checkpoint and compare it with the manifest.
 
     Exits with 0 where all are whole, 1 where one is not, and 2 where there is none, or it cannot be read, or a key is
     given and one is not signed with it.
+
+    \b
+    Examples:
+      meshwright checkpoint verify runs/a/checkpoints
+      meshwright checkpoint verify runs/a/checkpoints --key-file key
     """
     with exit_on_error(show_traceback=False):
         from .inspect_checkpoints import describe_signature, verify_checkpoints
@@ -136,29 +153,37 @@ def _open_storage(location: str, key_file: str | None) -> Storage:
 
 
 def export(
-    checkpoint: Annotated[str, typer.Argument(help="The checkpoint: a directory, or a URL.")],
-    output: Annotated[Path, typer.Argument(help="The Hugging Face directory to write: new, or empty.")],
+    checkpoint: Annotated[str, typer.Argument(help="Directory or URL of the checkpoint.")],
+    output: Annotated[Path, typer.Argument(help="Hugging Face directory to write; new or empty.")],
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 ... for the weights; as they were saved otherwise.")
+        str | None, typer.Option(help="Dtype of the weights, such as float32 or bfloat16; default: as saved.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of a file, such as 5GB; memory is bounded by it.")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest size of a file, such as 5GB; it also bounds the memory used.")
+    ] = "5GB",
     ema: Annotated[
-        bool, typer.Option("--ema", help="The average of the weights in their place, which the run has kept (ema).")
+        bool,
+        typer.Option("--ema", help="Export the exponential moving average of the weights, if the run kept one (ema)."),
     ] = False,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Of adapters, or of an adapter's directory: the whole model that they make.")
+        bool, typer.Option("--merge", help="Merge an adapter into its base and write the full model.")
     ] = False,
     trust_remote_code: Annotated[
-        str | None, typer.Option(help="The digest of the model's own code, which the error without it tells.")
+        str | None, typer.Option(help="Digest of the model's own code; without it, the error message states it.")
     ] = None,
     base: Annotated[
-        str | None, typer.Option(help="With --merge: where the base is, if it is not where it was in training.")
+        str | None, typer.Option(help="With --merge: directory of the base model, if it has moved since training.")
     ] = None,
     key_file: KeyFile = None,
 ) -> None:
-    """Write the model of a checkpoint as a Hugging Face directory, with one process and no network.
+    """Export the model of a checkpoint as a Hugging Face directory, with one process and no network.
 
-    Of a checkpoint of adapters it is their directory, as peft has it; with --merge the whole model.
+    A checkpoint of an adapter becomes a directory that peft loads; with --merge, the full model.
+
+    \b
+    Examples:
+      meshwright export runs/a/checkpoints/step-00000300 exported
+      meshwright export runs/a/checkpoints/step-00000300 exported --merge --dtype bfloat16
     """
     with exit_on_error(show_traceback=False):
         from meshwright.plugin import (
@@ -195,11 +220,17 @@ def show_data(
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as data.seq_len=512.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=0, help="So many rows are shown whole.")] = 2,
-    png: Annotated[Path | None, typer.Option(help="Draw lengths and learnt tokens into this file.")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Number of rows to show in full.")] = 2,
+    png: Annotated[Path | None, typer.Option(help="Draw the lengths and the supervised tokens to this file.")] = None,
     traceback: TracebackOption = False,
 ) -> None:
-    """Show the data of a run: its first rows as the model sees them, lengths, and what was cut or left out."""
+    """Show the data of a run: its first rows as the model sees them, lengths, and what was truncated or skipped.
+
+    \b
+    Examples:
+      meshwright data show run.yaml
+      meshwright data show run.yaml --rows 5 --png lengths.png
+    """
     with exit_on_error(traceback):
         from .data.report import (
             decode_first_rows,
@@ -243,37 +274,57 @@ def show_data(
 
 
 def schema() -> None:
-    """Print the JSON schema of the run file, with the options of the installed strategies, for editors."""
+    """Print the JSON schema of run files, with the options of all installed strategies, for editors.
+
+    \b
+    Examples:
+      meshwright schema
+      meshwright schema > run.schema.json
+    """
     from .run_schema import run_schema
 
     echo(json.dumps(run_schema(), indent=2) + "\n")
 
 
 def init(
-    file: Annotated[Path, typer.Argument(help="The run file to write.")] = Path("run.yaml"),
+    file: Annotated[Path, typer.Argument(help="Run file to write.")] = Path("run.yaml"),
     model: Annotated[
-        str | None, typer.Option(help="A model directory, a hub id, or new: a small one with new weights (default).")
+        str | None, typer.Option(help="Model directory, hub id, or new: a small model with new weights (default).")
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="A glob of files, which may be given several times; default: stdlib, Python's own sources."),
+        typer.Option(help="Glob of data files; may be repeated; default: stdlib, Python's own sources."),
     ] = None,
     format: Annotated[
         str | None,
-        typer.Option(help="What files hold: text, messages or prompt_completion; default: what the first line shows."),
+        typer.Option(
+            help="Format of the files: text, messages or prompt_completion; default: detected from the first line."
+        ),
     ] = None,
     adapter: Annotated[
-        bool | None, typer.Option("--adapter/--full", help="Train an adapter (LoRA), or the whole model (default).")
+        bool | None, typer.Option("--adapter/--full", help="Train an adapter (LoRA), or the full model (default).")
     ] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine; default: what is found.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="Default: what is recommended for so many.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default: 300.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Times that each row is trained on; in place of steps.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: defaults where no flag says more.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if there is one.")] = False,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks on this machine; default: the devices found.")
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="Strategy; default: the one recommended for this number of devices.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of optimizer steps; default: 300.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Number of epochs, instead of steps.")] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Ask nothing; use the default of every flag that is not given.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Write a first run file, with a comment on each part. Asks five questions; flags answer them, too."""
+    """Write a commented run file. Asks five questions, unless flags answer them.
+
+    \b
+    Examples:
+      meshwright init
+      meshwright init sft.yaml --model path/to/model --data 'chats/*.jsonl' --adapter --yes
+    """
     with exit_on_error(traceback):
         from .init_wizard.answers import InitFlags, collect_answers, detect_machine, inspect_model
         from .init_wizard.run_file_text import check_output_file, write_run_file

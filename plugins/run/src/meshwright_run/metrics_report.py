@@ -43,7 +43,12 @@ NONDETERMINISTIC_FIELDS = frozenset(
     ("seconds", *_RATES, "time", "times", "memory", "world_size", "peak_flops", "mfu", "stragglers")
 )
 """Keys that depend on clocks and machines. The others are equal when a run is repeated, on other ranks too."""
-_MAPPING_FIELDS = ("sums", "evaluations", "times", "learning_rates", "norms", "memory")
+_MAPPING_KEYS = {
+    **{name: name for name in ("sums", "evaluations", "times", "learning_rates")},
+    "block_grad_norms": "norms",
+    "memory": "memory",
+}
+"""Fields of a StepResult that are mappings, and their keys in a line."""
 _PLAIN_FIELDS = (
     "step",
     "loss",
@@ -55,7 +60,7 @@ _PLAIN_FIELDS = (
     "flops",
     "peak_flops",
 )
-_NUMBER_KEYS = {**{name: name for name in _PLAIN_FIELDS}, "ended": "time"}
+_NUMBER_KEYS = {**{name: name for name in _PLAIN_FIELDS}, "end_time": "time"}
 """Fields of a StepResult that are numbers, and their keys in a line."""
 _MAX_LISTED_LINES = 5
 """Unreadable lines that are named."""
@@ -209,10 +214,10 @@ def _parse_line(line: bytes, num_steps: int) -> StepResult:
     record = parse_json(line.decode())
     if not isinstance(record, dict):
         raise ValueError("no record")
-    mappings = {name: _none_to_nan(record.get(name, {})) for name in _MAPPING_FIELDS}
+    mappings = {name: _none_to_nan(record.get(key, {})) for name, key in _MAPPING_KEYS.items()}
     slow = tuple(_none_to_nan(each) for each in record.get("stragglers", ()))
     numbers = {name: record[key] for name, key in _NUMBER_KEYS.items() if key in record}
-    skipped = record.get("skipped", "")
+    skipped = record.get("skip_reason", "")
     if skipped and isinstance(skipped, str):
         numbers |= _none_to_nan({name: numbers[name] for name in ("loss", "grad_norm")})
     every = [value for values in (numbers, *slow, *mappings.values()) for value in values.values()]
@@ -220,7 +225,7 @@ def _parse_line(line: bytes, num_steps: int) -> StepResult:
         raise ValueError("no numbers of a step")
     if type(numbers["step"]) is not int:
         raise ValueError("no number of a step")
-    numbers |= {"skipped": str(skipped), "stragglers": slow, "steps": num_steps, "rank": 0}
+    numbers |= {"skip_reason": str(skipped), "stragglers": slow, "num_steps": num_steps, "rank": 0}
     return StepResult(**{**numbers, **mappings})
 
 
@@ -246,11 +251,11 @@ def to_record(result: StepResult) -> dict[str, Any]:
         "time": result.end_time,
         "world_size": result.world_size,
     }
-    for name in _MAPPING_FIELDS:
+    for name, key in _MAPPING_KEYS.items():
         if values := getattr(result, name):
-            record[name] = nan_to_none(values)
+            record[key] = nan_to_none(values)
     if result.skip_reason:
-        record["skipped"] = result.skip_reason
+        record["skip_reason"] = result.skip_reason
     if result.stragglers:
         record["stragglers"] = [nan_to_none(each) for each in result.stragglers]
     if "held_out" in result.evaluations:

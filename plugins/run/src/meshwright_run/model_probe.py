@@ -284,8 +284,8 @@ def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets
 
 
 def _requested_columns(objective: Objective | None) -> Sequence[Column]:
-    takes: Sequence[Column] = getattr(objective, "takes", ())
-    return takes
+    accepted: Sequence[Column] = getattr(objective, "accepted_columns", ())
+    return accepted
 
 
 def cast_columns(objective: Objective | None, batch: Batch) -> Batch:

@@ -91,7 +91,7 @@ class StartupReporter:
         if startup is None:
             return
         startup.end_phase("first step")
-        self._note("startup", step=result.step, seconds=startup.compute_seconds())
+        self._note("startup_times", step=result.step, seconds=startup.compute_seconds())
         if startup.should_print:
             self._show(str(startup))
 

@@ -51,7 +51,7 @@ def export_model(manager: StrategyManager, prepared: PreparedRun, *, step: int) 
     config = prepared.config
     averages = config.ema is not None and config.ema.export
     world, directory = manager.mesh.world, RunDirectory.from_config(config)
-    world.progress.enter_phase("exporting")
+    world.progress.enter_phase("export")
     checkpoint, model, averaged = (directory.path / name for name in IN_PROGRESS)
     # It is soon removed, and needs no signature.
     place = open_storage(checkpoint, StorageOptions(max_retries=config.checkpoint.retries))
@@ -111,10 +111,10 @@ def build_summary(prepared: PreparedRun, results: list[StepResult], *, vocab_siz
     return {
         "strategy": str(prepared.strategy_stack),
         "mesh": str(prepared.degrees),
-        "steps": results[-1].step,
-        "of_steps": prepared.num_steps,
+        "step": results[-1].step,
+        "num_steps": prepared.num_steps,
         "train_loss": sum(last) / len(last),
-        "train_loss_steps": len(last),
+        "num_averaged_steps": len(last),
         "held_out_loss": results[-1].held_out_loss,
         "evaluations": dict(results[-1].evaluations),
         "best_checkpoints": [
@@ -124,7 +124,7 @@ def build_summary(prepared: PreparedRun, results: list[StepResult], *, vocab_siz
         ],
         "ln_vocab": math.log(vocab_size),
         "held_out": {
-            "tokens": str(prepared.data.directory / "held_out.npy"),
+            "tokens_file": str(prepared.data.directory / "held_out.npy"),
             "seq_len": config.data.seq_len,
             "sequences": config.eval.max_sequences or len(prepared.datasets.eval_sets.get(HELD_OUT, ())),
         },
@@ -136,11 +136,11 @@ def format_results(summary: dict[str, Any], prepared: PreparedRun) -> Iterator[s
     losses = "".join(f", {format_eval_set(name)} loss {value:.6f}" for name, value in summary["evaluations"].items())
     # Compared with a model that has learnt nothing; an objective may measure something else.
     beside = f"; {loss / ln_vocab:.2f} x ln(vocabulary)" if prepared.config.objective is None else ""
-    yield f"\ntraining loss {loss:.4f} (mean of the last {summary['train_loss_steps']} steps{beside}){losses}"
+    yield f"\ntraining loss {loss:.4f} (mean of the last {summary['num_averaged_steps']} steps{beside}){losses}"
     stopping = prepared.config.eval.early_stopping
-    if stopping is not None and summary["steps"] < summary["of_steps"]:
+    if stopping is not None and summary["step"] < summary["num_steps"]:
         yield (
-            f"stopped early, after {summary['steps']} of {summary['of_steps']} steps: the {format_eval_set(stopping.eval_set)} loss "
+            f"stopped early, after {summary['step']} of {summary['num_steps']} steps: the {format_eval_set(stopping.eval_set)} loss "
             f"has not fallen in {stopping.patience} evaluations"
         )
     for each in summary["best_checkpoints"]:

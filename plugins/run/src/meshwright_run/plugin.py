@@ -14,8 +14,8 @@ def register_commands(app: typer.Typer) -> None:
     for command in (train, export, schema, init):
         app.command()(command)
     checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
-    checkpoints.command()(show_checkpoint)
-    checkpoints.command()(verify_checkpoint)
+    checkpoints.command("show")(show_checkpoint)
+    checkpoints.command("verify")(verify_checkpoint)
     app.add_typer(checkpoints, name="checkpoint")
     data_commands = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
     data_commands.command("show")(show_data)

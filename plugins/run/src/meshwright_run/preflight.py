@@ -140,7 +140,7 @@ def preflight(config: RunConfig, world_size: int, *, commit: str | None = None) 
     largest = max(map(len, rows.eval_sets.values()), default=0)
     if config.eval.max_sequences is not None and config.eval.max_sequences > largest:
         raise ConfigError(
-            f"eval.sequences={config.eval.max_sequences}, but the held-out split has {largest}. "
+            f"eval.max_sequences={config.eval.max_sequences}, but the held-out split has {largest}. "
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
     objective = None if config.objective is None else get_objective(config.objective)
@@ -330,5 +330,5 @@ def _get_download_options(section: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "revision": section.get("revision") or commit,
         "allow_pickle": bool(section.get("allow_pickle", False)),
-        "code": trusted is not None,
+        "include_code": trusted is not None,
     }

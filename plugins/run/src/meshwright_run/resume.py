@@ -56,8 +56,8 @@ from .run_sections import EvalConfig
 class ResumePoint:
     """A checkpoint that a run resumes from.
 
-    `named` is the one that `resume` named when the course of the run began, and `changed` what differs from its run.
-    Checkpoints up to the step `keeps` stay where they are. `metrics` is the folder with those of the steps before; None
+    `resumed_from` is the one that `resume` named when the course of the run began, and `changed_settings` what differs from its run.
+    Checkpoints up to the step `keep_until_step` stay where they are. `metrics_storage` is the folder with those of the steps before; None
     where the course begins with the checkpoint.
     """
 
@@ -78,7 +78,7 @@ class ResumePoint:
 
     @property
     def num_skipped_batches(self) -> int:
-        """Batches that rewinding has left out; see [Note: draws] in `monitors`."""
+        """Batches that rolling back has left out; see [Note: draws] in `monitors`."""
         return int(((self.loop_state or {}).get(BAD_STEPS_KEY) or {}).get("left_out", 0))
 
     @property
@@ -240,13 +240,37 @@ def find_changed_settings(
 def _find_differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
     """Return the names of what differs; sections that were not saved do not."""
     found = []
-    for section, value in identity.items():
-        before = saved.get(section, value)
+    for section, current in identity.items():
+        value, before = (_use_current_names(each, section) for each in (current, saved.get(section, current)))
         if before != value and isinstance(value, dict) and isinstance(before, dict):
             found += [f"{section}.{key}" for key in {**before, **value} if before.get(key) != value.get(key)]
         elif before != value:
             found.append(section)
     return found
+
+
+_EARLIER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "ema": {"start": "start_step"},
+    "optimizer": {"matrices": "matrices_only"},
+    "objective": {
+        "log_entropy": "report_entropy",
+        "entropy": "entropy_coef",
+        "importance": "importance_level",
+        "center": "center_coefficient",
+        "sums": "extra_sums",
+        "rest": "tail",
+    },
+}
+"""By section of an identity, names in checkpoints of earlier versions, and what they are now."""
+
+
+def _use_current_names(value: Any, section: str) -> Any:
+    if isinstance(value, list):
+        return [_use_current_names(each, section) for each in value]
+    if not isinstance(value, dict):
+        return value
+    names = _EARLIER_NAMES.get(section, {})
+    return {names.get(key, key): _use_current_names(each, section) for key, each in value.items()}
 
 
 def _get_loop_state(manifest: Manifest, changed_settings: Sequence[str]) -> Mapping[str, Any] | None:
@@ -274,7 +298,7 @@ class RunReplicas:
         self._directory, self._world = directory, world
         self._replication: StateReplication | None = None
         if directory.checkpoint.replicate_config is not None:
-            self._replication = get_registry().hook.open_state_copies(world=world)
+            self._replication = get_registry().hook.open_state_replication(world=world)
 
     def find_newest(self, find_on_disk: Callable[[], Storage | None], resumed_from: str | None) -> StorageReader | None:
         """Return what the run resumes from: the newest step that is valid in memory, or a newer one on disk.
@@ -326,7 +350,7 @@ class RunReplicas:
             every=settings.every,
             bandwidth=settings.bytes_per_s,
             signing_key=self._directory.storage_options.key,
-            report=partial(log_event, self._directory.events, "copies"),
+            report=partial(log_event, self._directory.events, "replication"),
         ) as extension:
             yield replace(loop, extensions=[*loop.extensions, extension])
 

@@ -108,7 +108,7 @@ def _choose_action(config: RunConfig, directory: RunDirectory, num_steps: int | 
         held.append(f"output_dir={config.output_dir!r} holds the results of an earlier run. Name another directory")
     if directory.has_external_storage and (there := list_checkpoints(directory.checkpoint_storage)):
         held.append(
-            f"checkpoint.to={config.checkpoint.path!r} holds {there[0].name} of an earlier run. Name another place"
+            f"checkpoint.path={config.checkpoint.path!r} holds {there[0].name} of an earlier run. Name another place"
         )
     if held and not config.overwrite:
         raise ConfigError(f"{held[0]}, or set overwrite=true to replace them.")
@@ -120,18 +120,18 @@ def _should_extend_finished(config: RunConfig, directory: RunDirectory, num_step
     if num_steps is None:
         return True
     has_some = bool(list_checkpoints(directory.checkpoint_storage))
-    done, of_steps = _read_summary(directory.summary)
-    if num_steps > of_steps:
+    done, planned_steps = _read_summary(directory.summary)
+    if num_steps > planned_steps:
         if has_some:
             return True
         raise ConfigError(
-            f"steps={num_steps}, but the run in output_dir={config.output_dir!r} has finished with {of_steps} and has "
+            f"steps={num_steps}, but the run in output_dir={config.output_dir!r} has finished with {planned_steps} and has "
             f"left no checkpoint to go on from. To train anew, name another directory, or set resume=never and "
             f"overwrite=true to replace it."
         )
     before, eval_section = _load_previous_config(directory), EvalConfig()
     return (
-        done < of_steps
+        done < planned_steps
         and has_some
         and before is not None
         and _select_training_settings(before, eval=eval_section) == _select_training_settings(config, eval=eval_section)
@@ -189,8 +189,8 @@ def _read_summary(path: Path) -> tuple[int, int]:
     """Return the steps that a finished run has done, and those that it was to have."""
     try:
         summary = read_json_object(path)
-        done = int(summary["steps"])
-        return done, int(summary.get("of_steps", done))
+        done = int(summary["step"])
+        return done, int(summary.get("num_steps", done))
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
             f"{path} cannot be read: {error!r}. Remove it, if the run has not finished; it then goes on "
@@ -227,5 +227,5 @@ def _check_checkpoint_owner(directory: RunDirectory) -> None:
         if directory.has_external_storage and isinstance(whose, str) and not directory.is_same(whose):
             raise ConfigError(
                 f"{place} is of the run with output_dir={whose!r}, and overwrite=true replaces what is of the run in "
-                f"output_dir={directory.configured_path!r} alone. Name another place in checkpoint.to, or remove it yourself."
+                f"output_dir={directory.configured_path!r} alone. Name another place in checkpoint.path, or remove it yourself."
             )

@@ -102,7 +102,7 @@ class RunDirectory:
         """Refuse a place that cannot serve a run, without looking at what is there."""
         if str(self.checkpoint_storage).startswith("memory:") and world_size > 1:
             raise ConfigError(
-                f"checkpoint.to={self.checkpoint.path!r} is in the memory of one process, and the run has {world_size} ranks. "
+                f"checkpoint.path={self.checkpoint.path!r} is in the memory of one process, and the run has {world_size} ranks. "
                 f"Give what all of them reach: a directory, or s3://bucket/prefix."
             )
 
@@ -173,7 +173,7 @@ class RunDirectory:
                 is_link = "is a link, and a run does not write through links"
                 told = is_link if stat.S_ISLNK(mode) else "is neither a file nor a directory"
                 raise ConfigError(
-                    f"{path} {told}. Remove it, or name another output_dir; checkpoints go elsewhere by checkpoint.to."
+                    f"{path} {told}. Remove it, or name another output_dir; checkpoints go elsewhere by checkpoint.path."
                 )
 
     def is_empty(self) -> bool:

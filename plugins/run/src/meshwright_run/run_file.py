@@ -139,10 +139,10 @@ class BaseRunConfig(MeshSizes):
     grad_norm_type: PositiveFloat = Field(
         default=2.0, description="p of the gradient norm; .inf: the largest absolute value."
     )
-    on_bad_step: Literal["stop", "skip", "rewind"] | BadStepConfig = Field(
+    on_bad_step: Literal["stop", "skip", "rollback"] | BadStepConfig = Field(
         default="stop",
         description="What becomes of a step whose loss or gradient norm is not finite: the run stops, skips the "
-        "batch, or goes back to its newest checkpoint and skips all since; or {do: skip, deviations: 10, ...}.",
+        "batch, or goes back to its newest checkpoint and skips all since; or {action: skip, max_deviations: 10, ...}.",
     )
     verify_every: Size | None = Field(
         default=None,
@@ -223,14 +223,14 @@ class BaseRunConfig(MeshSizes):
             raise ValueError(
                 f"ema.start_step={self.ema.start_step}, so nothing is averaged in steps={self.steps}; lower it"
             )
-        if self.bad_step_config.action == "rewind" and not self.checkpoint.has_scheduled_saves:
-            raise ValueError("on_bad_step=rewind needs checkpoints to go back to; set checkpoint.every, or skip")
-        if self.bad_step_config.action == "rewind" and self.checkpoint.replicate is not None:
+        if self.bad_step_config.action == "rollback" and not self.checkpoint.has_scheduled_saves:
+            raise ValueError("on_bad_step=rollback needs checkpoints to go back to; set checkpoint.every, or skip")
+        if self.bad_step_config.action == "rollback" and self.checkpoint.replicate is not None:
             raise ValueError(
-                "on_bad_step=rewind goes back to checkpoints of this sitting, which a run that goes on from memory "
+                "on_bad_step=rollback goes back to checkpoints of this sitting, which a run that goes on from memory "
                 "(checkpoint.replicate) has not; take skip, or leave replicate out"
             )
-        if self.checkpoint.replicate is not None and not get_registry().find_implementations("open_state_copies"):
+        if self.checkpoint.replicate is not None and not get_registry().find_implementations("open_state_replication"):
             raise ValueError(
                 f"checkpoint.replicate needs a plugin that is not installed. {format_install_hint('replicate')}"
             )
@@ -247,7 +247,7 @@ class BaseRunConfig(MeshSizes):
         if self.ema is not None and self.ema.evaluate:
             known += [f"{name}{EMA_SUFFIX}" for name in known]
         stopping, best = self.eval.early_stopping, self.checkpoint.keep_best
-        for key, wanted in (("eval.early_stopping.set", stopping), ("checkpoint.keep_best.set", best)):
+        for key, wanted in (("eval.early_stopping.eval_set", stopping), ("checkpoint.keep_best.eval_set", best)):
             if wanted is not None and wanted.eval_set not in known:
                 raise ValueError(
                     f"{key}={wanted.eval_set!r} is no set of this run. Known: {', '.join(known) or 'none'}"

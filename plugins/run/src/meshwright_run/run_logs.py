@@ -126,7 +126,7 @@ class HangFileReporter:
                 at |= {
                     "step": sign.phase.step,
                     "phase": sign.phase.name,
-                    "place": sign.location,
+                    "location": sign.location,
                     "process": sign.process,
                 }
                 if hang.is_silent:

@@ -17,7 +17,7 @@ HELD_OUT = "held_out"
 class EarlyStoppingConfig(FrozenModel):
     """Ends a run whose loss on a set no longer falls."""
 
-    eval_set: str = Field(default=HELD_OUT, description="Which set; eval_sets, or a name of data.eval_sets.")
+    eval_set: str = Field(default=HELD_OUT, description="Which set; held_out, or a name of data.eval_sets.")
     patience: Size = Field(default=3, description="So many evaluations in a row without a lower loss end the run.")
     min_delta: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="By how much a lower loss must be lower."
@@ -137,9 +137,7 @@ Bandwidth = Annotated[str, Field(pattern=f"^{_BANDWIDTH_PATTERN.pattern}$")]
 class KeepBestConfig(FrozenModel):
     """Checkpoints that are kept because their loss is low."""
 
-    eval_set: str = Field(
-        default=HELD_OUT, description="The loss of which set; eval_sets, or a name of data.eval_sets."
-    )
+    eval_set: str = Field(default=HELD_OUT, description="The loss of which set; held_out, or a name of data.eval_sets.")
     count: Size = Field(default=1, description="How many.")
 
 
@@ -163,8 +161,8 @@ class OnSignalConfig(FrozenModel):
 class ReplicateConfig(FrozenModel):
     """Copies of the state in the memory of nodes; see docs/reference/memory-replicas.md."""
 
-    target: Literal["neighbour"] = Field(
-        default="neighbour",
+    target: Literal["neighbor"] = Field(
+        default="neighbor",
         description="Where each rank's state is copied to, beside the memory of its own node: that of the next one.",
     )
     every: Size = Field(
@@ -202,7 +200,7 @@ class CheckpointConfig(FrozenModel):
     )
     keep_best: KeepBestConfig | None = Field(
         default=None,
-        description="Save after each evaluation that is among the best n, and keep these, too: {set: eval_sets, n: 1}.",
+        description="Save after each evaluation that is among the best `count`, and keep these, too: {eval_set: held_out, count: 1}.",
     )
     keep_last: Size | None = Field(default=2, description="How many of the newest are kept; null: all.")
     keep_every: Size | None = Field(default=None, description="Those of steps that are multiples of it are kept, too.")
@@ -226,10 +224,10 @@ class CheckpointConfig(FrozenModel):
         description="A file with a secret of at least 32 bytes, the same on all nodes: checkpoints are signed with it, "
         "and others are refused; null: neither.",
     )
-    replicate: Literal["neighbour"] | ReplicateConfig | None = Field(
+    replicate: Literal["neighbor"] | ReplicateConfig | None = Field(
         default=None,
         description="Copy the state of each rank after its steps to the memory of its node and of the next one, from "
-        "which ranks that are begun anew go on (max_restarts): neighbour, or {every: 1, bandwidth: 1GB/s}; null: go on "
+        "which ranks that are begun anew go on (max_restarts): neighbor, or {every: 1, max_bandwidth: 1GB/s}; null: go on "
         "from checkpoints alone. See docs/reference/memory-replicas.md.",
     )
     on_signal: OnSignalConfig | None = Field(

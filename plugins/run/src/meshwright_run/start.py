@@ -149,7 +149,9 @@ class RestartPolicy:
         self._num_restarts += 1
         ranks = "" if self.world_size == before else f", on {self.world_size} ranks instead of {before}"
         write_stderr(f"beginning anew: restart {self._num_restarts} of {limit}{ranks}\n")
-        log_event(self._directory.events, "restart", number=self._num_restarts, of=limit, ranks=self.world_size)
+        log_event(
+            self._directory.events, "restart", number=self._num_restarts, max_restarts=limit, ranks=self.world_size
+        )
         time.sleep(0.0 if has_trained else min(2.0**self._num_same_failures - 1, _MAX_BACKOFF_S))
         self._started_at = time.time()
         return True

@@ -93,7 +93,7 @@ BAD_INPUT = {
         ["data.seq_len=5000", "model.max_position_embeddings=5000"],
         ["split does not fill one sequence", "seq_len=5000"],
     ),
-    "too little held out": (["eval.sequences=100000"], ["eval.sequences=100000, but the held-out split has"]),
+    "too little held out": (["eval.max_sequences=100000"], ["eval.max_sequences=100000, but the held-out split has"]),
     "batch not divisible by ranks": (["batch_size=3"], ["batch_size=3 does not divide", "set it to 2 or 4"]),
     "model directory without a config": (["model={path: no_config}"], ["'no_config' holds no config.json"]),
     "model directory missing": (["model={path: ./nowhere}"], ["'./nowhere' is not a directory"]),
@@ -200,7 +200,7 @@ def held_out_loss(directory: Path) -> float:
 
     model = AutoModelForCausalLM.from_pretrained(directory / "model")
     held_out = json.loads((directory / "summary.json").read_text())["held_out"]
-    tokens = torch.from_numpy(np.load(held_out["tokens"]).astype(np.int64))
+    tokens = torch.from_numpy(np.load(held_out["tokens_file"]).astype(np.int64))
     rows = tokens[: held_out["sequences"] * held_out["seq_len"]].view(held_out["sequences"], held_out["seq_len"])
     with torch.no_grad():
         return float(model(input_ids=rows, labels=rows).loss)
@@ -270,7 +270,7 @@ def test_the_version_is_told_without_torch():
     done = run([sys.executable, "-X", "importtime", "-m", "meshwright", "--version"])
     assert done.stdout == f"meshwright {meshwright.__version__}\n"
     # No command's implementation, nor torch.
-    heavy = {"torch", "transformers", "matplotlib", "meshwright_plan.asked", "meshwright_watch.server"}
+    heavy = {"torch", "transformers", "matplotlib", "meshwright_plan.planner", "meshwright_watch.server"}
     assert not imported(done) & heavy
 
 

@@ -96,7 +96,7 @@ def test_answers_and_what_ends_their_turns_are_learnt(family, name):
         records=1,
         documents=len(documents),
         tokens=sum(map(len, documents)),
-        supervised=sum(int(each.labelled.sum()) for each in documents),
+        supervised=sum(int(each.loss_mask.sum()) for each in documents),
     )
 
 
@@ -108,13 +108,13 @@ def test_marks_are_learnt_as_transformers_reads_them(name):
     text = read_chat_template(read_template(name)).replace("strftime_now('%d %B %Y')", "'26 July 2024'")
     found = chosen.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True, chat_template=text)
     assert document.tokens.tolist() == found["input_ids"]
-    assert document.labelled.tolist() == [bool(each) for each in found["assistant_masks"]]
+    assert document.loss_mask.tolist() == [bool(each) for each in found["assistant_masks"]]
     assert 0 < sum(found["assistant_masks"]) < len(document)
     if twin is not None:
         # Turn by turn the same is found without marks.
         [unmarked], _ = encoded(family, twin, {"messages": TALK})
         assert np.array_equal(unmarked.tokens, document.tokens)
-        assert np.array_equal(unmarked.labelled, document.labelled)
+        assert np.array_equal(unmarked.loss_mask, document.loss_mask)
 
 
 def test_every_template_is_tried():
@@ -131,7 +131,7 @@ def test_an_answer_stands_behind_the_tokens_that_ask_for_it(family, name):
         messages = build_conversation("Hi there\n\n", text, "What is two and two?", f"{text}It is four.")
         documents, _ = encoded(family, name, {"messages": messages})
         for document in documents:
-            first = int(np.flatnonzero(document.labelled)[0])
+            first = int(np.flatnonzero(document.loss_mask)[0])
             asked = 3 if "What is two" in chosen.decode(document.tokens[:first]) else 1
             given = chosen.apply_chat_template(
                 messages[:asked],
@@ -247,8 +247,8 @@ def test_loss_on_says_which_answers_are_learnt():
         last = runs("llama3", name, {"messages": TALK}, loss_on="last_answer")
         assert last == [["It is four.<|eot_id|>"]]
         [document], counts = encoded("llama3", name, {"messages": TALK}, loss_on="all")
-        assert document.labelled is None
-        assert counts.labelled == len(document) - 1
+        assert document.loss_mask is None
+        assert counts.supervised == len(document) - 1
 
 
 def test_older_names_and_parts_of_messages_are_understood():
@@ -273,9 +273,9 @@ def test_a_prompt_and_its_completion_are_one_text_with_special_tokens_once():
         for family in ("llama2", "llama3", "base"):
             chosen = build_tokenizer(family, None)
             [document], _ = encoded(family, None, {"prompt": prompt, "completion": completion}, "prompt_completion")
-            first = int(np.flatnonzero(document.labelled)[0])
+            first = int(np.flatnonzero(document.loss_mask)[0])
             assert document.tokens[:first].tolist() == chosen(prompt)["input_ids"]
-            assert document.labelled[first:].all()
+            assert document.loss_mask[first:].all()
             assert _decoded(chosen, document) == f"{chosen.bos_token or ''}{prompt}{completion}{chosen.eos_token}"
             written = {"prompt": f"{chosen.bos_token or ''}{prompt}", "completion": completion + chosen.eos_token}
             [again], _ = encoded(family, None, written, "prompt_completion")
@@ -320,7 +320,7 @@ def test_a_pair_answers_one_prompt(way):
         ["It is four.<|eot_id|>"],
         ["It is five.<|eot_id|>"],
     ]
-    first = int(np.flatnonzero(one.labelled)[0])
+    first = int(np.flatnonzero(one.loss_mask)[0])
     assert np.array_equal(one.tokens[:first], other.tokens[:first])
     assert (counts.records, counts.documents) == (1, 2)
 
@@ -334,9 +334,9 @@ def test_a_pair_of_texts_is_kept_whole_or_not_at_all():
     assert found == [[f"{value[side]}<|eot_id|>"] for side in ("chosen", "rejected")]
     documents, counts = encoded("llama3", None, value, "preference", too_long="drop", seq_len=60)
     assert (documents, counts) == ([], EncodingCounts(records=1, dropped=2))
-    documents, counts = encoded("llama3", None, value, "preference", too_long="cut", seq_len=60)
-    assert (len(documents), len(documents[1]), counts.documents, counts.cut) == (2, 60, 2, 1)
-    documents, counts = encoded("llama3", None, value, "preference", too_long="cut", seq_len=8)
+    documents, counts = encoded("llama3", None, value, "preference", too_long="truncate", seq_len=60)
+    assert (len(documents), len(documents[1]), counts.documents, counts.truncated) == (2, 60, 2, 1)
+    documents, counts = encoded("llama3", None, value, "preference", too_long="truncate", seq_len=8)
     assert (documents, counts) == ([], EncodingCounts(records=1, unsupervised=2))
 
 
@@ -344,11 +344,11 @@ def test_tokens_are_taken_as_they_are():
     value = {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}
     [document], _ = encoded("llama3", None, value, "tokens")
     assert document.tokens.tolist() == [5, 6, 7, 8]
-    assert document.labelled.tolist() == [False, False, True, True]
+    assert document.loss_mask.tolist() == [False, False, True, True]
     [document], _ = encoded("llama3", None, {"input_ids": [5, 6, 7], "loss_mask": [1, 0, 1]}, "tokens")
-    assert document.labelled.tolist() == [True, False, True]
+    assert document.loss_mask.tolist() == [True, False, True]
     [document], _ = encoded("llama3", None, {"ids": [5, 6, 7]}, "tokens", fields={"input_ids": "ids"})
-    assert document.labelled.all()
+    assert document.loss_mask.all()
     # Nothing stands before the first token, so it is not learnt.
     documents, counts = encoded("llama3", None, {"input_ids": [5, 6, 7], "loss_mask": [1, 0, 0]}, "tokens")
     assert (documents, counts) == ([], EncodingCounts(records=1, unsupervised=1))
@@ -363,9 +363,9 @@ def test_what_is_too_long_is_cut_dropped_split_or_an_error_and_counted():
     length = len(whole[0])
     with pytest.raises(DataError, match=rf"chats\.jsonl:1: {length} tokens, but seq_len=40"):
         encoded("llama3", "llama3", {"messages": messages}, seq_len=40)
-    [cut], counts = encoded("llama3", "llama3", {"messages": messages}, seq_len=40, too_long="cut")
+    [cut], counts = encoded("llama3", "llama3", {"messages": messages}, seq_len=40, too_long="truncate")
     assert np.array_equal(cut.tokens, whole[0].tokens[:40])
-    assert (counts.cut, counts.documents, counts.tokens) == (1, 1, 40)
+    assert (counts.truncated, counts.documents, counts.tokens) == (1, 1, 40)
     documents, counts = encoded("llama3", "llama3", {"messages": messages}, seq_len=40, too_long="drop")
     assert (documents, counts) == ([], EncodingCounts(records=1, dropped=1))
     pieces, counts = encoded("llama3", "llama3", {"messages": messages}, seq_len=40, too_long="split")
@@ -382,7 +382,7 @@ def test_turns_behind_the_last_answer_are_left_out_and_counted(name, loss_on):
         "llama3", name, {"messages": [*messages, {"role": "user", "content": "And now?"}]}, loss_on=loss_on
     )
     assert "And now?" not in build_tokenizer("llama3", name).decode(document.tokens)
-    assert (answered.unanswered, counts.unanswered, counts.documents) == (0, 1, 1)
+    assert (answered.trailing_turns, counts.trailing_turns, counts.documents) == (0, 1, 1)
 
 
 # -- what is wrong with a record

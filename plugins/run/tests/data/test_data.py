@@ -40,7 +40,7 @@ from meshwright_run.data.tokenizer import EOS, has_tokenizer, load_tokenizer, tr
 from meshwright_run.data.train_sampler import DataShard, TrainSampler, read_eval_microbatches
 
 EXAMPLES = settings(deadline=None, max_examples=60)
-ENTRY_MODULE = importlib.import_module("meshwright_run.data.prepare_data")
+ENTRY_MODULE = importlib.import_module("meshwright_run.data.prepare")
 SOURCES_MODULE = importlib.import_module("meshwright_run.data.sources")
 
 
@@ -97,13 +97,13 @@ def corpus(tmp_path: Path) -> Path:
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The directories of the entries that were built rather than found."""
     built: list[Path] = []
-    real = ENTRY_MODULE._build
+    real = ENTRY_MODULE._build_entry
 
     def recorded(directory: Path, *args: object) -> None:
         built.append(directory)
         real(directory, *args)
 
-    monkeypatch.setattr(ENTRY_MODULE, "_build", recorded)
+    monkeypatch.setattr(ENTRY_MODULE, "_build_entry", recorded)
     return built
 
 
@@ -422,7 +422,7 @@ def test_what_changes_the_tokens_makes_a_new_entry(tmp_path: Path, corpus: Path,
 def test_new_format_or_library_version_makes_a_new_entry(tmp_path, corpus, builds, monkeypatch):
     prepare_data(config_for(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(ENTRY_MODULE, "FORMAT", 0)
+        patch.setattr(ENTRY_MODULE, "CACHE_FORMAT", 0)
         prepare_data(config_for(tmp_path))
     monkeypatch.setattr(ENTRY_MODULE, "version", lambda name: "0.0")
     prepare_data(config_for(tmp_path))
@@ -491,20 +491,20 @@ def test_cache_root_follows_config_then_xdg_then_home(monkeypatch: pytest.Monkey
 
 _SCRIPT = """
 import os, sys
-from meshwright_run.data import DataConfig, prepare
+from meshwright_run.data import DataConfig, prepare_data
 module = sys.modules["meshwright_run.data.prepare"]
-real = module._build
+real = module._build_entry
 def build(directory, *args):
     print("built", flush=True)
     real(directory, *args)
     if mode == "die":
         os._exit(9)
-module._build = build
+module._build_entry = build
 mode, config = sys.argv[1], DataConfig.model_validate_json(sys.argv[2])
 print("ready", flush=True)
 threads = lambda: len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
 before = threads() if mode == "look" else 0
-data = prepare(config)
+data = prepare_data(config)
 print(data.fingerprint, flush=True)
 if mode == "look":
     print("torch" in sys.modules, threads() - before, flush=True)

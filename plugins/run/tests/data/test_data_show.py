@@ -50,7 +50,7 @@ def workplace(tmp_path_factory):
             "tokenizer": str(directory / "tokenizer"),
             "sources": [{"files": str(directory / "chats.jsonl"), "format": "messages"}],
             "seq_len": 64,
-            "too_long": "cut",
+            "too_long": "truncate",
             "cache_dir": str(directory / "cache"),
         },
     }
@@ -82,7 +82,7 @@ def test_rows_are_shown_as_the_model_sees_them_and_what_became_of_the_source(wor
 @pytest.mark.filterwarnings("ignore:'set_vital'")
 def test_what_was_shown_of_a_source_that_is_read_while_training_is_measured_too(workplace, monkeypatch):
     # In blocks of few records, so that the first is left behind.
-    monkeypatch.setattr(StreamingSource.__init__, "__kwdefaults__", {"group": 1, "records": 4})
+    monkeypatch.setattr(StreamingSource.__init__, "__kwdefaults__", {"group_size": 1, "records_per_block": 4})
     source = {"files": str(workplace / "chats.jsonl"), "format": "messages", "weight": 1}
     sources = json.dumps([source, {**source, "streaming": True}])
     output = shown(workplace, "--rows", "40", "--set", "data.packing=none", "--set", f"data.sources={sources}")

@@ -120,7 +120,7 @@ def documents_in(batch: Batch) -> list[list[int]]:
 @given(lengths=st.lists(st.integers(2, 12), min_size=1, max_size=40), seq_len=st.integers(12, 20), data=st.data())
 def test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own(lengths, seq_len, data):
     labelled = np.array(data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))))
-    documents = documents_of(lengths, labelled=labelled)
+    documents = documents_of(lengths, loss_mask=labelled)
     rows = PackedDataset(documents, seq_len)
     batch = rows.read_batch(range(len(rows)))
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
@@ -156,7 +156,7 @@ def test_padded_rows_hold_a_document_each_and_masked_padding_behind(lengths: lis
 
 def test_labelled_tokens_of_a_stream_are_learnt_alone() -> None:
     labelled = np.arange(9) % 2 == 0
-    batch = ConcatChunkedDataset(documents_of([4, 5], labelled=labelled), 4).read_batch([0, 1])
+    batch = ConcatChunkedDataset(documents_of([4, 5], loss_mask=labelled), 4).read_batch([0, 1])
     assert batch["labels"].tolist() == [[1, -100, 3, -100], [5, -100, 7, -100]]
 
 

@@ -49,7 +49,7 @@ def settings(workplace: Path, kind: str) -> dict[str, Any]:
             "cache_dir": str(workplace / "cache"),
             "seq_len": 48,
             "packing": "none" if kind == "padded" else "documents",
-            "too_long": "cut",
+            "too_long": "truncate",
         },
         "batch_size": 4,
         "eval": {"every": 4},

@@ -37,7 +37,7 @@ from meshwright_run.preflight import preflight
 from meshwright_run.resume import _find_differences
 from meshwright_run.run_file import load_run
 
-PREPARE_MODULE = importlib.import_module("meshwright_run.data.prepare_data")
+PREPARE_MODULE = importlib.import_module("meshwright_run.data.prepare")
 ROWS = [{"text": build_prose(number), "score": number, "note": 'a,\n"b" é'} for number in range(7)]
 
 
@@ -239,7 +239,7 @@ def test_tokens_have_columns_of_their_own(tmp_path: Path, tokenizer_dir: Path) -
     assert not documents.loss_mask[np.r_[0, documents.ends[:-1]]].any()
     assert documents.loss_mask.sum() == len(documents.tokens) - len(documents)
     # An entry that has lost one of its files is made anew.
-    (data.directory / "train.labelled.npy").unlink()
+    (data.directory / "train.loss_mask.npy").unlink()
     assert documents_of(prepare_data(config_for(tmp_path, tokenizer_dir, source))).loss_mask is not None
     rows[3]["w"] = 1.0  # type: ignore[assignment]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -330,7 +330,7 @@ def test_a_file_that_changes_while_it_is_tokenized_leaves_nothing_in_the_cache(
         (tmp_path / "a.jsonl").write_text('{"text": "other", "score": 1}\n' * rows)
         return tokenize_records(*args)
 
-    monkeypatch.setattr(PREPARE_MODULE, "tokenized", meddle)
+    monkeypatch.setattr(PREPARE_MODULE, "tokenize_records", meddle)
     with pytest.raises(DataError, match=r"a\.jsonl changed while it was read"):
         prepare_data(config_for(tmp_path, tokenizer_dir, source))
     assert left_in(tmp_path / "cache") == [".lock"]
@@ -338,7 +338,13 @@ def test_a_file_that_changes_while_it_is_tokenized_leaves_nothing_in_the_cache(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"columns": ["score"]}, {"seq_len": 8}, {"too_long": "cut"}, {"fields": {"text": "note"}}, {"eval_fraction": 0.8}],
+    [
+        {"columns": ["score"]},
+        {"seq_len": 8},
+        {"too_long": "truncate"},
+        {"fields": {"text": "note"}},
+        {"eval_fraction": 0.8},
+    ],
 )
 def test_what_is_made_of_records_is_part_of_the_entry(changes, tmp_path, tokenizer_dir):
     write(tmp_path / "a.jsonl")
@@ -355,8 +361,10 @@ def test_what_is_made_of_records_is_part_of_the_entry(changes, tmp_path, tokeniz
 
 def test_each_source_has_an_entry_and_one_that_changes_is_tokenized_alone(tmp_path, tokenizer_dir, monkeypatch):
     built: list[Path] = []
-    real = PREPARE_MODULE._build
-    monkeypatch.setattr(PREPARE_MODULE, "_build", lambda *args: (built.append(args[1].config.place), real(*args)))
+    real = PREPARE_MODULE._build_entry
+    monkeypatch.setattr(
+        PREPARE_MODULE, "_build_entry", lambda *args: (built.append(args[1].config.location), real(*args))
+    )
     sources = [write(tmp_path / f"{name}.jsonl", ROWS[number:]) for number, name in enumerate("abc")]
     config = config_for(tmp_path, tokenizer_dir, *sources)
     before = prepare_data(config)
@@ -512,7 +520,7 @@ PAIRS = {"files": "a.jsonl", "format": "preference"}
         ({"sources": [TEXT], "eval_sets": {"a": PAIRS}}, r"eval_sets\.a .* do not go into one run"),
         ({"sources": [CHAT], "packing": "stream"}, "packing=stream cuts examples anywhere.*messages"),
         ({"sources": [PAIRS], "packing": "documents"}, "packing=documents: the two of a pair"),
-        ({"sources": [TEXT], "too_long": "cut"}, "too_long=cut has no use with packing=stream"),
+        ({"sources": [TEXT], "too_long": "truncate"}, "too_long=truncate has no use with packing=stream"),
         ({"sources": [CHAT], "too_long": "split"}, "too_long=split would part answers from what they answer"),
         ({"sources": [TEXT], "loss_on": "all"}, "loss_on has no use: all sources are text"),
         ({"chat_template": "x"}, "chat_template has no use: all sources are text"),
@@ -562,7 +570,7 @@ def test_a_source_whose_answers_are_all_cut_off_is_not_told_as_empty(tmp_path, t
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 3)
     source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="preference")
     with pytest.raises(DataError) as caught:
-        prepare_data(config_for(tmp_path, tokenizer_dir, source, too_long="cut"))
+        prepare_data(config_for(tmp_path, tokenizer_dir, source, too_long="truncate"))
     assert "is empty" not in str(caught.value)
     assert "a.jsonl' holds 3 records, and in none of them is anything learnt within seq_len=16" in str(caught.value)
     assert "Set data.seq_len to more than 16" in str(caught.value)

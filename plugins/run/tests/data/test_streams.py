@@ -35,7 +35,7 @@ def write(directory: Path, name: str, count: int, words: int = 8) -> Path:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the section of a run file; blocks are of 16 records."""
-    monkeypatch.setattr(stream.Stream.__init__, "__kwdefaults__", {"group": 1, "records": 16})
+    monkeypatch.setattr(stream.StreamingSource.__init__, "__kwdefaults__", {"group_size": 1, "records_per_block": 16})
     for name, count in (("a.jsonl", 70), ("b.jsonl", 30), ("eval.jsonl", 12)):
         write(tmp_path, name, count)
     texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -49,7 +49,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "tokenizer": str(tmp_path / "tokenizer"),
             "seq_len": 24,
             "packing": "documents",
-            "too_long": "cut",
+            "too_long": "truncate",
             **values,
         }
         if all(source.get("streaming") for source in given["sources"]):

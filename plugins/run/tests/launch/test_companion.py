@@ -25,11 +25,11 @@ SLACK_S = 5.0
 IGNORED = [getattr(signal, name) for name in external_watchdog._IGNORED_SIGNALS]
 RANK = f"""
 import os, sys, time
-from meshwright_run.launch import companion
+from meshwright_run.launch import external_watchdog
 
-companion.MIN_INTERVAL_S = 0.0
+external_watchdog.MIN_INTERVAL_S = 0.0
 forks = "fork" in sys.argv
-with companion.Companion(lambda: 1000.0 if forks else {PATIENCE_S - INTERVAL_S}, {INTERVAL_S}):
+with external_watchdog.ExternalWatchdog(lambda: 1000.0 if forks else {PATIENCE_S - INTERVAL_S}, {INTERVAL_S}):
     if forks and not os.fork():
         time.sleep(1000)
     print("begun", flush=True)

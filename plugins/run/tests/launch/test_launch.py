@@ -101,15 +101,15 @@ def test_a_user_error_or_a_signal_is_shown_once_and_success_is_silent(case, rank
 @pytest.mark.slow
 def test_rank_that_ignores_sigterm_is_killed_soon(run):
     start_s = time.monotonic()
-    exit_code, _, err = run("rank_0_heeds_no_sigterm", 2)
+    exit_code, _, err = run("rank_0_ignores_sigterm", 2)
     assert time.monotonic() - start_s < PROMPT_S
     assert exit_code == 1
-    assert err.endswith("rank 1 failed: ValueError: a bad value\n")
+    assert err.endswith("rank 1 failed: ValueError: a bad value in step 10\n")
 
 
 @pytest.mark.slow
 def test_lost_peer_without_a_cause_is_reported_after_all(run):
-    exit_code, _, err = run("echo_without_cause", 2)
+    exit_code, _, err = run("peer_failure_without_cause", 2)
     assert exit_code == 1
     assert err.count("rank 0 failed: ") == 1
     assert ECHOES.search(err)
@@ -135,7 +135,7 @@ def test_launch_refuses_to_start_no_rank():
         launch_ranks(print, (), nproc=0)
 
 
-# -- `guarded` in the caller's own process: no store, so it always speaks
+# -- `run_guarded` in the caller's own process: no store, so it always speaks
 
 
 @pytest.fixture

@@ -75,9 +75,9 @@ def test_a_rank_without_a_sign_is_silent_and_one_that_is_done_or_a_reader_that_w
 def test_a_sign_tells_where_the_main_thread_is_and_says_the_same_when_it_is_read(store):
     write_heartbeat(store, 0, 3, INTERVAL_S)
     found = read_heartbeats(store, [0, 1])[0]
-    assert "hang.py:" in found.location
+    assert "hang_detection.py:" in found.location
     assert (found.sequence_number, found.is_communicating) == (3, False)
-    written = sign(stack=("a.py:1 in f", "b.py:2 in g"), own_s=0.5, step_s=1.0, steps=20)
+    written = sign(stack=("a.py:1 in f", "b.py:2 in g"), busy_s=0.5, step_s=1.0, num_steps=20)
     assert HeartbeatRecord.from_json(written.to_json()) == written
 
 
@@ -96,7 +96,9 @@ def sign(step: int = 5, part: int = 2, *, still_s: float = 9.0, waits: bool = Fa
     at = TrainingPhase(
         step, part, "forward_backward", more.pop("moves", 0), more.pop("settled", True), more.pop("patient", False)
     )
-    return HeartbeatRecord(more.pop("count", 7), "host, process 1", waits, "x.py:1 in f", 0.2, at, still_s, **more)
+    return HeartbeatRecord(
+        more.pop("sequence_number", 7), "host, process 1", waits, "x.py:1 in f", 0.2, at, still_s, **more
+    )
 
 
 def test_the_ranks_at_the_earliest_position_stand_still_or_nobody_does():
@@ -131,7 +133,7 @@ def test_of_ranks_at_one_place_the_one_is_named_that_does_not_wait_or_has_begun_
 
 
 def owns(*seconds: float, steps: int = 20) -> dict[int, HeartbeatRecord]:
-    return {rank: sign(own_s=own, step_s=0.2, steps=steps) for rank, own in enumerate(seconds)}
+    return {rank: sign(busy_s=own, step_s=0.2, num_steps=steps) for rank, own in enumerate(seconds)}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def owns(*seconds: float, steps: int = 20) -> dict[int, HeartbeatRecord]:
     [
         (owns(0.01, 0.011, 0.012, 0.06), {}, [3]),
         (owns(0.01, 0.011, 0.012, 0.06, steps=19), {}, []),
-        (owns(0.01, 0.011, 0.012, 0.06, steps=5), {"over": 5}, [3]),
+        (owns(0.01, 0.011, 0.012, 0.06, steps=5), {"window_steps": 5}, [3]),
         (owns(0.01, 0.011, 0.012, 0.06), {"deviations": 100.0}, []),
         # Less than 5 % of a step, and fewer than four ranks.
         (owns(0.01, 0.01, 0.01, 0.018), {}, []),
@@ -153,12 +155,12 @@ def test_stragglers_are_judged_by_the_signs_of_all_ranks(signs, config, named):
     watching = StragglerDetector(asked, progress)
     assert watching() == ()
     for step, expected in ((20, []), (20 + asked.window_steps - 1, []), (20 + asked.window_steps, named)):
-        progress.heartbeats = {rank: replace(each, at=TrainingPhase(step)) for rank, each in signs.items()}
+        progress.heartbeats = {rank: replace(each, phase=TrainingPhase(step)) for rank, each in signs.items()}
         assert [each["rank"] for each in watching()] == expected
     # A rank that is fast for a moment is named again only when it has been slow for as many steps.
     progress.heartbeats = owns(0.01, 0.01, 0.01, 0.01)
     assert watching() == ()
-    progress.heartbeats = {rank: replace(each, at=TrainingPhase(1000)) for rank, each in signs.items()}
+    progress.heartbeats = {rank: replace(each, phase=TrainingPhase(1000)) for rank, each in signs.items()}
     assert watching() == ()
 
 

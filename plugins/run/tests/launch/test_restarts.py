@@ -81,7 +81,7 @@ def test_a_run_whose_ranks_are_killed_goes_on_in_one_command(settings: dict[str,
     process.check()
     assert run.read_metrics() == whole.read_metrics()
     assert hash_weights(run.directory / "model") == hash_weights(whole.directory / "model")
-    assert [(each["number"], each["of"], each["ranks"]) for each in _events(run, "restart")] == [
+    assert [(each["number"], each["max_restarts"], each["ranks"]) for each in _events(run, "restart")] == [
         (number, 3, settings["nproc"]) for number in (1, 2)
     ]
     assert [each["code"] for each in _events(run, "exit")] == [1, 1]

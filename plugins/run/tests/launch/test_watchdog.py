@@ -109,7 +109,7 @@ def write_without_watchdog(workplace: Path) -> None:
         steps=2,
         timeout_s=TIMEOUT_S,
         watchdog_s=None,
-        eval={"every": 1, "sequences": 2},
+        eval={"every": 1, "max_sequences": 2},
         checkpoint={"every": 2, "asynchronous": False},
     )
 
@@ -179,16 +179,16 @@ def test_a_rank_that_stands_still_is_named_and_all_stacks_are_kept(place, rank, 
     assert exit_code == 1
     found = rf"error: rank {rank} hangs: no progress for \d\.\d s in step \d, phase {phase}: rank {rank} \(\S+ process"
     assert re.match(found, errors), errors
-    assert f"hang_targets.py:{hang['place'].split(':')[1]}" in errors
+    assert f"hang_targets.py:{hang['location'].split(':')[1]}" in errors
     assert errors.splitlines()[1:] == [SEE]
     assert (hang["rank"], hang["phase"], hang["is_silent"]) == (rank, phase, False)
-    assert hang["place"].endswith("in sleep_forever")
+    assert hang["location"].endswith("in sleep_forever")
     faults = out / "faults"
     assert "in sleep_forever" in (faults / f"rank-{rank:05}-stacks.txt").read_text()
     for each in range(1 if layout == "one rank" else 2):
-        assert "in steps" in (faults / f"rank-{each:05}-stacks.txt").read_text()
+        assert "in run_steps" in (faults / f"rank-{each:05}-stacks.txt").read_text()
         told = json.loads((faults / f"rank-{each:05}.json").read_text())
-        assert (told["fault"]["kind"], told["fault"]["rank"]) == ("Hang", each)
+        assert (told["fault"]["error_type"], told["fault"]["rank"]) == ("Hang", each)
         assert told["collectives"]["gloo"]["pg_status"]
 
 
@@ -236,7 +236,7 @@ def test_a_first_rank_that_is_stopped_and_hosts_the_store_is_named_and_ended(wor
 @pytest.mark.slow
 def test_slow_steps_and_evaluations_that_move_raise_no_alarm(ended, workplace):
     # 1.2 s a step, and 3.6 s an evaluation, the second of which is not the first.
-    out = write(workplace, watchdog_s=3.0, steps=4, eval={"every": 2, "sequences": 12})
+    out = write(workplace, watchdog_s=3.0, steps=4, eval={"every": 2, "max_sequences": 12})
     assert ended("sleepy loss", -1) == (0, "")
     told = events(out, "evaluation")
     assert [each["step"] for each in told] == [2, 4]
@@ -249,7 +249,10 @@ def test_slow_steps_and_evaluations_that_move_raise_no_alarm(ended, workplace):
     [
         ("watchdog_s=61", "watchdog_s=61 is more than timeout_s=60"),
         ("watchdog_s=1", "watchdog_s: Input should be greater than or equal to 2 (got 1)"),
-        ("metrics.stragglers.over=0", "metrics.stragglers.over: Input should be greater than or equal to 1"),
+        (
+            "metrics.stragglers.window_steps=0",
+            "metrics.stragglers.window_steps: Input should be greater than or equal to 1",
+        ),
         ("metrics.stragglers.deviations=0", "metrics.stragglers.deviations: Input should be greater than 0"),
     ],
 )

@@ -12,21 +12,33 @@ from meshwright.plugin import MeshSizes, TracebackOption, create_console, create
 
 def check(
     strategy: Annotated[str, typer.Argument(help="Name or alias of an installed strategy.")],
-    ranks: Annotated[int, typer.Option(help="World size of the larger layouts.")] = 4,
+    ranks: Annotated[int, typer.Option(help="World size of the largest layouts.")] = 4,
     models: Annotated[
         str | None,
-        typer.Option(help="Model types to train instead, comma-separated, or all: every causal LM of transformers."),
+        typer.Option(help="Model types to train, comma-separated; all: every causal LM of transformers."),
     ] = None,
     assignments: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="OPTION=VALUE", help="An option of the strategy, or a size of the mesh."),
+        typer.Option(
+            "--set", metavar="OPTION=VALUE", help="An option of the strategy, or a size of the mesh, such as tp_size=2."
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda; several ranks may share a GPU.")] = "cpu",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here, as they come.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Leave out what the JSON file holds already.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda; several ranks may share one GPU.")] = "cpu",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write results to this JSON file as they arrive.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Skip cells whose result the JSON file already has.")
+    ] = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Prove a strategy: train what it claims on real ranks and compare with `single`, in float64."""
+    """Test a strategy: train every layout it claims on real ranks and compare with `single`, in float64.
+
+    \b
+    Examples:
+      meshwright check fsdp2
+      meshwright check fsdp2 --ranks 2 --models qwen3_moe,mamba2
+    """
     with exit_on_error(traceback):
         from meshwright.plugin import parse_assignments
 

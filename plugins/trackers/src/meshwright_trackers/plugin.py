@@ -82,7 +82,7 @@ def register_trackers() -> list[TrackerSpec]:
     return [
         TrackerSpec(library.tracker, summary, config_cls, build, partial(_check, library))
         for library, summary, config_cls, build in (
-            (TENSORBOARD, "Event files, which TensorBoardTracker shows.", TensorBoardConfig, build_tensorboard),
+            (TENSORBOARD, "Event files, which TensorBoard shows.", TensorBoardConfig, build_tensorboard),
             (WANDB, "Weights & Biases, online or offline.", WandbConfig, build_wandb),
             (MLFLOW, "MLflow: a server, or a store in a file.", MLflowConfig, build_mlflow),
             (

@@ -43,16 +43,16 @@ class MicrobatchLoss(TrainerLoss):
     def begin_step(self, microbatches: list[dict[str, Any]]) -> None:
         super().begin_step(microbatches)
         self.is_mean = True
-        self.rows = len(microbatches[0]["input_ids"]) if microbatches else 1
+        self.group_size = len(microbatches[0]["input_ids"]) if microbatches else 1
 
     def row_order(self, count: int, device: torch.device) -> Tensor:
         return torch.arange(count, device=device)
 
     def split_calls(self, count: int, device: torch.device) -> list[Tensor]:
-        return list(torch.arange(count, device=device).split(self.rows))
+        return list(torch.arange(count, device=device).split(self.group_size))
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
-        return len(batch["labels"]) // self.rows
+        return len(batch["labels"]) // self.group_size
 
 
 class MeshGRPOMixin(MeshTrainerMixin):

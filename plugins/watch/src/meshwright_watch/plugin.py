@@ -18,15 +18,25 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def watch(
-    directories: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs: their output_dir.")],
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of runs (their output_dir).")
+    ],
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help=f"Default: {PORT}, or one that is free; 0: one that is free.")
+        int | None, typer.Option(min=0, max=65535, help=f"Port to listen on; default: {PORT} if free, else any free port; 0: any free port.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on. Its token lets in whoever has it.")] = LOOPBACK[0],
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Open no browser.")] = False,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Anyone with the page's token can read it.")
+    ] = LOOPBACK[0],
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open a browser.")] = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Watch runs on a local page: loss, norms, rates, memory, stragglers, timelines; several are compared."""
+    """Serve a local page on runs: loss, norms, learning rates, memory, stragglers, timelines, comparisons.
+
+    \b
+    Examples:
+      meshwright watch runs/a
+      meshwright watch runs/a runs/b --port 8080 --no-browser
+    """
     with exit_on_error(traceback):
         from .run import open_runs
         from .server import format_url, new_token, open_listener, serve

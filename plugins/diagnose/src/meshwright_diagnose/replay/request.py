@@ -107,7 +107,7 @@ class RecordedRun:
     @cached_property
     def attempt_starts(self) -> Sequence[int]:
         """The steps that were done before each attempt: 0 for the first, and then where the run resumed."""
-        starts = (event.get("start") for event in self.events if event.get("event") == "start")
+        starts = (event.get("start_step") for event in self.events if event.get("event") == "start")
         return tuple(start for start in starts if isinstance(start, int))
 
     def find_rollbacks(self, replay_start: ReplayStart) -> tuple[Rollback, ...]:
@@ -115,9 +115,9 @@ class RecordedRun:
         left: list[tuple[int, int]] = []
         for event in self.events:
             match event:
-                case {"event": "start", "start": int(start)}:
+                case {"event": "start", "start_step": int(start)}:
                     left = [each for each in left if each[0] < start]
-                case {"event": "bad step", "step": int(step), "back_to": int(to)}:
+                case {"event": "bad_step", "step": int(step), "rollback_step": int(to)}:
                     left.append((to, step - to))
         found: list[Rollback] = []
         for to, batches in reversed(left):

@@ -61,7 +61,7 @@ def read_chat_template(value: str) -> str:
 class ChatTemplate:
     """A template with the special tokens of a tokenizer.
 
-    `special` and `added` are regular expressions for special tokens, and for all tokens that stand apart from text.
+    `special_pattern` and `added_pattern` are regular expressions for special tokens, and for all tokens that stand apart from text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:

@@ -16,7 +16,7 @@ STDLIB = "stdlib"
 
 Format = Literal["text", "messages", "prompt_completion", "preference", "tokens"]
 Packing = Literal["documents", "stream", "none"]
-TooLongAction = Literal["error", "cut", "drop", "split"]
+TooLongAction = Literal["error", "truncate", "drop", "split"]
 
 _CHAT = ("role", "content", "tools", "chat_template_kwargs")
 FIELDS: Mapping[Format, tuple[str, ...]] = MappingProxyType(
@@ -147,7 +147,7 @@ class DataConfig(FrozenModel):
     )
     too_long: TooLongAction | None = Field(
         default=None,
-        description="What becomes of an example longer than seq_len: cut keeps its beginning, split makes several of "
+        description="What becomes of an example longer than seq_len: truncate keeps its beginning, split makes several of "
         "it. null: split for text and tokens, else error.",
     )
     eval_fraction: float = Field(
@@ -263,7 +263,7 @@ class DataConfig(FrozenModel):
         if self.too_long == "split" and answers:
             raise ValueError(
                 f"too_long=split would part answers from what they answer ({', '.join(sorted(answers))}). Use error, "
-                "cut or drop"
+                "truncate or drop"
             )
         for name, value, plain in (("loss_on", self.loss_on, "answers"), ("chat_template", self.chat_template, None)):
             if value != plain and not answers:

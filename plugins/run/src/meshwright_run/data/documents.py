@@ -76,8 +76,8 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 class TokenizedDocuments:
     """A tokenized source. T tokens in D documents; a pair of preferences is two documents.
 
-    `tokens`: (T,), uint16 or uint32, with special tokens. `ends`: (D,), int64, of each document. `labelled`: (T,),
-    bool, what is learnt; None: all. `columns`: int64 or float64, (D,) or (T,). `group`: so many consecutive documents
+    `tokens`: (T,), uint16 or uint32, with special tokens. `ends`: (D,), int64, of each document. `loss_mask`: (T,),
+    bool, what is learnt; None: all. `columns`: int64 or float64, (D,) or (T,). `group_size`: so many consecutive documents
     belong together: 2 for preferences, chosen before rejected.
     """
 
@@ -156,7 +156,7 @@ class NpyWriter:
 
 def _build_paths(directory: Path, split: str, columns: int) -> tuple[Path, Path, Path, list[Path]]:
     """Return the files of one side: tokens, ends, labelled, columns (by number, since a name may hold anything)."""
-    tokens, ends, labelled = (directory / f"{split}{part}.npy" for part in ("", ".ends", ".labelled"))
+    tokens, ends, labelled = (directory / f"{split}{part}.npy" for part in ("", ".ends", ".loss_mask"))
     return tokens, ends, labelled, [directory / f"{split}.column{number}.npy" for number in range(columns)]
 
 

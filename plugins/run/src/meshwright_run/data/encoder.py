@@ -50,8 +50,8 @@ class Example:
 class EncodingCounts:
     """What became of records; counts add up.
 
-    `cut`, `dropped` and `split` count documents that were too long; `unlearnt` documents or pieces left out since
-    nothing in them is learnt; `unanswered` turns behind the last answer of a conversation, which are left out.
+    `truncated`, `dropped` and `split` count documents that were too long; `unsupervised` documents or pieces left out since
+    nothing in them is learnt; `trailing_turns` turns behind the last answer of a conversation, which are left out.
     """
 
     records: int = 0
@@ -138,7 +138,7 @@ class Encoder:
             counts += own + EncodingCounts(unsupervised=len(pieces) - len(learnt))
             kept += learnt
         if self._is_preference and len(kept) < len(documents):
-            reason = "dropped" if counts.dropped else "unlearnt"
+            reason = "dropped" if counts.dropped else "unsupervised"
             counts, kept = EncodingCounts(**{reason: len(documents)}), []
         totals = EncodingCounts(
             documents=len(kept),
@@ -151,7 +151,7 @@ class Encoder:
         length, seq_len = len(document), self._seq_len
         if seq_len is None or length <= seq_len:
             return [document], EncodingCounts()
-        if self._too_long == "cut":
+        if self._too_long == "truncate":
             return [document.get_slice(0, seq_len)], EncodingCounts(truncated=1)
         if self._too_long == "drop":
             return [], EncodingCounts(dropped=1)
@@ -160,7 +160,7 @@ class Encoder:
             return parts, EncodingCounts(split=1)
         raise DataError(
             f"{where}: {length:,} tokens, but seq_len={seq_len:,}. Set seq_len to at least {length}, or say what "
-            "becomes of what is longer: too_long: cut keeps the beginning, split makes several of it, drop leaves it "
+            "becomes of what is longer: too_long: truncate keeps the beginning, split makes several of it, drop leaves it "
             "out."
         )
 

@@ -250,7 +250,7 @@ def _build_column_specs(documents: TokenizedDocuments, *, is_per_row: bool) -> d
 
 
 class _BatchLayout:
-    """Where tokens go in a batch: `at` (row, column), `places` in their documents, `used` tokens of each row."""
+    """Where tokens go in a batch: `token_index` (row, column), `document_positions`, `row_lengths`: tokens of each row."""
 
     def __init__(
         self, documents: TokenizedDocuments, document_ids: np.ndarray, row_index: np.ndarray, num_rows: int, length: int

@@ -229,7 +229,7 @@ class TokenizerWorker:
     """A process that calls what `make(*args)` returns, for one thread; see [Note: processes of our own]."""
 
     def __init__(self, factory: Callable[..., Callable[[Any], Any]], *args: Any) -> None:
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run_worker; run_worker()"
         self._process = subprocess.Popen(
             [*SAFE_PYTHON, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
         )

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 HELD_OUT = "held_out"
 """The evaluation set of what is held out of the sources."""
-CACHE_FORMAT, TOKENIZER_FORMAT = 3, 1
+CACHE_FORMAT, TOKENIZER_FORMAT = 4, 1
 """Raised with every change to what an entry holds or how its tokens are made, and to how a tokenizer is trained."""
 _CHUNK = 1 << 20
 _TOKENIZER_FILES = frozenset({".json", ".txt", ".model", ".tiktoken", ".jinja"})
@@ -265,7 +265,7 @@ def _build_entry(directory: Path, source: ResolvedSource, tokenization: Tokeniza
         "vocab_size": get_vocab_size(tokenizer),
         "counts": asdict(counts),
         "columns": columns,
-        "group": source.config.group_size,
+        "group_size": source.config.group_size,
         "fingerprint": _compute_fingerprint(directory, columns, is_stream=tokenization.options["too_long"] is None),
         "sizes": _list_file_sizes(directory),
     }
@@ -353,7 +353,7 @@ def _load_entry(directory: Path) -> CacheEntry | None:
         meta = read_json_object(directory / "meta.json")
         if not _list_file_sizes(directory).items() >= meta["sizes"].items():
             return None
-        columns, group = tuple(meta["columns"]), meta["group"]
+        columns, group = tuple(meta["columns"]), meta["group_size"]
         documents = {split: open_documents(directory, split, columns, group) for split in SPLITS}
         return CacheEntry(
             directory, documents, EncodingCounts(**meta["counts"]), meta["vocab_size"], meta["fingerprint"]

@@ -177,10 +177,10 @@ def disable_tokenizer_threads() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Document:
-    """A document before it is tokenized. `learnt`: spans of characters, in order and disjoint; None: all of it.
+    """A document before it is tokenized. `supervised_spans`: spans of characters, in order and disjoint; None: all of it.
 
-    `opened`: begin with what the tokenizer puts before a text; `closed`: end with what it puts after one, and an eos
-    token, learnt where the text before them is. `unanswered`: turns behind the last answer, which are left out.
+    `add_bos`: begin with what the tokenizer puts before a text; `add_eos`: end with what it puts after one, and an eos
+    token, learnt where the text before them is. `num_trailing_turns`: turns behind the last answer, which are left out.
     """
 
     text: str

@@ -126,7 +126,7 @@ def _render_data(answers: InitAnswers, facts: ModelFacts, machine: Machine) -> l
         if facts.has_chat_template is False:
             lines += ["  # How a conversation is written; what stands in `generation` is learnt.", "  chat_template: |"]
             lines += textwrap.indent(CHAT_TEMPLATE, "    ").splitlines()
-        lines += ["  # Examples of more tokens than seq_len keep their beginning.", "  too_long: cut"]
+        lines += ["  # Examples of more tokens than seq_len keep their beginning.", "  too_long: truncate"]
     return [
         *lines,
         "  # Tokens of a sequence; memory and time of a step grow with it.",
@@ -159,7 +159,7 @@ def _render_optimizer(answers: InitAnswers) -> list[str]:
 
 def _render_output(answers: InitAnswers, name: str) -> list[str]:
     every = 100 if answers.steps is None else max(1, min(100, answers.steps // 3))
-    sequences = ", sequences: 32" if answers.data == (STDLIB,) else ""
+    sequences = ", max_sequences: 32" if answers.data == (STDLIB,) else ""
     directory = name.rpartition("/")[2].rpartition(".")[0] or "run"
     return [
         "# Losses on rows that are held out from training, every so many steps and at the end.",

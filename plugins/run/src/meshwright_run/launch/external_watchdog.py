@@ -37,13 +37,13 @@ class ExternalWatchdog(threading.Thread):
     """
 
     def __init__(self, silence_limit_s: Callable[[], float], interval_s: float) -> None:
-        super().__init__(name="meshwright-companion", daemon=True)
+        super().__init__(name="meshwright-watchdog", daemon=True)
         self._silence_limit_s, self._interval_s = silence_limit_s, max(interval_s, MIN_INTERVAL_S)
         self._stop_event = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ExternalWatchdog:
-        command = [*SAFE_PYTHON, "-m", f"{__package__}.companion", str(os.getpid()), str(self._interval_s)]
+        command = [*SAFE_PYTHON, "-m", f"{__package__}.external_watchdog", str(os.getpid()), str(self._interval_s)]
         nothing = subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, bufsize=0)

@@ -2,7 +2,7 @@
 
 It starts with SIGINT blocked, so that an earlier interrupt waits instead of printing a traceback. It ignores the other
 signals that schedulers send to all processes, since it reports to the launcher when ranks end; it ends with the
-launcher. Ranks are forked from it and begin by calling `mind`.
+launcher. Ranks are forked from it and begin by calling `restore_signals`.
 """
 
 import signal

@@ -28,7 +28,7 @@ FINISHED = -1
 """The count of a rank whose main function has returned."""
 MAX_FRAMES = 40
 """Frames of the main thread's stack in a sign."""
-_WAIT_FUNCTIONS = frozenset({"wait", "_pass"})
+_WAIT_FUNCTIONS = frozenset({"wait", "_send_receive"})
 """Functions of this project in which a rank waits for others."""
 
 

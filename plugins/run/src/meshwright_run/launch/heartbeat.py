@@ -262,7 +262,7 @@ class Heartbeat(threading.Thread):
             # The hang is reported even where nothing can be written.
             with suppress(OSError):
                 counts = witness.dump_stacks(mine)
-        self._store.set(f"report/{self._rank}", json.dumps({"sign": mine.to_json(), "counts": counts}))
+        self._store.set(f"report/{self._rank}", json.dumps({"heartbeat": mine.to_json(), "counts": counts}))
         signs = read_heartbeats(self._store, range(self._size))
         reports = self._collect_reports(
             [rank for rank, sign in signs.items() if rank not in silent and sign.sequence_number != FINISHED]
@@ -285,7 +285,7 @@ class Heartbeat(threading.Thread):
             if rank not in waiting:
                 values = json.loads(self._store.get(f"report/{rank}"))
                 counts = {group: tuple(each) for group, each in values["counts"].items()}
-                reports[rank] = HangReport(HeartbeatRecord.from_json(values["sign"]), counts)
+                reports[rank] = HangReport(HeartbeatRecord.from_json(values["heartbeat"]), counts)
         return reports
 
     def _build_hang(

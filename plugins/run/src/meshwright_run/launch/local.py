@@ -7,7 +7,7 @@ used, so that the fork server can import it while the parent validates.
 
 [Note: nobody is left behind] After the failure of a peer the agent sends SIGTERM, and `_Reaper` kills a rank that does
 not heed it; after a signal to the parent the agent passes it on and then kills; after an exception in the parent
-`_sweep` kills; after the parent's sudden death a thread in each rank does.
+`_kill_leftover_children` kills; after the parent's sudden death a thread in each rank does.
 
 [Note: signals that are waited for] torch's agent would kill ranks soon after a signal. A signal that asks them to stop
 in order (see [Note: stopping] in `meshwright.base.stopping`) is passed on here; the second one is the agent's.
@@ -71,7 +71,7 @@ PRELOAD = (
 MONITOR_INTERVAL_S = 0.1
 
 KILL_DELAY_S = 2
-"""From the first death, or the signal, to SIGKILL for the ranks that remain; less than `rank.PEER_FAILURE_WAIT_S`."""
+"""From the first death, or the signal, to SIGKILL for the ranks that remain; less than `rank_process.PEER_FAILURE_WAIT_S`."""
 
 _NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
@@ -109,7 +109,7 @@ def launch_ranks(
 ) -> int:
     """Run `main(store, *args)` on `nproc` ranks of this machine, each in a process of its own, and wait for them.
 
-    Each rank runs it under `rank.guarded`; `main` is at the top level of a module, and pickled with `args`. The ranks
+    Each rank runs it under `rank_process.run_guarded`; `main` is at the top level of a module, and pickled with `args`. The ranks
     handle the signals in `forwarded_signals` as `StopSignals` does: the first is passed on, and they take all the time they
     need. A second one ends the job, as any other signal does at once. Returns 0, the exit code of the rank that failed
     first (1 when a signal killed it), or 128 plus the number of the signal that ended the wait (130 for Ctrl-C).

@@ -160,7 +160,7 @@ def compare_profiles(first: ProfileSummary, second: ProfileSummary, names: tuple
             ProfileDifference(name, *(getattr(each, key) / each.num_steps for each in both))
             for name, key in totals.items()
         ],
-        _compare_rows(both, "parts", "seconds"),
+        _compare_rows(both, "phases", "seconds"),
         _compare_rows(both, "communication", "seconds"),
         _compare_rows(both, "operators", "device_seconds" if on_device else "seconds"),
     )

@@ -31,7 +31,7 @@ from .trace import (
     total_length,
 )
 
-FORMAT = 1
+FORMAT = 2
 BETWEEN_PHASES = "between"
 """The part of the window that is in none that the loop marks."""
 MAX_TIMELINE_POINTS = 2000
@@ -113,7 +113,7 @@ class MemoryPeak:
 class ProfileSummary:
     """A window of steps on one rank; computing, exposed and host seconds add up to `seconds`.
 
-    `host_seconds`: nothing is computed and no message is under way. `about`: metadata of the run.
+    `host_seconds`: nothing is computed and no message is under way. `metadata`: that of the run.
     """
 
     steps: list[int]
@@ -298,12 +298,12 @@ def build_memory_timeline(trace: ProfilerTrace) -> dict[str, Any]:
     shares = [changes[index : index + each_of] for index in range(0, len(changes), each_of)]
     points = [max(share, key=lambda change: change.total_bytes) for share in shares]
     return {
-        "counts": "all that the allocator gave" if is_on_device else "what the window added to what was held",
+        "measures": "all that the allocator gave" if is_on_device else "what the window added to what was held",
         "peak_bytes": peak.bytes,
         "peak_operator": peak.operator,
-        "peak_part": peak.phase,
-        "parts": peak.phases,
-        "taken_by_operator": _count_allocated_bytes(trace, changes),
+        "peak_phase": peak.phase,
+        "phases": peak.phases,
+        "allocated_by_operator": _count_allocated_bytes(trace, changes),
         "seconds": [point.time - start for point in points],
         "bytes": [point.total_bytes for point in points],
     }
@@ -366,7 +366,7 @@ def summary_from_dict(values: Any, path: Path) -> ProfileSummary:
     tables: Mapping[str, type[Any]] = {
         "operators": OperatorTime,
         "communication": CommunicationTime,
-        "parts": PhaseTime,
+        "phases": PhaseTime,
     }
     try:
         plain = {name: value for name, value in values.items() if name != "profile_summary"}
