@@ -70,7 +70,9 @@ def steps(workplace: Path, count: int) -> dict[str, Any]:
     after_copy = [seconds for step, seconds in took.items() if (step - 1) % 2 == 0]
     after_none = [seconds for step, seconds in took.items() if (step - 1) % 2]
     pairs = [took[step + 1] / took[step] for step in range(FIRST, count - 1, 2)]
-    held = [line["times"]["replicate"] for step, line in lines.items() if "replicate" in line["times"] and step >= FIRST]
+    held = [
+        line["times"]["replicate"] for step, line in lines.items() if "replicate" in line["times"] and step >= FIRST
+    ]
     events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
     (told,) = [each for each in events if each["event"] == "replication" and "step" not in each]
     state = sum(path.stat().st_size for path in (run.checkpoints / f"step-{count:08d}").glob("tensors-*"))

@@ -135,7 +135,7 @@ def curve(fleet: FailureScenario, copies: ReplicaSchedule | None) -> dict[str, A
     return {
         "ranks": fleet.ranks,
         "restart_s": fleet.restart_s,
-        "copied_every": None if copies is None else every,
+        "replicated_every": None if copies is None else every,
         "every": wanted,
         "goodput": [round(float(each), 5) for each in found.goodput],
         "error": round(float(found.standard_error.max()), 6),
@@ -174,7 +174,7 @@ def llama_3(fleet: FailureScenario, copies: ReplicaSchedule) -> dict[str, Any]:
         "settings": {
             name: {
                 "every": each.checkpoints.every,
-                "copied_every": None if each.replicas is None else each.replicas.every,
+                "replicated_every": None if each.replicas is None else each.replicas.every,
                 "restart_s": each.restart_s,
                 "goodput": round(float(found.goodput[place]), 5),
                 "of_runs": [round(float(x), 5) for x in np.quantile(found.parts["useful"][place], (0.05, 0.95))],
@@ -230,7 +230,7 @@ def _panel(axes: Axes, content: Mapping[str, Any], ranks: int) -> None:
         if found["ranks"] != ranks:
             continue
         colour = COLOURS[RESTARTS.index(found["restart_s"])]
-        is_copied = found["copied_every"] is not None
+        is_copied = found["replicated_every"] is not None
         times = [each * minutes for each in found["every"]]
         axes.plot(times, found["goodput"], color=colour, lw=1.8, ls=(0, (4, 2)) if is_copied else "-")
         told, best = found["recommended"], found["best"]

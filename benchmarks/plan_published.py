@@ -128,7 +128,7 @@ def _numbers(row: Mapping[str, Any], layers: int, device: DeviceSpec, kept: Path
     chunked = ["tp"] if row.get("async_tp") else []
     # Torchtitan has asynchronous tensor parallelism for compiled blocks alone.
     is_compiled = bool(row.get("compile") or row.get("async_tp")) or fuses(row)
-    lines = simulate_timelines(timed, job.degrees, device, is_compiled=is_compiled, chunked=chunked)
+    lines = simulate_timelines(timed, job.degrees, device, is_compiled=is_compiled, chunked_groups=chunked)
     # Megatron's last rank writes the figures.
     last = traces[-1]
     taken = max(compute_reserved_bytes(each, workspace=device.workspace_bytes) for each in traces)

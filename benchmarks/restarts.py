@@ -114,7 +114,7 @@ def ours(workplace: Path, name: str, *, copies: bool, torchrun: bool) -> Contest
     )
     settings = {"strategy": "fsdp2", "nproc": 2, "max_restarts": 999, "steps": 200_000, "checkpoint": checkpoint}
     run = make_run(workplace, name, settings)
-    values = yaml.safe_load(run.file.read_text()) | {"eval": {"every": None, "sequences": 4}}
+    values = yaml.safe_load(run.file.read_text()) | {"eval": {"every": None, "max_sequences": 4}}
     if torchrun:
         del values["max_restarts"], values["nproc"]
     run.file.write_text(yaml.safe_dump(values))

@@ -40,7 +40,7 @@ RUN: dict[str, Any] = {
     "batch_size": 16,
     "optimizer": {"lr": 4e-3},
     "schedule": {"name": "cosine", "warmup_steps": 20},
-    "eval": {"every": 40, "sequences": 32},
+    "eval": {"every": 40, "max_sequences": 32},
     "checkpoint": {"every": 60},
     "sample": None,
 }

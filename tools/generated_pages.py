@@ -153,7 +153,9 @@ def _name_source(where: str) -> str:
 def _name_outcome(told: str) -> str:
     """Name the result of a stack or layout."""
     for of_run in ("that nothing has happened to", "that was not killed"):
-        told = told.replace(f"metrics and weights of a run {of_run}, bit for bit", "bitwise equal to an undisturbed run")
+        told = told.replace(
+            f"metrics and weights of a run {of_run}, bit for bit", "bitwise equal to an undisturbed run"
+        )
     return told
 
 
@@ -184,7 +186,9 @@ def _name_source(where: str) -> str:
 def _name_outcome(told: str) -> str:
     """Name the result of a stack or layout."""
     for of_run in ("that nothing has happened to", "that was not killed"):
-        told = told.replace(f"metrics and weights of a run {of_run}, bit for bit", "bitwise equal to an undisturbed run")
+        told = told.replace(
+            f"metrics and weights of a run {of_run}, bit for bit", "bitwise equal to an undisturbed run"
+        )
     return told
 
 
@@ -205,7 +209,7 @@ def _render_fault_chain() -> list[str]:
         *[f"| {stack} | {of_stack[stack]} | {_name_outcome(told)} |" for stack, told in found["stacks"].items()],
         "",
         "All remaining checkpoints are valid, no process or incomplete file is left, and no run resumed from an older step",
-        "than its newest valid checkpoint. \"Ranks gone\" is the time until all old ranks have ended; \"next step\" is the time",
+        'than its newest valid checkpoint. "Ranks gone" is the time until all old ranks have ended; "next step" is the time',
         "until the run completes a step beyond those before the fault:",
         "",
         "| fault | count | ranks gone, worst | next step, median | worst | resumed from |",
@@ -216,7 +220,8 @@ def _render_fault_chain() -> list[str]:
         gone = [each["ended_s"] for each in those if each["ended_s"] is not None]
         times = [each["next_s"] for each in those]
         went = ", ".join(
-            f"{_name_source(where)} {count}" for where, count in Counter(each["went_on"] for each in those).most_common()
+            f"{_name_source(where)} {count}"
+            for where, count in Counter(each["went_on"] for each in those).most_common()
         )
         worst = f"{max(gone):.1f}" if gone else "survive"
         lines.append(
@@ -262,7 +267,13 @@ def _render_kills() -> list[str]:
     of_layout = Counter(kill["layout"] for kill in kills)
     for layout, ended in found["layouts"].items():
         lines.append(f"| {layout} | {of_layout[layout]} | {ended['runs']} | {_name_outcome(ended['result'])} |")
-    lines += ["", "### When they were killed", "", "| killed during | a rank | the launcher | all |", "|---|---:|---:|---:|"]
+    lines += [
+        "",
+        "### When they were killed",
+        "",
+        "| killed during | a rank | the launcher | all |",
+        "|---|---:|---:|---:|",
+    ]
     moments = Counter((kill["moment"], kill["victim"]) for kill in kills)
     for moment in dict.fromkeys(kill["moment"] for kill in kills):
         counts = [str(moments[moment, victim]) for victim in ("rank", "parent", "all")]

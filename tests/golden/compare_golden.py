@@ -214,7 +214,7 @@ def train_file() -> dict[str, Any]:
         values["model"] = {"model_type": "llama"} | {k: v for k, v in MODELS["llama"].items() if k != "vocab_size"}
         values["data"] = {"corpus": str(folder / "*.txt"), "cache_dir": str(folder / "cache")}
         values["data"] |= {"vocab_size": 300, "seq_len": 16, "eval_fraction": 0.2}
-        values |= {"steps": 6, "batch_size": 4, "micro_batch_size": 2, "eval": {"every": 3, "sequences": 4}}
+        values |= {"steps": 6, "batch_size": 4, "micro_batch_size": 2, "eval": {"every": 3, "max_sequences": 4}}
         values["optimizer"] = {"lr": 1e-2, "weight_decay": 0.1, "no_decay": ["*norm.weight", "*.0.*"]}
         values |= {"schedule": {"name": "cosine", "warmup_steps": 2}, "ema": {"decay": 0.8}, "plan": {"enabled": False}}
         path = folder / "run.yaml"

@@ -218,7 +218,7 @@ def test_memory_is_told_at_its_peak_by_part_and_by_who_took_it(tmp_path: Path) -
     # What was held when a part began counts.
     assert peak.phases == {"forward_backward": 150, "optimizer": 150}
     told = build_memory_timeline(trace)
-    assert told["taken_by_operator"] == {"aten::mm": 100, "aten::add": 50, "aten::sqrt": 10}
+    assert told["allocated_by_operator"] == {"aten::mm": 100, "aten::add": 50, "aten::sqrt": 10}
     assert (told["seconds"], told["bytes"]) == (pytest.approx([2, 4.5, 5.5, 7]), [100, 150, 50, 60])
 
 
@@ -272,7 +272,7 @@ def test_what_is_no_trace_is_refused_with_what_to_give_instead(tmp_path: Path) -
         "cut.json.gz": (gzip.compress(b'{"traceEvents": []}')[:-9], "cannot unpack"),
         "summary.json": (b'{"strategy": "ddp"}', "is no summary of a profile"),
         "summary-steps-1-2.json": (b'{"profile_summary": 99}', "of format 99"),
-        "summary-steps-3-4.json": (b'{"profile_summary": 1}', "is no whole summary"),
+        "summary-steps-3-4.json": (b'{"profile_summary": 2}', "is no whole summary"),
     }
     for name, (content, wrong) in files.items():
         (tmp_path / name).write_bytes(content)

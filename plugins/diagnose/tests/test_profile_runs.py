@@ -48,7 +48,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen(workplace: Path, tmp_path: Path) -> None:
     place = RunWorkspace(workplace, tmp_path)
     asked = {"steps": [2, 3], "ranks": [1], "memory": True}
-    more = {"eval": {"every": 2, "sequences": 2}, "profile": asked}
+    more = {"eval": {"every": 2, "max_sequences": 2}, "profile": asked}
     _, error, code = place.run(ranks=2, strategy="fsdp2", steps=4, **more)
     assert code == 0, error
     names = {each.name for each in (place.out / "profile").iterdir()}

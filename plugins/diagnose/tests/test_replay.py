@@ -86,7 +86,11 @@ def test_steps_before_and_after_an_interruption_come_to_the_same(workplace: Path
         assert replay_in_pool(directory, step).is_same
 
 
-JUDGED = {"deviations": 1.2, "window": 20, "limit": 50}  # Noise of a high rate leaps beyond this now and then
+JUDGED = {
+    "max_deviations": 1.2,
+    "window": 20,
+    "max_bad_steps": 50,
+}  # Noise of a high rate leaps beyond this now and then
 
 
 def _bad_steps(directory: Path) -> list[tuple[int, int | None]]:
@@ -96,7 +100,7 @@ def _bad_steps(directory: Path) -> list[tuple[int, int | None]]:
 
 @pytest.mark.slow
 def test_steps_after_one_that_has_taken_the_run_back_come_to_the_same(workplace: Path) -> None:
-    settings = {"nproc": 2, "steps": 40, "optimizer": {"lr": 0.003}, "on_bad_step": {"do": "rewind", **JUDGED}}
+    settings = {"nproc": 2, "steps": 40, "optimizer": {"lr": 0.003}, "on_bad_step": {"action": "rollback", **JUDGED}}
     path = write_run_file(workplace, "rewinding", **settings, checkpoint={"every": 4, "keep_last": None})
     directory = train_run(path, kill_after=30)
     train_run(path)
@@ -116,7 +120,7 @@ def test_steps_after_one_that_has_taken_the_run_back_come_to_the_same(workplace:
 
 @pytest.mark.slow
 def test_steps_whose_batch_was_skipped_are_skipped_again(workplace: Path) -> None:
-    settings = {"nproc": 2, "steps": 40, "optimizer": {"lr": 0.003}, "on_bad_step": {"do": "skip", **JUDGED}}
+    settings = {"nproc": 2, "steps": 40, "optimizer": {"lr": 0.003}, "on_bad_step": {"action": "skip", **JUDGED}}
     directory = train_run(write_run_file(workplace, "skipping", **settings, checkpoint={"every": 30}))
     skipped = [step for step, _ in _bad_steps(directory)]
     assert skipped, "choose other settings: no step of this run was bad"

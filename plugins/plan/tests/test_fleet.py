@@ -53,14 +53,14 @@ class Walk:
         """Steps until something ends them; then what there is to go on from."""
         sent, written = [(0.0, self.step)], [(0.0, self.disk)]
         copies, saves = self.fleet.replicas, self.fleet.checkpoints
-        while self.spend("redone", self.fleet.step_s):
+        while self.spend("recomputed", self.fleet.step_s):
             self.step += 1
             if copies is not None and self.step % copies.every == 0:
-                if not self.spend("copies", copies.blocking_s):
+                if not self.spend("replicas", copies.blocking_s):
                     break
                 sent.append((self.now + copies.send_s, self.step))
             if self.step % saves.every == 0:
-                if not self.spend("saves", max(0.0, written[-1][0] - self.now) + saves.blocking_s):
+                if not self.spend("checkpoints", max(0.0, written[-1][0] - self.now) + saves.blocking_s):
                     break
                 written.append((self.now + saves.write_s, self.step))
         self.memory, self.disk = (max(step for when, step in each if when <= self.now) for each in (sent, written))
@@ -71,14 +71,14 @@ class Walk:
         while True:
             until, kind, second = self.luck.standard_exponential(), self.luck.random(), self.luck.random()
             self.fails_at = self.now + until * fleet.mtbf_s
-            begun, computed = self.step, self.parts["redone"]
-            waits = {"detection": fleet.detection_s, "restart": fleet.restart_s, "reading": source.load_s}
+            begun, computed = self.step, self.parts["recomputed"]
+            waits = {"detection": fleet.detection_s, "restart": fleet.restart_s, "loading": source.load_s}
             if is_up := not is_down or all(self.spend(*each) for each in waits.items()):
                 lost_nodes, has_memory = 0, True
                 self.train()
             if self.now >= self.seconds:
-                self.parts["useful"] = begun * fleet.step_s + self.parts["redone"] - computed
-                self.parts["redone"] -= self.parts["useful"]
+                self.parts["useful"] = begun * fleet.step_s + self.parts["recomputed"] - computed
+                self.parts["recomputed"] -= self.parts["useful"]
                 return {name: each / self.seconds for name, each in self.parts.items()}
             is_node, is_pair = kind < fleet.node_failure_fraction, kind < fleet.pair_failure_fraction
             if not is_up and is_node and second < 2 * lost_nodes / (fleet.nodes - 1):
@@ -177,10 +177,13 @@ def test_failures_are_as_many_as_their_rate_says():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"saves": CheckpointSchedule(25, 1.0)}, "saves every 25 steps and copies every 24 do not meet"),
-        ({"copies": ReplicaSchedule(24, 1.0, 200.0)}, "copy every 33 steps, or more"),
+        ({"checkpoints": CheckpointSchedule(25, 1.0)}, "saves every 25 steps and copies every 24 do not meet"),
+        ({"replicas": ReplicaSchedule(24, 1.0, 200.0)}, "copy every 33 steps, or more"),
         ({"ranks": 8}, "8 ranks are on one node"),
-        ({"pair_share": 0.9}, "pair_failure_fraction=0.9 of the failures is a part of node_failure_fraction=0.78"),
+        (
+            {"pair_failure_fraction": 0.9},
+            "pair_failure_fraction=0.9 of the failures is a part of node_failure_fraction=0.78",
+        ),
     ],
 )
 def test_a_fleet_that_cannot_be_is_refused(change, text):
@@ -189,6 +192,6 @@ def test_a_fleet_that_cannot_be_is_refused(change, text):
 
 
 def test_nothing_to_simulate_is_refused():
-    for wrong in ({"fleets": []}, {"runs": 0}, {"seconds": 0.0}):
+    for wrong in ({"scenarios": []}, {"num_runs": 0}, {"seconds": 0.0}):
         with pytest.raises(ConfigError, match="nothing to simulate"):
-            simulate(**{"fleets": [LARGE], "seconds": DAY, **wrong})
+            simulate(**{"scenarios": [LARGE], "seconds": DAY, **wrong})

@@ -102,24 +102,24 @@ def test_failures_of_few_ranks_hardly_matter(planned):
 
 
 def test_a_save_holds_up_by_a_copy_and_takes_what_the_disks_need(planned):
-    asked = {"copy_bandwidth": 1e3, "disk_bandwidth": 2e3, "disk_bandwidth_total": 1e9}
+    asked = {"device_to_host_bandwidth": 1e3, "disk_bandwidth": 2e3, "disk_bandwidth_total": 1e9}
     found = _failures(planned, asked)
     share, own = found["state_bytes"] / RANKS, found["rank_bytes"]
     assert own >= share
-    assert found["saves"]["hold_s"] == pytest.approx(share / 1e3)
-    assert found["saves"]["write_s"] == pytest.approx(8 * share / 2e3)
-    assert found["saves"]["load_s"] == pytest.approx(8 * own / 2e3)
+    assert found["checkpoints"]["blocking_s"] == pytest.approx(share / 1e3)
+    assert found["checkpoints"]["write_s"] == pytest.approx(8 * share / 2e3)
+    assert found["checkpoints"]["load_s"] == pytest.approx(8 * own / 2e3)
     limited = _failures(planned, {**asked, "disk_bandwidth_total": 1e3})
-    assert limited["saves"]["write_s"] == pytest.approx(found["state_bytes"] / 1e3)
+    assert limited["checkpoints"]["write_s"] == pytest.approx(found["state_bytes"] / 1e3)
     link = load_device_spec("h100-80gb").node.inter_node.effective_bandwidth
-    assert found["copies"]["hold_s"] == pytest.approx(own / 1e3)
-    assert found["copies"]["send_s"] == pytest.approx(own / link / advice.REPLICA_LINK_FRACTION)
-    at_once = _failures(planned, asked, checkpoint={"asynchronous": False})["saves"]
-    assert (at_once["hold_s"], at_once["write_s"]) == (pytest.approx(share / 1e3 + 8 * share / 2e3), 0)
-    assert _row(found, RECOMMENDED)["every"] * STEP_S >= found["saves"]["write_s"]
+    assert found["replicas"]["blocking_s"] == pytest.approx(own / 1e3)
+    assert found["replicas"]["send_s"] == pytest.approx(own / link / advice.REPLICA_LINK_FRACTION)
+    at_once = _failures(planned, asked, checkpoint={"asynchronous": False})["checkpoints"]
+    assert (at_once["blocking_s"], at_once["write_s"]) == (pytest.approx(share / 1e3 + 8 * share / 2e3), 0)
+    assert _row(found, RECOMMENDED)["every"] * STEP_S >= found["checkpoints"]["write_s"]
 
 
-SLOW = {"copy_bandwidth": 1e3, "disk_bandwidth": 2e4}
+SLOW = {"device_to_host_bandwidth": 1e3, "disk_bandwidth": 2e4}
 """A save of this small model takes seconds, as that of a large one does."""
 
 
@@ -137,7 +137,7 @@ def test_recommended_is_what_was_computed_and_more_of_the_time_than_what_is_far_
     assert useful[THIS_RUN_REPLICATED] > useful[THIS_RUN] + 0.2
     copied = _row(found, RECOMMENDED_REPLICATED)
     assert copied["every"] > 5 * best["every"]
-    assert copied["every"] % copied["copied_every"] == 0
+    assert copied["every"] % copied["replicated_every"] == 0
     (table,) = render_failure_cost(found, _config(plan=OFTEN))
     assert f"Recommended: checkpoint.every={best['every']} ({best['minutes']:.3g} min)." in table.caption
 
@@ -149,13 +149,13 @@ def test_a_run_that_saves_by_the_clock_saves_so_often(planned, every, steps):
 
 def test_a_run_that_copies_is_taken_as_it_copies(planned):
     plain = _failures(planned, SLOW, checkpoint={"every": 2000})
-    for given, every in (({"every": 100}, 100), ({"every": 50, "bandwidth": "1GB/s"}, 50)):
+    for given, every in (({"every": 100}, 100), ({"every": 50, "max_bandwidth": "1GB/s"}, 50)):
         own = _row(_failures(planned, SLOW, checkpoint={"every": 2000, "replicate": given}, max_restarts=1), THIS_RUN)
-        assert (own["copied_every"], own["every"]) == (every, pytest.approx(2000, abs=every))
+        assert (own["replicated_every"], own["every"]) == (every, pytest.approx(2000, abs=every))
         assert own["parts"]["useful"] > _row(plain, THIS_RUN)["parts"]["useful"] + 0.1
     slow = plain["rank_bytes"] / (2.5 * STEP_S)  # what is sent slowly is copied as often as it can be
-    found = _failures(planned, SLOW, checkpoint={"every": 2000, "replicate": {"bandwidth": slow}}, max_restarts=1)
-    assert _row(found, THIS_RUN)["copied_every"] == 3
+    found = _failures(planned, SLOW, checkpoint={"every": 2000, "replicate": {"max_bandwidth": slow}}, max_restarts=1)
+    assert _row(found, THIS_RUN)["replicated_every"] == 3
     assert THIS_RUN_REPLICATED not in {each["name"] for each in found["rows"]}
 
 

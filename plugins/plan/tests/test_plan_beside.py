@@ -71,7 +71,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would(tmp_path, capsys):
     device = _device(tmp_path, memory_bytes=100_000)
     refused = create_plan_monitor(load_run(_file(tmp_path, strategy_config={}, plan={"device": device})), 2)
     assert "--set strategy_config.activation_checkpointing=full" in str(refused.refusal_error)
-    asked = {"device": device, "when_too_large": "warn"}
+    asked = {"device": device, "on_oom": "warn"}
     assert create_plan_monitor(load_run(_file(tmp_path, strategy_config={}, plan=asked)), 2).refusal_error is None
     assert "warning: the run does not fit" in capsys.readouterr().err
 

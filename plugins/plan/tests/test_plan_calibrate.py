@@ -65,12 +65,15 @@ def measured(node: NodeSpec, world: int) -> list[CollectiveSample]:
 
 
 def numbers(node: NodeSpec, levels: list[str]) -> dict[str, float]:
-    names = [(level, name) for level in levels for name in ("rate", "ring_s", "tree_s")]
-    of_links = {f"{level}.{name}": getattr(getattr(node, level), name) for level, name in names}
+    names = [(level, name) for level in levels for name in ("rate", "ring_step_latency_s", "tree_step_latency_s")]
+    of_links = {
+        f"{level}.{name}": getattr(getattr(node, level), "effective_bandwidth" if name == "rate" else name)
+        for level, name in names
+    }
     return {
         **of_links,
-        "ring_begin_s": node.ring_base_latency_s,
-        "tree_begin_s": node.tree_base_latency_s,
+        "ring_base_latency_s": node.ring_base_latency_s,
+        "tree_base_latency_s": node.tree_base_latency_s,
         **node.slowdown_factors,
     }
 
@@ -78,9 +81,9 @@ def numbers(node: NodeSpec, levels: list[str]) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("device", "ranks", "world", "levels"),
     [
-        ("h100-80gb", 8, 8, ["inside"]),
-        pytest.param("h100-80gb", 8, 16, ["inside", "between"], marks=pytest.mark.slow),
-        pytest.param("h200", 4, 16, ["inside", "between"], marks=pytest.mark.slow),
+        ("h100-80gb", 8, 8, ["intra_node"]),
+        pytest.param("h100-80gb", 8, 16, ["intra_node", "inter_node"], marks=pytest.mark.slow),
+        pytest.param("h200", 4, 16, ["intra_node", "inter_node"], marks=pytest.mark.slow),
     ],
 )
 def test_links_are_found_exactly_from_times_without_noise_and_nearly_with_some(device, ranks, world, levels):
@@ -89,7 +92,7 @@ def test_links_are_found_exactly_from_times_without_noise_and_nearly_with_some(d
     found = fitted(samples, ranks)
     assert median_relative_error(samples, found) < 1e-9
     assert numbers(found, levels) == pytest.approx(numbers(node, levels), rel=1e-6)
-    if levels == ["inside"]:
+    if levels == ["intra_node"]:
         assert found.inter_node == CPU.node.inter_node
         drawn = random.Random(0)
         found = fitted([replace(each, seconds=each.seconds * drawn.gauss(1, 0.05)) for each in samples], ranks)

@@ -72,7 +72,7 @@ def subject(request) -> PlotData:
 
 
 def test_areas_of_memory_sum_to_what_is_held_and_their_peak_is_that_of_the_trace(subject):
-    for found, line in zip(subject.traces, subject.lines, strict=True):
+    for found, line in zip(subject.traces, subject.timelines, strict=True):
         every, held = sample_memory(found, line, max_moments=10**9), [0]
         for _, change in found.log:
             held.append(held[-1] + change)
@@ -117,19 +117,23 @@ def test_traffic_is_that_of_all_collectives(subject):
     wanted: Counter[tuple[int, str]] = Counter()
     for found in subject.traces:
         for each in found.operations:
-            if each.call is None or (call := found.collectives[each.call]).kind.startswith("recv") or call.ranks == 1:
+            if (
+                each.collective_index is None
+                or (call := found.collectives[each.collective_index]).kind.startswith("recv")
+                or call.num_ranks == 1
+            ):
                 continue
-            ranks = find_group_ranks(call.group, found.rank, subject.degrees, call.ranks)
+            ranks = find_group_ranks(call.group, found.rank, subject.degrees, call.num_ranks)
             name = call.group
             if each.peer is not None:
                 name, ranks = f"{SEND_PREFIX}{ranks[each.peer]}", [found.rank, ranks[each.peer]]
-            wanted[found.rank, name] += sum(compute_bytes_sent(call.kind, call.bytes, ranks, node))
+            wanted[found.rank, name] += sum(compute_bytes_sent(call.kind, call.nbytes, ranks, node))
     told = {
         (each.rank, each.stream): each.intra_node_bytes + each.inter_node_bytes for each in collect_traffic(subject)
     }
     assert told == {key: pytest.approx(size) for key, size in wanted.items()}
     for each in collect_traffic(subject):
-        line = next(line for line in subject.lines if line.rank == each.rank)
+        line = next(line for line in subject.timelines if line.rank == each.rank)
         assert each.seconds == pytest.approx(line.busy(each.stream))
         assert 0 <= each.overlap_fraction <= 1 + 1e-9
     # Of a rank that is not in the plan the trace tells, unless it is of fewer blocks.

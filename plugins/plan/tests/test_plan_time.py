@@ -34,7 +34,7 @@ from meshwright_plan.trace import Operation, StepTrace, memory_access
 H100 = load_device_spec("h100-80gb")
 LINK = LinkSpec(bandwidth=1e9, efficiency=1.0, ring_step_latency_s=1e-9, tree_step_latency_s=1e-9)
 NODE = H100.node.model_copy(update={"intra_node": LINK, "ring_base_latency_s": 1e-9})
-COSTS = {"bandwidth": 1e9, "bandwidth_efficiency": 1.0, "kernel_s": 1e-9, "cpu_s": 1e-9, "node": NODE}
+COSTS = {"bandwidth": 1e9, "bandwidth_efficiency": 1.0, "min_kernel_s": 1e-9, "launch_overhead_s": 1e-9, "node": NODE}
 DEVICE = H100.model_copy(update=COSTS)  # a byte takes a nanosecond, in memory and on the link, and all else nothing
 S = 10**9
 
@@ -251,9 +251,9 @@ def played(layout: PlannedLayout, *bandwidths: float) -> tuple[list[StepTrace], 
     traces = [trace_planned_rank(layout, stage * each) for stage in range(degrees.pp)]
     lines = []
     for bandwidth in bandwidths:
-        free = {"bandwidth": bandwidth, "efficiency": 1.0, "ring_s": 1e-12, "tree_s": 1e-12}
+        free = {"bandwidth": bandwidth, "efficiency": 1.0, "ring_step_latency_s": 1e-12, "tree_step_latency_s": 1e-12}
         link = H100.node.intra_node.model_copy(update=free)
-        node = {"inside": link, "between": link, "ring_begin_s": 1e-12, "tree_begin_s": 1e-12}
+        node = {"intra_node": link, "inter_node": link, "ring_base_latency_s": 1e-12, "tree_base_latency_s": 1e-12}
         lines.append(
             simulate_timelines(traces, degrees, H100.model_copy(update={"node": H100.node.model_copy(update=node)}))
         )

@@ -24,7 +24,7 @@ def test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for(tm
     # Two runs of the schedule in a step, of two microbatches each.
     path = write_run(tmp_path)
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    values |= {"steps": 4, "sample": None, "eval": {"sequences": 2}, "metrics": {"timeline_every": 2}}
+    values |= {"steps": 4, "sample": None, "eval": {"max_sequences": 2}, "metrics": {"timeline_every": 2}}
     values |= {"pp_size": 2, "wrapper_config": {"pipeline": {"pp_batch_size": 2}}}
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     assert {found[1:] for found in pool(2).run(run_rank_capturing, str(path), None)} == {("", 0)}
@@ -53,7 +53,9 @@ def test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for(tm
 
 
 def _recorder() -> Mock:
-    return Mock(planned={"schedule": "s", "ranks": []}, take=lambda: {"time": 0.0, "pp_rank": 0, "actions": []})
+    return Mock(
+        schedule={"schedule": "s", "ranks": []}, pop_timeline=lambda: {"time": 0.0, "pp_rank": 0, "actions": []}
+    )
 
 
 RESULT = StepResult(1, 10, 1.0, 1.0, 1.0, 8, 1.0, 0)

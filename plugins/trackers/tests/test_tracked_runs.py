@@ -82,7 +82,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     values = yaml.safe_load(run_file.read_text())
     # A save that was not done yet when the first sitting fails would be another run.
     checkpoint = {"every": SAVED, "asynchronous": False}
-    values |= {"steps": STEPS, "sample": None, "eval": {"every": 2, "sequences": 4}, "checkpoint": checkpoint}
+    values |= {"steps": STEPS, "sample": None, "eval": {"every": 2, "max_sequences": 4}, "checkpoint": checkpoint}
     run_file.write_text(yaml.safe_dump(values | {"objective": "failing", "trackers": TRACKERS}))
     (directory / "told.py").write_text(OBJECTIVE)
     metadata = directory / "told-1.0.dist-info"

@@ -48,13 +48,13 @@ def _quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _run(directory: Path, *, start: int = 0, config: Mapping[str, Any] | None = None) -> RunInfo:
     values: dict[str, Any] = {"id": "0123456789abcdef", "name": "tiny", "strategy": "fsdp2", "mesh": "dp_shard=2"}
-    values |= {"world_size": 2, "rank": 0, "steps": 9, "parameters": 12, "device": "cpu", "version": "0.1.0"}
+    values |= {"world_size": 2, "rank": 0, "num_steps": 9, "num_parameters": 12, "device": "cpu", "version": "0.1.0"}
     return RunInfo(**values, start_step=start, directory=directory, config=config or {"optimizer": {"lr": 0.1}})
 
 
 def _step(step: int, loss: float = 2.0, **more: Any) -> StepResult:
-    values = {"steps": 9, "grad_norm": 1.5, "learning_rate": 0.1, "num_tokens": 8, "seconds": 0.5, "rank": 0}
-    return StepResult(step=step, loss=loss, **{**values, "ended": 1000.0 + step, **more})
+    values = {"num_steps": 9, "grad_norm": 1.5, "learning_rate": 0.1, "num_tokens": 8, "seconds": 0.5, "rank": 0}
+    return StepResult(step=step, loss=loss, **{**values, "end_time": 1000.0 + step, **more})
 
 
 def _ended(run: RunInfo, step: int, reason: Any = "done") -> RunSummary:
@@ -65,7 +65,9 @@ def test_what_is_not_known_of_a_step_has_no_name() -> None:
     bare = {"train/loss": 2.0, "train/grad_norm": 1.5, "train/learning_rate": 0.1, "train/tokens": 8.0}
     bare |= {"speed/tokens_per_second": 16.0, "speed/tokens_per_second_per_device": 16.0, "time/step": 0.5}
     assert collect_step_metrics(_step(1)) == bare
-    told = collect_step_metrics(_step(1, norms={"model.layers.0": 0.7}, world_size=2, flops=30.0, peak_flops=60.0))
+    told = collect_step_metrics(
+        _step(1, block_grad_norms={"model.layers.0": 0.7}, world_size=2, flops=30.0, peak_flops=60.0)
+    )
     known = {"norm/model.layers.0": 0.7, "train/flops": 30.0, "speed/mfu": 0.5}
     assert told == bare | known | {"speed/tokens_per_second_per_device": 8.0}
 

@@ -319,7 +319,7 @@ def test_answers_of_the_server(client: TestClient) -> None:
     assert len(loss["x"]) < 103
     assert get("/api/events?run=0")[-1]["message"] == "</script>"
     ranks = get("/api/ranks?run=0")
-    assert [(each["rank"], each["part"]) for each in ranks["stragglers"]] == [(2, "forward_backward")]
+    assert [(each["rank"], each["phase"]) for each in ranks["stragglers"]] == [(2, "forward_backward")]
     assert ranks["memory"]["host"][3] == 503 << 20
     assert get("/api/rank?run=0&rank=3")["series"]["seconds"]["count"] == 60
     assert get("/api/timeline?run=0&step=10")["step"] == 10

@@ -41,8 +41,8 @@ class PlanConfig(FrozenModel):
         description="What the run is on: a name, such as h100-80gb, or a YAML file of your own; null: what is found. "
         "Times are told of devices that are known or named.",
     )
-    on_oom: Literal["refuse", "warn"] = Field(
-        default="refuse", description="What becomes of a run that would not fit into the memory of its device."
+    on_oom: Literal["error", "warn"] = Field(
+        default="error", description="What becomes of a run that would not fit into the memory of its device."
     )
     failures_per_rank_hour: float = Field(
         default=LLAMA_3_FAILURES,

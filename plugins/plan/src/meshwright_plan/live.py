@@ -192,7 +192,7 @@ def _plan_and_check(
             f"the run does not fit: a rank would take {needed:,.1f} GiB, and {found['device']} has {has:,.1f} GiB for "
             f"it. {_suggest_changes(config, world_size, device)} Or set plan.on_oom=warn to try it all the same."
         )
-        if get_plan_config(config).on_oom == "refuse":
+        if get_plan_config(config).on_oom == "error":
             comparison.refusal_error = refusal
         else:
             create_console(stderr=True).print(f"warning: {refusal}", highlight=False, soft_wrap=True)

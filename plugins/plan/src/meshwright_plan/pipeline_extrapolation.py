@@ -230,7 +230,7 @@ class _SmallPipelines:
             degrees,
             self.device,
             is_compiled=job.is_compiled,
-            chunked=job.chunked_groups,
+            chunked_groups=job.chunked_groups,
             waits=waits_for_messages,
         )
 

@@ -204,7 +204,9 @@ def _get_cost_model(job: TrainingJob) -> StageCostModel | None:
 
 
 def _simulate(traces: Sequence[StepTrace], job: TrainingJob, device: DeviceSpec) -> list[Timeline]:
-    return simulate_timelines(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked_groups)
+    return simulate_timelines(
+        traces, job.degrees, device, is_compiled=job.is_compiled, chunked_groups=job.chunked_groups
+    )
 
 
 def get_reserved_bytes(trace: StepTrace, device: DeviceSpec) -> int:

@@ -86,7 +86,7 @@ def _print_plan(config: RunConfig) -> None:
     count = int(os.environ["WORLD_SIZE"]) if is_launched() else count_local_ranks(config)
     if os.environ.get("RANK", "0") != "0":
         return
-    parts = get_registry().hook.show_plan(config=config, world_size=count)
+    parts = get_registry().hook.render_plan(config=config, world_size=count)
     if parts is None:
         raise ConfigError(f"--plan-only needs a plugin that is not installed. {format_install_hint('plan')}")
     console = create_output_console(200)

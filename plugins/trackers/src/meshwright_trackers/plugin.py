@@ -67,10 +67,10 @@ def _make_builder(module: str, name: str) -> Callable[[Any, RunInfo], Tracker]:
     return build
 
 
-build_tensorboard = _make_builder("tensorboard", "TensorBoard")
-build_wandb = _make_builder("wandb", "WeightsAndBiases")
-build_mlflow = _make_builder("mlflow", "MLflow")
-build_trackio = _make_builder("trackio", "Trackio")
+build_tensorboard = _make_builder("tensorboard", "TensorBoardTracker")
+build_wandb = _make_builder("wandb", "WandbTracker")
+build_mlflow = _make_builder("mlflow", "MLflowTracker")
+build_trackio = _make_builder("trackio", "TrackioTracker")
 
 
 def _check(library: TrackerLibrary, config: FrozenModel) -> None:

@@ -22,7 +22,10 @@ def watch(
         list[Path], typer.Argument(metavar="RUN...", help="Directories of runs (their output_dir).")
     ],
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help=f"Port to listen on; default: {PORT} if free, else any free port; 0: any free port.")
+        int | None,
+        typer.Option(
+            min=0, max=65535, help=f"Port to listen on; default: {PORT} if free, else any free port; 0: any free port."
+        ),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Anyone with the page's token can read it.")

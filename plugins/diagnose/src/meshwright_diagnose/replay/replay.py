@@ -284,7 +284,9 @@ def _run_and_save_step(
 
     save_parameters(manager, request.output_directory / "before")
     with OutputRecorder(manager) as outputs:
-        result = _run_step(request, setup, step, bad_steps, loop=replace(setup.loop, batches=drawing), look=look)
+        result = _run_step(
+            request, setup, step, bad_steps, loop=replace(setup.loop, batches=drawing), on_gradients=look
+        )
     save_parameters(manager, request.output_directory / "after")
     outputs.save(request.output_directory, drawn)
     return result

@@ -181,11 +181,11 @@ def build_device_spec(
         "matmul_efficiency": parts,
         "attention_efficiency": of_attention[0],
         "attention_backward_efficiency": of_attention[1],
-        "kernel_s": rates.min_kernel_s,
-        "cpu_s": rates.launch_overhead_s,
+        "min_kernel_s": rates.min_kernel_s,
+        "launch_overhead_s": rates.launch_overhead_s,
         "workspace_bytes": base.workspace_bytes,
         "is_host": is_cpu,
-        "speed_beside_communication": rates.overlap_speed,
+        "overlap_speed": rates.overlap_speed,
         "node": node.model_dump(),
     }
     sources = _describe_sources(world, base, base_name, rates, samples, node, effort)

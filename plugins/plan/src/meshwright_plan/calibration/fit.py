@@ -23,7 +23,7 @@ _STEP = 1e-6  # Step of a logarithm to see what depends on it
 _MAX_RATIO, _MAX_FACTOR_RATIO = 1e3, 20.0
 """Bounds of numbers and factors by where their search begins: what noisy samples do not tell goes nowhere."""
 _TREE_COLLECTIVES = ("all_reduce", "broadcast")
-_LINK_FIELDS = ("rate", "ring_s", "tree_s")
+_LINK_FIELDS = ("rate", "ring_step_latency_s", "tree_step_latency_s")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def fit_node(samples: Sequence[CollectiveSample], node: NodeSpec) -> NodeSpec:
 
     start = torch.tensor([_initial_value(name, known, node) for name in names], dtype=torch.float64).log()
     far = (
-        torch.tensor([_MAX_FACTOR_RATIO if name.startswith("factors.") else _MAX_RATIO for name in names])
+        torch.tensor([_MAX_FACTOR_RATIO if name.startswith("slowdown_factors.") else _MAX_RATIO for name in names])
         .double()
         .log()
     )
@@ -75,19 +75,19 @@ def _list_free_parameters(samples: Sequence[CollectiveSample], node: NodeSpec) -
     levels = [_find_level(each, node) for each in samples]
     has_trees = any(kind in _TREE_COLLECTIVES for kind in kinds)
     names = []
-    for level in ("inside", "between"):
+    for level in ("intra_node", "inter_node"):
         if level in levels:
-            names += [f"{level}.{name}" for name in _LINK_FIELDS if name != "tree_s" or has_trees]
-    names += ["ring_begin_s"] if kinds - {"send"} else []
-    names += ["tree_begin_s"] if has_trees else []
+            names += [f"{level}.{name}" for name in _LINK_FIELDS if name != "tree_step_latency_s" or has_trees]
+    names += ["ring_base_latency_s"] if kinds - {"send"} else []
+    names += ["tree_base_latency_s"] if has_trees else []
     # The rate is that of one kind; each other, messages included, has a factor.
     base = "all_gather" if "all_gather" in kinds else min(kinds)
-    return names + [f"factors.{kind}" for kind in sorted(kinds - {base})]
+    return names + [f"slowdown_factors.{kind}" for kind in sorted(kinds - {base})]
 
 
 def _initial_value(name: str, samples: Sequence[CollectiveSample], node: NodeSpec) -> float:
     owner, _, last = name.rpartition(".")
-    if owner == "factors":
+    if owner == "slowdown_factors":
         return node.slowdown_factors.get(last, 1.0)
     here = [each for each in samples if owner in ("", _find_level(each, node))]
     if last == "rate":
@@ -98,19 +98,24 @@ def _initial_value(name: str, samples: Sequence[CollectiveSample], node: NodeSpe
 def _build_node(node: NodeSpec, names: Sequence[str], values: Sequence[float]) -> NodeSpec:
     given = dict(zip(names, values, strict=True))
     changes: dict[str, object] = {}
-    for level in ("inside", "between"):
+    for level in ("intra_node", "inter_node"):
         link: LinkSpec = getattr(node, level)
         rate = given.get(f"{level}.rate", link.effective_bandwidth)
         bandwidth = max(rate, link.bandwidth)
-        told = {name: given.get(f"{level}.{name}", getattr(link, name)) for name in ("ring_s", "tree_s")}
+        told = {
+            name: given.get(f"{level}.{name}", getattr(link, name))
+            for name in ("ring_step_latency_s", "tree_step_latency_s")
+        }
         changes[level] = LinkSpec.model_construct(bandwidth=bandwidth, efficiency=rate / bandwidth, **told)
-    changes |= {name: given.get(name, getattr(node, name)) for name in ("ring_begin_s", "tree_begin_s")}
-    found = {name.removeprefix("factors."): given[name] for name in names if name.startswith("factors.")}
+    changes |= {name: given.get(name, getattr(node, name)) for name in ("ring_base_latency_s", "tree_base_latency_s")}
+    found = {
+        name.removeprefix("slowdown_factors."): given[name] for name in names if name.startswith("slowdown_factors.")
+    }
     return node.model_copy(update={**changes, "slowdown_factors": {**node.slowdown_factors, **found}})
 
 
 def _find_level(sample: CollectiveSample, node: NodeSpec) -> str:
-    return "inside" if len({rank // node.ranks for rank in sample.ranks}) == 1 else "between"
+    return "intra_node" if len({rank // node.ranks for rank in sample.ranks}) == 1 else "inter_node"
 
 
 def _minimize_least_squares(residuals: Callable[[Tensor], Tensor], start: Tensor, max_distance: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ def simulate_scenarios(scenarios: Mapping[str, FailureScenario]) -> list[dict[st
             "name": name,
             "every": fleet.checkpoints.every,
             "minutes": fleet.checkpoints.every * fleet.step_s / 60,
-            "copied_every": None if fleet.replicas is None else fleet.replicas.every,
+            "replicated_every": None if fleet.replicas is None else fleet.replicas.every,
             "parts": outcome.mean_parts(place),
         }
         for place, (name, fleet) in enumerate(scenarios.items())
@@ -217,18 +217,18 @@ def render_failure_cost(failures: Mapping[str, Any], config: RunConfig) -> list[
     often = f"failures: one of {failures['ranks']:,} ranks fails every {text}"
     if not failures["rows"]:
         return [f"{often}, so they hardly matter"]
-    saves = failures["saves"]
+    saves = failures["checkpoints"]
     title = (
-        f"{often}; a save of {format_size(failures['state_bytes'])} holds up {format_seconds(saves['hold_s'])} and is "
+        f"{often}; a save of {format_size(failures['state_bytes'])} holds up {format_seconds(saves['blocking_s'])} and is "
         f"written in {format_seconds(saves['write_s'])}"
     )
     names = ("every [steps]", "[min]", "copied every [steps]", "useful", "redone", "saving", "waiting")
     made = new_table(title, ("checkpoints", *names), left=("checkpoints",))
     for row in failures["rows"]:
         parts = row["parts"]
-        waiting = parts["detection"] + parts["restart"] + parts["reading"]
-        shares = (parts["useful"], parts["redone"], parts["saves"] + parts["copies"], waiting)
-        every = f"{row['every']:,}", f"{row['minutes']:.3g}", str(row["copied_every"] or "")
+        waiting = parts["detection"] + parts["restart"] + parts["loading"]
+        shares = (parts["useful"], parts["recomputed"], parts["checkpoints"] + parts["replicas"], waiting)
+        every = f"{row['every']:,}", f"{row['minutes']:.3g}", str(row["replicated_every"] or "")
         made.add_row(row["name"], *every, *(f"{each:.1%}" for each in shares))
     made.caption = " ".join(_format_remarks(failures, config))
     return [made]

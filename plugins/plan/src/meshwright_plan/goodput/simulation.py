@@ -180,7 +180,7 @@ def find_best_interval(scenario: FailureScenario) -> int:
 
 FloatArray: TypeAlias = NDArray[Any]
 DAY = 24 * HOUR
-TIME_PARTS = ("useful", "redone", "copies", "saves", "detection", "restart", "reading")
+TIME_PARTS = ("useful", "recomputed", "replicas", "checkpoints", "detection", "restart", "loading")
 
 
 @dataclass(frozen=True)
@@ -300,10 +300,10 @@ class _Simulation:
         spent = self.spent
         spent["detection"] += noticing
         spent["restart"] += starting
-        spent["reading"] += waited - noticing - starting
-        spent["copies"] += copying
-        spent["saves"] += ran - computed - copying
-        spent["redone"] += computed  # all that was computed; `outcome` subtracts what was useful
+        spent["loading"] += waited - noticing - starting
+        spent["replicas"] += copying
+        spent["checkpoints"] += ran - computed - copying
+        spent["recomputed"] += computed  # all that was computed; `outcome` subtracts what was useful
         self.rounds_on_disk = np.where(saved > 0, self.rounds_done + saved, self.rounds_on_disk)
         fails = ~ends
         still_down = fails & (lasts < self.downtime)
@@ -322,6 +322,6 @@ class _Simulation:
         self.is_over |= ends
 
     def build_result(self) -> SimulationResult:
-        parts = dict(self.spent, redone=self.spent["redone"] - self.spent["useful"])
+        parts = dict(self.spent, recomputed=self.spent["recomputed"] - self.spent["useful"])
         whole = self.seconds[:, None]
         return SimulationResult({name: each / whole for name, each in parts.items()}, self.failures, self.disk_restores)

@@ -34,7 +34,7 @@ PHASE_COLOURS = {
     "backward": ("#22855a", "#52c08f"),
     "optimizer": ("#a8660f", "#e5ad55"),
 }
-LINK_COLOURS = {"inside": ("#7b4ea3", "#b892e6"), "between": ("#c2410c", "#ff9563")}
+LINK_COLOURS = {"intra_node": ("#7b4ea3", "#b892e6"), "inter_node": ("#c2410c", "#ff9563")}
 FIT_COLOURS = {"fits": ("#1a7f4b", "#5fd39a"), "too large": ("#b3261e", "#ff8a80")}
 PALETTES = {
     "": BASE_COLOURS,

@@ -31,7 +31,7 @@ from ..timeline import (
 )
 from ..trace import Operation, StepTrace, TrainingJob
 
-INTRA_NODE, INTER_NODE = LINKS = ("inside", "between")  # Links within a node and between nodes
+INTRA_NODE, INTER_NODE = LINKS = ("intra_node", "inter_node")  # Links within a node and between nodes
 SEND_PREFIX = "to "  # Prefix of the names of message streams; a rank follows
 PHASES = ("forward", "backward", "optimizer")
 
@@ -266,7 +266,9 @@ def collect_plot_data(
             raise
         layers = job.num_layers  # so few blocks cannot be divided as the run file says
         traces = [trace_rank(job, rank) for rank in ranks]
-    lines = simulate_timelines(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked_groups)
+    lines = simulate_timelines(
+        traces, job.degrees, device, is_compiled=job.is_compiled, chunked_groups=job.chunked_groups
+    )
     layouts = [each for each in layouts if each.get("step_seconds") and each.get("peak_reserved_bytes")]
     return PlotData(plan, job.degrees, device, traces, lines, layers, job.num_layers, layouts)
 

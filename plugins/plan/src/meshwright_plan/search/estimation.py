@@ -139,7 +139,7 @@ def quick_trace(job: TrainingJob, device: DeviceSpec) -> QuickTrace:
     for depth in depths:
         found = trace_rank(job.with_num_layers(depth) if shallow else job, 0)
         (line,) = simulate_timelines(
-            [found], job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked_groups
+            [found], job.degrees, device, is_compiled=job.is_compiled, chunked_groups=job.chunked_groups
         )
         beyond = get_reserved_bytes(found, device) - found.peak.bytes - library
         spare = max(spare, beyond) if rows else beyond

@@ -47,7 +47,7 @@ export class Ranks {
     const kinds = Object.keys(KINDS).filter(kind => kind in found.memory);
     if (!kinds.includes(this.kind)) this.kind = kinds[0];
     const parts = Object.keys(found.parts);
-    if (!parts.includes(this.part)) this.part = found.stragglers[0]?.part ?? parts[0];
+    if (!parts.includes(this.part)) this.part = found.stragglers[0]?.phase ?? parts[0];
     this.fill(this.kinds, kinds, this.kind, kind => KINDS[kind]);
     this.fill(this.parts, parts, this.part, words);
     this.show();
@@ -56,7 +56,7 @@ export class Ranks {
   show() {
     const {found} = this, ranks = found.ranks;
     if (this.kind) this.memory.update([{label: KINDS[this.kind], colour: "run-0", x: ranks, y: found.memory[this.kind]}]);
-    const part = found.parts[this.part], slow = found.stragglers.filter(each => each.part === this.part);
+    const part = found.parts[this.part], slow = found.stragglers.filter(each => each.phase === this.part);
     if (part) {
       const many = ranks.length > 64;
       this.time.update([
@@ -71,7 +71,7 @@ export class Ranks {
     this.slow.replaceChildren(all.length
       ? table(`Stragglers: ${all.length === 100 ? "the first 100" : count(all.length)}. A median that is more than 3.5 scaled median absolute deviations, and 2 % of a step, above that of all ranks`,
         ["rank", "part of the step", "its median", "of all ranks", "deviations"],
-        all.map(each => [h("button", {type: "button", title: "show over its steps", onclick: () => this.choose(each.rank, each.part)}, count(each.rank)), words(each.part), seconds(each.seconds), seconds(each.middle), each.deviations === null ? "all others are equal" : each.deviations.toFixed(1)]), {texts: [1]})
+        all.map(each => [h("button", {type: "button", title: "show over its steps", onclick: () => this.choose(each.rank, each.phase)}, count(each.rank)), words(each.phase), seconds(each.seconds), seconds(each.middle), each.deviations === null ? "all others are equal" : each.deviations.toFixed(1)]), {texts: [1]})
       : h("p", {class: "said"}, ranks.length < 4 ? "Stragglers are told of four ranks or more." : `No stragglers among ${count(ranks.length)} ranks.`));
     if (focused) [...this.slow.querySelectorAll("button")].find(button => button.textContent === focused)?.focus({preventScroll: true});
   }

@@ -393,7 +393,7 @@ class TimelineChart extends Chart {
   words() {
     if (!this.cursor) return "";
     const lane = this.lanes[this.cursor.lane], bar = this.bar();
-    const name = `rank ${lane.rank}, ${lane.stream}` + (lane.link ? ` (${lane.link === "inside" ? "inside of a node" : "between nodes"})` : "");
+    const name = `rank ${lane.rank}, ${lane.stream}` + (lane.link ? ` (${lane.link === "intra_node" ? "inside of a node" : "between nodes"})` : "");
     if (!bar) return `${name}: idle`;
     const many = bar.number > 1 ? `${bar.number} operators, the longest ${data.names[bar.name]}, working ${time(bar.busy)}` : data.names[bar.name];
     return `${name}, ${data.phases[bar.phase]}: ${many}; from ${time(bar.start)}, for ${time(bar.end - bar.start)}`;
