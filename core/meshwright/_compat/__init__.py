@@ -1,5 +1,6 @@
-"""The only place in core that touches private or version-dependent names of other libraries; no public name is wrapped.
+"""Private and version-dependent names of other libraries. No other module in core uses them; public names are not
+wrapped.
 
-Each function says why it is needed; tests/contract/test_compat.py holds a canary for each, which fails when the name
-goes away or its behaviour changes. docs/reference/proofs/versions.md lists the versions with which they passed.
+Each function documents why it is needed. tests/contract/test_compat.py has a canary for each function, which fails when
+the name disappears or its behavior changes. docs/reference/proofs/versions.md lists the versions that passed.
 """

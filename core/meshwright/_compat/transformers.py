@@ -1,4 +1,4 @@
-"""Private and version-dependent names of transformers. Importing this module imports neither it nor torch."""
+"""Private and version-dependent names of transformers. Importing this module does not import transformers or torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..base.errors import ModelError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# -- model types and chat templates, which processes without torch use
+# -- model types and chat templates, for processes without torch
 
 _TYPE_FILES = ("auto_mappings.py", "configuration_auto.py")
 _TYPE_ENTRY = re.compile(r"""["']([\w.-]+)["']\s*[,:]\s*["']\w+Config["']""")
 
 
 def list_model_types() -> list[str]:
-    """Return the keys of transformers' `CONFIG_MAPPING`, which needs torch: from its sources unless it is loaded."""
+    """Return the keys of transformers' `CONFIG_MAPPING`, from its sources, since its import would import torch."""
     loaded = "transformers.models.auto.configuration_auto" in sys.modules
-    if not loaded and (found := _read_types()):
-        return found
+    if not loaded and (model_types := _read_types()):
+        return model_types
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return list(CONFIG_MAPPING.keys())
@@ -45,7 +45,7 @@ def _read_types() -> list[str]:
 def render_with_generation_spans(
     template: str, messages: Sequence[Any], tools: Sequence[Any] | None, variables: Mapping[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return what a template writes, and the spans of characters that it writes inside of `{% generation %}`."""
+    """Return a chat template's output, and the character spans that it writes within `{% generation %}`."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     texts, spans = render_jinja_template(
@@ -62,32 +62,32 @@ def render_with_generation_spans(
 
 
 def load_state_dict_as_pretrained(config: Any, state_dict: dict[str, Tensor], dtype: Any) -> tuple[nn.Module, Any]:
-    """Load a causal LM from a state dict, tensors as they are, as from a directory; and what does not match."""
+    """Load a causal LM from a state dict, keeping its tensors, and return it with transformers' loading info."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if isinstance(classes, (list, tuple)):
         named = {each.__name__: each for each in classes}
         classes = next((named[name] for name in config.architectures or () if name in named), classes[0])
-    # As the auto class does it, which asks for a directory.
+    # Like the auto class, which requires a directory.
     text_config_cls = config.sub_configs.get("text_config")
     if text_config_cls is not None and classes.config_class == text_config_cls:
         config = config.get_text_config()
-    model, found = classes.from_pretrained(
+    model, loading_info = classes.from_pretrained(
         None, config=config, state_dict=state_dict, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
     )
-    return model, found
+    return model, loading_info
 
 
 def to_saved_format(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of a model in the names and shapes of published checkpoints, as views where possible."""
+    """Convert a model's tensors to the names and shapes of published checkpoints, as views where possible."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, tensors))
 
 
 def group_for_saving(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
-    """Group the names of a model's tensors that `to_saved_format` combines; its matching of names is repeated here."""
+    """Group the names of a model's tensors that `to_saved_format` combines; this repeats its name matching."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -102,19 +102,19 @@ def group_for_saving(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
 
 
 def collect_nested_configs(model: nn.Module) -> list[Any]:
-    """Return the configurations of transformers that a model's modules hold, with those nested in them; each once."""
-    found: dict[int, Any] = {}
-    waiting = [getattr(module, "config", None) for module in reversed(list(model.modules()))]
-    while waiting:
-        config = waiting.pop()
-        if hasattr(config, "_attn_implementation_internal") and id(config) not in found:
-            found[id(config)] = config
-            waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    return list(found.values())
+    """Return the distinct transformers configurations of a model's modules, including nested ones."""
+    collected: dict[int, Any] = {}
+    pending = [getattr(module, "config", None) for module in reversed(list(model.modules()))]
+    while pending:
+        config = pending.pop()
+        if hasattr(config, "_attn_implementation_internal") and id(config) not in collected:
+            collected[id(config)] = config
+            pending += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return list(collected.values())
 
 
 def get_attention_setting(config: Any) -> str | None:
-    """Return the attention that a configuration itself chooses; `set_attn_implementation` of a model changes more."""
+    """Return a configuration's own attention implementation; a model's `set_attn_implementation` changes more."""
     setting: str | None = config._attn_implementation_internal
     return setting
 
@@ -124,7 +124,7 @@ def set_attention_setting(config: Any, name: str | None) -> None:
 
 
 def get_attention_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Any]]:
-    """Return the attention function of a layer; eager ones are named by a convention of all files (5.23)."""
+    """Return the attention function of a layer. The eager one is found by a naming convention of all files (5.23)."""
     names = inspect.unwrap(type(module).forward).__globals__
     eager, interface = names.get("eager_attention_forward"), names.get("ALL_ATTENTION_FUNCTIONS")
     if interface is None or (eager is None and implementation == "eager"):
@@ -151,7 +151,7 @@ def get_mask_function(implementation: str) -> Callable[..., Tensor]:
 
 
 def isolate_documents(function: Callable[..., Tensor], positions_BS: Tensor) -> tuple[Callable[..., Tensor], bool]:
-    """Return a mask function that isolates documents, whose positions restart; and whether there are several."""
+    """Return a mask function that isolates documents, whose positions restart, and whether there are several."""
     from transformers import masking_utils
 
     documents = masking_utils.find_packed_sequence_indices(positions_BS)
@@ -164,13 +164,13 @@ def isolate_documents(function: Callable[..., Tensor], positions_BS: Tensor) -> 
 
 
 def is_ignored_on_save(model: nn.Module, name: str) -> bool:
-    """Return whether `save_pretrained` leaves a tensor out, by patterns of the model that have no public name."""
+    """Return whether `save_pretrained` omits a tensor; the model's patterns have no public name."""
     patterns = getattr(model, "_keys_to_ignore_on_save", None) or []
     return any(re.search(pattern, name) for pattern in patterns)
 
 
 def save_model_code(model: nn.Module, directory: Path) -> None:
-    """Write the code of a model's class, if it came with the model, and name it in the configuration."""
+    """Write the source code of a model's class, if it is remote code, and reference it in the configuration."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "_auto_class", None) is not None:
         from transformers.dynamic_module_utils import custom_object_save
@@ -180,18 +180,18 @@ def save_model_code(model: nn.Module, directory: Path) -> None:
 
 
 def disable_remote_code_prompt() -> None:
-    """Let transformers refuse code of files at once, instead of asking where `trust_remote_code` was not passed on."""
+    """Make transformers reject remote code at once, instead of prompting, if `trust_remote_code` was not passed on."""
     from transformers import dynamic_module_utils
 
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
 
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Types of rotary embeddings whose frequencies depend on the largest position of a forward."""
+"""Rotary embedding types whose frequencies depend on the largest position of a forward."""
 
 
 def find_length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
-    """Return the rotary embeddings that depend on the length of a forward (`modeling_rope_utils`, 5.17 to 5.23)."""
+    """Return the rotary embeddings that depend on a forward's length (`modeling_rope_utils`, 5.17 to 5.23)."""
 
     kinds = ((module, getattr(module, "rope_type", None)) for module in model.modules())
     listed = ((module, kind.values() if isinstance(kind, dict) else [kind]) for module, kind in kinds)
@@ -199,13 +199,13 @@ def find_length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
 
 
 def reset_dynamic_rope(rope: nn.Module, hidden: Tensor, layer_type: str | None = None) -> None:
-    """Reset a `dynamic` rotary embedding to its first frequencies, as a short forward does."""
+    """Reset a `dynamic` rotary embedding to its initial frequencies, as a short forward does."""
     import torch
 
     kind = rope.rope_type[layer_type] if isinstance(rope.rope_type, dict) else rope.rope_type
     if kind != "dynamic":
         return
-    known = getattr(rope, f"{layer_type}_max_seq_len_cached", rope.max_seq_len_cached)
-    if known > rope.original_max_seq_len:
+    cached_length = getattr(rope, f"{layer_type}_max_seq_len_cached", rope.max_seq_len_cached)
+    if cached_length > rope.original_max_seq_len:
         positions = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)
         rope.forward(hidden, positions, *([] if layer_type is None else [layer_type]))

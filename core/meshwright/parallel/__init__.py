@@ -1,4 +1,4 @@
-"""The axes that any strategy may claim: tensor, context and expert parallelism."""
+"""Parallelism axes that any strategy may use: tensor, context and expert parallelism."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ ForwardMethod = Callable[..., Any]
 
 
 def wrap_forward_if(module: nn.Module, order: WrapOrder, wrapper: ForwardMethod, is_active: Callable[[], bool]) -> None:
-    """Replace `module.forward` by `run(forward, ...)` while `is_active()`; see `meshwright.model.forward_order`."""
+    """Replace `module.forward` by `wrapper(forward, ...)` while `is_active()`; see `meshwright.model.forward_order`."""
 
-    def around(forward: ForwardMethod) -> ForwardMethod:
+    def make_wrapped(forward: ForwardMethod) -> ForwardMethod:
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return wrapper(forward, *args, **kwargs) if is_active() else forward(*args, **kwargs)
 
         return wrapped
 
-    wrap_forward(module, order, around)
+    wrap_forward(module, order, make_wrapped)
 
 
 @contextmanager
 def reraise_as_model_error(format_message: Callable[[str], str], *, is_first: bool) -> Iterator[None]:
-    """Raise what a model's own code fails with in its first forward as a ModelError, of which `format_message` makes the text."""
+    """Convert a RuntimeError in a model's first forward to a ModelError with the text `format_message(first_line)`."""
     try:
         yield
     except (torch.OutOfMemoryError, dist.DistError, MeshwrightError):

@@ -1,22 +1,22 @@
-"""Expert parallelism for any model with stacked experts: each rank of `ep` has some of the experts, all of each.
+"""Expert parallelism for any model with stacked experts: each rank of `ep` holds a subset of the experts.
 
-A strategy calls `ExpertParallel.apply` before it shards the model further, and shards the modules that it names over
-the expert mesh ([Note: axis, dim, degree] in `meshwright.mesh.sizes`), all other modules as before. Parameters of
-experts are then DTensors, sharded along their first dim on the axis `ep`; the strategy shards them further over
-`ep_shard`. Tokens are dispatched around the forward of the experts' modules, which is the model's own, on this rank's
-experts. A rank computes its experts' tokens of all ranks along `ep`, so gradients are sums over `ep` already; those
-over `ep_shard` and `dp_replicate` are the strategy's.
+A strategy calls `ExpertParallel.apply` before it shards the model further. It then shards the modules of
+`module_names` over the expert mesh ([Note: axis, dim, degree] in `meshwright.mesh.sizes`), and all other modules as
+usual. `apply` turns the experts' parameters into DTensors, sharded along dim 0 over the axis `ep`; the strategy shards
+them further over `ep_shard`. Token dispatch wraps the forward of the expert modules, which stays the model's own and
+runs with this rank's experts. A rank's experts process the tokens of all ranks along `ep`, so their gradients are
+already summed over `ep`. The strategy reduces them over `ep_shard` and `dp_replicate`.
 
-Stacked experts are found by structure: a module with `num_experts`, parameters with as many entries along their first
-dim, and a forward of hidden states (T, D), the experts of each token (T, K) and their weights (T, K), as the experts of
-transformers. Others are refused.
+Stacked experts are detected by structure: a module with `num_experts`, and with parameters whose first dim has that
+size. Its forward takes hidden states (T, D), expert indices (T, K) and routing weights (T, K), like the experts of
+transformers. Other experts are rejected.
 
-Counts are exchanged before rows, so nothing is padded or dropped, and a rank without rows takes part all the same. Rows
-are sorted by expert; routing weights stay with the sender, since experts multiply by them last.
+Counts are exchanged before rows, so nothing is padded or dropped. A rank without rows still takes part in the
+exchange. Rows are sorted by expert. Routing weights stay with the sender, since they scale the experts' output.
 
-Shapes: T tokens on this rank, K experts of each, D features, E experts in all, L = E / ep of them on this rank. A row
-is a token on its way to one of its experts: (D,).
-Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3; without capacity, as Gale et al. 2022, arXiv:2211.15841.
+Shapes: T tokens on this rank, K experts per token, D features, E experts in total, L = E / ep of them on this rank. R
+rows on this rank: a row is the copy of a token for one of its experts, (D,).
+Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3; without capacity, like Gale et al. 2022, arXiv:2211.15841.
 """
 
 from __future__ import annotations
@@ -47,36 +47,36 @@ from .tensor.collectives import AllToAll, Gather, Split
 from .tensor.placements import LocalParameters, ParameterSharding
 
 _DISPATCH_STYLES = ("ep_dispatch_experts", "moe_tp_experts")
-"""Names of the dispatching style in a model's own plan; the second is that of transformers 5.17."""
+"""Names of the dispatch style in a model's own plan; "moe_tp_experts" is that of transformers 5.17."""
 
 
 @dataclass(frozen=True)
 class ExpertModule:
-    """A module of stacked experts: its name and their number."""
+    """A module of stacked experts."""
 
     name: str
     num_experts: int
 
 
 def find_experts(model: nn.Module) -> list[ExpertModule]:
-    """Return the modules of stacked experts, in the model's order."""
+    """Return the modules of stacked experts, in the order of the model."""
     return [ExpertModule(name, module.num_experts) for name, module in model.named_modules() if _is_experts(module)]
 
 
 def check_expert_parallel(model: nn.Module, ep_size: int) -> None:
-    """Raise ModelError, on all ranks alike, if a full model's experts cannot be divided over `ep_size` ranks."""
+    """Raise ModelError, on all ranks, if a full model's experts cannot be divided over `ep_size` ranks."""
     if ep_size == 1:
         return
-    found = find_experts(model)
-    missing = _find_planned_experts(model) - {to_base_name(each.name) for each in found}
-    if missing or not found:
-        told = f"{sorted(missing)[0]} is not of" if missing else "has none of"
+    experts = find_experts(model)
+    unsupported = _find_planned_experts(model) - {to_base_name(each.name) for each in experts}
+    if unsupported or not experts:
+        verb = f"{sorted(unsupported)[0]} is not of" if unsupported else "has none of"
         raise ModelError(
-            f"ep_size={ep_size} divides experts over ranks, but {type(model).__name__} {told} the kind that can be: a "
+            f"ep_size={ep_size} divides experts over ranks, but {type(model).__name__} {verb} the kind that can be: a "
             f"module with num_experts, parameters with as many entries along their first dim, and a forward of hidden "
             f"states, indices and weights. Use ep_size=1."
         )
-    for each in found:
+    for each in experts:
         if each.num_experts % ep_size:
             raise ModelError(
                 f"ep_size={ep_size} does not divide the {each.num_experts} experts of {each.name}. "
@@ -86,18 +86,18 @@ def check_expert_parallel(model: nn.Module, ep_size: int) -> None:
 
 
 def _check_expert_parameters(model: nn.Module, experts: ExpertModule, ep_size: int) -> None:
-    """Refuse experts that hold or share parameters that are not divided with them."""
-    inside = {name for name, _ in model.get_submodule(experts.name).named_parameters(prefix=experts.name)}
+    """Reject experts with parameters that are shared or not stacked."""
+    own_names = {name for name, _ in model.get_submodule(experts.name).named_parameters(prefix=experts.name)}
     by_identity: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_identity.setdefault(id(parameter), []).append(name)
     for names in by_identity.values():
-        if inside.intersection(names) and len(names) > 1:
+        if own_names.intersection(names) and len(names) > 1:
             raise ModelError(
                 f"{' and '.join(names)} are one parameter, which cannot be divided over ep_size={ep_size} ranks. "
                 f"Untie them, or use ep_size=1."
             )
-    for name in sorted(inside):
+    for name in sorted(own_names):
         if "." in name.removeprefix(f"{experts.name}."):
             raise ModelError(
                 f"{experts.name} holds {name} beside its stacked parameters, which all of its experts share, so it "
@@ -113,35 +113,35 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def get_argument_names(module: nn.Module) -> list[str]:
-    """Return the names of the arguments of a module's forward."""
+    """Return the argument names of a module's forward."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [name for name, each in inspect.signature(module.forward).parameters.items() if each.kind in kinds]
 
 
 def _find_planned_experts(model: nn.Module) -> set[str]:
-    """Return the modules that the model's own expert-parallel plan names, by their names in the base model."""
-    of_config: dict[str, str] = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
+    """Return the modules named by the model's own expert-parallel plan, by their names in the base model."""
+    config_plan: dict[str, str] = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
-    # transformers 5.17 has no plan of the whole model.
-    plan = getattr(model, "ep_plan", None) or {f"{prefix}.{name}": style for name, style in of_config.items()}
+    # transformers 5.17 has no plan for the full model.
+    plan = getattr(model, "ep_plan", None) or {f"{prefix}.{name}": style for name, style in config_plan.items()}
     patterns = [name for name, style in plan.items() if style in _DISPATCH_STYLES]
-    regex = [re.compile(re.escape(name).replace(r"\*", r"\d+")) for name in patterns]
+    regexes = [re.compile(re.escape(name).replace(r"\*", r"\d+")) for name in patterns]
     names = {to_base_name(name) for name, _ in model.named_modules()}
-    return {name for name in names if any(each.fullmatch(name) for each in regex)}
+    return {name for name in names if any(each.fullmatch(name) for each in regexes)}
 
 
 # -- dispatch
 
 
 class ExpertParallel(Axis):
-    """The expert parallelism of one model, or of a pipeline stage of it, which may have no experts.
+    """Expert parallelism of one model, or of one of its pipeline stages, which may have no experts.
 
     Args:
-        model: before any sharding; `check_expert_parallel` has accepted it.
-        mesh: whose `ep` has more than one rank.
+        model: the unsharded model; `check_expert_parallel` must have accepted it.
+        mesh: a mesh with more than one rank on `ep`.
 
     Attributes:
-        module_names: of the modules of experts.
+        module_names: names of the expert modules.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -149,13 +149,13 @@ class ExpertParallel(Axis):
         self.module_names = tuple(each.name for each in self._experts)
         self.mesh = mesh.expert_mesh["ep"]
         self.size, self._group = self.mesh.size(), self.mesh.get_group()
-        # The ranks of tp have the same tokens.
+        # All ranks of tp hold the same tokens.
         self._tp_group = mesh.group("tp") if mesh.degrees.tp > 1 else None
         self._local_parameters: list[LocalParameters] = []
         self._is_active = True
 
     def apply(self) -> None:
-        """Shard the parameters in place and dispatch tokens around the modules. No communication."""
+        """Shard the parameters in place, and wrap the modules' forward in token dispatch. No communication."""
         for each in self._experts:
             module = self._model.get_submodule(each.name)
             parameters = LocalParameters(module, self.mesh)
@@ -165,15 +165,15 @@ class ExpertParallel(Axis):
             adapters = find_parameter_wrappers(self._model, module)
             self._wrap(module, each, parameters, adapters)
             for adapter in adapters:
-                # What an adapter adds is added to this rank's experts instead.
+                # The adapter's delta is added to this rank's experts instead, see `_local_experts`.
                 run = functools.partial(_run_base_layer, adapter)
                 wrap_forward_if(adapter, WrapOrder.EXPERTS, run, lambda: self._is_active)
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Put all experts into the modules, which then compute without communication. Collective.
+        """Return a context in which the modules hold all experts and compute without communication. Collective.
 
-        For parameters that a strategy has gathered over its own axes.
+        Use it for parameters that a strategy has gathered over its own axes.
         """
         with ExitStack() as stack, temporary_attribute(self, "_is_active", False):
             for parameters in self._local_parameters:
@@ -184,28 +184,28 @@ class ExpertParallel(Axis):
         self, module: nn.Module, experts: ExpertModule, parameters: LocalParameters, adapters: Sequence[nn.Module]
     ) -> None:
         slots, names = parameters.claim(module), get_argument_names(module)
-        count = experts.num_experts // self.size
-        first = self.mesh.get_local_rank() * count
+        num_local_experts = experts.num_experts // self.size
+        first_expert = self.mesh.get_local_rank() * num_local_experts
 
         def run(forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            with parameters.localized(slots), _local_experts(module, adapters, first, count):
-                return self._run_dispatched(experts, forward, *(given[name] for name in names))
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            with parameters.localized(slots), _local_experts(module, adapters, first_expert, num_local_experts):
+                return self._run_dispatched(experts, forward, *(arguments[name] for name in names))
 
         wrap_forward_if(module, WrapOrder.EXPERTS, run, lambda: self._is_active)
 
     def _run_dispatched(
         self, experts: ExpertModule, forward: Any, hidden: Tensor, index_TK: Tensor, weights_TK: Tensor
     ) -> Tensor:
-        given = [hidden.reshape(-1, hidden.shape[-1]), index_TK, weights_TK]
-        _check_shapes(experts, *given)
-        tokens, group = given[0].shape[0], self._tp_group
+        inputs = [hidden.reshape(-1, hidden.shape[-1]), index_TK, weights_TK]
+        _check_shapes(experts, *inputs)
+        num_tokens, group = inputs[0].shape[0], self._tp_group
         if group is not None:
-            given = [Split.apply(each, 0, group) for each in given]
-        output = dispatch_tokens(forward, *given, num_experts=experts.num_experts, group=self._group)
+            inputs = [Split.apply(each, 0, group) for each in inputs]
+        output = dispatch_tokens(forward, *inputs, num_experts=experts.num_experts, group=self._group)
         if group is not None:
-            output = Gather.apply(output, 0, tokens, group)
-        # No view where it can be avoided: hooks of sharding do not see what is written into one.
+            output = Gather.apply(output, 0, num_tokens, group)
+        # Avoid a view where possible: the hooks of sharding do not see in-place writes to a view.
         return output if output.shape == hidden.shape else output.view(hidden.shape)
 
 
@@ -215,23 +215,23 @@ def _run_base_layer(adapter: nn.Module, forward: ForwardMethod, /, *args: Any, *
 
 @contextmanager
 def _local_experts(module: nn.Module, adapters: Sequence[nn.Module], first: int, count: int) -> Iterator[None]:
-    """Make a module hold `count` experts from `first` on, with what adapters add to their parameters.
+    """Make a module hold the `count` experts that start at `first`, with adapters' deltas added to their parameters.
 
-    Adapters are replicated; a rank's gradients of them are those of its experts and all tokens of these, so that the
-    sum over ranks is the full gradient.
+    Adapters are replicated. A rank's adapter gradients cover its own experts and all tokens routed to them, so the sum
+    over ranks is the full gradient.
     """
     own = get_own_parameters(module)
-    changed: dict[str, Tensor] = {}
+    adapted: dict[str, Tensor] = {}
     for name, adapter in ((each.parameter_name, each) for each in adapters):
-        changed[name] = add_lora_delta(adapter, changed.get(name, own[name]), first)
-    placed = ((module, name, tensor) for name, tensor in changed.items())
-    with temporary_parameters(placed), temporary_attribute(module, "num_experts", count):
+        adapted[name] = add_lora_delta(adapter, adapted.get(name, own[name]), first)
+    replacements = ((module, name, tensor) for name, tensor in adapted.items())
+    with temporary_parameters(replacements), temporary_attribute(module, "num_experts", count):
         yield
 
 
 def _check_shapes(experts: ExpertModule, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
-    fits = index_TK.dim() == 2 and index_TK.shape == weights_TK.shape and index_TK.shape[0] == hidden_TD.shape[0]
-    if not fits or index_TK.is_floating_point():
+    is_valid = index_TK.dim() == 2 and index_TK.shape == weights_TK.shape and index_TK.shape[0] == hidden_TD.shape[0]
+    if not is_valid or index_TK.is_floating_point():
         raise ModelError(
             f"{experts.name} is given hidden states of shape {tuple(hidden_TD.shape)}, indices {tuple(index_TK.shape)} "
             f"and weights {tuple(weights_TK.shape)}, not (T, D), (T, K) and (T, K). Use ep_size=1."
@@ -247,39 +247,40 @@ def dispatch_tokens(
     num_experts: int,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Compute `num_experts` experts, shared by the ranks of `group`, on this rank's tokens; (T, D), as the hidden states.
+    """Run experts that are distributed over the ranks of `group` on this rank's tokens. Return (T, D).
 
-    `experts` is the forward of this rank's experts: rows (R, D), index (R, 1) below L, weights (R, 1) to rows (R, D).
-    Entries of the int64 `index_TK` outside of [0, count) are no expert and add nothing.
+    Args:
+        experts: forward of this rank's experts: rows (R, D), indices (R, 1) below L and weights (R, 1) to rows (R, D).
+        index_TK: int64. Entries outside of [0, num_experts) select no expert and contribute nothing.
     """
-    tokens, choices = index_TK.shape
+    num_tokens, num_choices = index_TK.shape
     ranks = dist.get_world_size(group)
-    # What is no expert comes last.
+    # Entries without an expert are sorted to the end.
     ids = torch.where((index_TK >= 0) & (index_TK < num_experts), index_TK, num_experts).flatten()
     order = torch.argsort(ids, stable=True)
-    # Not `bincount`, which waits for the device.
+    # Not `bincount`, which synchronizes with the device.
     sent_E = ids.new_zeros(num_experts + 1).scatter_add_(0, ids, torch.ones_like(ids))[:num_experts]
     sent_RL = sent_E.view(ranks, num_experts // ranks)
     received_RL = all_to_all(sent_RL, group)
-    # The one synchronization of a layer: messages need their lengths on the host.
-    sends, receives = copy_to_host(torch.stack([sent_RL.sum(1), received_RL.sum(1)])).tolist()
-    order = order[: sum(sends)]
+    # The only synchronization per layer: the collective needs the row counts on the host.
+    send_counts, receive_counts = copy_to_host(torch.stack([sent_RL.sum(1), received_RL.sum(1)])).tolist()
+    order = order[: sum(send_counts)]
 
-    rows: Tensor = AllToAll.apply(hidden_TD[order // choices], sends, receives, group)
-    local = torch.arange(num_experts // ranks, device=ids.device).repeat(ranks)
-    local = local.repeat_interleave(received_RL.flatten(), output_size=sum(receives))
-    back = AllToAll.apply(_run_local_experts(experts, rows, local), receives, sends, group)
+    rows: Tensor = AllToAll.apply(hidden_TD[order // num_choices], send_counts, receive_counts, group)
+    expert_ids = torch.arange(num_experts // ranks, device=ids.device).repeat(ranks)
+    expert_ids = expert_ids.repeat_interleave(received_RL.flatten(), output_size=sum(receive_counts))
+    returned = AllToAll.apply(_run_local_experts(experts, rows, expert_ids), receive_counts, send_counts, group)
 
-    placed = back.new_zeros(tokens * choices, back.shape[1]).index_copy(0, order, back)
-    weighted = placed.view(tokens, choices, -1) * weights_TK[..., None]
+    unsorted = returned.new_zeros(num_tokens * num_choices, returned.shape[1]).index_copy(0, order, returned)
+    weighted = unsorted.view(num_tokens, num_choices, -1) * weights_TK[..., None]
     return weighted.sum(1).to(hidden_TD.dtype)
 
 
 def _run_local_experts(experts: ForwardMethod, rows: Tensor, local: Tensor) -> Tensor:
-    """Compute the experts on rows, with weights of one."""
+    """Run the experts on rows, with routing weights of one."""
     if rows.shape[0]:
         return experts(rows, local[:, None], rows.new_ones(rows.shape[0], 1))
-    # A row of which nothing remains: parameters get zero gradients, as unused experts do under `single`, and backward
-    # reaches the exchanges.
+    # Run a dummy row and drop its output: parameters get zero gradients, like unused experts under `single`, and
+    # backward reaches the collectives.
     row = rows.sum(0, keepdim=True)
     return experts(row, local.new_zeros(1, 1), row.new_ones(1, 1))[:0]

@@ -1,1 +1,1 @@
-"""The training loop `fit`, and models made in shards (`from_pretrained`)."""
+"""The training loop `fit`, and models that are sharded while they load (`from_pretrained`)."""

@@ -1,8 +1,8 @@
 """Build a manager from a Hugging Face model in one call, with the model sharded and loaded.
 
-[Note: the world of a call] `from_pretrained` and `from_config` run on every rank. They join the `world` given to them,
-else the existing process group; else they start one, from torchrun's environment or of this process alone, which ends
-with `manager.mesh.world.close()`, or with the process.
+[Note: process group of a call] `from_pretrained` and `from_config` run on every rank. They use `world` if it is given,
+and otherwise the existing process group. If there is none, they create one: from torchrun's environment variables, or
+for this process alone. `manager.mesh.world.close()` or the end of the process destroys it.
 """
 
 from __future__ import annotations
@@ -78,36 +78,36 @@ def from_pretrained(
     peft: Any = None,
     **sizes: Unpack[MeshSizeKwargs],
 ) -> StrategyManager:
-    """Load a Hugging Face model under a strategy, each rank reading from the files what it holds.
+    """Load a Hugging Face model under a strategy. Each rank reads only its own shards from the files.
 
-    Collective; see [Note: the world of a call].
+    Collective; see [Note: process group of a call].
 
     Args:
-        path: a directory that `save_pretrained` wrote, or a hub id. All ranks must find the same.
-        strategy: a name, as of `resolve`; None: the one of the config class of `config`, else fsdp2.
-        config, wrapper_config: options of the strategy, and of wrapping strategies by name, as of `resolve`.
-        hf_config: replaces the directory's Hugging Face configuration; or a mapping of fields to change.
-        dtype: of the parameters, such as "bfloat16"; None: that of the configuration.
-        device: as of `open_world`; not used with `world`.
-        device_mesh, moe_mesh: replace `device`, `world` and `sizes`; as of `from_device_mesh`.
-        seed: of weights that the directory lacks.
-        revision: branch, tag or commit on the hub.
+        path: a directory that `save_pretrained` wrote, or a Hub id. It must be the same on all ranks.
+        strategy: name of the strategy, see `resolve`. None: the strategy of `config`'s class, or fsdp2 without one.
+        config, wrapper_config: options of the strategy, and of wrapping strategies by name; see `resolve`.
+        hf_config: a Hugging Face configuration that replaces the directory's, or a mapping of fields to change.
+        dtype: dtype of the parameters, such as "bfloat16". None: the dtype of the configuration.
+        device: see `open_world`. Not used with `world`.
+        device_mesh, moe_mesh: replace `device`, `world` and `sizes`; see `from_device_mesh`.
+        seed: seed for weights that the directory lacks.
+        revision: branch, tag or commit on the Hub.
         allow_pickle: read `.bin` files if there are no safetensors.
-        trust_remote_code: the commit on the hub whose code is run, or the digest of a directory's code; None: none.
-        peft: adapters to train instead of the model: a configuration of peft, or a mapping such as
-            `{"type": "lora", "r": 16, "target_modules": "all-linear"}`; see docs/guides/fine-tune.md. Checkpoints hold only the
-            adapters.
+        trust_remote_code: the Hub commit whose code may run, or the digest of a directory's code. None: run none.
+        peft: adapters to train instead of the model: a peft configuration, or a mapping such as
+            `{"type": "lora", "r": 16, "target_modules": "all-linear"}`; see docs/guides/fine-tune.md. Checkpoints then
+            contain only the adapters.
         sizes: `dp_size=..., dp_replicate_size=..., tp_size=..., pp_size=..., cp_size=..., ep_size=...`.
 
     Returns:
-        The manager; `build_optimizer` comes next.
+        The manager. Call `build_optimizer` next.
 
     Warns:
-        UserWarning: on the first rank: weights are missing in the directory, or unknown to the model.
+        UserWarning: weights are missing from the directory or unknown to the model (on rank 0).
 
     Raises:
-        MeshwrightError: on all ranks: sizes, config, directory or files are not valid, or the strategy cannot train the
-            model.
+        MeshwrightError: sizes, config, directory or files are invalid, or the strategy cannot train the model (on all
+            ranks).
     """
     manager = _build_manager(strategy, sizes, config, wrapper_config, device, world, device_mesh, moe_mesh)
     wanted = PretrainedRequest(path, hf_config, dtype, seed, revision, allow_pickle, trust_remote_code, peft)
@@ -131,26 +131,26 @@ def from_config(
     peft: Any = None,
     **sizes: Unpack[MeshSizeKwargs],
 ) -> StrategyManager:
-    """Make a Hugging Face model with new weights under a strategy. The weights follow from `seed` alone, not from the
+    """Initialize a Hugging Face model with new weights under a strategy. The weights depend on `seed` alone, not on the
     strategy, the device or the number of ranks.
 
-    Collective; see [Note: the world of a call]. Arguments are those of `from_pretrained`, except:
+    Collective; see [Note: process group of a call]. Arguments are those of `from_pretrained`, except:
 
     Args:
-        hf_config: a Hugging Face configuration, or a mapping of its fields with `model_type` among them.
-        init: parallel: each rank draws the weights that it holds. transformers: each rank draws all weights, bit for
-            bit as transformers does after `torch.manual_seed(seed)`.
-        peft: as there, but checkpoints hold the full model, since nobody else has its base.
+        hf_config: a Hugging Face configuration, or a mapping of its fields including `model_type`.
+        init: "parallel": each rank samples only its own shards. "transformers": each rank samples all weights, bitwise
+            identical to those of transformers after `torch.manual_seed(seed)`.
+        peft: see `from_pretrained`. Checkpoints contain the full model, since its base weights exist nowhere else.
 
     Raises:
-        MeshwrightError: as `from_pretrained`.
+        MeshwrightError: see `from_pretrained`.
     """
 
     def build() -> tuple[nn.Module, Weights | None]:
-        given = config_from_mapping(hf_config, where="hf_config") if isinstance(hf_config, Mapping) else hf_config
-        wanted = to_dtype(dtype) or getattr(given, "dtype", None) or torch.float32
-        wanted = (adapters and adapters.base_dtype) or wanted
-        model, weights = init_model_on_meta(given, wanted, seed, init=init)
+        hf_cfg = config_from_mapping(hf_config, where="hf_config") if isinstance(hf_config, Mapping) else hf_config
+        init_dtype = to_dtype(dtype) or getattr(hf_cfg, "dtype", None) or torch.float32
+        init_dtype = (adapters and adapters.base_dtype) or init_dtype
+        model, weights = init_model_on_meta(hf_cfg, init_dtype, seed, init=init)
         return (
             (model, weights)
             if adapters is None
@@ -158,9 +158,9 @@ def from_config(
         )
 
     manager = _build_manager(strategy, sizes, config, wrapper_config, device, world, device_mesh, moe_mesh)
-    joined = manager.mesh.world
-    adapters = joined.run_on_all_ranks(lambda: None if peft is None else parse_adapter_options(peft, where="peft"))
-    manager.parallelize(*joined.run_on_all_ranks(build))
+    call_world = manager.mesh.world
+    adapters = call_world.run_on_all_ranks(lambda: None if peft is None else parse_adapter_options(peft, where="peft"))
+    manager.parallelize(*call_world.run_on_all_ranks(build))
     return manager
 
 
@@ -179,7 +179,7 @@ class PretrainedRequest:
 
 
 def open_pretrained_model(world: World, request: PretrainedRequest) -> tuple[nn.Module, Weights]:
-    """Return a model on the meta device, and its values, for `StrategyManager.parallelize`. Collective."""
+    """Return a model on the meta device and its weights, for `StrategyManager.parallelize`. Collective."""
     model, weights, base, options = _open_base(world, request, where="peft")
     if options is None:
         return model, weights
@@ -192,7 +192,7 @@ def open_pretrained_model(world: World, request: PretrainedRequest) -> tuple[nn.
 def open_for_injection(
     world: World, request: PretrainedRequest, *, where: str
 ) -> tuple[nn.Module, ExternalAdapterInjection]:
-    """Return the base model, and what other code needs to inject the adapter of `request` into it. Collective."""
+    """Return the base model, and what other code needs to inject `request`'s adapter into it. Collective."""
     model, weights, base, options = _open_base(world, request, where=where)
     if options is None:
         raise ModelError(f"{where} gives no adapter.")
@@ -202,7 +202,7 @@ def open_for_injection(
 def _open_base(
     world: World, wanted: PretrainedRequest, *, where: str
 ) -> tuple[nn.Module, PretrainedWeights, BaseModelRef | None, AdapterOptions | None]:
-    """Return the base model, its values, which base it is, and options of its adapter. Collective."""
+    """Return the base model, its weights, a reference to the base, and the adapter's options. Collective."""
     adapters = world.run_on_all_ranks(
         lambda: None if wanted.peft is None else parse_adapter_options(wanted.peft, where=where)
     )
@@ -232,10 +232,10 @@ def _open_base(
 
 
 def identify_base(path: str | Path, directory: Path, *, allow_pickle: bool = False) -> BaseModelRef:
-    """Return the base in a directory that was found for a path or hub id."""
+    """Return the reference to the base model that was loaded from `directory` for a path or Hub id."""
     commit = get_hub_commit(path, directory)
-    named = str(path) if commit is not None else str(directory.resolve())
-    return BaseModelRef(named, commit, compute_fingerprint(directory, allow_pickle=allow_pickle))
+    name = str(path) if commit is not None else str(directory.resolve())
+    return BaseModelRef(name, commit, compute_fingerprint(directory, allow_pickle=allow_pickle))
 
 
 def _build_manager(
@@ -248,34 +248,36 @@ def _build_manager(
     device_mesh: Mesh | DeviceMesh | None,
     moe_mesh: DeviceMesh | None,
 ) -> StrategyManager:
-    """Build the manager on a mesh that is given, or on the world that is given, joined or started. Collective."""
+    """Build the manager on the given mesh or world, or else on the existing or a new process group. Collective."""
     known: Degrees | None = None
     if device_mesh is None:
         if moe_mesh is not None:
             raise MeshError("moe_mesh is the mesh for experts beside device_mesh, which is missing. Give both.")
-        joined = world or open_world(device)
+        call_world = world or open_world(device)
     else:
         if world is not None or device is not None:
             name = "device" if world is None else "world"
             raise MeshError(f"device_mesh and {name} both say where the model is to be. Leave {name} out.")
         known = infer_degrees(device_mesh, moe_mesh)
-        joined = device_mesh.world if isinstance(device_mesh, Mesh) else open_world(device_mesh.device_type)
+        call_world = device_mesh.world if isinstance(device_mesh, Mesh) else open_world(device_mesh.device_type)
 
     def resolved() -> Any:
         name = strategy or (find_strategy_name(config) if isinstance(config, BaseModel) else "fsdp2")
         claims, wanted = get_strategy(name).axes, validate_config(MeshSizes, sizes, where="the call")
         if known is not None:
             wanted = _sizes_from_degrees(known, sizes, claims)
-        return resolve(name, wanted, joined.size, config=config, wrapper_config=wrapper_config)
+        return resolve(name, wanted, call_world.size, config=config, wrapper_config=wrapper_config)
 
-    stack, degrees = joined.run_on_all_ranks(resolved)
+    stack, degrees = call_world.run_on_all_ranks(resolved)
     return stack.build(
-        Mesh(degrees, joined) if device_mesh is None else from_device_mesh(device_mesh, stack.claimed_axes, moe_mesh)
+        Mesh(degrees, call_world)
+        if device_mesh is None
+        else from_device_mesh(device_mesh, stack.claimed_axes, moe_mesh)
     )
 
 
 def _sizes_from_degrees(degrees: Degrees, sizes: MeshSizeKwargs, claims: Collection[str]) -> MeshSizes:
-    """Return the sizes of a mesh with these degrees; refuse other ones."""
+    """Return the sizes of a mesh with these degrees; reject conflicting `sizes`."""
     known = {f"{axis}_size": getattr(degrees, axis) for axis in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")}
     for name, size in sizes.items():
         if size not in (None, known[name]):
@@ -286,7 +288,7 @@ def _sizes_from_degrees(degrees: Degrees, sizes: MeshSizeKwargs, claims: Collect
 
 
 def check_same_weights(weights: PretrainedWeights, world: World, base: BaseModelRef | None = None) -> None:
-    """Refuse directories that differ between nodes, by names, shapes, dtypes and the base's fingerprint. Collective."""
+    """Reject weights that differ between ranks: names, shapes, dtypes or the base's fingerprint. Collective."""
     mine = [weights.compute_fingerprint(), 0 if base is None else int(base.fingerprint[:15], 16)]
     if world.reduce_ints(mine, dist.ReduceOp.MIN) != world.reduce_ints(mine, dist.ReduceOp.MAX):
         raise ModelError(
@@ -296,7 +298,7 @@ def check_same_weights(weights: PretrainedWeights, world: World, base: BaseModel
 
 
 def warn_about_weights(weights: PretrainedWeights, world: World, *, stacklevel: int) -> None:
-    """Warn of missing or superfluous weights, on the first rank."""
+    """Warn about missing or unexpected weights on rank 0."""
     if world.rank == 0:
         for remark in weights.warnings:
             warn(remark, stacklevel=stacklevel)

@@ -1,7 +1,7 @@
-"""Context parallelism: each rank of the axis `cp` computes a part of every sequence.
+"""Context parallelism: each rank of the axis `cp` computes a slice of every sequence.
 
-A strategy sets a `ContextParallel` of the model as `context_parallel` of its manager, and shards parameters, or sums
-their gradients, over `dp_shard_cp`.
+A strategy sets its manager's `context_parallel` to a `ContextParallel` of the model. It shards parameters over
+`dp_shard_cp`, or all-reduces their gradients over it.
 """
 
 from __future__ import annotations

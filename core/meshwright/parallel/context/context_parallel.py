@@ -1,8 +1,8 @@
-"""Context parallelism for any model whose attention goes through transformers' interface.
+"""Context parallelism for any model whose attention uses transformers' attention interface.
 
-During a step the model's attention setting names functions of this package (`attention.attend`, `make_mask`), and the
-model is called with this rank's positions of each sequence. Nothing else of the model changes, so a model that mixes
-positions elsewhere would compute something else: `probe` finds that before the first step.
+During a step the model's attention setting selects functions of this package (`attention.attend`, `make_mask`), and the
+model is called with this rank's positions of each sequence. Nothing else in the model changes. A model that mixes
+positions outside of attention would therefore return wrong results: `probe` detects that before the first step.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from .probe import AttentionProbe, ProbeResult, find_real_tokens, number_positio
 _PREFIX = "meshwright_"
 _FULL_POSITION_IDS = "whole_position_ids"
 _HAS_MASKED_TOKENS = "masks_tokens"
-"""Key of a divided batch: a tensor with one element if the attention mask has zeros, else none; missing where
-finding out would wait for the device."""
+"""Key in a sharded batch: a tensor with one element if the attention mask has zeros, else with none. The key is missing
+if the check would require a device synchronization."""
 _SHARDED_KEYS = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
 _SUPPORTED_ATTENTION = ("eager", "sdpa")
 
 
 class ContextParallel(Axis):
-    """The context parallelism of one model.
+    """Context parallelism of one model.
 
     Args:
-        model: to train; it is not changed.
-        layout: of the model.
+        model: the model to train. It is not changed.
+        layout: the model's layout.
         mesh: the axis `cp`.
-        attention: see [Note: two ways] in `attention`.
+        attention: see [Note: attention methods] in `attention`.
 
     Raises:
-        ModelError: the model's attention, or its positions, cannot be divided.
+        ModelError: the model's attention or positions cannot be sharded.
     """
 
     shards_batches = shards_sequences = True
@@ -72,7 +72,7 @@ class ContextParallel(Axis):
     ) -> None:
         self.sequence_shard = SequenceShard(mesh.get_group(), mesh.size(), mesh.get_local_rank(), attention)
         self.attention_probe: AttentionProbe | None = None
-        # Sharding changes the class.
+        # Sharding changes the model's class.
         self._name = type(model).__name__
         self._model, self._layout = model, layout
         self._probe_result: ProbeResult | None = None
@@ -86,30 +86,30 @@ class ContextParallel(Axis):
         return 2 * self.sequence_shard.num_ranks
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """Return this rank's positions of a microbatch, with explicit positions and, in place of labels, `TARGETS`.
+        """Return this rank's positions of a microbatch, with explicit `position_ids`, and `TARGETS` instead of labels.
 
-        `attention_mask` stays whole, (B, S), and is added where the batch has none.
+        `attention_mask` stays unsharded, (B, S), and is added if the batch has none.
         """
         ids, labels = batch["input_ids"], batch["labels"]
-        given, mask = batch.get("position_ids"), batch.get("attention_mask")
-        whole = (
+        position_ids, mask = batch.get("position_ids"), batch.get("attention_mask")
+        full_position_ids = (
             number_positions(ids, self._probe_result.padding_id if self._probe_result is not None else None)
-            if given is None
-            else given
+            if position_ids is None
+            else position_ids
         )
-        divided = {
+        sharded = {
             "input_ids": self.local(ids),
             TARGETS: self.local(shift_labels(labels)),
-            "position_ids": self.local(whole.expand(ids.shape)),
+            "position_ids": self.local(full_position_ids.expand(ids.shape)),
             "attention_mask": torch.ones_like(ids) if mask is None else mask,
         }
         if mask is None or mask.device.type == "cpu":
-            divided[_HAS_MASKED_TOKENS] = ids.new_empty(int(mask is not None and not bool(mask.all())))
-        # transformers looks for documents only without a mask. An accelerator's answer would have to be waited for.
+            sharded[_HAS_MASKED_TOKENS] = ids.new_empty(int(mask is not None and not bool(mask.all())))
+        # transformers detects packed documents only without a mask. On an accelerator the check would synchronize.
         on_cpu = ids.device.type == "cpu"
-        if given is not None and mask is None and not (on_cpu and bool((given.diff(dim=-1) == 1).all())):
-            divided[_FULL_POSITION_IDS] = whole.expand(ids.shape)
-        return divided
+        if position_ids is not None and mask is None and not (on_cpu and bool((position_ids.diff(dim=-1) == 1).all())):
+            sharded[_FULL_POSITION_IDS] = full_position_ids.expand(ids.shape)
+        return sharded
 
     def check_batch(self, batch: Batch) -> None:
         count, length = batch["input_ids"].shape
@@ -139,7 +139,7 @@ class ContextParallel(Axis):
         return gather_positions(local, self.sequence_shard.group)
 
     def gather_sequences(self, local: Tensor) -> Tensor:
-        """Return for each sequence what the rank with its last token gives, padding aside: such a head takes that."""
+        """Return the value of each sequence from the rank that has its last token, ignoring padding."""
         return gather_last_tokens(local, find_real_tokens(self._model, self._ids_BS), self.sequence_shard)
 
     @property
@@ -150,20 +150,20 @@ class ContextParallel(Axis):
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
-        """Let the model attend as `attention.attend` does and keep no KV cache, and restore its settings."""
-        before = [
+        """Switch the model's attention to `attention.attend` without a KV cache; restore its settings on exit."""
+        saved = [
             (config, get_attention_setting(config), getattr(config, "use_cache", None)) for config in self._configs
         ]
         try:
-            for config, name, use_cache in before:
+            for config, name, use_cache in saved:
                 if name is not None and not name.startswith(_PREFIX):
                     set_attention_setting(config, _register_attention(name))
                 if use_cache:
-                    # Not every forward takes the keyword.
+                    # Not every forward has this argument.
                     config.use_cache = False
             yield
         finally:
-            for config, name, use_cache in before:
+            for config, name, use_cache in saved:
                 set_attention_setting(config, name)
                 if use_cache:
                     config.use_cache = use_cache
@@ -171,17 +171,19 @@ class ContextParallel(Axis):
     @contextmanager
     def forward_context(self, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         global _current_forward
-        rest = {name: value for name, value in inputs.items() if name not in (_FULL_POSITION_IDS, _HAS_MASKED_TOKENS)}
+        model_inputs = {
+            name: value for name, value in inputs.items() if name not in (_FULL_POSITION_IDS, _HAS_MASKED_TOKENS)
+        }
         self._ids_BS = inputs["input_ids"]
-        part = inputs["input_ids"].shape[1]
-        length = inputs["attention_mask"].shape[1] if "attention_mask" in inputs else part
-        masks = bool(inputs[_HAS_MASKED_TOKENS].numel()) if _HAS_MASKED_TOKENS in inputs else None
+        local_length = inputs["input_ids"].shape[1]
+        length = inputs["attention_mask"].shape[1] if "attention_mask" in inputs else local_length
+        has_masked_tokens = bool(inputs[_HAS_MASKED_TOKENS].numel()) if _HAS_MASKED_TOKENS in inputs else None
         outer, _current_forward = (
             _current_forward,
-            _ForwardState(self, length, part, inputs.get(_FULL_POSITION_IDS), masks),
+            _ForwardState(self, length, local_length, inputs.get(_FULL_POSITION_IDS), has_masked_tokens),
         )
         try:
-            yield rest
+            yield model_inputs
         finally:
             _current_forward = outer
 
@@ -189,23 +191,23 @@ class ContextParallel(Axis):
 
     @contextmanager
     def isolated(self) -> Iterator[AttentionProbe]:
-        """Let each position attend to itself, without communication, and record what attention is given."""
-        observer = AttentionProbe()
-        with temporary_attribute(self, "attention_probe", observer):
-            yield observer
+        """Restrict each position to attend to itself, without communication, and record the inputs of attention."""
+        probe = AttentionProbe()
+        with temporary_attribute(self, "attention_probe", probe):
+            yield probe
 
     def needs_probe(self) -> bool:
         return self._probe_result is None or self._probe_result.error is not None
 
     def probe(self, inputs: ProbeInputs) -> ModelError | None:
-        """Find out whether the model mixes positions in its attention alone, on a few tokens; nothing of it remains."""
+        """Check on a few tokens that the model mixes positions only in attention. The model's state is unchanged."""
         ids_BS = inputs.microbatch["input_ids"]
-        with self.isolated() as observer:
+        with self.isolated() as attention_probe:
             self._probe_result = probe_model(
                 self._name,
                 self._model,
                 self._layout,
-                observer,
+                attention_probe,
                 ids_BS,
                 inputs.call_model,
                 inputs.length_multiple,
@@ -216,10 +218,12 @@ class ContextParallel(Axis):
 
 @dataclass(frozen=True)
 class _ForwardState:
-    """The forward that is running, for the masks that the model makes.
+    """The current forward, for the masks that the model makes.
 
-    `length` and `part` are positions of a full sequence, and of it on this rank; `positions_BS` those of full
-    sequences, where they may hold several documents; `masks`: whether the attention mask has zeros, None if unknown.
+    Attributes:
+        length, local_length: positions of a full sequence, and of its shard on this rank.
+        positions_BS: position ids of full sequences that may contain several documents; otherwise None.
+        has_masked_tokens: whether the attention mask has zeros; None if unknown.
     """
 
     context_parallel: ContextParallel
@@ -234,7 +238,7 @@ _current_forward: _ForwardState | None = None
 
 @functools.cache
 def _register_attention(implementation: str) -> str:
-    """Register our functions with transformers in place of an attention of its own, and return their name."""
+    """Register replacements of a transformers attention implementation, and return their name."""
     name = _PREFIX + implementation
     attention = torch.compiler.disable(functools.partial(attend, implementation))
     register_attention(name, attention, functools.partial(make_mask, implementation))
@@ -257,10 +261,10 @@ def make_mask(
     allow_is_bidirectional_skip: bool = False,
     **rest: Any,
 ) -> PositionMask:
-    """Make a mask under context parallelism; transformers calls this.
+    """Make an attention mask under context parallelism; transformers calls this.
 
-    There are `q_length` positions on this rank, and `kv_length` in the full sequence, since `attention_mask`, bool (B,
-    S), is whole; it is None where the batch has none and the model is being checked.
+    `q_length` counts positions on this rank, and `kv_length` those of the full sequence, since `attention_mask`, bool
+    (B, S), is unsharded. It is None if the batch has none and the model is being probed.
     """
     if _current_forward is None:
         raise ModelError(
@@ -277,23 +281,27 @@ def make_mask(
             "the model adds a rule of its own to its attention masks, which may be about the positions of one rank. "
             "Set cp_size=1."
         )
-    masks = False if attention_mask is None else _current_forward.has_masked_tokens
-    is_whole = bool(attention_mask.all()) if masks is None and attention_mask is not None else not masks
-    is_causal = allow_is_causal_skip and is_whole and (local_size is None or kv_length < local_size)
+    has_masked_tokens = False if attention_mask is None else _current_forward.has_masked_tokens
+    is_unmasked = (
+        bool(attention_mask.all())
+        if has_masked_tokens is None and attention_mask is not None
+        else not has_masked_tokens
+    )
+    is_causal = allow_is_causal_skip and is_unmasked and (local_size is None or kv_length < local_size)
     if _current_forward.positions_BS is not None:
         mask_function, is_documents = isolate_documents(mask_function, _current_forward.positions_BS)
         is_causal = is_causal and not is_documents
-    arguments = {"batch_size": batch_size, "attention_mask": None if is_whole else attention_mask, **rest}
-    parallel, make = _current_forward.context_parallel, get_mask_function(implementation)
+    mask_arguments = {"batch_size": batch_size, "attention_mask": None if is_unmasked else attention_mask, **rest}
+    context_parallel, make_mask_tensor = _current_forward.context_parallel, get_mask_function(implementation)
     return PositionMask(
-        parallel.sequence_shard,
-        parallel.attention_probe,
-        make,
+        context_parallel.sequence_shard,
+        context_parallel.attention_probe,
+        make_mask_tensor,
         mask_function,
         kv_length,
         q_length,
         is_causal,
-        arguments,
+        mask_arguments,
     )
 
 

@@ -1,7 +1,7 @@
-"""Tensor and sequence parallelism, for any strategy that claims the axis `tp`.
+"""Tensor and sequence parallelism, for any strategy that uses the axis `tp`.
 
-A strategy calls `TensorParallel.apply` before it shards the model further; `apply_tensor_parallel` is for hand-written
-loops.
+A strategy calls `TensorParallel.apply` before it shards the model further. `apply_tensor_parallel` is for hand-written
+training loops.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The collectives of tensor parallelism as autograd functions.
 
-A *replicated* tensor is equal on all ranks of the group, and so is its gradient; a *partial* one is to be summed.
+A *replicated* tensor is equal on all ranks of the group, and so is its gradient. A *partial* tensor has a different
+summand on each rank.
 Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (`Copy` and `Reduce` are its f and g); Korthikanti et al. 2022,
 arXiv:2205.05198, section 4.2 (the sequence-parallel pair).
 """
@@ -20,13 +21,13 @@ from ...step.chunked_loss import Vocabulary
 
 
 def chunk_sizes(size: int, count: int) -> list[int]:
-    """Return how `torch.chunk`, and so `OptimizerShard`, cuts `size` for `count` ranks; the last ones may be empty."""
+    """Return the chunk sizes of `torch.chunk`, and so of `Shard`, for `count` ranks; the last ones may be 0."""
     step = -(-size // count)
     return [max(0, min(step, size - rank * step)) for rank in range(count)]
 
 
 class Copy(torch.autograd.Function):
-    """Replicated tensor for use in parts: identity; partial gradients are summed."""
+    """Pass a replicated tensor to sharded layers: identity. Backward all-reduces the partial gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -39,7 +40,7 @@ class Copy(torch.autograd.Function):
 
 
 class Reduce(torch.autograd.Function):
-    """Partial tensor to its sum; the replicated gradient passes."""
+    """All-reduce a partial tensor. Backward passes the replicated gradient through."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -51,7 +52,7 @@ class Reduce(torch.autograd.Function):
 
 
 class Split(torch.autograd.Function):
-    """This rank's chunk of a replicated tensor along `dim`; gradients of all chunks are gathered."""
+    """Return this rank's chunk of a replicated tensor along `dim`. Backward gathers the gradients of all chunks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -64,7 +65,7 @@ class Split(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """All chunks of a sharded tensor, `size` in all; this rank's chunk of the replicated gradient passes."""
+    """Gather a sharded tensor to `size` entries along `dim`. Backward returns this rank's chunk of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
@@ -77,10 +78,10 @@ class Gather(torch.autograd.Function):
 
 
 class GatherWithPartialGrad(torch.autograd.Function):
-    """`Gather` for use in parts: partial gradients are summed and scattered.
+    """Gather a sharded tensor for sharded layers. Backward reduce-scatters the partial gradients.
 
     Args:
-        whole: the gathered tensor, if it exists already; None to gather.
+        gathered: the gathered tensor, if it exists already. None: gather it.
     """
 
     @staticmethod
@@ -96,7 +97,7 @@ class GatherWithPartialGrad(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Partial tensor to this rank's chunk of its sum; gradients of all chunks are gathered."""
+    """Reduce-scatter a partial tensor. Backward gathers the gradients of all chunks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -109,7 +110,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Send `sends[r]` entries of the first dim to each rank r and receive `receives[r]`; None: equally many."""
+    """Send `sends[r]` entries of the first dim to each rank r, and receive `receives[r]`. None: equal splits."""
 
     @staticmethod
     def forward(
@@ -124,7 +125,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def gather_uneven(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """Gather all ranks' chunks along `dim`, which has `size` entries in all and need not divide; without autograd."""
+    """Gather all ranks' chunks along `dim`, to `size` entries. Chunks may be uneven. Not differentiable."""
     sizes = chunk_sizes(size, dist.get_world_size(group))
     if len(set(sizes)) == 1:
         return all_gather(tensor, dim, group)
@@ -143,7 +144,7 @@ def _get_local_chunk(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tens
 
 @dataclass(frozen=True)
 class ShardedVocabulary(Vocabulary):
-    """A vocabulary of `entries`, sharded over `group`; `start` is this rank's first entry."""
+    """A vocabulary of `num_entries`, sharded over `group`. `start` is this rank's first entry."""
 
     num_entries: int
     group: dist.ProcessGroup
@@ -151,7 +152,7 @@ class ShardedVocabulary(Vocabulary):
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup, num_entries: int) -> ShardedVocabulary:
-        """Return this rank's part."""
+        """Return this rank's shard."""
         sizes = chunk_sizes(num_entries, dist.get_world_size(group))
         return cls(num_entries, group, sum(sizes[: dist.get_rank(group)]))
 

@@ -1,16 +1,17 @@
-"""Where tensor parallelism shards each parameter, what modules see of it, and which heads of attention a rank has.
+"""Placement of each parameter under tensor parallelism, what modules see of it, and a rank's attention heads.
 
-The ranks must divide the query heads. Where they do not divide the key and value heads, each rank computes those that
-its query heads read, from a replicated weight.
+The number of ranks must divide the query heads. If it does not divide the key and value heads, each rank computes the
+ones that its query heads read, from a replicated weight.
 
 [Note: local parameters] Parameters are DTensors on the `tp` axis, and plain local tensors while a module runs. A
 strategy that gathers parameters (fully_shard) puts DTensors on the `tp` axis into a module just before its forward.
-`inside` replaces them by local tensors while it runs, and autograd returns the gradients as DTensors. A module leaves
-the parameters of a submodule that does so itself: a gathered block may still be full when the model starts, and
-fully_shard reduces a block's gradients as soon as the backward of its own computation is done.
+`localized` replaces them by local tensors during the forward, and autograd returns the gradients as DTensors. A module
+skips the parameters of submodules that localize their own. There are two reasons: a gathered block may still be
+unsharded when the model's forward starts, and fully_shard reduces a block's gradients as soon as the block's own
+backward is done.
 
-With `plain`, for strategies that take no DTensors, parameters are plain local tensors throughout, and only those are
-replaced of which the module sees something else than the local shard or whose gradients must be summed.
+With `use_plain_tensors`, for strategies that do not accept DTensors, parameters are always plain local tensors. Only
+those are replaced whose view differs from the local shard or whose gradients must be all-reduced.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ ParameterSlot: TypeAlias = "tuple[nn.Module, str]"
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """How one parameter of a full `shape` is placed on the mesh `tp`: sharded, perhaps in packed parts, or whole."""
+    """Placement of a parameter of full `shape` on the mesh `tp`: sharded, maybe in packed parts, or replicated."""
 
     mesh: DeviceMesh
     placement: Placement
@@ -55,16 +56,16 @@ class ParameterSharding:
         return is_sharded(self.placement)
 
     def shard(self, full: Tensor) -> Tensor:
-        """Return this rank's shard of a tensor that all ranks have, contiguous, in memory of its own."""
-        part = distribute_tensor(full, self.mesh, [self.placement], src_data_rank=None).to_local()
-        return part.clone(memory_format=torch.contiguous_format)
+        """Return this rank's shard of a tensor that all ranks have, as a contiguous copy."""
+        shard = distribute_tensor(full, self.mesh, [self.placement], src_data_rank=None).to_local()
+        return shard.clone(memory_format=torch.contiguous_format)
 
     def gather(self, shard: Tensor) -> Tensor:
-        """Gather the full tensor on every rank. Collective where it is sharded."""
+        """Gather the full tensor on every rank. Collective if it is sharded."""
         return gather_full_tensor(self.to_dtensor(shard)) if self.is_sharded else shard
 
     def to_global_chunks(self, chunks: list[LocalChunk], shape: torch.Size) -> list[LocalChunk]:
-        """Return rectangles of the full tensor from those of this rank's shard, which has `shape`."""
+        """Convert chunks of this rank's shard, which has `shape`, to chunks of the full tensor."""
         if not self.is_sharded:
             return chunks
         return to_global_chunks(chunks, self.to_dtensor(torch.empty(shape, device="meta")))
@@ -76,23 +77,23 @@ class ParameterSharding:
 
 
 def get_packed_dim(parameter: Tensor) -> int | None:
-    """Return the dim along which a parameter holds packed parts that are sharded each; None for all others.
+    """Return the dim along which a parameter has packed parts that are sharded separately; None for all others.
 
-    A strategy must not shard that dim further: torch puts the parts together in a wrong order.
+    A strategy must not shard that dim further: torch would concatenate the parts in the wrong order.
     """
     return parameter.placements[-1].dim if is_packed_shard(parameter) else None
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterView:
-    """How a module sees a parameter: with partial gradients, or only some rows (int64) of a replicated one."""
+    """What a module sees of a parameter. `rows`: int64 indices of the rows that it sees; None: all rows."""
 
     has_partial_gradient: bool = False
     rows: Tensor | None = None
 
 
 class LocalParameters:
-    """The parameters of one model on the mesh `tp`; `use_plain_tensors`: they stay plain tensors instead of DTensors."""
+    """The parameters of one model on the mesh `tp`. `use_plain_tensors`: keep plain tensors instead of DTensors."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, *, use_plain_tensors: bool = False) -> None:
         self._model, self._mesh, self._use_plain_tensors = model, mesh, use_plain_tensors
@@ -102,12 +103,13 @@ class LocalParameters:
         self._claimed: set[nn.Module] = set()
 
     def distribute(self, shardings: Mapping[str, ParameterSharding], views: Mapping[str, ParameterView]) -> None:
-        """Shard every parameter; only this rank's shard stays in memory.
+        """Shard every parameter in place; only this rank's shards stay in memory.
 
-        `shardings` are by each name of each parameter, equal for tied names; `views` say where a module sees something
-        else than the local shard.
+        Args:
+            shardings: by each name of each parameter; equal for tied names.
+            views: by name, if a module sees something other than the local shard.
         """
-        made: dict[int, nn.Parameter] = {}
+        new_parameters: dict[int, nn.Parameter] = {}
         for name, parameter in list(self._model.named_parameters(remove_duplicate=False)):
             if isinstance(parameter, DTensor):
                 continue
@@ -116,20 +118,20 @@ class LocalParameters:
             self._shardings[module, own] = shardings[name]
             if name in views:
                 self._views[module, own] = views[name]
-            if id(parameter) not in made:
-                part = shardings[name].shard(parameter.detach())
-                part = part if self._use_plain_tensors else shardings[name].to_dtensor(part)
-                made[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
-                made[id(parameter)].__dict__.update(parameter.__dict__)
-            get_own_parameters(module)[own] = made[id(parameter)]
+            if id(parameter) not in new_parameters:
+                shard = shardings[name].shard(parameter.detach())
+                shard = shard if self._use_plain_tensors else shardings[name].to_dtensor(shard)
+                new_parameters[id(parameter)] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+                new_parameters[id(parameter)].__dict__.update(parameter.__dict__)
+            get_own_parameters(module)[own] = new_parameters[id(parameter)]
 
     @property
     def viewed_modules(self) -> set[nn.Module]:
-        """The modules that see something else of a parameter than the local shard."""
+        """The modules that see something other than the local shard of a parameter."""
         return {module for module, _ in self._views}
 
     def claim(self, module: nn.Module) -> list[ParameterSlot]:
-        """Claim the parameters of a module and its submodules for `inside`, except those claimed already."""
+        """Return the parameters of a module and its submodules for `localized`, except those already claimed."""
         self._claimed.add(module)
         return list(self._iter_slots(module))
 
@@ -141,42 +143,42 @@ class LocalParameters:
 
     @contextmanager
     def localized(self, slots: Iterable[ParameterSlot]) -> Iterator[None]:
-        """Put local tensors in place of gathered parameters; see [Note: local parameters]."""
+        """Replace gathered parameters by local tensors; see [Note: local parameters]."""
         local: dict[tuple[int, ParameterView], Tensor] = {}
-        placed: list[tuple[nn.Module, str, Tensor]] = []
+        replacements: list[tuple[nn.Module, str, Tensor]] = []
         for module, name in slots:
             parameter = get_own_parameters(module)[name]
-            cut = self._views.get((module, name), _DEFAULT_VIEW)
-            if self._is_gathered(parameter) and not (self._use_plain_tensors and cut is _DEFAULT_VIEW):
-                if (key := (id(parameter), cut)) not in local:
-                    local[key] = self._localize(parameter, cut)
-                placed.append((module, name, local[key]))
-        with temporary_parameters(placed):
+            view = self._views.get((module, name), _DEFAULT_VIEW)
+            if self._is_gathered(parameter) and not (self._use_plain_tensors and view is _DEFAULT_VIEW):
+                if (key := (id(parameter), view)) not in local:
+                    local[key] = self._localize(parameter, view)
+                replacements.append((module, name, local[key]))
+        with temporary_parameters(replacements):
             yield
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Put full plain tensors in place of gathered parameters. Collective."""
-        made: dict[int, nn.Parameter] = {}
-        placed: list[tuple[nn.Module, str, Tensor]] = []
+        """Replace gathered parameters by full plain tensors. Collective."""
+        full_parameters: dict[int, nn.Parameter] = {}
+        replacements: list[tuple[nn.Module, str, Tensor]] = []
         for module in self._model.modules():
             for name, parameter in get_own_parameters(module).items():
                 if not self._is_gathered(parameter):
                     continue
-                if id(parameter) not in made:
+                if id(parameter) not in full_parameters:
                     value = parameter.detach()
                     full = (
                         self._shardings[module, name].gather(value)
                         if self._use_plain_tensors
                         else gather_full_tensor(value)
                     )
-                    made[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-                placed.append((module, name, made[id(parameter)]))
-        with temporary_parameters(placed):
+                    full_parameters[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                replacements.append((module, name, full_parameters[id(parameter)]))
+        with temporary_parameters(replacements):
             yield
 
     def _is_gathered(self, parameter: Tensor | None) -> bool:
-        """Return whether a parameter is sharded on the `tp` axis alone; plain ones are."""
+        """Return whether a parameter is sharded on no axis other than `tp`, as plain tensors are."""
         if not isinstance(parameter, DTensor):
             return self._use_plain_tensors and parameter is not None
         return parameter.device_mesh.ndim == 1 and parameter.device_mesh == self._mesh
@@ -189,7 +191,7 @@ class LocalParameters:
         if view.rows is None:
             return local
         if view not in self._rows_on_device or self._rows_on_device[view].device != local.device:
-            # Once: a copy to a device waits for it.
+            # Cached, since a copy to a device synchronizes.
             self._rows_on_device[view] = view.rows.to(local.device)
         return local.index_select(0, self._rows_on_device[view])
 
@@ -206,8 +208,9 @@ _HEAD_COUNT_ATTRIBUTES = ("num_heads", "num_attention_heads", "n_heads", "n_head
 class SharedHeads:
     """Key and value projections of the module `attention` that ranks share.
 
-    `rows` are those of each replicated parameter that this rank uses, int64, by name; `groups`: its query heads per key
-    and value head.
+    Attributes:
+        rows: int64 indices of the rows of each replicated parameter that this rank uses, by name.
+        queries_per_kv_head: this rank's query heads per key and value head.
     """
 
     attention: str
@@ -216,7 +219,11 @@ class SharedHeads:
 
 
 def find_shared_heads(model: nn.Module, plan: TensorParallelPlan, size: int, rank: int) -> list[SharedHeads]:
-    """Return attention modules whose key and value heads the ranks do not divide; raises ModelError for query heads."""
+    """Return attention modules whose key and value heads the ranks do not divide.
+
+    Raises:
+        ModelError: the ranks do not divide the query heads.
+    """
     shared = []
     parents = dict.fromkeys(name.rpartition(".")[0] for name, style in plan.module_styles.items() if style == "colwise")
     config = get_text_config(model)
@@ -225,42 +232,49 @@ def find_shared_heads(model: nn.Module, plan: TensorParallelPlan, size: int, ran
         counts = (getattr(attention, each, None) for each in _HEAD_COUNT_ATTRIBUTES)
         heads = next((each for each in counts if isinstance(each, int) and each > 0), None)
         if heads is None and not any(hasattr(attention, each) for each in ("num_key_value_groups", "head_dim")):
-            # No attention.
+            # Not an attention module.
             continue
-        groups, width = getattr(attention, "num_key_value_groups", None), getattr(attention, "head_dim", None)
+        queries_per_kv_head, head_dim = (
+            getattr(attention, "num_key_value_groups", None),
+            getattr(attention, "head_dim", None),
+        )
         key, kv_heads = f"{name}.k_proj", 0
-        if isinstance(groups, int) and isinstance(width, int) and plan.module_styles.get(key) == "colwise":
-            kv_heads = int(model.get_submodule(key).out_features) // width
-            heads = kv_heads * groups
+        if (
+            isinstance(queries_per_kv_head, int)
+            and isinstance(head_dim, int)
+            and plan.module_styles.get(key) == "colwise"
+        ):
+            kv_heads = int(model.get_submodule(key).out_features) // head_dim
+            heads = kv_heads * queries_per_kv_head
         heads = heads or getattr(config, "num_attention_heads", None)
         if isinstance(heads, int) and heads % size:
             raise ModelError(
                 f"{name} has {heads} attention heads, which tp_size={size} does not divide. Set tp_size to one of "
                 f"{format_divisors(heads)}."
             )
-        if groups is not None and kv_heads % size:
-            shared.append(_build_shared_heads(model, plan, name, kv_heads, groups, size, rank))
+        if queries_per_kv_head is not None and kv_heads % size:
+            shared.append(_build_shared_heads(model, plan, name, kv_heads, queries_per_kv_head, size, rank))
     return shared
 
 
 def _build_shared_heads(
     model: nn.Module, plan: TensorParallelPlan, name: str, kv_heads: int, groups: int, size: int, rank: int
 ) -> SharedHeads:
-    count = kv_heads * groups // size
-    read = [(rank * count + index) // groups for index in range(count)]
-    distinct = list(dict.fromkeys(read))
-    per_head = len(read) // len(distinct)
-    # If each head is read by equally many, in order, attention repeats them itself; else each query head gets its own.
-    chosen = distinct if read == [head for head in distinct for _ in range(per_head)] else read
+    num_queries = kv_heads * groups // size
+    kv_heads_read = [(rank * num_queries + index) // groups for index in range(num_queries)]
+    distinct = list(dict.fromkeys(kv_heads_read))
+    per_head = len(kv_heads_read) // len(distinct)
+    # If the query heads read the key heads evenly and in order, attention repeats them; else each gets its own copy.
+    chosen = distinct if kv_heads_read == [head for head in distinct for _ in range(per_head)] else kv_heads_read
     rows: dict[str, Tensor] = {}
     for projection in (f"{name}.k_proj", f"{name}.v_proj"):
         layer = model.get_submodule(projection)
         width = int(layer.out_features) // kv_heads
         index = torch.cat([torch.arange(head * width, (head + 1) * width) for head in chosen])
-        # Also parameters of adapters that have the output along their first dim.
+        # Includes parameters of adapters that have the output features first.
         named = plan.parameter_styles.items()
         rows |= {each: index for each, style in named if each.startswith(f"{projection}.") and style == "colwise"}
-    return SharedHeads(name, rows, len(read) // len(chosen))
+    return SharedHeads(name, rows, len(kv_heads_read) // len(chosen))
 
 
 # -- placements
@@ -269,7 +283,11 @@ def _build_shared_heads(
 def find_placements(
     model: nn.Module, layout: ModelLayout, plan: TensorParallelPlan, heads: list[SharedHeads], size: int
 ) -> dict[str, Placement]:
-    """Return the placement of each parameter by each of its names; ModelError if the ranks cannot divide it so."""
+    """Return the placement of each parameter by each of its names.
+
+    Raises:
+        ModelError: the ranks cannot divide a parameter that way, or tied names have different placements.
+    """
     replicated = {name for shared in heads for name in shared.rows}
     placements: dict[str, Placement] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -282,10 +300,10 @@ def find_placements(
     for names in layout.tied:
         different = {str(placements[name]): name for name in names if name in placements}
         if len(different) > 1:
-            told = ", ".join(f"{name} {placement}" for placement, name in different.items())
+            placements_by_name = ", ".join(f"{name} {placement}" for placement, name in different.items())
             raise ModelError(
                 f"{' and '.join(names)} are one parameter, but the plan ({plan.source}) shards them in different ways: "
-                f"{told}. Give them styles that agree, such as embedding_rowwise for the embedding and "
+                f"{placements_by_name}. Give them styles that agree, such as embedding_rowwise for the embedding and "
                 f"colwise_gather_output for the head, or replicate for both."
             )
     return placements
@@ -310,7 +328,7 @@ def _check_divisible(name: str, parameter: Tensor, placement: Placement, size: i
 def find_parameter_views(
     plan: TensorParallelPlan, heads: list[SharedHeads], sequence_plan: SequenceParallelPlan | None
 ) -> dict[str, ParameterView]:
-    """Return what modules see of their parameters, where that is not simply the local shard."""
+    """Return by name what modules see of their parameters if it is not the local shard."""
     partial = {name for name, style in plan.parameter_styles.items() if STYLES[style].has_partial_gradients}
     if sequence_plan is not None:
         partial |= sequence_plan.partial_grad_parameters

@@ -1,7 +1,7 @@
-"""Where a model's tensor-parallel plan comes from, and which modules and parameters it names.
+"""Sources of a model's tensor-parallel plan, and the modules and parameters that its names match.
 
-Sources, the first that answers: a dict or an import path from the user, the hook `tp_plan`, the model's own plan, and
-last a plan that follows from structure alone.
+The first available source is used: a dict or an import path from the user, the hook `tp_plan`, the model's own plan,
+and finally a plan derived from the model's structure.
 """
 
 from __future__ import annotations
@@ -54,26 +54,27 @@ def find_plan(
     sequence_parallel: bool = False,
     registry: Registry | None = None,
 ) -> TensorParallelPlan:
-    """Return the plan for an unsharded model: the given one, the first that a plugin of `registry` gives, or its own.
+    """Return the plan for an unsharded model: the user's, the first one of a plugin in `registry`, or the model's own.
 
-    `user_plan` is a dict from names to styles, in which `*` stands for a number, or an import path of such a dict, or of a
-    function that returns one, which is called with the model if it takes an argument.
+    Args:
+        user_plan: a dict from names to styles, where `*` matches a number; or the import path of such a dict, or of a
+            function that returns one. The function is called with the model if it takes an argument.
 
     Raises:
-        ConfigError: `user_plan` names a style or a module that does not exist, or a style of torch that no style of
-            meshwright is equal to.
-        ModelError: a plan names a style that its module cannot have.
+        ConfigError: `user_plan` names a style or a module that does not exist, or a torch style without a meshwright
+            equivalent.
+        ModelError: a plan gives a module a style that does not support it.
     """
     if isinstance(user_plan, str):
         return _expand_plan(model, layout, import_plan(user_plan, model), f"tp_plan={user_plan!r}", is_strict=True)
     if user_plan is not None:
         return _expand_plan(model, layout, user_plan, "tp_plan", is_strict=True)
     registry = registry or get_registry()
-    answer = registry.hook.tp_plan(model=model, layout=layout, sequence_parallel=sequence_parallel)
-    if answer is not None:
-        return _expand_plan(model, layout, answer, "a plugin's tp_plan hook", is_strict=True)
-    own = merge_model_plans(model)
-    plan = _expand_plan(model, layout, own, f"the tp_plan of {type(model).__name__}", is_strict=False)
+    plugin_plan = registry.hook.tp_plan(model=model, layout=layout, sequence_parallel=sequence_parallel)
+    if plugin_plan is not None:
+        return _expand_plan(model, layout, plugin_plan, "a plugin's tp_plan hook", is_strict=True)
+    model_plan = merge_model_plans(model)
+    plan = _expand_plan(model, layout, model_plan, f"the tp_plan of {type(model).__name__}", is_strict=False)
     _apply_corrections(plan, model)
     ends = {to_base_name(each) for each in (layout.head, layout.embedding) if each}
     if all(to_base_name(name) in ends for name in plan.module_styles) or has_unknown_wrappers(model):
@@ -92,7 +93,7 @@ def find_plan(
 
 
 def replicate_small_layers(plan: TensorParallelPlan, model: nn.Module, size: int) -> None:
-    """Drop layers whose output is gathered from the plan where a rank would have an empty shard.
+    """Remove output-gathered layers from the plan if a rank would have an empty shard.
 
     `fully_shard` cannot reduce parameters without elements.
     """
@@ -103,7 +104,7 @@ def replicate_small_layers(plan: TensorParallelPlan, model: nn.Module, size: int
 
 
 def merge_model_plans(model: nn.Module) -> dict[str, StyleSpec]:
-    """Merge the plans of the models of transformers in a model; outer ones override inner ones."""
+    """Merge the plans of all transformers models within a model; outer ones override inner ones."""
     plans = [(name, getattr(module, "tp_plan", None)) for name, module in reversed(list(model.named_modules()))]
     return {
         f"{name}.{key}" if name else key: style
@@ -114,10 +115,10 @@ def merge_model_plans(model: nn.Module) -> dict[str, StyleSpec]:
 
 
 def import_plan(path: str, model: nn.Module) -> Mapping[str, StyleSpec]:
-    """Return the plan at an import path, a dict or what a function gives; ConfigError if there is none."""
-    found = import_class_from_path(path, kind=("dict", "function"))
-    if callable(found):
-        parameters = inspect.signature(found).parameters.values()
+    """Import a plan: a dict, or what a function returns; raise ConfigError if it is neither."""
+    imported = import_class_from_path(path, kind=("dict", "function"))
+    if callable(imported):
+        parameters = inspect.signature(imported).parameters.values()
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         required = [each for each in parameters if each.default is each.empty and each.kind not in variadic]
         if len(required) > 1 or any(each.kind is each.KEYWORD_ONLY for each in required):
@@ -126,16 +127,16 @@ def import_plan(path: str, model: nn.Module) -> Mapping[str, StyleSpec]:
                 f"called with the model, or with nothing. Give its other arguments defaults."
             )
         takes_model = any(each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD) for each in parameters)
-        found = found(model) if takes_model else found()
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"tp_plan={path!r} is a {type(found).__name__}, not a dict or a function returning one.")
-    return found
+        imported = imported(model) if takes_model else imported()
+    if not isinstance(imported, Mapping):
+        raise ConfigError(f"tp_plan={path!r} is a {type(imported).__name__}, not a dict or a function returning one.")
+    return imported
 
 
 def _expand_plan(
     model: nn.Module, layout: ModelLayout, values: Mapping[str, StyleSpec], source: str, *, is_strict: bool
 ) -> TensorParallelPlan:
-    """Match modules and parameters of the model with the names of a plan, and translate styles of torch."""
+    """Match a plan's names with the model's modules and parameters, and translate torch styles."""
     for name, style in values.items():
         if isinstance(style, str) and style not in STYLES:
             raise ConfigError(
@@ -146,7 +147,7 @@ def _expand_plan(
             raise ConfigError(
                 f"{source} gives {name!r} a {type(style).__name__}, not a style's name or a ParallelStyle of torch."
             )
-    plan, met = (
+    plan, matched = (
         TensorParallelPlan(
             source, uses_sequence_parallel=uses_sequence_parallel(values.values()), is_user_provided=is_strict
         ),
@@ -155,30 +156,30 @@ def _expand_plan(
     for name, module in model.named_modules():
         key = next((each for each in iter_aliases(name) if each in values), None)
         if key is not None and name:
-            met.add(key)
+            matched.add(key)
             style = resolve_style(
                 values[key], name, get_base_layer(model, name), is_head=name == layout.head, source=source
             )
-            # The placeholder of a layer on another pipeline stage has nothing to shard.
+            # A placeholder of a layer on another pipeline stage has nothing to shard.
             if style is not None and (not STYLES[style].required_attributes or any(True for _ in module.parameters())):
                 plan.set_style(name, style, model)
         for parameter, _ in module.named_parameters(recurse=False):
             full = f"{name}.{parameter}" if name else parameter
             own = next((each for each in iter_aliases(full) if each in values), None)
             if own is not None:
-                met.add(own)
+                matched.add(own)
                 style = resolve_style(values[own], full, module, is_head=full == layout.head, source=source)
                 if style is not None:
                     plan.parameter_styles[full] = style
-        # Names on other pipeline stages.
+        # Names of modules on other pipeline stages.
         elsewhere = (f"{name}.{each}" for each in getattr(module, "absent_names", ()))
-        met.update(each for full in elsewhere for each in iter_aliases(full))
-    unmet = [name for name in values if name not in met]
-    if is_strict and unmet:
+        matched.update(each for full in elsewhere for each in iter_aliases(full))
+    unmatched = [name for name in values if name not in matched]
+    if is_strict and unmatched:
         names = {replace_indices(name) for name, _ in model.named_modules()}
         raise ConfigError(
-            f"{source} names {unmet[0]!r}, which is no module or parameter of {type(model).__name__}."
-            f"{suggest_match(unmet[0], names)} `*` stands for the number of a layer."
+            f"{source} names {unmatched[0]!r}, which is no module or parameter of {type(model).__name__}."
+            f"{suggest_match(unmatched[0], names)} `*` stands for the number of a layer."
         )
     for name in plan.module_styles:
         style = plan.get_style(name)
@@ -199,12 +200,12 @@ def _expand_plan(
 
 
 def _iter_linear_layers(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
-    """Yield the linear layers of blocks, whose outputs are gathered, whatever stands between them."""
-    within = find_wrapped_modules(model)
+    """Yield the linear layers of blocks that are called as layers; their outputs are gathered."""
+    wrapped = find_wrapped_modules(model)
     for block in layout.blocks:
         for name, _ in model.get_submodule(block).named_modules(prefix=block):
-            # Subclasses may compute something else.
-            is_linear = name not in within and type(get_base_layer(model, name)) in (nn.Linear, Conv1D)
+            # Subclasses may compute something else, so the exact type is required.
+            is_linear = name not in wrapped and type(get_base_layer(model, name)) in (nn.Linear, Conv1D)
             if is_linear and not is_weight_read(model, name):
                 yield name
 
@@ -217,7 +218,7 @@ def _apply_corrections(plan: TensorParallelPlan, model: nn.Module) -> None:
                 if f".{replace_indices(to_base_name(name))}".endswith(f".{end}"):
                     names[name] = style
     for name, style in list(plan.module_styles.items()):
-        # A module's parameters follow it.
+        # A module's style also applies to its parameters.
         if style in corrections.values() and STYLES[style].required_attributes:
             plan.set_style(name, style, model)
 
@@ -228,8 +229,8 @@ def _load_corrections() -> dict[str, dict[str, str]]:
 
 
 def _add_vocabulary(plan: TensorParallelPlan, model: nn.Module, layout: ModelLayout) -> None:
-    """Shard embedding and head along the vocabulary where the plan does not name them, tied or not."""
-    # Without a head of its own, a model may use the embedding's weight in unknown ways.
+    """Shard embedding and head along the vocabulary if the plan does not name them, tied or not."""
+    # Without a separate head, a model may use the embedding's weight in unknown ways.
     if layout.embedding is None or layout.head is None or layout.head == layout.embedding:
         return
     embedding, head = get_base_layer(model, layout.embedding), get_base_layer(model, layout.head)
@@ -240,13 +241,13 @@ def _add_vocabulary(plan: TensorParallelPlan, model: nn.Module, layout: ModelLay
 
 
 def _add_activations(plan: TensorParallelPlan, model: nn.Module) -> None:
-    """Sum the gradients of parameters that meet sharded activations but are in no plan: those of activation functions
-    between column- and row-parallel layers, and of what follows the lookup within an embedding."""
-    within = find_wrapped_modules(model)
+    """All-reduce gradients of parameters that are used with sharded activations but are in no plan: those of activation
+    functions between column- and row-parallel layers, and of modules after the lookup within an embedding."""
+    wrapped = find_wrapped_modules(model)
     for name, style in list(plan.module_styles.items()):
         if style == "embedding_rowwise":
             for child, module in model.get_submodule(name).named_modules(prefix=name):
-                if child != name and child not in within and any(True for _ in module.parameters(recurse=False)):
+                if child != name and child not in wrapped and any(True for _ in module.parameters(recurse=False)):
                     plan.set_style(child, "replicated_with_grad_allreduce", model)
     parents = dict.fromkeys(name.rpartition(".")[0] for name, style in plan.module_styles.items() if style == "colwise")
     for parent in parents:
@@ -258,7 +259,7 @@ def _add_activations(plan: TensorParallelPlan, model: nn.Module) -> None:
 
 
 def _add_tied(plan: TensorParallelPlan, model: nn.Module, layout: ModelLayout) -> None:
-    """If one name of a tied parameter is sharded, shard the others too; if that may be wrong, shard none."""
+    """If one name of a tied parameter is sharded, shard the other names too; if that may be wrong, replicate all."""
     for names in layout.tied:
         owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
         if not any(name in plan.parameter_styles for name in names):
@@ -272,7 +273,7 @@ def _add_tied(plan: TensorParallelPlan, model: nn.Module, layout: ModelLayout) -
             elif type(owner) is nn.Linear:
                 plan.set_style(module, "colwise_gather_output", model)
             elif model.get_parameter(name).dim() == 1:
-                # A second name of a bias that belongs to a layer.
+                # A second name of a layer's bias.
                 plan.parameter_styles[name] = next(
                     plan.parameter_styles[each] for each in names if each in plan.parameter_styles
                 )
@@ -284,22 +285,22 @@ def _add_tied(plan: TensorParallelPlan, model: nn.Module, layout: ModelLayout) -
 
 
 def get_text_config(model: nn.Module) -> Any:
-    """Return the configuration of a model of transformers, or of its text part."""
+    """Return the configuration of a transformers model, or of its text part."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Return the model's own plan, as styles that `torch.distributed.tensor.parallel.parallelize_module` takes.
+    """Return the model's own plan as styles for `torch.distributed.tensor.parallel.parallelize_module`.
 
-    Strategies use the same plan where none is given. A style without an equal in torch, such as those of experts, is a
-    `NamedStyle`, which `tp_plan` takes and torch refuses.
+    Strategies use the same plan by default. A style without a torch equivalent, such as those of experts, becomes a
+    `NamedStyle`, which `tp_plan` accepts and torch rejects.
 
     Args:
-        model: a model of transformers, or one that has such models inside, whose plans are merged.
+        model: a transformers model, or a model that contains such models, whose plans are merged.
 
     Returns:
-        Style by the name of a module or parameter; `*` stands for a number.
+        Style by the name of a module or parameter; `*` matches a number.
 
     Raises:
         MissingPlanError: the model has no plan.
@@ -309,30 +310,30 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
             f"{type(model).__name__} has no tensor-parallel plan of its own (tp_plan). Give one as a dict."
         )
     plan = find_plan(model, model_layout(model), registry=Registry([]))
-    # What follows from the styles of modules is not repeated.
+    # Omit parameters whose style follows from their module's.
     implied = TensorParallelPlan(plan.source)
     for name, style in plan.module_styles.items():
         implied.set_style(name, style, model)
-    single = {
+    explicit = {
         name: style for name, style in plan.parameter_styles.items() if implied.parameter_styles.get(name) != style
     }
     modules = _merge_wildcards(plan.module_styles, [name for name, _ in model.named_modules()])
-    parameters = _merge_wildcards(single, [name for name, _ in model.named_parameters(remove_duplicate=False)])
-    found: dict[str, ParallelStyle] = {}
+    parameters = _merge_wildcards(explicit, [name for name, _ in model.named_parameters(remove_duplicate=False)])
+    torch_styles: dict[str, ParallelStyle] = {}
     for name, style in (modules | parameters).items():
         try:
-            found[name] = translate_to_torch_parallel_style(style)
+            torch_styles[name] = translate_to_torch_parallel_style(style)
         except ConfigError:
-            found[name] = NamedStyle(style)
-    return found
+            torch_styles[name] = NamedStyle(style)
+    return torch_styles
 
 
 def _merge_wildcards(styles: dict[str, str], names: list[str]) -> dict[str, str]:
-    """Merge the entries of names that differ in numbers alone, where all of them have one style."""
-    alike: dict[str, set[str | None]] = {}
+    """Merge entries whose names differ only in numbers, if all of them have the same style."""
+    styles_by_pattern: dict[str, set[str | None]] = {}
     for name in names:
-        alike.setdefault(replace_indices(name), set()).add(styles.get(name))
+        styles_by_pattern.setdefault(replace_indices(name), set()).add(styles.get(name))
     return {
-        replace_indices(name) if len(alike.get(replace_indices(name), ())) == 1 else name: style
+        replace_indices(name) if len(styles_by_pattern.get(replace_indices(name), ())) == 1 else name: style
         for name, style in styles.items()
     }

@@ -1,9 +1,9 @@
-"""Sequence parallelism: between the parallel parts of a block, each rank has a part of the positions.
+"""Sequence parallelism: outside of the tensor-parallel layers of a block, each rank has a slice of the positions.
 
-The residual stream and the norms of a stack are sharded along the sequence. It is gathered at the entry of each part of
-a block that mixes positions or features (attention, MLP) and scattered at its exit; where the part is one chain of
-column- and row-parallel layers, by the reduction of the last one. Embedding, positions and masks, head and loss see the
-full sequence.
+The residual stream and the norms of a stack are sharded along the sequence. The stream is gathered at the entry of each
+region of a block that mixes positions or features (attention, MLP), and scattered at its exit. If the region is one
+chain of column- and row-parallel layers, the last layer's reduction scatters it. Embedding, positions and masks, head
+and loss see the full sequence.
 Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.
 """
 
@@ -28,11 +28,15 @@ _CHAIN_STYLES = ("colwise", "rowwise", "packed_colwise", "replicated_with_grad_a
 
 @dataclass
 class SequenceParallelPlan:
-    """Names of what sequence parallelism changes in a model.
+    """Names of the modules that sequence parallelism changes in a model.
 
-    The stream is scattered at the entry of the `first` of each stack's blocks, and gathered at the exit of the `last`;
-    regions within blocks get the full sequence, and what their row-parallel layers (`scattering`) sum is scattered. The
-    parameters `partial_grad_parameters` meet only this rank's positions.
+    Attributes:
+        entry_blocks, exit_blocks: first and last block of each stack. The stream is scattered at the entry of the first
+            and gathered at the exit of the last.
+        blocks: all blocks of these stacks.
+        regions: modules within blocks that get the full sequence.
+        scatter_layers: row-parallel layers of regions whose reduction scatters the output.
+        partial_grad_parameters: parameters that are used with this rank's positions only.
     """
 
     entry_blocks: set[str]
@@ -44,7 +48,11 @@ class SequenceParallelPlan:
 
 
 def plan_sequence_parallel(model: nn.Module, layout: ModelLayout, plan: TensorParallelPlan) -> SequenceParallelPlan:
-    """Divide every stack that the plan shards; raises ModelError where that is impossible."""
+    """Plan sequence parallelism for every stack that `plan` shards.
+
+    Raises:
+        ModelError: there is no such stack, or a block cannot be divided into regions.
+    """
     stacks = [stack for stack in layout.stacks if any(map(plan.has_style_within, stack))]
     if not stacks:
         raise ModelError(
@@ -52,30 +60,32 @@ def plan_sequence_parallel(model: nn.Module, layout: ModelLayout, plan: TensorPa
             f"nothing to shard along the sequence. Set sequence_parallel=false, or give a tp_plan."
         )
     blocks = [block for stack in stacks for block in stack]
-    found = SequenceParallelPlan({stack[0] for stack in stacks}, {stack[-1] for stack in stacks}, blocks)
+    sp_plan = SequenceParallelPlan({stack[0] for stack in stacks}, {stack[-1] for stack in stacks}, blocks)
     for block in blocks:
         own = model.get_submodule(block).named_parameters(recurse=False)
-        found.partial_grad_parameters |= {f"{block}.{name}" for name, _ in own}
-        for name, part in _iter_called_modules(block, model.get_submodule(block)):
-            if not plan.has_style_within(name) and _is_pointwise(part):
-                found.partial_grad_parameters |= {f"{name}.{each}" for each, _ in part.named_parameters(recurse=False)}
+        sp_plan.partial_grad_parameters |= {f"{block}.{name}" for name, _ in own}
+        for name, child in _iter_called_modules(block, model.get_submodule(block)):
+            if not plan.has_style_within(name) and _is_pointwise(child):
+                sp_plan.partial_grad_parameters |= {
+                    f"{name}.{each}" for each, _ in child.named_parameters(recurse=False)
+                }
                 continue
             if plan.module_styles.get(name) in ("colwise", "rowwise", "packed_colwise"):
                 raise ModelError(
                     f"the block {block} calls the tensor-parallel layer {name} itself and not within an attention or "
                     f"MLP module, so its positions cannot be sharded. Set sequence_parallel=false."
                 )
-            found.regions.append(name)
-            end = _find_chain_end(name, part, plan)
+            sp_plan.regions.append(name)
+            end = _find_chain_end(name, child, plan)
             if end is not None:
-                found.scatter_layers.add(end)
-                # Added to this rank's positions only.
-                found.partial_grad_parameters.add(f"{get_base_layer_name(model, end)}.bias")
-    return found
+                sp_plan.scatter_layers.add(end)
+                # The bias is added to this rank's positions only.
+                sp_plan.partial_grad_parameters.add(f"{get_base_layer_name(model, end)}.bias")
+    return sp_plan
 
 
 def _iter_called_modules(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules with parameters that a block calls; lists are not called."""
+    """Yield the modules with parameters that a block calls; containers are descended into."""
     for name, child in module.named_children():
         path = f"{prefix}.{name}"
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -85,13 +95,13 @@ def _iter_called_modules(prefix: str, module: nn.Module) -> Iterator[tuple[str, 
 
 
 def _is_pointwise(module: nn.Module) -> bool:
-    """Return whether a module treats every position alike, as norms do: its parameters are vectors of its own."""
+    """Return whether a module has only 1-D parameters of its own, like norms, and so treats all positions equally."""
     own = list(module.parameters(recurse=False))
     return len(own) == len(list(module.parameters())) and all(parameter.dim() <= 1 for parameter in own)
 
 
 def _find_chain_end(name: str, part: nn.Module, plan: TensorParallelPlan) -> str | None:
-    """Return the row-parallel layer that ends a part whose parameters all belong to a chain of sharded layers."""
+    """Return the row-parallel layer that ends a region whose parameters all belong to one chain of sharded layers."""
     parameters = [plan.parameter_styles.get(f"{name}.{each}") for each, _ in part.named_parameters()]
     modules = {each: style for each, style in plan.module_styles.items() if each == name or each.startswith(f"{name}.")}
     rows = [each for each, style in modules.items() if style == "rowwise"]
@@ -101,9 +111,9 @@ def _find_chain_end(name: str, part: nn.Module, plan: TensorParallelPlan) -> str
 
 
 class ResidualStream:
-    """The residual stream of a model, sharded along the sequence; made before the model's modules are wrapped.
+    """The residual stream of a model, sharded along the sequence. Create it before the model's modules are wrapped.
 
-    `copies` gets what is gathered, and with it the gradient rule for uses in parts.
+    `copies` collects gathered tensors, each with a copy whose gradient is right for sharded layers.
     """
 
     def __init__(
@@ -115,25 +125,25 @@ class ResidualStream:
     ) -> None:
         self.plan, self._copies, self._group, self._size = plan, copies, group, dist.get_world_size(group)
         self._scatter_layers = {model.get_submodule(name) for name in plan.scatter_layers}
-        # B sequences of S positions on all ranks together.
+        # B sequences of S positions, unsharded.
         self._shape: tuple[int, int] | None = None
         self._blocks_run: set[str] = set()
 
     def is_scattered(self, module: nn.Module, output: Tensor) -> bool:
-        """Return whether a row-parallel layer's sum is scattered along the sequence."""
+        """Return whether a row-parallel layer's output is reduce-scattered along the sequence."""
         return self._shape is not None and module in self._scatter_layers and output.shape[:-1] == self._shape
 
     def run_block(self, name: str, forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
         """Run a block; scatter before the first of its stack, gather after the last."""
         batch, length = self._infer_shape(name, args, kwargs)
-        # What else comes position by position is divided like the stream.
+        # Other inputs with the same leading dims are sharded like the stream.
         args = tuple(self._scatter(value, batch, length) for value in args)
         kwargs = {key: self._scatter(value, batch, length) for key, value in kwargs.items()}
-        fails = f"{name} cannot run on a part of the positions"
+        failure = f"{name} cannot run on a part of the positions"
         with temporary_attribute(self, "_shape", (batch, length)):
-            # A block that mixes positions fails on all ranks alike.
+            # A block that mixes positions fails on all ranks.
             with reraise_as_model_error(
-                lambda reason: f"{fails} ({reason}). Set sequence_parallel=false.",
+                lambda reason: f"{failure} ({reason}). Set sequence_parallel=false.",
                 is_first=name not in self._blocks_run,
             ):
                 output = forward(*args, **kwargs)
@@ -142,7 +152,11 @@ class ResidualStream:
             return _map_hidden(output, batch, length // self._size, self._gather) if is_last else output
 
     def run_region(self, name: str, forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a part of a block on all positions. Raises ModelError if it is not given the stream."""
+        """Run a region of a block on all positions.
+
+        Raises:
+            ModelError: no input is the residual stream.
+        """
         if self._shape is None:
             return forward(*args, **kwargs)
         (batch, length), known = self._shape, len(self._copies)
@@ -166,21 +180,21 @@ class ResidualStream:
         )
 
     def _scatter(self, value: Any, batch: int, length: int) -> Any:
-        whole = isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == (batch, length)
-        return Split.apply(value, 1, self._group) if whole and value.dim() == 3 else value
+        is_full = isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == (batch, length)
+        return Split.apply(value, 1, self._group) if is_full and value.dim() == 3 else value
 
     def _gather(self, part: Tensor) -> Tensor:
-        """Gather the full sequence; uses of it in parts find their own gradient rule in the copies."""
+        """Gather the full sequence. Sharded layers that use it find the copy with their gradient in `copies`."""
         length = part.shape[1] * self._size
-        whole: Tensor = Gather.apply(part, 1, length, self._group)
-        self._copies.append((whole, GatherWithPartialGrad.apply(part, whole.detach(), 1, self._group)))
-        return whole
+        gathered: Tensor = Gather.apply(part, 1, length, self._group)
+        self._copies.append((gathered, GatherWithPartialGrad.apply(part, gathered.detach(), 1, self._group)))
+        return gathered
 
 
 def _map_hidden(value: Any, batch: int, length: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change the hidden states in a tensor, or in the members of a tuple or list.
+    """Apply `change` to the hidden states in a tensor, or in the items of a tuple or list.
 
-    They are (batch, length, features), or (batch * length, features), which `change` gets in the longer form.
+    Hidden states are (batch, length, features) or (batch * length, features); `change` gets the 3-D form.
     """
     if isinstance(value, Tensor) and value.is_floating_point():
         if value.dim() == 3 and value.shape[:2] == (batch, length):

@@ -1,8 +1,8 @@
-"""The styles that a tensor-parallel plan names: where a module's parameters lie, and what is done around its forward.
+"""The styles of tensor-parallel plans: placement of a module's parameters, and communication around its forward.
 
 Names and meanings are those of transformers' plans (`base_model_tp_plan`); modules compute on plain local tensors.
 Source: Shoeybi et al. 2019, arXiv:1909.08053, for column- and row-parallel layers;
-torch.distributed.tensor.parallel.style for those of torch.
+torch.distributed.tensor.parallel.style for the torch styles.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .. import ForwardMethod
 from .collectives import Copy, Gather, Reduce, ReduceScatter, ShardedVocabulary, Split, chunk_sizes
 
 LINEAR_ATTRIBUTES = ("out_features", "nf")
-"""Attributes of linear layers, torch's and the Conv1D of transformers."""
+"""Attributes of linear layers: torch's Linear, and the Conv1D of transformers."""
 NUM_PACKED_PARTS = 2
-"""Gate and up projection are concatenated in a packed parameter."""
+"""A packed parameter concatenates the gate and up projections."""
 
 
 class TensorParallelContext(Protocol):
-    """What a style may use: the axis `tp`, and the model around the module. `TensorParallel` is one."""
+    """What a style may use: the axis `tp` and the model's configuration. `TensorParallel` implements it."""
 
     group: dist.ProcessGroup
     size: int
@@ -44,18 +44,22 @@ class TensorParallelContext(Protocol):
     text_config: Any
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a replicated tensor for use in parts."""
+        """Return a replicated tensor as input for sharded layers; its gradient is all-reduced."""
 
     def is_scattered(self, module: nn.Module, output: Tensor) -> bool:
-        """Return whether a row-parallel layer's sum is scattered along the sequence."""
+        """Return whether a row-parallel layer's output is reduce-scattered along the sequence."""
 
 
 @dataclass(frozen=True)
 class TensorParallelStyle:
-    """Where the parameters of a module lie, given (module, name, parameter), and what `run` does around its forward.
+    """Placement of a module's parameters, and communication around its forward.
 
-    `partial`: each rank's gradients of the parameters are partial, and are summed. Of the attributes that the module
-    `needs` it must have one. `build_torch_style` makes the equal style of torch, if there is one.
+    Attributes:
+        get_placement: called with (module, parameter name, parameter).
+        run_forward: called instead of the module's forward; None: no communication.
+        has_partial_gradients: whether each rank's gradients of the parameters are partial, and must be all-reduced.
+        required_attributes: the module must have at least one of these; empty: no requirement.
+        build_torch_style: creates the equivalent torch style, if there is one.
     """
 
     get_placement: Callable[[nn.Module, str, Tensor], Placement]
@@ -65,10 +69,10 @@ class TensorParallelStyle:
     build_torch_style: Callable[[], ParallelStyle] | None = None
 
 
-# -- where parameters lie
+# -- parameter placement
 
 _INPUT_FIRST_LAYERS = (Conv1D, TransposedFactor)
-"""Layers whose weight has the input features first."""
+"""Layers whose weight has the input features in dim 0."""
 
 
 def _place_replicated(module: nn.Module, name: str, parameter: Tensor) -> Placement:
@@ -76,14 +80,14 @@ def _place_replicated(module: nn.Module, name: str, parameter: Tensor) -> Placem
 
 
 def _place_columns(module: nn.Module, name: str, parameter: Tensor) -> Placement:
-    """Along the output features: (out, in) of a linear layer, (in, out) of `_INPUT_FIRST_LAYERS`, the last dim but one else."""
+    """Shard the output features: (out, in) of a linear layer, (in, out) of `_INPUT_FIRST_LAYERS`, else dim -2."""
     if parameter.dim() == 1:
         return Shard(0)
     return Shard(1 if isinstance(module, _INPUT_FIRST_LAYERS) else parameter.dim() - 2)
 
 
 def _place_rows(module: nn.Module, name: str, parameter: Tensor) -> Placement:
-    """Along the input features; the bias is added once, to the sum."""
+    """Shard the input features. The bias is replicated, since it is added once, after the reduction."""
     if name == "bias":
         return Replicate()
     return Shard(0 if isinstance(module, _INPUT_FIRST_LAYERS) else parameter.dim() - 1)
@@ -97,7 +101,7 @@ def _place_packed_rows(module: nn.Module, name: str, parameter: Tensor) -> Place
     return Replicate() if parameter.dim() == 1 else packed_shard(parameter.dim() - 1, NUM_PACKED_PARTS)
 
 
-# -- what happens around forward
+# -- communication around forward
 
 
 def _run_column_linear(
@@ -107,7 +111,7 @@ def _run_column_linear(
     layer = unwrap_base_layer(module)
     if not isinstance(layer, Conv1D):
         return forward(tp.copy(first), *args, **kwargs)
-    # Its forward shapes the output by `nf`.
+    # Conv1D.forward reshapes the output to `nf` features.
     with temporary_attribute(layer, "nf", layer.weight.shape[1]):
         return forward(tp.copy(first), *args, **kwargs)
 
@@ -142,15 +146,15 @@ def _run_row_linear_split(
 
 
 def _reduce_output(tp: TensorParallelContext, module: nn.Module, output: Tensor) -> Tensor:
-    scatters = tp.is_scattered(module, output)
-    result: Tensor = ReduceScatter.apply(output, 1, tp.group) if scatters else Reduce.apply(output, tp.group)
+    is_scattered = tp.is_scattered(module, output)
+    result: Tensor = ReduceScatter.apply(output, 1, tp.group) if is_scattered else Reduce.apply(output, tp.group)
     return result
 
 
 def _run_row_embedding(
     tp: TensorParallelContext, module: nn.Module, forward: ForwardMethod, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Look up this rank's entries of the vocabulary; other rows are zero until the sum."""
+    """Look up this rank's entries of the vocabulary; rows of other entries are zero before the all-reduce."""
     ids, args, kwargs = _pop_input(args, kwargs)
     layer = unwrap_base_layer(module)
     sizes = chunk_sizes(layer.num_embeddings, tp.size)
@@ -158,13 +162,13 @@ def _run_row_embedding(
     if not count:
         weight = get_own_parameters(layer)["weight"]
         return Reduce.apply(weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum(), tp.group)
-    here = (ids >= start) & (ids < start + count)
+    is_local = (ids >= start) & (ids < start + count)
     padding = layer.padding_idx
-    # The row without a gradient, by its index on this rank.
-    own = padding - start if isinstance(padding, int) and start <= padding < start + count else None
-    with temporary_attribute(layer, "padding_idx", own):
-        rows = forward(torch.where(here, ids - start, 0), *args, **kwargs)
-    return Reduce.apply(torch.where(here[..., None], rows, 0.0), tp.group)
+    # The row without a gradient, as an index on this rank.
+    local_padding_idx = padding - start if isinstance(padding, int) and start <= padding < start + count else None
+    with temporary_attribute(layer, "padding_idx", local_padding_idx):
+        rows = forward(torch.where(is_local, ids - start, 0), *args, **kwargs)
+    return Reduce.apply(torch.where(is_local[..., None], rows, 0.0), tp.group)
 
 
 def _run_column_embedding(
@@ -176,8 +180,8 @@ def _run_column_embedding(
 def _run_latent_projection(
     tp: TensorParallelContext, module: nn.Module, forward: ForwardMethod, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Multi-head latent attention: the rotary part of the output is used by this rank's heads, the rest by a
-    column-parallel layer, which sums its gradient itself."""
+    """Multi-head latent attention: this rank's heads use the rotary part of the output, so its gradient is all-reduced
+    here. The column-parallel layer after the latent part all-reduces its gradient itself."""
     output = forward(*args, **kwargs)
     rotary = tp.text_config.qk_rope_head_dim
     latent, rope = output.split([output.shape[-1] - rotary, rotary], dim=-1)
@@ -187,19 +191,19 @@ def _run_latent_projection(
 def _run_experts(
     tp: TensorParallelContext, module: nn.Module, forward: ForwardMethod, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Every rank has a part of every expert: inputs and routing weights are used in parts, outputs are partial."""
+    """Each rank has a shard of every expert: input and routing-weight gradients and outputs are all-reduced."""
 
-    def copied(value: Any) -> Any:
+    def copy_floating(value: Any) -> Any:
         return tp.copy(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    output = forward(*map(copied, args), **{name: copied(value) for name, value in kwargs.items()})
+    output = forward(*map(copy_floating, args), **{name: copy_floating(value) for name, value in kwargs.items()})
     return Reduce.apply(output, tp.group)
 
 
 def _run_identity_expert(
     tp: TensorParallelContext, module: nn.Module, forward: ForwardMethod, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """An expert without parameters, replicated among experts whose outputs are summed."""
+    """Run a replicated expert without parameters among experts whose outputs are all-reduced."""
     first, args, kwargs = _pop_input(args, kwargs)
     return forward(first / tp.size, *args, **kwargs)
 
@@ -214,7 +218,7 @@ def _run_all_reduce(
 def _run_on_sequence_shard(
     tp: TensorParallelContext, module: nn.Module, forward: ForwardMethod, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """A pointwise module, on a part of the positions."""
+    """Run a pointwise module on a slice of the positions."""
     first, args, kwargs = _pop_input(args, kwargs)
     output = forward(Split.apply(first, 1, tp.group), *args, **kwargs)
     return Gather.apply(output, 1, first.shape[1], tp.group)
@@ -277,7 +281,7 @@ STYLES: Mapping[str, TensorParallelStyle] = {
 
 
 def get_out_features(module: nn.Module) -> int:
-    """Return the output features of a full linear layer; raises ModelError for other modules."""
+    """Return the output features of an unsharded linear layer; raise ModelError for other modules."""
     layer = unwrap_base_layer(module)
     size = getattr(layer, "nf" if isinstance(layer, Conv1D) else "out_features", None)
     if not isinstance(size, int):
@@ -286,22 +290,22 @@ def get_out_features(module: nn.Module) -> int:
 
 
 def _pop_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Split off the input of a module of one input, positional or not."""
+    """Separate the first argument of a forward, positional or keyword, from the others."""
     if args:
         return args[0], args[1:], kwargs
     name = next(iter(kwargs))
     return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
 
 
-# -- styles of torch. They make DTensors of parameters and activations; each one in a plan is replaced by the style of
-# meshwright that computes the same, which follows from its layouts: which dim of the weight is sharded, and whether the
-# output is gathered. Layouts that shard positions (`OptimizerShard(1)`, `SequenceParallel`) turn sequence parallelism on.
+# -- torch styles. They turn parameters and activations into DTensors. Each one in a plan is replaced by the meshwright
+# style that computes the same. That follows from its layouts: which dim of the weight is sharded, and whether the
+# output is gathered. Layouts that shard positions (`Shard(1)`, `SequenceParallel`) enable sequence parallelism.
 
 _SHARDED_POSITIONS = Shard(1)
 
 
 class NamedStyle(ParallelStyle):
-    """A style of `STYLES` without an equal in torch, in a plan of torch's styles; `parallelize_module` raises."""
+    """A style without a torch equivalent, in a plan of torch styles; `parallelize_module` raises ConfigError."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -317,24 +321,24 @@ class NamedStyle(ParallelStyle):
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """Return the style of torch that a name in a plan stands for; raises ConfigError if there is none."""
-    found = STYLES.get(str(style))
-    if found is None:
+    """Return the torch style for a style name; raise ConfigError if the name is unknown or has no torch equivalent."""
+    resolved = STYLES.get(str(style))
+    if resolved is None:
         hint = suggest_match(str(style), STYLES)
         raise ConfigError(f"unknown tensor-parallel style {style!r}.{hint} Known: {', '.join(STYLES)}.")
-    if found.build_torch_style is None:
+    if resolved.build_torch_style is None:
         raise ConfigError(
             f"style {style!r} has no equal in torch.distributed.tensor.parallel. Use it by its name in a tp_plan; "
             f"torch has: {', '.join(name for name, each in STYLES.items() if each.build_torch_style is not None)}."
         )
-    return found.build_torch_style()
+    return resolved.build_torch_style()
 
 
 def uses_sequence_parallel(styles: Iterable[object]) -> bool:
-    """Return whether a style of torch among these shards positions."""
-    torchs = [style for style in styles if isinstance(style, ParallelStyle)]
-    layouts = (getattr(style, f"{side}_layouts", None) or () for style in torchs for side in ("input", "output"))
-    return any(isinstance(style, SequenceParallel) for style in torchs) or any(
+    """Return whether a torch style among these shards positions."""
+    torch_styles = [style for style in styles if isinstance(style, ParallelStyle)]
+    layouts = (getattr(style, f"{side}_layouts", None) or () for style in torch_styles for side in ("input", "output"))
+    return any(isinstance(style, SequenceParallel) for style in torch_styles) or any(
         _SHARDED_POSITIONS in each for each in layouts
     )
 
@@ -342,10 +346,15 @@ def uses_sequence_parallel(styles: Iterable[object]) -> bool:
 def resolve_style(
     style: ParallelStyle | str, name: str, module: nn.Module, *, is_head: bool, source: str
 ) -> str | None:
-    """Return the style of meshwright that stands for one of torch; None for `SequenceParallel`, which has none.
+    """Return the meshwright style that is equivalent to a torch style; None for `SequenceParallel`, which has none.
 
-    A column-parallel head gives full logits, whatever its output layout: the loss shards them by itself. `source` is
-    that of the plan, for the ConfigError if no style computes the same.
+    A column-parallel head returns full logits regardless of its output layout, since the loss shards them itself.
+
+    Args:
+        source: where the plan comes from, for error messages.
+
+    Raises:
+        ConfigError: no style is equivalent.
     """
     if isinstance(style, str):
         return style
@@ -353,13 +362,13 @@ def resolve_style(
         return style.name
     if type(style) is SequenceParallel and style.sequence_sharding == (_SHARDED_POSITIONS,):
         return None
-    found = _find_equivalent_style(style, isinstance(module, nn.Embedding), is_head)
-    if found is None:
+    equivalent = _find_equivalent_style(style, isinstance(module, nn.Embedding), is_head)
+    if equivalent is None:
         raise ConfigError(
             f"{source} gives {name} the style {style} of torch, which no style of meshwright is equal to. "
             f"Give the name of a style, such as colwise or rowwise."
         )
-    return found
+    return equivalent
 
 
 _EQUIVALENT_STYLES: Mapping[tuple[Any, ...], str] = {
@@ -370,17 +379,21 @@ _EQUIVALENT_STYLES: Mapping[tuple[Any, ...], str] = {
     (RowwiseParallel, False, Replicate(), Replicate()): "rowwise_split_input",
     (RowwiseParallel, True, Replicate(), Replicate()): "embedding_rowwise",
 }
-"""By class, whether it is an embedding's, and layouts of input and output."""
+"""Keyed by class, whether the module is an embedding, input layout and output layout."""
 
 
 def _find_equivalent_style(style: Any, is_embedding: bool, is_head: bool) -> str | None:
     if type(style) not in (ColwiseParallel, RowwiseParallel):
         return None
-    (taken,), (given,) = style.input_layouts, style.output_layouts
-    is_columns = type(style) is ColwiseParallel
-    # Replicated is sharded along positions under sequence parallelism.
-    taken = Replicate() if taken == _SHARDED_POSITIONS and (is_columns or is_embedding) else taken
-    given = Replicate() if given == _SHARDED_POSITIONS and not is_columns else given
-    if is_columns and is_head and not is_embedding and taken == Replicate():
+    (input_layout,), (output_layout,) = style.input_layouts, style.output_layouts
+    is_colwise = type(style) is ColwiseParallel
+    # Under sequence parallelism, a position-sharded layout corresponds to a replicated one.
+    input_layout = Replicate() if input_layout == _SHARDED_POSITIONS and (is_colwise or is_embedding) else input_layout
+    output_layout = Replicate() if output_layout == _SHARDED_POSITIONS and not is_colwise else output_layout
+    if is_colwise and is_head and not is_embedding and input_layout == Replicate():
         return "colwise_gather_output"
-    return _EQUIVALENT_STYLES.get((type(style), is_embedding, taken, given)) if style.use_local_output else None
+    return (
+        _EQUIVALENT_STYLES.get((type(style), is_embedding, input_layout, output_layout))
+        if style.use_local_output
+        else None
+    )

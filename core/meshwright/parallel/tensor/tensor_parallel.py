@@ -1,8 +1,8 @@
-"""Tensor parallelism for any model: parameters as DTensors, computation on plain local tensors.
+"""Tensor parallelism for any model: parameters are DTensors, computation uses plain local tensors.
 
-Every parameter becomes a DTensor on the `tp` axis, sharded where the plan says so and else replicated, so norms,
-optimizers, state and data-parallel strategies see one kind of parameter. During forward each module finds local tensors
-in their place, and the communication is put around the modules that the plan names. The model's own code stays.
+Every parameter becomes a DTensor on the `tp` axis, sharded where the plan says so and replicated otherwise. So norms,
+optimizers, state and data-parallel strategies handle one type of parameter. During forward, modules see local tensors
+instead, and the modules that the plan names are wrapped in communication. The model's own code is unchanged.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from .tp_plan import find_adapter_styles, replace_by_wrappers, shard_adapter_inp
 
 
 class TensorParallel(Axis):
-    """The tensor parallelism of one model.
+    """Tensor parallelism of one model.
 
     Args:
-        model: before any sharding, with equal weights on all ranks of the axis.
-        layout: of the model.
+        model: the unsharded model, with equal weights on all ranks of the axis.
+        layout: the model's layout.
         mesh: the `tp` axis, one dim of a root mesh.
-        plan: see `meshwright.parallel.tensor.plan.find_plan`.
-        sequence_parallel: shard the positions between the parallel parts of blocks; styles of torch in the plan whose
-            layouts do so turn it on, too.
-        use_plain_tensors: make parameters plain local tensors, for strategies that take no DTensors. Gradients of replicated
-            parameters are then full.
-        excluded: modules whose parameters are sharded otherwise, and are DTensors when `apply` is called.
+        plan: see `meshwright.parallel.tensor.plan_sources.find_plan`.
+        sequence_parallel: shard the positions between the tensor-parallel layers of blocks. Torch styles in the plan
+            whose layouts shard positions enable it, too.
+        use_plain_tensors: make parameters plain local tensors, for strategies that do not accept DTensors. Gradients of
+            replicated parameters are then full.
+        excluded: modules whose parameters are sharded by another axis, and are DTensors when `apply` is called.
 
     Attributes:
-        shardings: how each parameter is sharded, by each of its names.
+        shardings: sharding of each parameter, by each of its names.
 
     Raises:
-        ConfigError, ModelError: the plan does not fit the model or the number of ranks; before the model is changed.
+        ConfigError, ModelError: the plan does not match the model or the number of ranks. The model is unchanged then.
     """
 
     def __init__(
@@ -89,24 +89,26 @@ class TensorParallel(Axis):
         placements = find_placements(model, layout, self._plan, self._shared_heads, self.size)
         shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
         self.shardings = {name: ParameterSharding(mesh, placements[name], shape) for name, shape in shapes.items()}
-        parts = plan_sequence_parallel(model, layout, self._plan) if sequence_parallel else None
-        self._views = find_parameter_views(self._plan, self._shared_heads, parts)
-        # Tensors, and what layers get that use them in parts, as long as the module runs that has made them.
+        sp_plan = plan_sequence_parallel(model, layout, self._plan) if sequence_parallel else None
+        self._views = find_parameter_views(self._plan, self._shared_heads, sp_plan)
+        # Replicated tensors and their copies for sharded layers, kept while the module that made them runs.
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._local_parameters = LocalParameters(model, mesh, use_plain_tensors=use_plain_tensors)
         self._blocks: dict[nn.Module, list[ParameterSlot]] = {}
-        self._residual_stream = ResidualStream(model, parts, self._copies, self.group) if parts is not None else None
+        self._residual_stream = (
+            ResidualStream(model, sp_plan, self._copies, self.group) if sp_plan is not None else None
+        )
         head = self._plan.get_style_names(layout.head, model) if layout.head else []
         self.shards_vocabulary = any(style in ("colwise_gather_output", "colwise_rep") for style in head)
 
     # -- set up
 
     def apply(self, separate_modules: Iterable[str] = ()) -> None:
-        """Shard the parameters in place and put the communication around the modules.
+        """Shard the parameters in place, and wrap the modules in communication.
 
         Args:
-            separate_modules: modules that a strategy gathers by themselves, besides blocks and the model; with plain
-                parameters, everything that it gathers at once.
+            separate_modules: modules that a strategy gathers separately, besides blocks and the model. With plain
+                tensors: all modules that it gathers at once.
         """
         self._local_parameters.distribute(self.shardings, self._views)
         modules = dict(self._model.named_modules())
@@ -128,17 +130,17 @@ class TensorParallel(Axis):
                 self._wrap(modules[name], functools.partial(self._residual_stream.run_region, name))
             for name in self._residual_stream.plan.blocks:
                 self._wrap(modules[name], functools.partial(self._residual_stream.run_block, name))
-        own = {self._model.get_submodule(name) for name in separate_modules}
+        separate = {self._model.get_submodule(name) for name in separate_modules}
         blocks = {self._model.get_submodule(name) for name in self._layout.blocks}
         if self._use_plain_tensors:
-            # A module that is gathered just before it runs must hold its parameters until then.
-            gathered = {module for each in own for module in each.modules()}
-            own |= replace_by_wrappers(self._model, self._local_parameters.viewed_modules) - gathered
-        # Submodules first.
+            # A module that is gathered just before its forward must keep its parameters until then.
+            gathered = {module for each in separate for module in each.modules()}
+            separate |= replace_by_wrappers(self._model, self._local_parameters.viewed_modules) - gathered
+        # Submodules come first.
         for module in reversed(list(self._model.modules())):
             if module in blocks:
                 self._blocks[module] = self._local_parameters.claim(module)
-            elif module in own:
+            elif module in separate:
                 self._localize(module, self._local_parameters.claim(module))
         for block, slots in self._blocks.items():
             self._localize(block, slots)
@@ -147,32 +149,32 @@ class TensorParallel(Axis):
             self._wrap(self._model, self._run_explained)
 
     def localize_blocks(self) -> None:
-        """Wrap blocks once more, outside of wrappers that must see local tensors too; see `local_parameters`."""
+        """Wrap blocks again, outside of wrappers that must see local tensors; see `meshwright.model.forward_order`."""
         for block, slots in self._blocks.items():
             self._localize(block, slots, WrapOrder.LOCAL)
 
     def _localize(self, module: nn.Module, slots: list[ParameterSlot], layer: WrapOrder = WrapOrder.TENSOR) -> None:
         def run(forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
-            known = len(self._copies)
+            num_copies = len(self._copies)
             try:
                 with self._local_parameters.localized(slots):
                     return forward(*args, **kwargs)
             finally:
-                del self._copies[known:]
+                del self._copies[num_copies:]
 
         self._wrap(module, run, layer)
 
     def _run_explained(self, forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:
         is_first, self._has_run = not self._has_run, True
 
-        def tell(reason: str) -> str:
+        def format_reason(reason: str) -> str:
             return (
                 f"{type(self._model).__name__} cannot run with its tensor-parallel plan ({self._plan.source}): "
                 f"{reason}. A colwise layer leaves each rank a part of its features, which a rowwise layer must take: "
                 f"give styles to both, or colwise_gather_output and rowwise_split_input."
             )
 
-        with reraise_as_model_error(tell, is_first=is_first):
+        with reraise_as_model_error(format_reason, is_first=is_first):
             return forward(*args, **kwargs)
 
     def _wrap(self, module: nn.Module, run: ForwardMethod, layer: WrapOrder = WrapOrder.TENSOR) -> None:
@@ -184,7 +186,7 @@ class TensorParallel(Axis):
     def unsharded(self) -> Iterator[None]:
         """Put full plain parameters into the modules, which then compute without communication. Collective.
 
-        For parameters that a strategy has gathered over its own axes.
+        Use it for parameters that a strategy has gathered over its own axes.
         """
         with self._local_parameters.unsharded(), temporary_attribute(self, "is_active", False):
             yield
@@ -197,7 +199,7 @@ class TensorParallel(Axis):
             )
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter] = ()) -> None:
-        """Sum partial gradients that a strategy has not reduced itself."""
+        """All-reduce partial gradients that a strategy has not reduced itself."""
         for parameter in () if self._use_plain_tensors else self._model.parameters():
             grad = parameter.grad
             if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
@@ -207,19 +209,19 @@ class TensorParallel(Axis):
         return temporary_attribute(self, "_in_step", True)
 
     def check_first_backward(self, module: nn.Module) -> None:
-        """Raise `find_gradient_error`, if any, at the end of the first backward of a hand-written loop."""
+        """Raise `find_gradient_error`, if any, at the end of the first backward of a hand-written training loop."""
 
-        def at_end() -> None:
-            # Called once for each output.
+        def check_gradients() -> None:
+            # Called once per output.
             is_reduced = any(self._is_replicated(name, p.grad) for name, p in self._model.named_parameters())
-            # A manager checks this itself, at the end of its first step.
+            # Within a step, the manager makes this check at the end of its first step.
             if (
                 handles
                 and is_reduced
                 and not self._in_step
-                and (defect := self.find_gradient_error(DTENSOR_LAYOUT)) is not None
+                and (error := self.find_gradient_error(DTENSOR_LAYOUT)) is not None
             ):
-                raise defect
+                raise error
             if handles and (is_reduced or self._in_step):
                 handles.pop().remove()
 
@@ -227,28 +229,28 @@ class TensorParallel(Axis):
             values = output.values() if isinstance(output, Mapping) else output
             for each in values if not isinstance(values, Tensor) else (values,):
                 if isinstance(each, Tensor) and each.requires_grad:
-                    each.register_hook(lambda grad: queue_after_backward(at_end))
+                    each.register_hook(lambda grad: queue_after_backward(check_gradients))
 
         handles = [module.register_forward_hook(hook)]
 
     def find_gradient_error(self, shard_layout: ShardLayout) -> StrategyError | None:
         """Return an error if replicated parameters have gradients that differ between ranks. Collective.
 
-        They do only if the plan leaves out a parameter that meets sharded activations.
+        They differ only if the plan misses a parameter that is used with sharded activations.
         """
         named = [(name, p) for name, p in self._model.named_parameters() if self._is_replicated(name, p.grad)]
         if not named:
             return None
-        stacked = compute_tensor_norms([p.grad for _, p in named], [shard_layout.get_shard_groups(p) for _, p in named])
-        high, low = all_reduce(torch.stack([stacked, -stacked]), "max", self.group)
-        # Half-precision kernels may differ a little.
+        norms = compute_tensor_norms([p.grad for _, p in named], [shard_layout.get_shard_groups(p) for _, p in named])
+        high, low = all_reduce(torch.stack([norms, -norms]), "max", self.group)
+        # Half-precision kernels may cause small differences.
         differs = (high + low).abs() > 1e-2 * high
         names = [name for (name, _), differ in zip(named, differs.tolist(), strict=True) if differ]
         if not names:
             return None
-        told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return StrategyError(
-            f"the tensor-parallel plan replicates {told}, whose gradients differ between the ranks of tp, so it "
+            f"the tensor-parallel plan replicates {listed}, whose gradients differ between the ranks of tp, so it "
             f"meets sharded activations. Give it the style replicated_with_grad_allreduce in tp_plan; nothing was "
             f"trained."
         )
@@ -262,12 +264,12 @@ class TensorParallel(Axis):
     def sequence_multiple(self) -> int:
         return self.size if self._residual_stream is not None else 1
 
-    # -- for the styles
+    # -- interface for styles
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a replicated tensor for use in parts: one `Copy`, however many layers read it.
+        """Return a replicated tensor as input for sharded layers; all layers that read it share one `Copy`.
 
-        Gradients of query, key and value are then summed locally before one all-reduce.
+        So gradients from query, key and value are summed locally before a single all-reduce.
         """
         for seen, copied in self._copies:
             if seen is tensor:
@@ -287,15 +289,16 @@ def apply_tensor_parallel(
     sequence_parallel: bool = False,
     separate_modules: Iterable[str] = (),
 ) -> TensorParallel:
-    """Apply tensor parallelism to a model, for hand-written loops; see `TensorParallel` and its `apply`.
+    """Apply tensor parallelism to a model in a hand-written training loop; see `TensorParallel` and its `apply`.
 
-    `mesh` is 1-D, a slice of a root mesh if the model is sharded further.
+    Args:
+        mesh: 1-D; a slice of a root mesh if the model is sharded further.
     """
     if mesh.ndim != 1:
         raise StrategyError(f"tensor parallelism takes one axis of a mesh, not {mesh.ndim}. Give mesh['tp'].")
-    parallel = TensorParallel(model, model_layout(model), mesh, plan=plan, sequence_parallel=sequence_parallel)
-    parallel.apply(separate_modules)
-    return parallel
+    tensor_parallel = TensorParallel(model, model_layout(model), mesh, plan=plan, sequence_parallel=sequence_parallel)
+    tensor_parallel.apply(separate_modules)
+    return tensor_parallel
 
 
 def _run_with_groups(attention: nn.Module, groups: int, forward: ForwardMethod, /, *args: Any, **kwargs: Any) -> Any:

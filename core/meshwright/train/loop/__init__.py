@@ -1,1 +1,1 @@
-"""The training loop, which any strategy runs in. It knows no run file."""
+"""The training loop, which runs under any strategy. It does not depend on run files."""

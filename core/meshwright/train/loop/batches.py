@@ -1,18 +1,18 @@
-"""Microbatches of a loop: from a DataLoader or any other iterable, drawn one step ahead.
+"""Microbatches of a loop: fetched one step ahead, from a DataLoader or any other iterable.
 
-[Note: passes] An iterable gives microbatches one after the other; a step takes `accumulate` of them. It is iterated as
-often as steps ask for, and no step reaches over the end of a pass: the last one may have fewer microbatches. A pass
-must end on all ranks after the same step. Before each pass `set_epoch` is called, of the iterable, its `sampler`,
-`batch_sampler` or `dataset`, as far as they have it.
+[Note: epochs] Each step takes `gradient_accumulation_steps` microbatches from the iterable. Iterating over it once is
+an epoch; it is iterated again as often as the steps need. No step spans two epochs: the last step of an epoch may have
+fewer microbatches. An epoch must end on all ranks after the same step. Before each epoch, `set_epoch` is called on the
+iterable and on its `sampler`, `batch_sampler` and `dataset`, if they have that method.
 
-[Note: going on in a pass] If the iterable has `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader,
-its state goes into checkpoints, one of each data rank. Any other is iterated again without training: from the beginning
-of the pass, or of the first pass where it has no length, or a generator of its own. An order drawn from torch's
-generator when a pass begins comes again if the loop has a seed.
+[Note: resuming within an epoch] If the iterable has `state_dict` and `load_state_dict`, like torchdata's
+StatefulDataLoader, checkpoints contain its state, one for each data rank. Otherwise the batches already trained on are
+skipped: from the start of the current epoch, or from the start of the first epoch if the iterable has no length or has
+a generator of its own. An order that is sampled from torch's default generator is reproduced if the loop has a seed.
 
-[Note: agreeing to stop] The next step is drawn while the device computes this one. A rank that has noted a signal draws
-nothing for it. The others see in the message that each step sends that something is wrong with it, and only then do
-ranks ask each other what. A signal that comes when the next step has begun takes effect one step later.
+[Note: stop signals] The next step's batch is fetched while the device computes the current step. A rank that has
+received a signal fetches nothing. The flag in the step's handshake tells the other ranks that something is wrong, and
+only then do the ranks exchange the reason. A later signal takes effect one step later.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 
 class EpochEnded(BatchError):
-    """A pass has ended on this rank; the next draw begins another."""
+    """The epoch has ended on this rank; the next fetch starts another one."""
 
 
 class StopRequested(Exception):
-    """All ranks stop before a step, since a rank has noted a signal."""
+    """All ranks stop before a step, since a rank has received a signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -54,16 +54,17 @@ class StopRequested(Exception):
 
 
 def derive_step_seed(seed: int, step: int, data_rank: int) -> int:
-    """Return the seed of a step's random numbers: different for each data rank, equal for ranks that share a batch."""
+    """Return the seed of a step's random numbers: different for each data rank, equal on ranks with the same batch."""
     state = np.random.SeedSequence(seed, spawn_key=(step, data_rank)).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
 
 
 class EpochBatches:
-    """The microbatches of each step, from an iterable; see [Note: passes]. Called with consecutive steps.
+    """Fetch the microbatches of each step from an iterable; see [Note: epochs]. Call it with consecutive steps.
 
-    `state` is as of `state()`, before the first step that is asked for; None: see [Note: going on in a pass]. `seed_for_step`
-    returns the seed for a step; None: generators are left alone.
+    Args:
+        state: a `state_dict()` from before the first step that is fetched. None: see [Note: resuming within an epoch].
+        seed_for_step: returns the seed for a step. None: generators are not seeded.
     """
 
     def __init__(
@@ -85,22 +86,27 @@ class EpochBatches:
         self._is_positioned = False
 
     def __call__(self, step: int) -> list[Batch]:
-        """Return the microbatches of a step; EpochEnded: the pass has no more."""
+        """Return the microbatches of a step.
+
+        Raises:
+            EpochEnded: the epoch has no more microbatches.
+            BatchError: the iterable is empty, or a microbatch is not a mapping of tensors.
+        """
         if not self._is_positioned:
             self._is_positioned = True
             self._seek(step)
-        found = self._draw()
-        for each in found:
+        microbatches = self._draw()
+        for each in microbatches:
             _check_batch(each)
-        return found
+        return microbatches
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return where the iterable is, if it can tell."""
-        find = getattr(self._source, "state_dict", None)
-        if find is None or not hasattr(self._source, "load_state_dict"):
+        """Return the position and the iterable's state; None if the iterable has no `state_dict`."""
+        get_state = getattr(self._source, "state_dict", None)
+        if get_state is None or not hasattr(self._source, "load_state_dict"):
             return None
-        # It may return its own memory, and the next step is drawn before this one is saved.
-        return {"pass": self._epoch, "given": self._num_drawn, "source": deepcopy(find())}
+        # The iterable may return a reference to its state, and fetches the next step before this one is saved.
+        return {"pass": self._epoch, "given": self._num_drawn, "source": deepcopy(get_state())}
 
     def _draw(self) -> list[Batch]:
         if self._iterator is None:
@@ -108,37 +114,37 @@ class EpochBatches:
                 if callable(set_epoch := getattr(each, "set_epoch", None)):
                     set_epoch(self._epoch)
             self._iterator = iter(self._source)
-        found = list(islice(self._iterator, self._gradient_accumulation_steps))
-        if len(found) == self._gradient_accumulation_steps:
-            self._num_drawn += len(found)
-            return found
-        if not found and not self._num_drawn:
-            again = f" when they are gone through again (pass {self._epoch + 1})" if self._epoch else ""
+        microbatches = list(islice(self._iterator, self._gradient_accumulation_steps))
+        if len(microbatches) == self._gradient_accumulation_steps:
+            self._num_drawn += len(microbatches)
+            return microbatches
+        if not microbatches and not self._num_drawn:
+            suffix = f" when they are gone through again (pass {self._epoch + 1})" if self._epoch else ""
             raise BatchError(
-                f"the batches give nothing{again}. Give an iterable that gives some each time, or less steps."
+                f"the batches give nothing{suffix}. Give an iterable that gives some each time, or less steps."
             )
         self._iterator, self._num_drawn = None, 0
         self._epoch += 1
-        if not found:
+        if not microbatches:
             raise EpochEnded("a pass over the batches has ended.")
-        # All ranks have as few of this step, or it is refused.
-        return found
+        # If other ranks have more microbatches in this step, it is rejected later.
+        return microbatches
 
     def _list_epoch_aware_parts(self) -> list[Any]:
-        """Return the iterable, and what a DataLoader takes its order from."""
+        """Return the iterable and the objects that determine a DataLoader's order."""
         parts = [getattr(self._source, name, None) for name in ("sampler", "batch_sampler", "dataset")]
-        found = (self._source, *parts, getattr(parts[1], "sampler", None))
-        return list({id(part): part for part in found if part is not None}.values())
+        candidates = (self._source, *parts, getattr(parts[1], "sampler", None))
+        return list({id(part): part for part in candidates if part is not None}.values())
 
     def _seek(self, step: int) -> None:
-        """Go to where the first step begins."""
+        """Restore the state, or skip the microbatches before `step`."""
         if self._state is not None:
             self._epoch, self._num_drawn = int(self._state["pass"]), int(self._state["given"])
             self._source.load_state_dict(self._state["source"])  # type: ignore[attr-defined]
             return
-        each, done = count_steps_per_epoch(self._source, self._gradient_accumulation_steps), 0
-        if each and all(getattr(part, "generator", None) is None for part in self._list_epoch_aware_parts()):
-            self._epoch, done = step // each, step // each * each
+        steps_per_epoch, done = count_steps_per_epoch(self._source, self._gradient_accumulation_steps), 0
+        if steps_per_epoch and all(getattr(part, "generator", None) is None for part in self._list_epoch_aware_parts()):
+            self._epoch, done = step // steps_per_epoch, step // steps_per_epoch * steps_per_epoch
         while done < step:
             if self._iterator is None:
                 self._reseed(done)
@@ -158,21 +164,28 @@ def _check_batch(batch: Any) -> None:
             f"batches give a {type(batch).__name__}, where a microbatch is a mapping of tensors with input_ids and "
             f"labels. Give the DataLoader a collate_fn that makes such."
         )
-    wrong = [f"{name} ({type(value).__name__})" for name, value in batch.items() if not isinstance(value, Tensor)]
-    if wrong:
-        raise BatchError(f"a microbatch holds what is no tensor: {', '.join(wrong)}. Leave it out in collate_fn.")
+    invalid = [f"{name} ({type(value).__name__})" for name, value in batch.items() if not isinstance(value, Tensor)]
+    if invalid:
+        raise BatchError(f"a microbatch holds what is no tensor: {', '.join(invalid)}. Leave it out in collate_fn.")
 
 
 def check_epoch_end(error: Exception | None, mesh: Mesh, step: int) -> bool:
-    """Whether a pass has ended on all ranks, and drawing has failed on none. Collective; asked when some rank has found
-    something wrong with a step. `error` is what this rank has met in drawing."""
+    """Return whether the epoch has ended on all ranks and no fetch has failed. Called if any rank reports an error in a
+    step. Collective.
+
+    Args:
+        error: what this rank's fetch raised.
+
+    Raises:
+        BatchError: the epoch has ended on some ranks only.
+    """
     world, ended = mesh.world, isinstance(error, EpochEnded)
     count, failed = world.reduce_ints([ended, error is not None and not ended])
     if failed or count in (0, world.size):
         return not failed and count > 0
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, (mesh.data_rank, ended), group=world.group)
-    ranks = sorted({data_rank for data_rank, has_ended in found if has_ended})
+    ended_by_rank: list[Any] = [None] * world.size
+    dist.all_gather_object(ended_by_rank, (mesh.data_rank, ended), group=world.group)
+    ranks = sorted({data_rank for data_rank, has_ended in ended_by_rank if has_ended})
     raise BatchError(
         f"after step {step} the batches have ended on data ranks {', '.join(map(str, ranks))} of {mesh.data_size}, "
         f"and not on the others. Give each data rank equally many, as DistributedSampler does, and ranks that share "
@@ -181,18 +194,22 @@ def check_epoch_end(error: Exception | None, mesh: Mesh, step: int) -> bool:
 
 
 def gather_loader_states(own_state: Mapping[str, Any] | None, mesh: Mesh) -> dict[str, Any] | None:
-    """Return the states of the iterables of all data ranks; None where they have none. Collective."""
-    found: list[Any] = [None] * mesh.world.size
+    """Return the iterables' states of all data ranks; None if no iterable has a state. Collective."""
+    gathered: list[Any] = [None] * mesh.world.size
     mesh.world.reduce_ints([0])
-    dist.all_gather_object(found, (mesh.data_rank, own_state), group=mesh.world.group)
-    states = dict(reversed(found))
+    dist.all_gather_object(gathered, (mesh.data_rank, own_state), group=mesh.world.group)
+    states = dict(reversed(gathered))
     if all(state is None for state in states.values()):
         return None
     return {"of_data_ranks": [states[rank] for rank in range(mesh.data_size)]}
 
 
 def select_loader_state(state: Mapping[str, Any] | None, mesh: Mesh) -> Mapping[str, Any] | None:
-    """Return this data rank's state of those of `gather_loader_states`."""
+    """Return this data rank's state from the result of `gather_loader_states`.
+
+    Raises:
+        CheckpointError: the number of data ranks has changed.
+    """
     if state is None:
         return None
     states: Sequence[Mapping[str, Any]] = state["of_data_ranks"]
@@ -205,7 +222,7 @@ def select_loader_state(state: Mapping[str, Any] | None, mesh: Mesh) -> Mapping[
 
 
 class _PrefetchedStep(NamedTuple):
-    """A step that has begun; `generator` and `state` are as of after drawing, `signal` is why nothing was drawn."""
+    """A fetched step. `rng_state` and `state` are from after the fetch; `signal` is why nothing was fetched, or 0."""
 
     step: int
     microbatches: Sequence[Batch]
@@ -217,9 +234,12 @@ class _PrefetchedStep(NamedTuple):
 
 
 class BatchPrefetcher:
-    """The microbatches of one loop, step by step; the next step is drawn while the device computes this one.
+    """Fetch the microbatches of a loop, one step ahead of the device.
 
-    An error in drawing is raised when the step's turn comes. `state` is that of `EpochBatches`, after the step taken last.
+    An error during a fetch is raised by `get_step` of that step.
+
+    Attributes:
+        loader_state: state of `EpochBatches` after the last step returned by `get_step`.
     """
 
     def __init__(
@@ -238,74 +258,78 @@ class BatchPrefetcher:
         self._draw_seconds = 0.0
 
     def prefetch(self, step: int) -> None:
-        """Draw a step, counted from 0, and announce it to the other ranks without waiting for them. Collective."""
+        """Fetch a step, counted from 0, and start its handshake without waiting for other ranks. Collective."""
         self._prefetched = self._draw(step)
 
     def _draw(self, step: int) -> _PrefetchedStep:
-        before = torch.get_rng_state()
+        saved_rng_state = torch.get_rng_state()
         if self._seed is not None:
-            # The generators of accelerators stay as they are: the current step may need them.
+            # Accelerators' generators are not seeded here: the current step may still use them.
             torch.default_generator.manual_seed(self._derive_seed(step, self._seed))
         microbatches: Sequence[Batch] = ()
         error: Exception | None = None
         state = None
-        noted = 0 if self._signals is None else self._signals.received_signal
+        signum = 0 if self._signals is None else self._signals.received_signal
         start = time.perf_counter()
         try:
-            drawn = () if noted else self._batches(step)
+            fetched = () if signum else self._batches(step)
             if isinstance(self._batches, EpochBatches):
                 state = self._batches.state_dict()
-            microbatches = drawn
+            microbatches = fetched
         except Exception as caught:
             error = caught
         self._draw_seconds += time.perf_counter() - start
-        generator = torch.get_rng_state()
-        torch.set_rng_state(before)
-        # No microbatches tell the others that something is wrong.
+        rng_state = torch.get_rng_state()
+        torch.set_rng_state(saved_rng_state)
+        # An empty batch reports an error to the other ranks.
         num_tokens = self._manager.begin_step_sync(microbatches, objective=self._objective)
-        return _PrefetchedStep(step, microbatches, num_tokens, error, generator, state, noted)
+        return _PrefetchedStep(step, microbatches, num_tokens, error, rng_state, state, signum)
 
     def pop_draw_seconds(self) -> float:
-        """Return what drawing has taken since the last call, without waiting for other ranks."""
+        """Return the seconds spent on fetching since the last call, without waiting for other ranks."""
         seconds, self._draw_seconds = self._draw_seconds, 0.0
         return seconds
 
     def get_step(self, step: int) -> tuple[Sequence[Batch], Tensor]:
-        """Return the microbatches of a step and their `num_tokens`, and seed all generators. Collective; StopRequested: a
-        rank has noted a signal, and nothing has changed since the step before."""
-        drawn, self._prefetched = self._prefetched, None
-        if drawn is None or drawn.step != step:
-            drawn = self._draw(step)
-        while self._has_epoch_ended(drawn):
-            drawn = self._draw(step)
-        self.loader_state = drawn.state
+        """Return the microbatches of a step and their `num_tokens`, and seed all generators. Collective.
+
+        Raises:
+            StopRequested: a rank has received a signal; nothing has changed since the previous step.
+            BatchError: a rank could not fetch its microbatches (on all ranks).
+        """
+        fetched, self._prefetched = self._prefetched, None
+        if fetched is None or fetched.step != step:
+            fetched = self._draw(step)
+        while self._has_epoch_ended(fetched):
+            fetched = self._draw(step)
+        self.loader_state = fetched.state
         if self._seed is not None:
             torch.manual_seed(self._derive_seed(step, self._seed))
-        torch.set_rng_state(drawn.rng_state)
-        if drawn.error is not None:
-            # Where a pass has ended here, another rank has failed in drawing, and raises the cause.
-            error = None if isinstance(drawn.error, EpochEnded) else drawn.error
-            what = f"the microbatches of step {step + 1} cannot be drawn"
-            raise_on_all_ranks(self._manager.mesh.world, error, BatchError, what)
-        return drawn.microbatches, drawn.num_tokens
+        torch.set_rng_state(fetched.rng_state)
+        if fetched.error is not None:
+            # If the epoch has ended here, another rank's fetch has failed, and that rank raises the cause.
+            error = None if isinstance(fetched.error, EpochEnded) else fetched.error
+            failure = f"the microbatches of step {step + 1} cannot be drawn"
+            raise_on_all_ranks(self._manager.mesh.world, error, BatchError, failure)
+        return fetched.microbatches, fetched.num_tokens
 
     def _has_epoch_ended(self, drawn: _PrefetchedStep) -> bool:
-        """Whether a pass has ended, so that the step is to be drawn from the next one. Collective."""
-        in_passes = isinstance(self._batches, EpochBatches)
-        if (self._signals is None and not in_passes) or not has_reported_errors(drawn.num_tokens):
+        """Return whether the epoch has ended, so that the step must be fetched from the next one. Collective."""
+        has_epochs = isinstance(self._batches, EpochBatches)
+        if (self._signals is None and not has_epochs) or not has_reported_errors(drawn.num_tokens):
             return False
         if self._signals is not None:
-            (number,) = self._manager.mesh.world.reduce_ints([drawn.signal], ReduceOp.MAX)
-            if number:
-                raise StopRequested(number)
-        return in_passes and check_epoch_end(drawn.error, self._manager.mesh, drawn.step)
+            (signum,) = self._manager.mesh.world.reduce_ints([drawn.signal], ReduceOp.MAX)
+            if signum:
+                raise StopRequested(signum)
+        return has_epochs and check_epoch_end(drawn.error, self._manager.mesh, drawn.step)
 
     def _derive_seed(self, step: int, seed: int) -> int:
         return derive_step_seed(seed, step, self._manager.mesh.data_rank)
 
 
 def build_prefetcher(manager: StrategyManager, loop: Loop) -> BatchPrefetcher:
-    """Return what draws the microbatches of a loop."""
+    """Build the prefetcher of a loop."""
     source, mesh, run_seed = loop.batches, manager.mesh, loop.seed
     if not callable(source):
         if not isinstance(source, Iterable):

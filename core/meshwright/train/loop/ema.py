@@ -1,7 +1,7 @@
-"""An exponential moving average of the weights, under any strategy.
+"""Exponential moving average (EMA) of the weights, under any strategy.
 
-Each rank averages what it steps, in float32 or wider: nothing is sent, and memory is sharded as the optimizer's state.
-Checkpoints hold the averages by name, so that any other layout can load them.
+Each rank averages the parameter shards that it steps, in float32 or wider. This needs no communication, and the memory
+is sharded like the optimizer state. Checkpoints contain the averages by name, so any other layout can load them.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from .extension import LoopExtension
 
 @runtime_checkable
 class SupportsEMA(Protocol):
-    """What a manager implements that can keep averages; those that derive from `DataParallelManager` do."""
+    """A manager that can keep averages of the weights. Subclasses of `DataParallelManager` do."""
 
     def enable_ema(self) -> Sequence[EMAWeights]:
-        """Begin with the current weights, of each part of the model that this rank trains. From then on the averages
-        are a part of `sharded_state` and of `loading`."""
+        """Start averages at the current weights of the model parts that this rank trains. Afterwards `sharded_state`
+        and `loading` include the averages."""
 
     def swap_ema(self) -> AbstractContextManager[None]:
-        """Put the averages in the place of the weights. Collective."""
+        """Return a context in which the averages replace the weights. Collective."""
 
 
 class EMA(LoopExtension):
-    """An exponential moving average of what a manager's optimizer trains.
+    """Exponential moving average of the parameters that a manager's optimizer trains.
 
-    It begins with the current weights, and is updated after each step of `manager.optimizer`, whoever makes it. Make it
-    after `build_optimizer`, and before `load_checkpoint` if the checkpoint has an average. Frozen parameters have no
-    average: their values are those of the model.
+    It starts at the current weights and is updated after each step of `manager.optimizer`. Create it after
+    `build_optimizer`, and before `load_checkpoint` if the checkpoint contains an average. Frozen parameters have no
+    average of their own; their values are those of the model.
 
     Args:
-        manager: with its optimizer.
-        start_step: steps that the optimizer has done before.
+        manager: a manager with an optimizer.
+        config: options of the average; None: the defaults.
+        start_step: number of optimizer steps already done.
 
     Raises:
-        StrategyError: the manager has no optimizer, keeps an average already, or is of a strategy that cannot.
+        StrategyError: the manager has no optimizer, already keeps an average, or does not support averages.
     """
 
     def __init__(self, manager: StrategyManager, config: EMAConfig | None = None, *, start_step: int = 0) -> None:
@@ -71,8 +72,8 @@ class EMA(LoopExtension):
             averages.counts[0], averages.counts[1] = steps, updates
 
     def swap(self) -> AbstractContextManager[None]:
-        """Put the averages, rounded to the dtypes of the parameters, in the place of the weights, which come back bit
-        for bit. Not for training. Collective."""
+        """Return a context in which the averages, rounded to the parameters' dtypes, replace the weights. On exit the
+        weights are restored bitwise. Do not train within it. Collective."""
         return self._manager.swap_ema()
 
     def evaluate(self, compute_losses: Callable[[], dict[str, float]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What takes part in a training loop beside its steps. No torch in this module."""
+"""Extensions of a training loop. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,46 +15,49 @@ if TYPE_CHECKING:
     from ...strategy.contract import StrategyManager
 
 GradientStage: TypeAlias = Literal["whole", "clipped"]
-"""Of a step's gradients: after the backward pass, and after clipping."""
+"""Stage of a step's gradients: "whole" after the backward pass, "clipped" after clipping."""
 
 
 class LoopExtension:
-    """Base class of extensions of a loop. `fit` calls the hooks of all extensions in their order.
+    """Base class of loop extensions. `fit` calls the hooks of all extensions in order.
 
-    A hook may be collective if every rank has the extension. By default it does nothing.
+    A hook may be collective if every rank has the extension. The default hooks do nothing.
     """
 
     def on_start(self, state: Mapping[str, Any]) -> None:
-        """Called once before the first step, with what the loop remembers in checkpoints."""
+        """Called once before the first step, with the loop's state."""
 
     def step_context(self, index: int) -> AbstractContextManager[object]:
-        """Return the context in which a step runs, counted from 0 in this call of `fit`."""
+        """Return the context of a step. `index` is counted from 0 in this call of `fit`."""
         return nullcontext()
 
     def on_gradients(self, stage: GradientStage) -> None:
-        """Look at the gradients of a step."""
+        """Called with each stage of a step's gradients."""
 
     def process_result(self, result: StepResult) -> StepResult:
-        """Look at a step before it is evaluated and reported, and return its result, perhaps with more in it."""
+        """Called after a step, before evaluation and reporting. Return its result, possibly extended."""
         return result
 
     def evaluate(self, compute_losses: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Return further losses to report with an evaluation."""
+        """Return additional losses to report with an evaluation."""
         return {}
 
     def before_save(self, step: int, state: Mapping[str, Any]) -> None:
         """Called before the state after a step is saved or copied."""
 
     def finish_step(self, step: int, prepare_extra: Callable[[], dict[str, Any]]) -> None:
-        """Called last in a step, after a checkpoint that was due. `prepare_extra` prepares the state to be copied, and returns
-        what belongs into a checkpoint beside the state of the manager; collective."""
+        """Called last in a step, after the checkpoint if one is due.
+
+        Args:
+            prepare_extra: prepares the state for a copy, and returns a checkpoint's `extra`. Collective.
+        """
 
     def on_rollback(self, step: int) -> None:
-        """Called when an earlier state has been loaded."""
+        """Called after a rollback, with the step of the loaded state."""
 
 
 class StepContext(LoopExtension):
-    """Run each step within a context that may measure something: further entries of `StepResult.times`."""
+    """Run each step in a context manager, and add measured times to `StepResult.times`."""
 
     def __init__(
         self,
@@ -67,13 +70,13 @@ class StepContext(LoopExtension):
         return nullcontext() if self._create_context is None else self._create_context(index)
 
     def process_result(self, result: StepResult) -> StepResult:
-        more = {} if self._read_times is None else self._read_times()
-        return replace(result, times={**result.times, **more}) if more else result
+        extra = {} if self._read_times is None else self._read_times()
+        return replace(result, times={**result.times, **extra}) if extra else result
 
 
 @dataclass
 class FlopsReporter(LoopExtension):
-    """Report the model's FLOPs of each step, and the peak of a device."""
+    """Report the model FLOPs of each step, and the peak FLOP/s of one device."""
 
     flops_per_token: float | None
     peak_flops: float | None
@@ -84,10 +87,10 @@ class FlopsReporter(LoopExtension):
 
 
 class StateReplication(Protocol):
-    """Copies of training state that outlive the processes of a run; see the hook `open_state_replication`."""
+    """Replicas of the training state that outlive the processes of a run; see the hook `open_state_replication`."""
 
     def list_replicas(self, world: World, run: str, access: StorageOptions) -> Sequence[tuple[int, StorageReader]]:
-        """Return the step and the place of each copy of a run, the newest first. Collective."""
+        """Return the step and the storage of each replica of a run, newest first. Collective."""
 
     def replicate(
         self,
@@ -101,13 +104,13 @@ class StateReplication(Protocol):
         signing_key: SigningKey | None,
         report: Callable[..., object],
     ) -> AbstractContextManager[LoopExtension]:
-        """Copy the state of the training steps within the context. Collective.
+        """Replicate the training state of the steps within the context. Collective.
 
         Args:
             run_id: id of the run.
-            start_step: number of steps done before.
+            start_step: number of steps already done.
             every: steps between copies.
-            bandwidth: bytes a second that each rank sends; None: as many as there can be.
-            signing_key: with which copies are signed.
-            report: called with the facts of each copy, by name.
+            bandwidth: bytes per second that each rank may send; None: unlimited.
+            signing_key: key that signs the copies.
+            report: called with the facts of each copy as keyword arguments.
         """

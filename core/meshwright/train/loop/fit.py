@@ -1,4 +1,4 @@
-"""The training loop: one for every strategy, of which it knows only the contract."""
+"""The training loop, shared by all strategies. It uses only the strategy contract."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ clock = time.monotonic
 
 
 def fit(manager: StrategyManager, loop: Loop) -> list[StepResult]:
-    """Train until the last step, or until a callback or `early_stopping` ends it; collective.
+    """Train until the last step, or until a callback or `early_stopping` ends the run. Collective.
 
-    After each step due sets are evaluated, then the hook `on_step_end` of observers and the callbacks are called, then
-    a due checkpoint is saved. The other hooks of observers are in `strategy.hooks`.
+    After each step come, in this order: the evaluation if it is due, the observers' hook `on_step_end`, the callbacks,
+    and the checkpoint if it is due. `strategy.hooks` declares the other hooks of observers.
 
     Args:
-        manager: has a model and an optimizer: `parallelize` and `build_optimizer` have been called.
-        loop: equal on all ranks except for what each rank draws and is told.
+        manager: a manager after `parallelize` and `build_optimizer`.
+        loop: equal on all ranks, except for the data and callbacks of each rank.
 
     Returns:
-        The results of the steps from `loop.start` on.
+        The results of the steps after `loop.start_step`.
 
     Raises:
-        BatchError: a step's microbatches do not fit together, or batches end on some ranks alone (on all ranks).
-        ConfigError: the loop cannot run, or ranks have different ones (on all ranks); nothing was trained.
-        TrainingError: loss or gradient is not finite (on all ranks); the parameters are those before that step. Or an
-            optimizer stepped with another learning rate than the schedule's. Or a callback of another rank has failed.
-        CheckpointError: as of `Checkpointer.save`.
-        Stopped: a rank has noted one of `loop.signals`; on all ranks. If there is a checkpointer, it has saved.
+        BatchError: a step's microbatches are inconsistent, or batches end on some ranks only (on all ranks).
+        ConfigError: the loop is invalid, or differs between ranks (on all ranks); nothing was trained.
+        TrainingError: the loss or gradient norm is not finite (on all ranks); the parameters are those before that
+            step. Or an optimizer stepped with a learning rate other than the schedule's, or a callback failed on
+            another rank.
+        CheckpointError: see `Checkpointer.save`.
+        Stopped: a rank has received one of `loop.signals` (on all ranks). If there is a checkpointer, it has saved.
     """
     return _TrainingLoop(manager, loop).run()
 
@@ -107,7 +108,7 @@ class _TrainingLoop:
         return [*(each for each in own if each is not None), *loop.extensions]
 
     def run(self) -> list[StepResult]:
-        """Run the steps, and call observers when they begin and end, however they do."""
+        """Run the steps, and notify observers of the start and of the end, even after an error."""
         hook, rank = get_registry().hook, self.manager.mesh.rank
         start = partial(hook.on_run_start, run=self.info, mesh=self.manager.mesh)
         run_on_all_ranks(self.world, start, TrainingError, "an observer fails at the start of the run")
@@ -143,7 +144,7 @@ class _TrainingLoop:
         results: list[StepResult] = []
         while (step := results[-1].step if results else self.loop.start_step) < self.loop.num_steps:
             if self.metric_monitor.should_stop:
-                # It was before the run was interrupted.
+                # The run was interrupted after early stopping had triggered.
                 self.end_reason = "early stopping"
                 break
             try:
@@ -155,7 +156,7 @@ class _TrainingLoop:
             if isinstance(result, BadStepInfo):
                 self.roll_back(result, results)
                 continue
-            # What this rank took by itself: observers and callbacks of the step before, drawing, the optimizer.
+            # This rank's busy time: observers and callbacks of the previous step, fetching, and the optimizer.
             own_s = self.busy_s + self.prefetcher.pop_draw_seconds() + result.times.get("optimizer", 0.0)
             self.progress.step_times.append((own_s, result.seconds))
             result = replace(result, times={**result.times, **self.save_times})
@@ -183,16 +184,16 @@ class _TrainingLoop:
         return results
 
     def run_step(self, step: int) -> StepResult | BadStepInfo:
-        """Run a step; a bad one may take the run back."""
+        """Run one step. Return a BadStepInfo if the step requests a rollback."""
 
-        def look(moment: GradientStage) -> None:
+        def notify_extensions(moment: GradientStage) -> None:
             for each in self.extensions:
                 each.on_gradients(moment)
 
         try:
-            with ExitStack() as held:
+            with ExitStack() as stack:
                 for each in self.extensions:
-                    held.enter_context(each.step_context(step - self.loop.start_step))
+                    stack.enter_context(each.step_context(step - self.loop.start_step))
                 result = train_step(
                     self.manager,
                     self.loop,
@@ -200,7 +201,7 @@ class _TrainingLoop:
                     self.prefetcher,
                     self.stopwatch,
                     self.bad_step_detector,
-                    on_gradients=look,
+                    on_gradients=notify_extensions,
                 )
         except RollbackRequested as request:
             return request.bad
@@ -210,11 +211,11 @@ class _TrainingLoop:
 
     def report_bad_step(self, bad: BadStepInfo, rollback_step: int | None = None) -> None:
         rank, count = self.manager.mesh.rank, self.bad_step_detector.num_bad_steps
-        told = BadStep(bad.step, self.loop.num_steps, bad.reason, rank, count, rollback_step)
-        get_registry().hook.on_bad_step(bad_step=told)
+        event = BadStep(bad.step, self.loop.num_steps, bad.reason, rank, count, rollback_step)
+        get_registry().hook.on_bad_step(bad_step=event)
 
     def roll_back(self, bad: BadStepInfo, results: list[StepResult]) -> None:
-        """Go back to a checkpoint, and leave out the batches since then. Collective."""
+        """Roll back to a checkpoint, and skip the batches since then. Collective."""
         to, state = self.rollback_points.roll_back(bad)
         self.metric_monitor = MetricMonitor(self.loop.early_stopping, self.loop.checkpointer, state)
         self.bad_step_detector.roll_back(bad, state, step=to)
@@ -225,7 +226,7 @@ class _TrainingLoop:
         self.report_bad_step(bad, to)
 
     def evaluate(self, result: StepResult) -> StepResult:
-        """Return the result with the losses of the sets, and tell observers of them. Collective."""
+        """Evaluate, notify observers, and return the result with the losses. Collective."""
         start = time.perf_counter()
         self.progress.enter_phase("evaluation")
         with profiler_phase("evaluation"):
@@ -249,24 +250,24 @@ class _TrainingLoop:
         }
 
     def poll_callbacks(self, result: StepResult) -> tuple[bool, bool]:
-        """Whether a callback of any rank asks to stop, and whether a checkpoint is due by the clock. Collective."""
+        """Return whether a callback of any rank asks to stop, and whether `save_every_s` is over. Collective."""
         error: Exception | None = None
-        wishes = []
+        responses = []
         start = time.perf_counter()
         try:
-            wishes = [callback(result) for callback in self.loop.callbacks]
+            responses = [callback(result) for callback in self.loop.callbacks]
         except Exception as caught:
             error = caught
         self.busy_s += time.perf_counter() - start
         after = self.loop.save_every_s
         is_late = after is not None and self.world.rank == 0 and clock() - self.last_save_time >= after
-        wanted, late, failed = self.world.reduce_ints([any(wishes), is_late, error is not None])
+        wanted, late, failed = self.world.reduce_ints([any(responses), is_late, error is not None])
         if failed:
             raise_on_all_ranks(self.world, error, TrainingError, f"a callback fails after step {result.step}")
         return bool(wanted), bool(late)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the loop remembers in checkpoints; values of JSON."""
+        """Return the state that the loop saves in checkpoints; JSON-serializable."""
         return {**self.metric_monitor.state_dict(), **self.bad_step_detector.state_dict()}
 
     def save_checkpoint(self, result: StepResult, *, is_best: bool = False) -> None:
@@ -284,43 +285,45 @@ class _TrainingLoop:
         get_registry().hook.on_checkpoint(checkpoint=SavedCheckpoint(result.step, place, seconds, result.rank, is_best))
 
     def prepare_extra(self, step: int) -> dict[str, Any]:
-        """Prepare a save, and return what belongs into a checkpoint beside the state of the manager. Collective."""
+        """Prepare a save, and return a checkpoint's `extra`: everything besides the manager's state. Collective."""
         state: dict[str, Any] = self.state_dict()
         for each in self.extensions:
             each.before_save(step, state)
         extra: dict[str, Any] = {}
         if not callable(self.loop.batches):
             state["batches"] = gather_loader_states(self.prefetcher.loader_state, self.manager.mesh)
-        if (tell := self.loop.checkpoint_extra) is not None:
-            drawn, what = (
+        if (build_extra := self.loop.checkpoint_extra) is not None:
+            num_fetched, failure = (
                 step + self.bad_step_detector.num_skipped_batches,
                 f"extra of the loop fails after step {step}",
             )
-            extra = dict(run_on_all_ranks(self.world, lambda: tell(drawn), CheckpointError, what))
+            extra = dict(run_on_all_ranks(self.world, lambda: build_extra(num_fetched), CheckpointError, failure))
         return {**extra, LOOP_STATE_KEY: state}
 
     def stop_on_signal(self, signum: int, signals: StopSignals, results: list[StepResult]) -> Stopped:
-        """Save what is not saved, and wait until it is on disk everywhere. Collective."""
+        """Save if the last step is not saved yet, and wait until all ranks have written. Collective."""
         step, checkpointer = results[-1].step if results else self.loop.start_step, self.loop.checkpointer
         saved, is_late = not results, False
         if checkpointer is not None and results:
             checkpointer.wait()
             if checkpointer.last_saved_step != step:
-                # Some rank would be ended before the save is done.
+                # Skip the save if any rank would be killed before it ends.
                 is_late = bool(self.world.reduce_ints([checkpointer.max_save_s > signals.remaining_s])[0])
             if checkpointer.last_saved_step != step and not is_late:
                 self.save_checkpoint(results[-1])
                 checkpointer.wait()
             saved = checkpointer.last_saved_step == step
         signals.ignore_further_signals()
-        # Who leaves first would take connections with it that others may still need.
+        # A rank that exits early would close connections that other ranks still use.
         self.world.reduce_ints([0])
         return Stopped(signum, step=step, saved=saved, exit_code=signals.exit_code, has_skipped_save=is_late)
 
 
 class RollbackPoints(LoopExtension):
-    """Goes back to checkpoints that the same processes have saved. For each it keeps what is not in it: learning rates,
-    the schedule, and what the loop remembers. Settings of the optimizer that a run has changed since stay as they are.
+    """Roll back to checkpoints that this process has saved or resumed from.
+
+    For each of them it keeps in memory what is restored separately: learning rates, the schedule, and the loop's state.
+    Optimizer settings that a run has changed since then keep their current values.
     """
 
     def __init__(self, manager: StrategyManager, loop: Loop) -> None:
@@ -336,24 +339,24 @@ class RollbackPoints(LoopExtension):
         self._points[step] = deepcopy((rates, scheduler and scheduler.state_dict(), dict(state)))
 
     def roll_back(self, bad: BadStepInfo) -> tuple[int, Mapping[str, Any]]:
-        """Load the newest valid checkpoint before a step; return its step, and the loop's state then. Collective."""
+        """Load the newest valid checkpoint before a step; return its step and the loop's state at it. Collective."""
         checkpointer, world = self._loop.checkpointer, self._manager.mesh.world
         if checkpointer is None:
             raise TrainingError("on_bad_step=rollback needs a checkpointer.")
         checkpointer.wait()
         steps = sorted((step for step in self._points if step < bad.step), reverse=True)
-        there = world.run_on_first_rank(
+        existing = world.run_on_first_rank(
             lambda: [step for step in steps if storage_exists(checkpointer.storage_for_step(step))]
         )
-        found, _ = find_first_valid([checkpointer.storage_for_step(step) for step in there], world)
-        if found is None:
+        newest, _ = find_first_valid([checkpointer.storage_for_step(step) for step in existing], world)
+        if newest is None:
             raise TrainingError(
                 f"step {bad.step}: {bad.reason}, and there is no checkpoint to go back to: on_bad_step=rollback goes "
                 f"back to what this sitting has saved or begun with. No parameter was changed by this step. Lower "
                 f"checkpoint.every, or set on_bad_step=skip."
             )
-        load_checkpoint(self._manager, found, keep_group_settings=True)
-        to = next(step for step in there if checkpointer.storage_for_step(step) == found)
+        load_checkpoint(self._manager, newest, keep_group_settings=True)
+        to = next(step for step in existing if checkpointer.storage_for_step(step) == newest)
         rates, schedule, state = deepcopy(self._points[to])
         if self._loop.scheduler is not None:
             self._loop.scheduler.load_state_dict(schedule)
@@ -363,7 +366,7 @@ class RollbackPoints(LoopExtension):
 
 
 def _call_without_raising(notify: Callable[[], Any]) -> None:
-    """Call observers while another error is raised, which theirs must not hide."""
+    """Notify observers while another error is being raised; an error of theirs only warns, so as not to hide it."""
     try:
         notify()
     except Exception as error:
@@ -389,5 +392,5 @@ def _build_run_info(manager: StrategyManager, loop: Loop) -> RunInfo:
 
 
 def generate_run_id() -> str:
-    """Return an id that no other run has."""
+    """Return a unique run id."""
     return uuid.uuid4().hex

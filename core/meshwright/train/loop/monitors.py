@@ -1,14 +1,14 @@
-"""Judge the steps and evaluations of a run: bad steps, early stopping, and the best steps. No torch in this module.
+"""Check the steps and evaluations of a run: bad steps, early stopping, and the best steps. Does not import torch.
 
-Losses and norms are equal on all ranks, so that ranks need not agree. The state is saved in checkpoints: a resumed run
-judges as it would have.
+Losses and norms are equal on all ranks, so no communication is needed. Checkpoints contain the state, so a resumed run
+makes the same decisions as an uninterrupted one.
 
-[Note: bad steps] Such a step is skipped, or the run goes back to a checkpoint and leaves out all batches since then, as
-was done for PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1). Distance is measured in median absolute
-deviations of the good steps before, which outliers do not move (Iglewicz and Hoaglin 1993).
+[Note: bad steps] A bad step is skipped, or the run rolls back to a checkpoint and skips all batches since then, as was
+done for PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1). The deviation is measured in median absolute
+deviations of the preceding good steps, which are robust to outliers (Iglewicz and Hoaglin 1993).
 
-[Note: draws] The batch of a step, and its random numbers, are drawn by the number of the step plus the number of
-batches that rolling back has left out before it.
+[Note: draws] The batch and the random numbers of a step are selected by a batch index: the step's index plus the number
+of batches that rollbacks have skipped before it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from ...events.step import StepResult
 
 BAD_STEPS_KEY = "bad_steps"
-"""Key of their state in that of a loop."""
+"""Key of the detector's state in the loop's state."""
 MIN_GOOD_STEPS = 20
-"""Good steps that must be known before one can be far from them."""
+"""Good steps that are needed before a deviation is computed."""
 MAD_TO_SIGMA = 1.4826
-"""Standard deviation of a normal distribution in median absolute deviations."""
+"""Standard deviation of a normal distribution, in units of its median absolute deviation."""
 MIN_RELATIVE_DEVIATION = 1e-3
-"""Least deviation, relative to the median."""
+"""Lower bound of the standard deviation, relative to the median."""
 
 
 class BadStepConfig(FrozenModel):
-    """What becomes of a step whose loss or gradient norm is not finite, or far above those before."""
+    """Handling of a step whose loss or gradient norm is not finite, or far above those of previous steps."""
 
     action: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
@@ -61,14 +61,14 @@ class BadStepConfig(FrozenModel):
 
 @dataclass(frozen=True)
 class BadStepInfo:
-    """A skipped step: its number from 1, and why."""
+    """A bad step: its number, counted from 1, and the reason."""
 
     step: int
     reason: str
 
 
 class RollbackRequested(Exception):
-    """A bad step takes all ranks back to a checkpoint; its gradients were dropped."""
+    """Raised on all ranks when a bad step triggers a rollback. The step's gradients have been dropped."""
 
     def __init__(self, bad: BadStepInfo) -> None:
         super().__init__(bad)
@@ -76,18 +76,18 @@ class RollbackRequested(Exception):
 
 
 class BadStepDetector:
-    """Judges the steps of a run."""
+    """Detect bad steps from loss and gradient norm; see [Note: bad steps]."""
 
     def __init__(self, config: BadStepConfig, state: Mapping[str, Any] | None = None) -> None:
-        known = state or {}
+        saved = state or {}
         self.config = config
-        self.num_skipped_batches, self.num_bad_steps = int(known.get("left_out", 0)), int(known.get("count", 0))
-        self._num_since_good, self._last_good_step = int(known.get("since_good", 0)), int(known.get("furthest", 0))
-        self._losses = deque[float](known.get("losses", ()), config.window)
-        self._norms = deque[float](known.get("norms", ()), config.window)
+        self.num_skipped_batches, self.num_bad_steps = int(saved.get("left_out", 0)), int(saved.get("count", 0))
+        self._num_since_good, self._last_good_step = int(saved.get("since_good", 0)), int(saved.get("furthest", 0))
+        self._losses = deque[float](saved.get("losses", ()), config.window)
+        self._norms = deque[float](saved.get("norms", ()), config.window)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it; values of JSON."""
+        """Return the state for checkpoints; JSON-serializable."""
         if self.config.action == "stop" and self.config.max_deviations is None and not self.num_skipped_batches:
             return {}
         counts = {"left_out": self.num_skipped_batches, "count": self.num_bad_steps}
@@ -95,7 +95,7 @@ class BadStepDetector:
         return {BAD_STEPS_KEY: {**counts, "losses": list(self._losses), "norms": list(self._norms)}}
 
     def check_step(self, step: int, loss: float, norm: float) -> BadStepInfo | None:
-        """Judge a step; None if it is good."""
+        """Check a step; return None if it is good."""
         reason = self._find_reason(loss, norm)
         if reason is not None:
             return self.record_bad_step(step, reason)
@@ -107,7 +107,7 @@ class BadStepDetector:
         return None
 
     def record_bad_step(self, step: int, reason: str) -> BadStepInfo:
-        """Note a bad step."""
+        """Count a bad step, or raise TrainingError if the action is "stop" or there are too many of them."""
         if self.config.action == "stop":
             raise TrainingError(
                 f"step {step}: {reason}. The parameters were not changed by this step. Lower optimizer.lr, lengthen "
@@ -123,28 +123,28 @@ class BadStepDetector:
         return BadStepInfo(step, reason)
 
     def roll_back(self, bad: BadStepInfo, state: Mapping[str, Any], *, step: int) -> None:
-        """Go back to the state after step `step`, and leave out the batches since then."""
+        """Restore the state after step `step`, and skip the batches since then."""
         self.num_skipped_batches += bad.step - step
-        then = BadStepDetector(self.config, state.get(BAD_STEPS_KEY))
-        self._losses, self._norms = then._losses, then._norms
+        restored = BadStepDetector(self.config, state.get(BAD_STEPS_KEY))
+        self._losses, self._norms = restored._losses, restored._norms
 
     def _find_reason(self, loss: float, norm: float) -> str | None:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"the loss is {loss} and the gradient norm {norm}"
         if self.config.max_deviations is None or len(self._losses) < MIN_GOOD_STEPS:
             return None
-        for name, value, known in (("loss", loss, self._losses), ("gradient norm", norm, self._norms)):
-            far, median = compute_deviations_above(value, known)
-            if far > self.config.max_deviations:
+        for name, value, history in (("loss", loss, self._losses), ("gradient norm", norm, self._norms)):
+            score, median = compute_deviations_above(value, history)
+            if score > self.config.max_deviations:
                 return (
-                    f"the {name} {value:.6g} is {far:.1f} standard deviations above the median {median:.6g} of the "
-                    f"{len(known)} good steps before"
+                    f"the {name} {value:.6g} is {score:.1f} standard deviations above the median {median:.6g} of the "
+                    f"{len(history)} good steps before"
                 )
         return None
 
 
 def compute_deviations_above(value: float, history: deque[float]) -> tuple[float, float]:
-    """Return how many standard deviations a value lies above the median of others, and that median."""
+    """Return by how many standard deviations `value` exceeds the median of `history`, and that median."""
     median = statistics.median(history)
     spread = MAD_TO_SIGMA * statistics.median(abs(each - median) for each in history)
     least = max(MIN_RELATIVE_DEVIATION * abs(median), math.ulp(0.0))
@@ -152,16 +152,17 @@ def compute_deviations_above(value: float, history: deque[float]) -> tuple[float
 
 
 LOOP_STATE_KEY = "loop"
-"""Key of what `fit` remembers in `Manifest.extra`."""
+"""Key of the loop's state in `Manifest.extra`."""
 
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Stop when the loss of a set has not fallen for a while.
+    """Stop when the loss of an evaluation set has stopped improving.
 
     Attributes:
-        patience: evaluations in a row without a lower loss after which the run ends.
-        min_delta: a loss counts as lower if it is lower by more than this.
+        eval_set: name of the evaluation set.
+        patience: number of consecutive evaluations without improvement after which the run ends.
+        min_delta: the loss must decrease by more than this to count as an improvement.
     """
 
     eval_set: str = "held_out"
@@ -176,7 +177,7 @@ class EarlyStopping:
 
 
 class MetricMonitor:
-    """Looks at the evaluations of a run."""
+    """Track evaluation losses, for early stopping and for keeping the best checkpoints."""
 
     def __init__(
         self, early_stopping: EarlyStopping | None, checkpointer: Checkpointer | None, state: Mapping[str, Any] | None
@@ -184,34 +185,36 @@ class MetricMonitor:
         self._early_stopping, self._keep_best, self._best_eval_set = early_stopping, 0, ""
         if checkpointer is not None and checkpointer.keep_best:
             self._keep_best, self._best_eval_set = checkpointer.keep_best, checkpointer.best_eval_set
-        seen = _state_for_set(state, "early_stopping", "" if early_stopping is None else early_stopping.eval_set)
-        self._lowest, self._num_bad_evaluations = seen.get("lowest"), int(seen.get("waited", 0))
+        stopping_state = _state_for_set(
+            state, "early_stopping", "" if early_stopping is None else early_stopping.eval_set
+        )
+        self._lowest, self._num_bad_evaluations = stopping_state.get("lowest"), int(stopping_state.get("waited", 0))
         best = _state_for_set(state, "best", self._best_eval_set).get("values", ())
         self._best = sorted((float(value), int(step)) for value, step in best)
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run is to stop."""
+        """Whether early stopping has triggered."""
         return self._early_stopping is not None and self._num_bad_evaluations >= self._early_stopping.patience
 
     def update(self, result: StepResult) -> bool:
-        """Look at the evaluations of a step, if any, and return whether it is among the best so far."""
-        found = result.evaluations
-        if self._early_stopping is not None and self._early_stopping.eval_set in found:
-            value = found[self._early_stopping.eval_set]
+        """Record the evaluations of a step, if any, and return whether it is among the best so far."""
+        losses = result.evaluations
+        if self._early_stopping is not None and self._early_stopping.eval_set in losses:
+            value = losses[self._early_stopping.eval_set]
             is_lower = math.isfinite(value) and (
                 self._lowest is None or value < self._lowest - self._early_stopping.min_delta
             )
             self._lowest, self._num_bad_evaluations = (
                 (value, 0) if is_lower else (self._lowest, self._num_bad_evaluations + 1)
             )
-        if self._best_eval_set not in found or not math.isfinite(found[self._best_eval_set]):
+        if self._best_eval_set not in losses or not math.isfinite(losses[self._best_eval_set]):
             return False
-        self._best = sorted([*self._best, (found[self._best_eval_set], result.step)])[: self._keep_best]
+        self._best = sorted([*self._best, (losses[self._best_eval_set], result.step)])[: self._keep_best]
         return any(step == result.step for _, step in self._best)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it; values of JSON."""
+        """Return the state for checkpoints; JSON-serializable."""
         state: dict[str, Any] = {}
         if self._early_stopping is not None:
             state["early_stopping"] = {
@@ -225,5 +228,5 @@ class MetricMonitor:
 
 
 def _state_for_set(state: Mapping[str, Any] | None, key: str, name: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = (state or {}).get(key) or {}
-    return found if found.get("set") == name else {}
+    saved: Mapping[str, Any] = (state or {}).get(key) or {}
+    return saved if saved.get("set") == name else {}

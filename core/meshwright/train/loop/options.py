@@ -1,4 +1,4 @@
-"""The options of a training loop, and checks and errors that all ranks of it share."""
+"""Options of a training loop, and the checks and errors that its ranks share."""
 
 from __future__ import annotations
 
@@ -29,46 +29,49 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Callback: TypeAlias = "Callable[[StepResult], bool | None]"
-"""Called on its rank after each step; True stops the loop on all ranks after that step."""
+"""Called on its own rank after each step. Returning True stops the loop on all ranks after that step."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What to train on, how long, and what to do at each step. Must be equal on all ranks, except data and callbacks.
+    """Options of `fit`: the data, the number of steps, and what runs at each step. Must be equal on all ranks, except
+    for data and callbacks.
 
     Attributes:
-        batches: `batches(step)` returns this rank's microbatches of a step, counted from 0; or a DataLoader or another
-            iterable of microbatches, see [Note: passes] in `batches`. A microbatch is a mapping of tensors, see
-            `StrategyManager.forward_backward`, on the CPU or on the device.
-        steps: number of the last step. Give either this or `epochs`.
-        epochs: passes over an iterable that has a length.
-        gradient_accumulation_steps: microbatches of a step, for an iterable.
-        scheduler: sets the learning rates; None: they stay as they are.
-        objective: minimized and evaluated; None: the token loss.
-        max_grad_norm: limit of the total gradient norm; None: the norm is only measured.
-        grad_norm_type: p of the norm.
-        eval_sets: this rank's microbatches of each evaluation set by name; equally many on each rank. Read once.
-        ema: averages of the weights, evaluated too as "NAME_ema" unless its config says otherwise.
-        eval_every: steps between evaluations; None: only after the last step.
-        early_stopping: when to stop early; None: never.
-        callbacks: called in order after each step; ranks may have different ones.
-        checkpointer: saves after the last step, after the steps that its `keep_best` selects, and as the next two say.
+        batches: `batches(step)` returns this rank's microbatches of a step, counted from 0. Or a DataLoader or another
+            iterable of microbatches, see [Note: epochs] in `batches`. A microbatch is a mapping of tensors on the CPU
+            or the device, see `StrategyManager.forward_backward`.
+        steps: number of the last step. Set either this or `epochs`.
+        epochs: number of epochs over an iterable that has a length.
+        gradient_accumulation_steps: microbatches per step, for an iterable.
+        scheduler: sets the learning rates. None: they stay constant.
+        objective: the objective for training and evaluation. None: the token loss.
+        max_grad_norm: limit of the total gradient norm. None: the norm is only measured.
+        grad_norm_type: p of the p-norm.
+        eval_sets: this rank's microbatches of each evaluation set, by name. The number must be equal on all ranks. Each
+            set is read once.
+        ema: average of the weights. It is also evaluated, as "NAME_ema", unless its config disables that.
+        eval_every: steps between evaluations. None: only after the last step.
+        early_stopping: when to stop early. None: never.
+        callbacks: called in order after each step. Ranks may have different ones.
+        checkpointer: saves after the last step, after steps that its `keep_best` selects, and as `save_every` and
+            `save_every_s` say.
         save_every: steps between checkpoints.
-        save_every_s: seconds since the last checkpoint, by the clock of the first rank.
-        checkpoint_extra: `extra(drawn)` returns further JSON values for a checkpoint; `drawn` counts the batches drawn so far, see
-            [Note: draws] in `monitors`.
-        start_step: steps already done; see `resume_from`.
-        resume_state: what `fit` has put into the checkpoint to resume from.
-        seed: the random numbers of a step follow from it, the step and the data rank, so that a resumed run draws what
-            it would have drawn; None: the generators are left alone.
-        on_bad_step: what to do with a step whose loss or norm is not finite, or far above those before.
-        verify_every: steps between comparisons of replicas; see [Note: silent corruption] in `verifying`.
-        signals: end the loop before the next step, after a save; see [Note: agreeing to stop] in `batches`. Each rank
-            enters its own before `fit`, with the same names.
-        around, measured: see `extension.Around`; ranks may have different ones.
-        grad_norms_every: steps between measurements of gradient norms by block; None: never.
-        run_info: how observers see the run; None: made up. Ranks may differ in it.
-        extensions: further parts of the loop; ranks may have different ones.
+        save_every_s: seconds between checkpoints, by the clock of rank 0.
+        checkpoint_extra: `checkpoint_extra(num_fetched)` returns additional JSON-serializable values for a checkpoint.
+            `num_fetched` is the number of batches fetched so far, see [Note: draws] in `monitors`.
+        start_step: number of steps already done; see `resume_from`.
+        resume_state: the loop's state in the checkpoint that the run resumes from.
+        seed: seed of each step's random numbers, together with the step and the data rank, so that a resumed run
+            samples the same numbers. None: generators are not seeded.
+        on_bad_step: handling of a step whose loss or norm is not finite, or far above those of previous steps.
+        verify_every: steps between comparisons of replicas; see [Note: silent corruption] in `verifier`.
+        signals: signals that end the loop before the next step, after a save; see [Note: stop signals] in `batches`.
+            Each rank enters its own context before `fit`, with the same signal names.
+        step_context, extra_times: see `extension.StepContext`. Ranks may have different ones.
+        grad_norms_every: steps between measurements of gradient norms by block. None: never.
+        run_info: description of the run for observers. None: generated. Ranks may have different ones.
+        extensions: additional extensions. Ranks may have different ones.
     """
 
     batches: Callable[[int], Sequence[Batch]] | Iterable[Batch]
@@ -105,31 +108,31 @@ class Loop:
         """Number of the last step.
 
         Raises:
-            ConfigError: neither `steps` nor `epochs` tells it, or both do.
+            ConfigError: neither `steps` nor `epochs` is set, or both are, or `batches` has no length for `epochs`.
         """
         if (self.steps is None) == (self.epochs is None):
             raise ConfigError(f"give either steps or epochs, not steps={self.steps} and epochs={self.epochs}.")
         if self.steps is not None:
             return self.steps
-        each = count_steps_per_epoch(self.batches, self.gradient_accumulation_steps)
-        if each is None:
+        steps_per_epoch = count_steps_per_epoch(self.batches, self.gradient_accumulation_steps)
+        if steps_per_epoch is None:
             raise ConfigError(
                 f"epochs={self.epochs} needs batches that have a length, which {type(self.batches).__name__} has not. "
                 f"Give steps."
             )
-        return each * int(self.epochs or 0)
+        return steps_per_epoch * int(self.epochs or 0)
 
     @property
     def eval_loss_names(self) -> list[str]:
-        """Names of the losses that an evaluation gives."""
+        """Names of the losses that an evaluation returns."""
         averaged = self.ema is not None and self.ema.config.evaluate
         return [*self.eval_sets, *(f"{name}{EMA_SUFFIX}" for name in self.eval_sets if averaged)]
 
     def resume_from(self, manifest: Manifest) -> Loop:
-        """Return the loop that resumes from a checkpoint that has been loaded.
+        """Return the loop that resumes from a loaded checkpoint.
 
         Raises:
-            CheckpointError: what `fit` has saved of itself has other types.
+            CheckpointError: the loop's state in the manifest has values of wrong types.
         """
         state = decode_values(manifest.extra.get(LOOP_STATE_KEY))
         try:
@@ -142,17 +145,17 @@ class Loop:
         return replace(self, start_step=manifest.step, resume_state=state)
 
     def is_eval_due(self, step: int) -> bool:
-        """Whether the sets are evaluated after `step` steps."""
+        """Return whether an evaluation is due after `step` steps."""
         return bool(self.eval_sets) and is_due(step, self.eval_every, self.num_steps)
 
 
 def is_due(step: int, every: int | None, num_steps: int) -> bool:
-    """Whether something that happens every so many steps, and after the last one, is due."""
+    """Return whether something that happens every `every` steps, and after the last step, is due."""
     return step == num_steps or (every is not None and step % every == 0)
 
 
 def count_steps_per_epoch(batches: Any, gradient_accumulation_steps: int) -> int | None:
-    """Return the optimizer steps of one pass; None for a function, or where the length is unknown."""
+    """Return the optimizer steps per epoch. None: `batches` is a function or has no length."""
     try:
         return -(-len(batches) // gradient_accumulation_steps)
     except (TypeError, NotImplementedError):
@@ -162,10 +165,10 @@ def count_steps_per_epoch(batches: Any, gradient_accumulation_steps: int) -> int
 def raise_on_all_ranks(
     world: World, error: Exception | None, error_cls: type[MeshwrightError], failure: str
 ) -> NoReturn:
-    """Raise an error that some rank has met, where all know that some has. Collective.
+    """Raise an error of any rank on all ranks. All ranks must know that some rank has one. Collective.
 
-    An unexpected one is raised as it is, with its own traceback, and the other ranks raise `error_cls`, which begins with
-    `failure`: "... cannot be drawn".
+    An unexpected error is raised unchanged, with its traceback, on its own rank; the other ranks raise `error_cls` with
+    a message that starts with `failure`, such as "... cannot be drawn".
     """
     if error is None or isinstance(error, MeshwrightError):
         world.raise_first_error(error)
@@ -175,31 +178,35 @@ def raise_on_all_ranks(
 
 
 def run_on_all_ranks(world: World, work: Callable[[], T], error_cls: type[MeshwrightError], failure: str) -> T:
-    """Run `work`, which must not be collective and may fail in any way; see `raise_on_all_ranks`. Collective."""
-    found: list[T] = []
+    """Run `work`, and raise its error on all ranks. It must not be collective. See `raise_on_all_ranks`. Collective."""
+    results: list[T] = []
     error: Exception | None = None
     try:
-        found.append(work())
+        results.append(work())
     except Exception as caught:
         error = caught
     if world.reduce_ints([error is not None])[0]:
         raise_on_all_ranks(world, error, error_cls, failure)
-    return found[0]
+    return results[0]
 
 
 def validate_across_ranks(loop: Loop, mesh: Mesh) -> tuple[int, bool]:
-    """Refuse a loop that cannot run, or that differs between ranks, and return the number of the last step, and whether
-    any rank has callbacks. Collective."""
+    """Check that the loop is valid and equal on all ranks. Return the number of the last step, and whether any rank has
+    callbacks. Collective.
+
+    Raises:
+        ConfigError: the loop is invalid or differs between ranks (on all ranks).
+    """
     world = mesh.world
-    mine = world.run_on_all_ranks(lambda: collect_shared_options(loop))
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, (mine, len(loop.callbacks)), group=world.group)
-    for name in mine:
-        values = [told[name] for told, _ in found]
+    options = world.run_on_all_ranks(lambda: collect_shared_options(loop))
+    gathered: list[Any] = [None] * world.size
+    dist.all_gather_object(gathered, (options, len(loop.callbacks)), group=world.group)
+    for name in options:
+        values = [rank_options[name] for rank_options, _ in gathered]
         if any(each != values[0] for each in values):
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values[:8]))
             raise ConfigError(f"ranks disagree on {name} of the loop: {listed}. Give all ranks the same.")
-    return loop.num_steps, any(count for _, count in found)
+    return loop.num_steps, any(count for _, count in gathered)
 
 
 _POSITIVE_OPTIONS = (
@@ -226,7 +233,7 @@ _SHARED_OPTIONS = (
 
 
 def collect_shared_options(loop: Loop) -> dict[str, Any]:
-    """Return by name what must be equal on all ranks; a loop that cannot run is a ConfigError."""
+    """Return by name the options that must be equal on all ranks; raise ConfigError if the loop is invalid."""
     steps, checkpointer = loop.num_steps, loop.checkpointer
     for name, lowest in {**dict.fromkeys(_POSITIVE_OPTIONS, 1), "start_step": 0}.items():
         value = getattr(loop, name)
@@ -264,14 +271,16 @@ def collect_shared_options(loop: Loop) -> dict[str, Any]:
 
 
 def _check_eval_sets(loop: Loop) -> None:
-    names, stopping, checkpointer = loop.eval_loss_names, loop.early_stopping, loop.checkpointer
-    known = ", ".join(names) or "none"
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"eval_sets of the loop has a set {twice!r}, which is what averages are called. Rename it.")
-    if stopping is not None and stopping.eval_set not in names:
-        raise ConfigError(f"early_stopping looks at the set {stopping.eval_set!r}; the loop's are: {known}.")
-    if stopping is not None and loop.eval_every is None:
+    names, early_stopping, checkpointer = loop.eval_loss_names, loop.early_stopping, loop.checkpointer
+    available = ", ".join(names) or "none"
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise ConfigError(
+            f"eval_sets of the loop has a set {duplicate!r}, which is what averages are called. Rename it."
+        )
+    if early_stopping is not None and early_stopping.eval_set not in names:
+        raise ConfigError(f"early_stopping looks at the set {early_stopping.eval_set!r}; the loop's are: {available}.")
+    if early_stopping is not None and loop.eval_every is None:
         raise ConfigError("early_stopping needs evaluations before the end: set eval_every.")
     if checkpointer is not None and checkpointer.keep_best and checkpointer.best_eval_set not in names:
-        raise ConfigError(f"keep_best looks at the set {checkpointer.best_eval_set!r}; the loop's are: {known}.")
+        raise ConfigError(f"keep_best looks at the set {checkpointer.best_eval_set!r}; the loop's are: {available}.")

@@ -1,7 +1,7 @@
-"""One optimizer step of a loop: draw, forward and backward, clip, judge, step; and the time of each part.
+"""One optimizer step of a loop: fetch the batch, forward and backward, clip, check, step; and the time of each phase.
 
-[Note: device times] Where the host only issues work, parts are measured between events in the device's stream. They are
-read when the step's values have been read, for which the host waits anyway; the optimizer's is read one step later.
+[Note: device times] Phases whose work runs asynchronously on the device are timed between events in its stream. The
+events are read after the host has waited for the step's loss; those of the optimizer are read one step later.
 Never run on a GPU yet.
 """
 
@@ -52,8 +52,13 @@ def train_step(
     *,
     on_gradients: Callable[[GradientStage], None] = lambda _: None,
 ) -> StepResult:
-    """Run one optimizer step, counted from 0; see `fit`. `prefetcher` draws the next step within this one; `on_gradients` is called
-    when the gradients are "whole" and when they are "clipped"; without `bad_step_detector` a bad step is an error."""
+    """Run one optimizer step, counted from 0; see `fit`.
+
+    Args:
+        prefetcher: fetches the batch of the next step during this one.
+        bad_step_detector: checks the loss and the norm. None: a bad step raises an error.
+        on_gradients: called with "whole" after the backward pass, and with "clipped" after clipping.
+    """
     stopwatch = stopwatch or Stopwatch(make_event_recorder(manager.mesh.device), manager.mesh.world.progress)
     stopwatch.begin_step(step + 1)
     bad_step_detector = bad_step_detector or BadStepDetector(BadStepConfig())
@@ -81,9 +86,9 @@ def train_step(
     stopwatch.end_phase("read", "optimizer")
     scheduled = _step_optimizer(manager, loop, step + 1, bad, rolls_back=bad_step_detector.config.action == "rollback")
     stopwatch.end_phase("optimizer")
-    # By parameter group: under its name, if that is unique, or else its number.
+    # A parameter group is reported under its name if that is unique, and otherwise under its index.
     names = [group.get("name") for group in manager.optimizer.param_groups]
-    told = [name if name and names.count(name) == 1 else str(number) for number, name in enumerate(names)]
+    group_names = [name if name and names.count(name) == 1 else str(number) for number, name in enumerate(names)]
     return StepResult(
         step=step + 1,
         num_steps=loop.num_steps,
@@ -96,7 +101,7 @@ def train_step(
         sums=sum_values,
         end_time=time.time(),
         times=stopwatch.pop_times(),
-        learning_rates=dict(zip(told, map(float, scheduled), strict=False)),
+        learning_rates=dict(zip(group_names, map(float, scheduled), strict=False)),
         block_grad_norms=norms,
         memory=read_memory_usage(manager.mesh.device),
         skip_reason="" if bad is None else bad.reason,
@@ -112,7 +117,7 @@ def _read_and_check(
     norm: Tensor,
     sums: Mapping[str, Tensor],
 ) -> tuple[float, float, dict[str, float], BadStepInfo | None]:
-    """Read loss, norm and sums, with the one wait for the device, and judge the step before the optimizer's step."""
+    """Read loss, norm and sums in one device synchronization, and check the step before the optimizer's step."""
     try:
         loss_value, norm_value, *sum_values = manager.read_scalars(loss, norm, *sums.values())
     except NonFiniteError as error:
@@ -144,69 +149,69 @@ def _step_optimizer(
 
 @contextmanager
 def record_stepped_groups() -> Iterator[list[dict[str, Any]]]:
-    """Collect the parameter groups of each optimizer that steps within the context, as they are when it does.
+    """Record the parameter groups of each optimizer that steps within the context, as they are at its step.
 
-    A strategy may wrap the optimizer, or step others in its place; torch calls its hook for all of them. Groups are
-    copies; "params" is the number of parameters.
+    A strategy may wrap the optimizer or step other optimizers instead; torch calls its global hook for all of them.
+    Groups are copies; "params" is the number of parameters.
     Source: torch.optim.optimizer.register_optimizer_step_pre_hook.
     """
-    found: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
 
-    def note(optimizer: Optimizer, *_: Any) -> None:
-        found.extend({**group, "params": len(group["params"])} for group in optimizer.param_groups)
+    def record(optimizer: Optimizer, *_: Any) -> None:
+        groups.extend({**group, "params": len(group["params"])} for group in optimizer.param_groups)
 
-    handle = register_optimizer_step_pre_hook(note)
+    handle = register_optimizer_step_pre_hook(record)
     try:
-        yield found
+        yield groups
     finally:
         handle.remove()
 
 
 def check_learning_rates(scheduled: Sequence[Any], stepped: Sequence[Mapping[str, Any]], *, step: int) -> None:
-    """Refuse to go on where a step was made with a learning rate that is not the schedule's."""
-    told = {float(rate) for rate in scheduled}
+    """Raise TrainingError if an optimizer stepped with a learning rate that is not the schedule's."""
+    expected = {float(rate) for rate in scheduled}
     used = {float(group["lr"]) for group in stepped if group["params"] and "lr" in group}
 
     def listed(rates: set[float]) -> str:
         return ", ".join(f"{rate:.6g}" for rate in sorted(rates))
 
-    if not used <= told:
+    if not used <= expected:
         raise TrainingError(
-            f"step {step} was made with the learning rate {listed(used - told)}, but the schedule says "
-            f"{listed(told)}. An optimizer of the strategy does not heed the parameter groups that the schedule "
+            f"step {step} was made with the learning rate {listed(used - expected)}, but the schedule says "
+            f"{listed(expected)}. An optimizer of the strategy does not heed the parameter groups that the schedule "
             f"sets. Checkpoints of earlier steps in this process are wrong in the same way; resume under a strategy "
             f"that passes `meshwright check`, from a checkpoint before."
         )
 
 
 def read_memory_usage(device: torch.device) -> dict[str, int]:
-    """Return bytes in use by kind, see `StepResult.memory`, as far as the system tells.
+    """Return bytes in use by kind, see `StepResult.memory`, as far as the system reports them.
 
     Source: proc(5), getrusage(2), torch.accelerator.
     """
-    found = {"host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT}
+    usage = {"host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT}
     if _STATM.exists():
-        found["host"] = int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        # The system counts peaks less often.
-        found["host_peak"] = max(found["host_peak"], found["host"])
+        usage["host"] = int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        # The system samples peaks less often.
+        usage["host_peak"] = max(usage["host_peak"], usage["host"])
     if is_accelerator(device):
         for kind in ("allocated", "reserved"):
-            found[kind] = getattr(torch.accelerator, f"memory_{kind}")(device)
-            found[f"{kind}_peak"] = getattr(torch.accelerator, f"max_memory_{kind}")(device)
-    return found
+            usage[kind] = getattr(torch.accelerator, f"memory_{kind}")(device)
+            usage[f"{kind}_peak"] = getattr(torch.accelerator, f"max_memory_{kind}")(device)
+    return usage
 
 
 DEVICE_PHASES = ("forward_backward", "norms", "clip", "optimizer")
-"""Parts whose work is done by the device."""
+"""Phases that run on the device."""
 
 
 def profiler_phase(name: str) -> AbstractContextManager[object]:
-    """Name a part of a run for torch's profiler; does nothing where none runs."""
+    """Label a phase of the run for torch's profiler. Without an active profiler it has no effect."""
     return record_if_profiling(PROFILER_PREFIX + name)
 
 
 class Stopwatch:
-    """Times the parts of steps, one after the other."""
+    """Measure the consecutive phases of steps."""
 
     def __init__(
         self,
@@ -223,14 +228,14 @@ class Stopwatch:
         self._profiler_stack = ExitStack()
 
     def begin_step(self, step: int = 0, phase: str = "data") -> None:
-        """Begin a step, counted from 1, and its first part."""
+        """Start a step, counted from 1, and its first phase."""
         if self._progress is not None:
             self._progress.begin_step(step, phase)
         self._enter_profiler_phase(phase)
         self._step_start = self._phase_start = self._clock()
 
     def end_phase(self, phase: str, next_phase: str | None = None) -> None:
-        """End the current part. A part may come in pieces."""
+        """End the current phase. A phase may occur several times in a step; its times add up."""
         if self._progress is not None:
             self._progress.enter_phase(next_phase or "callbacks")
         self._enter_profiler_phase(next_phase)
@@ -246,23 +251,23 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the host's clock from the beginning of the step to the end of its last part."""
+        """Host seconds from the start of the step to the end of its last phase."""
         return self._phase_start - self._step_start
 
     def _enter_profiler_phase(self, part: str | None) -> None:
-        # A step that has failed leaves its last mark open; the next one closes it.
+        # A failed step leaves its last profiler range open; the next call closes it.
         self._profiler_stack.close()
         if part is not None:
             self._profiler_stack.enter_context(profiler_phase(part))
 
     def pop_times(self) -> dict[str, float]:
-        """Return the seconds by part that are known by now; see [Note: device times]."""
-        waiting = []
+        """Return and clear the seconds by phase that are known so far; see [Note: device times]."""
+        pending = []
         for part, start, end in self._pending_spans:
             if end.query():
                 self._times[part] += start.elapsed_time(end) / 1e3
             else:
-                waiting.append((part, start, end))
-        self._pending_spans = waiting
-        found, self._times = dict(self._times), defaultdict(float)
-        return found
+                pending.append((part, start, end))
+        self._pending_spans = pending
+        times, self._times = dict(self._times), defaultdict(float)
+        return times

@@ -1,16 +1,16 @@
-"""Look for bits that have changed by themselves, and for replicas that differ: `verify_every`.
+"""Detect silent data corruption: bits that flip without a write, and replicas that differ (`verify_every`).
 
-[Note: silent corruption] A flipped bit, or a core that sometimes computes wrongly, raises no error, and spreads to all
-ranks with the next reduction. Two checks find it and name the rank:
-- Memory that nobody writes to must not change: parameters and the optimizer's state between its steps, and gradients
-  between clipping and the step. Each rank compares fingerprints of its own memory at each step, without a message.
-- Replicas must be equal. Every so many steps the first rank compares the fingerprints of what several ranks hold. The
-  majority is right; of two that differ, both are named.
-Both are also done before a checkpoint is saved, so that none holds a corrupted state. Wrong results of what only one
-rank computes are not found here: `meshwright replay --compare-rank` computes it again elsewhere.
+[Note: silent corruption] A flipped bit, or a core that sometimes returns wrong results, raises no error, and the next
+reduction spreads it to all ranks. Two checks detect it and name the rank:
+- Memory that nothing writes to must not change: parameters and optimizer state between optimizer steps, and gradients
+  between clipping and the step. Each rank compares fingerprints of its own memory at each step, without communication.
+- Replicas must be equal. Every `verify_every` steps, rank 0 compares the fingerprints of chunks that several ranks
+  hold. The majority is assumed correct; if only two differ, both are named.
+Both checks also run before each save, so that no checkpoint contains a corrupted state. Wrong results that only one
+rank computes are not detected here: `meshwright replay --compare-rank` recomputes them on another rank.
 
 Sources: Hochschild et al. 2021, Cores that don't count (HotOS); The Llama 3 Herd of Models, arXiv:2407.21783, section
-3.3.4, of which 1.4 % of interruptions were silent data corruption.
+3.3.4, where 1.4 % of interruptions were silent data corruption.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .extension import GradientStage, LoopExtension
 
 
 class ChunkKey(NamedTuple):
-    """What a fingerprint is of: a rectangle of an unsharded tensor."""
+    """The region that a fingerprint covers: a rectangle of an unsharded tensor."""
 
     name: str
     offsets: tuple[int, ...]
@@ -43,13 +43,13 @@ class ChunkKey(NamedTuple):
 
     @property
     def stable_hash(self) -> int:
-        """A hash that is the same on all ranks, in 63 bits."""
+        """A 63-bit hash that is the same on all ranks."""
         digest = hashlib.blake2b(repr(tuple(self)).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
 
 class Verifier(LoopExtension):
-    """Compares the memory of a rank between steps of the optimizer, and replicas; see [Note: silent corruption]."""
+    """Check a rank's memory between optimizer steps, and compare replicas; see [Note: silent corruption]."""
 
     def __init__(self, manager: StrategyManager, every: int) -> None:
         self._manager, self._every = manager, every
@@ -61,7 +61,7 @@ class Verifier(LoopExtension):
         manager.optimizer.register_step_post_hook(lambda *_: self.reset_baseline())
 
     def reset_baseline(self) -> None:
-        """Take the current state as right: it was just computed or loaded."""
+        """Use the current state as the baseline, after it was computed or loaded."""
         self._baseline, self._clipped_fingerprints = self._fingerprint_state(), []
 
     def on_gradients(self, stage: GradientStage) -> None:
@@ -80,27 +80,31 @@ class Verifier(LoopExtension):
         self.reset_baseline()
 
     def verify(self, step: int) -> None:
-        """Compare what several ranks hold after a step. Collective."""
-        world, found = self._manager.mesh.world, self._fingerprint_state()
-        # Since the last step of the optimizer nothing may have written there, either.
-        self._record_changes(found)
-        numbers = {key.stable_hash: (key.name, value) for key, value in found.items()}
-        told = self._changes, {number: value for number, (_, value) in numbers.items()}, socket.gethostname()
-        every: list[Any] = [None] * world.size
-        dist.gather_object(told, every if world.rank == 0 else None, group=world.group, group_dst=0)
-        box: list[Any] = [None]
+        """Compare the chunks that several ranks hold, after a step. Collective.
+
+        Raises:
+            TrainingError: memory has changed without a write, or replicas differ (on all ranks).
+        """
+        world, fingerprints = self._manager.mesh.world, self._fingerprint_state()
+        # Nothing may have written to the state since the optimizer's last step.
+        self._record_changes(fingerprints)
+        numbers = {key.stable_hash: (key.name, value) for key, value in fingerprints.items()}
+        local = self._changes, {key_hash: value for key_hash, (_, value) in numbers.items()}, socket.gethostname()
+        by_rank: list[Any] = [None] * world.size
+        dist.gather_object(local, by_rank if world.rank == 0 else None, group=world.group, group_dst=0)
+        result: list[Any] = [None]
         if world.rank == 0:
-            odd, number = find_outlier_ranks([values for _, values, _ in every])
-            changed = [(rank, host, names) for rank, (names, _, host) in enumerate(every) if names]
-            if changed or odd:
-                box = [(changed, odd, number, [host for *_, host in every])]
-        dist.broadcast_object_list(box, group=world.group, group_src=0)
-        if box[0] is None:
+            outliers, key_hash = find_outlier_ranks([values for _, values, _ in by_rank])
+            changed = [(rank, host, names) for rank, (names, _, host) in enumerate(by_rank) if names]
+            if changed or outliers:
+                result = [(changed, outliers, key_hash, [host for *_, host in by_rank])]
+        dist.broadcast_object_list(result, group=world.group, group_src=0)
+        if result[0] is None:
             return
-        changed, odd, number, hosts = box[0]
+        changed, outliers, key_hash, hosts = result[0]
         names: list[Any] = [None] * world.size
-        dist.all_gather_object(names, numbers[number][0] if number in numbers else "", group=world.group)
-        raise TrainingError(_format_corruption(step, changed, odd, next(filter(None, names), ""), hosts))
+        dist.all_gather_object(names, numbers[key_hash][0] if key_hash in numbers else "", group=world.group)
+        raise TrainingError(_format_corruption(step, changed, outliers, next(filter(None, names), ""), hosts))
 
     def _check_before_step(self) -> None:
         self._record_changes(self._fingerprint_state())
@@ -113,12 +117,12 @@ class Verifier(LoopExtension):
                 self._changes.append(f"{key.name} between two steps of the optimizer")
 
     def _fingerprint_state(self) -> dict[ChunkKey, int]:
-        pieces = {
-            ChunkKey(name, tuple(piece.offsets), tuple(piece.sizes)): piece.tensor
-            for name, sharded in flatten_state(self._manager.sharded_state()).items()
-            for piece in sharded.chunks
+        chunks = {
+            ChunkKey(name, tuple(chunk.offsets), tuple(chunk.sizes)): chunk.tensor
+            for name, chunked in flatten_state(self._manager.sharded_state()).items()
+            for chunk in chunked.chunks
         }
-        return dict(zip(pieces, _fingerprint_all([*pieces.values()]), strict=True))
+        return dict(zip(chunks, _fingerprint_all([*chunks.values()]), strict=True))
 
     def _fingerprint_gradients(self) -> list[int]:
         groups = self._manager.optimizer.param_groups
@@ -127,16 +131,16 @@ class Verifier(LoopExtension):
 
 
 def _fingerprint_all(tensors: Sequence[Tensor]) -> list[int]:
-    """Return fingerprints, with one wait for the device."""
-    found: list[int] = torch.stack([fingerprint(each) for each in tensors]).tolist() if tensors else []
-    return found
+    """Return fingerprints in one device synchronization."""
+    fingerprints: list[int] = torch.stack([fingerprint(each) for each in tensors]).tolist() if tensors else []
+    return fingerprints
 
 
 def find_outlier_ranks(fingerprints_by_rank: Sequence[Mapping[int, int]]) -> tuple[list[int], int]:
-    """Find the ranks whose fingerprints differ from the majority's."""
+    """Return ranks whose fingerprint of a chunk is not the majority's, and the chunk's key; [] and 0 if all agree."""
     holders: dict[int, dict[int, int]] = defaultdict(dict)
-    for rank, found in enumerate(fingerprints_by_rank):
-        for key, value in found.items():
+    for rank, fingerprints in enumerate(fingerprints_by_rank):
+        for key, value in fingerprints.items():
             holders[key][rank] = value
     for key, values in holders.items():
         if len(set(values.values())) > 1:

@@ -1,4 +1,4 @@
-"""Distributed data parallel as a meshwright strategy: whole copies of the model, gradients summed over ranks."""
+"""The strategy `ddp`: data parallelism with a full replica of the model on each rank, or with ZeRO-1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["DDPConfig", "DDPManager", "DistributedDataParallelConfig"]
 
 
 def __getattr__(name: str) -> object:
-    # The manager imports torch, which listing strategies and validating a config must not.
+    # The manager imports torch. Listing strategies and validating a config must not.
     if name == "DDPManager":
         from .manager import DDPManager
 

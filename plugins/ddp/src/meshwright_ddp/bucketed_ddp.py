@@ -1,10 +1,10 @@
-"""Our own data-parallel engine, after Megatron-Core's DistributedDataParallel, for any model.
+"""The bucketed data-parallel engine, modeled on Megatron-Core's DistributedDataParallel, for any model.
 
-Gradients accumulate in flat buffers, cut into buckets. With `overlap_grad_reduce` a bucket is reduced as soon as
-backward has yielded all of its gradients.
+Gradients accumulate in flat buffers that are split into buckets. With `overlap_grad_reduce` a bucket is reduced as soon
+as backward has produced all of its gradients.
 
-[Note: delayed weights] With `delay_wgrad_compute` the backward of a microbatch computes no gradients of the weights of
-linear layers. They follow when the next forward begins, when `no_sync` is left, or with `finish_grad_sync`.
+[Note: delayed weights] With `delay_wgrad_compute` the backward of a microbatch does not compute weight gradients of
+linear layers. They are computed when the next forward starts, on exit from `no_sync`, or in `finish_grad_sync`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ from .grad_sync import BucketGradSync
 class BucketedDataParallel(nn.Module):
     """A model whose gradients are summed over `dp_replicate` in buckets.
 
-    In a loop of your own: forward and backward (under `no_sync` for all microbatches but the last), `finish_grad_sync`,
-    which sets the gradients, the optimizer's step and its `zero_grad`. Divide each rank's loss by the tokens of the
-    global batch: gradients are summed. With the distributed optimizer parameters are views of `buffers`, and `shards`
-    are what this rank's optimizer steps. Gradients are reduced in `grad_dtype`; None: the config's, or else that of
-    each parameter.
+    In a hand-written training loop, call: forward and backward (under `no_sync` for all microbatches except the last);
+    `finish_grad_sync`, which sets the gradients; the optimizer's `step` and `zero_grad`. Gradients are summed, so
+    divide each rank's loss by the token count of the global batch.
+
+    With the distributed optimizer, parameters are views of `buffers`, and `shards` are what this rank's optimizer
+    steps.
+
+    Args:
+        grad_dtype: dtype in which gradients are reduced. None: the config's, or else that of each parameter.
     """
 
     shards: OptimizerShardLayout | None = None
@@ -78,7 +82,7 @@ class BucketedDataParallel(nn.Module):
         self._world = mesh.world
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model with whole parameters. Collective where they are still to be gathered."""
+        """Run the model with unsharded parameters. Collective if they still have to be gathered."""
         self._compute_delayed_wgrads()
         self.param_gather.begin_step()
         result = self.module(*args, **kwargs)
@@ -87,42 +91,44 @@ class BucketedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate the gradients of what runs inside; a later microbatch is the last."""
+        """Accumulate gradients within the context without reducing them; a later microbatch is the last."""
         self._compute_delayed_wgrads()
         with self._grad_sync.no_sync():
             yield
             self._compute_delayed_wgrads()
 
     def zero_grad_buffer(self) -> None:
-        """Begin a step and discard what the buffers hold, as the first gradient after `finish_grad_sync` does, too."""
+        """Start a step and discard accumulated gradients, like the first gradient after `finish_grad_sync`."""
         if self.config.delay_wgrad_compute:
             self._delayed_wgrads.collected = []
         self._grad_sync.begin_step()
 
     def start_grad_sync(self) -> None:
-        """Begin to reduce what has not been reduced; all backwards of the step must have ended. Collective."""
+        """Start the remaining reductions; all backwards of the step must have ended. Collective."""
         self._compute_delayed_wgrads()
         self._grad_sync.dispatch_all()
 
     def finish_grad_sync(self, *, force_all_reduce: bool = False, allow_unused: bool = False) -> None:
-        """Reduce what has not been reduced, and set the gradients of what is trained: shards, or parameters.
+        """Finish the reduction, and set the gradients of the trained shards or parameters. Collective.
 
-        They are sums over `dp_replicate`, in the shape and dtype of what is trained. A parameter that no rank has used
-        in this step gets None. Does nothing where the step is finished. Collective. `force_all_reduce` reduces whole
-        buckets to every rank also with the distributed optimizer; `allow_unused` says that backward is known to have
-        ended.
+        Gradients are sums over `dp_replicate`, in the shape and dtype of the trained shard or parameter. A parameter
+        that no rank has used in this step gets None. Does nothing if the step is already finished.
+
+        Args:
+            force_all_reduce: all-reduce full buckets to every rank, even with the distributed optimizer.
+            allow_unused: parameters may have no gradient in this step, since backward is known to have ended.
         """
-        findings = self.finish_grad_reduction(force_all_reduce=force_all_reduce, allow_unused=allow_unused)
-        if findings is not None:
-            findings.finalize(self._world)
+        report = self.finish_grad_reduction(force_all_reduce=force_all_reduce, allow_unused=allow_unused)
+        if report is not None:
+            report.finalize(self._world)
 
     def finish_grad_reduction(
         self, *, force_all_reduce: bool = False, allow_unused: bool = False
     ) -> GradientReport | None:
-        """Do what `finish_grad_sync` does before ranks exchange their findings; None where the step was finished
-        before.
+        """Do the part of `finish_grad_sync` before ranks exchange their reports; return None if the step is already
+        finished.
 
-        Parameters that no rank has used have gradients of zeros, and `check_for_nan_in_grad` raises nothing yet.
+        Parameters that no rank has used have zero gradients, and `check_for_nan_in_grad` does not raise yet.
         """
         self._compute_delayed_wgrads()
         if self._grad_sync.is_finished:
@@ -138,7 +144,7 @@ class BucketedDataParallel(nn.Module):
         return self._grad_sync.build_report(lambda parameter: parameter)
 
     def after_optimizer_step(self) -> None:
-        """Give every rank the new values, after the distributed optimizer's step. Collective."""
+        """Distribute the new values to all ranks after the distributed optimizer's step. Collective."""
         if self.shards is not None:
             self.shards.copy_masters_to_model()
             self.param_gather.mark_stale()

@@ -1,12 +1,12 @@
-"""Flat gradient buffers, and the buckets that one collective each carries.
+"""Flat gradient buffers, and the buckets that are each reduced by one collective.
 
-[Note: bucket] Parameters of one dtype lie in one buffer, in the reverse of their registration order, which is about the
-order in which backward yields their gradients. A bucket is a stretch of the buffer that holds whole parameters and ends
-with the one that brings it to `bucket_size`. With the distributed optimizer, rank r of W owns the r-th of W equal parts
-of every bucket, wherever parameters begin and end. Sizes are in elements.
+[Note: bucket] Parameters of one dtype are in one buffer, in reverse registration order, which approximates the order in
+which backward produces their gradients. A bucket is a range of the buffer with complete parameters. It ends with the
+parameter that brings it to `bucket_size`. With the distributed optimizer, rank r of W owns the r-th of W equal shards
+of every bucket, regardless of parameter boundaries. Sizes are in elements.
 
 [Note: when a bucket is ready] The first step only counts the gradients that each parameter gets in the last microbatch.
-From the second step on, a bucket is ready when all counts have reached those of the first step; otherwise it is reduced
+From the second step on, a bucket is ready when all counts have reached those of the first step. Otherwise it is reduced
 at the end of the step.
 
 Source: the semantics of Megatron-Core's buffers for parameters and gradients, as measured on its layouts.
@@ -59,13 +59,13 @@ class BucketLayout:
         return members
 
     def shard_range(self, bucket: int, rank: int) -> tuple[int, int]:
-        """Return (start, end) in the buffer of what a rank (0 to W - 1) owns of a bucket."""
+        """Return (start, end) of a rank's shard of a bucket in the buffer; ranks are 0 to W - 1."""
         start, end = self.buckets[bucket]
         size = (end - start) // self.dp_size
         return start + rank * size, start + (rank + 1) * size
 
     def owned_param_range(self, index: int, rank: int) -> tuple[int, int]:
-        """Return (start, end) within flattened parameter `index` of what a rank owns of it; (0, 0) if nothing."""
+        """Return (start, end) of a rank's shard within flattened parameter `index`; (0, 0) if it is empty."""
         start, end, bucket = self.param_ranges[index]
         low, high = self.shard_range(bucket, rank)
         low, high = max(low, start), min(high, end)
@@ -81,11 +81,11 @@ def compute_bucket_layout(
     separate_params: Collection[int] = frozenset(),
     pad_for_high_busbw: bool = False,
 ) -> BucketLayout:
-    """Lay out parameters of these sizes, in registration order, in one buffer that W = `dp_size` ranks share.
+    """Lay out parameters of these sizes, in registration order, in one buffer for W = `dp_size` ranks.
 
     A bucket ends with the parameter that brings it to `bucket_size` (None: one bucket). With the distributed optimizer,
-    parameters are aligned, buckets are padded so that W divides them (`pad_for_high_busbw`: to a multiple of 2^16,
-    too), and the parameters at the indices `separate_params` get a bucket each.
+    parameters are aligned, and buckets are padded so that W divides them, with `pad_for_high_busbw` also to a multiple
+    of 2^16. The parameters at the indices `separate_params` get a bucket each.
     """
     layout = BucketLayout([], [], [(0, 0, 0)] * len(numels), dp_size)
     if not use_distributed_optimizer:
@@ -140,7 +140,7 @@ class ParamAndGradBuffer:
     model_indices: list[int]
 
     def grad_view(self, index: int) -> Tensor:
-        """Return the gradient of parameter `index`: a view in its shape and the dtype of `gradients`."""
+        """Return the gradient of parameter `index`: a view in its shape, in the dtype of `grad_data`."""
         start, end, _ = self.layout.param_ranges[index]
         return self.grad_data[start:end].view(self.parameters[index].shape)
 
@@ -151,32 +151,34 @@ def build_buffers(
     groups: DataParallelGroups,
     grad_dtype: torch.dtype | None = None,
 ) -> list[ParamAndGradBuffer]:
-    """Make a buffer for each dtype of the trainable `parameters`, given by name in registration order.
+    """Build a buffer for each dtype of the trainable `parameters`, given by name in registration order.
 
-    With the distributed optimizer the parameters move into their buffer, keeping identity and values. Gradients are
+    With the distributed optimizer, parameters move into their buffer and keep identity and values. Gradients are
     reduced in `grad_dtype`; None: the config's, or else the parameters' own.
     """
     if grad_dtype is None and config.grad_dtype is not None:
         grad_dtype = getattr(torch, config.grad_dtype)
-    size = _choose_bucket_size(config, sum(parameter.numel() for parameter in parameters.values()), groups.num_ranks)
+    bucket_size = _choose_bucket_size(
+        config, sum(parameter.numel() for parameter in parameters.values()), groups.num_ranks
+    )
     by_dtype: dict[torch.dtype, list[tuple[int, str, nn.Parameter]]] = {}
     for index, (name, parameter) in enumerate(parameters.items()):
         by_dtype.setdefault(parameter.dtype, []).append((index, name, parameter))
     buffers = []
     for dtype, members in by_dtype.items():
-        order, names, own = (list(column) for column in zip(*members, strict=True))
+        order, names, params = (list(column) for column in zip(*members, strict=True))
         layout = compute_bucket_layout(
-            [parameter.numel() for parameter in own],
-            bucket_size=size,
+            [parameter.numel() for parameter in params],
+            bucket_size=bucket_size,
             dp_size=groups.size,
             use_distributed_optimizer=config.use_distributed_optimizer,
-            # Set by the code that ties parameters over pipeline stages.
-            separate_params={i for i, parameter in enumerate(own) if getattr(parameter, "shared_embedding", False)},
+            # Set by code that ties parameters over pipeline stages.
+            separate_params={i for i, parameter in enumerate(params) if getattr(parameter, "shared_embedding", False)},
             pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
         )
-        gradients = torch.zeros(layout.numel, dtype=grad_dtype or dtype, device=own[0].device)
-        values = _move_into_buffer(own, layout) if config.use_distributed_optimizer else None
-        buffers.append(ParamAndGradBuffer(names, own, layout, gradients, values, order))
+        gradients = torch.zeros(layout.numel, dtype=grad_dtype or dtype, device=params[0].device)
+        values = _move_into_buffer(params, layout) if config.use_distributed_optimizer else None
+        buffers.append(ParamAndGradBuffer(names, params, layout, gradients, values, order))
     return buffers
 
 
@@ -204,7 +206,7 @@ def _move_into_buffer(parameters: list[nn.Parameter], layout: BucketLayout) -> T
 
 @dataclass(eq=False)
 class GradSlot:
-    """Where the gradients of one parameter go."""
+    """The buffer views for the gradients of one parameter."""
 
     name: str
     parameter: nn.Parameter
@@ -225,7 +227,7 @@ class Bucket:
     is_dispatched: bool = False
 
     def begin_step(self) -> None:
-        """Begin a step. Waits for a collective that is under way."""
+        """Start a step. Waits for a collective in flight."""
         self.reduction.wait()
         self.is_dispatched = False
         self.num_grads.clear()
@@ -237,7 +239,7 @@ class Bucket:
             self.num_missing -= 1
 
     def finish_step(self) -> None:
-        """End a step: wait for the collective, after which the buffer holds sums."""
+        """End a step: wait for the collective, after which the buffer has the sums."""
         self.reduction.wait()
         if self.expected_num_grads is None and self.num_grads:
             self.expected_num_grads = Counter(self.num_grads)
@@ -246,8 +248,8 @@ class Bucket:
 def build_buckets(
     buffers: Sequence[ParamAndGradBuffer], config: DistributedDataParallelConfig, groups: DataParallelGroups
 ) -> list[Bucket]:
-    """Make the buckets of all buffers, in the order in which backward is expected to complete them."""
-    found: list[tuple[int, Bucket]] = []
+    """Build the buckets of all buffers, in the order in which backward is expected to complete them."""
+    buckets: list[tuple[int, Bucket]] = []
     for buffer in buffers:
         slots = [_build_slot(buffer, index, config) for index in range(len(buffer.parameters))]
         for (start, end), members in zip(buffer.layout.buckets, buffer.layout.param_indices, strict=True):
@@ -259,14 +261,14 @@ def build_buckets(
                 sum_in_fp32=config.reduce_scatter_with_fp32_accumulation,
             )
             gather = None if buffer.param_data is None else BucketAllGather(buffer.param_data[start:end], groups.shard)
-            found.append((buffer.model_indices[members[0]], Bucket([slots[i] for i in members], reduction, gather)))
-    return [bucket for _, bucket in sorted(found, key=lambda each: each[0], reverse=True)]
+            buckets.append((buffer.model_indices[members[0]], Bucket([slots[i] for i in members], reduction, gather)))
+    return [bucket for _, bucket in sorted(buckets, key=lambda each: each[0], reverse=True)]
 
 
 def _build_slot(buffer: ParamAndGradBuffer, index: int, config: DistributedDataParallelConfig) -> GradSlot:
     name, gradient = buffer.names[index], buffer.grad_view(index)
     patterns = config.param_name_patterns_for_fp32_local_accumulation
-    local = gradient
+    accumulation = gradient
     if any(pattern == "all" or fnmatchcase(name, pattern) for pattern in patterns):
-        local = torch.zeros_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
-    return GradSlot(name, buffer.parameters[index], gradient, local)
+        accumulation = torch.zeros_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    return GradSlot(name, buffer.parameters[index], gradient, accumulation)

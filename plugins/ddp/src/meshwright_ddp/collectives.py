@@ -1,13 +1,13 @@
-"""The collectives of the bucketed engine: sum one bucket of gradients over ranks, gather updated parameters.
+"""The collectives of the bucketed engine: reduce one bucket of gradients, gather updated parameters.
 
-[Note: sharding group] The sharding group is the W ranks that share the optimizer's state: all data-parallel ranks, or
-those of one instance of the distributed optimizer. With several instances, what a rank owns is reduced within its
-instance first, then over the ranks that own the same part in the others.
+[Note: sharding group] The sharding group is the W ranks that shard the optimizer state: all data-parallel ranks, or
+those of one instance of the distributed optimizer. With several instances, a rank's shard is reduced within its
+instance first, then over the ranks that own the same shard in the other instances.
 
 [Note: order of gathers] Ranks may call modules in different orders (experts chosen by the data), but must issue the
-same collectives in the same order. So gathers start in the order of forward, and what no module has asked for is
+same collectives in the same order. So gathers start in forward order, and buckets that no module has requested are
 gathered at the end of forward. A module's forward pre-hook waits for the buckets of its own parameters. For modules
-that are never called, the nearest enclosing module that is called waits; the first forward shows which that is.
+that are never called, the nearest enclosing module that is called waits; the first forward determines it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.plugin import ROOT_AXES, Mesh, MeshError, all_gather_single, red
 
 @dataclass(frozen=True)
 class DataParallelGroups:
-    """The ranks over which gradients are summed: the sharding group, and the owners of the same part elsewhere."""
+    """The ranks over which gradients are summed: the sharding group, and the owners of the same shard elsewhere."""
 
     shard: dist.ProcessGroup
     inter_instance: dist.ProcessGroup | None = None
@@ -41,12 +41,12 @@ class DataParallelGroups:
 
     @property
     def num_ranks(self) -> int:
-        """All ranks over which gradients are summed."""
+        """Number of ranks over which gradients are summed."""
         return self.size * (dist.get_world_size(self.inter_instance) if self.inter_instance is not None else 1)
 
 
 def build_groups(mesh: Mesh, num_instances: int) -> DataParallelGroups:
-    """Divide the ranks of `dp_replicate` into instances of neighbouring ranks. Collective."""
+    """Split the ranks of `dp_replicate` into instances of neighboring ranks. Collective."""
     ranks = mesh.degrees.dp_replicate
     if ranks % num_instances:
         raise MeshError(
@@ -55,21 +55,23 @@ def build_groups(mesh: Mesh, num_instances: int) -> DataParallelGroups:
         )
     if num_instances == 1:
         return DataParallelGroups(mesh.group("dp_replicate"))
-    every = mesh.device_mesh.mesh.transpose(0, ROOT_AXES.index("dp_replicate"))
-    divided = DeviceMesh(
+    ranks_by_replica = mesh.device_mesh.mesh.transpose(0, ROOT_AXES.index("dp_replicate"))
+    instance_mesh = DeviceMesh(
         mesh.device.type,
-        every.reshape(num_instances, ranks // num_instances, -1),
+        ranks_by_replica.reshape(num_instances, ranks // num_instances, -1),
         mesh_dim_names=("instance", "shard", "others"),
     )
-    return DataParallelGroups(divided["shard"].get_group(), divided["instance"].get_group())
+    return DataParallelGroups(instance_mesh["shard"].get_group(), instance_mesh["instance"].get_group())
 
 
 class BucketReduction:
-    """Reduces one bucket of gradients, 1-D, in place.
+    """Reduce one bucket of gradients, 1-D, in place.
 
-    With `average` the collective averages; gradients stay sums, since they are multiplied by the ranks before. With
-    `scatter`, only the part that this rank owns holds the result. `sum_in_fp32` sends parts to their owners as they are and
-    sums them there in float32 at least.
+    Args:
+        average: use an averaging collective. Gradients stay sums, since they are multiplied by the number of ranks
+            first.
+        scatter: reduce-scatter, so that only this rank's shard of the bucket has the result.
+        sum_in_fp32: send shards to their owners unreduced, and sum them there in at least float32.
     """
 
     def __init__(
@@ -93,13 +95,13 @@ class BucketReduction:
         self._result = self._local_shard
         self._recv_buffer: Tensor | None = None
         self._work: Any = None
-        # Runs both collectives of [Note: sharding group], so that the compute stream need not wait between them.
+        # Runs both collectives of [Note: sharding group], so that the compute stream does not wait between them.
         is_cuda = gradients.device.type == "cuda"
         self._side_stream = torch.cuda.Stream() if groups.inter_instance is not None and is_cuda else None
         self._has_started_inter_instance = False
 
     def start(self, *, force_all_reduce: bool = False) -> None:
-        """Issue the collective; the bucket must not be touched until `wait`. `force_all_reduce` overrules `scatter`."""
+        """Issue the collective. Do not touch the bucket until `wait`. `force_all_reduce` overrides `scatter`."""
         if self.is_averaging and self._groups.num_ranks > 1:
             self.gradients.mul_(self._groups.num_ranks)
         self._has_started_inter_instance = False
@@ -118,14 +120,14 @@ class BucketReduction:
         self._has_started_inter_instance = True
         self._work.wait()
         if self._recv_buffer is not None:
-            wide = torch.promote_types(self._local_shard.dtype, torch.float32)
-            self._local_shard.copy_(self._recv_buffer.view(self._groups.size, -1).sum(0, dtype=wide))
+            dtype = torch.promote_types(self._local_shard.dtype, torch.float32)
+            self._local_shard.copy_(self._recv_buffer.view(self._groups.size, -1).sum(0, dtype=dtype))
             self._recv_buffer = None
         if self._groups.inter_instance is not None:
             self._work = dist.all_reduce(self._result, op=self._op, group=self._groups.inter_instance, async_op=True)
 
     def wait(self) -> None:
-        """Wait until the result can be used (on CUDA: by what is queued from now on)."""
+        """Wait until the result can be used (on CUDA: by work queued after this call)."""
         self.start_inter_instance()
         if self._work is not None:
             self._work.wait()
@@ -147,7 +149,7 @@ class BucketReduction:
 
 
 class BucketAllGather:
-    """Fills one bucket of parameter values from its owners, in place; each rank has updated its own part."""
+    """Gather one bucket of parameters in place, after each rank has updated its own shard."""
 
     def __init__(self, values: Tensor, group: dist.ProcessGroup) -> None:
         size = values.numel() // dist.get_world_size(group)
@@ -162,7 +164,7 @@ class BucketAllGather:
             self._work = all_gather_single(self._param_data, self._local_shard, group=self._group, async_op=True)
 
     def wait(self) -> None:
-        """Wait for a collective that is under way (on CUDA: on the current stream)."""
+        """Wait for a collective in flight (on CUDA: on the current stream)."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -170,10 +172,12 @@ class BucketAllGather:
 
 
 class ParamGatherScheduler:
-    """Gathers all buckets of a model, in the given order; see [Note: order of gathers].
+    """Gather all buckets of a model in the given order; see [Note: order of gathers].
 
-    `overlap`: gather in forward, each bucket while modules of the one before run; else right after each update.
-    `align`: start all gathers together when a step begins, before a pipeline stage has its first microbatch.
+    Args:
+        overlap: gather during forward, each bucket while modules of the previous one run. False: right after each
+            update.
+        align: start all gathers together at the start of a step, before a pipeline stage gets its first microbatch.
     """
 
     def __init__(
@@ -202,9 +206,9 @@ class ParamGatherScheduler:
                 module.register_forward_pre_hook(self._forward_pre_hook)
 
     def mark_stale(self) -> None:
-        """Mark all buckets stale: each rank has updated what it owns."""
+        """Mark all buckets stale, after each rank has updated its own shards."""
         for gather in self._bucket_gathers:
-            # Under way where the last forward was left by an error.
+            # A gather is still in flight if the last forward exited with an error.
             gather.wait()
             gather.is_stale = True
         self._num_started = 0
@@ -234,7 +238,7 @@ class ParamGatherScheduler:
             if self._bucket_gathers[index].is_stale:
                 self._start_up_to(index + 1)
                 self._bucket_gathers[index].wait()
-                # The next one travels while this module and its neighbours run.
+                # The next bucket is transferred while this module and its neighbors run.
                 self._start_up_to(index + 2)
 
     def _start_up_to(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Communication hooks of torch's engine that sum gradients, where DDP's own reduction and torch's hooks average.
+"""Communication hooks of torch's engine that sum gradients; DDP's own reduction and torch's hooks average.
 
 A hook takes one bucket, 1-D, and returns a future of the sum over ranks, in the bucket's shape and dtype.
 Source: DistributedDataParallel.register_comm_hook; Vogels et al. 2019, arXiv:1905.13727, for PowerSGD.
@@ -29,49 +29,49 @@ def build_sum_hook(group: dist.ProcessGroup) -> CommHook:
 
 
 def build_high_precision_sum_hook(group: dist.ProcessGroup, accumulator: HighPrecisionAccumulator) -> CommHook:
-    """Return a hook that adds the waiting sums of earlier microbatches, sums in their dtype and rounds once."""
+    """Return a hook that adds the pending sums of earlier microbatches, all-reduces in their dtype and rounds once."""
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        wide = buffer.to(accumulator.dtype)
+        high_precision = buffer.to(accumulator.dtype)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             start = gradient.storage_offset() - buffer.storage_offset()
-            accumulator.add_pending(parameter, wide.as_strided(gradient.size(), gradient.stride(), start))
-        return _all_reduce_into(wide, buffer, group)
+            accumulator.add_pending(parameter, high_precision.as_strided(gradient.size(), gradient.stride(), start))
+        return _all_reduce_into(high_precision, buffer, group)
 
     return hook
 
 
 def build_compression_hook(name: str, options: Mapping[str, Any], group: dist.ProcessGroup) -> tuple[Any, CommHook]:
-    """Return the state and the hook of one of `config.COMM_HOOKS`; `options` are PowerSGDState's arguments."""
+    """Return the state and hook for one of `config.COMM_HOOKS`; `options` are arguments of PowerSGDState."""
     if name != "power_sgd":
         dtype = torch.float16 if name == "fp16_compress" else torch.bfloat16
 
-        def rounding(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        def compress(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             return _all_reduce_into(bucket.buffer().to(dtype), bucket.buffer(), group)
 
-        return None, rounding
+        return None, compress
     check_argument_types(powerSGD_hook.PowerSGDState, options, where="comm_hook_options")
     try:
-        powers = powerSGD_hook.PowerSGDState(process_group=group, **options)
+        power_sgd_state = powerSGD_hook.PowerSGDState(process_group=group, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"comm_hook_options {dict(options)} are refused by PowerSGDState: {error}") from None
     ranks = dist.get_world_size(group)
 
-    def summing(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def sum_power_sgd(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         # torch's own hook averages.
         return powerSGD_hook.powerSGD_hook(state, bucket).then(lambda done: done.value().mul_(ranks))
 
-    return powers, summing
+    return power_sgd_state, sum_power_sgd
 
 
 def _all_reduce_into(values: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
     """All-reduce `values`, which may be the bucket's buffer itself, into the buffer."""
     future = dist.all_reduce(values, group=group, async_op=True).get_future()
 
-    def ended(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-        # Raises where the collective has failed.
+    def on_done(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        # Raises if the collective has failed.
         done.value()
         return buffer if values is buffer else buffer.copy_(values)
 
-    return future.then(ended)
+    return future.then(on_done)

@@ -1,4 +1,4 @@
-"""Options of the `ddp` strategy. No torch in this module."""
+"""Options of the `ddp` strategy. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from meshwright.plugin import (
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 AXES = frozenset({"dp_replicate"})
-"""What the strategy shards."""
+"""Mesh axes that the strategy supports."""
 COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
 
-# Options that are refused, and what they need.
+# Options that are rejected, and what they need.
 _UNSUPPORTED_OPTIONS = {
     "fp8_param_gather": "parameters in fp8, which Transformer Engine brings",
     "reuse_grad_buf_for_mxfp8_param_ag": "parameters in mxfp8, which Transformer Engine brings",
@@ -40,7 +40,7 @@ _MEGATRON_FSDP_ONLY = (
     "outer_dp_sharding_strategy",
 )
 
-# Options that act only with others.
+# Options that have an effect only together with others.
 _REQUIRED_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "overlap_param_gather": ("use_distributed_optimizer", "overlap_grad_reduce"),
     "align_param_gather": ("overlap_param_gather",),
@@ -51,7 +51,7 @@ _REQUIRED_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "num_buckets": ("overlap_grad_reduce",),
 }
 
-# Pairs that exclude each other, with the reason.
+# Pairs of incompatible options, with the reason.
 _EXCLUSIVE_OPTIONS = {
     ("bucket_size", "num_buckets"): "both say how large buckets are",
     ("reduce_scatter_with_fp32_accumulation", "num_distributed_optimizer_instances"): "instances sum their parts twice",
@@ -64,7 +64,7 @@ _EXCLUSIVE_OPTIONS = {
 
 
 class DistributedDataParallelConfig(StrategyConfig):
-    """Options of the bucketed engine: fields, order and defaults are those of Megatron-Core's class of this name."""
+    """Options of the bucketed engine. Fields, order and defaults are those of Megatron-Core's class of this name."""
 
     grad_reduce_in_fp32: bool = Field(default=False, description="Accumulate and reduce gradients in float32.")
     overlap_grad_reduce: bool = Field(
@@ -155,11 +155,11 @@ class DistributedDataParallelConfig(StrategyConfig):
 
     @property
     def grad_dtype(self) -> str | None:
-        """The dtype in which gradients accumulate and are reduced, by name; None: the parameters' own."""
+        """Name of the dtype in which gradients are accumulated and reduced; None: the parameters' own."""
         return "float32" if self.grad_reduce_in_fp32 else self.reduce_dtype
 
     def check_not_delegated(self) -> None:
-        """Raise StrategyError for `use_megatron_fsdp` where no other strategy can take over."""
+        """Raise StrategyError for `use_megatron_fsdp` if delegation to another strategy is not possible."""
         if self.delegates_to_megatron_fsdp:
             raise StrategyError(
                 "use_megatron_fsdp=true hands over to the strategy megatron_fsdp, which another manager runs. Build it "
@@ -209,12 +209,12 @@ _BUCKETED_ONLY = tuple(
     name for name in DistributedDataParallelConfig.model_fields if name not in StrategyConfig.model_fields
 )
 _KEYWORD_ONLY = ("num_buckets", "param_name_patterns_for_fp32_local_accumulation")
-"""Options of later versions of Megatron-Core, by name only."""
+"""Options of later versions of Megatron-Core, keyword-only."""
 DistributedDataParallelConfig.positional_fields = tuple(name for name in _BUCKETED_ONLY if name not in _KEYWORD_ONLY)
 
 
 class DDPConfig(DistributedDataParallelConfig):
-    """Options of `ddp`: which engine, its own options, and what holds for both."""
+    """Options of `ddp`: the engine, its own options, and options of both engines."""
 
     positional_fields: ClassVar[tuple[str, ...]] = ("activation_checkpointing", "backend")
     engine: Literal["torch", "bucketed"] = Field(
@@ -255,13 +255,17 @@ class DDPConfig(DistributedDataParallelConfig):
 
     @classmethod
     def variants(cls, *, is_dtype_free: bool, **_: Any) -> list[dict[str, Any]]:
-        """Options worth planning; see [Note: variants] in `meshwright_plan.search.candidates`."""
-        wide: dict[str, Any] = {"model.dtype": "float32"} if is_dtype_free else {}
-        half = {"model.dtype": "bfloat16", "grad_reduce_in_fp32": True} if is_dtype_free else {}
+        """Return options worth planning; see [Note: variants] in `meshwright_plan.search.candidates`."""
+        fp32: dict[str, Any] = {"model.dtype": "float32"} if is_dtype_free else {}
+        mixed = {"model.dtype": "bfloat16", "grad_reduce_in_fp32": True} if is_dtype_free else {}
         bucketed = {"engine": "bucketed", "overlap_grad_reduce": True}
-        divided = {"use_distributed_optimizer": True, "overlap_param_gather": True}
-        # Only the distributed optimizer has masters for half types.
-        return [wide | {"engine": "torch", "gradient_as_bucket_view": True}, wide | bucketed, half | bucketed | divided]
+        distributed = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+        # Only the distributed optimizer has float32 masters of half-precision parameters.
+        return [
+            fp32 | {"engine": "torch", "gradient_as_bucket_view": True},
+            fp32 | bucketed,
+            mixed | bucketed | distributed,
+        ]
 
     @field_validator("comm_hook")
     @classmethod
@@ -273,13 +277,13 @@ class DDPConfig(DistributedDataParallelConfig):
     @model_validator(mode="before")
     @classmethod
     def _from_reference_config(cls, values: Any) -> Any:
-        # The reference's class has the options of the bucketed engine alone.
+        # The reference's class has only options of the bucketed engine.
         if isinstance(values, DistributedDataParallelConfig) and not isinstance(values, cls):
             return {**values.to_dict(), "engine": "bucketed"}
         return values
 
     def _check_combinations(self) -> None:
-        # First: what an option needs is of no interest where its engine is not used.
+        # Check this first: requirements of an option do not matter if its engine is not used.
         self._check_engine()
         super()._check_combinations()
         if self.comm_hook is not None and self.reduce_dtype is not None:
@@ -291,12 +295,12 @@ class DDPConfig(DistributedDataParallelConfig):
             raise ValueError("comm_hook_options are those of power_sgd. Set comm_hook=power_sgd, or leave them out")
 
     def _check_engine(self) -> None:
-        foreign, home = (_TORCH_ONLY, "torch") if self.engine == "bucketed" else (_BUCKETED_ONLY, "bucketed")
+        unavailable, owner = (_TORCH_ONLY, "torch") if self.engine == "bucketed" else (_BUCKETED_ONLY, "bucketed")
         for name in self.non_default_options if not self.delegates_to_megatron_fsdp else ():
-            if name in foreign:
+            if name in unavailable:
                 raise ValueError(
-                    f"{name}={getattr(self, name)} is an option of the {home} engine, but engine={self.engine}. "
-                    f"Set engine={home}, or leave {name} out"
+                    f"{name}={getattr(self, name)} is an option of the {owner} engine, but engine={self.engine}. "
+                    f"Set engine={owner}, or leave {name} out"
                 )
 
 

@@ -1,9 +1,9 @@
-"""The distributed optimizer: each rank steps what it owns of every parameter.
+"""The distributed optimizer: each rank steps its own shard of every parameter.
 
-The optimizer is the user's own, over shards instead of parameters: a shard is the stretch of a parameter that this rank
-owns, 1-D and possibly empty, under the parameter's name. Parameters of a half type have float32 shards, from which they
-are rounded after each step; others have views of themselves. So optimizers that treat every element alike (Adam, AdamW,
-SGD, Adagrad ...) do to the shards what they would do to the parameters.
+The user's optimizer runs over shards instead of parameters. A shard is the range of a flattened parameter that this
+rank owns, 1-D and possibly empty, under the parameter's name. Half-precision parameters have float32 master shards,
+from which they are rounded after each step; shards of other parameters are views of them. So elementwise optimizers
+(Adam, AdamW, SGD, Adagrad ...) give the same results on shards as on parameters.
 Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO stage 1); Megatron-Core's distributed optimizer, for ownership.
 """
 
@@ -36,7 +36,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(eq=False)
 class OptimizerShard:
-    """What this rank owns of one parameter: the elements start to end of it, flattened."""
+    """This rank's shard of one parameter: elements `start` to `end` of it, flattened."""
 
     name: str
     parameter: nn.Parameter
@@ -47,12 +47,12 @@ class OptimizerShard:
 
     @property
     def model_values(self) -> Tensor:
-        """The owned stretch of the parameter: a view, (end - start,), in its dtype."""
+        """The owned range of the parameter: a view, (end - start,), in its dtype."""
         return self.parameter.detach().view(-1)[self.start : self.end]
 
     @property
     def is_master(self) -> bool:
-        """Whether `tensor` is a float32 copy of the parameter's values."""
+        """Whether `optimizer_parameter` is a float32 copy of the parameter's values."""
         return self.optimizer_parameter.dtype != self.parameter.dtype
 
     def set_gradient(self) -> None:
@@ -62,18 +62,18 @@ class OptimizerShard:
 class OptimizerShardLayout(ShardLayout):
     """This rank's shards of all trainable parameters, in registration order.
 
-    As `Parts` it describes optimizer state, too: what has the shape of a shard is divided like the shard; the rest
-    (counters of steps) is the same on all ranks.
+    As a `ShardLayout` it also describes optimizer state: tensors with the shape of a shard are sharded like the shard;
+    other values, such as step counters, are equal on all ranks.
     """
 
     def __init__(self, buffers: Sequence[ParamAndGradBuffer], groups: DataParallelGroups) -> None:
         self.group = groups.shard
-        placed = {
+        shard_by_model_index = {
             order: _build_shard(buffer, index, groups.rank)
             for buffer in buffers
             for index, order in enumerate(buffer.model_indices)
         }
-        self._shards = [placed[order] for order in sorted(placed)]
+        self._shards = [shard_by_model_index[order] for order in sorted(shard_by_model_index)]
         self._masters = [shard for shard in self._shards if shard.is_master]
         self._shard_by_optimizer_parameter = {shard.optimizer_parameter: shard for shard in self._shards}
         self._optimizer_parameter_by_parameter = {shard.parameter: shard.optimizer_parameter for shard in self._shards}
@@ -82,7 +82,7 @@ class OptimizerShardLayout(ShardLayout):
         return iter(self._shards)
 
     def __getitem__(self, trained: nn.Parameter) -> OptimizerShard:
-        """Return the shard whose tensor is `trained`."""
+        """Return the shard whose `optimizer_parameter` is `trained`."""
         return self._shard_by_optimizer_parameter[trained]
 
     def find_optimizer_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -95,27 +95,27 @@ class OptimizerShardLayout(ShardLayout):
         )
 
     def copy_masters_to_model(self) -> None:
-        """Round the shards' values into the owned stretches of the parameters."""
+        """Round the master shards into the owned ranges of the parameters."""
         copy_all(
             [shard.model_values for shard in self._masters],
             [shard.optimizer_parameter.detach() for shard in self._masters],
         )
 
-    # -- state, see `Parts`
+    # -- state, see `ShardLayout`
 
     def gather(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """Gather what has the shape of a shard into the parameter's shape, in `value`'s dtype. Collective."""
+        """Gather a tensor with the shape of a shard into the parameter's shape, in `value`'s dtype. Collective."""
         shard = self._find_shard(value, parameter)
         if shard is None:
             return value
         flat = torch.zeros(shard.parameter.numel(), dtype=value.dtype, device=shard.parameter.device)
         flat[shard.start : shard.end] = value
-        # Each element has one owner: the others add zeros.
+        # Each element has one owner; other ranks add zeros.
         dist.all_reduce(flat, group=self.group)
         return flat.view(shard.parameter.shape)
 
     def shard(self, full: Tensor, parameter: Tensor) -> Tensor:
-        """Copy the shard's stretch of what has the parameter's shape, 1-D. No communication."""
+        """Copy the shard's range of a tensor with the parameter's shape, 1-D. No communication."""
         shard = self._shard_by_optimizer_parameter.get(parameter)
         if shard is None or full.shape != shard.parameter.shape:
             return full
@@ -127,7 +127,7 @@ class OptimizerShardLayout(ShardLayout):
         return full.reshape(-1)[shard.start : shard.end].clone()
 
     def get_local_chunks(self, value: Tensor, parameter: Tensor) -> list[LocalChunk]:
-        """Return rectangles of the parameter's shape, at most 2 x dims - 1 of them, as views."""
+        """Return rectangular chunks of the parameter's shape, at most 2 x dims - 1 of them, as views."""
         shard = self._find_shard(value, parameter)
         if shard is None:
             return super().get_local_chunks(value, parameter)
@@ -141,7 +141,7 @@ class OptimizerShardLayout(ShardLayout):
         shard = self._shard_by_optimizer_parameter.get(parameter)
         return shard if shard is not None and value.shape == shard.optimizer_parameter.shape else None
 
-    # -- masters: float32 values of parameters of half types
+    # -- masters: float32 values of half-precision parameters
 
     def sharded_masters(self) -> dict[str, ChunkedTensor]:
         return {
@@ -154,7 +154,7 @@ class OptimizerShardLayout(ShardLayout):
         }
 
     def copy_masters(self, *, full: bool) -> dict[str, Tensor]:
-        """Return copies of the masters, by name; whole, on the CPU, and collective if `full`."""
+        """Return copies of the masters by name. If `full`: unsharded, on the CPU, and collective."""
         return {
             shard.name: self.gather(shard.optimizer_parameter.detach(), shard.optimizer_parameter).cpu()
             if full
@@ -163,10 +163,10 @@ class OptimizerShardLayout(ShardLayout):
         }
 
     def load_masters(self, values: Mapping[str, Tensor], *, full: bool, group: dist.ProcessGroup | None) -> None:
-        """Load what `masters` returns; parameters without a value take that of the model. Collective if `full`.
+        """Load the result of `copy_masters`; parameters without a value use the model's. Collective if `full`.
 
-        If `full`, the first rank of `group` has the values, in the parameters' shapes; else they are 1-D shards of this
-        rank.
+        If `full`, rank 0 of `group` has the values, in the parameters' shapes; otherwise they are this rank's 1-D
+        shards.
         """
         self.copy_model_to_masters()
         names = [list(values)]
@@ -197,7 +197,7 @@ def _build_shard(buffer: ParamAndGradBuffer, index: int, rank: int) -> Optimizer
 
 
 class ShardGradients(Gradients):
-    """The gradients of shards, whose norm is that of the whole gradients; see `Gradients`."""
+    """Gradients of shards, with the norm of the full gradients; see `Gradients`."""
 
     def __init__(self, shards: OptimizerShardLayout, mesh: Mesh, *, use_float64: bool) -> None:
         super().__init__(lambda: (shard.optimizer_parameter for shard in shards), shards, mesh, use_float64=use_float64)
@@ -206,13 +206,13 @@ class ShardGradients(Gradients):
     def get_shard_groups(self, parameter: nn.Parameter) -> NormGroups:
         return (self._shards.group,)
 
-    # -- copies of a parameter on several stages of a pipeline, which own different stretches of it
+    # -- copies of a parameter on several pipeline stages, which own different ranges of it
 
     def get_optimizer_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         return self._shards.find_optimizer_parameter(parameter)
 
     def get_local_gradient(self, trained: nn.Parameter) -> Tensor:
-        """Return a shard's gradient at its place in the flattened parameter, and zeros elsewhere."""
+        """Return a shard's gradient in its range of the flattened parameter, and zeros elsewhere."""
         shard = self._shards[trained]
         flat = torch.zeros(shard.parameter.numel(), dtype=trained.dtype, device=trained.device)
         if trained.grad is not None:

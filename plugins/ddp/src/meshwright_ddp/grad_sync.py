@@ -1,7 +1,7 @@
-"""Reduce buckets as backward yields their gradients, and report gradients that are missing or wrong.
+"""Reduce buckets as backward produces their gradients, and report missing or non-finite gradients.
 
 [Note: order of reductions] Ranks may use different parameters (experts chosen by the data), but must issue the same
-collectives in the same order; so a bucket waits for those before it, as in torch's DDP.
+collectives in the same order. So a bucket waits for the buckets before it, as in torch's DDP.
 Source: the semantics of Megatron-Core's DistributedDataParallel; Li et al. 2020, arXiv:2006.15704, for the order.
 """
 
@@ -23,15 +23,15 @@ from .buckets import Bucket, GradSlot
 from .config import DistributedDataParallelConfig
 
 NUM_REFERENCE_NORMS = 100
-"""Number of first norms that set the largest one to be expected."""
+"""Number of initial norms that set the reference for large norms."""
 LARGE_NORM_FACTOR = 10.0
-"""A norm is large from so many times the largest expected one."""
+"""A norm is large if it is at least this many times the largest reference norm."""
 
 
 class GradChecker:
-    """Checks of each bucket's gradients on this rank, before they are reduced.
+    """Check each bucket's gradients on this rank before they are reduced.
 
-    Norms stay on their device until the host reads the step's findings, so nothing waits in backward, and all ranks
+    Norms stay on their device until the host reads the step's report. So backward does not synchronize, and all ranks
     stop together.
     """
 
@@ -43,7 +43,7 @@ class GradChecker:
         self._largest_reference_norm = 0.0
 
     def record_norms(self, bucket: int, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-        """Record the 2-norms of a bucket's gradients, which are neither scaled nor reduced yet."""
+        """Record the 2-norms of a bucket's gradients before scaling and reduction."""
         if self._checks_nonfinite or self._checks_large:
             self._recorded_norms.append(
                 (bucket, names, torch.stack([torch.linalg.vector_norm(each) for each in gradients]))
@@ -53,28 +53,28 @@ class GradChecker:
         self._recorded_norms = []
 
     def recorded_norms(self) -> Tensor | None:
-        """Return all norms recorded since the last verdict, 1-D on their device; None if there are none."""
+        """Return all norms recorded since the last `find_error`, 1-D on their device; None if there are none."""
         return torch.cat([norms for _, _, norms in self._recorded_norms]) if self._recorded_norms else None
 
     def has_error(self) -> Tensor | bool | None:
-        """Return whether `verdict` will find an error, on the gradients' device; None: it never does."""
+        """Return whether `find_error` will return an error, on the gradients' device; None: it never will."""
         norms = self.recorded_norms()
         if not self._checks_nonfinite:
             return None
         return False if norms is None else ~norms.isfinite().all()
 
     def find_error(self, norms: Sequence[float]) -> TrainingError | None:
-        """Return what is wrong with the recorded buckets, given `norms` on the host. Warns of large norms."""
-        seen, self._recorded_norms = self._recorded_norms, []
+        """Return the error of the recorded buckets, if any, given `norms` on the host. Warn about large norms."""
+        recorded, self._recorded_norms = self._recorded_norms, []
         start = 0
-        for bucket, names, tensor in seen:
-            mine = norms[start : start + tensor.numel()]
-            start += len(mine)
-            if not all(map(math.isfinite, mine)):
+        for bucket, names, tensor in recorded:
+            bucket_norms = norms[start : start + tensor.numel()]
+            start += len(bucket_norms)
+            if not all(map(math.isfinite, bucket_norms)):
                 if self._checks_nonfinite:
-                    return _nonfinite_error(bucket, names, mine)
+                    return _nonfinite_error(bucket, names, bucket_norms)
             elif self._checks_large:
-                self._check_large_norm(math.hypot(*mine), bucket, names)
+                self._check_large_norm(math.hypot(*bucket_norms), bucket, names)
         return None
 
     def _check_large_norm(self, norm: float, bucket: int, names: Sequence[str]) -> None:
@@ -91,18 +91,18 @@ class GradChecker:
 
 
 def _nonfinite_error(bucket: int, names: Sequence[str], norms: Sequence[float]) -> NonFiniteError:
-    culprits = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
+    nonfinite = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
     kind = "NaN" if any(map(math.isnan, norms)) else "Inf"
-    told = ", ".join(culprits[:3]) + (f" and {len(culprits) - 3} more" if len(culprits) > 3 else "")
+    listed = ", ".join(nonfinite[:3]) + (f" and {len(nonfinite) - 3} more" if len(nonfinite) > 3 else "")
     return NonFiniteError(
         f"the gradient norm of bucket {bucket} is {kind} before the data-parallel collective "
-        f"(check_for_nan_in_grad), from {told}. Lower the learning rate, clip "
+        f"(check_for_nan_in_grad), from {listed}. Lower the learning rate, clip "
         f"gradients, or look at the data of this step; nothing was stepped."
     )
 
 
 class BucketGradSync:
-    """Take gradients from `.grad` by hooks on the parameters, and reduce them over the ranks of one stage."""
+    """Take gradients from `.grad` with hooks on the parameters, and reduce them over the data-parallel ranks."""
 
     def __init__(self, buckets: Sequence[Bucket], config: DistributedDataParallelConfig, world: World) -> None:
         self._buckets = buckets
@@ -115,13 +115,13 @@ class BucketGradSync:
         )
         self._is_last = True
         self.begin_step()
-        # Weak, since Python's garbage collector does not see through hooks, and buckets hold process groups.
-        arrived = weakref.WeakMethod(self.accumulate_grad)
+        # Weak, since Python's garbage collector does not traverse hooks, and buckets hold process groups.
+        on_grad = weakref.WeakMethod(self.accumulate_grad)
         for parameter in self._slot_by_parameter:
-            parameter.register_post_accumulate_grad_hook(partial(_call_weak_method, arrived))
+            parameter.register_post_accumulate_grad_hook(partial(_call_weak_method, on_grad))
 
     def begin_step(self) -> None:
-        """Discard what the buffers hold and count anew. A gradient that comes after `finish` does so, too."""
+        """Discard the gradients in the buffers and reset counters. The first gradient after `finish` also does this."""
         self._accumulated_slots: set[GradSlot] = set()
         self._checker.reset()
         self._next_bucket = 0
@@ -139,14 +139,14 @@ class BucketGradSync:
             self._is_last = True
 
     def accumulate_grad(self, parameter: nn.Parameter) -> None:
-        """Move a parameter's `.grad` into its buffer; dispatch buckets that are ready with it."""
+        """Move a parameter's `.grad` into its buffer, and dispatch buckets that become ready."""
         bucket, slot = self._slot_by_parameter[parameter]
         gradient = parameter.grad
         if gradient is None:
             return
         if self.is_finished:
             self.begin_step()
-        # The first gradient of a step needs no zeros to be added to.
+        # The first gradient of a step overwrites the buffer, so it need not be zeroed.
         if slot in self._accumulated_slots:
             slot.accumulation.add_(gradient)
         else:
@@ -170,15 +170,16 @@ class BucketGradSync:
                 self._dispatch()
 
     def finish(self, *, force_all_reduce: bool, allow_unused: bool) -> None:
-        """Reduce all remaining buckets; they hold zeros for parameters that no rank has used. Collective.
+        """Reduce all remaining buckets, with zeros for parameters that no rank has used. Collective.
 
-        `allow_unused`: parameters may have no gradient in this step, since backward is known to have ended.
+        Args:
+            allow_unused: parameters may have no gradient in this step, since backward is known to have ended.
         """
         if self._overlap and not allow_unused:
             self._world.raise_on_all_ranks(self._find_unready_bucket())
         while self._next_bucket < len(self._buckets):
             self._dispatch(force_all_reduce=force_all_reduce)
-        # All of them first, so that collectives over instances travel together.
+        # Issue all of them first, so that the collectives over instances overlap.
         for bucket in self._buckets:
             bucket.reduction.start_inter_instance()
         for bucket in self._buckets:
@@ -186,23 +187,23 @@ class BucketGradSync:
         self.is_finished = True
 
     def build_report(self, optimizer_parameter: Callable[[nn.Parameter], nn.Parameter]) -> GradientReport:
-        """Return what this rank has seen in the step; `optimizer_parameter` maps a parameter to what the optimizer trains of it."""
-        defect, is_wrong = self._error, self._checker.has_error()
+        """Return the step's report of this rank; `optimizer_parameter` maps a parameter to its trained counterpart."""
+        error, has_error = self._error, self._checker.has_error()
         if self._overlap:
-            is_wrong = True if defect is not None else is_wrong if is_wrong is not None else False
+            has_error = True if error is not None else has_error if has_error is not None else False
         return GradientReport(
             trained=[[optimizer_parameter(parameter)] for parameter in self._slot_by_parameter],
             is_used=[slot in self._accumulated_slots for _, slot in self._slot_by_parameter.values()],
-            has_error=is_wrong,
+            has_error=has_error,
             error_values=self._checker.recorded_norms(),
-            build_error=lambda norms: self._checker.find_error(norms) if defect is None else defect,
+            build_error=lambda norms: self._checker.find_error(norms) if error is None else error,
             on_error=self.begin_step,
         )
 
     def _dispatch(self, *, force_all_reduce: bool = False) -> None:
         bucket = self._buckets[self._next_bucket]
         if self._reduces_one_at_a_time and self._next_bucket:
-            # One bucket's pieces are held at a time.
+            # Only one bucket's receive buffer is allocated at a time.
             self._buckets[self._next_bucket - 1].reduction.wait()
         for slot in bucket.slots:
             if slot not in self._accumulated_slots:

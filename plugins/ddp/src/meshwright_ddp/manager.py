@@ -1,4 +1,4 @@
-"""The manager of `ddp`: replicate the model and sum gradients, with the engine that the configuration names."""
+"""The manager of `ddp`: replicate the model and sum gradients, with the engine that the config selects."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from .torch_engine import PipelineStageEngine, TorchEngine
 class DDPManager(DataParallelManager):
     """Replicated data parallelism; see `DataParallelManager`.
 
-    With the distributed optimizer, this rank trains stretches of parameters, 1-D (see `optimizer.Shards`); without it,
-    whole parameters.
+    With the distributed optimizer, this rank trains 1-D shards of parameters (see `OptimizerShardLayout`); without it,
+    full parameters.
 
     Args:
-        config: options, or a mapping of them; the reference's class alone means the bucketed engine.
+        config: options, or a mapping of them. An instance of the reference's class selects the bucketed engine.
         device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.mesh.from_device_mesh`.
 
     Raises:
-        MeshError: a DeviceMesh that is not understood, or another backend than the config says.
-        StrategyError: the config hands over to another strategy.
+        MeshError: the DeviceMesh is not supported, or its backend differs from the config's.
+        StrategyError: the config delegates to another strategy.
     """
 
     config: DDPConfig
@@ -55,11 +55,11 @@ class DDPManager(DataParallelManager):
     def __init__(
         self, config: DDPConfig | DistributedDataParallelConfig | Mapping[str, Any], device_mesh: Mesh | DeviceMesh
     ) -> None:
-        own = coerce_config(DDPConfig, config, where="DDPManager")
-        own.check_not_delegated()
+        ddp_config = coerce_config(DDPConfig, config, where="DDPManager")
+        ddp_config.check_not_delegated()
         mesh = from_device_mesh(device_mesh, AXES)
-        super().__init__(own, mesh)
-        mesh.check_backend(own.backend)
+        super().__init__(ddp_config, mesh)
+        mesh.check_backend(ddp_config.backend)
 
     @property
     def _shards(self) -> OptimizerShardLayout | None:
@@ -73,7 +73,7 @@ class DDPManager(DataParallelManager):
             return model
         if self.config.engine == "torch":
             self._torch_engine = TorchEngine(model, self.config, self.mesh)
-            # torch lays buckets out anew after the first step, and broadcasts the layout in the second.
+            # torch rebuilds buckets after the first step, and broadcasts the layout in the second.
             self.steady_after_steps = 2
             return self._torch_engine.module
         self._bucketed_engine = BucketedDataParallel(model, self.config, self.mesh)
@@ -84,10 +84,10 @@ class DDPManager(DataParallelManager):
     # -- gradients
 
     def step_context(self, microbatches: Sequence[Batch]) -> AbstractContextManager[None]:
-        """Begin a step of the bucketed engine. Collective with `align_param_gather`."""
+        """Start a step of the bucketed engine. Collective with `align_param_gather`."""
         if self._bucketed_engine is not None:
             if self.module.training:
-                # Also after a step that was left by an error.
+                # Also needed after a step that exited with an error.
                 self._bucketed_engine.zero_grad_buffer()
             self._bucketed_engine.param_gather.begin_step()
         return nullcontext()
@@ -103,7 +103,7 @@ class DDPManager(DataParallelManager):
 
     @property
     def can_defer_reduction(self) -> bool:
-        # With overlap the bucketed engine reduces in backward, and nothing waits for it there.
+        # With overlap, the bucketed engine reduces during backward, so it cannot wait for deferred gradients.
         return self._bucketed_engine is None or not self._bucketed_engine.config.overlap_grad_reduce
 
     def reduce_gradients(self) -> None:
@@ -120,19 +120,21 @@ class DDPManager(DataParallelManager):
         )
 
     def iter_trainable(self) -> Iterator[nn.Parameter]:
-        """Yield parameters, or with the distributed optimizer this rank's shards, 1-D and possibly empty."""
+        """Yield parameters; with the distributed optimizer this rank's shards, 1-D and possibly empty."""
         if self._shards is None:
             return super().iter_trainable()
         return (shard.optimizer_parameter for shard in self._shards)
 
     def build_gradients(self) -> Gradients:
-        shards, wide = self._shards, self.config.reduce_dtype is not None
-        return super().build_gradients() if shards is None else ShardGradients(shards, self.mesh, use_float64=wide)
+        shards, use_float64 = self._shards, self.config.reduce_dtype is not None
+        return (
+            super().build_gradients() if shards is None else ShardGradients(shards, self.mesh, use_float64=use_float64)
+        )
 
     # -- the distributed optimizer
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        """Build the optimizer; with the distributed one over shards, in float32 where parameters are of half types."""
+        """Build the optimizer; the distributed one runs over shards, in float32 for half-precision parameters."""
         self._require_model()
         shards, engine = self._shards, self._bucketed_engine
         if shards is None or engine is None:
@@ -162,7 +164,7 @@ class DDPManager(DataParallelManager):
         super().load_state_dict(state, full=full)
 
     def optimizer_state_dict(self, *, full: bool) -> dict[str, Any]:
-        """Return the state; "masters" holds the float32 values of parameters of half types, by name."""
+        """Return the state; "masters" has the float32 values of half-precision parameters, by name."""
         state = super().optimizer_state_dict(full=full)
         masters = self._shards.copy_masters(full=full) if self._shards is not None else {}
         if state and masters:
@@ -196,7 +198,7 @@ class DDPManager(DataParallelManager):
             self._bucketed_engine.after_optimizer_step()
 
     def _replace_with_masters(self, state: ShardedState) -> None:
-        """Put masters in the place of the parameters that are rounded from them."""
+        """Replace parameters by the masters that they are rounded from."""
         if self._shards is not None and self.has_optimizer:
             state.model.update(self._shards.sharded_masters())
 

@@ -1,4 +1,4 @@
-"""Hand over to the strategy `megatron_fsdp`, which is found through the registry: neither package imports the other."""
+"""Delegate to the strategy `megatron_fsdp` through the registry, so that neither package imports the other."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .config import DDPConfig
 
 TARGET = "megatron_fsdp"
 
-# The values of data_parallel_sharding_strategy are its ZeRO stages.
+# ZeRO stage of each value of data_parallel_sharding_strategy.
 _ZERO_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _INSTANCES_OPTION = "num_distributed_optimizer_instances"
-# Options that are dealt with here.
+# Options that are translated here.
 _TRANSLATED_OPTIONS = (
     "use_megatron_fsdp",
     "use_custom_fsdp",
@@ -38,8 +38,8 @@ _TRANSLATED_OPTIONS = (
 def delegate_to_megatron_fsdp(config: DDPConfig, mesh: Mesh) -> StrategyManager:
     """Build the manager of `megatron_fsdp` with all options, over the same ranks.
 
-    Each option keeps its value, also where it is our default, which need not be theirs. Overlap is on where a stage
-    cannot do without it, as in Megatron-Core. Instances of the distributed optimizer become ranks along dp_replicate.
+    Each option keeps its value, including defaults, which may differ from megatron_fsdp's. Overlap is enabled if the
+    ZeRO stage requires it, as in Megatron-Core. Instances of the distributed optimizer become ranks along dp_replicate.
     """
     try:
         spec = get_strategy(TARGET)
@@ -65,8 +65,8 @@ def delegate_to_megatron_fsdp(config: DDPConfig, mesh: Mesh) -> StrategyManager:
             f"leave outer_dp_sharding_strategy out."
         )
     degrees = MeshSizes(dp_size=ranks, dp_replicate_size=instances).resolve(mesh.world.size, spec.axes)
-    theirs = validate_config(spec.config_cls, options, where=f"options of {TARGET!r}")
-    return spec.build(theirs, Mesh(degrees, mesh.world))
+    target_config = validate_config(spec.config_cls, options, where=f"options of {TARGET!r}")
+    return spec.build(target_config, Mesh(degrees, mesh.world))
 
 
 def _build_options(config: DDPConfig, config_cls: type[BaseModel]) -> dict[str, Any]:

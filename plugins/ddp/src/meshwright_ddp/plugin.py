@@ -1,4 +1,4 @@
-"""The entry point of meshwright-ddp, which imports no torch before a manager is built."""
+"""Entry point of meshwright-ddp. It does not import torch until a manager is built."""
 
 from __future__ import annotations
 

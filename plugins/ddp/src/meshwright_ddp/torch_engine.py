@@ -1,7 +1,7 @@
-"""The engine `torch`: torch's DistributedDataParallel with hooks that sum; a stage of a pipeline does without it.
+"""The engine `torch`: torch's DistributedDataParallel with hooks that sum; pipeline stages use their own engine.
 
-torch's class does not know the order in which a stage's forwards and backwards follow, so `PipelineStageEngine` sums gradients
-in buckets after the last backward. Nothing overlaps with backward there; with the bucketed engine it does.
+torch's class does not support the order of forwards and backwards in a stage, so `PipelineStageEngine` reduces
+gradients in buckets after the last backward. It does not overlap with backward; the bucketed engine does.
 Source: Li et al. 2020, arXiv:2006.15704; torch.nn.parallel.DistributedDataParallel.
 """
 
@@ -24,7 +24,7 @@ from .config import DDPConfig
 
 
 class TorchEngine:
-    """Wraps a whole model in torch's DistributedDataParallel."""
+    """Wrap a full model in torch's DistributedDataParallel."""
 
     def __init__(self, model: nn.Module, config: DDPConfig, mesh: Mesh) -> None:
         self._model = model
@@ -33,7 +33,7 @@ class TorchEngine:
         )
         self._allows_unused_parameters = config.find_unused_parameters or config.static_graph
         group = mesh.group("dp_replicate")
-        # Made first: its options may be refused. DDP averages by default; [Note: the gradient rule] wants the sum.
+        # Built first, since its options may be rejected. DDP averages by default; [Note: the gradient rule] needs sums.
         if config.comm_hook is not None:
             state, hook = build_compression_hook(config.comm_hook, config.comm_hook_options, group)
         else:
@@ -47,7 +47,7 @@ class TorchEngine:
             model,
             device_ids=None if mesh.device.type == "cpu" else [mesh.device.index],
             process_group=group,
-            # `copy_from_first_rank` has made the copies equal.
+            # `copy_from_first_rank` has made the replicas equal.
             init_sync=False,
             bucket_cap_mb=config.bucket_cap_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
@@ -58,7 +58,7 @@ class TorchEngine:
         self.module.register_comm_hook(state, hook)
 
     def microbatch_context(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Return a context for a backward, which reduces only if it is the last."""
+        """Return a context for one microbatch, whose backward reduces only if it is the last."""
         if is_last:
             return nullcontext()
         if self.module.static_graph:
@@ -70,17 +70,17 @@ class TorchEngine:
         return self.module.no_sync()
 
     def after_backward(self, *, is_last: bool) -> None:
-        """Keep what waits for later microbatches in `reduce_dtype`; after the last one, look for unused parameters."""
+        """Accumulate gradients in `reduce_dtype`; after the last microbatch, check for unused parameters."""
         if is_last and not self._allows_unused_parameters:
-            # DDP has not reduced the bucket of a parameter without gradient, and the other ranks wait for it, so this
-            # cannot be reported on all ranks first.
+            # DDP has not reduced the bucket of a parameter without gradient, and the other ranks wait for it, so the
+            # error cannot be raised on all ranks.
             unused = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
             if unused:
                 raise StrategyError(
                     f"trainable parameters got no gradient in this step, among them {unused[0]}. "
                     f"Set find_unused_parameters=true, or freeze them."
                 )
-        # The last microbatch's gradients join the waiting sums in the hook.
+        # In the last microbatch, the hook adds the gradients to the pending sums.
         if self._accumulator is not None and not is_last:
             self._accumulator.accumulate(parameter for parameter in self._model.parameters() if parameter.requires_grad)
 
@@ -95,7 +95,7 @@ _DDP_WRAPPER_OPTIONS = (
 
 
 class PipelineStageEngine:
-    """Sums the gradients of one stage."""
+    """Reduce the gradients of one pipeline stage."""
 
     def __init__(self, manager: DataParallelManager, config: DDPConfig) -> None:
         for name in _DDP_WRAPPER_OPTIONS:
@@ -131,17 +131,17 @@ class PipelineStageEngine:
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        for dtype, own in by_dtype.items():
-            # The layout reverses them for backward, which has ended here.
-            own.reverse()
+        for dtype, members_of_dtype in by_dtype.items():
+            # The layout reverses them for backward, which has already ended here.
+            members_of_dtype.reverse()
             layout = compute_bucket_layout(
-                [parameter.numel() for parameter in own],
+                [parameter.numel() for parameter in members_of_dtype],
                 bucket_size=-(-self._bucket_bytes // dtype.itemsize),
                 dp_size=1,
                 use_distributed_optimizer=False,
             )
             for members in layout.param_indices:
-                yield [own[index] for index in reversed(members)]
+                yield [members_of_dtype[index] for index in reversed(members)]
 
     def _all_reduce_bucket(self, parameters: Sequence[nn.Parameter]) -> None:
         dtype = parameters[0].dtype if self._accumulator is None else self._accumulator.dtype

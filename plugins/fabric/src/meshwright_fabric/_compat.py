@@ -1,4 +1,4 @@
-"""Private names of Lightning, as of 2.6.6; tests/test_fabric.py has a canary for each."""
+"""Private names of Lightning 2.6.6; tests/test_fabric.py has a canary for each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.plugin import StrategyError
 
 
 def forbid_no_backward_sync(strategy: DDPStrategy) -> None:
-    """Let `fabric.no_backward_sync` raise an error with the remedy; None in its place only warns."""
+    """Make `fabric.no_backward_sync` raise an error with a remedy; with None instead, Lightning would only warn."""
     strategy._backward_sync_control = SimpleNamespace(no_backward_sync=_raise_if_enabled)
 
 

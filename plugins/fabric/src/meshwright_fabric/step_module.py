@@ -1,8 +1,8 @@
-"""The model that Fabric sees: called once a step, with all microbatches of this rank.
+"""The model that Fabric sees. It is called once per step, with all microbatches of this rank.
 
-[Note: one call] Fabric's loops call the model and run a backward for each microbatch, which allows neither a pipeline
-nor a loss over the tokens of the whole step. Here one call computes loss and gradients, and `fabric.backward` of that
-very loss confirms it.
+[Note: one call per step] Fabric's loops call the model and run a backward for each microbatch. That allows neither a
+pipeline nor a loss over the tokens of the full step. Here one call computes loss and gradients, and `fabric.backward`
+of exactly that loss confirms it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.plugin import StrategyError
 
 
 class _LossWithGradients(torch.autograd.Function):
-    """A loss whose gradients exist already; its backward checks that the loss was not changed."""
+    """A loss whose gradients have already been computed; its backward checks that the loss was not changed."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, step: StepModule) -> Tensor:
@@ -39,7 +39,7 @@ class _LossWithGradients(torch.autograd.Function):
 
 
 class StepModule(nn.Module):
-    """Calls a manager; see [Note: one call]."""
+    """Run a manager's step when called; see [Note: one call per step]."""
 
     def __init__(self, manager: StrategyManager) -> None:
         super().__init__()
@@ -49,10 +49,11 @@ class StepModule(nn.Module):
         self._anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, *args: Any, objective: Objective | None = None, **kwargs: Any) -> Tensor:
-        """Compute the loss of a step, with gradients, or without and in evaluation mode under `torch.no_grad()`.
+        """Compute the loss and gradients of a step; under `torch.no_grad()`, only the loss, in evaluation mode.
 
-        The one argument is a list of this data rank's microbatches, with `input_ids` and `labels`. Returns the mean
-        loss per token of the global batch [nats], or the objective's sum over its count; equal on all ranks.
+        The only positional argument is the list of this data rank's microbatches, with `input_ids` and `labels`. Return
+        the mean loss per token of the global batch [nats], or the objective's sum divided by its count; equal on all
+        ranks.
         """
         if len(args) != 1 or kwargs or isinstance(args[0], (Mapping, Tensor)):
             raise StrategyError(
@@ -65,5 +66,5 @@ class StepModule(nn.Module):
             return self._manager.eval_loss(microbatches, num_tokens=num_tokens, objective=objective)
         loss = self._manager.forward_backward(microbatches, num_tokens=num_tokens, objective=objective)
         self.is_backward_pending = True
-        announced: Tensor = _LossWithGradients.apply(self._anchor, loss, self)
-        return announced
+        checked_loss: Tensor = _LossWithGradients.apply(self._anchor, loss, self)
+        return checked_loss

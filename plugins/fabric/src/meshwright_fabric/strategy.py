@@ -1,4 +1,4 @@
-"""A strategy for Lightning Fabric that trains through a meshwright manager."""
+"""A strategy for Lightning Fabric that trains with a meshwright manager."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ from .step_module import StepModule
 
 
 class MeshStrategy(DDPStrategy):
-    """Train with a meshwright strategy: its model, optimizer, clipping and checkpoints, and Lightning's processes.
+    """Train with a meshwright strategy: model, optimizer, clipping and checkpoints are meshwright's, processes
+    Lightning's.
 
     Args:
-        strategy: a name, as of `meshwright.resolve`; None: the one whose config class `config` is of, else fsdp2.
-        config: options of the strategy, as of `meshwright.resolve`.
-        wrapper_config: options of strategies around it by name, as of `meshwright.resolve`.
-        timeout_s: how long a collective waits for peers, in seconds.
-        sizes: `tp_size=2` and the like, as of `meshwright.from_pretrained`.
+        strategy: name of the strategy, see `meshwright.resolve`. None: the strategy of `config`'s class, or fsdp2
+            without one.
+        config: options of the strategy, see `meshwright.resolve`.
+        wrapper_config: options of wrapping strategies by name, see `meshwright.resolve`.
+        timeout_s: timeout of collectives in seconds.
+        sizes: `tp_size=2` and so on, see `meshwright.from_pretrained`.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class MeshStrategy(DDPStrategy):
         timeout_s: float = 600.0,
         **sizes: Unpack[MeshSizeKwargs],
     ) -> None:
-        # Gloo besides NCCL serves CPU tensors: small messages, and checkpoints.
+        # Gloo, in addition to NCCL, handles CPU tensors: small messages and checkpoints.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else None
         super().__init__(process_group_backend=backend, timeout=timedelta(seconds=timeout_s))
         forbid_no_backward_sync(self)
@@ -87,20 +89,20 @@ class MeshStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks along tp, cp and pp share their batches."""
+        """Arguments of a distributed sampler. Ranks along tp, cp and pp get the same batches."""
         return {"num_replicas": self.mesh.data_size, "rank": self.mesh.data_rank}
 
     # -- model and optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Do nothing: the strategy places what it keeps of the model."""
+        """Do nothing, since the strategy moves the model's shards to the device."""
 
     def setup_module(self, module: nn.Module) -> StepModule:
-        named = list(module.named_parameters())
+        named_before = list(module.named_parameters())
         self._manager.parallelize(module)
         parts = [pair for part in self._manager.model_parts for pair in part.named_parameters()]
-        # The optimizer may have been made from the parameters before sharding, or after.
-        self._name_by_parameter = {parameter: name for name, parameter in [*named, *parts]}
+        # The optimizer may have been built from the parameters before or after sharding.
+        self._name_by_parameter = {parameter: name for name, parameter in [*named_before, *parts]}
         self._module = StepModule(self._manager)
         return self._module
 
@@ -112,7 +114,7 @@ class MeshStrategy(DDPStrategy):
         return self.setup_module(module), [self.setup_optimizer(each) for each in optimizers], None
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make an optimizer of the same class and settings over the sharded parameters."""
+        """Build an optimizer of the same class and settings over the sharded parameters."""
         manager = self.manager
         if not self._name_by_parameter:
             raise StrategyError(
@@ -126,29 +128,29 @@ class MeshStrategy(DDPStrategy):
         if any("initial_lr" in group for group in optimizer.param_groups):
             raise StrategyError(_SCHEDULER_ERROR)
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        group_of = {}
+        group_by_name = {}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter not in self._name_by_parameter:
                     raise StrategyError("the optimizer has a parameter that is not of the model that was set up.")
-                group_of[self._name_by_parameter[parameter]] = number
+                group_by_name[self._name_by_parameter[parameter]] = number
         cls: Callable[..., Optimizer] = type(optimizer)
-        # Some defaults are not arguments (AdamW's decoupled_weight_decay); groups have them all.
-        taken = {key: value for key, value in optimizer.defaults.items() if key in signature(cls).parameters}
+        # Some defaults are not arguments, such as AdamW's decoupled_weight_decay; groups have all of them.
+        defaults = {key: value for key, value in optimizer.defaults.items() if key in signature(cls).parameters}
 
         def factory(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
             groups: list[dict[str, Any]] = [{**each, "params": []} for each in options]
             for name, parameter in named:
-                if name not in group_of:
+                if name not in group_by_name:
                     raise StrategyError(
                         f"the optimizer lacks {name}, which is trained. Give it all, or requires_grad_(False)."
                     )
-                groups[group_of[name]]["params"].append(parameter)
-            return cls([group for group in groups if group["params"]], **taken)
+                groups[group_by_name[name]]["params"].append(parameter)
+            return cls([group for group in groups if group["params"]], **defaults)
 
-        made = manager.build_optimizer(factory)
+        sharded_optimizer = manager.build_optimizer(factory)
         self._name_by_parameter = {}
-        return made
+        return sharded_optimizer
 
     # -- a step
 
@@ -188,30 +190,30 @@ class MeshStrategy(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save a meshwright checkpoint: a directory that any layout reads. Other values of `state` are JSON values."""
+        """Save a meshwright checkpoint, a directory for any layout. `state` may have other JSON-serializable values."""
         if storage_options is not None or filter:
             raise CheckpointError("storage_options and filter are not taken by MeshStrategy: leave them out.")
-        others = self._select_extra_state(state)
-        for value in others.values():
+        extra = self._select_extra_state(state)
+        for value in extra.values():
             if isinstance(value, LRScheduler):
                 store_base_rates(value)
-        others = {name: _to_state(value) for name, value in others.items()}
-        save_checkpoint(self.manager, Path(path), step=self.global_step, extra=others)
+        extra = {name: _to_state(value) for name, value in extra.items()}
+        save_checkpoint(self.manager, Path(path), step=self.global_step, extra=extra)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: Any = None
     ) -> dict[str, Any]:
-        others = self._select_extra_state(state)
-        together = self.mesh.world.run_on_all_ranks
-        stored = decode_values(together(lambda: read_manifest(Path(path))).extra)
-        missing = sorted(others.keys() - stored.keys())
+        extra = self._select_extra_state(state)
+        run_on_all_ranks = self.mesh.world.run_on_all_ranks
+        stored = decode_values(run_on_all_ranks(lambda: read_manifest(Path(path))).extra)
+        missing = sorted(extra.keys() - stored.keys())
         if missing and strict:
             raise CheckpointError(f"the checkpoint {path} has no {', '.join(missing)}; it has {sorted(stored)}.")
         manifest = load_checkpoint(self.manager, Path(path))
-        for name in sorted(others.keys() & stored.keys()):
-            value, saved = others[name], stored.pop(name)
+        for name in sorted(extra.keys() & stored.keys()):
+            value, saved = extra[name], stored.pop(name)
             if isinstance(value, LRScheduler):
-                together(partial(load_scheduler_state, value, saved))
+                run_on_all_ranks(partial(load_scheduler_state, value, saved))
             elif hasattr(value, "load_state_dict"):
                 value.load_state_dict(saved)
             else:
@@ -220,17 +222,19 @@ class MeshStrategy(DDPStrategy):
         return stored
 
     def _select_extra_state(self, state: Any) -> dict[str, Any]:
-        """Return the values of `state` other than model and optimizer, both of which it must have."""
+        """Return the values of `state` without model and optimizer; raise CheckpointError if either is missing."""
         manager = self.manager
-        needed = {"the model": self._module, "the optimizer": manager.optimizer}
-        given = state if isinstance(state, dict) else {}
-        lacking = [name for name, each in needed.items() if all(each is not value for value in given.values())]
-        if lacking:
+        required = {"the model": self._module, "the optimizer": manager.optimizer}
+        state_dict = state if isinstance(state, dict) else {}
+        missing = [name for name, each in required.items() if all(each is not value for value in state_dict.values())]
+        if missing:
             raise CheckpointError(
-                f"a checkpoint has its model and optimizer, and {' and '.join(lacking)} is missing."
+                f"a checkpoint has its model and optimizer, and {' and '.join(missing)} is missing."
                 f' Give {{"model": model, "optimizer": optimizer, ...}}.'
             )
-        return {name: value for name, value in given.items() if all(value is not each for each in needed.values())}
+        return {
+            name: value for name, value in state_dict.items() if all(value is not each for each in required.values())
+        }
 
 
 _SCHEDULER_ERROR = (

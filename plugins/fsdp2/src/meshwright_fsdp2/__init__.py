@@ -1,4 +1,4 @@
-"""FSDP2 as a meshwright strategy: parameters, gradients and optimizer state sharded over the data-parallel ranks."""
+"""The strategy `fsdp2`: parameters, gradients and optimizer state are sharded over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "unshard_fsdp2_model",
 ]
 
-# These modules import torch, which listing strategies and validating a config must not.
+# These modules import torch. Listing strategies and validating a config must not.
 _LAZY_IMPORTS = {
     "FSDP2Manager": ".manager",
     "_destroy_dist_connection": ".reference_api",

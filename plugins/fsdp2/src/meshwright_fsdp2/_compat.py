@@ -1,6 +1,6 @@
-"""The only place in this package that uses private or version-dependent names of torch and transformers.
+"""Private and version-dependent names of torch and transformers. No other module in this package uses them.
 
-tests/test_fsdp2_compat.py has a canary for each; docs/reference/proofs/versions.md says with which versions they passed.
+tests/test_fsdp2_compat.py has a canary for each. docs/reference/proofs/versions.md lists the versions that passed.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 SHIMS = ("reduce_unused_params",)
-"""What torch 2.13 needs no longer; see `meshwright._compat.torch`."""
+"""Functions that torch 2.13 does not need; see `meshwright._compat.torch`."""
 
 
 @contextmanager
 def keep_unsharded_after_forward(units: list[FSDPModule]) -> Iterator[None]:
-    """Let units keep their gathered parameters after forward, and restore their policy on leaving.
+    """Let units keep their unsharded parameters after forward; restore their policy on exit.
 
-    `set_reshard_after_forward` takes no number of ranks, so what it sets is saved and restored.
+    `set_reshard_after_forward` does not accept a number of ranks, so the private attribute is saved and restored.
     """
     groups = [group for unit in units for group in _find_param_groups(unit)]
-    before = [group.post_forward_mesh_info for group in groups]
+    saved = [group.post_forward_mesh_info for group in groups]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
     try:
         yield
     finally:
-        for group, info in zip(groups, before, strict=True):
+        for group, info in zip(groups, saved, strict=True):
             group.post_forward_mesh_info = info
 
 
 def init_root(root: FSDPModule) -> None:
-    """Make the root the root, as its first forward does; `generate` of peft's wrapper runs units without that."""
+    """Initialize the root, as its first forward does; `generate` of a peft model runs other units without that."""
     root._get_fsdp_state()._lazy_init()
 
 
@@ -45,15 +45,15 @@ def _find_param_groups(unit: FSDPModule) -> list[Any]:
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    # Before torch 2.13: one group, or None.
+    # Before torch 2.13: one group or None.
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def reduce_unused_params(unit: FSDPModule) -> None:
-    """Count the gradient of a parameter that this rank does not use as zero in the sum over ranks.
+    """Count missing gradients as zero in the reduction, if this rank does not use a parameter.
 
-    `set_reduce_scatter_unused_params` does so where torch has it. Otherwise zeros replace missing gradients when the
-    unit's backward ends, where no public hook runs.
+    Call `set_reduce_scatter_unused_params` if torch has it. Otherwise zeros replace missing gradients at the end of the
+    unit's backward, where torch has no public hook.
     """
     if hasattr(unit, "set_reduce_scatter_unused_params"):
         unit.set_reduce_scatter_unused_params(True, recurse=False)
@@ -64,13 +64,13 @@ def reduce_unused_params(unit: FSDPModule) -> None:
 
 def _post_backward_with_zeros(group: Any, post_backward: Callable[..., None], *args: Any) -> None:
     if group.reduce_grads:
-        # Gradients of earlier microbatches wait in `unsharded_accumulated_grad`, those of this one in `grad`.
-        gathered = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
-        for parameter in gathered:
+        # Gradients of earlier microbatches are in `unsharded_accumulated_grad`, those of this one in `grad`.
+        unsharded = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+        for parameter in unsharded:
             full = parameter.unsharded_param
             if full.requires_grad and full.grad is None and parameter.unsharded_accumulated_grad is None:
-                # A unit is reduced in one dtype: with the sums of earlier microbatches in theirs, `reduce_dtype`.
-                if any(each.unsharded_accumulated_grad is not None for each in gathered):
+                # A unit is reduced in one dtype: with sums of earlier microbatches it is theirs, `reduce_dtype`.
+                if any(each.unsharded_accumulated_grad is not None for each in unsharded):
                     dtype = parameter.reduce_dtype or full.dtype
                     parameter.unsharded_accumulated_grad = torch.zeros_like(full, dtype=dtype)
                 else:
@@ -79,50 +79,53 @@ def _post_backward_with_zeros(group: Any, post_backward: Callable[..., None], *a
 
 
 def upcast_accumulated_grads(units: list[FSDPModule]) -> None:
-    """Add waiting gradients to the sums in `reduce_dtype`, as the end of each unit's backward does.
+    """Add pending gradients to the sums in `reduce_dtype`, as the end of each unit's backward does.
 
-    Gradients that come after it would be summed in their own dtype. Parameters of a unit that have none yet get zeros,
-    since a unit with sums of two dtypes is not reduced.
+    Without it, later gradients would be added in their own dtype. Parameters of a unit without gradients get zeros,
+    since a unit with sums of two dtypes cannot be reduced.
     """
     for group in (each for unit in units for each in _find_param_groups(unit)):
-        gathered = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
-        for parameter in gathered:
+        unsharded = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+        for parameter in unsharded:
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
-        without = [each for each in gathered if each.unsharded_accumulated_grad is None]
-        for parameter in without if len(without) < len(gathered) else ():
-            whole = parameter.unsharded_param
-            if whole.requires_grad:
-                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=parameter.reduce_dtype)
+        without = [each for each in unsharded if each.unsharded_accumulated_grad is None]
+        for parameter in without if len(without) < len(unsharded) else ():
+            full = parameter.unsharded_param
+            if full.requires_grad:
+                parameter.unsharded_accumulated_grad = torch.zeros_like(full, dtype=parameter.reduce_dtype)
 
 
 def reduce_accumulated_grads(root: FSDPModule) -> None:
-    """Reduce the accumulated gradients, as the end of a backward does and torch's pipeline runtime, too."""
+    """Reduce the accumulated gradients, as the end of a backward and torch's pipeline runtime do."""
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 @contextmanager
 def disable_packed_sequence_check() -> Iterator[bool]:
-    """Let transformers' private check for packed sequences answer False wherever it is imported, if it exists."""
+    """Make transformers' private check for packed sequences return False in every module that has imported it.
+
+    Yield whether this version of transformers has the check.
+    """
     from transformers import modeling_flash_attention_utils as home
 
     original = getattr(home, "_is_packed_sequence", None)
-    holders = [
+    modules = [
         module
         for name, module in list(sys.modules.items())
         if name.split(".")[0] == "transformers" and vars(module).get("_is_packed_sequence") is original is not None
     ]
-    for module in holders:
+    for module in modules:
         vars(module)["_is_packed_sequence"] = lambda position_ids, batch_size: False
     try:
         yield original is not None
     finally:
-        for module in holders:
+        for module in modules:
             vars(module)["_is_packed_sequence"] = original
 
 
 def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
-    """Let compiled code overlap the collectives of a `tp` group on CUDA with its matrix products.
+    """Let compiled code overlap collectives of a `tp` group on CUDA with its matrix products.
 
     Not run on a GPU yet (docs/reference/proofs/gpu.md); written from the sources of torch 2.11 and 2.13.
     """

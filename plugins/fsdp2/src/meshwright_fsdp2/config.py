@@ -1,4 +1,4 @@
-"""Options of the `fsdp2` strategy. No torch in this module."""
+"""Options of the `fsdp2` strategy. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from meshwright.plugin import (
 if TYPE_CHECKING:
     from meshwright.plugin import Degrees
 
-# The tensor-parallel plan of the reference, which configs name.
+# The reference's tensor-parallel plan, which configs may name.
 allow_functions("meshwright_fsdp2.get_hf_tp_shard_plan")
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp", "ep"})
-"""What the strategy shards."""
+"""Mesh axes that the strategy supports."""
 _POLICY_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "MixedPrecisionPolicy": {
         "param_dtype": "dtype",
@@ -42,7 +42,7 @@ _POLICY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "MixedPrecisionPolicy": {"_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "cast_forward_inputs": True},
     "CPUOffloadPolicy": {"_target_": "torch.distributed.fsdp.CPUOffloadPolicy", "pin_memory": True},
 }
-"""Arguments of torch's policies that are not None where they are left out."""
+"""Defaults of torch's policy arguments, if they are not None."""
 
 
 def _policy_schema(name: str) -> dict[str, Any]:
@@ -54,14 +54,14 @@ def _policy_schema(name: str) -> dict[str, Any]:
     }
     properties = {"_target_": {"type": "string"}} | {key: kinds[kind] for key, kind in _POLICY_ARGUMENTS[name].items()}
     policy = {"type": "object", "properties": properties, "additionalProperties": False}
-    # A class of the user's own has arguments of its own.
+    # A user's own class may have other arguments.
     own = {"type": "object", "properties": {"_target_": {"not": {"pattern": rf"^torch\..*\.{name}$"}}}}
     own["required"] = ["_target_"]
     return {"anyOf": [policy, own, {"type": "null"}]}
 
 
 class FSDP2Config(StrategyConfig):
-    """Options of `fsdp2`; the sizes of the mesh are not among them. By position they are in the reference's order."""
+    """Options of `fsdp2`, without mesh sizes. Positional arguments are in the reference's order."""
 
     sequence_parallel: bool = Field(
         default=False,
@@ -82,7 +82,7 @@ class FSDP2Config(StrategyConfig):
         description="Wherever the model trains, answer transformers' check for packed sequences with false, which "
         "saves a synchronization with the GPU in every attention layer; packed data is refused then.",
     )
-    # One more than all strategies have.
+    # Adds float64 to the dtypes of other strategies.
     reduce_dtype: Literal["bfloat16", "float32", "float64"] | None = Field(  # type: ignore[assignment]
         default=None,
         description="Dtype in which gradients are accumulated over microbatches and summed over ranks; null: the "
@@ -149,16 +149,16 @@ class FSDP2Config(StrategyConfig):
     def variants(
         cls, *, degrees: Degrees, num_microbatches: int, is_dtype_free: bool, **_: Any
     ) -> list[dict[str, Any]]:
-        """Options worth planning on a mesh; see [Note: variants] in `meshwright_plan.search.candidates`."""
+        """Return options worth planning on a mesh; see [Note: variants] in `meshwright_plan.search.candidates`."""
         options: dict[str, Any] = {"sequence_parallel": True} if degrees.tp > 1 else {}
         if is_dtype_free:
             options |= {"model.dtype": "float32"}
             options |= {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
-        # Blocks that stay gathered, or cast, for a step; and shards of gradients between microbatches.
-        found = [options, options | {"reshard_after_forward": False}]
+        # Blocks that stay unsharded for a step; and gradient shards between microbatches.
+        variants = [options, options | {"reshard_after_forward": False}]
         if degrees.dp_shard * degrees.cp == 1:
-            return found if is_dtype_free else [options]
-        return found if num_microbatches == 1 else [*found, options | {"defer_fsdp_grad_sync": False}]
+            return variants if is_dtype_free else [options]
+        return variants if num_microbatches == 1 else [*variants, options | {"defer_fsdp_grad_sync": False}]
 
     @field_validator("reshard_after_forward", mode="before")
     @classmethod
@@ -201,15 +201,15 @@ class FSDP2Config(StrategyConfig):
         if self.enable_async_tensor_parallel:
             missing = [name for name in ("sequence_parallel", "enable_compile") if not getattr(self, name)]
             for name in missing:
-                # The config is frozen for its users.
+                # The config is frozen for users.
                 object.__setattr__(self, name, True)
             if missing:
-                told = " and ".join(f"{name}=true" for name in missing)
-                warn(f"enable_async_tensor_parallel=true needs {told}, and has set so.", stacklevel=2)
-        theirs = get_policy_value(self.mp_policy, "reduce_dtype")
-        if self.reduce_dtype and theirs is not None and normalize_dtype(theirs) != self.reduce_dtype:
+                listed = " and ".join(f"{name}=true" for name in missing)
+                warn(f"enable_async_tensor_parallel=true needs {listed}, and has set so.", stacklevel=2)
+        dtype = get_policy_value(self.mp_policy, "reduce_dtype")
+        if self.reduce_dtype and dtype is not None and normalize_dtype(dtype) != self.reduce_dtype:
             raise ValueError(
-                f"reduce_dtype={self.reduce_dtype} and mp_policy.reduce_dtype={normalize_dtype(theirs)} differ. Give one"
+                f"reduce_dtype={self.reduce_dtype} and mp_policy.reduce_dtype={normalize_dtype(dtype)} differ. Give one"
             )
         return self
 
@@ -219,21 +219,21 @@ FSDP2Config.positional_fields = tuple(name for name in FSDP2Config.model_fields 
 
 
 def normalize_dtype(value: Any) -> Any:
-    """Return the name of a dtype ("bfloat16" for "torch.bfloat16"), and any other value as it is."""
+    """Return the name of a dtype, such as "bfloat16" for "torch.bfloat16"; return any other value unchanged."""
     is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
     return str(value).removeprefix("torch.") if is_dtype or isinstance(value, str) else value
 
 
 def get_policy_value(policy: Any, key: str) -> Any:
-    """Return an argument of a policy, an object or a mapping; None where it has none."""
+    """Return an argument of a policy, which is an object or a mapping; None if it is missing."""
     return policy.get(key) if isinstance(policy, Mapping) else getattr(policy, key, None)
 
 
 def _validate_policy(value: Any, name: str) -> Any:
-    """Return a policy object as it is, and a mapping with dtypes by their plain names."""
+    """Return a policy object unchanged, or a mapping with plain dtype names."""
     if value is None:
         return value
-    # Torch's class, or a subclass, without importing torch.
+    # Recognize torch's class or a subclass without importing torch.
     if any(cls.__name__ == name and cls.__module__.startswith("torch.distributed.fsdp") for cls in type(value).__mro__):
         for key, kind in _POLICY_ARGUMENTS[name].items():
             if kind == "dtype" and normalize_dtype(getattr(value, key)) == "float16":
@@ -248,7 +248,7 @@ def _validate_policy(value: Any, name: str) -> Any:
         except ConfigError as error:
             raise ValueError(f"_target_: {error}") from None
         if str(target).rpartition(".")[2] != name:
-            # A class of the user's own is checked when it is imported, with torch.
+            # A user's own class is checked when it is imported, together with torch.
             return dict(value)
     known = _POLICY_ARGUMENTS[name]
     for key, each in value.items():
@@ -260,7 +260,7 @@ def _validate_policy(value: Any, name: str) -> Any:
             raise ValueError(f"{key}={each!r} must be true or false")
         if known[key] == "dtype" and each is not None and normalize_dtype(each) not in TRAINING_DTYPES:
             raise ValueError(f"{key}={each!r} is not one of {', '.join(TRAINING_DTYPES)}; {FLOAT16_REFUSAL}")
-    # In the form of torch's object, which means the same.
-    given = {**_POLICY_DEFAULTS[name], **{key: each for key, each in value.items() if each is not None}}
-    ordered = {key: given[key] for key in ("_target_", *known) if key in given}
+    # Normalize to the arguments of an equal torch object.
+    arguments = {**_POLICY_DEFAULTS[name], **{key: each for key, each in value.items() if each is not None}}
+    ordered = {key: arguments[key] for key in ("_target_", *known) if key in arguments}
     return {key: normalize_dtype(each) if known.get(key) == "dtype" else each for key, each in ordered.items()}

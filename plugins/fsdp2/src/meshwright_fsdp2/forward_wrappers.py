@@ -1,9 +1,10 @@
-"""What surrounds the forward of a model: contexts, `patch_is_packed_sequence`, dtypes of the residual stream.
+"""Wrappers of a model's forward: contexts, `patch_is_packed_sequence`, and dtypes of the residual stream.
 
-[Note: wide stream] With `autocast_dtype` and a wider `output_dtype`, the embedding's output and the hidden states that
-enter and leave each block have `output_dtype`. Within a block autocast casts the operands of matrix products, so what a
-branch adds is narrow, and what it is added to stays wide. CUDA's autocast runs norms in float32. The CPU's does not,
-and its norms take no input wider than their weights, so `compute_norms_in_float32` applies the rule.
+[Note: wide residual stream] With `autocast_dtype` and a wider `output_dtype`, the embedding's output and the hidden
+states that enter and leave each block have `output_dtype`. Within a block autocast casts the operands of matrix
+products, so a branch's output is narrow and the residual stream that it is added to stays wide. On CUDA, autocast runs
+norms in float32. On the CPU it does not, and the CPU's norms do not accept an input wider than their weights, so
+`compute_norms_in_float32` applies CUDA's rule.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from ._compat import disable_packed_sequence_check
 def run_forward_in_context(
     model: nn.Module, build_context: Callable[[Mapping[str, Any]], AbstractContextManager[Any]]
 ) -> None:
-    """Run the model's own forward in the context of its arguments by name, inside the hooks of sharding."""
+    """Run the model's own forward in a context built from its arguments by name, inside the hooks of sharding."""
 
-    def surrounding(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(forward)
 
         @functools.wraps(forward)
-        def surrounded(*args: Any, **kwargs: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind_partial(*args).arguments if args else {}
             with build_context({**arguments, **kwargs}):
                 return forward(*args, **kwargs)
 
-        return surrounded
+        return wrapped
 
-    wrap_forward(model, WrapOrder.STRATEGY, surrounding)
+    wrap_forward(model, WrapOrder.STRATEGY, wrap)
 
 
 def cast_residual_stream(model: nn.Module, layout: ModelLayout, dtype: torch.dtype) -> None:
-    """Cast hidden states that leave the embedding or enter blocks, before sharding; see [Note: wide stream]."""
+    """Cast hidden states at the embedding and at blocks, before sharding; see [Note: wide residual stream]."""
     if layout.embedding is not None:
         model.get_submodule(layout.embedding).register_forward_hook(lambda _, args, output: _cast(output, dtype))
     for block in dict.fromkeys(map(model.get_submodule, layout.blocks)):
@@ -51,7 +52,7 @@ def cast_residual_stream(model: nn.Module, layout: ModelLayout, dtype: torch.dty
 
 
 def compute_norms_in_float32(model: nn.Module) -> None:
-    """Let torch's norms compute in float32; those with a forward of their own compute in their weights' dtype."""
+    """Make torch's norms compute in float32; norm subclasses with their own forward compute in their weights' dtype."""
     for module in model.modules():
         if type(module).forward in (nn.LayerNorm.forward, nn.GroupNorm.forward):
             wrap_forward(module, WrapOrder.STRATEGY, functools.partial(_build_float32_norm, module))
@@ -62,7 +63,7 @@ def compute_norms_in_float32(model: nn.Module) -> None:
 def _cast_block_input(
     dtype: torch.dtype, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # Hidden states come first, by position or by name; masks and angles keep their dtype.
+    # Hidden states are the first argument, positional or named; masks and rotary embeddings keep their dtype.
     if args:
         return (_cast(args[0], dtype), *args[1:]), kwargs
     return args, {name: _cast(value, dtype) if name == "hidden_states" else value for name, value in kwargs.items()}
@@ -85,9 +86,13 @@ def _build_float32_norm(norm: nn.LayerNorm | nn.GroupNorm, original: Callable[..
 
 @contextmanager
 def skip_packed_sequence_check() -> Iterator[None]:
-    """Let transformers take no sequence for packed, and put the check back on leaving."""
-    with disable_packed_sequence_check() as found:
-        if not found:
+    """Make transformers treat no sequence as packed within the context.
+
+    Raises:
+        StrategyError: this version of transformers has no such check.
+    """
+    with disable_packed_sequence_check() as has_check:
+        if not has_check:
             raise StrategyError(
                 "patch_is_packed_sequence=true, but this version of transformers has no check to be patched. "
                 "Set patch_is_packed_sequence=false."
@@ -96,8 +101,8 @@ def skip_packed_sequence_check() -> Iterator[None]:
 
 
 def check_not_packed(microbatches: Sequence[Batch]) -> None:
-    """Refuse packed data, which would be attended across its documents. Waits for the device of the data."""
-    # What is no sequence of mappings is refused with the rest of the checks.
+    """Raise BatchError for packed data, since attention would cross documents. Synchronizes with the device."""
+    # Other checks reject anything that is not a sequence of mappings.
     batches = microbatches if isinstance(microbatches, Sequence) else ()
     for index, batch in enumerate(batches):
         positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
@@ -109,11 +114,11 @@ def check_not_packed(microbatches: Sequence[Batch]) -> None:
             )
 
 
-# Held, or the check would be put back with it.
+# Kept alive, since its deletion would restore the check.
 _process_wide_patches = ExitStack()
 
 
 @functools.cache
 def _patch_is_packed_sequence_for_training() -> None:
-    """Let the check answer False for the rest of the process, for loops of the reference. Not for packed data."""
+    """Disable the check for the rest of the process, for training loops of the reference. Not for packed data."""
     _process_wide_patches.enter_context(skip_packed_sequence_check())

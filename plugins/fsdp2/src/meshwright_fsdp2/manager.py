@@ -1,8 +1,8 @@
-"""Shard transformer blocks with FSDP2.
+"""The `fsdp2` manager: shard transformer blocks with FSDP2.
 
-[Note: order] Expert and tensor parallelism come first, since they change the parameters; then activation checkpointing,
-which compile must see; then compile; then sharding, whose hooks run around compiled blocks. A model on the meta device
-gets its weights last.
+[Note: order] Expert and tensor parallelism are applied first, since they change the parameters. Then comes activation
+checkpointing, which compile must trace; then compile; then sharding, whose hooks run outside of compiled blocks. A
+model on the meta device gets its weights last.
 Source: Zhao et al. 2023, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
 
@@ -55,17 +55,17 @@ from .units import FSDPUnit, find_nested_unit_modules, find_units, split_units_b
 
 
 class FSDP2Manager(DataParallelManager):
-    """Fully sharded data parallelism, and HSDP where dp_replicate is above 1; see `DataParallelManager`.
+    """Fully sharded data parallelism, and HSDP if dp_replicate is above 1; see `DataParallelManager`.
 
     Args:
         config: options, or a mapping of them.
         device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.mesh.from_device_mesh`.
-        moe_mesh: the expert mesh, to be checked against the one that follows from the degrees; None: that one.
+        moe_mesh: the expert mesh, which must equal the one derived from the degrees. None: use the derived one.
 
     Raises:
-        MeshError: a DeviceMesh that is not understood, or another backend than the config says.
-        StrategyError: an option cannot act on this mesh.
-        ConfigError: a policy cannot be made.
+        MeshError: the DeviceMesh is not supported, or its backend differs from the config's.
+        StrategyError: an option has no effect on this mesh.
+        ConfigError: a policy is invalid.
     """
 
     config: FSDP2Config
@@ -73,9 +73,9 @@ class FSDP2Manager(DataParallelManager):
     supports_pipeline: ClassVar[bool] = True
     _is_in_step: bool = False
     tensor_parallel: TensorParallel | None = None
-    """What divides the model along `tp`, where it has more than one rank."""
+    """Shards the model along `tp`; None if `tp` has one rank."""
     expert_parallel: ExpertParallel | None = None
-    """What divides experts along `ep`, where it has more than one rank."""
+    """Shards experts along `ep`; None if `ep` has one rank."""
 
     def __init__(
         self,
@@ -90,15 +90,15 @@ class FSDP2Manager(DataParallelManager):
         super().__init__(config, mesh)
         mesh.check_backend(config.backend)
         _check_options(config, mesh)
-        along_tp = ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel")
-        warn_unused_options(config, mesh, by_axis={"tp": along_tp, "cp": ("cp_attention",)})
+        tp_options = ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel")
+        warn_unused_options(config, mesh, by_axis={"tp": tp_options, "cp": ("cp_attention",)})
         self._unit_options = UnitOptions.from_config(config, mesh)
 
     def check_model(self, model: nn.Module) -> None:
         check_expert_parallel(model, self.mesh.degrees.ep)
 
     def shard(self, model: nn.Module) -> nn.Module:
-        # What one rank finds wrong here (its compiler, say) is reported on all.
+        # An error of one rank (from its compiler, say) is raised on all ranks.
         self.mesh.world.run_on_all_ranks(lambda: self._apply_parallelism(model))
         self._sharding: ShardedUnits = shard_units(
             model,
@@ -118,7 +118,7 @@ class FSDP2Manager(DataParallelManager):
         return model
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        """Build the optimizer over the shards, DTensors; experts get groups of their own if groups step as a whole."""
+        """Build the optimizer over the DTensor shards. Experts get separate groups if it is foreach or fused."""
         optimizer = super().build_optimizer(factory)
         if self.expert_parallel is not None:
             split_groups_by_mesh(optimizer)
@@ -130,8 +130,8 @@ class FSDP2Manager(DataParallelManager):
 
     def _apply_parallelism(self, model: nn.Module) -> None:
         if self.mesh.degrees.cp > 1:
-            context = ContextParallel(model, self.layout, self.mesh["cp"], attention=self.config.cp_attention)
-            self.axes.append(context)
+            context_parallel = ContextParallel(model, self.layout, self.mesh["cp"], attention=self.config.cp_attention)
+            self.axes.append(context_parallel)
         if needs_identical_operators(self.config.activation_checkpointing):
             units = find_units(model, self.layout)
             _check_selective_checkpointing([*(inner for inner, _ in split_units_by_dtype(model, units)), *units])
@@ -151,9 +151,9 @@ class FSDP2Manager(DataParallelManager):
         if self.tensor_parallel is not None:
             self.tensor_parallel.apply(find_nested_unit_modules(model, self.layout))
         self.axes += [axis for axis in (self.tensor_parallel, self.expert_parallel) if axis is not None]
-        keep_choices = self.expert_parallel is not None
+        save_routing = self.expert_parallel is not None
         mode = self.config.activation_checkpointing
-        self.checkpointed_blocks = checkpoint_blocks(model, self.layout, mode, save_routing=keep_choices)
+        self.checkpointed_blocks = checkpoint_blocks(model, self.layout, mode, save_routing=save_routing)
         self._compile_blocks(model)
         if self._unit_options.residual_dtype is not None:
             cast_residual_stream(model, self.layout, self._unit_options.residual_dtype)
@@ -161,7 +161,7 @@ class FSDP2Manager(DataParallelManager):
                 compute_norms_in_float32(model)
 
     def maybe_compile(self, model: nn.Module) -> None:
-        """Do nothing, for loops of the reference: `parallelize` has compiled each block if `enable_compile` says so."""
+        """Do nothing, for training loops of the reference: `parallelize` compiles if `enable_compile` is set."""
         self._require_model()
 
     def _compile_blocks(self, model: nn.Module) -> None:
@@ -170,13 +170,13 @@ class FSDP2Manager(DataParallelManager):
             if self.mesh.world.is_real:
                 compile_blocks(model, self.layout, device=self.mesh.device, excluded=experts)
             if self.tensor_parallel is not None:
-                # Outside of what is traced: compiled code sees plain tensors.
+                # Wrapped outside of the traced code: compiled code sees plain tensors.
                 self.tensor_parallel.localize_blocks()
             if self.config.enable_async_tensor_parallel and self.mesh.degrees.tp > 1:
                 enable_async_tensor_parallel(self.mesh.group("tp"))
 
     def after_eval(self) -> None:
-        # No backward frees what forward keeps for it, which would be stale after a step.
+        # Without a backward, nothing frees parameters that forward keeps for it. They would be stale after a step.
         self._sharding.reshard()
 
     def check_microbatches(self, microbatches: Sequence[Batch]) -> None:
@@ -186,7 +186,7 @@ class FSDP2Manager(DataParallelManager):
 
     @contextmanager
     def step_context(self, microbatches: Sequence[Batch]) -> Iterator[None]:
-        # Around backward too: recomputed attention must take the same path.
+        # Covers backward too: recomputed attention must take the same path.
         if not self.config.patch_is_packed_sequence:
             yield
             return
@@ -198,7 +198,7 @@ class FSDP2Manager(DataParallelManager):
             self._is_in_step = False
 
     def _wrap_forward(self, model: nn.Module) -> None:
-        """Apply options about forward to the model's own, so that they act in a loop by hand, too."""
+        """Apply forward options to the model's own forward, so that they also work in hand-written training loops."""
         if self.config.patch_is_packed_sequence:
             run_forward_in_context(model, self._check_unpacked_outside_step)
         if self.config.autocast_dtype is not None:
@@ -207,7 +207,7 @@ class FSDP2Manager(DataParallelManager):
 
     @contextmanager
     def _check_unpacked_outside_step(self, inputs: Batch) -> Iterator[None]:
-        # Ranks train together, but may generate each for itself, with positions of padding that restart.
+        # Ranks train together, but may generate separately, with positions that restart after padding.
         if self._is_in_step or not torch.is_grad_enabled():
             yield
             return
@@ -217,14 +217,14 @@ class FSDP2Manager(DataParallelManager):
 
     @contextmanager
     def microbatch_context(self, *, is_last: bool) -> Iterator[None]:
-        """Surround one microbatch, whose gradients are reduced as `defer_fsdp_grad_sync` says."""
+        """Run one microbatch; its gradients are reduced as `defer_fsdp_grad_sync` says."""
         root = self._sharding.root
         defer = self.config.defer_fsdp_grad_sync
         root.set_is_last_backward(is_last)
         root.set_requires_gradient_sync(is_last or defer is not True)
         root.set_requires_all_reduce(is_last or defer != "reduce_scatter")
         if self.config.reshard_after_forward is False:
-            # What forward has gathered, and cast, serves the whole step; the optimizer needs shards.
+            # Parameters that forward has gathered and cast stay for the full step; the optimizer needs shards.
             root.set_reshard_after_backward(is_last)
         if is_last or defer is not True:
             upcast_accumulated_grads(self._sharding.unit_modules)
@@ -232,14 +232,14 @@ class FSDP2Manager(DataParallelManager):
 
     @contextmanager
     def input_backward_context(self) -> Iterator[None]:
-        # What is left out is reduced together with what is there.
+        # Deferred weight gradients are reduced later, together with the existing gradients.
         root = self._sharding.root
         root.set_is_last_backward(False)
         root.set_requires_gradient_sync(False)
         yield
 
     def after_weight_backward(self) -> None:
-        # For FSDP this microbatch has ended; these gradients would be summed with the next one's in their own dtype.
+        # For FSDP the microbatch has ended; the next one's gradients would be added to these in their own dtype.
         if self.reduces_once_per_step:
             upcast_accumulated_grads(self._sharding.unit_modules)
         else:
@@ -273,8 +273,8 @@ class FSDP2Manager(DataParallelManager):
 
 
 def _check_selective_checkpointing(units: Sequence[FSDPUnit]) -> None:
-    # Units within a block are gathered at different points of forward and of recomputation, and selective
-    # recomputation needs the same operators in both.
+    # Units within a block are gathered at different points of forward and of recomputation, but selective
+    # checkpointing needs the same operators in both.
     inner = next((unit for unit in units if not unit.is_block and not unit.is_root), None)
     if inner is not None:
         raise StrategyError(
@@ -284,7 +284,7 @@ def _check_selective_checkpointing(units: Sequence[FSDPUnit]) -> None:
 
 
 def _check_options(config: FSDP2Config, mesh: Mesh) -> None:
-    """Refuse options that cannot act on this mesh, by StrategyError or MeshError on all ranks alike."""
+    """Reject options that have no effect on this mesh, with a StrategyError or MeshError on all ranks."""
     if config.enable_async_tensor_parallel and mesh.degrees.tp > 1 and mesh.device.type == "cpu":
         raise StrategyError(
             "enable_async_tensor_parallel=true overlaps kernels of a GPU, but the mesh is on the CPU. "
@@ -297,7 +297,7 @@ def _check_options(config: FSDP2Config, mesh: Mesh) -> None:
             f"enable_compile=false, or activation_checkpointing to full or selective."
         )
     if config.enable_compile and config.activation_checkpointing and mesh.degrees.ep > 1:
-        # torch may recompile a part between a forward and its recomputation, which then saves other tensors.
+        # torch may recompile a part between a forward and its recomputation, which would then save different tensors.
         raise StrategyError(
             f"activation_checkpointing={config.activation_checkpointing} recomputes blocks that are compiled whole, "
             f"but with ep_size={mesh.degrees.ep} blocks are compiled in parts, around their experts. "

@@ -1,4 +1,4 @@
-"""The entry point of meshwright-fsdp2, which imports no torch before a manager is built."""
+"""Entry point of meshwright-fsdp2. It does not import torch until a manager is built."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Functions with the reference's names and arguments for training loops written by hand, on a plain DeviceMesh.
+"""Functions with the reference's names and arguments, for hand-written training loops on a plain DeviceMesh.
 
-They shard and reduce gradients as `FSDP2Manager` does: by SUM over the ranks, not by torch's mean ([Note: the gradient
+They shard and reduce gradients like `FSDP2Manager`: by SUM over the ranks, not by torch's mean ([Note: the gradient
 rule] in `meshwright.strategy.contract`). So divide the loss of each rank by the token count of the global batch.
 """
 
@@ -58,23 +58,25 @@ def fsdp2_strategy_parallelize(
     """Shard `model` in place along the named axes of a mesh.
 
     Args:
-        model: to train, with the same weights on all ranks; or on the meta device, initialized as on the first rank.
-        device_mesh: with an axis of the name `dp_mesh_name`, and perhaps the others.
-        param_dtype: to compute in, where `mp_policy` is None; sums and outputs are float32, or float64 if it is.
-        mp_policy: mixed precision; its `output_dtype` is that of the whole model.
+        model: the model to train, with the same weights on all ranks; or on the meta device, in which case all ranks
+            initialize it like rank 0.
+        device_mesh: a mesh with an axis named `dp_mesh_name`, and optionally the other axes.
+        param_dtype: compute dtype if `mp_policy` is None. Reductions and outputs are float32, or float64 for a float64
+            `param_dtype`.
+        mp_policy: mixed precision; its `output_dtype` applies to the full model.
         offload_policy: keep shards in CPU memory.
-        sequence_parallel: see FSDP2Config; needs an axis `tp_mesh_name` of 2 or more ranks.
+        sequence_parallel: see FSDP2Config; needs an axis `tp_mesh_name` with 2 or more ranks.
         activation_checkpointing: True or "full", or "selective".
-        cpu_offload: the same as an `offload_policy`, with memory pinned where there is an accelerator.
-        tp_shard_plan: tensor-parallel plan, or its import path; None: the model's own.
+        cpu_offload: the same as an `offload_policy`, with pinned memory if there is an accelerator.
+        tp_shard_plan: tensor-parallel plan, or its import path. None: the model's own.
         dp_mesh_name: the axis to shard over; a pair (replicate, shard) for HSDP.
         tp_mesh_name: the axis of tensor parallelism.
-        dp_cp_mesh_name: the axis or view to shard over instead, where the mesh has it.
+        dp_cp_mesh_name: the axis or view to shard over instead, if the mesh has it.
 
     Raises:
-        MeshError: the mesh has no axis of the name, or another axis of 2 or more ranks than those that are named.
-        ModelError: the model cannot be trained so.
-        StrategyError: memory is pinned on a CPU; or, from the first `backward()`, the plan leaves out a parameter.
+        MeshError: the mesh has no axis of that name, or an axis with 2 or more ranks that is not named.
+        ModelError: the model cannot be trained this way.
+        StrategyError: memory is pinned on a CPU; or, from the first `backward()`, the plan misses a parameter.
     """
     dp_mesh, tp_mesh = _select_meshes(device_mesh, dp_mesh_name, tp_mesh_name, dp_cp_mesh_name)
     if tp_mesh is None and (sequence_parallel or tp_shard_plan is not None) and device_mesh.get_rank() == 0:
@@ -82,12 +84,12 @@ def fsdp2_strategy_parallelize(
             f"sequence_parallel and tp_shard_plan act on nothing here: no axis {tp_mesh_name!r} has 2 or more ranks.",
             stacklevel=2,
         )
-    wide = torch.promote_types(param_dtype, torch.float32)
-    policy = mp_policy or MixedPrecisionPolicy(param_dtype, reduce_dtype=wide, output_dtype=wide)
+    wide_dtype = torch.promote_types(param_dtype, torch.float32)
+    policy = mp_policy or MixedPrecisionPolicy(param_dtype, reduce_dtype=wide_dtype, output_dtype=wide_dtype)
     if cpu_offload and offload_policy is None:
         offload_policy = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu")
-    offloading = build_offload_policy(FSDP2Config(offload_policy=offload_policy), torch.device(device_mesh.device_type))
-    options = UnitOptions(dp_mesh, policy, offloading)
+    offload = build_offload_policy(FSDP2Config(offload_policy=offload_policy), torch.device(device_mesh.device_type))
+    options = UnitOptions(dp_mesh, policy, offload)
     check_trainable(model)
     with _init_weights_after_sharding(model, device_mesh.device_type, options):
         layout, tensor_parallel = model_layout(model), None
@@ -109,30 +111,29 @@ def apply_fsdp_sharding_recursively(
     mp_policy: MixedPrecisionPolicy | None,
     offload_policy: OffloadPolicy | None = None,
 ) -> None:
-    """Shard the members of each outermost ModuleList inside `module` in place, and leave the rest of it to the caller.
+    """Shard the items of each outermost ModuleList in `module` in place. The caller shards the remaining modules.
 
-    Members are blocks of a model, or plain layers; of a list or dict within a list, its members. The last member of
-    each list keeps its parameters after forward, since its backward comes first. Parameters that members share with
-    modules outside of the lists are left, too; those that only members share are a unit.
+    Items are blocks of a model or plain layers; for a list or dict within a list, its items are sharded. The last item
+    of each list keeps its unsharded parameters after forward, since its backward comes first. Parameters that items
+    share with modules outside of the lists are not sharded. Parameters that only items share form a unit.
 
     Args:
         module: a model, or a ModuleList itself.
         mesh: one axis to shard over, or (replicate, shard).
         mp_policy: mixed precision; a block's output keeps its dtype.
-        offload_policy: where shards lie.
+        offload_policy: whether shards are in CPU memory.
 
     Raises:
-        ModelError: a member has trainable parameters of several dtypes, or has no forward before which its parameters
-            could be gathered.
+        ModelError: an item has trainable parameters with several dtypes, or has no forward.
     """
-    holder = nn.ModuleDict({"blocks": module}) if isinstance(module, nn.ModuleList) else module
+    root = nn.ModuleDict({"blocks": module}) if isinstance(module, nn.ModuleList) else module
     options = UnitOptions(mesh, mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy())
-    layout = replace(infer_layout(holder), stacks=tuple(_find_module_lists(holder)))
-    shard_units(holder, layout, options, shard_root=False)
+    layout = replace(infer_layout(root), stacks=tuple(_find_module_lists(root)))
+    shard_units(root, layout, options, shard_root=False)
 
 
 def _find_module_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, ...]]:
-    """Yield the names of the members to shard of each outermost ModuleList with parameters."""
+    """Yield the names of the items to shard of each outermost ModuleList with parameters."""
     for name, child in module.named_children():
         if not isinstance(child, nn.ModuleList):
             yield from _find_module_lists(child, f"{prefix}{name}.")
@@ -155,10 +156,10 @@ def _list_members(container: nn.Module, prefix: str) -> Iterator[str]:
 
 @contextmanager
 def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
-    """Hold all parameters of a sharded model whole, for log-probabilities or generation, and free them on leaving.
+    """Keep all parameters of a sharded model unsharded within the context, for log-probabilities or generation.
 
-    Inside, parameters are plain tensors, or DTensors along `tp` alone, and a forward frees nothing. Collective over the
-    ranks that share the model.
+    Within it, parameters are plain tensors, or DTensors along `tp` only, and a forward does not reshard. Collective
+    over the ranks that shard the model.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     with keep_unsharded_after_forward(units):
@@ -172,14 +173,14 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
 
 
 def _destroy_dist_connection() -> None:
-    """End the process group, if there is one."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @contextmanager
 def _init_weights_after_sharding(model: nn.Module, device_type: str, options: UnitOptions) -> Iterator[None]:
-    """Draw the weights of a model on the meta device after it has been sharded inside."""
+    """Initialize the weights of a model on the meta device after it has been sharded within the context."""
     if not has_meta_tensors(model):
         yield
         return
@@ -193,7 +194,7 @@ def _init_weights_after_sharding(model: nn.Module, device_type: str, options: Un
 def _select_meshes(
     mesh: DeviceMesh, dp_name: str | tuple[str, ...], tp_name: str, dp_cp_name: str
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return what to shard over, and the axis of tensor parallelism, if it has 2 or more ranks."""
+    """Return the mesh to shard over, and the axis of tensor parallelism if it has 2 or more ranks."""
     dp_mesh = _find_submesh(mesh, dp_cp_name) or _find_submesh(mesh, dp_name)
     if dp_mesh is None:
         raise MeshError(
@@ -203,13 +204,13 @@ def _select_meshes(
     tp_mesh = _find_submesh(mesh, tp_name)
     if tp_mesh is not None and tp_mesh.size() == 1:
         tp_mesh = None
-    # Along other axes gradients would not be summed, and ranks would diverge silently.
-    used = dp_mesh.size() * (tp_mesh.size() if tp_mesh is not None else 1)
-    if used != mesh.size():
+    # Gradients would not be reduced along other axes, and ranks would diverge silently.
+    count = dp_mesh.size() * (tp_mesh.size() if tp_mesh is not None else 1)
+    if count != mesh.size():
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         names = [name for each in (dp_mesh, tp_mesh) if each is not None for name in each.mesh_dim_names or ()]
         raise MeshError(
-            f"the mesh {sizes} has {mesh.size()} ranks, but the axes that are named, {', '.join(names)}, have {used}. "
+            f"the mesh {sizes} has {mesh.size()} ranks, but the axes that are named, {', '.join(names)}, have {count}. "
             f"Name the others, too: a pair (replicate, shard) as dp_mesh_name, a flattened view of data and context "
             f"axes as dp_cp_mesh_name, or an axis as tp_mesh_name. Or give the part of the mesh to train on."
         )

@@ -1,11 +1,11 @@
-"""Apply fully_shard to the units of a model, which sum gradients, gather ahead, and skip frozen backwards.
+"""Apply fully_shard to the units of a model, with sum reduction, prefetch, and no gather for frozen backwards.
 
-[Note: sums] Gradients are reduced by plain sums ([Note: the gradient rule] in `meshwright.strategy.contract`): the
+[Note: sum reduction] Gradients are reduced by SUM ([Note: the gradient rule] in `meshwright.strategy.contract`): the
 divide factor of every unit is 1. That also avoids a division that torch applies twice on groups of one rank.
 
-[Note: usage] FSDP reduces the gradients of a unit as one buffer. Where ranks use different parameters (experts chosen
-by the data), a missing gradient must count as zero, or gradients of different parameters are added up. A parameter that
-no rank uses must end up without gradient, or weight decay and momentum would move it.
+[Note: parameter usage] FSDP reduces the gradients of a unit as one buffer. If ranks use different parameters, such as
+experts chosen by the data, a missing gradient must count as zero; otherwise gradients of different parameters are added
+up. A parameter that no rank uses must end up without a gradient, or weight decay and momentum would change it.
 Source: FSDPModule of torch.distributed.fsdp.
 """
 
@@ -44,19 +44,19 @@ class ShardedUnits:
 
     @property
     def unit_modules(self) -> list[FSDPModule]:
-        """One module for each unit; modules of one unit share its state."""
+        """One module for each unit; the modules of a unit share its state."""
         return [module for _, module in self.units]
 
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
-        """Each module of each unit under its first name."""
+        """Each module of each unit, with its first name."""
         names = {self.model.get_submodule(name): name for unit, _ in self.units for name in reversed(unit.names)}
         return [(name, module) for module, name in names.items()]
 
     def set_prefetch(self, *, forward: int, backward: int) -> None:
-        """Gather that many units ahead in forward and in backward, across stacks, each with the units within it.
+        """Gather this many units ahead in forward and in backward, across stacks, each with its nested units.
 
-        Units that blocks share are gathered where they are used.
+        Units that blocks share are gathered when they are used.
         """
         inner = {unit.names[0]: module for unit, module in self.units if unit.is_experts or unit.dtype}
         blocks = [
@@ -78,7 +78,7 @@ class ShardedUnits:
 
     @contextmanager
     def unshard(self) -> Iterator[None]:
-        """Hold all parameters whole, also after a forward."""
+        """Keep all parameters unsharded within the context, also after a forward."""
         init_root(self.root)
         with keep_unsharded_after_forward(self.unit_modules):
             for module in self.unit_modules:
@@ -98,29 +98,32 @@ def shard_units(
     tensor_parallel: TensorParallel | None = None,
     expert_parallel: ExpertParallel | None = None,
 ) -> ShardedUnits:
-    """Shard `model`, on any device, in place; without the root, what is in no other unit is left alone."""
+    """Shard `model` in place, on any device. Without the root, parameters in no other unit stay unsharded."""
     experts = expert_parallel.module_names if expert_parallel is not None else ()
-    found = find_units(model, layout, experts)[: None if shard_root else -1]
-    apart = split_units_by_dtype(model, found)
-    own = [(_select_by_dtype(model, unit), unit, around) for unit, around in apart]
-    frozen = [all(not p.requires_grad for p in model.get_submodule(unit.names[0]).parameters()) for unit in found]
-    done: list[tuple[FSDPUnit, FSDPModule]] = []
-    kept_out = {parameter for parameters, _, _ in own for parameter in parameters}
-    for unit in found:
-        done.append((unit, _fully_shard(model, unit, options.fully_shard_kwargs(unit, tensor_parallel), kept_out)))
-        # After the unit around them, which would otherwise leave out all that their modules hold.
-        for parameters, inner, around in own:
-            if around is unit:
+    units = find_units(model, layout, experts)[: None if shard_root else -1]
+    dtype_units = split_units_by_dtype(model, units)
+    inner_units = [(_select_by_dtype(model, unit), unit, outer) for unit, outer in dtype_units]
+    frozen = [all(not p.requires_grad for p in model.get_submodule(unit.names[0]).parameters()) for unit in units]
+    sharded_units: list[tuple[FSDPUnit, FSDPModule]] = []
+    ignored_params = {parameter for parameters, _, _ in inner_units for parameter in parameters}
+    for unit in units:
+        sharded_units.append(
+            (unit, _fully_shard(model, unit, options.fully_shard_kwargs(unit, tensor_parallel), ignored_params))
+        )
+        # After the outer unit: `fully_shard` would otherwise ignore all parameters of the inner unit's modules.
+        for parameters, inner, outer in inner_units:
+            if outer is unit:
                 others = set(model.parameters()) - parameters
                 module = _fully_shard(model, inner, options.fully_shard_kwargs(inner, tensor_parallel), others)
-                done.insert(len(done) - 1, (inner, module))
-    for _, module in done if options.reduces_in_bfloat16 else ():
+                sharded_units.insert(len(sharded_units) - 1, (inner, module))
+    for _, module in sharded_units if options.reduces_in_bfloat16 else ():
         module.set_custom_reduce_scatter(BFloat16ReduceScatter())
-    for unit, is_frozen in zip(found, frozen, strict=True):
+    for unit, is_frozen in zip(units, frozen, strict=True):
         if is_frozen and (unit.is_block or unit.is_experts):
-            # torch gathers a unit before its backward even where it has none, as a frozen tower before what trains.
+            # torch gathers a unit before its backward even if it has none, such as a frozen tower before trained
+            # layers.
             model.get_submodule(unit.names[0]).register_forward_hook(_set_unshard_in_backward)
-    return ShardedUnits(tuple(done), model)
+    return ShardedUnits(tuple(sharded_units), model)
 
 
 def _select_by_dtype(model: nn.Module, unit: FSDPUnit) -> set[nn.Parameter]:
@@ -131,14 +134,14 @@ def _select_by_dtype(model: nn.Module, unit: FSDPUnit) -> set[nn.Parameter]:
 def _fully_shard(
     model: nn.Module, unit: FSDPUnit, arguments: Mapping[str, Any], ignored_params: set[nn.Parameter]
 ) -> FSDPModule:
-    # One module under several names is gathered for each of its forwards; several modules, from the first forward to
-    # the last.
-    distinct = list(dict.fromkeys(model.get_submodule(name) for name in unit.names))
-    sharded = fully_shard(distinct[0] if len(distinct) == 1 else distinct, **arguments, ignored_params=ignored_params)
+    # A module with several names is gathered for each of its forwards; several modules are gathered from the first
+    # forward to the last.
+    modules = list(dict.fromkeys(model.get_submodule(name) for name in unit.names))
+    sharded = fully_shard(modules[0] if len(modules) == 1 else modules, **arguments, ignored_params=ignored_params)
     module: FSDPModule = sharded[0] if isinstance(sharded, list) else sharded
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
-    # Ranks may use different parameters: the others count as zero in the sum.
+    # Ranks may use different parameters: missing gradients count as zero.
     reduce_unused_params(module)
     return module
 
@@ -167,10 +170,10 @@ def _may_require_grad(value: Any) -> bool:
 
 
 class BFloat16ReduceScatter:
-    """A reduce-scatter for one unit whose gradients travel in bfloat16 and are summed in float32.
+    """Reduce-scatter for one unit, with gradients sent in bfloat16 and summed in float32.
 
-    Each rank rounds what it sends, once, and the receiver adds up in the order of the ranks. A reduce-scatter in
-    bfloat16 would round each partial sum. Source: `ReduceScatter` of torch.distributed.fsdp.
+    Each rank rounds what it sends once, and the receiver sums in rank order. A reduce-scatter in bfloat16 would round
+    each partial sum. Source: `ReduceScatter` of torch.distributed.fsdp.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -184,7 +187,7 @@ class BFloat16ReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Sum `input_tensor`, the parts of all ranks one after the other, into this rank's part, 1-D."""
+        """Sum `input_tensor`, the concatenated chunks of all ranks, into this rank's chunk, 1-D."""
         sent = input_tensor.to(torch.bfloat16)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
@@ -192,25 +195,26 @@ class BFloat16ReduceScatter:
 
 
 class ParameterUsage:
-    """Records which gathered parameters get a gradient; `modules` are those of units, each under its first name. See
-    [Note: usage].
+    """Record which unsharded parameters get a gradient; see [Note: parameter usage].
+
+    `modules` are those of units, each with its first name.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
         self._parameter_by_name = dict(model.named_parameters())
-        # Gathered ones are plain tensors, or DTensors on the one axis that is not gathered: `tp`, or `ep`.
+        # Unsharded parameters are plain tensors, or DTensors on the one axis that FSDP does not gather: `tp` or `ep`.
         self._sharded_mesh_ndim = {
             name: p.device_mesh.ndim for name, p in self._parameter_by_name.items() if isinstance(p, DTensor)
         }
         self._used: set[str] = set()
         self._hooked_parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         for name, unit in modules:
-            # After FSDP's own hook, which puts the gathered parameters in place.
+            # Registered after FSDP's own hook, which puts the unsharded parameters in place.
             unit.register_forward_pre_hook(partial(self._register_grad_hooks, f"{name}." if name else ""))
 
     def _register_grad_hooks(self, prefix: str, unit: nn.Module, args: Any) -> None:
-        # FSDP keeps the objects of gathered parameters. Within `unshard` others may be in their places, so names do not
-        # identify them.
+        # FSDP keeps the objects of unsharded parameters. Within `unshard` a module may have other ones, so they are not
+        # identified by name.
         for name, parameter in unit.named_parameters():
             fqn = prefix + name
             if self._is_sharded(fqn, parameter) or parameter in self._hooked_parameters or not parameter.requires_grad:
@@ -219,7 +223,7 @@ class ParameterUsage:
             parameter.register_post_accumulate_grad_hook(partial(self._record_use, fqn))
 
     def _record_use(self, fqn: str, parameter: nn.Parameter) -> None:
-        # torch calls this also where an operation has given no gradient.
+        # torch also calls this if an operation returned no gradient.
         if parameter.grad is not None:
             self._used.add(fqn)
 
@@ -227,12 +231,12 @@ class ParameterUsage:
         if not isinstance(parameter, DTensor):
             return False
         axes = parameter.device_mesh.ndim
-        # Another name of a parameter is watched by its first.
+        # A parameter with several names is recorded under its first.
         return axes == self._sharded_mesh_ndim.get(fqn, axes)
 
     def build_report(self) -> GradientReport:
-        """Return which parameters got a gradient on this rank, after the backwards of a step."""
-        trained = {name: parameter for name, parameter in self._parameter_by_name.items() if parameter.requires_grad}
-        used = [name in self._used for name in trained]
+        """Return which parameters got a gradient on this rank since the last call."""
+        trainable = {name: parameter for name, parameter in self._parameter_by_name.items() if parameter.requires_grad}
+        is_used = [name in self._used for name in trainable]
         self._used.clear()
-        return GradientReport([[parameter] for parameter in trained.values()], used)
+        return GradientReport([[parameter] for parameter in trainable.values()], is_used)

@@ -1,4 +1,4 @@
-"""NVIDIA's Megatron-FSDP as a meshwright strategy: ZeRO 0 to 3, HSDP, on GPUs and on a CPU."""
+"""The strategy `megatron_fsdp`: NVIDIA's Megatron-FSDP with ZeRO 0 to 3 and HSDP, on GPUs and on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .reference_api import megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
 
 HAVE_NVFSDP = importlib.util.find_spec("megatron_fsdp") is not None
-"""Whether NVIDIA's package is installed; its version is checked when a manager is made."""
+"""Whether NVIDIA's package is installed. Its version is checked when a manager is built."""
 
 __all__ = [
     "HAVE_NVFSDP",
@@ -22,7 +22,7 @@ __all__ = [
     "nvfsdp_strategy_parallelize",
 ]
 
-# These modules import torch, which listing strategies and validating a config must not.
+# These modules import torch. Listing strategies and validating a config must not.
 _LAZY_IMPORTS = {
     "MegatronFSDPManager": ".manager",
     "megatron_fsdp_strategy_parallelize": ".reference_api",

@@ -1,7 +1,7 @@
-"""Options of the `megatron_fsdp` strategy. No torch in this module.
+"""Options of the `megatron_fsdp` strategy. Does not import torch.
 
-Fields and defaults are those of the reference; the options that megatron-fsdp 0.6.1 adds follow them, under its names
-or Megatron-Core's.
+Fields and defaults are those of the reference. Options that megatron-fsdp 0.6.1 adds follow them, under its names or
+those of Megatron-Core.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from meshwright.plugin import Degrees
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp"})
-"""What the strategy shards."""
+"""Mesh axes that the strategy supports."""
 ZERO_STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""Megatron-Core's names of the ZeRO stages 0 to 3."""
+"""Megatron-Core's names of ZeRO stages 0 to 3."""
 
 
 def _normalize_dtype(value: Any) -> Any:
-    """The name of a dtype, given by its name, with or without "torch.", or as torch.dtype."""
+    """Return the name of a dtype, which is given as a name, with or without "torch.", or as torch.dtype."""
     name = str(value).removeprefix("torch.")
     if name not in TRAINING_DTYPES:
         raise ValueError(f"must be one of {', '.join(TRAINING_DTYPES)}; {FLOAT16_REFUSAL}")
     return name
 
 
-# Not a Literal, every value of which the conformance suite would take for exact.
+# Not a Literal, since the conformance suite would expect exact results for each of its values.
 DtypeName = Annotated[str, BeforeValidator(_normalize_dtype), WithJsonSchema({"enum": list(TRAINING_DTYPES)})]
 
 
 class MegatronFSDPConfig(StrategyConfig):
-    """Options of `megatron_fsdp` without the sizes of the mesh; by position in the reference's order."""
+    """Options of `megatron_fsdp`, without mesh sizes. Positional arguments are in the reference's order."""
 
     sequence_parallel: bool = Field(
         default=False,
@@ -160,7 +160,7 @@ class MegatronFSDPConfig(StrategyConfig):
 
     @classmethod
     def variants(cls, *, degrees: Degrees, is_dtype_free: bool, **_: Any) -> list[dict[str, Any]]:
-        """Options worth planning on a mesh; see [Note: variants] in `meshwright_plan.search.candidates`."""
+        """Return options worth planning on a mesh; see [Note: variants] in `meshwright_plan.search.candidates`."""
         options: dict[str, Any] = {"sequence_parallel": True} if degrees.tp > 1 else {}
         if is_dtype_free:
             options |= {"model.dtype": "bfloat16", "preserve_fp32_weights": True, "grad_reduce_in_fp32": True}
@@ -235,7 +235,7 @@ class MegatronFSDPConfig(StrategyConfig):
         return self
 
 
-# Those of the reference, which end with `backend`.
+# The reference's fields end with `backend`.
 _NOT_IN_REFERENCE = (*StrategyConfig.model_fields, "cp_attention")
 _REFERENCE_FIELDS = [name for name in MegatronFSDPConfig.model_fields if name not in _NOT_IN_REFERENCE]
 MegatronFSDPConfig.positional_fields = tuple(_REFERENCE_FIELDS[: _REFERENCE_FIELDS.index("backend") + 1])

@@ -1,8 +1,8 @@
-"""Start the package's reductions of gradients, and report gradients that are missing or not finite.
+"""Start the package's gradient reductions, and report missing or non-finite gradients.
 
-[Note: one order] All ranks must gather and reduce in one order, also where the data decides which parameters a rank
-uses. So a unit is reduced as a whole when its backward has ended, that is, when the gradients of its inputs are there;
-parameters that it has not used count as zero. Parameters in no unit, and in units without an input that requires a
+[Note: collective order] All ranks must gather and reduce in the same order, even if the data determine which parameters
+a rank uses. So a unit is reduced at once when its backward has ended, that is, when the gradients of its inputs are
+available; unused parameters count as zero. Parameters outside of units, and in units without an input that requires a
 gradient, are reduced when backward ends.
 """
 
@@ -34,12 +34,12 @@ from .shard_layout import build_dtensor_like
 
 
 class GradientReducer:
-    """The reduction of one model's gradients."""
+    """Reduce the gradients of one model."""
 
     def __init__(self, fsdp: Any, units: Iterable[nn.Module], config: MegatronFSDPConfig, mesh: Mesh) -> None:
         self._fsdp = fsdp
         self._config = config
-        # Makes up for an average, so that gradients are sums.
+        # Undoes an average, so that gradients are sums.
         self._sum_factor = mesh.data_size * mesh.degrees.cp if config.average_in_collective else 1
         self._sharded_by_name: dict[str, nn.Parameter] = dict(fsdp.param_and_grad_buffer.optimizer_named_parameters)
         raw = {self._sharded_by_name[name]: parameter for name, parameter in fsdp.raw_param.items()}
@@ -58,13 +58,13 @@ class GradientReducer:
         fsdp.register_forward_hook(self._forward_hook)
         for unit in self._parameters_by_unit:
             unit.register_forward_pre_hook(self._unit_forward_pre_hook, with_kwargs=True)
-        # Weak, since Python's garbage collector does not see through these hooks: the model would stay for ever.
-        arrived = weakref.WeakMethod(self._on_gradient)
+        # Weak, since Python's garbage collector does not traverse these hooks, and the model would never be freed.
+        on_gradient = weakref.WeakMethod(self._on_gradient)
         for parameter in self._reduce_hooks:
-            parameter.register_post_accumulate_grad_hook(functools.partial(_call_weak_method, arrived))
+            parameter.register_post_accumulate_grad_hook(functools.partial(_call_weak_method, on_gradient))
 
     def set_is_last_microbatch(self, is_last: bool) -> None:
-        """Say whether the next backward is the last one of its step, during which gradients are reduced."""
+        """Set whether the next backward is the last of its step, during which gradients are reduced."""
         self._fsdp.is_last_microbatch = is_last and self._config.overlap_grad_reduce
 
     def _forward_pre_hook(self, *_: Any) -> None:
@@ -77,7 +77,7 @@ class GradientReducer:
                 tensor.register_hook(self._begin_backward)
 
     def _unit_forward_pre_hook(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
-        # Not while backward computes activations again.
+        # Not during recomputation in backward.
         if not torch.is_grad_enabled() or is_in_backward(self._fsdp):
             return
         inputs = [tensor for tensor in flatten_tensors((args, kwargs)) if tensor.requires_grad]
@@ -102,19 +102,19 @@ class GradientReducer:
         self._used_parameters.add(parameter)
 
     def _end_unit_backward(self, unit: nn.Module) -> None:
-        # A block may be used several times, and its parameters have their gradients after the last of them.
+        # A block may be used several times; its gradients are complete after the backward of the last use.
         self._pending_uses[unit] -= 1
         if self._pending_uses[unit] > 0 or unit in self._units_without_input_grad:
             return
-        waiting = find_pending_parameters(self._fsdp)
+        pending = find_pending_parameters(self._fsdp)
         for parameter in self._parameters_by_unit[unit]:
-            if parameter in waiting:
+            if parameter in pending:
                 self._reduce_hooks[parameter](parameter)
 
     def finish(self) -> GradientReport:
-        """Wait for the reduction, and put the gradients on the sharded parameters. Collective.
+        """Wait for the reduction, and set the gradients of the sharded parameters. Collective.
 
-        All ranks have gradients of all parameters, DTensors like the sharded parameters, possibly empty.
+        Afterwards all ranks have gradients of all parameters, as DTensors like the sharded parameters, possibly empty.
         """
         fsdp = self._fsdp
         if not self._config.overlap_grad_reduce:
@@ -140,7 +140,7 @@ class GradientReducer:
         self._late_parameters.clear()
         self._nonfinite_flags.clear()
         self.is_pending = False
-        # One kernel to put them together, and one to look at them.
+        # Two kernels: one to stack the flags, one to check them.
         values = torch.stack([*flags.values()]) if flags else None
         return GradientReport(
             trained=[[parameter] for parameter in trained.values()],
@@ -159,17 +159,17 @@ _NONFINITE = "holds a NaN or infinity"
 def _find_error(
     late: Sequence[str], flags: Sequence[tuple[str, str]], values: Sequence[float]
 ) -> MeshwrightError | None:
-    found = {
-        what: [name for (name, each), value in zip(flags, values, strict=True) if value and each == what]
-        for what in (_NONFINITE_BEFORE_REDUCTION, _NONFINITE)
+    names_by_error = {
+        error: [name for (name, each), value in zip(flags, values, strict=True) if value and each == error]
+        for error in (_NONFINITE_BEFORE_REDUCTION, _NONFINITE)
     }
     if late:
-        told = f"the gradient of {_format_names(late)} came after the backward of its unit had ended"
-        return StrategyError(f"{told}. Name other megatron_fsdp_unit_modules.")
-    for what, names in found.items():
+        reason = f"the gradient of {_format_names(late)} came after the backward of its unit had ended"
+        return StrategyError(f"{reason}. Name other megatron_fsdp_unit_modules.")
+    for error, names in names_by_error.items():
         if names:
             remedy = "Lower the learning rate, or look at the data; nothing was trained in this step."
-            return NonFiniteError(f"the gradient of {_format_names(names)} {what}. {remedy}")
+            return NonFiniteError(f"the gradient of {_format_names(names)} {error}. {remedy}")
     return None
 
 
@@ -178,7 +178,7 @@ def _format_names(names: Sequence[str]) -> str:
 
 
 def _fill_missing_gradient(parameter: nn.Parameter) -> None:
-    """Give zeros to a parameter without gradient: it is not used here, or this rank's part is empty."""
+    """Set a zero gradient if a parameter has none: it is unused, or this rank's shard is empty."""
     if parameter.grad is None and isinstance(parameter, DTensor):
         parameter.grad = build_dtensor_like(parameter, torch.zeros_like(parameter.detach().to_local()))
 

@@ -1,8 +1,8 @@
-"""Train with NVIDIA's Megatron-FSDP: ZeRO 0 to 3, HSDP, on GPUs and on a CPU.
+"""The `megatron_fsdp` manager: NVIDIA's Megatron-FSDP with ZeRO 0 to 3 and HSDP, on GPUs and on a CPU.
 
-The package shards parameters, gradients and optimizer state in buffers of its own, unit by unit. Gradients are summed,
-never averaged. Tensor parallelism is core's, with plain parameters: each data-parallel group trains this rank's parts
-as a model of its own, and the package knows nothing of `tp`.
+The package shards parameters, gradients and optimizer state in its own buffers, unit by unit. Gradients are summed,
+never averaged. Tensor parallelism is meshwright's, with plain tensors: each data-parallel group trains this rank's
+shards like a separate model, and the package does not know about `tp`.
 Source: megatron-fsdp 0.6.1, github.com/NVIDIA/Megatron-LM; Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
@@ -63,26 +63,27 @@ _UNUSED_OPTIONS: Mapping[str, str] = MappingProxyType(
 
 
 class MegatronFSDPManager(DataParallelManager):
-    """Megatron-FSDP over dp_shard, and HSDP where dp_replicate is above 1; see `DataParallelManager`.
+    """Megatron-FSDP over dp_shard, and HSDP if dp_replicate is above 1; see `DataParallelManager`.
 
-    In a loop of your own, put each microbatch's forward and backward into `sync_gradients(is_last=...)`; the
-    optimizer's step waits for the reduction and drops the gradients. The optimizer's learning rates, groups and state
-    are your own, as everywhere: it is not stepped to make its state.
+    In a hand-written training loop, run each microbatch's forward and backward within
+    `microbatch_context(is_last=...)`. The optimizer's step waits for the reduction and drops the
+    gradients. The optimizer keeps your learning rates, groups and state: it is not stepped to initialize its state.
 
     Args:
         config: options, or a mapping of them.
         device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.mesh.from_device_mesh`.
-        moe_mesh: must be None: experts are not sharded along a mesh of their own yet.
+        moe_mesh: must be None, since experts are not sharded over a separate mesh yet.
 
     Raises:
-        MeshError: a DeviceMesh that is not understood, or another backend than the config says.
-        StrategyError: megatron-fsdp is missing or of another version, or an option cannot act on this mesh.
+        MeshError: the DeviceMesh is not supported, or its backend differs from the config's.
+        StrategyError: megatron-fsdp is missing or its version is not supported, or an option has no effect on this
+            mesh.
     """
 
     config: MegatronFSDPConfig
     supports_meta_device: ClassVar[bool] = True
     tensor_parallel: TensorParallel | None = None
-    """What divides the model along `tp`, where it has more than one rank."""
+    """Shards the model along `tp`; None if `tp` has one rank."""
 
     def __init__(
         self,
@@ -98,8 +99,8 @@ class MegatronFSDPManager(DataParallelManager):
         import_package()
         mesh.check_backend(config.backend)
         _check_options(config, mesh)
-        along = {"tp": ("sequence_parallel", "tp_plan"), "cp": ("cp_attention",)}
-        warn_unused_options(config, mesh, by_axis=along, unsupported=_UNUSED_OPTIONS)
+        options_by_axis = {"tp": ("sequence_parallel", "tp_plan"), "cp": ("cp_attention",)}
+        warn_unused_options(config, mesh, by_axis=options_by_axis, unsupported=_UNUSED_OPTIONS)
 
     def shard(self, model: nn.Module) -> nn.Module:
         config, mesh = self.config, self.mesh
@@ -116,12 +117,12 @@ class MegatronFSDPManager(DataParallelManager):
             )
             self.axes.append(context)
         if mesh.degrees.tp > 1:
-            # What one rank finds wrong here (a file with a plan, say) is reported on all.
+            # An error of one rank (from a plan file, say) is raised on all ranks.
             self.tensor_parallel = mesh.world.run_on_all_ranks(lambda: self._apply_tensor_parallel(model, units))
             self.axes.append(self.tensor_parallel)
         self.checkpointed_blocks = checkpoint_blocks(model, self.layout, config.activation_checkpointing)
         if has_meta_tensors(model):
-            # Where parameters are not sharded, they keep this memory.
+            # Parameters that are not sharded keep this memory.
             replace_meta_parameters(model, mesh.device, without_memory=config.zero_stage == 3)
         if mesh.device.type == "cpu":
             use_cpu_torch(self)
@@ -150,7 +151,7 @@ class MegatronFSDPManager(DataParallelManager):
 
     def _apply_tensor_parallel(self, model: nn.Module, units: Sequence[nn.Module]) -> TensorParallel:
         config = self.config
-        parallel = TensorParallel(
+        tensor_parallel = TensorParallel(
             model,
             self.layout,
             self.mesh["tp"],
@@ -158,18 +159,18 @@ class MegatronFSDPManager(DataParallelManager):
             sequence_parallel=config.sequence_parallel,
             use_plain_tensors=True,
         )
-        parallel.apply([name for name, module in model.named_modules() if module in units])
-        return parallel
+        tensor_parallel.apply([name for name, module in model.named_modules() if module in units])
+        return tensor_parallel
 
     def _find_tp_divisions(self) -> dict[nn.Parameter, ParameterSharding]:
-        parallel = self.tensor_parallel
-        if parallel is None:
+        tensor_parallel = self.tensor_parallel
+        if tensor_parallel is None:
             return {}
         named = self._fsdp.param_and_grad_buffer.optimizer_named_parameters
-        return {parameter: parallel.shardings[name] for name, parameter in named}
+        return {parameter: tensor_parallel.shardings[name] for name, parameter in named}
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        """Build the optimizer, whose step waits for the reduction and drops the gradients, over sharded parameters."""
+        """Build the optimizer over sharded parameters. Its step waits for the reduction and drops the gradients."""
         self._require_model()
         use_sharded_parameters(self._fsdp)
         optimizer = super().build_optimizer(factory)
@@ -187,7 +188,7 @@ class MegatronFSDPManager(DataParallelManager):
         return self._reducer.finish()
 
     def after_eval(self) -> None:
-        # No backward frees what forward has gathered, which would be stale after a step.
+        # Without a backward, nothing frees parameters that forward has gathered. They would be stale after a step.
         wait_for_prefetched_gathers(self._fsdp)
         if self.config.overlap_param_gather:
             self._fsdp.synchronize_param_gather()
@@ -207,11 +208,11 @@ class MegatronFSDPManager(DataParallelManager):
         self._install_weights()
 
     def parameter_chunks(self) -> dict[str, ChunkedTensor | None]:
-        """Return pieces in the dtypes in which modules compute, to which main weights are rounded after a step."""
-        pieces, named = super().parameter_chunks(), dict(self.model.named_parameters())
+        """Return chunks in the dtypes in which modules compute; main weights are rounded to them after a step."""
+        chunks, named = super().parameter_chunks(), dict(self.model.named_parameters())
         return {
             name: each and replace(each, dtype=self._megatron_layout.find_compute_dtype(named[name]))
-            for name, each in pieces.items()
+            for name, each in chunks.items()
         }
 
     def drop_gradients(self) -> None:
@@ -223,7 +224,7 @@ class MegatronFSDPManager(DataParallelManager):
         if self._reducer.is_pending:
             self._reducer.finish().finalize(self.mesh.world)
             self.drop_frozen_gradients()
-            # For a loop by hand: `forward_backward` has done so already.
+            # For hand-written training loops; `forward_backward` has already done this.
             self.check_reduced_gradients()
 
     def _post_step_hook(self, *_: Any) -> None:
@@ -237,7 +238,7 @@ class MegatronFSDPManager(DataParallelManager):
 
 
 def _check_options(config: MegatronFSDPConfig, mesh: Mesh) -> None:
-    """Refuse options that cannot act on this mesh, by StrategyError on all ranks alike."""
+    """Reject options that have no effect on this mesh, with a StrategyError on all ranks."""
     if mesh.degrees.dp_replicate > 1 and config.zero_stage == 0:
         raise StrategyError(
             f"ZeRO 0 copies everything, and Megatron-FSDP cannot do so over two axes (dp_replicate="

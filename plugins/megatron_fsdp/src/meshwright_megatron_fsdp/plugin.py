@@ -1,4 +1,4 @@
-"""The entry point of meshwright-megatron-fsdp, which imports no torch before a manager is built."""
+"""Entry point of meshwright-megatron-fsdp. It does not import torch until a manager is built."""
 
 from __future__ import annotations
 

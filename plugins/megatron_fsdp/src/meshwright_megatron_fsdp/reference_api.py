@@ -1,4 +1,4 @@
-"""The reference's functions for loops of your own on a plain DeviceMesh; they build a `MegatronFSDPManager`."""
+"""The reference's functions for hand-written training loops on a DeviceMesh; they build a `MegatronFSDPManager`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._compat.cpu_torch import use_cpu_torch
 from .config import MegatronFSDPConfig
 from .manager import MegatronFSDPManager
 
-# Older names of fields of MegatronFSDPConfig.
+# Older names of MegatronFSDPConfig fields.
 _RENAMED_OPTIONS = {
     "nvfsdp_unit_modules": "megatron_fsdp_unit_modules",
     "tp_shard_plan": "tp_plan",
@@ -25,7 +25,7 @@ _RENAMED_OPTIONS = {
     "keep_fp8_transpose_cache_when_using_custom_fsdp": "keep_fp8_transpose_cache",
 }
 _UNITS_OPTION = "megatron_fsdp_unit_modules"
-# The reference's names of strategies that shard parameters. Gradients and optimizer state lie where those are.
+# The reference's names of strategies that shard parameters. Gradients and optimizer state are sharded like them.
 _STRATEGY_ALIASES = ("params", "grads_params")
 
 
@@ -36,28 +36,29 @@ def megatron_fsdp_strategy_parallelize(
     *arguments: Any,
     **options: Any,
 ) -> tuple[nn.Module, Optimizer | None]:
-    """Shard a model, and let its optimizer train the shards.
+    """Shard a model, and make its optimizer train the shards.
 
-    Gradients are summed, so divide each rank's loss by the tokens of the global batch. `optimizer.step()` waits for the
-    reduction and drops the gradients; run all microbatches of a step but the last in the model's `no_sync()`.
+    Gradients are summed, so divide each rank's loss by the token count of the global batch. `optimizer.step()` waits
+    for the reduction and drops the gradients. Run all microbatches of a step except the last within the model's
+    `no_sync()`.
 
     Args:
-        model: with equal weights on all ranks, or those of the first are taken.
-        device_mesh: of all ranks in order. Parameters are sharded over its axes `dp_mesh_name` and, within it,
-            `cp_mesh_name`; the innermost may be `tp_mesh_name`, for tensor parallelism. Others have one rank.
-        optimizer: made from the model's parameters, and not stepped yet. It keeps its groups and settings.
+        model: the model; if weights differ between ranks, those of rank 0 are used.
+        device_mesh: a mesh of all ranks in order. Parameters are sharded over its axes `dp_mesh_name` and, within it,
+            `cp_mesh_name`. The innermost axis may be `tp_mesh_name`, for tensor parallelism. Other axes have one rank.
+        optimizer: built from the model's parameters, and not stepped yet. It keeps its groups and settings.
         arguments: options in the order of `nvfsdp_strategy_parallelize`.
-        options: fields of MegatronFSDPConfig, also by their older names, and the names of the axes, whose defaults are
-            those of `nvfsdp_strategy_parallelize`. As the reference says of the functions, the whole model is one unit
-            unless `megatron_fsdp_unit_modules` names others, and `data_parallel_sharding_strategy` may also be "params"
-            or "grads_params", both of which act as "optim_grads_params". Gradients are summed over `cp_mesh_name` as
-            over data; how sequences are divided over it is the loop's affair.
+        options: fields of MegatronFSDPConfig, also under their older names, and the names of the axes, with the
+            defaults of `nvfsdp_strategy_parallelize`. As in the reference's functions, the full model is one unit
+            unless `megatron_fsdp_unit_modules` names others. `data_parallel_sharding_strategy` may also be "params" or
+            "grads_params", both of which act as "optim_grads_params". Gradients are summed over `cp_mesh_name` as over
+            data; sharding sequences over it is up to the caller.
 
     Returns:
         The module to call, and the same optimizer.
 
     Raises:
-        ConfigError, StrategyError, ModelError: an option cannot act; as for MegatronFSDPManager.
+        ConfigError, StrategyError, ModelError: an option has no effect, and see MegatronFSDPManager.
         MeshError: another axis has more than one rank, or there is no axis `dp_mesh_name`.
     """
     options = _bind_positional(arguments) | options
@@ -75,12 +76,12 @@ def megatron_fsdp_strategy_parallelize(
         _check_optimizer(optimizer, names)
     module = manager.parallelize(model)
     if device_mesh.device_type == "cpu":
-        # The caller has no manager to keep.
+        # The caller does not hold a manager.
         use_cpu_torch(module)
     if optimizer is None:
         return module, None
-    given = optimizer
-    return module, manager.build_optimizer(lambda named: _rebind_parameters(given, names, named))
+    user_optimizer = optimizer
+    return module, manager.build_optimizer(lambda named: _rebind_parameters(user_optimizer, names, named))
 
 
 def nvfsdp_strategy_parallelize(
@@ -107,7 +108,7 @@ def nvfsdp_strategy_parallelize(
     tp_mesh_name: str = "tensor_parallel",
     **options: Any,
 ) -> tuple[nn.Module, Optimizer | None]:
-    """`megatron_fsdp_strategy_parallelize` under its older name, with the arguments in the reference's order."""
+    """Call `megatron_fsdp_strategy_parallelize`, under its older name and with arguments in the reference's order."""
     arguments = locals()
     return megatron_fsdp_strategy_parallelize(**arguments.pop("options"), **arguments)
 
@@ -138,14 +139,14 @@ def _resolve_strategy_alias(strategy: Any) -> dict[str, str]:
 
 
 def _find_tp_size(mesh: DeviceMesh, dp_mesh_name: str, cp_mesh_name: str, tp_mesh_name: str) -> int:
-    """The ranks of tensor parallelism."""
+    """Return the number of tensor-parallel ranks."""
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=True))
-    wanted = (dp_mesh_name, cp_mesh_name, tp_mesh_name)
-    shape = [sizes.get(name, 1) for name in wanted] if len(set(wanted)) == 3 else []
-    ordered = mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
-    is_whole = [size for size in mesh.shape if size > 1] == [size for size in shape if size > 1]
-    if not is_whole or not ordered or dp_mesh_name not in sizes:
+    axis_names = (dp_mesh_name, cp_mesh_name, tp_mesh_name)
+    shape = [sizes.get(name, 1) for name in axis_names] if len(set(axis_names)) == 3 else []
+    is_ordered = mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
+    covers_mesh = [size for size in mesh.shape if size > 1] == [size for size in shape if size > 1]
+    if not covers_mesh or not is_ordered or dp_mesh_name not in sizes:
         raise MeshError(
             f"the axes {dp_mesh_name!r} and, within it, {cp_mesh_name!r} and {tp_mesh_name!r} must have all "
             f"{dist.get_world_size()} ranks in order, but the axes are {sizes}. Give their names as dp_mesh_name, "
@@ -166,6 +167,6 @@ def _rebind_parameters(
 ) -> Optimizer:
     sharded = dict(named)
     for group in optimizer.param_groups:
-        found = (sharded.get(names[parameter]) for parameter in group["params"])
-        group["params"] = [parameter for parameter in found if parameter is not None]
+        shards = (sharded.get(names[parameter]) for parameter in group["params"])
+        group["params"] = [parameter for parameter in shards if parameter is not None]
     return optimizer

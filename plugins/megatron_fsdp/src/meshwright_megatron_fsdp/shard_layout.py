@@ -1,7 +1,7 @@
-"""Whole tensors out of Megatron-FSDP's shards, and back, for states, checkpoints and norms.
+"""Conversion between Megatron-FSDP's shards and full tensors, for states, checkpoints and norms.
 
-The package lays a unit's parameters one after the other in one buffer and cuts it into equal parts, so that a rank may
-hold all rows of a parameter, some, or none. Under tensor parallelism the buffer holds this rank's part of them.
+The package concatenates a unit's parameters in one buffer and splits it into equal shards, so a rank may hold all rows
+of a parameter, some or none. Under tensor parallelism the buffer contains this rank's `tp` shards of the parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ._compat.wrapped_model import ShardRange
 
 
 class MegatronShardLayout(ShardLayout):
-    """The parts of a sharded parameter, or of a tensor of its shape (a gradient, optimizer state); see `Parts`."""
+    """Shards of a parameter, or of a tensor of its shape (a gradient, optimizer state); see `ShardLayout`."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class MegatronShardLayout(ShardLayout):
             return full
         division = self._divisions.get(parameter)
         part = full if division is None else division.shard(full)
-        # A copy, so that optimizer state does not keep all of the whole tensor.
+        # A copy, so that optimizer state does not keep the full tensor's memory alive.
         local = part.flatten()[slot.start : slot.end].clone().view(parameter.detach().to_local().shape)
         return build_dtensor_like(parameter, local)
 
     def get_full_shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
-        """Return the parameter's shape before tensor parallelism, for what has its shape now."""
+        """Return the parameter's shape before tensor parallelism if `value` has its current shape; else `value`'s."""
         division = self._divisions.get(parameter)
         return division.shape if division is not None and value.shape == parameter.shape else value.shape
 
@@ -83,19 +83,19 @@ class MegatronShardLayout(ShardLayout):
             return get_local_chunks(value)
         local = value.detach().to_local()
         if slot.group is None:
-            pieces = get_local_chunks(local.view(parameter.shape))
+            chunks = get_local_chunks(local.view(parameter.shape))
         else:
-            pieces = get_flat_range_chunks(local.flatten(), slot.start, parameter.shape)
+            chunks = get_flat_range_chunks(local.flatten(), slot.start, parameter.shape)
         division = self._divisions.get(parameter)
-        return pieces if division is None else division.to_global_chunks(pieces, parameter.shape)
+        return chunks if division is None else division.to_global_chunks(chunks, parameter.shape)
 
     def find_compute_dtype(self, parameter: Tensor) -> torch.dtype:
-        """Return the dtype in which modules compute with a parameter, whatever is trained of it."""
+        """Return the dtype in which modules compute with a parameter; its trained copy may have another dtype."""
         slot = self._shard_ranges.get(parameter)
         return parameter.dtype if slot is None else slot.dtype
 
     def get_shard_groups(self, parameter: Tensor) -> ShardGroups:
-        """Return the ranks that share its buffer, and those of `tp`, as far as each divides it."""
+        """Return the group that shards the parameter's buffer, and the group of `tp`, if each shards it."""
         slot, division = self._shard_ranges[parameter], self._divisions.get(parameter)
         along_dp = (slot.group,) if slot.group is not None else ()
         along_tp = (division.mesh.get_group(),) if division is not None and division.is_sharded else ()
@@ -103,7 +103,7 @@ class MegatronShardLayout(ShardLayout):
 
 
 def build_dtensor_like(parameter: DTensor, local_tensor: Tensor) -> DTensor:
-    """Make a DTensor of the parameter's mesh, placements and shape around a local part of any dtype."""
+    """Build a DTensor with the parameter's mesh, placements and shape from a local tensor of any dtype."""
     return DTensor.from_local(
         local_tensor,
         parameter.device_mesh,

@@ -1,5 +1,5 @@
-"""The only place in this plugin that touches private or version-dependent names of megatron-fsdp and torch.
+"""Private and version-dependent names of megatron-fsdp and torch. No other module in this plugin uses them.
 
-All were tried with megatron-fsdp 0.6.1 on torch 2.13; tests/test_megatron_fsdp_compat.py has a canary for each, which
-fails when upstream changes what it is for.
+They were tested with megatron-fsdp 0.6.1 on torch 2.13. tests/test_megatron_fsdp_compat.py has a canary for each, which
+fails when upstream changes the behavior that it works around.
 """

@@ -1,11 +1,12 @@
-"""Replace `torch` inside the package's modules: on a CPU, and for float64 buffers.
+"""Replace `torch` in the package's modules: on a CPU, and for float64 buffers.
 
-[Note: torch on a CPU] The package calls torch.cuda for streams, events and its device. On a CPU mesh the name `torch`
-inside four of its modules means an object that answers these calls from torch.cpu and passes everything else on to
-torch. The name is restored when the last manager goes. On a GPU nothing is replaced.
+[Note: torch on a CPU] The package calls torch.cuda for streams, events and its device. On a CPU mesh, the name `torch`
+in four of its modules is bound to a proxy that redirects these calls to torch.cpu and all others to torch. The name is
+restored when the last manager is freed. On a GPU nothing is replaced.
 
-Asynchronous collectives of the package end before they return there. It drops their tensors while they run, which a
-GPU's streams allow; gloo works in a thread of its own, which races with deallocation (pytorch/pytorch#75529).
+The proxy makes the package's asynchronous collectives synchronous. The package drops their tensors while they run,
+which is safe with a GPU's streams. Gloo runs in a separate thread, which races with deallocation
+(pytorch/pytorch#75529).
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _log = logging.getLogger(__name__)
 
 
 class _CpuStream(torch.cpu.Stream):
-    """torch.cpu's stream, whose `record_event` returns None where the package waits for an event."""
+    """torch.cpu's stream, but `record_event` returns an event; torch.cpu returns None, and the package needs one."""
 
     def record_event(self, event: Any = None) -> Any:
         return torch.cpu.Event()
 
 
 class _CpuCudaModule:
-    """The names of torch.cuda that the package uses; others are missing, so that a new call fails."""
+    """The names of torch.cuda that the package uses. Others are missing, so that any new call fails."""
 
     Stream = _CpuStream
     stream = staticmethod(torch.cpu.stream)
@@ -56,11 +57,11 @@ class _CpuCudaModule:
         return False
 
     def empty_cache(self) -> None:
-        """There is no cache on a CPU."""
+        """Do nothing: a CPU has no cache."""
 
 
 class _TorchProxy(types.ModuleType):
-    """`torch`, or a part of it, with some names replaced."""
+    """`torch`, or one of its modules, with some names replaced."""
 
     def __init__(self, module: Any, **overrides: Any) -> None:
         super().__init__(module.__name__)
@@ -72,7 +73,7 @@ class _TorchProxy(types.ModuleType):
 
 
 _COMPLETED_WORK = types.SimpleNamespace(wait=lambda: True)
-"""The handle of a collective that is done."""
+"""The handle of a completed collective."""
 
 
 def _make_synchronous(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,13 +88,13 @@ def _make_synchronous(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _skip_coalescing(*args: Any, async_ops: bool = False, **options: Any) -> Iterator[Any]:
-    """Replace torch's `_coalescing_manager`, under which gloo takes tensors of one dtype only."""
+    """Replacement of torch's `_coalescing_manager`, within which gloo accepts only tensors of one dtype."""
     yield _COMPLETED_WORK
 
 
 _ASYNC_COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 _COALESCING_MANAGER = "_coalescing_manager"
-"""The name under which a module of the package has torch's."""
+"""The name of torch's coalescing manager in a module of the package."""
 
 
 def _build_cpu_torch(module: str) -> _TorchProxy:
@@ -101,9 +102,9 @@ def _build_cpu_torch(module: str) -> _TorchProxy:
         return torch.device("cpu" if str(name).startswith("cuda") else name)
 
     def tensor(*args: Any, **options: Any) -> Tensor:
-        made = torch.tensor(*args, **options)
-        made.cuda = lambda: made
-        return made
+        result = torch.tensor(*args, **options)
+        result.cuda = lambda: result
+        return result
 
     if module == "megatron_fsdp.utils":
         return _TorchProxy(torch, cuda=_CpuCudaModule("cpu"))
@@ -115,7 +116,7 @@ _num_cpu_users = 0
 
 
 def use_cpu_torch(owner: object) -> weakref.finalize[..., Any]:
-    """Apply [Note: torch on a CPU] while `owner` lives; what is returned ends it earlier."""
+    """Apply [Note: torch on a CPU] while `owner` lives. Calling the returned finalizer ends it earlier."""
     global _num_cpu_users
     if _num_cpu_users == 0:
         _log.info("Megatron-FSDP runs on the CPU: what its modules call of torch.cuda is answered by torch.cpu.")
@@ -141,14 +142,15 @@ def _patch_module(module: Any, torch_: Any, coalescing_manager: Any) -> None:
 
 @contextmanager
 def allow_float64_buffers() -> Iterator[None]:
-    """Let the package make float64 gradient buffers while it wraps a model.
+    """Allow the package to create float64 gradient buffers while it wraps a model.
 
-    Its table of buffer sizes has no float64, so float16 means float64 there; see `units.build_mixed_precision_policy`.
+    Its table of buffer sizes lacks float64, so float16 is replaced by float64; see
+    `units.build_mixed_precision_policy`.
     """
     module = import_submodule("param_and_grad_buffer")
-    before = module.torch
-    module.torch = _TorchProxy(before, float16=torch.float64)
+    original = module.torch
+    module.torch = _TorchProxy(original, float16=torch.float64)
     try:
         yield
     finally:
-        module.torch = before
+        module.torch = original

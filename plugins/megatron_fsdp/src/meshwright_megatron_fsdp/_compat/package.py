@@ -1,4 +1,4 @@
-"""The package megatron-fsdp: its modules, and its version, since its internals change between minor versions."""
+"""Import of the package megatron-fsdp. Its version is checked, since its internals change between minor versions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from meshwright.plugin import StrategyError
 
 TESTED_VERSIONS = ((0, 6, 1), (0, 7))
-"""The first version that works and the first that is not known to."""
+"""The first version that works, and the first that is not known to work."""
 
 
 def check_version(version: str) -> None:
-    """Refuse versions such as "0.6.0" or "0.7.0+local", outside of `TESTED_VERSIONS`, by StrategyError."""
+    """Raise StrategyError for versions outside of `TESTED_VERSIONS`, such as "0.6.0" or "0.7.0+local"."""
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
     if not TESTED_VERSIONS[0] <= numbers < TESTED_VERSIONS[1]:
         raise StrategyError(
@@ -26,11 +26,11 @@ def check_version(version: str) -> None:
 
 @functools.cache
 def import_package() -> Any:
-    """Import `megatron_fsdp`; StrategyError if it is missing or of a version that is not known to work."""
+    """Import `megatron_fsdp`; raise StrategyError if it is missing or its version is not supported."""
     try:
         check_version(importlib.metadata.version("megatron-fsdp"))
         with warnings.catch_warnings():
-            # That TransformerEngine and Apex are missing is no news on a CPU.
+            # Warnings that TransformerEngine and Apex are missing do not matter on a CPU.
             warnings.simplefilter("ignore")
             return importlib.import_module("megatron_fsdp")
     except ImportError as error:
@@ -41,11 +41,11 @@ def import_package() -> Any:
 
 
 def import_submodule(name: str) -> Any:
-    """Import a private module of the package, by its name without `megatron_fsdp.`; raises as `package`."""
+    """Import a private module of the package, named without `megatron_fsdp.`; raises like `import_package`."""
     import_package()
     return importlib.import_module(f"megatron_fsdp.{name}")
 
 
 def has_nccl_allocator() -> bool:
-    """Return whether megatron-fsdp has found an allocator for nccl_ub; it fails by an assertion without one."""
+    """Return whether megatron-fsdp has found an allocator for nccl_ub; without one, nccl_ub fails an assertion."""
     return getattr(import_submodule("param_and_grad_buffer"), "nccl_allocator", None) is not None

@@ -1,8 +1,8 @@
-"""Private calls of a wrapped model, `fsdp`, which `wrapping.wrap` returns.
+"""Private calls on a wrapped model, `fsdp`, as returned by `wrap_model.wrap_model`.
 
-[Note: two states] A wrapped model holds either its raw parameters, with which modules compute (freed where they are
-sharded), or its sharded ones: DTensors that the optimizer trains. Forward brings the raw state, the end of a step the
-sharded one.
+[Note: two states] A wrapped model holds either its raw parameters, which modules compute with (freed if they are
+sharded), or its sharded parameters: DTensors that the optimizer trains. A forward switches to the raw state, the end of
+a step to the sharded state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def use_sharded_parameters(fsdp: Any) -> None:
 
 
 def wait_for_prefetched_gathers(fsdp: Any) -> None:
-    """Wait for what was gathered ahead and not used, of which the package would warn."""
+    """Wait for prefetched gathers that were not used; the package would warn about them."""
     pipeline = fsdp.all_gather_pipeline
     for bucket, bwd in list(pipeline.param_gather_event_map):
         pipeline.wait_bucket_ready(bucket, bwd)
@@ -40,11 +40,11 @@ def wait_for_prefetched_gathers(fsdp: Any) -> None:
 
 @contextmanager
 def unshard_parameters(fsdp: Any) -> Iterator[None]:
-    """Hold all parameters whole, in the raw state; forwards inside gather and free nothing. Collective.
+    """Keep all parameters unsharded, in the raw state. Forwards within the context neither gather nor free. Collective.
 
-    The public `start_param_sync` does not gather over dp_replicate, as outer sharding needs, and the first forward
-    frees what it has gathered. Double buffers hold two units, so others take their place. The package's hooks look up
-    every parameter that they meet, and inside there may be others in the modules.
+    The public `start_param_sync` does not gather over dp_replicate, which outer sharding needs, and the first forward
+    frees the gathered parameters. Double buffers only have room for two units, so they are replaced. The package's
+    hooks look up every parameter of a module, and within the context modules may hold other ones.
     """
     use_raw_parameters(fsdp)
     pipeline, buffer = fsdp.all_gather_pipeline, fsdp.param_and_grad_buffer
@@ -73,26 +73,26 @@ def _disable_double_buffers(fsdp: Any) -> Iterator[None]:
     module = import_submodule("param_and_grad_buffer")
     groups = fsdp.param_and_grad_buffer.parameter_groups
     buffers = [b for g in groups for b in (g.model_weight_buffer, g.hfsdp_helper_wbuf) if b is not None]
-    before = [buffer.temporary_bucket_allocator for buffer in buffers]
+    allocators = [buffer.temporary_bucket_allocator for buffer in buffers]
     config.fsdp_double_buffer = False
-    unlimited = module.StorageResizeBasedBucketAllocator()
+    shared_allocator = module.StorageResizeBasedBucketAllocator()
     for buffer in buffers:
-        buffer.temporary_bucket_allocator = unlimited
+        buffer.temporary_bucket_allocator = shared_allocator
     try:
         yield
     finally:
         config.fsdp_double_buffer = True
-        for buffer, allocator in zip(buffers, before, strict=True):
+        for buffer, allocator in zip(buffers, allocators, strict=True):
             buffer.temporary_bucket_allocator = allocator
 
 
 def count_units_without_double_buffer(fsdp: Any) -> tuple[int, int]:
-    """Return how many units do not fit the double buffers, shaped for most of them, and how many units there are."""
+    """Return how many units do not fit the double buffers, which have most units' shape, and the number of units."""
     buffer = fsdp.param_and_grad_buffer
     units = {group.fsdp_unit_id for group in buffer.parameter_groups} - {None}
     pools = (buffer.weight_alloc, buffer.main_grad_alloc)
-    served = [set(pool.fsdp_double_buffer_units) for pool in pools if hasattr(pool, "fsdp_double_buffer_units")]
-    return max((len(units - each) for each in served), default=0), len(units)
+    pooled_units = [set(pool.fsdp_double_buffer_units) for pool in pools if hasattr(pool, "fsdp_double_buffer_units")]
+    return max((len(units - each) for each in pooled_units), default=0), len(units)
 
 
 # -- shards
@@ -100,7 +100,7 @@ def count_units_without_double_buffer(fsdp: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """The elements start to end that a rank holds of a flattened parameter."""
+    """The elements `start` to `end` of a flattened parameter that a rank holds."""
 
     start: int
     end: int
@@ -109,20 +109,20 @@ class ShardRange:
 
 
 def find_shard_ranges(fsdp: Any) -> dict[nn.Parameter, ShardRange]:
-    """Return the slot of each sharded parameter; DTensor's `full_tensor` expects even shards."""
+    """Return the range of each sharded parameter; DTensor's `full_tensor` expects even shards."""
     buffer = fsdp.param_and_grad_buffer
     sharded = dict(buffer.optimizer_named_parameters)
-    found = {}
+    shard_ranges = {}
     for group in buffer.parameter_groups:
         weights = group.main_weight_buffer if group.main_weight_buffer is not None else group.model_weight_buffer
         for item, raw in enumerate(group.params):
             if fsdp.data_parallel_sharding_strategy == "no_shard":
-                slot = ShardRange(0, raw.numel(), None, raw.dtype)
+                shard_range = ShardRange(0, raw.numel(), None, raw.dtype)
             else:
                 start, end = weights._get_item_slice_in_shard(item)
-                slot = ShardRange(start, end, weights.data_parallel_group, raw.dtype)
-            found[sharded[buffer.param_to_name[raw]]] = slot
-    return found
+                shard_range = ShardRange(start, end, weights.data_parallel_group, raw.dtype)
+            shard_ranges[sharded[buffer.param_to_name[raw]]] = shard_range
+    return shard_ranges
 
 
 # -- backward
@@ -133,10 +133,10 @@ def is_in_backward(fsdp: Any) -> bool:
 
 
 def begin_backward(fsdp: Any) -> None:
-    """Begin a backward before its first gradient; does nothing when called again.
+    """Start a backward before its first gradient; repeated calls have no effect.
 
-    The package finds this moment by a tensor or tuple that the model returns, or else by the last submodule, which may
-    not run.
+    The package detects the start from a tensor or tuple that the model returns, or else from the last submodule, which
+    may not run.
     """
     fsdp.pre_backward.func(None)
 
@@ -144,8 +144,8 @@ def begin_backward(fsdp: Any) -> None:
 def remove_gradient_hooks(fsdp: Any) -> dict[nn.Parameter, Callable[[nn.Parameter], None]]:
     """Remove and return the hooks by which the package accumulates and reduces each raw parameter's gradient.
 
-    It reduces a unit as soon as its last gradient has come, so ranks that use different parameters would reduce, and
-    gather, in different orders.
+    The package reduces a unit as soon as its last gradient is available. Ranks that use different parameters would then
+    reduce and gather in different orders.
     """
     hooks: dict[nn.Parameter, Callable[[nn.Parameter], None]] = {}
     for parameter in fsdp.raw_param.values():
@@ -157,11 +157,11 @@ def remove_gradient_hooks(fsdp: Any) -> dict[nn.Parameter, Callable[[nn.Paramete
 
 
 def find_pending_parameters(fsdp: Any) -> set[nn.Parameter]:
-    """Return the raw parameters whose gradients this backward has not dealt with yet."""
+    """Return the raw parameters whose gradients this backward has not processed yet."""
     waiting: set[nn.Parameter] = fsdp._params_require_handle_grad
     return waiting
 
 
 def flatten_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers, including those that transformers registers with this private module."""
+    """Return the tensors in nested containers, including containers that transformers registers with torch's pytree."""
     return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
