@@ -24,14 +24,28 @@ from meshwright_testing.models import build_tiny_model
 from meshwright_testing.parity import build_manager, find_max_difference, run_reference, train_case
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+GUIDES = ROOT / "docs" / "guides"
+
+
+def find_block(page: Path, text: str) -> str:
+    """Return the only Python block of `page` that holds `text`."""
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (block,) = [each for each in blocks if text in each]
+    return block
+
+
+LOOP = find_block(ROOT / "README.md", "mw.open_world() as world")
+TRAINER = find_block(ROOT / "README.md", "MeshSFTTrainer(")
+OBJECTIVE = find_block(GUIDES / "write-an-objective.md", "def policy_loss(")
+PRETRAINED = find_block(GUIDES / "python-api.md", "mw.from_pretrained(")
+STRATEGY = find_block(GUIDES / "write-a-strategy.md", "class PlainManager(")
+CONFORMANCE = find_block(GUIDES / "write-a-strategy.md", 'conformance("flat")')
 
 
 @pytest.mark.slow
 def test_the_loop_runs_and_the_loss_falls() -> None:
     loop = ROOT / "examples" / "training_loop.py"
-    assert loop.read_text(encoding="utf-8").split('"""\n\n', 1)[1] == BLOCKS[0]
+    assert loop.read_text(encoding="utf-8").split('"""\n\n', 1)[1] == LOOP
     run = subprocess.run([sys.executable, loop], capture_output=True, text=True, timeout=120, check=True)
     losses = [float(line.split()[3]) for line in run.stdout.splitlines()]
     assert len(losses) == 10
@@ -40,7 +54,7 @@ def test_the_loop_runs_and_the_loss_falls() -> None:
 
 def _minimized_as_in_the_readme() -> tuple[float, float]:
     names: dict[str, Any] = {}
-    exec(BLOCKS[1], names)
+    exec(OBJECTIVE, names)
     manager = build_manager("fsdp2", {}, {"cp_size": 2}, Case())
     batch = rank_microbatches(Case(), 0, manager.mesh.data_rank, manager.mesh.data_size)[0]
     loss, entropy = names["step"](manager, batch, torch.ones(batch["labels"].shape, dtype=torch.float64))
@@ -57,7 +71,7 @@ def test_an_objective_is_minimized_as_the_readme_does_it() -> None:
 
 def _load_as_in_the_readme(path: str) -> tuple[str, str]:
     names: dict[str, Any] = {}
-    exec(BLOCKS[2].replace("path/to/model", path).replace("open_world()", "open_world('cpu')"), names)
+    exec(PRETRAINED.replace("path/to/model", path).replace("open_world()", "open_world('cpu')"), names)
     return str(names["manager"].mesh.degrees), str(next(names["manager"].model_parts[0].parameters()).dtype)
 
 
@@ -72,7 +86,7 @@ def test_a_pretrained_model_is_loaded_as_the_readme_does_it(tmp_path: Path) -> N
 def _train_as_in_the_readme(directory: str) -> list[float]:
     names: dict[str, Any] = {}
     options = f'output_dir="{directory}/out", max_steps=3, logging_steps=1, use_cpu=True, bf16=False, report_to=[]'
-    source = BLOCKS[3].replace('output_dir="out"', options).replace("2048", "32")
+    source = TRAINER.replace('output_dir="out"', options).replace("2048", "32")
     exec(
         source.replace("path/to/model", f"{directory}/model").replace("chats.jsonl", f"{directory}/chats.jsonl"), names
     )
@@ -111,7 +125,7 @@ def _parity_of_block(source: str, case: Case) -> Outcome:
     ],
 )
 def test_the_strategy_of_the_readme_reaches_parity(case: Case) -> None:
-    found = find_max_difference(pool(4).run(_parity_of_block, BLOCKS[4], case), run_reference(case))
+    found = find_max_difference(pool(4).run(_parity_of_block, STRATEGY, case), run_reference(case))
     assert found.worst <= 1e-9, found
 
 
@@ -153,7 +167,7 @@ def test_install_lines_name_extras_that_there_are_and_no_plugin_twice() -> None:
 @pytest.mark.slow
 def test_the_test_of_the_readme_tries_every_cell() -> None:
     names: dict[str, Any] = {}
-    exec(BLOCKS[5].replace('"plain"', '"ddp"'), names)
+    exec(CONFORMANCE.replace('"flat"', '"ddp"'), names)
     (mark,) = names["test_conformance"].pytestmark
     assert list(map(str, mark.args[1])) == list(map(str, names["conformance"]("ddp")))
     names["test_conformance"](mark.args[1][0])

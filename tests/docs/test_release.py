@@ -105,7 +105,7 @@ def test_wheels_hold_data_types_and_license_and_what_one_lacks_is_named(two: Pat
     (wheel,), (source,) = two.glob("meshwright-*.whl"), two.glob("meshwright-*.tar.gz")
     gone = {f"meshwright/{name}" for name in ("py.typed", "plugin.pyi", "cli/main.py")}
     contents = _contents(wheel)
-    assert {*gone, "meshwright/parallel/tensor/corrections.yaml"} <= contents.keys()
+    assert {*gone, "meshwright/parallel/tensor/plan_corrections.yaml"} <= contents.keys()
     with zipfile.ZipFile(tmp_path / wheel.name, "w") as written:
         for name in contents.keys() - gone:
             written.writestr(name, contents[name])

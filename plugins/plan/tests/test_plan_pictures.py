@@ -74,9 +74,9 @@ def subject(request) -> PlotData:
 def test_areas_of_memory_sum_to_what_is_held_and_their_peak_is_that_of_the_trace(subject):
     for found, line in zip(subject.traces, subject.timelines, strict=True):
         every, held = sample_memory(found, line, max_moments=10**9), [0]
-        for _, change in found.log:
+        for _, change in found.memory_log:
             held.append(held[-1] + change)
-        assert every.totals == [held[moment] for moment in sorted({each.logged for each in found.operations})]
+        assert every.totals == [held[moment] for moment in sorted({each.log_length for each in found.operations})]
         assert list(every.seconds) == sorted(every.seconds)
         assert every.seconds[-1] <= line.seconds
         for drawn in (sample_memory(found, line, 40), every):
@@ -85,7 +85,7 @@ def test_areas_of_memory_sum_to_what_is_held_and_their_peak_is_that_of_the_trace
             at_peak = {
                 owner: each[drawn.peak_index] for owner, each in drawn.bytes_by_owner.items() if each[drawn.peak_index]
             }
-            assert at_peak == dict(found.peak.owners)
+            assert at_peak == dict(found.peak.bytes_by_owner)
 
 
 def test_what_is_hidden_is_what_runs_beside_computing():

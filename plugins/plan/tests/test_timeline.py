@@ -54,7 +54,7 @@ def test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for(tm
 
 def _recorder() -> Mock:
     return Mock(
-        schedule={"schedule": "s", "ranks": []}, pop_timeline=lambda: {"time": 0.0, "pp_rank": 0, "actions": []}
+        planned_timeline={"schedule": "s", "ranks": []}, pop_timeline=lambda: {"time": 0.0, "pp_rank": 0, "actions": []}
     )
 
 

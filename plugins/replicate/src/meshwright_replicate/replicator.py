@@ -75,14 +75,14 @@ class DoubleBuffer:
     """Two rooms, used in turn: before one is filled again, the keeper has released it."""
 
     def __init__(self) -> None:
-        self._buffers: list[SharedBuffer] = []
+        self._send_buffers: list[SharedBuffer] = []
 
     def fill_next(self, tensors: Sequence[Tensor]) -> SharedBuffer:
         size = count_bytes(tensors)
-        room = self._buffers.pop(0) if len(self._buffers) == 2 else None
+        room = self._send_buffers.pop(0) if len(self._send_buffers) == 2 else None
         if room is None or room.size != size:
             room = SharedBuffer(size)
-        self._buffers.append(room)
+        self._send_buffers.append(room)
         room.copy_from(tensors)
         return room
 
@@ -119,7 +119,7 @@ class StateReplicator:
         self._manager, self._client, self._run_id = manager, client, run_id
         self._every, self._bandwidth, self._signing_key, self._report = every, bandwidth, signing_key, report
         self._memory_bytes = memory_bytes
-        self._group, self._agreement, self._buffers = new_group("gloo"), SavePlanner(), DoubleBuffer()
+        self._group, self._agreement, self._send_buffers = new_group("gloo"), SavePlanner(), DoubleBuffer()
         self._thread: threading.Thread | None = None
         self._connections: list[Connection] = []
         self._error, self._is_disabled = "", False
@@ -141,7 +141,7 @@ class StateReplicator:
             self._manager, self._group, step=step, scheduler=scheduler, extra=extra(), planner=self._agreement
         )
         self._check_memory(count_bytes(content.tensors))
-        room = self._buffers.fill_next(content.tensors)
+        room = self._send_buffers.fill_next(content.tensors)
         self._thread = threading.Thread(
             target=self._send_in_background, args=(content, room, step), name="meshwright-replication"
         )

@@ -190,7 +190,7 @@ class SupportsTimeline(Protocol):
         microbatch, start and end [s from "time"]. None: the last step was not recorded."""
 
     @property
-    def schedule(self) -> dict[str, Any]:
+    def planned_timeline(self) -> dict[str, Any]:
         """The schedule of all ranks along `pp`, once a step was recorded: "schedule", its "unit" of time, the "bubble"
         from 0 to 1, and "ranks", the actions of each."""
 
@@ -227,7 +227,7 @@ class TimelineLog:
     def _write(self, line: dict[str, Any]) -> None:
         self._directory.timeline.mkdir(parents=True, exist_ok=True)
         if self._rank == 0 and not self._has_written_schedule:
-            write_atomically(self._directory.planned_schedule, json.dumps(self._recorder.schedule) + "\n")
+            write_atomically(self._directory.planned_schedule, json.dumps(self._recorder.planned_timeline) + "\n")
             self._has_written_schedule = True
         append_text(self._directory.timeline / f"rank-{self._rank:05}.jsonl", json.dumps(line) + "\n")
 
