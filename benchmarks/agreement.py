@@ -55,7 +55,7 @@ def timed(work: Callable[[], T], seconds: dict[str, float], name: str) -> T:
 
 
 def build(ranks: int) -> Callable[[], ShardedState]:
-    """The state of the first rank, anew at each call."""
+    """The state of the first rank, again at each call."""
     mesh = init_device_mesh("cpu", (ranks,))
     config = LlamaConfig(
         hidden_size=8192,

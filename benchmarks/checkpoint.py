@@ -3,9 +3,9 @@
 A random Llama with AdamW state is sharded by fsdp2. Each round saves it four times, in an order that changes:
 
 - ours: `Checkpointer(asynchronous=False)`: written, synced, checksummed, complete.
-- ours, asynchronous: the time until training may go on.
+- ours, asynchronous: the time until training may continue.
 - torch: `get_state_dict` and `torch.distributed.checkpoint.save`, which neither checksums nor renames.
-- torch, asynchronous: `async_save` of the same, the time until training may go on.
+- torch, asynchronous: `async_save` of the same, the time until training may continue.
 
 Then the model is exported by all ranks together. Memory is anonymous memory (RssAnon) above what was held before, its
 peak sampled every millisecond. Linux only.
@@ -51,7 +51,7 @@ BLOCKING_LIMIT = 0.25
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank is told."""
+    """What each rank is reported."""
 
     scratch: Path
     ranks: int

@@ -74,7 +74,7 @@ def steps(workplace: Path, count: int) -> dict[str, Any]:
         line["times"]["replicate"] for step, line in lines.items() if "replicate" in line["times"] and step >= FIRST
     ]
     events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
-    (told,) = [each for each in events if each["event"] == "replication" and "step" not in each]
+    (reported,) = [each for each in events if each["event"] == "replication" and "step" not in each]
     state = sum(path.stat().st_size for path in (run.checkpoints / f"step-{count:08d}").glob("tensors-*"))
     return {
         "state_bytes_per_rank": state // 2,
@@ -83,8 +83,8 @@ def steps(workplace: Path, count: int) -> dict[str, Any]:
         "ratio_of_pairs": statistics.median(pairs),
         "pairs": len(pairs),
         "held_up_s": statistics.median(held),
-        "copied": told["num_copied"],
-        "left_out": told["num_skipped"],
+        "copied": reported["num_copied"],
+        "left_out": reported["num_skipped"],
     }
 
 

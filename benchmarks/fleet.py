@@ -124,11 +124,11 @@ def _fleet(ranks: int, step_s: float, saves: CheckpointSchedule) -> FailureScena
 def curve(fleet: FailureScenario, copies: ReplicaSchedule | None) -> dict[str, Any]:
     """Goodput over the save interval, where it is best, and where the formulas say."""
     if copies is None:
-        every, told = 1, find_best_interval(fleet)
+        every, reported = 1, find_best_interval(fleet)
     else:
-        copies, told = choose_replica_schedule(fleet, copies)
+        copies, reported = choose_replica_schedule(fleet, copies)
         every = copies.every
-    wanted = sorted({max(1, round(each / fleet.step_s / every)) * every for each in INTERVALS} | {told})
+    wanted = sorted({max(1, round(each / fleet.step_s / every)) * every for each in INTERVALS} | {reported})
     fleets = [replace(fleet, replicas=copies, checkpoints=replace(fleet.checkpoints, every=each)) for each in wanted]
     found = simulate(fleets, FAILURES * fleet.mtbf_s, num_runs=RUNS)
     best = int(found.goodput.argmax())
@@ -141,7 +141,7 @@ def curve(fleet: FailureScenario, copies: ReplicaSchedule | None) -> dict[str, A
         "error": round(float(found.standard_error.max()), 6),
         "closed_form": None if copies is not None else [round(compute_goodput(each), 5) for each in fleets],
         "from_disk": round(float(found.disk_restores.sum() / found.failures.sum()), 4),
-        "recommended": {"every": told, "goodput": round(float(found.goodput[wanted.index(told)]), 5)},
+        "recommended": {"every": reported, "goodput": round(float(found.goodput[wanted.index(reported)]), 5)},
         "best": {"every": wanted[best], "goodput": round(float(found.goodput[best]), 5)},
     }
 
@@ -233,9 +233,9 @@ def _panel(axes: Axes, content: Mapping[str, Any], ranks: int) -> None:
         is_copied = found["replicated_every"] is not None
         times = [each * minutes for each in found["every"]]
         axes.plot(times, found["goodput"], color=colour, lw=1.8, ls=(0, (4, 2)) if is_copied else "-")
-        told, best = found["recommended"], found["best"]
+        reported, best = found["recommended"], found["best"]
         axes.plot(best["every"] * minutes, best["goodput"], "o", ms=8, mfc="white", mec=colour, mew=1.5, zorder=4)
-        axes.plot(told["every"] * minutes, told["goodput"], "|", ms=10, mew=2.2, color=TEXT, zorder=5)
+        axes.plot(reported["every"] * minutes, reported["goodput"], "|", ms=10, mew=2.2, color=TEXT, zorder=5)
     if ranks == LLAMA_3["ranks"]:
         axes.axhline(LLAMA_3["effective"], color=LIMIT, lw=1.0, ls=":")
         axes.text(0.56, LLAMA_3["effective"] - 0.034, "Llama 3 was above this", fontsize=8.5, color=LIMIT)

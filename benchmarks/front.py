@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "front.json"
 
 
-def told(name: str, *, wide_norms: bool) -> list[dict[str, Any]]:
+def reported(name: str, *, wide_norms: bool) -> list[dict[str, Any]]:
     """Run one layout.
 
     Returns:
@@ -44,7 +44,7 @@ def told(name: str, *, wide_norms: bool) -> list[dict[str, Any]]:
 def measured(name: str) -> dict[str, Any]:
     """Run one layout both ways, and keep what the picture shows."""
     start = time.perf_counter()
-    ranks, wide = told(name, wide_norms=False), told(name, wide_norms=True)
+    ranks, wide = reported(name, wide_norms=False), reported(name, wide_norms=True)
     return {
         "layout": LAYOUTS[name],
         "losses": ranks[0]["losses"],

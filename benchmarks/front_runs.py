@@ -57,7 +57,7 @@ MODEL = {
 }
 STEPS, WARM_UP, BATCH, MICROBATCH, LENGTH = 50, 6, 8, 2, 128
 SOURCES = (argparse, inspect, json, pydoc, tarfile, typing)
-"""Modules of the standard library, whose bytes are learnt."""
+"""Modules of the standard library, whose bytes are supervised."""
 MEASURED = {"memory": 2, "traffic": 3}
 """Steps, from 0: those before make what is kept."""
 

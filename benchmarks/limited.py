@@ -57,16 +57,16 @@ def main() -> int:
     print(f"by rows: {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}")
     try:
         pool(2).run(train, {"loss_chunk_rows": 0}, arguments.limit_mib)
-        told = "trained"
+        reported = "trained"
     except RankError as error:
         lines = [line for line in str(error).splitlines() if "memory" in line]
-        told = lines[-1].strip() if lines else "failed otherwise"
-    print(f"whole logits: {told}")
+        reported = lines[-1].strip() if lines else "failed otherwise"
+    print(f"whole logits: {reported}")
     if arguments.json is not None:
         sizes = {"vocabulary": VOCABULARY, "features": FEATURES, "rows": SEQUENCES * LENGTH, "ranks": 2}
-        report = {**origin(), **sizes, "limit_mib": arguments.limit_mib, "by_rows": losses, "whole_logits": told}
+        report = {**origin(), **sizes, "limit_mib": arguments.limit_mib, "by_rows": losses, "whole_logits": reported}
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return int(losses[-1] >= losses[0] - 1.0 or "memory" not in told)
+    return int(losses[-1] >= losses[0] - 1.0 or "memory" not in reported)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ LIMIT_MB = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank is told."""
+    """What each rank is reported."""
 
     directory: Path
     tiny: Path

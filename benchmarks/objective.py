@@ -60,10 +60,10 @@ def step_of(kind: str) -> tuple[StrategyManager, Step]:
         logits = module(input_ids=batch["input_ids"], use_cache=False).logits
         loss = _dpo(logits, batch) / degrees.dp
         loss.backward()
-        told = loss.detach().clone()
-        dist.all_reduce(told)
+        reported = loss.detach().clone()
+        dist.all_reduce(reported)
         manager.optimizer_step()
-        return float(told)
+        return float(reported)
 
     return manager, {"by rows": by_rows, "by hand": by_hand}[kind]
 
@@ -120,7 +120,7 @@ def within(kind: str, limit_mib: int) -> list[float]:
         return [step() for _ in range(STEPS)]
 
 
-def told_within(kind: str, limit_mib: int) -> str:
+def reported_within(kind: str, limit_mib: int) -> str:
     """What becomes of steps within a limit."""
     pool(2).close()
     try:
@@ -139,9 +139,9 @@ def main() -> int:
     found = {kind: pool(2).run(memory, kind)[0] for kind in KINDS}
     peaks = {kind: found[kind]["peak_mib"] for kind in KINDS}
     print(", ".join(f"{kind}: {peak:.1f} MiB" for kind, peak in peaks.items()))
-    limits = {limit: {kind: told_within(kind, limit) for kind in KINDS} for limit in arguments.limits_mib}
-    for limit, told in limits.items():
-        print(f"within {limit} MiB: {told}")
+    limits = {limit: {kind: reported_within(kind, limit) for kind in KINDS} for limit in arguments.limits_mib}
+    for limit, reported in limits.items():
+        print(f"within {limit} MiB: {reported}")
     ratios = [statistics.median(each) for each in zip(*pool(2).run(times, arguments.rounds)[0], strict=True)]
     print(f"time by rows / by hand: wall {ratios[0]:.3f}, CPU {ratios[1]:.3f}")
     if arguments.json is not None:

@@ -56,7 +56,7 @@ def fabric_ddp(work: Work, world: World) -> Step:
 
 
 def fabric_fsdp2(work: Work, world: World) -> Step:
-    """Lightning's Fabric with its ModelParallelStrategy, which shards the units that it is told: those by hand."""
+    """Lightning's Fabric with its ModelParallelStrategy, which shards the units that it is reported: those by hand."""
     from lightning.fabric.strategies import ModelParallelStrategy
 
     def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -197,8 +197,8 @@ def table(found: Mapping[str, Any]) -> str:
             "| --- | ---: | ---: | ---: | ---: | ---: |",
         ]
         for row in world["rows"]:
-            told = [min(row["measured_s"]), statistics.median(row["measured_s"])]
-            cells = [f"{value:.2f} | {row['planned_s'] / value - 1:+.0%}" for value in told]
+            reported = [min(row["measured_s"]), statistics.median(row["measured_s"])]
+            cells = [f"{value:.2f} | {row['planned_s'] / value - 1:+.0%}" for value in reported]
             lines.append(f"| {row['layout']} | {row['planned_s']:.2f} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines).rstrip()

@@ -62,7 +62,7 @@ def main() -> None:
         begin = time.perf_counter()
         try:
             found = planned(row, given.traces)
-        except Exception as error:  # a row that cannot be planned is told in the table
+        except Exception as error:  # a row that cannot be planned is reported in the table
             found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
         print(number, title(row), found, f"{time.perf_counter() - begin:.0f} s", flush=True)
         FOUND.write_text(json.dumps({**known(), key(row): found}, indent=1) + "\n")
@@ -77,8 +77,8 @@ def known() -> dict[str, Any]:
 
 def key(row: Mapping[str, Any]) -> str:
     """The same for a row wherever it stands."""
-    told = [str(row.get(name)) for name in ("local_batch", "seq", "compile", "async_tp", "pp_schedule")]
-    return " ".join([title(row), *told, row["hardware"].split(",")[0]])
+    reported = [str(row.get(name)) for name in ("local_batch", "seq", "compile", "async_tp", "pp_schedule")]
+    return " ".join([title(row), *reported, row["hardware"].split(",")[0]])
 
 
 def title(row: Mapping[str, Any]) -> str:
@@ -109,18 +109,18 @@ def planned(row: Mapping[str, Any], kept: Path | None = None) -> dict[str, Any]:
 
 def _staged(row: Mapping[str, Any], device: DeviceSpec) -> list[int]:
     """Bytes at the peak, between steps and reserved, of a pipeline whose stages are too deep to be traced."""
-    told = {name: row[name] for name in TRACED if name in row}
-    job = job_of(told, blocks(row))
-    job = replace(job, num_layers=blocks(row), build_with_layers=lambda layers: job_of(told, layers).build_model())
-    with running(told):
+    reported = {name: row[name] for name in TRACED if name in row}
+    job = job_of(reported, blocks(row))
+    job = replace(job, num_layers=blocks(row), build_with_layers=lambda layers: job_of(reported, layers).build_model())
+    with running(reported):
         found = plan_of(job, device, [0, job.degrees.world_size * (job.degrees.pp - 1) // job.degrees.pp])
     return [found[name] for name in ("peak_allocated_bytes", "held_bytes", "peak_reserved_bytes")]
 
 
 def _numbers(row: Mapping[str, Any], layers: int, device: DeviceSpec, kept: Path | None) -> list[float]:
     """Bytes at the peak, between steps and reserved, seconds of the step and of computing, tokens of each rank."""
-    told = {name: row[name] for name in TRACED if name in row}
-    job, traces = traced(json.dumps(told), layers, kept)
+    reported = {name: row[name] for name in TRACED if name in row}
+    job, traces = traced(json.dumps(reported), layers, kept)
     entries = vocabulary(row) // job.degrees.tp
     timed = list(traces)
     if "float8" in row["precision"]:
@@ -140,12 +140,12 @@ def _numbers(row: Mapping[str, Any], layers: int, device: DeviceSpec, kept: Path
 @functools.lru_cache(maxsize=2)
 def traced(row: str, layers: int, kept: Path | None = None) -> tuple[TrainingJob, list[StepTrace]]:
     """Rows that differ in precision alone follow each other, and have one trace."""
-    told = json.loads(row)
-    job = job_of(told, layers)
+    reported = json.loads(row)
+    job = job_of(reported, layers)
     path = kept and kept / f"{hashlib.sha256(row.encode()).hexdigest()[:16]}-{layers}.pickle"
     if path and path.exists():
         return job, pickle.loads(path.read_bytes())
-    with running(told):
+    with running(reported):
         traces = [trace_rank(job, rank) for rank in find_pipeline_ranks(0, job.degrees)]
     if path:
         path.write_bytes(pickle.dumps(traces))
@@ -184,8 +184,8 @@ def in_float8(trace: StepTrace, vocabulary: int, *, gathers: bool) -> StepTrace:
 
 
 def _gathered_for_products(trace: StepTrace) -> list[int]:
-    """Numbers of the all-gathers of what is given to products of blocks: of weights by FSDP, but for those of the root,
-    which are not as large as others; and of sequences, but for their gradients, which are turned for a product."""
+    """Numbers of the all-gathers of what is given to products of blocks: of weights by FSDP, except for those of the root,
+    which are not as large as others; and of sequences, except for their gradients, which are turned for a product."""
     weights, found = Counter[int](), []
     for each in trace.operations:
         if each.name.startswith("c10d._allgather_base_") and each.collective_index is not None:
@@ -238,11 +238,11 @@ def table(rows: list[dict[str, Any]], found: Mapping[str, Any], columns: list[tu
         plan = found.get(key(row), {"error": left_out(row) or "not run yet"})
         cells = []
         for place, (mine, theirs) in enumerate(columns):
-            told = published(row, theirs)
+            reported = published(row, theirs)
             value = plan.get(mine, plan.get("error", "") if not place else None)
             fits = "" if plan.get("fits", True) or place else " (does not fit)"
-            out = "out of memory" if row.get("out_of_memory") and not place else cell(told)
-            cells += [out, f"{cell(value)}{fits}", off(value, told)]
+            out = "out of memory" if row.get("out_of_memory") and not place else cell(reported)
+            cells += [out, f"{cell(value)}{fits}", off(value, reported)]
         more = [f"{row.get('local_batch')} x {row['seq']}", "compiled" if row.get("compile") else ""]
         more += ["async tp" if row.get("async_tp") else "", row["hardware"].split(",")[0]]
         lines.append(f"| {title(row)}, {', '.join(filter(None, more))} | {' | '.join(cells)} |")
@@ -284,8 +284,8 @@ def cell(value: float | str | None) -> str:
     return value if isinstance(value, str) else "" if value is None else f"{value:g}"
 
 
-def off(planned: Any, told: float | None) -> str:
-    return f"{planned / told - 1:+.1%}" if told and isinstance(planned, float) else ""
+def off(planned: Any, reported: float | None) -> str:
+    return f"{planned / reported - 1:+.1%}" if reported and isinstance(planned, float) else ""
 
 
 if __name__ == "__main__":

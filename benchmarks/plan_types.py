@@ -92,8 +92,8 @@ def write(found: Mapping[str, Mapping[str, Any]]) -> None:
             if "refused" in cells[layout]:
                 reasons.setdefault(" ".join(cells[layout]["refused"].split())[:200], []).append(model_type)
         count = len(found) - sum(map(len, reasons.values()))
-        told = "<br>".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
-        lines.append(f"| {layout} | {count} | {told.replace('|', '/')} |")
+        reported = "<br>".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+        lines.append(f"| {layout} | {count} | {reported.replace('|', '/')} |")
     text = PAGE.read_text(encoding="utf-8")
     before, behind = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     PAGE.write_text(before + "\n\n" + "\n".join(lines) + "\n\n" + behind, encoding="utf-8")

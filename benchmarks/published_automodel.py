@@ -1,6 +1,6 @@
 """The jobs of NeMo Automodel's published runs, after the files that its table names.
 
-Weights, and so the optimizer's state, are bfloat16 there, and gradients are reduced in float32; adapters likewise.
+Weights, and so the optimizer's state, are bfloat16 there, and gradients are reduced in float32; adapters as well.
 Choices of experts are even in those runs ("fake balanced gate"), as they are in plans. What its table leaves out
 (recomputation, sequence parallelism) is from the files.
 
@@ -41,7 +41,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 """Sizes from the models' configurations; what is left out is transformers' default for the type."""
 TRACED_MICROBATCHES = 4
-"""At most so many of a step: its time grows with each alike, but for the optimizer's few milliseconds."""
+"""At most so many of a step: its time grows with each alike, except for the optimizer's few milliseconds."""
 RECOMPUTES = ("Llama3 70B", "Qwen2.5 32B", "Qwen3 MoE", "DeepSeek V3")
 
 

@@ -34,7 +34,7 @@ BATCH_AT_FIRST = 384
 """Of Megatron's gpt3_15b: the first of its step-batch-size-schedule, in the run's file."""
 GPUS = {"gpt3_15b_8t_release": 256, "gpt3_15b_8t_release_sm": 256}
 """Not published: of the numbers that divide the batch the nearest to both the time of a step and what is held between
-steps: 128 would need 790 TFLOP/s of an H100, and 384 would hold still less than is told."""
+steps: 128 would need 790 TFLOP/s of an H100, and 384 would hold still less than is reported."""
 
 
 def is_megatron(row: Mapping[str, Any]) -> bool:
@@ -66,7 +66,7 @@ def blocks(row: Mapping[str, Any]) -> int:
 
 
 def traced_depths(row: Mapping[str, Any]) -> tuple[int, ...]:
-    """Blocks of the models that are traced: all where they are not many, else two numbers to go on from."""
+    """Blocks of the models that are traced: all where they are not many, else two numbers to resume from."""
     stages = row["layout"]["pp"]
     chunks = depth(row) if "num-layers-per-virtual-pipeline-stage" in row.get("args", {}) else stages
     few = 2 * chunks if stages > 1 else 8 if is_megatron(row) or is_automodel(row) else 40

@@ -93,7 +93,7 @@ class Contestant:
             if self._process.poll() is not None:
                 raise RuntimeError(f"{self._process.args} has ended with {self._process.returncode}")
             time.sleep(0.005)
-        raise RuntimeError(f"{self._process.args} does not go on")
+        raise RuntimeError(f"{self._process.args} does not continue")
 
 
 def bare(workplace: Path, name: str, more: str = "") -> Contestant:

@@ -74,7 +74,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank is told."""
+    """What each rank is reported."""
 
     strategies: tuple[str, ...]
     ranks: int

@@ -37,7 +37,7 @@ TIMEOUT_S = 600.0
 
 
 class GatedPulse(Heartbeat):
-    """A pulse that beats while it may, as often as it is told, and hears no alarm: what is busy here may be slow."""
+    """A pulse that beats while it may, as often as it is reported, and hears no alarm: what is busy here may be slow."""
 
     def __init__(self, store: dist.Store, world: World, interval_s: float) -> None:
         super().__init__(

@@ -31,8 +31,8 @@ GOOD, BAD = "#1a7f4b", "#b3261e"
 # -- what is drawn
 
 
-def _learnt(count: int, seed: int) -> Any:
-    """4 sequences of 16 random tokens, and their labels, of which `count` are learnt."""
+def _supervised(count: int, seed: int) -> Any:
+    """4 sequences of 16 random tokens, and their labels, of which `count` are supervised."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -46,7 +46,7 @@ def _learnt(count: int, seed: int) -> Any:
 
 
 COUNTS = (60, 30, 15, 8, 4, 2)
-"""Tokens of the second rank that are learnt; of the first one all 60 are."""
+"""Tokens of the second rank that are supervised; of the first one all 60 are."""
 
 
 def gradients_on_a_rank() -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def gradients_on_a_rank() -> list[dict[str, Any]]:
 
     found, rank = [], dist.get_rank()
     for count in COUNTS:
-        shares = [_learnt(60, seed=0), _learnt(count, seed=1)]
+        shares = [_supervised(60, seed=0), _supervised(count, seed=1)]
         alone = build_tiny_model()
         logits = [alone(input_ids=ids).logits[:, :-1].flatten(0, 1) for ids, _ in shares]
         labels = [each[:, 1:].flatten() for _, each in shares]
@@ -375,7 +375,7 @@ def draw_gradient_rule(found: Any) -> Any:
     right.annotate("the rule: sums, one count", (3, least), (0, 10), color=GOOD, **_WORDS)
     for each in (left, right):
         each.set_xticks(places, shares)
-        each.set_xlabel("tokens learnt on rank 0 + on rank 1", fontsize=9, color=QUIET)
+        each.set_xlabel("tokens supervised on rank 0 + on rank 1", fontsize=9, color=QUIET)
     return figure
 
 

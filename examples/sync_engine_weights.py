@@ -22,7 +22,7 @@ with mw.open_world() as world:
     manager.parallelize(AutoModelForCausalLM.from_config(config))
     manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig(lr=1e-2)))
 
-    # In the place of an engine: a model in bfloat16 of its own on each rank.
+    # Instead of an engine: a model in bfloat16 of its own on each rank.
     engine = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(world.device).eval()
     text = torch.arange(32, device=world.device).repeat(4, 1)  # to count upwards
     for step in range(20):

@@ -64,7 +64,7 @@ def load_results(name: str) -> Any:
 
 
 def replace_between_markers(page: str, marker: str, text: str) -> str:
-    """A page with a text in the place of what is between two of its marks."""
+    """A page with a text instead of what is between two of its marks."""
     begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
     whole = (DOCS / page).read_text(encoding="utf-8")
     before, rest = whole.split(begin)
@@ -79,9 +79,9 @@ def render_performance() -> str:
     lines = ["| compared with | meshwright / other | noise |", "|---|---:|---:|"]
     for name, contestants in CONTESTANTS.items():
         found = load_results(name)["strategies"]
-        for key, told in contestants.items():
+        for key, reported in contestants.items():
             ratios = [found[key]["cpu_time"][kind] for kind in ("ours_to_raw", "raw_to_raw")]
-            lines.append(f"| {told} | {' | '.join(map(_format_ratio, ratios))} |")
+            lines.append(f"| {reported} | {' | '.join(map(_format_ratio, ratios))} |")
     return replace_between_markers("reference/proofs/performance.md", "time", "\n".join(lines))
 
 
@@ -150,13 +150,13 @@ def _name_source(where: str) -> str:
     return where.replace("the beginning", "step 0")
 
 
-def _name_outcome(told: str) -> str:
+def _name_outcome(reported: str) -> str:
     """Name the result of a stack or layout."""
     for of_run in ("that nothing has happened to", "that was not killed"):
-        told = told.replace(
+        reported = reported.replace(
             f"metrics and weights of a run {of_run}, bit for bit", "bitwise equal to an undisturbed run"
         )
-    return told
+    return reported
 
 
 FAULT_NAMES = {
@@ -183,13 +183,13 @@ def _name_source(where: str) -> str:
     return where.replace("the beginning", "step 0")
 
 
-def _name_outcome(told: str) -> str:
+def _name_outcome(reported: str) -> str:
     """Name the result of a stack or layout."""
     for of_run in ("that nothing has happened to", "that was not killed"):
-        told = told.replace(
+        reported = reported.replace(
             f"metrics and weights of a run {of_run}, bit for bit", "bitwise equal to an undisturbed run"
         )
-    return told
+    return reported
 
 
 def _render_fault_chain() -> list[str]:
@@ -206,7 +206,10 @@ def _render_fault_chain() -> list[str]:
         "",
         "| stack | faults | result |",
         "|---|---:|---|",
-        *[f"| {stack} | {of_stack[stack]} | {_name_outcome(told)} |" for stack, told in found["stacks"].items()],
+        *[
+            f"| {stack} | {of_stack[stack]} | {_name_outcome(reported)} |"
+            for stack, reported in found["stacks"].items()
+        ],
         "",
         "All remaining checkpoints are valid, no process or incomplete file is left, and no run resumed from an older step",
         'than its newest valid checkpoint. "Ranks gone" is the time until all old ranks have ended; "next step" is the time',
@@ -217,11 +220,11 @@ def _render_fault_chain() -> list[str]:
     ]
     for kind in sorted({each["kind"] for each in every}):
         those = [each for each in every if each["kind"] == kind]
-        gone = [each["ended_s"] for each in those if each["ended_s"] is not None]
-        times = [each["next_s"] for each in those]
+        gone = [each["exit_s"] for each in those if each["exit_s"] is not None]
+        times = [each["recovery_s"] for each in those]
         went = ", ".join(
             f"{_name_source(where)} {count}"
-            for where, count in Counter(each["went_on"] for each in those).most_common()
+            for where, count in Counter(each["resumed_from"] for each in those).most_common()
         )
         worst = f"{max(gone):.1f}" if gone else "survive"
         lines.append(
@@ -280,9 +283,9 @@ def _render_kills() -> list[str]:
         lines.append(f"| {moment} | {' | '.join(counts)} |")
     lines += [
         "",
-        f"Of {len(kills)} kills, {sum(bool(kill['left']) for kill in kills)} left an incomplete file, which the next",
+        f"Of {len(kills)} kills, {sum(bool(kill['leftovers']) for kill in kills)} left an incomplete file, which the next",
         "start removed. The slowest run needed "
-        f"{max(kill['ended_s'] for kill in kills):.1f} s until all of its processes had ended.",
+        f"{max(kill['exit_s'] for kill in kills):.1f} s until all of its processes had ended.",
         "",
         "### Each kill",
         "",
@@ -290,8 +293,8 @@ def _render_kills() -> list[str]:
         "|---|---|---|---:|---|---:|",
     ]
     for kill in kills:
-        left = ", ".join(f"`{each}`" for each in kill["left"]) or "nothing"
-        cells = (kill["layout"], kill["moment"], kill["victim"], kill["step"], left, f"{kill['ended_s']:.2f}")
+        left = ", ".join(f"`{each}`" for each in kill["leftovers"]) or "nothing"
+        cells = (kill["layout"], kill["moment"], kill["victim"], kill["step"], left, f"{kill['exit_s']:.2f}")
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 

@@ -38,16 +38,16 @@ def render_gpu_page(reports: Path, parts: list[Any]) -> str:
     lines += [f"\n*{name}*: {report['note']}" for name, report in found if "note" in report]
     for part in parts:
         lines += ["", f"## {part.name}: {part.claim}", "", f"Claimed in: [{part.page}](../../{part.page})", ""]
-        told = [line for name, report in found for line in _render_part(name, report["parts"].get(part.name))]
-        lines += told or [f"- {NOT_MEASURED}"]
+        reported = [line for name, report in found for line in _render_part(name, report["parts"].get(part.name))]
+        lines += reported or [f"- {NOT_MEASURED}"]
     return "\n".join(lines) + "\n"
 
 
 def _render_part(report: str, found: Report | None) -> Iterator[str]:
     if found is None or found["status"] == "not reached":
         return
-    if "told" in found:
-        yield f"- {report}: {found['told']}"
+    if "reported" in found:
+        yield f"- {report}: {found['reported']}"
     for name, each in found.get("results", {}).items():
         yield f"- {report}, {name}: {_format_command(each) if each['ending'] == 'done' else 'failed: ' + _last_line(each)}"
 
@@ -58,28 +58,28 @@ def _last_line(each: Report) -> str:
 
 
 def _format_command(each: Report) -> str:
-    told = []
+    reported = []
     if each.get("steps"):
         step = each["steps"][-1]
-        told += [
+        reported += [
             f"{step['tokens_per_second']:,.0f} tokens/s",
             f"a step of {step['seconds']:.3g} s",
             f"loss {step['loss']:.4f}",
         ]
-        told += [f"MFU {step['mfu']:.1%}"] if step.get("mfu") else []
+        reported += [f"MFU {step['mfu']:.1%}"] if step.get("mfu") else []
         memory = step.get("memory", {})
-        told += [f"{key} {memory[key] / 1e9:.2f} GB" for key in ("peak", "reserved") if key in memory]
+        reported += [f"{key} {memory[key] / 1e9:.2f} GB" for key in ("peak", "reserved") if key in memory]
     result = each.get("result", {})
-    told += [
+    reported += [
         f"{key} {_format_value(value)}" for key, value in result.items() if isinstance(value, int | float | str | bool)
     ]
-    told += [f"{key} {count}" for key, count in result.get("counts", {}).items()]
-    told += [f"ours / {name} {ratio:.3f}" for name, ratio in result.get("ours_to", {}).items()]
+    reported += [f"{key} {count}" for key, count in result.get("counts", {}).items()]
+    reported += [f"ours / {name} {ratio:.3f}" for name, ratio in result.get("ours_to", {}).items()]
     for name, runs in result.get("contestants", {}).items():
-        told += [
+        reported += [
             f"{name} {run['tokens_per_s']:,.0f} tokens/s, {run['host_s'] * 1e3:.3g} ms on the host" for run in runs
         ]
-    return "; ".join([*told, *each.get("planned", [])]) or f"done in {each['seconds']} s"
+    return "; ".join([*reported, *each.get("planned", [])]) or f"done in {each['seconds']} s"
 
 
 def _format_value(value: Any) -> str:

@@ -20,8 +20,8 @@ NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What a launcher tells this rank."""
     place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-    told = {name: str(value) for name, value in place.items()}
-    return {**os.environ, **told, "MASTER_ADDR": "127.0.0.1", "NCCL_HOSTID": f"rank-{rank}", **NCCL}
+    reported = {name: str(value) for name, value in place.items()}
+    return {**os.environ, **reported, "MASTER_ADDR": "127.0.0.1", "NCCL_HOSTID": f"rank-{rank}", **NCCL}
 
 
 def main() -> int:

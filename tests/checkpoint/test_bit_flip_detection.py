@@ -1,6 +1,6 @@
-"""Bits that change by themselves: found within an interval, with the rank, under every stack; no false alarms.
+"""Bits that change on their own: found within an interval, with the rank, under every stack; no false alarms.
 
-How often replicas are compared in a run is told by `RunConfig.verify_every`.
+How often replicas are compared in a run is reported by `RunConfig.verify_every`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_a_flipped_bit_is_found_within_an_interval_and_names_its_rank(ranks: int
     for where in ("parameter", "optimizer", "gradient"):
         for said, done, saved in pool(ranks).run(_trained, stack, where, str(tmp_path / where)):
             assert f"rank {_victim(ranks)} on " in said, where
-            assert "bits have changed by themselves in " in said
+            assert "bits have changed on their own in " in said
             assert done == FLIPPED_AFTER + EVERY - 1
             assert saved == []
 
@@ -123,7 +123,7 @@ def test_a_replica_that_differs_is_found_by_the_others(tmp_path: Path) -> None:
     for said, _, _ in pool(4).run(_trained, "fsdp2 tp2", "replica", str(tmp_path)):
         assert "other bits of model.model.norm.weight than the other replicas" in said
         assert "rank 2 on " in said
-        assert "changed by themselves" not in said
+        assert "changed on their own" not in said
 
 
 @pytest.mark.parametrize(("ranks", "stack"), ON_STACKS)

@@ -105,7 +105,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(("model_type", "source", "target"), list(_pairs()))
-def test_any_layout_goes_on_from_what_any_other_has_saved(
+def test_any_layout_resumes_from_what_any_other_has_saved(
     model_type: str, source: str, target: str, saved: Any
 ) -> None:
     whole = run_reference(_case(DENSE["single"], model_type))

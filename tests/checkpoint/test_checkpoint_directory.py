@@ -147,7 +147,7 @@ def test_what_is_set_aside_is_moved_with_copies_and_numbered(tmp_path: Path) -> 
     assert archive_after(LocalStorage(root), after_step=-1) is None
 
 
-def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_torn_one(
+def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_incomplete_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _saved(tmp_path, 1)

@@ -102,15 +102,17 @@ def test_a_full_disk_stops_the_run_or_not_and_harms_no_checkpoint(
     asynchronous: bool, on_error: str, tmp_path: Path
 ) -> None:
     expected = pool(2).run(_losses, 2)
-    for rank, (errors, losses, told) in enumerate(pool(2).run(_with_full_disk, str(tmp_path), asynchronous, on_error)):
+    for rank, (errors, losses, reported) in enumerate(
+        pool(2).run(_with_full_disk, str(tmp_path), asynchronous, on_error)
+    ):
         assert losses == expected[rank]
         if on_error == "stop":
             # While it is written, or by the next call.
             assert "No space left on device" in errors[int(asynchronous)]
-            assert not told
+            assert not reported
         else:
             assert errors == ["", ""]
-            assert len(told) == (1 if rank == 0 else 0)
+            assert len(reported) == (1 if rank == 0 else 0)
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000003"}
     assert read_manifest(step_directory(tmp_path, 1)).step == 1
 
@@ -124,7 +126,7 @@ def _refused(root: str) -> tuple[str, str]:
     return below_a_file, catch_error_text(lambda: save_checkpoint(_manager(), f"{root}/x", step=1, extra={"a": {1, 2}}))
 
 
-def test_what_cannot_be_written_is_told_on_all_ranks_before_anything_is_written(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_reported_on_all_ranks_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for below_a_file, no_json in pool(2).run(_refused, str(tmp_path)):
         assert "cannot be written" in below_a_file
@@ -194,7 +196,7 @@ def _random_numbers(path: str) -> tuple[list[float], list[float]]:
     return expected, torch.rand(3).tolist()
 
 
-def test_random_generators_go_on_on_the_same_mesh(tmp_path: Path) -> None:
+def test_random_generators_continue_on_the_same_mesh(tmp_path: Path) -> None:
     results = pool(2).run(_random_numbers, str(tmp_path / "x"))
     assert all(found == expected for expected, found in results)
     assert results[0] != results[1]

@@ -94,7 +94,7 @@ def _not_refused(path: str) -> tuple[list[str], bool]:
     return missed, unchanged
 
 
-def test_every_flipped_bit_and_every_truncation_is_told(copy: Path) -> None:
+def test_every_flipped_bit_and_every_truncation_is_reported(copy: Path) -> None:
     assert {path.suffix for path in copy.rglob("*") if path.is_file()} >= {".json", ".bin"}
     assert pool(1).run(_not_refused, str(copy)) == [([], True)]
 
@@ -145,7 +145,7 @@ def test_what_is_not_whole_is_named_and_an_older_one_is_taken(damage: str, saved
         assert found == str(step_directory(root, 1))
     assert len([text for _, _, _, texts in results for text in texts if "An older one is tried" in text]) == 1
     code, table = invoke_in_process("checkpoint", "show", root)
-    assert (code, "torn" in table, "whole" in table) == (1, True, True)
+    assert (code, "incomplete" in table, "whole" in table) == (1, True, True)
 
 
 # -- forged indices and manifests, and other formats

@@ -1,4 +1,4 @@
-"""Disks that are full, broken or too small, under real runs: what continues does so bit for bit, and all is told.
+"""Disks that are full, broken or too small, under real runs: what continues does so bit for bit, and all is reported.
 
 A library that is loaded before others (tests/faults/faulty_disk.c) makes system calls fail on some paths.
 """
@@ -49,18 +49,18 @@ def undisturbed(run: Run) -> FinishedRun:
     return ended
 
 
-def _check(ended: FinishedRun, undisturbed: FinishedRun, steps: list[int], *told: str) -> None:
-    """Check that a run ended well, with the numbers of one that was not disturbed, and told something."""
+def _check(ended: FinishedRun, undisturbed: FinishedRun, steps: list[int], *reported: str) -> None:
+    """Check that a run ended well, with the numbers of one that was not disturbed, and reported something."""
     assert (ended.code, "Traceback" in ended.output) == (0, False), ended.output
     assert ended.verify_checkpoints() == steps
     assert ended.reproducible_results == undisturbed.reproducible_results
-    for text in told:
+    for text in reported:
         assert text in ended.output, ended.output
 
 
 @no_library
 @pytest.mark.slow
-def test_the_run_stops_where_it_is_told_to(run: Run, undisturbed: FinishedRun) -> None:
+def test_the_run_stops_where_it_is_reported_to(run: Run, undisturbed: FinishedRun) -> None:
     ended = run("stopped", FULL_AT_4, on_error="stop")
     ended.assert_fails(1, "No space left")
     assert re.search(r"error: the checkpoint .*step-00000004 could not be written: .*No space left", ended.output)
@@ -82,7 +82,7 @@ def test_what_may_be_gone_a_moment_later_is_tried_again(run: Run, undisturbed: F
 
 @no_library
 @pytest.mark.slow
-def test_a_disk_that_cannot_be_read_is_tried_again_and_then_told(run: Run, undisturbed: FinishedRun) -> None:
+def test_a_disk_that_cannot_be_read_is_tried_again_and_then_reported(run: Run, undisturbed: FinishedRun) -> None:
     run("read", f"step-00000008.writing write {FULL} 0 -1", on_error="stop", retries=0)
     refused = run("read", f"step-00000006/tensors read {BROKEN} 0 -1", retries=1)
     refused.assert_fails(2, "Input/output error")
@@ -90,12 +90,12 @@ def test_a_disk_that_cannot_be_read_is_tried_again_and_then_told(run: Run, undis
     ended = run("read", f"step-00000006/tensors read {BROKEN} 0 1", retries=1)
     _check(ended, undisturbed, [2, 4, 6, 8])
     assert "Trying again in" in ended.output
-    assert "going on from" in ended.output
+    assert "resuming from" in ended.output
 
 
 @no_library
 @pytest.mark.slow
-def test_metrics_wait_for_a_disk_that_takes_none_and_other_files_are_told_once(
+def test_metrics_wait_for_a_disk_that_takes_none_and_other_files_are_reported_once(
     run: Run, undisturbed: FinishedRun
 ) -> None:
     rules = f"ranks/ open,write {READ_ONLY} 0 -1;events.jsonl open,write {READ_ONLY} 0 -1"

@@ -83,14 +83,14 @@ def _await_step_2(name: str) -> None:
         time.sleep(0.02)
 
 
-def _again(ended: FinishedRun, local: FinishedRun, told: str) -> None:
+def _again(ended: FinishedRun, local: FinishedRun, reported: str) -> None:
     """Check that a run resumed, and ended with the weights of the undisturbed one."""
-    assert (ended.code, told in ended.output) == (0, True), ended.output
+    assert (ended.code, reported in ended.output) == (0, True), ended.output
     assert ended.reproducible_results[1] == local.reproducible_results[1]
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_the_server_bit_for_bit(
+def test_a_killed_run_resumes_from_the_server_bit_for_bit(
     runs: CheckpointRuns, local: FinishedRun, tmp_path: Path
 ) -> None:
     url = f"{BUCKET}/killed"
@@ -121,7 +121,7 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(
     for name in ("summary.json", "model"):
         (directory / name).rename(tmp_path / name)
     ended = runs("killed", "--set", f"resume={url}/step-00000004", **options)
-    _again(ended, local, f"going on from {url}/step-00000004, after step 4")
+    _again(ended, local, f"resuming from {url}/step-00000004, after step 4")
     assert "abandoned-1" in _steps("killed")
     assert invoke_in_process("checkpoint", "verify", f"{url}/abandoned-1")[0] == 0
 
@@ -131,7 +131,7 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(
     more = ("--set", f"resume={url}/abandoned-1/step-00000006", "--set", f"steps={STEPS + 1}")
     ended = runs("killed", *more, **options)
     assert ended.code == 0, ended.output
-    assert f"going on from {url}/abandoned-1/step-00000006, after step 6" in ended.output
+    assert f"resuming from {url}/abandoned-1/step-00000006, after step 6" in ended.output
     metrics = ended.reproducible_results[0]
     assert ([each["step"] for each in metrics], metrics[:STEPS]) == (
         [*range(1, STEPS + 2)],
@@ -140,30 +140,30 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked(
+def test_what_another_run_has_saved_is_neither_continued_from_nor_replaced_unasked(
     runs: CheckpointRuns, local: FinishedRun
 ) -> None:
     to = f"{BUCKET}/first"
     assert runs("first", path=to).code == 0
     RemoteStorage(to).write_file("notes/of.txt", [b"of somebody"])
-    before, anew = _sizes("first"), ("--set", "resume=never")
-    for more, told in (
-        (anew, "holds step-00000006 of an earlier run. Name another place, or set overwrite=true"),
-        ((*anew, "--set", "overwrite=true"), "step-00000006 is of the run with output_dir="),
+    before, again = _sizes("first"), ("--set", "resume=never")
+    for more, reported in (
+        (again, "holds step-00000006 of an earlier run. Name another place, or set overwrite=true"),
+        ((*again, "--set", "overwrite=true"), "step-00000006 is of the run with output_dir="),
     ):
         refused = runs("second", *more, path=to)
-        refused.assert_fails(2, told)
+        refused.assert_fails(2, reported)
         assert _sizes("first") == before
         assert not (refused.directory / "metrics.jsonl").exists()
-    # Its own it replaces when told to, and nothing else that is there.
-    ended = runs("first", *anew, "--set", "overwrite=true", every=3, path=to)
+    # Its own it replaces when reported to, and nothing else that is there.
+    ended = runs("first", *again, "--set", "overwrite=true", every=3, path=to)
     _again(ended, local, "")
-    assert "going on" not in ended.output
+    assert "continuing" not in ended.output
     assert _steps("first") == ["notes", "step-00000003", "step-00000006"]
 
 
 @pytest.mark.slow
-def test_torn_and_foreign_objects_are_found(runs: CheckpointRuns, local: FinishedRun, tmp_path: Path) -> None:
+def test_incomplete_and_foreign_objects_are_found(runs: CheckpointRuns, local: FinishedRun, tmp_path: Path) -> None:
     key, other, url = tmp_path / "key", tmp_path / "other", f"{BUCKET}/signed"
     key.write_bytes(b"k" * 32)
     other.write_bytes(b"o" * 32)
@@ -172,7 +172,7 @@ def test_torn_and_foreign_objects_are_found(runs: CheckpointRuns, local: Finishe
     assert "k" * 32 not in (directory / "run.yaml").read_text()
     assert invoke_in_process("checkpoint", "verify", url, "--key-file", str(other))[0] == 2
 
-    # A byte of the newest is changed: it is told, and an older one is taken.
+    # A byte of the newest is changed: it is reported, and an older one is taken.
     newest = RemoteStorage(f"{url}/step-00000006")
     with newest.open("tensors-00001.bin") as file:
         content = bytearray(file.read())
@@ -193,7 +193,7 @@ def test_torn_and_foreign_objects_are_found(runs: CheckpointRuns, local: Finishe
 
 
 @pytest.mark.slow
-def test_a_server_that_goes_away_is_told_and_tried_again(
+def test_a_server_that_goes_away_is_reported_and_tried_again(
     runs: CheckpointRuns, local: FinishedRun, server: Server
 ) -> None:
     process = runs.start(runs.write_run_file("lost", on_error="continue", retries=1, path=f"{BUCKET}/lost"))
@@ -210,7 +210,7 @@ def test_a_server_that_goes_away_is_told_and_tried_again(
 
 @pytest.mark.slow
 def test_bad_urls_are_refused_before_anything_starts(runs: CheckpointRuns) -> None:
-    for to, told in (
+    for to, reported in (
         ("memory://x", "is in the memory of one process, and the run has 2 ranks"),
         ("s33://bucket/x", "Did you mean 's3'?"),
         ("s3://", "names no place"),
@@ -218,7 +218,7 @@ def test_bad_urls_are_refused_before_anything_starts(runs: CheckpointRuns) -> No
         ("s3://no-such-bucket/x", "s3://no-such-bucket/x cannot be read: The specified bucket does not exist"),
     ):
         code, output = invoke_in_process("train", str(runs.write_run_file("bad", path=to)))
-        assert (code, told in output, "Traceback" in output) == (2, True, False), output
+        assert (code, reported in output, "Traceback" in output) == (2, True, False), output
         assert not (runs.directory / "bad").exists()
 
 

@@ -66,7 +66,7 @@ def _holds(manager: StrategyManager, directory: Path, expected: dict[str, torch.
 
 
 @pytest.mark.parametrize("sizes", mark_mostly_slow([{}, {"pp_size": 2}]), ids=["fsdp2", "pipeline"])
-def test_the_index_is_gathered_once_and_each_parameter_is_told_of_once(sizes: dict[str, int], tmp_path: Path) -> None:
+def test_the_index_is_gathered_once_and_each_parameter_is_reported_once(sizes: dict[str, int], tmp_path: Path) -> None:
     ranks, sent = 2, {}
     for layers in (2, 4):
         root = str(tmp_path / f"{layers}")
@@ -76,8 +76,8 @@ def test_the_index_is_gathered_once_and_each_parameter_is_told_of_once(sizes: di
             assert first.filter("scatter")
             for later in (second, third):
                 # One integer, to ask whether all have what they had; another, for errors.
-                told = [("send", 8), ("recv", 8)] * (ranks - 1).bit_length()
-                assert [(each.kind, each.nbytes) for each in later] == [("all_reduce", 8), *told]
+                reported = [("send", 8), ("recv", 8)] * (ranks - 1).bit_length()
+                assert [(each.kind, each.nbytes) for each in later] == [("all_reduce", 8), *reported]
             sent[layers] = written.nbytes
     # The end of a save does not grow with the state: names and checksums of files.
     assert sent[2] == pytest.approx(sent[4], abs=64)
@@ -109,7 +109,7 @@ def _with_changes(root: str) -> list[list[bool]]:
     return found
 
 
-def test_what_changes_between_saves_is_agreed_on_anew(tmp_path: Path) -> None:
+def test_what_changes_between_saves_is_agreed_on_again(tmp_path: Path) -> None:
     for found in pool(2).run(_with_changes, str(tmp_path)):
         assert found == [[True, False], [True, True], [True, True]]
 

@@ -1,4 +1,4 @@
-"""A schedule's state goes on over parameter groups in another number and order than those it was saved of."""
+"""A schedule's state continues over parameter groups in another number and order than those it was saved of."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SCHEDULES: dict[str, Callable[[SGD], LRScheduler]] = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [1], [0, 1, 0, 1]], ids=str)
-def test_each_group_goes_on_with_its_own_rate(name: str, order: list[int]) -> None:
+def test_each_group_continues_with_its_own_rate(name: str, order: list[int]) -> None:
     first = _optimizer(0.1, 0.03)
     scheduler = SCHEDULES[name](first)
     _rates(scheduler, first, 3)

@@ -1,4 +1,4 @@
-"""`meshwright checkpoint verify`, and signatures: what has changed, or is not signed as it must be, is told."""
+"""`meshwright checkpoint verify`, and signatures: what has changed, or is not signed as it must be, is reported."""
 
 from __future__ import annotations
 
@@ -70,26 +70,26 @@ def test_all_is_read_to_its_last_byte_and_each_file_that_is_wrong_is_named_with_
     code, output = _verify(root)
     assert code == 1
     wrong = ("optimizer-00000.json is missing", "the contents of tensors-00001.bin have changed", "was never completed")
-    for text in (f"{one}: whole", f"{two}: torn", f"{three}: torn", *wrong):
+    for text in (f"{one}: whole", f"{two}: incomplete", f"{three}: incomplete", *wrong):
         assert text in output
 
 
-def test_bad_input_is_told_with_exit_code_2(root: Path, tmp_path: Path) -> None:
-    for arguments, told in (
+def test_bad_input_is_reported_with_exit_code_2(root: Path, tmp_path: Path) -> None:
+    for arguments, reported in (
         ((root / "none",), "is no directory"),
         ((tmp_path,), "was never completed"),
         ((root, "--key-file", root / "nokey"), "cannot be read"),
         (("s33://bucket/x",), "not opened: 's33'. Did you mean 's3'?"),
     ):
         code, output = _verify(*arguments)
-        assert (code, told in output) == (2, True), output
+        assert (code, reported in output) == (2, True), output
 
 
 def test_a_key_refuses_what_is_signed_with_another_or_not_at_all(root: Path, tmp_path: Path) -> None:
     ours = ("--key-file", root / "ours")
     code, output = _verify(step_directory(root, 1), *ours)
     assert (code, "signed with this key" in output) == (0, True)
-    for step, told in ((2, "is signed with another key"), (3, "is not signed")):
+    for step, reported in ((2, "is signed with another key"), (3, "is not signed")):
         place = step_directory(root, step)
         for command in (
             ("checkpoint", "show", place),
@@ -97,7 +97,7 @@ def test_a_key_refuses_what_is_signed_with_another_or_not_at_all(root: Path, tmp
             ("export", place, tmp_path / "o"),
         ):
             code, output = invoke_in_process(*command, *ours)
-            assert (code, told in output) == (2, True), output
+            assert (code, reported in output) == (2, True), output
     assert not (tmp_path / "o").exists()
     # A signature of another checkpoint with the same key.
     forged = step_directory(root, 2) / MANIFEST_FILE
@@ -145,8 +145,8 @@ def test_what_is_foreign_is_never_removed_nor_replaced(root: Path) -> None:
     # What was replaced got its name back.
     kept = {path.name for path in root.iterdir()}
     assert kept >= {"step-00000009.replaced", "step-00000009.deleting", "step-00000009"}
-    for told in pool(2).run(_save_over, str(root)):
-        assert "step-00000002 is in the way" in told
+    for reported in pool(2).run(_save_over, str(root)):
+        assert "step-00000002 is in the way" in reported
     assert read_manifest(step_directory(root, 2)) == before["step-00000002"]
     # Without a key they are like any others.
     apply_retention(root, newest_step=9, keep_last=1)
@@ -189,7 +189,7 @@ def _with_keys_of(root: str, files: list[str | None]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "reported"),
     [
         (["ours", "ours"], "the same"),
         (["ours", "theirs"], "holds another key on some nodes than on others. Give all of them the same file"),
@@ -197,9 +197,9 @@ def _with_keys_of(root: str, files: list[str | None]) -> str:
         (["none", "ours"], "cannot be read: No such file or directory"),
     ],
 )
-def test_ranks_with_different_keys_are_refused_on_all(files: list[str | None], told: str, tmp_path: Path) -> None:
+def test_ranks_with_different_keys_are_refused_on_all(files: list[str | None], reported: str, tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / "ours").write_bytes(OURS)
     (tmp_path / "theirs").write_bytes(THEIRS)
     found = pool(2).run(_with_keys_of, str(tmp_path), files)
-    assert all(told in each for each in found), found
+    assert all(reported in each for each in found), found

@@ -27,7 +27,7 @@ def test_an_axis_of_a_strategys_own_trains_as_one_process(ranks):
     assert find_max_difference(pool(ranks).run(_trained, case, ranks), reference).worst <= case.tolerance
 
 
-def _told_without_joined() -> tuple[str, float]:
+def _reported_without_joined() -> tuple[str, float]:
     register_plugin_module("support.rows_axis")
     case = Case()
     manager = build_manager("rows_without_joined", {}, {"tp_size": 2}, case)
@@ -40,7 +40,7 @@ def _told_without_joined() -> tuple[str, float]:
 
 
 def test_without_joined_an_axis_that_divides_batches_takes_no_objective():
-    first, second = pool(2).run(_told_without_joined)
+    first, second = pool(2).run(_reported_without_joined)
     assert first == second
     assert first[0] == "RowsAxisWithoutGather divides batches and brings no `joined`: it takes no objective."
 

@@ -150,7 +150,7 @@ def test_instantiate_refuses(mapping, text):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "told"),
+    ("name", "kind", "reported"),
     [
         ("torch.nn.functional.cross_entropy", "class", "is not a class, but a function. Name a class."),
         ("torch.nn.Linear", "function", "is not a function, but a class. Name a function."),
@@ -158,5 +158,5 @@ def test_instantiate_refuses(mapping, text):
     ],
     ids=str,
 )
-def test_what_a_name_stands_for_is_said_and_what_is_wanted(name, kind, told):
-    assert refusal(name, kind=kind).startswith(f"{name!r} {told}")
+def test_what_a_name_stands_for_is_said_and_what_is_wanted(name, kind, reported):
+    assert refusal(name, kind=kind).startswith(f"{name!r} {reported}")

@@ -91,7 +91,7 @@ def test_shims_for_old_versions_of_torch_go_when_none_of_them_is_supported(modul
     assert all(callable(getattr(module, name)) for name in module.SHIMS)
 
 
-def test_what_torch_names_anew_is_called_by_its_new_name() -> None:
+def test_what_torch_names_again_is_called_by_its_new_name() -> None:
     if hasattr(dist, "all_gather_single"):
         assert torch_versions.all_gather_single is dist.all_gather_single
         assert torch_versions.reduce_scatter_single is dist.reduce_scatter_single
@@ -107,11 +107,11 @@ def test_the_end_of_a_backward_comes_behind_all_gradients_and_may_raise() -> Non
 
     def end() -> None:
         ended.append(leaf.grad is not None)
-        raise StrategyError("told")
+        raise StrategyError("reported")
 
     output = leaf * 2
     output.register_hook(lambda grad: queue_after_backward(end))
-    with pytest.raises(StrategyError, match="told"):
+    with pytest.raises(StrategyError, match="reported"):
         output.sum().backward()
     assert ended == [True]
 

@@ -26,10 +26,10 @@ def test_the_warning_says_since_when_until_when_and_what_instead() -> None:
 def test_the_warning_names_the_users_line_through_our_modules_and_pydantic() -> None:
     from meshwright_ddp import DDPConfig
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         DDPConfig(use_custom_fsdp=True)  # this line
-    (warning,) = told
+    (warning,) = reported
     assert warning.filename == __file__
     assert Path(__file__).read_text(encoding="utf-8").splitlines()[warning.lineno - 1].endswith("# this line")
 

@@ -186,7 +186,7 @@ def run_with(paths: list[Path], code: str) -> str:
 LIST = "import sys; sys.argv[1:] = ['strategies']; from meshwright.cli.main import main; main()"
 
 
-def told(output: str) -> tuple[list[str], list[str]]:
+def reported(output: str) -> tuple[list[str], list[str]]:
     """The strategies that `meshwright strategies` lists, and those that it says can be installed."""
     assert "broken:" not in output
     strategies, _, installable = output.partition("installable, from a clone of meshwright:\n")
@@ -196,7 +196,7 @@ def told(output: str) -> tuple[list[str], list[str]]:
 
 @pytest.mark.slow
 def test_core_alone_lists_single_and_offers_the_others(core, dependencies):
-    assert told(run_with([core, dependencies], LIST)) == (["single"], sorted(find_installable_extras()))
+    assert reported(run_with([core, dependencies], LIST)) == (["single"], sorted(find_installable_extras()))
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_a_plugin_works_alone_beside_core(directory, core, dependencies, tmp_pat
     name = directory.name
     paths = [installed(directory, tmp_path / name), core, dependencies]
     assert list(paths[0].glob("*.dist-info/licenses/LICENSE"))
-    names, offered = told(run_with(paths, LIST))
+    names, offered = reported(run_with(paths, LIST))
     assert names == sorted([name, "single"])
     assert offered == [other for other in sorted(find_installable_extras()) if other != name]
     code = f"""

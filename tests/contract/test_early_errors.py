@@ -40,10 +40,10 @@ TRAINS = ("transformers.modeling_utils", "peft", "meshwright.mesh.world", "meshw
 )
 def test_all_commands_say_the_same_before_they_import_what_trains(change, text, without, tmp_path):
     change = ["run.yaml", "--set", change]
-    told = [_said(tmp_path, "plan", *change, "--world", "1"), _said(tmp_path, "train", *change)]
-    assert text in told[0][0]
-    assert told[0][0] == told[1][0]
-    for _, imported in told:
+    reported = [_said(tmp_path, "plan", *change, "--world", "1"), _said(tmp_path, "train", *change)]
+    assert text in reported[0][0]
+    assert reported[0][0] == reported[1][0]
+    for _, imported in reported:
         assert not imported.intersection(without)
 
 

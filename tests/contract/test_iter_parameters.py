@@ -116,13 +116,13 @@ class Found:
         given: after a step, in each dtype.
         state: the weights of `state_dict(full=True)`, on the first rank.
         equal: whether it was the same with buckets of all sizes, with any bits, and with the default of the contract.
-        goes_on: whether training went on as if nothing had been asked for, also where it had been left half-way.
+        continues: whether training continued as if nothing had been asked for, also where it had been left half-way.
     """
 
     given: dict[str, list[tuple[str, torch.dtype, str]]]
     state: dict[str, tuple[torch.dtype, str]]
     equal: dict[str, bool]
-    goes_on: bool
+    continues: bool
 
 
 def _undisturbed(layout: Layout) -> tuple[list[float], dict[str, Tensor]]:
@@ -150,7 +150,9 @@ def _find(name: str) -> Found:
     weights = full_weights(manager)
     # Where ranks are few, they train once more.
     losses, expected = _undisturbed(layout) if layout.ranks < 4 or layout.schedule else (first + second, weights)
-    goes_on = first + second == losses and all(_bits(weights[each]) == _bits(value) for each, value in expected.items())
+    continues = first + second == losses and all(
+        _bits(weights[each]) == _bits(value) for each, value in expected.items()
+    )
     if layout.case.dtype == "float64":
         _set_any_bits(manager)
         same = [
@@ -158,7 +160,7 @@ def _find(name: str) -> Found:
             for each, value in manager.iter_parameters(bucket_bytes=BUCKET)
         ]
         equal["any bits"] = same == [True] * len(own)
-    return Found(given, state, equal, goes_on)
+    return Found(given, state, equal, continues)
 
 
 @pytest.mark.parametrize("name", mark_mostly_slow(LAYOUTS, "fsdp2"))
@@ -173,7 +175,7 @@ def test_names_order_and_bits_are_those_of_the_unwrapped_model_on_every_rank(nam
     apart = {each for each in order if any(fnmatchcase(each, pattern) for pattern in case.float32_parameters)}
     own = [(each, torch.float32 if each in apart else getattr(torch, case.dtype)) for each in order]
     for rank in found:
-        assert rank.goes_on
+        assert rank.continues
         assert all(rank.equal.values()), rank.equal
         assert rank.given == found[0].given
         assert [(each, dtype) for each, dtype, _ in rank.given["None"]] == own
@@ -215,7 +217,7 @@ def test_a_bucket_and_one_parameter_are_all_that_is_held(name: str, bucket_bytes
     for peak, largest in pool(ranks).run(_held, name, bucket_bytes):
         assert largest == 131 * 36 * 8
         held = peak - largest
-        # In rounds of one parameter a bucket is full of elements, but for less than one of each rank.
+        # In rounds of one parameter a bucket is full of elements, except for less than one of each rank.
         least = bucket_bytes - 8 * ranks if bucket_bytes < largest else bucket_bytes // 2
         assert least < held <= bucket_bytes
 

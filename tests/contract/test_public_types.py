@@ -28,7 +28,7 @@ CHECKERS = [pytest.param("pyright", marks=pytest.mark.slow), pytest.param("mypy"
 
 
 @pytest.fixture(scope="module", params=CHECKERS)
-def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def reported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What a checker says of both programs, in a folder where no settings of ours are found; a line each."""
     directory = tmp_path_factory.mktemp("mine")
     (directory / "program.py").write_text(PROGRAM.read_text(encoding="utf-8"), encoding="utf-8")
@@ -53,10 +53,10 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return done.stdout.splitlines()
 
 
-def test_a_users_program_is_typed(told: list[str]) -> None:
-    assert [line for line in told if "program.py:" in line] == []
+def test_a_users_program_is_typed(reported: list[str]) -> None:
+    assert [line for line in reported if "program.py:" in line] == []
 
 
-def test_mistakes_of_a_user_are_found(told: list[str]) -> None:
+def test_mistakes_of_a_user_are_found(reported: list[str]) -> None:
     for number in range(5, 11):
-        assert [line for line in told if f"mistakes.py:{number}:" in line and "error" in line], told
+        assert [line for line in reported if f"mistakes.py:{number}:" in line and "error" in line], reported

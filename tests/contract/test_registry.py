@@ -1,4 +1,4 @@
-"""Plugins: the broken ones are kept aside and told, the others work; lookup by name and alias."""
+"""Plugins: the broken ones are kept aside and reported, the others work; lookup by name and alias."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ BROKEN_PLUGINS = {
 
 
 @pytest.mark.parametrize(("source", "reason"), BROKEN_PLUGINS.values(), ids=BROKEN_PLUGINS)
-def test_a_broken_plugin_is_told_at_its_name_and_in_the_list_and_the_others_work(source, reason, plugin, monkeypatch):
+def test_a_broken_plugin_is_reported_at_its_name_and_in_the_list_and_the_others_work(
+    source, reason, plugin, monkeypatch
+):
     registry = Registry([plugin("broken", source), plugin("good", bringing("spec('good', aliases=('fine',))"))])
     assert registry.get("good").name == registry.get("fine").name == "good"
     assert list(registry.strategies) == ["good", "single"]
@@ -162,7 +164,7 @@ def test_a_name_wins_over_the_alias_of_another_strategy_whatever_the_order_also_
         Registry([plugin("named", "import no_such_module_anywhere"), other]).get("named")
 
 
-def test_one_module_under_two_entry_points_is_used_once_and_told_and_one_found_twice_is_loaded_once(plugin):
+def test_one_module_under_two_entry_points_is_used_once_and_reported_and_one_found_twice_is_loaded_once(plugin):
     one = plugin("one", bringing("spec('good')"))
     registry = Registry([one, EntryPoint("two", one.value, one.group)])
     assert registry.get("good").name == "good"
@@ -229,7 +231,7 @@ def register_commands(app):
 
 
 @pytest.mark.parametrize("ending", ["raise KeyError('no')", "raise SystemExit(1)"])
-def test_a_plugin_adds_a_command_and_one_that_fails_is_told(ending, plugin):
+def test_a_plugin_adds_a_command_and_one_that_fails_is_reported(ending, plugin):
     failing = (
         f"from meshwright.strategy.hooks import hookimpl\n\n@hookimpl\ndef register_commands(app):\n    {ending}\n"
     )

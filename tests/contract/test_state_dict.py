@@ -20,7 +20,7 @@ CASE = Case(tied=True)
 
 
 def _reloaded(strategy: str, sizes: dict[str, int], case: Case, before: int) -> tuple[list[float], list[float], bool]:
-    """Train `before` steps, move the full state into another manager, and go on with both: their losses, and whether
+    """Train `before` steps, move the full state into another manager, and continue with both: their losses, and whether
     the state stayed as it was taken."""
     first = build_manager(strategy, {}, sizes, case)
     losses = train_steps(first, case, range(before))[0]
@@ -49,11 +49,11 @@ def _reloaded(strategy: str, sizes: dict[str, int], case: Case, before: int) -> 
         "adamw",
     ),
 )
-def test_full_state_goes_on_where_it_was_taken_and_taking_it_changes_nothing(
+def test_full_state_continues_where_it_was_taken_and_taking_it_changes_nothing(
     strategy: str, ranks: int, sizes: dict[str, int], before: int, case: Case
 ) -> None:
     if strategy == "ddp" and case.model_type == "routed":
-        pytest.skip("ddp refuses parameters without gradient unless told")
+        pytest.skip("ddp refuses parameters without gradient unless reported")
     for *losses, is_copy in pool(ranks).run(_reloaded, strategy, sizes, case, before):
         assert losses == [pytest.approx(run_reference(case).losses, abs=1e-9)] * 2
         assert is_copy

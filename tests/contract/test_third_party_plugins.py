@@ -140,19 +140,19 @@ def test_plugins_of_others_are_installed_from_wheels_and_used_by_name(
     assert "summing\n" in listed
     assert "broken:" not in listed
     assert meshwright(environment, "greet", "you") == "hello you\n"
-    run_file, told = write_run(tmp_path), tmp_path / "told.log"  # not .txt, which is the corpus
+    run_file, reported = write_run(tmp_path), tmp_path / "reported.log"  # not .txt, which is the corpus
     options = {
         "strategy": "summing",
         "strategy_config": "{}",
         "objective": "{name: scaled, factor: 2.0}",
-        "trackers": f"[{{name: to_file, path: {told}}}]",
+        "trackers": f"[{{name: to_file, path: {reported}}}]",
         "plan.enabled": "false",
     }
     sets = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
     meshwright(environment, "train", str(run_file), *sets)
     lines = (tmp_path / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
-    assert [line.split() for line in told.read_text(encoding="utf-8").splitlines()] == [
+    assert [line.split() for line in reported.read_text(encoding="utf-8").splitlines()] == [
         [str(step), str(loss)] for step, loss in enumerate(losses, 1)
     ]
     # Twice the cross entropy of the reference.

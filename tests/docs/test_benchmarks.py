@@ -48,7 +48,7 @@ def test_a_contest_is_held_and_both_sides_train_alike(script: tuple[str, ...], c
 
 
 @pytest.mark.slow
-def test_what_a_copy_costs_is_told_beside_steps_without(tmp_path: Path) -> None:
+def test_what_a_copy_costs_is_reported_beside_steps_without(tmp_path: Path) -> None:
     found = measured("copies.py", "--steps", "12", file=tmp_path / "found.json")["steps"]
     assert found["copied"] + found["left_out"] == 6
     assert min(found[each] for each in ("state_bytes_per_rank", "after_none_s", "after_copy_s", "held_up_s")) > 0
@@ -56,10 +56,10 @@ def test_what_a_copy_costs_is_told_beside_steps_without(tmp_path: Path) -> None:
 
 @pytest.mark.zoo
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are found in /proc")
-def test_the_time_from_a_death_to_the_next_step_is_told(tmp_path: Path) -> None:
+def test_the_time_from_a_death_to_the_next_step_is_reported(tmp_path: Path) -> None:
     found = measured("restarts.py", "--rounds", "1", "--deaths", "1", file=tmp_path / "found.json")["seconds"]
     assert {"torchrun alone", "meshwright train, from memory", "meshwright train, from disk"} < found.keys()
-    for told in found.values():
+    for reported in found.values():
         # What ends within 0.3 s of a death was under way, and is not counted.
-        assert told["deaths"] == 1
-        assert 0.3 < told["median"] == told["worst"]
+        assert reported["deaths"] == 1
+        assert 0.3 < reported["median"] == reported["worst"]

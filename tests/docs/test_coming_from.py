@@ -141,7 +141,7 @@ def test_trainer_and_ours_part_where_they_evaluate_ragged_rows() -> None:
 
 
 @pytest.mark.zoo
-def test_the_trainer_of_completions_goes_on_where_the_script_of_trl_ends() -> None:
+def test_the_trainer_of_completions_continues_where_the_script_of_trl_ends() -> None:
     script = block("trl", "Ours", "python") + block("trl", "GRPO", "python")
     found = printed(script, 2, steps=9)
     assert found[:6] == printed(block("trl", "Ours", "python"), 2)

@@ -36,7 +36,7 @@ def test_parts_that_fail_or_hang_cost_their_own_result_only(tmp_path: Path) -> N
     report = run.run(
         [
             _part("hangs", 3, only=_python(child)),
-            _part("fails", 5, first=_python("raise SystemExit('told so')"), second=[*_python(write), "{json}"]),
+            _part("fails", 5, first=_python("raise SystemExit('reported so')"), second=[*_python(write), "{json}"]),
             _part("long", 1000, only=_python("")),
             _part("works", 5, only=[*_python(write), "{json}"]),
             _part("sees", 5, only=_python(seen)),
@@ -53,7 +53,7 @@ def test_parts_that_fail_or_hang_cost_their_own_result_only(tmp_path: Path) -> N
         time.sleep(0.1)
     assert parts["fails"]["status"] == "failed: first"
     assert parts["fails"]["results"]["first"]["ending"] == "exit code 1"
-    assert "told so" in parts["fails"]["results"]["first"]["output"]
+    assert "reported so" in parts["fails"]["results"]["first"]["output"]
     assert parts["fails"]["results"]["second"]["result"] == {"found": 1}
     assert parts["long"]["status"] == "not reached"
     assert "needs 1000 s" in parts["long"]["reason"]

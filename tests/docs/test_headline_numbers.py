@@ -33,8 +33,8 @@ def test_every_layout_has_the_losses_of_one_process_as_readme_says() -> None:
     assert one[-5:].mean() < one[:5].mean() - 1
     said = re.search(r"all stay within (\S+) of that process, and within (\S+) where", README.replace("\n", " "))
     assert said is not None
-    for told, losses in zip(map(float, said.groups()), ("losses", "losses_wide_norms"), strict=True):
-        assert told / 10 < max(front.apart(LAYOUTS, name, losses) for name in LAYOUTS) <= told
+    for reported, losses in zip(map(float, said.groups()), ("losses", "losses_wide_norms"), strict=True):
+        assert reported / 10 < max(front.apart(LAYOUTS, name, losses) for name in LAYOUTS) <= reported
 
 
 def _first_losses(layout: dict[str, object], wide_norms: bool) -> list[float]:

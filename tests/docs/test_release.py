@@ -144,8 +144,8 @@ class Fresh:
     def install(self, requirement: str) -> set[str]:
         """Names and versions that pip installs from the folder."""
         found = ("--disable-pip-version-check", "--no-index", "--find-links", str(self.wheels))
-        told = self.run("python", "-m", "pip", "install", *found, requirement)
-        (line,) = [line for line in told.splitlines() if line.startswith("Successfully installed")]
+        reported = self.run("python", "-m", "pip", "install", *found, requirement)
+        (line,) = [line for line in reported.splitlines() if line.startswith("Successfully installed")]
         return set(line.split()[2:])
 
 
@@ -174,8 +174,8 @@ def _train(fresh: Fresh, where: Path, strategy: str, ranks: int) -> None:
     texts = ["".join(chr(97 + row * place % 26) for place in range(200)) for row in range(20)]
     (where / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
     (where / "run.yaml").write_text(RUN.format(strategy=strategy), encoding="utf-8")
-    told = fresh.run("meshwright", "train", "run.yaml", "--set", f"nproc={ranks}", where=where)
-    assert "step" in told
+    reported = fresh.run("meshwright", "train", "run.yaml", "--set", f"nproc={ranks}", where=where)
+    assert "step" in reported
     assert len((where / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 2
     assert (where / "out" / "model" / "config.json").is_file()
 
@@ -188,8 +188,8 @@ def test_an_extra_is_resolved_from_wheels_and_trains(fresh: Fresh, tmp_path: Pat
     where = fresh.run("python", "-c", "import meshwright; print(meshwright.__file__, meshwright.__version__)").split()
     assert Path(where[0]).is_relative_to(fresh.directory)
     assert where[1] == release.read_version()
-    told = fresh.run("meshwright", "strategies").partition("installable")[0]
-    assert [line for line in told.splitlines() if line and not line.startswith(" ")] == ["fsdp2", "single"]
+    reported = fresh.run("meshwright", "strategies").partition("installable")[0]
+    assert [line for line in reported.splitlines() if line and not line.startswith(" ")] == ["fsdp2", "single"]
     _train(fresh, tmp_path / "run", "fsdp2", 2)
 
 

@@ -3,10 +3,10 @@
     python tests/faults/fault_chain.py --faults 100 --seed 24 --json benchmarks/results/faults.json
 
 Each stack trains a tiny model with dropout, under a schedule. Fault after fault strikes the same run; where its command
-ends, the same command is begun again, as a scheduler would. Two stacks or more span several nodes: network namespaces
+ends, the same command is started again, as a scheduler would. Two stacks or more span several nodes: network namespaces
 with torchrun in each. Looked at are: losses, norms, rates and weights at the end; what is left of processes and files;
-whether all checkpoints are whole; from where the run goes on; and for how long ranks outlive a fault. Which faults
-come, when, and to whom follows from the seed, but for what the machine does meanwhile. Needs Linux, root and iproute2.
+whether all checkpoints are whole; from where the run continues; and for how long ranks outlive a fault. Which faults
+come, when, and to whom follows from the seed, except for what the machine does meanwhile. Needs Linux, root and iproute2.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=60"
 """Of torchrun's agents: a node that is silent for 5 s is gone."""
 MARK = "MESHWRIGHT_TEST_CHAIN"
 DISK_BYTES = 64 << 20  # Of the disk that is filled
-RESUMED_FROM_MEMORY = re.compile(r"going on from memory, after step (\d+)")
-RESUMED_FROM_DISK = re.compile(r"going on from \S+/step-(\d+), after step")
+RESUMED_FROM_MEMORY = re.compile(r"resuming from memory, after step (\d+)")
+RESUMED_FROM_DISK = re.compile(r"resuming from \S+/step-(\d+), after step")
 FAULT_KINDS = ("rank", "parent", "stop", "full disk", "bit on disk", "bit in memory", "bit in a copy", "pre-emption")
 NODE_FAULT_KINDS = (
     "node",
@@ -191,7 +191,7 @@ class ScheduledJob:
             commands = [[sys.executable, *main]]
         else:
             environment["GLOO_SOCKET_IFNAME"] = network_namespaces.INTERFACE
-            # Agents that meet so begin anew together; with `--master-addr` each would by itself.
+            # Agents that meet so start over together; with `--master-addr` each would by itself.
             meet = f"--rdzv-endpoint={self.nodes[0].address}:{find_free_port()}"
             size = f"--nproc-per-node={self.stack.num_ranks // len(self.nodes)}"
             script = (str(HERE / "bit_flip_target.py"), *main[2:])
@@ -339,7 +339,7 @@ class FaultChain:
         self._wait_for_step(run.count_steps() + dice.randint(2, 4))
         time.sleep(dice.uniform(0.0, 0.3))
         self.place = ""
-        ranks, sitting, spoken = job.find_ranks(), job.num_attempts, job.output_sizes()
+        ranks, attempt, spoken = job.find_ranks(), job.num_attempts, job.output_sizes()
         if len(ranks) != self.stack.num_ranks:
             raise RecoveryError(f"{len(ranks)} ranks, not {self.stack.num_ranks}")
         struck = FaultRecord(self.name, kind)
@@ -357,21 +357,21 @@ class FaultChain:
         since = time.time()
         self._wait_for_step(struck.step + 1, since)
         struck.recovery_s = round(self._find_step_time(struck.step + 1, since) - began, 2)
-        struck.is_restarted = job.num_attempts > sitting
-        told = job.read_output(spoken)
-        self._check_output(kind, told)
+        struck.is_restarted = job.num_attempts > attempt
+        reported = job.read_output(spoken)
+        self._check_output(kind, reported)
         if lives_on:
             struck.resumed_from = "on"
             if not set(ranks) <= set(job.find_ranks()):
                 raise RecoveryError("ranks were ended by what they can live through")
             return struck
-        memory, disk = RESUMED_FROM_MEMORY.findall(told), RESUMED_FROM_DISK.findall(told)
+        memory, disk = RESUMED_FROM_MEMORY.findall(reported), RESUMED_FROM_DISK.findall(reported)
         struck.target = self.place
         struck.resumed_from = "memory" if memory else "disk" if disk else "the beginning"
         struck.resumed_step = int((memory or disk or [0])[-1])
         whole = max((step for step in saved if not self.place.endswith(f"-{step:08d}")), default=0)
         if struck.resumed_step < whole:
-            raise RecoveryError(f"went on after step {struck.resumed_step}, though {whole} was on disk")
+            raise RecoveryError(f"continued after step {struck.resumed_step}, though {whole} was on disk")
         return struck
 
     def _apply_fault(self, kind: str, ranks: list[int]) -> bool:
@@ -385,13 +385,13 @@ class FaultChain:
             for each in job.commands:
                 each.terminate()
         elif kind == "full disk":
-            # Steps go on, and checkpoints that are due cannot be written, nor can metrics.
+            # Steps continue, and checkpoints that are due cannot be written, nor can metrics.
             ballast = fill_disk(self.disk)
             time.sleep(DISK_FULL_S)
             ballast.unlink()
             return True
         elif kind == "bit on disk":
-            # Where it is the only one, nothing is left to go on from; the run says so, and awaits a copy of it.
+            # Where it is the only one, nothing is left to resume from; the run says so, and awaits a copy of it.
             if len(self._find_saved_steps()) > 1:
                 newest = list_steps(self.run.checkpoints)[0][1]
                 struck = dice.choice(sorted(newest.glob("tensors-*")))
@@ -403,7 +403,7 @@ class FaultChain:
         elif kind == "bit in a copy":
             for keeper in job.find_replica_servers():
                 with suppress(OSError):
-                    # What is let go of meanwhile needs none.
+                    # What is release meanwhile needs none.
                     corrupt_copies(keeper)
             os.kill(dice.choice(ranks), signal.SIGKILL)
         elif kind == "node":
@@ -445,7 +445,7 @@ class FaultChain:
         if job.has_succeeded():
             raise RecoveryError("it has ended before its faults have")
         if job.nodes:
-            # All ranks of the others are told, and end; their agents wait for a node that does not come.
+            # All ranks of the others are reported, and end; their agents wait for a node that does not come.
             wait_until(lambda: not job.find_ranks(), WATCHDOG_S + EXIT_SLACK_S)
         job.stop()
         job.start()
@@ -491,7 +491,7 @@ class FaultChain:
         for _, place in list_steps(self.run.checkpoints):
             manifest = read_manifest(place)
             verify_files(place, manifest, [*manifest.files])
-        # What a run does not go on from, since it was altered, it moves aside, and says so.
+        # What a run does not resume from, since it was altered, it moves aside, and says so.
         beside = [path for path in self.run.checkpoints.iterdir() if not path.name[-1].isdigit()]
         beside += [path for path in self.run.directory.iterdir() if path.name.startswith("model.")]
         if beside:
@@ -499,13 +499,13 @@ class FaultChain:
 
 
 def summarize_recovery(records: Sequence[FaultRecord]) -> dict[str, Any]:
-    """Median and worst of the seconds until the next completed step, by what the run went on from."""
+    """Median and worst of the seconds until the next completed step, by what the run resumed from."""
     found: dict[str, Any] = {}
     for where in ("memory", "disk", "the beginning", "on"):
-        for anew in (False, True):
-            times = [each.recovery_s for each in records if each.resumed_from == where and each.is_restarted == anew]
+        for again in (False, True):
+            times = [each.recovery_s for each in records if each.resumed_from == where and each.is_restarted == again]
             if times:
-                name = f"{where}{', by a new command' if anew else ''}"
+                name = f"{where}{', by a new command' if again else ''}"
                 found[name] = {"faults": len(times), "median_s": statistics.median(times), "worst_s": max(times)}
     return found
 

@@ -91,7 +91,7 @@ def run_cells(cells: list[Any], deadline: float, environment: dict[str, str] | N
         start = time.monotonic()
         try:
             workers = pool(cell.ranks)
-            # Workers are new after a failure; else they, and what CUDA has loaded in them, go on.
+            # Workers are new after a failure; else they, and what CUDA has loaded in them, continue.
             if environment is not None and id(workers._workers) not in prepared:
                 workers.run(prepare, environment)
                 prepared.add(id(workers._workers))

@@ -208,7 +208,7 @@ def test_random_numbers_are_drawn_again_by_all_operators_that_draw() -> None:
     assert all(torch.equal(gradient(held)[1], whole) for held in (None, *range(count)))
 
 
-def test_a_larger_microbatch_is_told_once() -> None:
+def test_a_larger_microbatch_is_reported_once() -> None:
     model, blocks, run = _measured("llama")
     blocks.set_saved([SavedActivations(True, frozenset(), each.saved_bytes, 0.0) for each in blocks.profiles])
     run()

@@ -256,7 +256,7 @@ def test_compiled_blocks_run_no_elementwise_operators_of_their_own() -> None:
 
 
 def test_every_block_is_compiled_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond torch's limit of 8 for all blocks together it would go on uncompiled, with a warning."""
+    """Beyond torch's limit of 8 for all blocks together it would continue uncompiled, with a warning."""
 
     class Block(nn.Module):
         def __init__(self, index: int) -> None:
@@ -279,7 +279,7 @@ def test_every_block_is_compiled_however_many_there_are(monkeypatch: pytest.Monk
     assert counting.count == 12
 
 
-def test_a_compiler_that_does_not_work_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_does_not_work_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no C++ compiler found\nlong trace")
 
@@ -288,7 +288,7 @@ def test_a_compiler_that_does_not_work_is_told_with_the_remedy(monkeypatch: pyte
     monkeypatch.setattr("meshwright.model.recompute.compile_function", lambda *_, **__: broken)
     for found, remedy in ((None, r"Install a C\+\+ compiler such as g\+\+,"), ("/usr/bin/g++", "See the error above,")):
         monkeypatch.setattr("shutil.which", lambda _, found=found: found)
-        told = rf"RuntimeError: no C\+\+ compiler found {remedy} or set enable_compile=false"
-        with pytest.raises(StrategyError, match=told):
+        reported = rf"RuntimeError: no C\+\+ compiler found {remedy} or set enable_compile=false"
+        with pytest.raises(StrategyError, match=reported):
             compile_blocks(model, infer_layout(model))
     assert "forward" not in vars(model.model.layers[0])

@@ -81,7 +81,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _train(
     base: str, strategy: str, sizes: dict[str, int], peft: Any, steps: range, root: str | None, source: str
 ) -> Any:
-    """Weights before the steps and after, and losses; saves below `root`, goes on from `source`."""
+    """Weights before the steps and after, and losses; saves below `root`, resumes from `source`."""
     case = Case(dtype="float32")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -141,7 +141,7 @@ def size_of(checkpoint: Path) -> int:
 @pytest.mark.parametrize(
     ("layout", "tied"), mark_mostly_slow([("fsdp2", False), ("tp2", False), ("ddp", False), ("pipeline", True)])
 )
-def test_a_checkpoint_holds_the_adapter_alone_and_any_layout_goes_on_from_it(
+def test_a_checkpoint_holds_the_adapter_alone_and_any_layout_resumes_from_it(
     layout: str, tied: bool, bases: Path, tmp_path: Path
 ) -> None:
     base = bases / ("tied" if tied else "untied")
@@ -310,7 +310,7 @@ def test_a_model_whose_base_nobody_knows_is_saved_whole_and_leaves_as_adapter_or
     assert "base" not in json.loads((tmp_path / "checkpoint" / MANIFEST_FILE).read_text())
 
 
-def test_what_cannot_be_merged_is_told(bases: Path, trained: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_merged_is_reported(bases: Path, trained: Path, tmp_path: Path) -> None:
     def said(*arguments: str) -> str:
         done = CliRunner().invoke(cli.app, ["export", *arguments])
         assert done.exit_code == 2, done.output

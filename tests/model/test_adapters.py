@@ -184,7 +184,7 @@ def test_shards_of_a_base_in_bfloat16_train_an_adapter_in_float32(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ({"target_modules": ["no_such_layer"]}, "no_such_layer"),
         ({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "drawn without them"),
@@ -193,10 +193,10 @@ def test_shards_of_a_base_in_bfloat16_train_an_adapter_in_float32(
     ids=["target", "pissa", "tokens"],
 )
 def test_adapters_that_cannot_start_on_the_meta_device_are_refused(
-    options: dict[str, Any], told: str, tmp_path: Path
+    options: dict[str, Any], reported: str, tmp_path: Path
 ) -> None:
     write_base(str(tmp_path), tied=False, dtype="float32")
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=reported):
         open_adapted_model(LORA_OPTIONS | options, str(tmp_path), None, "float32")
 
 
@@ -204,10 +204,10 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     write_base(str(tmp_path / "base"), tied=False, dtype="float32")
     load_with_peft(STARTS["plain"], str(tmp_path / "base"), None, "float32").save_pretrained(tmp_path / "adapter")
     base, adapter = str(tmp_path / "base"), str(tmp_path / "adapter")
-    for told, options in (
+    for reported, options in (
         (r"is \(4, 36\), and that of this base model \(3, 36\)", {"r": 3, "target_modules": "all-linear"}),
         ("has no place for", {"target_modules": ["q_proj"]}),
     ):
         model, weights = open_pretrained(Path(base), config_from_directory(Path(base), {}))
-        with pytest.raises(ModelError, match=told):
+        with pytest.raises(ModelError, match=reported):
             add_adapter(model, weights, build_lora_config(LORA_OPTIONS | options), seed=0, adapter_dir=adapter)

@@ -146,7 +146,7 @@ def test_what_a_model_of_transformers_would_not_take_is_not_left_out(tmp_path: P
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "plain")
 
 
-def test_what_cannot_be_exported_is_told(checkpoint: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_reported(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("keep")
     with pytest.raises(ConfigError, match="not empty"):
@@ -178,7 +178,7 @@ def test_what_plain_transformers_loads_is_what_was_trained(
     assert pool(1).run(export_routes.find_difference, model_type, ties, door, tmp_path) == [""]
 
 
-def _go_on_from_a_checkpoint(root: Path) -> str:
+def _resume_from_a_checkpoint(root: Path) -> str:
     cls = export_routes.write_base("llama", "contradicting", root / "base")
     export_routes.export_by_run_file(root / "base", root / "first")
     checkpoint = root / "first.run" / "checkpoints" / "step-00000001"
@@ -188,7 +188,7 @@ def _go_on_from_a_checkpoint(root: Path) -> str:
 
 @pytest.mark.slow
 def test_a_run_that_begins_with_a_checkpoint_keeps_head_and_files(tmp_path: Path) -> None:
-    assert pool(1).run(_go_on_from_a_checkpoint, tmp_path) == [""]
+    assert pool(1).run(_resume_from_a_checkpoint, tmp_path) == [""]
 
 
 def _change_ties(tied: bool, strategy: str, sizes: dict[str, int], root: str) -> Tensor:
@@ -231,7 +231,7 @@ def _json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def test_files_that_lie_elsewhere_are_left_out_and_told_unless_all_are_links(tmp_path: Path) -> None:
+def test_files_that_lie_elsewhere_are_left_out_and_reported_unless_all_are_links(tmp_path: Path) -> None:
     secret, base = tmp_path / "secret", tmp_path / "base"
     secret.write_text("key")
     base.mkdir()

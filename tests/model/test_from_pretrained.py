@@ -165,7 +165,7 @@ def test_a_model_of_another_manager_is_refused_on_every_rank(layout: str) -> Non
     for text in pool(ranks).run(_twice, strategy, config, sizes):
         assert text.startswith("ModelError: ")
         assert "has been parallelized by another manager already" in text
-        assert "Build the model anew" in text
+        assert "Build the model again" in text
 
 
 def _two_models() -> None:

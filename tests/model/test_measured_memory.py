@@ -59,7 +59,7 @@ def test_storage_that_is_resized_to_nothing_is_free_and_counts_again_when_it_is_
     assert memory.after.other == 4 * MB
 
 
-def test_what_a_thread_of_gloo_is_about_to_let_go_of_is_not_held() -> None:
+def test_what_a_thread_of_gloo_is_about_to_release_is_not_held() -> None:
     def work() -> None:
         sent, is_on = [_floats(MB)], threading.Event()
 

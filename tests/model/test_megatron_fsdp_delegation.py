@@ -56,7 +56,7 @@ def test_every_option_is_handed_over_as_it_stands_defaults_too(
 
 
 @pytest.mark.parametrize(
-    ("config", "sizes", "told"),
+    ("config", "sizes", "reported"),
     [
         ({"bucket_size": 5}, {}, "bucket_size=5 is no option of megatron_fsdp"),
         ({SHARDING: "no_shard", "use_distributed_optimizer": True}, {}, f"Set {SHARDING} to optim or more"),
@@ -70,11 +70,11 @@ def test_every_option_is_handed_over_as_it_stands_defaults_too(
     ids=str,
 )
 def test_what_the_other_strategy_cannot_do_is_refused_on_all_ranks(
-    config: dict[str, Any], sizes: dict[str, int], told: str
+    config: dict[str, Any], sizes: dict[str, int], reported: str
 ) -> None:
     first, second = pool(2).run(_built, {**ZERO3, **config}, sizes)
     assert first == second
-    assert told in first
+    assert reported in first
 
 
 @pytest.mark.parametrize(("ranks", "config"), mark_mostly_slow([(2, ZERO3), (4, OUTER)]), ids=str)

@@ -143,7 +143,7 @@ def test_tied_weights_and_the_prefix_of_the_base_model_may_be_saved_in_several_w
     check_equals_plain(model, weights, AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
-def test_missing_weights_are_told_and_start_as_the_model_initialises_them(tmp_path):
+def test_missing_weights_are_reported_and_start_as_the_model_initialises_them(tmp_path):
     build_tiny_model().save_pretrained(tmp_path)
     edit(tmp_path, lambda tensors: [tensors.pop(name) for name in ("lm_head.weight", "model.norm.weight")])
     model, weights = opened(tmp_path, seed=7)
@@ -154,7 +154,7 @@ def test_missing_weights_are_told_and_start_as_the_model_initialises_them(tmp_pa
     assert not torch.equal(whole(weights, "lm_head.weight"), whole(opened(tmp_path, seed=8)[1], "lm_head.weight"))
 
 
-def test_unexpected_weights_are_told(tmp_path):
+def test_unexpected_weights_are_reported(tmp_path):
     build_tiny_model().save_pretrained(tmp_path)
     # The second is one that transformers drops in silence.
     extra = {"value_head.weight": torch.ones(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
@@ -253,7 +253,7 @@ def test_a_damaged_or_unfit_directory_is_an_error_that_names_it(damage, text, sh
 
 
 @pytest.mark.parametrize("verbosity", [transformers.logging.WARNING, transformers.logging.ERROR, None])
-def test_a_conversion_that_fails_is_told_with_its_reason(verbosity, tmp_path, monkeypatch):
+def test_a_conversion_that_fails_is_reported_with_its_reason(verbosity, tmp_path, monkeypatch):
     if verbosity is None:  # what logging.config.dictConfig does to loggers that are there
         monkeypatch.setattr(logging.getLogger("transformers"), "disabled", True)
         monkeypatch.setattr(logging.getLogger("transformers.modeling_utils"), "disabled", True)

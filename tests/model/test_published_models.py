@@ -137,7 +137,7 @@ def test_all_ranks_take_the_commit_that_the_first_one_finds(tiny: Path, tmp_path
         assert [Path(each).name for each in found] == [commit, commit]
 
 
-def test_what_is_neither_here_nor_on_the_hub_is_told(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_is_neither_here_nor_on_the_hub_is_reported(tmp_path: Path, monkeypatch: Any) -> None:
     texts = ("'nobody/nothing' is no local directory, and it cannot be had", "hub at revision 'v1'")
     with offline(str(tmp_path)):
         with raises_containing(mw.ModelError, *texts):
@@ -184,8 +184,8 @@ def test_code_of_a_model_runs_only_where_its_version_is_named(with_code: Path, p
     text = refused(place, tmp_path, {"path": str(with_code)})
     assert "needs code of its own (configuration_own.py, modeling_own.py)" in text
     assert f"model.trust_remote_code={digest}" in text
-    for wrong, told in (("0" * 64, f"is {digest}"), ("0" * 40, "is a local directory"), ("yes", "names no code")):
-        assert told in refused(place, tmp_path, {"path": str(with_code), "trust_remote_code": wrong})
+    for wrong, reported in (("0" * 64, f"is {digest}"), ("0" * 40, "is a local directory"), ("yes", "names no code")):
+        assert reported in refused(place, tmp_path, {"path": str(with_code), "trust_remote_code": wrong})
     assert not (tmp_path / "ran").exists()
     path = run_file(
         place, tmp_path, {"path": str(with_code), "trust_remote_code": digest}, steps=1, checkpoint={"every": 1}
@@ -197,10 +197,10 @@ def test_code_of_a_model_runs_only_where_its_version_is_named(with_code: Path, p
     assert (tmp_path / "ran").exists()
     out = tmp_path / "out"
     assert compute_code_digest(out / "model") == digest
-    # The export of a checkpoint is another process, which trusts nothing that it is not told of.
+    # The export of a checkpoint is another process, which trusts nothing that it is not reported.
     checkpoint = out / "checkpoints" / "step-00000001"
-    code, told = invoke_in_process("export", str(checkpoint), str(tmp_path / "again"))
-    assert (code, f"--trust-remote-code={digest}" in told) == (2, True)
+    code, reported = invoke_in_process("export", str(checkpoint), str(tmp_path / "again"))
+    assert (code, f"--trust-remote-code={digest}" in reported) == (2, True)
     command = ["export", str(checkpoint), str(tmp_path / "again"), "--trust-remote-code", digest]
     done = subprocess.run([sys.executable, "-m", "meshwright", *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -301,11 +301,11 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_is_told_before_anything_starts(case: str, place: Path, tmp_path: Path) -> None:
-    peft, told = WRONG[case]
+def test_what_cannot_be_is_reported_before_anything_starts(case: str, place: Path, tmp_path: Path) -> None:
+    peft, reported = WRONG[case]
     if isinstance(peft, dict) and case != "no type":
         peft = {**PEFT, **peft}
-    assert told in refused(place, tmp_path, {"peft": peft})
+    assert reported in refused(place, tmp_path, {"peft": peft})
 
 
 def test_an_adapter_needs_a_base_that_everybody_can_load(place: Path, adapter: Path, tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_a_saved_adapter_is_what_its_own_files_say(place: Path, adapter: Path, t
     preflight(load_run(run_file(place, tmp_path, {"peft": {"type": "lora", "adapter": saved, "r": 2}})), 1)
 
 
-def test_without_peft_the_way_to_install_it_is_told(place: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_without_peft_the_way_to_install_it_is_reported(place: Path, tmp_path: Path, monkeypatch: Any) -> None:
     real = builtins.__import__
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -357,7 +357,7 @@ def test_without_peft_the_way_to_install_it_is_told(place: Path, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_a_run_leaves_an_adapter_that_peft_loads_and_goes_on_on_another_mesh(
+def test_a_run_leaves_an_adapter_that_peft_loads_and_continues_on_another_mesh(
     place: Path, adapter: Path, tmp_path: Path
 ) -> None:
     base = place / "base" / "model"
@@ -377,7 +377,7 @@ def test_a_run_leaves_an_adapter_that_peft_loads_and_goes_on_on_another_mesh(
     changes = {"resume": str(first), "strategy": "fsdp2", "nproc": 2, "checkpoint": {"every": 1}}
     output, error, code = run(run_file(place, tmp_path, {"peft": PEFT}, **changes), 2)
     assert code == 0, error
-    assert f"going on from {first}, after step 1" in output
+    assert f"resuming from {first}, after step 1" in output
     ends = [json.loads((each / "summary.json").read_text())["held_out_loss"] for each in (adapter, tmp_path / "out")]
     assert ends[0] == pytest.approx(ends[1], abs=1e-6)
     # With another base it does not.

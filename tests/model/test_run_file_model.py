@@ -104,7 +104,7 @@ def test_the_tokenizer_gives_what_the_fields_leave_out_and_fields_reach_the_conf
         # A method and a property of the configuration class are no fields.
         ({**LLAMA, "to_dict": 2}, ["model.to_dict is not a field"]),
         ({**LLAMA, "hidden_size": 15}, ["refuses the model configuration", "15"]),
-        # Made layer by layer, for ever.
+        # Made layer by layer, forever.
         ({**LLAMA, "num_hidden_layers": 2**40}, ["num_hidden_layers=1099511627776 is more than 10,000 layers"]),
         ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 2**31}}, ["text_config.num_hidden_layers="]),
         ({**LLAMA, "return_dict": "no"}, ["model.return_dict='no' must be true or false"]),
@@ -128,7 +128,7 @@ def test_a_configuration_that_is_not_meant_so_is_an_error(section, texts):
         config_of(section)
 
 
-def test_a_tokenizer_that_is_larger_than_the_weights_is_told_what_it_can_do(tmp_path):
+def test_a_tokenizer_that_is_larger_than_the_weights_is_reported_what_it_can_do(tmp_path):
     model = model_of(LLAMA)
     model.resize_token_embeddings(49)
     model.save_pretrained(tmp_path)
@@ -217,9 +217,9 @@ def test_fields_that_do_not_fit_a_directory_are_an_error(fields, texts, director
 def test_a_directory_that_cannot_be_trained_is_an_error(changes, text, edited, tmp_path):
     with pytest.raises(ModelError, match=text):
         model_of({"path": edited(**changes)})
-    for lost, told in (("model.safetensors", "holds no weights"), ("config.json", r"holds no config\.json")):
+    for lost, reported in (("model.safetensors", "holds no weights"), ("config.json", r"holds no config\.json")):
         (tmp_path / lost).unlink()
-        with pytest.raises(ModelError, match=told):
+        with pytest.raises(ModelError, match=reported):
             config_of({"path": str(tmp_path)})
     with pytest.raises(ModelError, match=r"nowhere' is not a directory"):
         config_of({"path": str(tmp_path / "nowhere")})

@@ -71,7 +71,7 @@ def owners() -> list[Any]:
 
 
 def _sections(annotation: Any) -> Iterator[Any]:
-    """The config classes within an annotation, and those of their fields, but for names of environment variables."""
+    """The config classes within an annotation, and those of their fields, except for names of environment variables."""
     if hasattr(annotation, "model_fields") and annotation.__name__ != "FromEnvironment":
         yield annotation
     fields = getattr(annotation, "model_fields", {}).values()

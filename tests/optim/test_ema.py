@@ -78,7 +78,7 @@ def trained(
     strategy: str, config: dict[str, Any], sizes: dict[str, Any], case: Case, settings: dict[str, Any]
 ) -> tuple[dict[str, Tensor], float, float, bool]:
     """The task of one rank: the average after all steps; how the averaged and the last weights are evaluated; and
-    whether training goes on as if nothing had been evaluated."""
+    whether training continues as if nothing had been evaluated."""
     manager = build_manager(strategy, config, sizes, case)
     ema = EMA(manager, EMAConfig(**settings))
     train_steps(manager, case, range(case.steps - 1))
@@ -174,7 +174,7 @@ def resumed(layout: str, case: Case, steps: range, source: str | None, target: s
     [(TIED, "pipeline over ddp", "megatron_fsdp"), (ADAPTED, "fsdp2", "pipeline over ddp")],
     ids=["tied", "adapters"],
 )
-def test_an_average_goes_on_in_another_layout(tmp_path: Path, case: Case, before: str, after: str) -> None:
+def test_an_average_continues_in_another_layout(tmp_path: Path, case: Case, before: str, after: str) -> None:
     case, path = replace(case, schedule=None), str(tmp_path / "step")
     pool(LAYOUTS[before][0]).run(resumed, before, case, range(3), None, path)
     average = expected(case, "all")[0]
@@ -233,7 +233,7 @@ def loaded_without(path: str) -> tuple[str, str, bool]:
     return catch_error(load_checkpoint, other, path), export, begins
 
 
-def test_a_checkpoint_without_an_average_is_told_of_and_one_may_begin_after_it(tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_average_is_reported_and_one_may_begin_after_it(tmp_path: Path) -> None:
     one, other = pool(2).run(loaded_without, str(tmp_path / "step"))
     assert one == other
     assert all("CheckpointError" in text and "has no average of the weights" in text for text in one[:2])
@@ -322,21 +322,22 @@ def test_a_run_keeps_its_average_through_an_interruption_and_writes_it_beside_th
     write_run(tmp_path)
     options: dict[str, Any] = {"ema": {"decay": 0.7, "warmup": True}, "strategy": "fsdp2"}
     options["eval"] = {"every": 2, "max_sequences": 2}
-    whole, torn = (RunWorkspace(tmp_path, tmp_path / name) for name in ("whole", "torn"))
-    for place in (whole, torn):
+    whole, incomplete = (RunWorkspace(tmp_path, tmp_path / name) for name in ("whole", "incomplete"))
+    for place in (whole, incomplete):
         place.directory.mkdir()
     with pytest.raises(MeshwrightError, match=r"ema\.start_step=8, so nothing is averaged in steps=8"):
         load_run(whole.write_run_file(ema={"start_step": 8}))
     whole.run_successfully(ranks=2, **options)
-    assert torn.run(ranks=2, kill_after=5, **options)[2] == 137
-    torn.run_successfully(**{**options, "strategy": "single"})
+    assert incomplete.run(ranks=2, kill_after=5, **options)[2] == 137
+    incomplete.run_successfully(**{**options, "strategy": "single"})
     losses = [
-        [line.get("evaluations", {}).get("held_out_ema") for line in each.read_metrics()] for each in (whole, torn)
+        [line.get("evaluations", {}).get("held_out_ema") for line in each.read_metrics()]
+        for each in (whole, incomplete)
     ]
     assert [loss is not None for loss in losses[0]] == [False, True] * 4
     assert [each or 0 for each in losses[0]] == pytest.approx([each or 0 for each in losses[1]], rel=1e-9)
     models = [AutoModelForCausalLM.from_pretrained(whole.out / name).state_dict() for name in ("model", "model-ema")]
-    again = AutoModelForCausalLM.from_pretrained(torn.out / "model-ema").state_dict()
+    again = AutoModelForCausalLM.from_pretrained(incomplete.out / "model-ema").state_dict()
     for name, value in models[1].items():
         assert not torch.equal(value, models[0][name])
         assert torch.allclose(value, again[name], rtol=0, atol=1e-9)

@@ -143,7 +143,7 @@ def test_norm_and_scale_over_mixed_placements(norm_type: float) -> None:
 
 
 def _divided(norm_type: float) -> tuple[float, list[float]]:
-    """Norms of plain parts, whose groups are told: of all gradients together, and of each."""
+    """Norms of plain parts, whose groups are reported: of all gradients together, and of each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     (outer, inner), (row, column) = (mesh.get_group(dim) for dim in (0, 1)), mesh.get_coordinate() or (0, 0)
     first, _, third, _, last = _whole()
@@ -154,7 +154,7 @@ def _divided(norm_type: float) -> tuple[float, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_norms_of_plain_parts_whose_groups_are_told(norm_type: float) -> None:
+def test_norms_of_plain_parts_whose_groups_are_reported(norm_type: float) -> None:
     whole = [_whole()[index] for index in (0, 4, 2)]
     expected = torch.linalg.vector_norm(torch.cat([g.flatten() for g in whole]), norm_type)
     for norm, each in pool(4).run(_divided, norm_type):

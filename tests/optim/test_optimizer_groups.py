@@ -274,7 +274,7 @@ def resumed(layout: str, steps: range, source: Path | None, target: Path | None)
 
 
 @pytest.mark.slow
-def test_state_and_rates_of_all_members_go_on_in_another_layout(tmp_path: Path) -> None:
+def test_state_and_rates_of_all_members_continue_in_another_layout(tmp_path: Path) -> None:
     whole = pool(1).run(unrounded, train_part_from_checkpoint, "single", {}, {}, CASE, range(CASE.steps), None, None)[0]
     resumed("pipeline over fsdp2", range(2), None, tmp_path / "step")
     parts = resumed("fsdp2", range(2, CASE.steps), tmp_path / "step", None)

@@ -189,8 +189,8 @@ def test_an_optimizer_is_known_to_fuse_by_trying_it() -> None:
     assert not has_fused_step(torch.optim.AdamW, torch.device("meta"), torch.float32)
 
 
-def test_what_is_told_of_the_implementation_is_heeded_and_a_cpu_steps_as_torch_does(monkeypatch: Any) -> None:
-    # In the place of a device that has kernels.
+def test_what_is_reported_the_implementation_is_respected_and_a_cpu_steps_as_torch_does(monkeypatch: Any) -> None:
+    # Instead of a device that has kernels.
     monkeypatch.setattr("meshwright.optim.build.has_fused_step", lambda cls, device, dtype: device.type == "meta")
     there, here = [nn.Parameter(torch.zeros(2, device="meta"))], [nn.Parameter(torch.zeros(2))]
     assert choose_fused(torch.optim.AdamW, {}, there) == {"fused": True}

@@ -146,23 +146,23 @@ def test_an_optimizer_reaches_parity_or_is_refused_by_name(layout: str, names: l
             if len(set(map(str, found))) > 1 or not isinstance(found[0], str) or name not in found[0]:
                 wrong[name] = found[0] if isinstance(found[0], str) else "accepted"
             continue
-        told = [outcome for outcome in found if isinstance(outcome, Outcome)]
-        if len(told) < len(found):
+        reported = [outcome for outcome in found if isinstance(outcome, Outcome)]
+        if len(reported) < len(found):
             wrong[name] = str(found[0])
-        elif not (apart := find_max_difference(told, expected(name)).worst) <= TOLERANCE:  # type: ignore[arg-type]
+        elif not (apart := find_max_difference(reported, expected(name)).worst) <= TOLERANCE:  # type: ignore[arg-type]
             wrong[name] = f"differs by {apart}"
     assert not wrong
 
 
 @pytest.mark.slow
 def test_an_optimizer_that_cannot_be_tried_is_taken_with_a_warning_where_parameters_are_divided() -> None:
-    assert pool(2).run(told_of_untried, "ddp", {}) == [[], []]
-    for told in pool(2).run(told_of_untried, "ddp", LAYOUTS[DAILY[0]][1]):
-        assert len(told) == 1
-        assert "Demanding could not be tried" in told[0]
+    assert pool(2).run(reported_untried, "ddp", {}) == [[], []]
+    for reported in pool(2).run(reported_untried, "ddp", LAYOUTS[DAILY[0]][1]):
+        assert len(reported) == 1
+        assert "Demanding could not be tried" in reported[0]
 
 
-def told_of_untried(strategy: str, config: dict[str, Any]) -> list[str]:
+def reported_untried(strategy: str, config: dict[str, Any]) -> list[str]:
     model = build_case_model(CASE.model_type, tied=False, seed=0, dtype=torch.float64, layers=None)
     manager = build_model_manager(model, strategy, config)
     with warnings.catch_warnings(record=True) as caught:

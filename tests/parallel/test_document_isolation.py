@@ -38,7 +38,7 @@ def test_models_that_keep_documents_apart_are_taken(model_type: str) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-# A state goes on; some layers attend and others do not; no positions where masks are made; none in the forward.
+# A state continues; some layers attend and others do not; no positions where masks are made; none in the forward.
 @pytest.mark.parametrize(
     ("model_type", "dtype"),
     [
@@ -59,8 +59,8 @@ def test_a_model_that_is_not_causal_is_refused_padding() -> None:
     assert re.search(r"model 'cpmant' sees the padding behind a document.*Set data\.packing=stream", text)
 
 
-def _told(model_type: str, strategy: str, sizes: dict[str, int]) -> list[str]:
-    """The task of a rank: what is told of documents and of padding in a model as it runs."""
+def _reported(model_type: str, strategy: str, sizes: dict[str, int]) -> list[str]:
+    """The task of a rank: what is reported documents and of padding in a model as it runs."""
     manager = build_manager(strategy, {}, sizes, Case(model_type=model_type, tied=None))
 
     def statistics(batches: list[Batch]) -> list[Tensor]:
@@ -86,7 +86,7 @@ def _told(model_type: str, strategy: str, sizes: dict[str, int]) -> list[str]:
     ids=str,
 )
 def test_all_ranks_try_a_model_as_it_runs(model_type: str, sizes: dict[str, int], start: str) -> None:
-    one, other = pool(2).run(_told, model_type, "fsdp2", sizes)
+    one, other = pool(2).run(_reported, model_type, "fsdp2", sizes)
     assert one == other
     assert one[0].startswith(start)
     assert bool(one[0]) is bool(start)

@@ -155,7 +155,7 @@ def _odd_length(sequence_parallel: bool) -> tuple[str, float]:
     return catch_error(train), float(manager.forward_backward(good, num_tokens=count_tokens(good, manager.mesh)))
 
 
-def test_a_length_that_the_ranks_do_not_divide_is_refused_and_training_goes_on() -> None:
+def test_a_length_that_the_ranks_do_not_divide_is_refused_and_training_continues() -> None:
     for text, loss in pool(2).run(_odd_length, True):
         assert "sequences of 15 tokens cannot be divided among 2 ranks" in text
         assert "Pad them to a multiple of 2 with masked labels, or set sequence_parallel=false." in text

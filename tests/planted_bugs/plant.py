@@ -80,7 +80,7 @@ class Definition:
 def read_bugs() -> list[PlantedBug]:
     entries = yaml.safe_load((HERE / "bugs.yaml").read_text(encoding="utf-8"))
     return [
-        PlantedBug(name, each["why"], each["in"], *each["change"], tuple(each["caught_by"]))
+        PlantedBug(name, each["description"], each["target"], *each["change"], tuple(each["caught_by"]))
         for name, each in entries.items()
     ]
 

@@ -145,8 +145,8 @@ def _load(checkpoint: str, name: str) -> str:
 
 @pytest.mark.parametrize("name", [PAYLOAD, "optimizer-00000.json"])
 def test_a_file_that_is_exchanged_after_it_was_verified_is_not_loaded(root: Path, name: str) -> None:
-    (told,) = pool(1).run(_load, str(root / "step-00000001"), name)
-    assert f"the contents of {name} have changed" in told
+    (reported,) = pool(1).run(_load, str(root / "step-00000001"), name)
+    assert f"the contents of {name} have changed" in reported
 
 
 @pytest.mark.parametrize("name", [PAYLOAD, "huggingface/config.json"])
@@ -162,7 +162,7 @@ def test_a_file_that_is_exchanged_after_it_was_verified_is_not_exported(root: Pa
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-def test_an_older_checkpoint_in_the_place_of_a_newer_one_is_refused(root: Path, secret: bytes | None) -> None:
+def test_an_older_checkpoint_instead_of_a_newer_one_is_refused(root: Path, secret: bytes | None) -> None:
     shutil.rmtree(root / "step-00000002")
     shutil.copytree(root / "step-00000001", root / "step-00000002")
     place = LocalStorage(root / "step-00000002", StorageOptions(SigningKey(secret) if secret else None))
@@ -255,8 +255,8 @@ def test_what_a_run_remembers_is_taken_or_the_checkpoint_is_refused(root: Path) 
             keep_until_step=-1,
             metrics_storage=None,
         )
-        told = source.has_ema, source.num_skipped_batches, source.compute_data_position()
-        assert [type(each) for each in told] == [bool, int, int], (path, odd)
+        reported = source.has_ema, source.num_skipped_batches, source.compute_data_position()
+        assert [type(each) for each in reported] == [bool, int, int], (path, odd)
         MetricMonitor(stopping, best, source.loop_state).state_dict()  # type: ignore[arg-type]
         BadStepDetector(BadStepConfig(action="skip"), (source.loop_state or {}).get(BAD_STEPS_KEY)).state_dict()
         find_best_checkpoints([LocalStorage(place)], "held_out", 1)

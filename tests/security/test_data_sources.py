@@ -111,16 +111,16 @@ def test_a_tokenizer_is_of_a_tokenizers_class(
     _change(place / "config.json", model_type="gpt2", n_layer=1, n_head=2, n_embd=16, vocab_size=300, **code)
     _change(place / where, tokenizer_class=named)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    found, told = None, ""
+    found, reported = None, ""
     try:
         found = load_tokenizer(place)
     except DataError as error:
-        told = str(error)
+        reported = str(error)
     assert found is None or isinstance(found, PreTrainedTokenizerBase)
     assert not mark.exists()
     if isinstance(getattr(transformers, named, None), type):
         # Before it is made.
-        assert "is no class of a tokenizer" in told
+        assert "is no class of a tokenizer" in reported
 
 
 def test_a_tokenizer_of_a_known_class_is_loaded_without_a_question_and_wrong_numbers_are_refused(

@@ -56,7 +56,7 @@ def test_a_small_file_that_becomes_a_large_one_is_refused(
 
 
 def test_a_large_frame_is_read_in_time_that_grows_with_it(tmp_path: Path) -> None:
-    # What a decompressor gives at once was cut anew for each small read.
+    # What a decompressor gives at once was cut again for each small read.
     path = _compressed(tmp_path / "zeros.txt.zst", 60 << 20)
     began, count = time.monotonic(), 0
     with open_decompressed(path, ReadProgress()) as file:
@@ -74,13 +74,13 @@ def test_what_is_compressed_well_is_read(suffix: str, tmp_path: Path) -> None:
     found = list(read_file(path, ReadProgress()))
     assert len(found) == 30_000
     assert found[-1][0] == {"text": "29999 is even or odd"}
-    # Cut, it is told as before.
+    # Cut, it is reported as before.
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="broken or cut off"):
         list(read_file(path, ReadProgress()))
 
 
-def test_a_document_that_is_too_long_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_that_is_too_long_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright_run.data.files.MAX_BYTES", 10)
     (tmp_path / "a.txt").write_text("x" * 10)
     assert next(read_file(tmp_path / "a.txt", ReadProgress()))[0] == {"text": "x" * 10}

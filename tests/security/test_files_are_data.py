@@ -44,7 +44,7 @@ class Case:
 
     arguments: tuple[str, ...]
     code: int
-    told: str = ""
+    reported: str = ""
 
 
 # -- the process that forks
@@ -105,7 +105,7 @@ def _drive(cases: str, results: str) -> None:
     """Run all commands, each in a fork of this process, in a directory whose modules can be imported."""
     os.environ.pop("MESHWRIGHT_ALLOWED_IMPORTS", None)
     sys.path.insert(0, os.getcwd())
-    # What most commands import; each fork would do it anew.
+    # What most commands import; each fork would do it again.
     for module in (
         "meshwright_run.run_rank",
         "meshwright_run.inspect_checkpoints",
@@ -211,15 +211,15 @@ def _models(files: _Files) -> Iterator[tuple[str, Case]]:
     _change(kernels / "config.json", attn_implementation="evil/kernels")
     (pickled / "model.safetensors").unlink()
     (pickled / "pytorch_model.bin").write_bytes(pickle.dumps(_Payload(files.mark)))
-    for path, code, told in (
+    for path, code, reported in (
         (own_type, 2, "code of its own"),
         (known, 0, ""),
         (kernels, 2, "asks for code of the"),
         (pickled, 2, "not opened unless you ask"),
     ):
         train = files.train(f"of-{path.name}", f"model={{path: {path}}}", run=files.run_as_is)
-        yield f"{path.name}: train", Case(train, code, told or "written")
-        yield f"{path.name}: call", Case(("from_pretrained", str(path)), code, told)
+        yield f"{path.name}: train", Case(train, code, reported or "written")
+        yield f"{path.name}: call", Case(("from_pretrained", str(path)), code, reported)
     asked_for = ("from_pretrained", str(pickled), "allow_pickle")
     yield "pickled weights, asked for: call", Case(asked_for, 2, "holds no plain weights")
     for number, outside in enumerate(("..", str(files.root))):
@@ -288,15 +288,15 @@ def _data(files: _Files) -> Iterator[tuple[str, Case]]:
     np.save(meta.parent / "train.npy", tokens, allow_pickle=True)
     sizes = json.loads(meta.read_text())["sizes"]
     _change(meta, sizes={**sizes, "train.npy": (meta.parent / "train.npy").stat().st_size})
-    # It is no entry of the cache, and is made anew.
+    # It is no entry of the cache, and is made again.
     yield "a pickle in the cache: train", Case(files.train("o9", f"data.cache_dir={cache}"), 0, "written")
     pickled = files.root / "pickled.jsonl"
     pickled.write_bytes(pickle.dumps(_Payload(files.mark)))
     yield "a pickle for a corpus: train", Case(files.train("o10", f"data.corpus={pickled}"), 2, "error: ")
-    goes_on = files.copy("out", "goes-on")
-    (goes_on / "summary.json").unlink()
-    shutil.rmtree(goes_on / "checkpoints" / "step-00000002")
-    with (goes_on / "metrics.jsonl").open("ab") as file:
+    continues = files.copy("out", "goes-on")
+    (continues / "summary.json").unlink()
+    shutil.rmtree(continues / "checkpoints" / "step-00000002")
+    with (continues / "metrics.jsonl").open("ab") as file:
         file.write(pickle.dumps(_Payload(files.mark), protocol=0) + b"\n")
     yield "a pickle among the metrics: train", Case(files.train("goes-on"), -1)
 
@@ -348,7 +348,7 @@ def test_no_file_runs_anything_under_any_command_though_y_is_answered(tmp_path: 
     for name, case in cases.items():
         code, text = found[name][0], " ".join(found[name][1].split())
         expected = (0, 1, 2) if case.code == -1 else (case.code,)
-        is_right = code in expected and re.search(case.told, text) and "Traceback" not in text
+        is_right = code in expected and re.search(case.reported, text) and "Traceback" not in text
         if not is_right or "run the custom code" in text:
             wrong[name] = (code, text[-600:])
     assert not wrong, json.dumps(wrong, indent=1)

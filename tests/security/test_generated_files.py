@@ -132,8 +132,8 @@ def test_skypilot_and_ray(text: str, tmp_path: Path) -> None:
             _job("skypilot", "", skypilot={"mounts": {"/shared": "s3://bucket"}, "workdir": text})
     task = yaml.safe_load(render_job_files(_job("skypilot", text, python="interpreter"), "skypilot")["job.yaml"])
     assert task["envs"]["VALUE"] == text
-    told = {"SKYPILOT_NODE_IPS": "first\nsecond", "SKYPILOT_NODE_RANK": "1", "HOME": "/home/x"}
-    words, environment = _run(task["run"], tmp_path, **{**told, "VALUE": text})
+    reported = {"SKYPILOT_NODE_IPS": "first\nsecond", "SKYPILOT_NODE_RANK": "1", "HOME": "/home/x"}
+    words, environment = _run(task["run"], tmp_path, **{**reported, "VALUE": text})
     assert words[-1] == "/home/x/.meshwright/run.yaml"
     assert {"--node-rank=1", "--master-addr=first"} <= {*words}
     assert environment["VALUE"] == text

@@ -46,7 +46,7 @@ def test_what_no_run_has_made_is_not_removed(name: str, list_of: str | None, tmp
             choose_run_action(_config(tmp_path), 3)
     with pytest.raises(ConfigError, match=f"would remove {name}"):
         RunDirectory(tmp_path).prepare("", overwrite=True)
-    # A run that begins beside it leaves it, too, but for the file that it writes anew.
+    # A run that begins beside it leaves it, too, except for the file that it writes again.
     if name not in (RUN_FILE, "summary.json"):
         RunDirectory(tmp_path).prepare("", overwrite=False)
         assert mine.read_text() == "the user's own"

@@ -104,7 +104,7 @@ def test_ranks_of_another_launcher_wait_where_it_says(tmp_path: Path) -> None:
     assert not beyond_loopback(found)
 
 
-def test_between_machines_a_store_waits_where_the_ranks_are_told() -> None:
+def test_between_machines_a_store_waits_where_the_ranks_are_reported() -> None:
     addresses = [each.address for of in psutil.net_if_addrs().values() for each in of if each.family == socket.AF_INET]
     own_address = next((each for each in addresses if not each.startswith("127.")), None)
     if own_address is None:

@@ -55,11 +55,11 @@ def test_text_is_written_as_text(text: str, capsys: pytest.CaptureFixture[str]) 
     out, err = capsys.readouterr()
     assert out == err == escape_unprintable(f"{text}\n").encode("utf-8", "backslashreplace").decode()
     assert _is_text(out)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         warn(text)
-    assert _is_text(str(told[0].message))
-    assert told[0].filename == __file__
+    assert _is_text(str(reported[0].message))
+    assert reported[0].filename == __file__
     assert _is_text(str(ConfigError(text)))
 
 
@@ -163,11 +163,11 @@ def test_output_that_fails_is_one_line_and_exit_code_1(name: str) -> None:
     assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device.\n")
 
 
-def test_a_directory_that_was_removed_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_was_removed_is_reported(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     command = 'cd "$0" && rmdir "$0" && exec "$1" -m meshwright strategies'
-    told = ["bash", "-c", command, str(tmp_path / "gone"), sys.executable]
-    done = subprocess.run(told, capture_output=True, text=True, check=False)
+    reported = ["bash", "-c", command, str(tmp_path / "gone"), sys.executable]
+    done = subprocess.run(reported, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: the current directory is not there any more")
 

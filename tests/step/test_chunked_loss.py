@@ -135,25 +135,25 @@ class _Doubling(nn.Linear):
 def _chosen(model: _Bag, given: int | None = CHUNK) -> tuple[ChunkedCrossEntropy, list[str]]:
     """How the loss of a model is computed, and what is said of it."""
     loss = ChunkedCrossEntropy(DeferredHead(model, "head"), given, is_sharded=False, model_name="Bag")
-    with warnings.catch_warnings(record=True) as told, open_world("cpu") as world:
+    with warnings.catch_warnings(record=True) as reported, open_world("cpu") as world:
         warnings.simplefilter("always")
         loss.probe(lambda: model(torch.arange(8)[None]), world)
-    return loss, [str(each.message) for each in told]
+    return loss, [str(each.message) for each in reported]
 
 
 def _losses(head: nn.Module, behind: Any) -> tuple[list[str], float, float]:
     """What is said; and how far the loss, and all gradients, are from those of whole logits."""
     model, ids_BS = _Bag(head, behind), torch.arange(22).view(2, 11) % 11
-    loss, told = _chosen(model)
+    loss, reported = _chosen(model)
     found, outputs = loss.compute_token_loss(lambda: model(ids_BS), ids_BS, torch.tensor(7), lambda *_: None)
     found.backward()
-    assert (outputs.logits.dim() == 0) == (not told)
+    assert (outputs.logits.dim() == 0) == (not reported)
     mine = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     whole = nn.functional.cross_entropy(model(ids_BS).logits.flatten(0, 1), ids_BS.flatten(), reduction="sum") / 7
     whole.backward()
     pairs = zip(mine, model.parameters(), strict=True)
-    return told, abs((found - whole).item()), max(float((one - p.grad).abs().max()) for one, p in pairs)
+    return reported, abs((found - whole).item()), max(float((one - p.grad).abs().max()) for one, p in pairs)
 
 
 TAILS: dict[str, tuple[Any, Any, str | None]] = {
@@ -171,15 +171,15 @@ TAILS: dict[str, tuple[Any, Any, str | None]] = {
 
 
 @pytest.mark.parametrize("name", TAILS)
-def test_what_is_done_to_logits_is_done_to_rows_or_told(name: str) -> None:
+def test_what_is_done_to_logits_is_done_to_rows_or_reported(name: str) -> None:
     head, behind, reason = TAILS[name]
     torch.manual_seed(0)
-    told, of_loss, of_gradients = _losses(head(4, 11), behind)
+    reported, of_loss, of_gradients = _losses(head(4, 11), behind)
     # What the model itself rounds to float32 is rounded in another order.
     tolerance = 1e-12 if name != "own-head" else 1e-5
     assert (of_loss <= tolerance, of_gradients <= tolerance) == (True, True)
     expected = [] if reason is None else [f"the loss of Bag needs whole logits, rows x vocabulary ({reason}"]
-    assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected
+    assert [text[: len(start)] for text, start in zip(reported, expected, strict=True)] == expected
 
 
 def test_a_model_that_changes_its_ways_is_refused() -> None:

@@ -58,7 +58,7 @@ def _defects(strategy: str) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize("strategy", mark_mostly_slow(["ddp", "fsdp2"], "fsdp2"))
-def test_defect_on_one_rank_raises_on_all_and_training_goes_on(strategy: str) -> None:
+def test_defect_on_one_rank_raises_on_all_and_training_continues(strategy: str) -> None:
     first, second = pool(2).run(_defects, strategy)
     assert first == second
     for text, words in zip(
@@ -113,7 +113,7 @@ def test_the_loss_of_logits_in_half_precision_is_that_in_float32() -> None:
 
 
 @pytest.mark.parametrize("strategy", mark_mostly_slow(["single", "ddp", "fsdp2"], "ddp"))
-def test_calls_out_of_order_are_told(strategy: str) -> None:
+def test_calls_out_of_order_are_reported(strategy: str) -> None:
     ranks = 1 if strategy == "single" else 2
     for frozen, routed, pending, twice, *others in pool(ranks).run(_misuse, strategy):
         assert "no parameter" in frozen

@@ -86,7 +86,7 @@ def _stats(
     config: Mapping[str, Any],
     names: Sequence[TokenStatistic],
 ) -> tuple[int, list[dict[str, Tensor]]]:
-    """The task of one rank: its data rank, and what it is told."""
+    """The task of one rank: its data rank, and what it is reported."""
     manager = layout.build(case, config)
     rank = manager.mesh.data_rank
     return rank, manager.token_stats(_microbatches(case.model_type, rank, kinds), names)
@@ -131,7 +131,7 @@ def test_in_chunks_and_out_of_order_and_one_alone(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp-zero1", "fsdp2", "megatron_fsdp", "pp-interleaved"])
-def test_training_goes_on_bit_for_bit(name: str) -> None:
+def test_training_continues_bit_for_bit(name: str) -> None:
     layout = LAYOUTS[name]
     case = build_case(layout, steps=2)
     alone = pool(layout.ranks).run(train_with_objective, layout, case, combined_objective)

@@ -1,4 +1,4 @@
-"""Heads over tokens (values) and sequences (rewards), in the place of a vocabulary's, train alike in every layout."""
+"""Heads over tokens (values) and sequences (rewards), instead of a vocabulary's, train alike in every layout."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ REFUSED: dict[str, tuple[str, str, Any, int | None, int, str]] = {
 
 
 @pytest.mark.parametrize("name", mark_mostly_slow(REFUSED, "no objective", "no padding"))
-def test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step(name: str) -> None:
+def test_what_a_head_cannot_do_is_reported_on_all_ranks_before_the_first_step(name: str) -> None:
     where, kind, objective, padding, features, text = REFUSED[name]
     found = pool(PLACES[where].ranks).run(_refusal, PLACES[where], kind, objective, padding, features)
     assert len(set(found)) == 1, found

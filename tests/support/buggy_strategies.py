@@ -141,7 +141,7 @@ class LosesDecay(SpoilsLoadedState):
 
 
 class LosesSteps(SpoilsLoadedState):
-    """Counts the steps of Adam anew after loading."""
+    """Counts the steps of Adam again after loading."""
 
     def spoil_state(self, values: dict[str, Any]) -> None:
         values["step"].zero_()

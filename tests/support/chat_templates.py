@@ -131,7 +131,7 @@ def build_conversation(*texts: str, system: str | None = None) -> list[dict[str,
 
 
 def decode_supervised_spans(tokenizer: PreTrainedTokenizerFast, example) -> list[str]:
-    """The runs of learnt tokens of a document, decoded."""
+    """The runs of supervised tokens of a document, decoded."""
     runs, before = [], False
     for token, label in zip(example.tokens.tolist(), example.loss_mask.tolist(), strict=True):
         if label:

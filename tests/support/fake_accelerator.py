@@ -111,7 +111,7 @@ class _TorchCallMode(TorchFunctionMode):
         if self._devices.device_of_tensor(tensor).type != target.type:
             with self._devices.set_creation_device(target):
                 tensor = _aten._to_copy(tensor, device=target)
-        # It is there now: nothing to be done, but for dtype and the like.
+        # It is there now: nothing to be done, except for dtype and the like.
         rest = [CPU if _is_device(each) else each for each in args]
         with self._devices.set_creation_device(None):
             return tensor.to(*rest, **kwargs) if rest or kwargs else tensor

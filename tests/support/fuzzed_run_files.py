@@ -1,6 +1,6 @@
 """Run files of all kinds, good and bad, each made from a seed and its number.
 
-What may stand where comes from the schema of the run file, so options that are added are tried by themselves.
+What may stand where comes from the schema of the run file, so options that are added are tried on their own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SPELLINGS = (
     *("&a 3", "*", "&", "|", ">-", "? x", "- 1", "'", '"', "{", "[1,", "%x", "@x", "`x`", "a: b: c", "#", ""),
     *('"\\uD800"', '"\\0"', '"\\x"', "{<<: {a: 1}, <<: [{b: 2}]}", "{<<: 3}", "{<<: *a}", "{a: 1, a: 2}"),
     *("[" * 60 + "]" * 60, "{a: " * 3000, "[" * 20_000),
-)  # What a file may hold in the place of a value, as it is written
+)  # What a file may hold instead of a value, as it is written
 
 BREAKS = "[{}\t\0:-'\ufffe\u2028\ufeff\n\\\x85&*!|>%@`#"
 """Characters that may be put between two of a file."""

@@ -3,9 +3,9 @@
     PYTHONPATH=tests python -m support.kill_sweep --kills 40 --seed 16 --json benchmarks/results/kill.json
 
 Each layout trains a tiny model with dropout under a schedule with warm-up. Its runs are killed again and again, each
-time started anew by the same command, and at last left to end. Metrics and exported weights must then be those of a run
+time started again by the same command, and at last left to end. Metrics and exported weights must then be those of a run
 that was not killed, bit for bit. Short moments, such as while a checkpoint is deleted, are found by watching the
-directory. Everything random follows from the seed, but for what the machine does meanwhile.
+directory. Everything random follows from the seed, except for what the machine does meanwhile.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TrainingRun:
         return path.read_text().count("\n") if path.is_file() else 0
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All that the metrics say, but for durations."""
+        """All that the metrics say, except for durations."""
         lines = [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
         return [{k: v for k, v in line.items() if k not in NONDETERMINISTIC_FIELDS} for line in lines]
 
@@ -203,8 +203,8 @@ def wait_for_moment(process: subprocess.Popen[bytes], condition: Callable[[], bo
 def build_moment_condition(run: TrainingRun, moment: str, step: int, dice: random.Random) -> Callable[[], bool]:
     """A function that says whether the moment has come."""
     if moment == "starting":
-        begun, wait = time.monotonic(), dice.uniform(0.5, 12.0)
-        return lambda: time.monotonic() - begun > wait
+        started, wait = time.monotonic(), dice.uniform(0.5, 12.0)
+        return lambda: time.monotonic() - started > wait
     if moment == "training":
         wait = dice.uniform(0.0, 0.1)
         return lambda: run.count_steps() >= step and time.sleep(wait) is None  # type: ignore[func-returns-value]
@@ -319,15 +319,15 @@ class SweptLayout:
         return kill
 
     def _wait_for_exit(self, process: subprocess.Popen[bytes]) -> float:
-        begun = time.monotonic()
+        started = time.monotonic()
         while find_session_processes(process):
-            if time.monotonic() - begun > TIMEOUT_S:
+            if time.monotonic() - started > TIMEOUT_S:
                 end_session(process)
                 raise AssertionError(f"{self.name}: processes are left after a kill")
             process.poll()
             time.sleep(0.05)
         process.wait()
-        return round(time.monotonic() - begun, 2)
+        return round(time.monotonic() - started, 2)
 
     def _find_leftovers(self) -> list[str]:
         names = [path.name for path in _list_directory(self.run.checkpoints) if not path.name[-1].isdigit()]

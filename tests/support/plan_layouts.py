@@ -110,7 +110,7 @@ def plan_deep_layout(layout: PlannedLayout, *, from_small: bool) -> list[dict[st
 
 
 def assert_reports_match(report: dict[str, Any], expected: dict[str, Any], *, seconds: float = 0.01) -> None:
-    """Check that two reports agree to the byte, but for what need not; `seconds`: how far times may be off."""
+    """Check that two reports agree to the byte, except for what need not; `seconds`: how far times may be off."""
     assert report.keys() == expected.keys()
     for key in report:
         assert key in APPROXIMATE_KEYS or report[key] == expected[key], key

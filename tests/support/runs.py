@@ -105,6 +105,6 @@ class RunWorkspace:
         return [step for step, _ in list_steps(root or self.root)]
 
     def read_contents(self) -> dict[str, bytes]:
-        """All that is there, but for the lock."""
+        """All that is there, except for the lock."""
         paths = [path for path in self.out.rglob("*") if path.is_file() and not path.name.startswith(".lock")]
         return {str(path.relative_to(self.out)): path.read_bytes() for path in paths}

@@ -83,8 +83,8 @@ class SlurmCluster:
         return done
 
     def read_job(self, number: str) -> dict[str, str]:
-        told = self.run("scontrol", "--oneliner", "show", "job", number).stdout
-        return dict(each.partition("=")[::2] for each in told.split() if "=" in each)
+        reported = self.run("scontrol", "--oneliner", "show", "job", number).stdout
+        return dict(each.partition("=")[::2] for each in reported.split() if "=" in each)
 
     def wait_for_state(self, number: str, *states: str, timeout_s: float = 150) -> dict[str, str]:
         end = time.monotonic() + timeout_s

@@ -225,7 +225,7 @@ NAMES = {"dp_shard_cp": "shard", "dp_shard": "shard", "dp_replicate": "copies"}
 
 @dataclass
 class Measured:
-    """Of one rank: what it sends; bytes of messages of a few numbers, but for what ranks agree on before a step (see
+    """Of one rank: what it sends; bytes of messages of a few numbers, except for what ranks agree on before a step (see
     tests/step/test_step_overhead.py); and of each call of experts, how many rows go to those of each rank."""
 
     sent: Sent
@@ -306,7 +306,7 @@ FIRST = ("fsdp2", "ddp, distributed optimizer")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FIRST else SLOW) for name in LAYOUTS])
-def test_a_step_sends_the_least_and_what_is_told_beside_it(name: str) -> None:
+def test_a_step_sends_the_least_and_what_is_reported_beside_it(name: str) -> None:
     layout = LAYOUTS[name]
     found = pool(layout.ranks).run(_measured, name)
     for rank, each in enumerate(found):

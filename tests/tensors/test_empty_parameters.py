@@ -11,7 +11,7 @@ from meshwright import ModelError
 from meshwright_testing import pool
 from meshwright_testing.models import build_tiny_model
 
-TOLD = r"layers.0.mlp.gate_proj.weight is to be trained, but its shape \(0, \d+\) has no elements\. Change the size"
+REPORTED = r"layers.0.mlp.gate_proj.weight is to be trained, but its shape \(0, \d+\) has no elements\. Change the size"
 
 
 def _config() -> Any:
@@ -21,7 +21,7 @@ def _config() -> Any:
 
 
 def _refused(strategy: str, sizes: dict[str, int]) -> str:
-    with pytest.raises(ModelError, match=TOLD) as caught:
+    with pytest.raises(ModelError, match=REPORTED) as caught:
         mw.from_config(_config(), strategy, device="cpu", **sizes)
     assert caught.value.exit_code == 2
     return str(caught.value)

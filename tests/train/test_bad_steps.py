@@ -1,6 +1,6 @@
 """Steps that are not made: every stack leaves them out, or goes back, as one process that never saw their batches.
 
-What is bad, and what is done then, is told by `BadStepConfig`.
+What is bad, and what is done then, is reported by `BadStepConfig`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STEPS = 6
 TOLERANCE = 1e-9
 
 
-class _Told:
+class _Reported:
     """An observer of bad steps."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def _scheduler(manager: StrategyManager) -> Any:
 
 
 def _by_hand(draws: Sequence[int | None]) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """One process that makes a step of each of some draws; None: no step, but the rate goes on."""
+    """One process that makes a step of each of some draws; None: no step, but the rate continues."""
     manager = _built("single")
     scheduler, batches = _scheduler(manager), _batches(manager, ())
     losses, norms = [], []
@@ -100,9 +100,9 @@ def _by_hand(draws: Sequence[int | None]) -> tuple[list[float], list[float], dic
 
 
 def _fitted(stack: str, do: Any, poisoned: Sequence[int], directory: str, stop_at: int | None = None) -> Any:
-    """What `fit` makes of it, in one sitting or in two; each step once, as the course has it."""
+    """What `fit` makes of it, in one attempt or in two; each step once, as the course has it."""
     manager = _built(stack)
-    told, root, course = _Told(), Path(directory), {}
+    reported, root, course = _Reported(), Path(directory), {}
     loop = Loop(
         _batches(manager, poisoned),
         steps=STEPS,
@@ -113,7 +113,7 @@ def _fitted(stack: str, do: Any, poisoned: Sequence[int], directory: str, stop_a
         on_bad_step=BadStepConfig(action=do, max_bad_steps=3),
         callbacks=[lambda result: result.step == stop_at],
     )
-    with get_registry().observing(told):
+    with get_registry().observing(reported):
         with Checkpointer(manager, root, keep_last=None) as checkpointer:
             results = fit(manager, replace(loop, checkpointer=checkpointer))
         if stop_at is not None:
@@ -131,7 +131,7 @@ def _fitted(stack: str, do: Any, poisoned: Sequence[int], directory: str, stop_a
     return (
         [(each.step, each.loss, each.grad_norm, each.learning_rate, bool(each.skip_reason)) for each in made],
         full_weights(manager),
-        told.bad,
+        reported.bad,
     )
 
 
@@ -159,17 +159,17 @@ COURSES: dict[str, tuple[list[int], list[int | None], list[Any]]] = {
 @pytest.mark.parametrize("do", COURSES)
 @pytest.mark.parametrize("stack", STACKS)
 def test_every_stack_leaves_out_what_is_not_a_number_or_goes_back(stack: str, do: str, tmp_path: Path) -> None:
-    poisoned, draws, told = COURSES[do]
+    poisoned, draws, reported = COURSES[do]
     (expected,) = pool(1).run(_by_hand, draws)
     for found in pool(4).run(_fitted, stack, do, poisoned, str(tmp_path)):
         _compare(found, expected, draws)
-        assert found[2] == told
+        assert found[2] == reported
 
 
 @pytest.mark.parametrize(
     "stop_at", [pytest.param(None, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 5]
 )
-def test_a_course_goes_on_as_it_would_have_after_it_was_stopped(stop_at: int | None, tmp_path: Path) -> None:
+def test_a_course_continues_as_it_would_have_after_it_was_stopped(stop_at: int | None, tmp_path: Path) -> None:
     for do, poisoned, draws in (("skip", [2, 4], [0, 1, None, 3, None, 5]), ("rollback", [2], [0, 1, 3, 4, 5, 6])):
         (expected,) = pool(1).run(_by_hand, draws)
         directory = str(tmp_path / do)
@@ -202,7 +202,7 @@ def _ends(do: str, poisoned: Sequence[int], directory: str) -> tuple[str, bool]:
         ("rollback", [0], "there is no checkpoint to go back to"),
     ],
 )
-def test_what_cannot_go_on_ends_on_all_ranks_and_has_changed_nothing(
+def test_what_cannot_continue_ends_on_all_ranks_and_has_changed_nothing(
     do: str, poisoned: list[int], text: str, tmp_path: Path
 ) -> None:
     for said, is_same in pool(2).run(_ends, do, poisoned, str(tmp_path)):
@@ -269,7 +269,7 @@ def _lines(directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_run_says_what_it_leaves_out_and_goes_on_alike(tmp_path: Path) -> None:
+def test_a_run_says_what_it_leaves_out_and_continues_alike(tmp_path: Path) -> None:
     """Norms of a low rate vary about their median; the same run, stopped in between, judges the same."""
     write_run(tmp_path)
     judged = "on_bad_step={action: rollback, max_deviations: 0.7, window: 20, max_bad_steps: 50}"
@@ -299,7 +299,7 @@ def test_a_run_says_what_it_leaves_out_and_goes_on_alike(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("window", "is_far"), [(MIN_GOOD_STEPS, True), (50, False)], ids=["window=20", "window=50"])
-def test_what_is_far_is_told_by_as_many_good_steps_as_the_window_holds(window: int, is_far: bool) -> None:
+def test_what_is_far_is_reported_by_as_many_good_steps_as_the_window_holds(window: int, is_far: bool) -> None:
     """Losses that have halved: what is as before is a leap for whom remembers the lower ones alone."""
     noise = [0.05 * math.sin(step) for step in range(MIN_GOOD_STEPS + 30)]
     losses = [2 + each for each in noise[:30]] + [1 + each for each in noise[30:]]

@@ -73,7 +73,7 @@ def _loader(manager: StrategyManager, rows: int = 2, **more: Any) -> DataLoader:
     return DataLoader(data, batch_size=rows // mesh.data_size, sampler=sampler, **more)
 
 
-def _told(results: list[StepResult]) -> list[dict[str, Any]]:
+def _reported(results: list[StepResult]) -> list[dict[str, Any]]:
     return [
         {key: value for key, value in vars(each).items() if key not in {*NONDETERMINISTIC_FIELDS, "rank"}}
         for each in results
@@ -83,7 +83,7 @@ def _told(results: list[StepResult]) -> list[dict[str, Any]]:
 def _trained(strategy: str, sizes: dict[str, int]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     manager = build_manager(strategy, {}, sizes, Case())
     results = fit(manager, Loop(batches=_loader(manager), gradient_accumulation_steps=2, epochs=2))
-    return _told(results), full_weights(manager)
+    return _reported(results), full_weights(manager)
 
 
 LAYOUTS: list[Any] = [
@@ -145,7 +145,7 @@ class _Epochs(IterableDataset):
         return iter(_ids(*(100 * self.epoch + n for n in range(3 + self.epoch))))
 
 
-def test_a_step_never_reaches_over_the_end_of_a_pass_and_each_pass_is_told_its_number() -> None:
+def test_a_step_never_reaches_over_the_end_of_a_pass_and_each_pass_is_reported_its_number() -> None:
     assert _drawn(EpochBatches(_ids(1, 2, 3, 4, 5), gradient_accumulation_steps=2), range(5)) == [
         [1, 2],
         [3, 4],
@@ -158,7 +158,7 @@ def test_a_step_never_reaches_over_the_end_of_a_pass_and_each_pass_is_told_its_n
 
 
 class _Live:
-    """Tells where it is by its own memory, which changes as it goes on."""
+    """Tells where it is by its own memory, which changes as it continues."""
 
     def __init__(self) -> None:
         self.place = {"next": 0}
@@ -191,7 +191,7 @@ def _sampler() -> DistributedSampler[int]:
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_a_run_goes_on_at_the_microbatch_that_comes_next(kind: str) -> None:
+def test_a_run_continues_at_the_microbatch_that_comes_next(kind: str) -> None:
     passes, states, whole = EpochBatches(MADE[kind](), gradient_accumulation_steps=2, seed_for_step=_seed), [None], []
     for step in range(8):
         whole += _drawn(passes, range(step, step + 1))
@@ -219,7 +219,7 @@ def test_a_run_goes_on_at_the_microbatch_that_comes_next(kind: str) -> None:
         ([{"input_ids": torch.ones(1), "text": ["a"]}], r"a microbatch holds what is no tensor: text \(list\)"),
     ],
 )
-def test_what_gives_no_microbatches_is_told(batches: Any, text: str) -> None:
+def test_what_gives_no_microbatches_is_reported(batches: Any, text: str) -> None:
     passes = EpochBatches(batches)
     with pytest.raises(BatchError, match=text):
         _drawn(passes, range(3))
@@ -287,11 +287,11 @@ def _fails(result: StepResult) -> None:
     ],
 )
 def test_what_does_not_fit_together_is_one_error_on_all_ranks(make: str, kind: str, text: str, steps: int) -> None:
-    told = pool(2).run(_raised, make)
-    for found, said, done in told:
+    reported = pool(2).run(_raised, make)
+    for found, said, done in reported:
         assert (found, done) == (kind, steps), said
         assert text in said
-    assert len({said for _, said, _ in told}) == 1 or make == "culprit"
+    assert len({said for _, said, _ in reported}) == 1 or make == "culprit"
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def _stopped(asking: int) -> tuple[list[Any], list[dict[str, Any]]]:
 
     sets = {name: list(_loader(manager)) for name in ("short", "long")}
     loop = Loop(batches=_loader(manager), epochs=3, callbacks=[first, second], eval_sets=sets, eval_every=2)
-    return seen, _told(fit(manager, loop))
+    return seen, _reported(fit(manager, loop))
 
 
 def test_callbacks_are_called_in_order_see_evaluations_and_any_rank_may_stop_all() -> None:
@@ -364,7 +364,7 @@ def _course(directory: str, strategy: str, sizes: dict[str, int], changes: dict[
     """A run whose loss on a set falls and then rises again; or its end, from a checkpoint on."""
     manager = build_manager(strategy, {}, sizes, Case())
     held_out = {"other": list(_loader(manager)), "held_out": list(_loader(manager))[:1]}
-    # Rates that rise until the model forgets what it has learnt.
+    # Rates that rise until the model forgets what it has supervised.
     scheduler = torch.optim.lr_scheduler.LambdaLR(manager.optimizer, lambda step: 1.0 if step < 4 else 40.0)
     saving = {key: changes[key] for key in ("keep_last", "keep_best", "best_eval_set") if key in changes}
     with Checkpointer(manager, directory, **{"keep_last": 1, **saving}) as checkpointer:
@@ -382,7 +382,7 @@ def _course(directory: str, strategy: str, sizes: dict[str, int], changes: dict[
             manifest = load_checkpoint(manager, step_directory(Path(directory), start), scheduler=scheduler)
             loop = loop.resume_from(manifest)
         results = fit(manager, loop)
-    return _told(results), sorted(step for step, _ in list_steps(Path(directory)))
+    return _reported(results), sorted(step for step, _ in list_steps(Path(directory)))
 
 
 STOPPING = {"early_stopping": EarlyStopping("other", patience=3), "save_every": 1, "keep_last": None}
@@ -420,7 +420,7 @@ def test_the_best_checkpoints_are_saved_and_never_removed_also_after_an_interrup
     found = find_best_checkpoints([path for _, path in list_steps(tmp_path / "a")], "other", 2)
     assert [step for _, step, _ in found] == best
     assert [loss for loss, _, _ in found] == [results[step - 1]["evaluations"]["other"] for step in best]
-    # What was the best before the run went on stays the best.
+    # What was the best before the run continued stays the best.
     shutil.rmtree(step_directory(tmp_path / "a", 12))
     for rest, steps in pool(2).run(_course, str(tmp_path / "a"), "ddp", {}, changes, max(best)):
         assert rest == results[max(best) :]
@@ -501,7 +501,7 @@ def _stateful(directory: str, strategy: str, start: int | None) -> tuple[list[An
         loop = Loop(batches=loader, gradient_accumulation_steps=2, steps=8, checkpointer=checkpointer, save_every=1)
         if start is not None:
             loop = loop.resume_from(load_checkpoint(manager, step_directory(Path(directory), start)))
-        return _told(fit(manager, loop)), data.read
+        return _reported(fit(manager, loop)), data.read
 
 
 class _Counted(Rows):
@@ -527,7 +527,7 @@ def test_the_state_of_a_loader_is_in_the_checkpoint_and_no_row_is_read_again(tmp
 
 
 @pytest.mark.slow
-def test_the_example_learns_stops_and_goes_on(tmp_path: Path) -> None:
+def test_the_example_learns_stops_and_continues(tmp_path: Path) -> None:
     def run(epochs: int) -> list[str]:
         command = [sys.executable, ROOT / "examples" / "finetune.py", "--out", tmp_path, "--epochs", str(epochs)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)

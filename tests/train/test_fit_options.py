@@ -1,6 +1,6 @@
 """What a run file says of how long, how patiently and how often: each as the plain thing that it stands for.
 
-When a run stops is told by `EarlyStoppingConfig`, and what is best by `KeepBestConfig`.
+When a run stops is reported by `EarlyStoppingConfig`, and what is best by `KeepBestConfig`.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def _summary(place: RunWorkspace) -> dict[str, Any]:
 def test_epochs_and_a_share_of_warm_up_are_the_steps_that_they_come_to(
     place: RunWorkspace, workplace: Path, tmp_path: Path
 ) -> None:
-    told = {"steps": None, "epochs": 0.21, "schedule": {"warmup_ratio": 0.3}}
-    place.run_successfully(**told)
-    rows = sum(map(len, preflight(load_run(place.write_run_file(**told)), 1).datasets.train_sets))
+    reported = {"steps": None, "epochs": 0.21, "schedule": {"warmup_ratio": 0.3}}
+    place.run_successfully(**reported)
+    rows = sum(map(len, preflight(load_run(place.write_run_file(**reported)), 1).datasets.train_sets))
     steps = math.ceil(0.21 * rows / 4)
     assert 4 < steps < 12
     assert _summary(place)["num_steps"] == steps
-    # Begun in the one way, and gone on with in the other.
+    # Started in the one way, and continued with in the other.
     mixed = RunWorkspace(workplace, tmp_path / "mixed")
     mixed.directory.mkdir()
-    assert mixed.run(kill_after=3, **told)[1] == "killed"
-    _, error, code = mixed.run(**told | {"schedule": {"warmup_ratio": 0.9}})
+    assert mixed.run(kill_after=3, **reported)[1] == "killed"
+    _, error, code = mixed.run(**reported | {"schedule": {"warmup_ratio": 0.9}})
     assert (code, "the run differs" in error, "schedule.warmup_steps" in error) == (2, True, True)
-    assert "going on from" in mixed.run_successfully(steps=steps, schedule={"warmup_steps": math.ceil(0.3 * steps)})
+    assert "resuming from" in mixed.run_successfully(steps=steps, schedule={"warmup_steps": math.ceil(0.3 * steps)})
     assert mixed.read_metrics() == place.read_metrics()
 
 
@@ -82,7 +82,7 @@ def test_a_run_that_has_stopped_early_is_finished_until_it_is_to_be_more_patient
     # Of three evaluations the first is the lowest. The checkpoint before the end is of step 2.
     assert place.run(kill_after=3, **STOPPING)[1] == "killed"
     output = place.run_successfully(**STOPPING)
-    assert "going on from" in output
+    assert "resuming from" in output
     assert "stopped early, after 3 of 8 steps: the held-out loss has not fallen in 2 evaluations" in output
     assert [line["step"] for line in place.read_metrics()] == [1, 2, 3]
     assert place.list_steps() == [3, 2]
@@ -95,7 +95,7 @@ def test_a_run_that_has_stopped_early_is_finished_until_it_is_to_be_more_patient
 
 
 @pytest.mark.slow
-def test_a_run_that_another_has_stopped_early_is_not_begun(
+def test_a_run_that_another_has_stopped_early_is_not_started(
     place: RunWorkspace, workplace: Path, tmp_path: Path
 ) -> None:
     place.run_successfully(**STOPPING)
@@ -112,7 +112,7 @@ def test_a_run_that_another_has_stopped_early_is_not_begun(
 
 
 @pytest.mark.slow
-def test_several_sets_are_evaluated_kept_and_told(place: RunWorkspace, workplace: Path) -> None:
+def test_several_sets_are_evaluated_kept_and_reported(place: RunWorkspace, workplace: Path) -> None:
     data = yaml.safe_load((workplace / "run.yaml").read_text())["data"]
     data["eval_sets"] = {"news": {"files": str(workplace / "more" / "news.jsonl")}}
     changes = {"data": data, "eval": {"every": 1, "max_sequences": 3}}
@@ -136,8 +136,12 @@ def test_checkpoints_are_saved_by_the_clock(place: RunWorkspace) -> None:
     place.run_successfully(steps=3, checkpoint={"every": [200, "0.001s"], "keep_last": None})
     assert place.list_steps() == [3, 2, 1]
     for every, steps, seconds in ((500, 500, None), ("1.5h", None, 5400.0), ([".5s", 3], 3, 0.5), (None, None, None)):
-        told = load_run(place.write_run_file(checkpoint={"every": every})).checkpoint
-        assert (told.every_steps, told.every_seconds, told.is_enabled) == (steps, seconds, every is not None)
+        reported = load_run(place.write_run_file(checkpoint={"every": every})).checkpoint
+        assert (reported.every_steps, reported.every_seconds, reported.is_enabled) == (
+            steps,
+            seconds,
+            every is not None,
+        )
     for wrong in ("0m", "20", "20d", [], [500, 600], ["1m", "2m"], 0, True, [500, "0.0s"]):
         with pytest.raises(ConfigError, match=r"checkpoint\.every"):
             load_run(place.write_run_file(checkpoint={"every": wrong}))
@@ -178,36 +182,36 @@ def preferences(workplace: Path) -> dict[str, Any]:
     return kept | {"tokenizer": str(tokenizer), "sources": sources, "eval_fraction": 0.2}
 
 
-def _told_sums(place: RunWorkspace) -> list[dict[str, float]]:
+def _reported_sums(place: RunWorkspace) -> list[dict[str, float]]:
     return [{name: value / line["num_tokens"] for name, value in line["sums"].items()} for line in place.read_metrics()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "sizes", "ranks"), [("ddp", {}, 2), ("fsdp2", {"tp_size": 2}, 2)], ids=str)
-def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_goes_on(
+def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_continues(
     strategy: str, sizes: dict[str, int], ranks: int, preferences: dict[str, Any], place: RunWorkspace, tmp_path: Path
 ) -> None:
-    told = {"data": preferences, "objective": {"name": "dpo", "beta": 1.0}, "micro_batch_size": 2, "batch_size": 8}
-    output = place.run_successfully(**told)
+    reported = {"data": preferences, "objective": {"name": "dpo", "beta": 1.0}, "micro_batch_size": 2, "batch_size": 8}
+    output = place.run_successfully(**reported)
     assert "computing the log-probabilities of the reference" in output
-    lines, sums = place.read_metrics(), _told_sums(place)
-    # Nothing is learnt before the first step, so that the model is its own reference.
+    lines, sums = place.read_metrics(), _reported_sums(place)
+    # Nothing is supervised before the first step, so that the model is its own reference.
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-12)
     assert sums[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-12)
     assert abs(sums[-1]["rewards/margins"]) > 1e-3
     other = RunWorkspace(place.workplace, tmp_path / "other")
     other.directory.mkdir()
     layout = {"strategy": strategy, "nproc": ranks, **sizes}
-    assert other.run(ranks=ranks, kill_after=5, **told, **layout)[1] == "killed"
-    output, error, code = other.run(ranks=ranks, **told, **layout)
+    assert other.run(ranks=ranks, kill_after=5, **reported, **layout)[1] == "killed"
+    output, error, code = other.run(ranks=ranks, **reported, **layout)
     assert code == 0, error
-    assert "going on from" in output
+    assert "resuming from" in output
     assert "computing" not in output
     for one, each in zip(other.read_metrics(), lines, strict=True):
         assert one["loss"] == pytest.approx(each["loss"], abs=1e-9)
         assert one["sums"] == pytest.approx(each["sums"], abs=1e-8)
     # What was computed is not of this run any more.
-    again, error, code = other.run(ranks=ranks, overwrite=True, resume="never", seed=1, **told, **layout)
+    again, error, code = other.run(ranks=ranks, overwrite=True, resume="never", seed=1, **reported, **layout)
     assert code == 0, error
     assert "computing" in again
 
@@ -215,7 +219,7 @@ def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_goes_on(
 @pytest.mark.parametrize(
     ("objective", "changes", "text"),
     [
-        (None, {}, "the cross entropy takes each by itself, so that rejected answers would be learnt"),
+        (None, {}, "the cross entropy takes each by itself, so that rejected answers would be supervised"),
         ({"name": "grpo", "beta": 0.1}, {"corpus": True}, "needs advantages, reference_log_probs beside the tokens"),
         (
             "orpo",
@@ -229,14 +233,14 @@ def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_goes_on(
 def test_an_objective_that_the_data_do_not_serve_is_refused_before_anything_starts(
     objective: Any, changes: dict[str, Any], text: str, preferences: dict[str, Any], place: RunWorkspace
 ) -> None:
-    told: dict[str, Any] = {"micro_batch_size": 2, "batch_size": 8, "data": preferences, "objective": objective}
+    reported: dict[str, Any] = {"micro_batch_size": 2, "batch_size": 8, "data": preferences, "objective": objective}
     if "packing" in changes:
-        told["data"] = preferences | changes
+        reported["data"] = preferences | changes
     elif "corpus" in changes:
-        del told["data"]
+        del reported["data"]
     else:
-        told |= changes
-    _, error, code = place.run(**told)
+        reported |= changes
+    _, error, code = place.run(**reported)
     assert code == 2
     assert text in error
     assert not place.out.exists()

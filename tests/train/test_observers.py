@@ -1,4 +1,4 @@
-"""What observers are told of a run, and what a run leaves behind of it: events, files of ranks, and pictures."""
+"""What observers are reported a run, and what a run leaves behind of it: events, files of ranks, and pictures."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ ORDER = ["start", "step", "evaluation", "step", "checkpoint", "step", "evaluatio
 
 @dataclass
 class Seen:
-    """An observer that keeps what it is told."""
+    """An observer that keeps what it is reported."""
 
-    told: list[tuple[str, Any]] = field(default_factory=list)
+    reported: list[tuple[str, Any]] = field(default_factory=list)
 
     @hookimpl
     def on_run_start(self, run: RunInfo, mesh: Any) -> None:
         assert str(mesh.degrees) == run.mesh
-        self.told.append(("start", run))
+        self.reported.append(("start", run))
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
-        self.told.append(("step", result))
+        self.reported.append(("step", result))
 
     @hookimpl
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self.told.append(("evaluation", evaluation))
+        self.reported.append(("evaluation", evaluation))
 
     @hookimpl
     def on_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
-        self.told.append(("checkpoint", checkpoint))
+        self.reported.append(("checkpoint", checkpoint))
 
     @hookimpl
     def on_fault(self, fault: Fault) -> None:
-        self.told.append(("fault", fault))
+        self.reported.append(("fault", fault))
 
     @hookimpl
     def on_run_end(self, summary: RunSummary) -> None:
-        self.told.append(("end", summary))
+        self.reported.append(("end", summary))
 
 
 class Fails:
@@ -88,7 +88,7 @@ class Options(FrozenModel):
 
 
 class _Plugin:
-    """Brings a tracker that writes what it is told of into the directory of the run."""
+    """Brings a tracker that writes what it is reported into the directory of the run."""
 
     @hookimpl
     def register_trackers(self) -> list[TrackerSpec]:
@@ -119,7 +119,7 @@ def _dead(config: Options, run: RunInfo) -> Any:
 
 
 def _rank(path: str, observers: Mapping[int, list[Any]], plugs: bool) -> tuple[list[Any], str, list[str]]:
-    """What an observer of this rank was told, the rank's error, and its warnings."""
+    """What an observer of this rank was reported, the rank's error, and its warnings."""
     seen, rank = Seen(), torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     with ExitStack() as held, pytest.MonkeyPatch.context() as patch:
         warned = held.enter_context(warnings.catch_warnings(record=True))
@@ -137,7 +137,7 @@ def _rank(path: str, observers: Mapping[int, list[Any]], plugs: bool) -> tuple[l
             error = str(caught)
         except RuntimeError as caught:
             error = f"raw: {caught}"
-    return seen.told, error, [str(each.message) for each in warned]
+    return seen.reported, error, [str(each.message) for each in warned]
 
 
 class Place(runs.RunWorkspace):
@@ -162,14 +162,14 @@ def place(workplace: Path, tmp_path: Path) -> Place:
 # -- hooks
 
 
-def test_observers_of_every_rank_are_told_of_the_whole_course(place: Place) -> None:
+def test_observers_of_every_rank_are_reported_the_whole_course(place: Place) -> None:
     seen = place.observe(optimizer={"lr": 1e-2, "weight_decay": 0.1}, metrics={"norms_every": 2, "per_rank": False})
     assert not (place.out / "ranks").exists()
-    for rank, (told, error, _) in enumerate(seen):
+    for rank, (reported, error, _) in enumerate(seen):
         assert not error
-        assert [name for name, _ in told] == ORDER
-        assert all(each.rank == rank for _, each in told)
-        run, summary = told[0][1], told[-1][1]
+        assert [name for name, _ in reported] == ORDER
+        assert all(each.rank == rank for _, each in reported)
+        run, summary = reported[0][1], reported[-1][1]
         assert (run.start_step, run.num_steps, run.world_size, run.strategy, run.mesh) == (
             0,
             4,
@@ -179,10 +179,10 @@ def test_observers_of_every_rank_are_told_of_the_whole_course(place: Place) -> N
         )
         assert run.directory == place.out
         assert run.config["steps"] == 4
-        results = [each for name, each in told if name == "step"]
-        evaluations = [each for name, each in told if name == "evaluation"]
+        results = [each for name, each in reported if name == "step"]
+        evaluations = [each for name, each in reported if name == "evaluation"]
         assert [each.evaluations for each in results[1::2]] == [each.losses for each in evaluations]
-        assert [each.path.name for name, each in told if name == "checkpoint"] == ["step-00000002", "step-00000004"]
+        assert [each.path.name for name, each in reported if name == "checkpoint"] == ["step-00000002", "step-00000004"]
         assert (summary.reason, summary.step, summary.loss) == ("done", 4, results[-1].loss)
         assert summary.evaluations == results[-1].evaluations
         model = AutoModelForCausalLM.from_pretrained(place.out / "model")
@@ -216,11 +216,11 @@ def test_utilization_is_the_models_work_of_what_all_devices_could_do() -> None:
     assert replace(result, flops=400.0, peak_flops=100.0).mfu == 400 / (2 * 100 * 4)
 
 
-def test_what_fails_is_told_as_a_fault_and_an_end(place: Place) -> None:
-    for told, error, _ in place.observe(observers={0: [], 1: []}, optimizer={"lr": 1e30}):
-        names = [name for name, _ in told]
+def test_what_fails_is_reported_as_a_fault_and_an_end(place: Place) -> None:
+    for reported, error, _ in place.observe(observers={0: [], 1: []}, optimizer={"lr": 1e30}):
+        names = [name for name, _ in reported]
         assert names[-2:] == ["fault", "end"]
-        fault, summary = told[-2][1], told[-1][1]
+        fault, summary = reported[-2][1], reported[-1][1]
         assert (fault.error_type, fault.message, summary.reason) == ("TrainingError", error, "failed")
         assert fault.step == summary.step == names.count("step")
     events = place.lines(EVENTS)
@@ -229,7 +229,7 @@ def test_what_fails_is_told_as_a_fault_and_an_end(place: Place) -> None:
     assert (place.out / LOSS_CURVE).stat().st_size > 5000
 
 
-def test_an_observer_that_fails_at_the_start_is_told_on_all_ranks(place: Place) -> None:
+def test_an_observer_that_fails_at_the_start_is_reported_on_all_ranks(place: Place) -> None:
     errors = [error for _, error, _ in place.observe(observers={1: [Fails()]})]
     assert errors[1] == "raw: no room"
     assert "an observer fails at the start of the run: RuntimeError: no room" in errors[0]
@@ -239,7 +239,7 @@ def test_an_observer_that_fails_at_the_start_is_told_on_all_ranks(place: Place) 
 
 
 @pytest.mark.slow
-def test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed(place: Place) -> None:
+def test_events_and_files_of_ranks_continue_with_a_run_that_is_resumed(place: Place) -> None:
     place.observe()
     first = [each["event"] for each in place.lines(EVENTS)]
     assert first == ["start", "startup_times", "evaluation", "checkpoint", "evaluation", "checkpoint", "end"]
@@ -269,7 +269,7 @@ def test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed(place: Place
     assert [each["step"] for each in place.lines(str(path))] == [1, 2]
 
 
-def test_a_disk_that_takes_nothing_is_told_once_and_ends_no_run(tmp_path: Path) -> None:
+def test_a_disk_that_takes_nothing_is_reported_once_and_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "ranks").write_text("a file")
     now = iter(range(0, 1000, 10))
     log = RankLog(RunDirectory(tmp_path).get_rank_log_path(3), clock=lambda: float(next(now)))
@@ -290,17 +290,17 @@ def test_a_tracker_runs_on_the_first_rank_is_closed_and_left_aside_once_it_fails
     assert (place.out / "lines").read_text() == "rank 0\nstep 1\nstep 2\nclosed\n"
     (place.out / "lines").unlink()
     place.out = place.out / "failing"
-    told, error, warned = place.observe(plugs=True, trackers=[{"name": "lines", "fails_in": "on_step_end"}])[0]
+    reported, error, warned = place.observe(plugs=True, trackers=[{"name": "lines", "fails_in": "on_step_end"}])[0]
     assert not error
-    assert [name for name, _ in told] == ORDER
+    assert [name for name, _ in reported] == ORDER
     assert [each for each in warned if "tracker" in each] == [
         "tracker 'lines' has failed in on_step_end and is left aside: ConnectionError: the server is gone. Training "
-        "goes on; metrics.jsonl has everything."
+        "continues; metrics.jsonl has everything."
     ]
     assert (place.out / "lines").read_text() == "rank 0\nstep 1\nclosed\n"
 
 
-def test_a_tracker_that_cannot_be_started_is_told_on_all_ranks(place: Place) -> None:
+def test_a_tracker_that_cannot_be_started_is_reported_on_all_ranks(place: Place) -> None:
     errors = {error for _, error, _ in place.observe(plugs=True, trackers=["dead"])}
     assert errors == {
         "tracker 'dead' cannot be started: ConnectionError: no server. Mend that, or leave it out of trackers."
@@ -315,10 +315,10 @@ def test_a_wrong_tracker_and_one_of_two_plugins_are_refused_by_name() -> None:
         ({"fails_in": "x"}, "there is no tracker None."),
         ({"name": "lines", "fail_in": "x"}, "fail_in: unknown key. Did you mean 'fails_in'?"),
     ]
-    for asked, told in wrong:
+    for asked, reported in wrong:
         with pytest.raises(ConfigError) as caught:
             resolve_trackers([asked], registry)
-        assert told in str(caught.value)
+        assert reported in str(caught.value)
     registry.register(_Plugin(), name="others (tests)")
     with pytest.raises(ConfigError, match="two plugins bring a tracker"):
         list_trackers(registry)
@@ -339,11 +339,11 @@ class _Event:
         return (other.at - self.at) * 1e3
 
 
-def test_parts_of_an_accelerator_are_told_as_soon_as_they_are_known() -> None:
+def test_parts_of_an_accelerator_are_reported_as_soon_as_they_are_known() -> None:
     # What has been issued, and what is done, in seconds of the device.
     device = [0.0, 0.0]
     watch = Stopwatch(lambda: _Event(device, device[0]), clock=lambda: 0.0)
-    told = []
+    reported = []
     for forward, optimizer in ((2.0, 0.5), (3.0, 0.25)):
         watch.begin_step()
         watch.end_phase("data")
@@ -354,8 +354,11 @@ def test_parts_of_an_accelerator_are_told_as_soon_as_they_are_known() -> None:
         watch.end_phase("read")
         device[0] += optimizer
         watch.end_phase("optimizer")
-        told.append({name: value for name, value in watch.pop_times().items() if value})
-    assert told == [{"forward_backward": 2.0, "clip": 1.0}, {"forward_backward": 3.0, "clip": 1.0, "optimizer": 0.5}]
+        reported.append({name: value for name, value in watch.pop_times().items() if value})
+    assert reported == [
+        {"forward_backward": 2.0, "clip": 1.0},
+        {"forward_backward": 3.0, "clip": 1.0, "optimizer": 0.5},
+    ]
 
 
 @pytest.mark.slow
@@ -369,7 +372,7 @@ def test_an_observer_that_fails_at_the_end_does_not_hide_what_has_ended_the_run(
 def test_metrics_and_trackers_do_not_make_another_run(place: Place) -> None:
     place.observe(plugs=True)
     before = {path: path.read_bytes() for path in place.out.rglob("*") if path.is_file() and ".lock" not in path.name}
-    told, error, _ = place.observe(plugs=True, metrics={"per_rank": False}, trackers=["lines"])[0]
-    assert not told
+    reported, error, _ = place.observe(plugs=True, metrics={"per_rank": False}, trackers=["lines"])[0]
+    assert not reported
     assert not error
     assert before == {path: path.read_bytes() for path in before}

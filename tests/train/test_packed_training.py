@@ -1,4 +1,4 @@
-"""Documents that share a row, or have padding behind them, train as by themselves: 22 architectures, every axis."""
+"""Documents that share a row, or have padding behind them, train as on their own: 22 architectures, every axis."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ARCHITECTURES = [
 SEQ_LEN, STEPS = 32, 3
 LENGTHS = (20, 18, 15, 12, 11, 11, 10, 9, 7, 5, 4, 3)
 """Best fit makes four rows of them, three of which have padding."""
-LEARNT = 0.7
+SUPERVISED = 0.7
 EXACT = 1e-12
 INTERLEAVED = {"pipeline": {"pp_schedule": "interleaved1f1b"}}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
@@ -47,7 +47,7 @@ def documents(model_type: str, step: int) -> TokenizedDocuments:
     draw = np.random.default_rng(step)
     lengths = draw.permutation(LENGTHS)
     tokens = draw.integers(0, case_vocab_size(model_type), lengths.sum()).astype(np.uint16)
-    return TokenizedDocuments(tokens, np.cumsum(lengths), draw.random(len(tokens)) < LEARNT)
+    return TokenizedDocuments(tokens, np.cumsum(lengths), draw.random(len(tokens)) < SUPERVISED)
 
 
 def batches_of(kind: str, model_type: str, step: int, place: DataShard) -> list[Batch]:
@@ -121,14 +121,14 @@ def test_best_fit_makes_four_rows_of_the_documents_of_a_step() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["documents", "none"])
-def test_rows_train_as_documents_by_themselves(layout: str, kind: str) -> None:
+def test_rows_train_as_documents_on_their_own(layout: str, kind: str) -> None:
     check(layout, "llama", kind)
 
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("layout", [None, *LAYOUTS])
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_rows_of_every_architecture_train_as_documents_by_themselves(model_type: str, layout: str | None) -> None:
+def test_rows_of_every_architecture_train_as_documents_on_their_own(model_type: str, layout: str | None) -> None:
     for kind in ("documents", "none"):
         check(layout, model_type, kind)
 

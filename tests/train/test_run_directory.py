@@ -1,4 +1,4 @@
-"""A run and its directory: what goes on, what is set aside, what is refused, and that nothing is lost."""
+"""A run and its directory: what continues, what is set aside, what is refused, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_a_newer_format_stops_the_run_and_no_older_one_is_taken(place: RunWorksp
 
 
 @pytest.mark.slow
-def test_a_torn_newest_one_is_set_aside_and_never_costs_a_whole_one(
+def test_a_incomplete_newest_one_is_set_aside_and_never_costs_a_whole_one(
     place: RunWorkspace, uninterrupted: RunWorkspace
 ) -> None:
     settings = {"every": EVERY, "keep_last": 1, "asynchronous": False}
     assert place.run(kill_after=7, checkpoint={**settings, "keep_last": 2})[1] == "killed"
     assert place.list_steps() == [6, 4]
     flip_file_bit(step_directory(place.root, 6) / "tensors-00000.bin")
-    # At other steps than before, so that the torn one would count as the newest.
+    # At other steps than before, so that the incomplete one would count as the newest.
     assert place.run(kill_after=6, checkpoint={**settings, "every": 5})[1] == "killed"
     assert place.list_steps(place.root / "abandoned-1") == [6]
     assert place.list_steps() == [5]
@@ -91,7 +91,7 @@ def test_a_torn_newest_one_is_set_aside_and_never_costs_a_whole_one(
 # -- back to an earlier step
 
 
-def test_going_back_sets_later_checkpoints_aside_and_the_same_command_goes_on_with_the_branch(
+def test_going_back_sets_later_checkpoints_aside_and_the_same_command_continues_with_the_branch(
     place: RunWorkspace, uninterrupted: RunWorkspace
 ) -> None:
     place.run_successfully()
@@ -113,7 +113,7 @@ def test_going_back_sets_later_checkpoints_aside_and_the_same_command_goes_on_wi
     # The run's own checkpoint, not the one that it began with.
     assert "after step 4" in place.run(kill_after=7, **branch)[0]
     assert place.list_steps() == [6, 4]
-    # What it began with has gone since. A plain run goes on with the branch, too.
+    # What it began with has gone since. A plain run continues with the branch, too.
     assert "after step 6" in place.run(kill_after=7, **branch)[0]
     plain = {**branch, "resume": "auto"}
     assert "after step 6" in place.run_successfully(**plain)
@@ -132,7 +132,7 @@ def test_going_back_sets_later_checkpoints_aside_and_the_same_command_goes_on_wi
 
 
 @pytest.mark.slow
-def test_a_run_that_began_with_a_checkpoint_elsewhere_goes_on_with_its_own(
+def test_a_run_that_began_with_a_checkpoint_elsewhere_continues_with_its_own(
     place: RunWorkspace, uninterrupted: RunWorkspace
 ) -> None:
     source = {"resume": str(step_directory(uninterrupted.root, 4))}
@@ -147,16 +147,16 @@ def test_a_run_that_began_with_a_checkpoint_elsewhere_goes_on_with_its_own(
     assert uninterrupted.read_contents() == before
 
 
-def test_a_checkpoint_of_another_run_is_not_gone_on_from(place: RunWorkspace, uninterrupted: RunWorkspace) -> None:
+def test_a_checkpoint_of_another_run_is_not_continued_from(place: RunWorkspace, uninterrupted: RunWorkspace) -> None:
     source = str(step_directory(uninterrupted.root, STEPS))
-    for changes, told in (
+    for changes, reported in (
         ({"resume": source, "batch_size": 8, "steps": 20}, "the run differs"),
         ({"resume": source}, "Raise steps"),
         ({"resume": str(place.directory)}, "is no checkpoint"),
         ({"seed": 3, "output_dir": str(uninterrupted.out)}, "holds the results of an earlier run"),
     ):
         _, error, code = place.run(**changes)
-        assert (code, told in error) == (2, True), error
+        assert (code, reported in error) == (2, True), error
     assert not place.out.exists()
 
 
@@ -172,7 +172,7 @@ def test_a_finished_run_says_so_and_touches_nothing(place: RunWorkspace) -> None
 
 
 @pytest.mark.slow
-def test_a_finished_run_goes_on_when_steps_are_raised_at_the_rates_of_the_longer_schedule(
+def test_a_finished_run_continues_when_steps_are_raised_at_the_rates_of_the_longer_schedule(
     place: RunWorkspace, uninterrupted: RunWorkspace
 ) -> None:
     place.run_successfully(steps=4)
@@ -187,14 +187,14 @@ def test_a_finished_run_goes_on_when_steps_are_raised_at_the_rates_of_the_longer
 
 
 @pytest.mark.slow
-def test_without_a_checkpoint_a_finished_run_does_not_go_on(place: RunWorkspace) -> None:
+def test_without_a_checkpoint_a_finished_run_does_not_continue(place: RunWorkspace) -> None:
     none: dict[str, Any] = {"checkpoint": {"every": None}}
     place.run_successfully(steps=2, **none)
     before = place.read_contents()
     for overwrite in (False, True):
         _, error, code = place.run(steps=4, overwrite=overwrite, **none)
         assert code == 2
-        assert "has left no checkpoint to go on from" in error
+        assert "has left no checkpoint to resume from" in error
         assert place.read_contents() == before
     # Another run replaces it, if it is to.
     other: dict[str, Any] = {"seed": 5, **none}
@@ -204,7 +204,7 @@ def test_without_a_checkpoint_a_finished_run_does_not_go_on(place: RunWorkspace)
     assert place.read_contents()["run.yaml"] != before["run.yaml"]
 
 
-def test_restarts_that_could_not_go_on_are_refused_at_the_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_that_could_not_continue_are_refused_at_the_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     saves = {"checkpoint": {"every": 2}}
 
     def check(restarts: str, **changes: Any) -> None:
@@ -215,7 +215,7 @@ def test_restarts_that_could_not_go_on_are_refused_at_the_first_attempt(monkeypa
     check("3", **saves)
     with pytest.raises(ConfigError, match=r"up to 3 times \(--max-restarts\), but the run saves no checkpoints"):
         check("3")
-    with pytest.raises(ConfigError, match="resume=never would start anew"):
+    with pytest.raises(ConfigError, match="resume=never would start over"):
         check("3", **saves, resume="never")
 
 
@@ -232,7 +232,7 @@ def test_a_second_run_is_refused_with_who_holds_the_directory(place: RunWorkspac
     place.run_successfully(steps=1)
 
 
-def test_the_system_lets_go_of_the_directory_of_a_run_that_is_killed(tmp_path: Path) -> None:
+def test_the_system_releases_the_directory_of_a_run_that_is_killed(tmp_path: Path) -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -391,11 +391,11 @@ def test_every_schedule_is_put_where_its_steps_lead() -> None:
 
 
 def test_what_resume_does_not_take_is_named(place: RunWorkspace) -> None:
-    for resume, told in (
+    for resume, reported in (
         ("{from: auto, allow: [optimizer.name]}", "resume.allow.0: Input should be 'optimizer.lr'"),
         ("{form: auto}", "resume.form: unknown key. Did you mean 'from'? Allowed: allow, from"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(told)):
+        with pytest.raises(ConfigError, match=re.escape(reported)):
             load_run(place.write_run_file(), [f"resume={resume}"])
 
 
@@ -415,7 +415,7 @@ def test_weights_of_a_checkpoint_begin_a_new_run_under_any_strategy(
     ranks = 2 if layout else 1
     output, error, code = place.run(ranks=ranks, **changes, **layout, nproc=ranks, micro_batch_size=1)
     assert code == 0, error
-    assert "going on from" not in output
+    assert "resuming from" not in output
     model = AutoModelForCausalLM.from_pretrained(uninterrupted.out / "model", dtype=torch.float64)
     losses, _ = _handwritten(place.write_run_file(**changes), [(0, {"rate": _cosine(1e-2, steps=3)})], model)
     assert [line["loss"] for line in place.read_metrics()] == pytest.approx(losses, rel=TOLERANCE)
@@ -445,12 +445,12 @@ def test_a_damaged_line_of_metrics_costs_only_that_line(bad: bytes, tmp_path: Pa
     path.write_bytes(b"\n".join([lines[0], bad, lines[2]]) + b"\n")
     with pytest.warns(UserWarning, match=r"1 lines cannot be read and are left out: 2\."):
         assert read_metrics(path, last_step=4, num_steps=4) == [results[0], results[2]]
-    # The last line of a run that was killed is nothing to be told of.
+    # The last line of a run that was killed is nothing to be reported.
     path.write_bytes(b"\n".join([*lines[:2], bad]))
     assert read_metrics(path, last_step=4, num_steps=4) == results[:2]
 
 
-def test_metrics_end_at_the_step_that_a_run_goes_on_from(tmp_path: Path) -> None:
+def test_metrics_end_at_the_step_that_a_run_resumes_from(tmp_path: Path) -> None:
     first = [StepResult(step, 4, 2.5, 1.0, 0.1, 8, 0.5, rank=0) for step in (1, 2, 3, 4)]
     again = [StepResult(step, 4, 1.5, 1.0, 0.1, 8, 0.5, rank=0) for step in (2, 3)]
     path = tmp_path / "metrics.jsonl"

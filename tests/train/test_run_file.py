@@ -84,9 +84,9 @@ def test_no_value_is_taken_for_one_of_another_type(more, line, run_file):
 
 
 def test_assignments_reach_nested_values_and_create_what_is_left_out(run_file):
-    told = ["optimizer.lr=3e-4", "strategy_config.reduce_dtype=float64", "data.corpus=[a.txt, b.txt]", "steps=20"]
-    told += ["max_grad_norm=null", "sample.prompt=a = b", "wrapper_config={pipeline: {schedule: 1f1b}}", "steps=30"]
-    config = load_run(run_file("optimizer: {lr: 0.1, weight_decay: 0.2}\non_bad_step: skip\n"), told)
+    reported = ["optimizer.lr=3e-4", "strategy_config.reduce_dtype=float64", "data.corpus=[a.txt, b.txt]", "steps=20"]
+    reported += ["max_grad_norm=null", "sample.prompt=a = b", "wrapper_config={pipeline: {schedule: 1f1b}}", "steps=30"]
+    config = load_run(run_file("optimizer: {lr: 0.1, weight_decay: 0.2}\non_bad_step: skip\n"), reported)
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (3e-4, 0.2)
     assert config.strategy_config == {"reduce_dtype": "float64"}
     assert config.data.corpus == ["a.txt", "b.txt"]
@@ -306,7 +306,7 @@ def registry_of(**configs: Any) -> Registry:
     return registry
 
 
-def test_classes_of_one_name_in_two_strategies_are_kept_apart_in_the_schema():
+def test_classes_of_one_name_in_two_strategies_are_isolated_in_the_schema():
     schema = run_schema(registry_of(first=OneConfig, second=two_configs()[1]))
     for strategy, key in (("first", "one"), ("first", "two"), ("second", "two"), ("second", "one")):
         accepted = (strategy, key) in (("first", "one"), ("second", "two"))

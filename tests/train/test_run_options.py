@@ -66,7 +66,7 @@ def _inside(key: str, **changes: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_a_run_heeds_the_option(
+def test_a_run_respects_the_option(
     changes: dict[str, Any], changed: list[str], base: dict[str, Any], workplace: Path, tmp_path: Path
 ) -> None:
     place = RunWorkspace(workplace, tmp_path)
@@ -76,7 +76,7 @@ def test_a_run_heeds_the_option(
     assert bool(differing) == bool(changes)
 
 
-def test_a_plan_heeds_what_is_said_of_ranks_strategies_and_microbatches(workplace: Path, tmp_path: Path) -> None:
+def test_a_plan_respects_what_is_said_of_ranks_strategies_and_microbatches(workplace: Path, tmp_path: Path) -> None:
     options = {"strategy": "fsdp2", "strategy_config": {"activation_checkpointing": "full"}, "pp_size": 2}
     options |= {"wrapper_config": {"pipeline": {"pp_schedule": "gpipe"}}, "micro_batch_size": 2, "nproc": 2}
     config = load_run(RunWorkspace(workplace, tmp_path).write_run_file(**BASE | options))
@@ -108,13 +108,13 @@ def test_threads_waiting_saving_and_directory_are_as_the_file_says(workplace: Pa
     assert (tmp_path / "other" / "metrics.jsonl").is_file()
 
 
-def test_checkpoints_go_to_the_directory_that_is_named_and_the_run_goes_on_from_there(
+def test_checkpoints_go_to_the_directory_that_is_named_and_the_run_resumes_from_there(
     workplace: Path, tmp_path: Path
 ) -> None:
     place, elsewhere = RunWorkspace(workplace, tmp_path), tmp_path / "elsewhere"
     options = BASE | _inside("checkpoint", keep_last=None, path=str(elsewhere))
     assert place.run(kill_after=3, **options)[1] == "killed"
     assert place.list_steps(elsewhere) == [2, 1]
-    assert f"going on from {elsewhere}" in place.run_successfully(**options)
+    assert f"resuming from {elsewhere}" in place.run_successfully(**options)
     assert place.list_steps(elsewhere) == [4, 3, 2, 1]
     assert not place.root.exists()

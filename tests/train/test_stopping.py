@@ -1,6 +1,6 @@
-"""A run that a signal asks to stop saves, leaves with the code that was asked for, and goes on as if it had not.
+"""A run that a signal asks to stop saves, leaves with the code that was asked for, and continues as if it had not.
 
-Which signals do so in a run, and how much time they leave it, is told by `OnSignalConfig`.
+Which signals do so in a run, and how much time they leave it, is reported by `OnSignalConfig`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def test_a_run_stopped_time_and_again_ends_as_one_that_was_not(tmp_path: Path) -
         done = run.count_steps()
         assert after <= done < STEPS
         name = signal.Signals(number).name
-        assert f"stopped by {name} after step {done} of {STEPS}, saved; the same command goes on" in said
+        assert f"stopped by {name} after step {done} of {STEPS}, saved; the same command continues" in said
         assert run.find_newest_checkpoint().name == f"step-{done:08d}", said
         assert "Traceback" not in said.replace(_agents_traceback(said), "")
     run_to_end("train", str(run.file))
@@ -224,7 +224,7 @@ def _resumed(
     at: tuple[int, int],
     **more: Any,
 ) -> tuple[tuple[Any, ...], list[StepResult], list[StepResult]]:
-    """A run that a signal stops, at a rank and a step, and that goes on; and another that is not stopped: how it was
+    """A run that a signal stops, at a rank and a step, and that continues; and another that is not stopped: how it was
     stopped, and the steps since then of both. Their weights are equal."""
     (whole, rates), (first, early), (second, late) = built
     expected = fit(whole, Loop(batches(), scheduler=rates, **more))
@@ -256,8 +256,8 @@ def _in_passes(directory: str) -> Any:
     return stopped, [step for step, *_ in rest]
 
 
-def test_a_loop_stopped_in_a_pass_by_a_signal_to_one_rank_goes_on_there(tmp_path: Path) -> None:
-    # Step 6 had begun when the signal came.
+def test_a_loop_stopped_in_a_pass_by_a_signal_to_one_rank_continues_there(tmp_path: Path) -> None:
+    # Step 6 had started when the signal came.
     found = pool(2).run(_in_passes, str(tmp_path / "checkpoints"))
     assert found == [(("SIGUSR1", 6, True, 7), [7, 8, 9])] * 2
 
@@ -276,9 +276,9 @@ def _stopped_and_on(strategy: str, config: dict[str, Any], sizes: dict[str, int]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", STACKS)
-def test_every_stack_stops_on_all_ranks_and_goes_on(stack: str, tmp_path: Path) -> None:
-    for told, rest, expected in pool(4).run(_stopped_and_on, *STACKS[stack], str(tmp_path / "checkpoints")):
-        assert told == ("SIGUSR1", 3, True, 7)
+def test_every_stack_stops_on_all_ranks_and_continues(stack: str, tmp_path: Path) -> None:
+    for reported, rest, expected in pool(4).run(_stopped_and_on, *STACKS[stack], str(tmp_path / "checkpoints")):
+        assert reported == ("SIGUSR1", 3, True, 7)
         assert len(rest) == 3
         assert rest == expected
 
@@ -299,12 +299,12 @@ def _stopped_in_time(directory: str, grace_s: float) -> tuple[bool, bool, float,
             try:
                 fit(manager, loop)
             except Stopped as stopped:
-                told = stopped.saved, stopped.has_skipped_save
-        return *told, checkpointer.max_save_s, [step for step, _ in list_steps(root)]
+                reported = stopped.saved, stopped.has_skipped_save
+        return *reported, checkpointer.max_save_s, [step for step, _ in list_steps(root)]
 
 
 @pytest.mark.slow
-def test_a_save_that_would_outlast_the_time_that_is_left_is_not_begun_on_any_rank(tmp_path: Path) -> None:
+def test_a_save_that_would_outlast_the_time_that_is_left_is_not_started_on_any_rank(tmp_path: Path) -> None:
     for saved, too_late, seconds, steps in pool(4).run(_stopped_in_time, str(tmp_path / "short"), 1e-3):
         assert (saved, too_late, steps) == (False, True, [2])
         assert seconds > 1e-3

@@ -1,4 +1,4 @@
-"""The loop: what it tells observers, when it evaluates, how it goes on, and how it stops."""
+"""The loop: what it tells observers, when it evaluates, how it continues, and how it stops."""
 
 from __future__ import annotations
 
@@ -119,21 +119,21 @@ def test_evaluation_draws_no_dropout(sizes: dict[str, int]) -> None:
 
 def _drawn(*, ahead: bool) -> list[Any]:
     """What happened in which order, and losses that depend on random numbers of the data and of dropout."""
-    case, told = Case(), []
+    case, reported = Case(), []
     manager = build_manager("ddp", {}, {}, case)
     manager.model_parts[0].model.norm.register_forward_hook(lambda *a: torch.nn.functional.dropout(a[-1], 0.3))
 
     def batches(step: int) -> Any:
-        told.append(f"draw {step}")
+        reported.append(f"draw {step}")
         if step == 3:
             raise KeyError("no more data")
         batch = rank_microbatches(case, step, manager.mesh.data_rank, manager.mesh.data_size)[0]
         return [{**batch, "labels": torch.where(torch.rand(batch["labels"].shape) < 0.5, batch["labels"], -100)}]
 
-    class Told:
+    class Reported:
         @hookimpl
         def on_step_end(self, result: StepResult) -> None:
-            told.append(result.loss)
+            reported.append(result.loss)
 
     loop = _loop(manager, case, seed=5, batches=batches, eval_sets={})
     registry, loop = get_registry(), replace(loop, scheduler=_scheduler(manager))
@@ -146,16 +146,16 @@ def _drawn(*, ahead: bool) -> list[Any]:
             registry.hook.on_step_end(result=train_step(manager, plain, step))
 
     run = functools.partial(fit, manager, loop) if ahead else alone
-    with registry.observing(Told()), pytest.raises(KeyError, match="no more data"):
+    with registry.observing(Reported()), pytest.raises(KeyError, match="no more data"):
         run()
-    return told
+    return reported
 
 
 def _both_ways() -> Any:
     return _drawn(ahead=True), _drawn(ahead=False)
 
 
-def test_a_step_is_begun_before_the_one_before_it_is_told_and_is_the_step_that_it_would_be() -> None:
+def test_a_step_is_started_before_the_one_before_it_is_reported_and_is_the_step_that_it_would_be() -> None:
     for ahead, plain in pool(2).run(_both_ways):
         losses = [each for each in plain if isinstance(each, float)]
         # What fails in drawing the fourth batch leaves the third step whole.
@@ -167,7 +167,7 @@ def test_a_step_is_begun_before_the_one_before_it_is_told_and_is_the_step_that_i
 
 
 def _undrawn(kind: str, culprits: tuple[int, ...]) -> tuple[str, int]:
-    """What a rank is told where some ranks have nothing sound for the third step; and what was trained until then."""
+    """What a rank is reported where some ranks have nothing sound for the third step; and what was trained until then."""
     case = Case()
     manager = build_manager("fsdp2", {}, {}, case)
     registry, recorder = get_registry(), Recorder()
@@ -186,7 +186,7 @@ def _undrawn(kind: str, culprits: tuple[int, ...]) -> tuple[str, int]:
         with registry.observing(recorder):
             fit(manager, _loop(manager, case, scheduler=_scheduler(manager), batches=batches))
     except Exception as error:
-        # Ranks can go on together.
+        # Ranks can continue together.
         mine = rank_microbatches(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
         manager.eval_loss(mine, num_tokens=count_tokens(mine, manager.mesh))
         return f"{type(error).__name__}: {error}", len(recorder.seen)
@@ -194,13 +194,13 @@ def _undrawn(kind: str, culprits: tuple[int, ...]) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("culprits", [(1,), pytest.param((0, 1), marks=pytest.mark.slow)])
-def test_what_is_wrong_with_a_step_that_was_begun_ahead_is_told_to_all_ranks(culprits: tuple[int, ...]) -> None:
+def test_what_is_wrong_with_a_step_that_was_started_ahead_is_reported_to_all_ranks(culprits: tuple[int, ...]) -> None:
     ranks = 2
     for kind, error in (("known", "DataError: the tokens of"), ("malformed", "BatchError: microbatch 0 of 1: labels")):
-        told = pool(ranks).run(_undrawn, kind, culprits)
-        assert len(set(told)) == 1
-        assert told[0][0].startswith(error)
-        assert told[0][1] == 2
+        reported = pool(ranks).run(_undrawn, kind, culprits)
+        assert len(set(reported)) == 1
+        assert reported[0][0].startswith(error)
+        assert reported[0][1] == 2
     for rank, (text, steps) in enumerate(pool(ranks).run(_undrawn, "unknown", culprits)):
         cause = "KeyError: 'row 7'"
         about = "the microbatches of step 3 cannot be drawn"

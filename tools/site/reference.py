@@ -23,7 +23,7 @@ INDEX = DOCS / "reference" / "api" / "README.md"
 PAGES = {
     "training": ("Training", ("train", "meshwright_run", "checkpoint", "objectives", "step", "launch")),
     "mesh": ("World and mesh", ("mesh",)),
-    "observers": ("What observers are told", ("events",)),
+    "observers": ("What observers are reported", ("events",)),
     "errors": ("Errors", ("base.errors",)),
     "strategies": ("Strategies", ()),
     "plugin": ("For authors of plugins", ()),

@@ -355,7 +355,7 @@ def tie_adapters(model: Any) -> nn.Module:
             if not own.is_meta and not torch.equal(own, other[name].t()):
                 raise ModelError(
                     f"the adapter {name!r} has ensure_weight_tying=True, but its factors of {path} are not those of "
-                    f"the embedding: they were trained, moved or loaded apart. Make the adapter anew, or load it with "
+                    f"the embedding: they were trained, moved or loaded apart. Make the adapter again, or load it with "
                     f"PeftModel.from_pretrained, on the device where it is trained."
                 )
             factors[name] = TransposedFactor(other[name])

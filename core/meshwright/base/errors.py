@@ -59,7 +59,7 @@ class BatchError(MeshwrightError):
 
 
 class TrainingError(MeshwrightError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
     exit_code = 1
 

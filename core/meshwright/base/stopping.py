@@ -99,7 +99,7 @@ class StopSignals:
         return self._received_at_s + self.grace_s - time.monotonic()
 
     def ignore_further_signals(self) -> None:
-        """Ignore a second signal from now on: the run is leaving by itself, and other ranks may have left."""
+        """Ignore a second signal later: the run is leaving by itself, and other ranks may have left."""
         self._is_stopping = True
 
     def __enter__(self) -> StopSignals:

@@ -187,4 +187,4 @@ class Checkpointer:
         if self._on_error == "stop":
             raise error
         if self._manager.mesh.rank == 0:
-            warn(f"{error} Training goes on (checkpoint.on_error=continue).", stacklevel=3)
+            warn(f"{error} Training continues (checkpoint.on_error=continue).", stacklevel=3)

@@ -57,7 +57,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: the checkpoint is incomplete, foreign, of another model, or lacks the averages that the manager
             keeps; on all ranks, before anything is changed.
-        StrategyError: the optimizer is another; likewise.
+        StrategyError: the optimizer is another; as well.
     """
     world = manager.mesh.world
     checkpoint = world.run_on_all_ranks(lambda: open_storage(checkpoint))
@@ -105,15 +105,15 @@ def find_newest_checkpoint(root: str | Path | Storage, world: World) -> Path | S
     """
     folder = world.run_on_all_ranks(lambda: open_storage(root))
     names = world.run_on_first_rank(lambda: [place.name for place in list_checkpoints(folder)])
-    found, torn = find_first_valid([folder.child(name) for name in names], world)
+    found, incomplete = find_first_valid([folder.child(name) for name in names], world)
     if found is not None:
-        for text in torn if world.rank == 0 else ():
+        for text in incomplete if world.rank == 0 else ():
             warn(f"{text} An older one is tried.", stacklevel=2)
-    elif torn:
-        reasons = "\n".join(f"  {text}" for text in torn)
+    elif incomplete:
+        reasons = "\n".join(f"  {text}" for text in incomplete)
         raise CheckpointError(
             f"none of the checkpoints in {root} is whole, and none was changed or removed:\n{reasons}\nBring one back "
-            f"from a copy, or start anew in another directory. (`meshwright train` with resume=never and "
+            f"from a copy, or start over in another directory. (`meshwright train` with resume=never and "
             f"overwrite=true removes them.)"
         )
     is_path = isinstance(root, Path) or (isinstance(root, str) and not is_url(root))
@@ -125,15 +125,15 @@ CheckpointT = TypeVar("CheckpointT", bound=StorageLike)
 
 def find_first_valid(paths: Sequence[CheckpointT], world: World) -> tuple[CheckpointT | None, list[str]]:
     """Return the first valid checkpoint, and what is wrong with those before it. Collective. Raises CheckpointError."""
-    torn = []
+    incomplete = []
     for path in paths:
         try:
             world.run_on_all_ranks(lambda path=path: read_and_verify_share(path, world))  # type: ignore[misc]
         except IncompleteCheckpointError as error:
-            torn.append(str(error))
+            incomplete.append(str(error))
             continue
-        return path, torn
-    return None, torn
+        return path, incomplete
+    return None, incomplete
 
 
 def read_and_verify_share(directory: StorageLike, world: World) -> Manifest:
@@ -191,7 +191,7 @@ def _check_averages(
     has_any = any(name.startswith(EMA_PREFIX) for name in stored)
     lacks = f"lacks the average of {names[0]}" if names and has_any else "has no average of the weights"
     message = (
-        f"the checkpoint {directory} {lacks}. Load it before the average is begun (mw.EMA), which then begins with its "
+        f"the checkpoint {directory} {lacks}. Load it before the average is started (mw.EMA), which then begins with its "
         f"weights; in a run file: resume: {{from: ..., allow: [ema]}}."
     )
     world.raise_on_all_ranks(CheckpointError(message) if names else None)

@@ -187,10 +187,10 @@ def _parse_manifest(storage: StorageReader, text: bytes) -> Manifest:
         reason = "is not signed" if signature is None else "is signed with another key"
         raise CheckpointSignatureError(
             f"the checkpoint {storage} {reason}, and a key is given (checkpoint.key_file, or --key-file). Give the key "
-            f"that it was signed with, or none if you trust it; or go on from another. It was neither changed nor "
+            f"that it was signed with, or none if you trust it; or resume from another. It was neither changed nor "
             f"removed."
         )
-    # Somebody may have put an older checkpoint in the place of a newer one.
+    # Somebody may have put an older checkpoint instead of a newer one.
     named = STEP_PATTERN.fullmatch(storage.name)
     if named and int(named[1]) != manifest.step:
         raise CheckpointError(

@@ -122,7 +122,7 @@ class MergedModel:
             if name not in self._adapter_readers and to_base_name(name) not in weights:
                 raise CheckpointError(f"neither the adapter nor its base has {name}. Merge one that is whole.")
         copies = find_active_copies(self._adapted_model)
-        # Maps tensors of the base to their names in the adapted model, or to the trained copy in their place.
+        # Maps tensors of the base to their names in the adapted model, or to the trained copy instead.
         self._source_names = {
             to_base_name(name): name for name in self._adapted_model.state_dict() if copies.get(name, True)
         }

@@ -8,7 +8,7 @@ must have started what in turn started the ranks:
 - so may Ray;
 - RANK, WORLD_SIZE and LOCAL_WORLD_SIZE set by other means may be of ranks that each of the other's processes starts:
   WORLD_SIZE is LOCAL_WORLD_SIZE times their number;
-- Slurm may have told mpirun where to run: a Slurm step of a single task on each node is its daemons.
+- Slurm may have reported mpirun where to run: a Slurm step of a single task on each node is its daemons.
 
 Everything else is two worlds in one process, and refused before any rank waits for another. A rank sees only its own
 variables, so an error may be raised on some ranks alone.

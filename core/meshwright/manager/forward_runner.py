@@ -73,7 +73,7 @@ class ForwardRunner:
         )
 
     def attach(self, module: nn.Module) -> None:
-        """Call `module`, the sharded model or a wrapper around it, from now on."""
+        """Call `module`, the sharded model or a wrapper around it, later."""
         self._module = module
         in_parts = self._is_pipeline_stage or any(axis.shards_sequences for axis in self._axes)
         self._options = self._options_if_partial[in_parts]
@@ -290,7 +290,7 @@ class ForwardRunner:
         return split_targets(self.to_device(self.shard_batch({name: few(each) for name, each in batch.items()})))[0]
 
     def _find_routers(self, batch: Batch, loss: RouterLoss) -> ModelError | None:
-        """Find the routers, whose logits are recorded from now on; return what is wrong with them."""
+        """Find the routers, whose logits are recorded later; return what is wrong with them."""
         multiple = math.prod(axis.sequence_multiple for axis in self._axes if not axis.shards_sequences)
         ids_BS = batch["input_ids"][:1, : multiple * -(-_NUM_PROBE_TOKENS // multiple)].to(self._mesh.device)
         try:

@@ -35,7 +35,7 @@ def check_not_owned(model: nn.Module, *, has_model: bool) -> None:
     if any(each in _OWNED_MODULES for each in model.modules()):
         raise ModelError(
             f"{type(model).__name__} has been parallelized by another manager already, and is that one's. Build the "
-            f"model anew, or read it from what the other one has saved."
+            f"model again, or read it from what the other one has saved."
         )
 
 

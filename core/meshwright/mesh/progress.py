@@ -102,21 +102,21 @@ class Progress:
         self.heartbeats: Mapping[int, HeartbeatRecord] = {}
         self.hang_reporter: HangReporter | None = None
         self.on_warmed_up: Callable[[], object] = lambda: None
-        self._step = self._phase_index = self._num_steps_begun = 0
+        self._step = self._phase_index = self._num_steps_started = 0
         self._seen_phases: set[str] = set()
 
     def begin_step(self, step: int, phase: str) -> None:
         self._step, self._phase_index = step, 0
-        self._num_steps_begun += 1
+        self._num_steps_started += 1
         self.enter_phase(phase)
-        if self._num_steps_begun == 2:
+        if self._num_steps_started == 2:
             self.on_warmed_up()
 
     def enter_phase(self, phase: str) -> None:
         self._seen_phases.add(self.phase.name)
         self._phase_index += 1
         patient = phase in SLOW_PHASES or phase not in self._seen_phases
-        self.phase = TrainingPhase(self._step, self._phase_index, phase, 0, self._num_steps_begun > 1, patient)
+        self.phase = TrainingPhase(self._step, self._phase_index, phase, 0, self._num_steps_started > 1, patient)
 
     def tick(self) -> None:
         self.phase = self.phase._replace(num_ticks=self.phase.num_ticks + 1)

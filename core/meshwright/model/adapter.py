@@ -51,7 +51,7 @@ _NUM_SAMPLED_ROWS, _NUM_SAMPLED_ELEMENTS = 4, 512
 """Of each tensor, so many rows go into a fingerprint, and of each so many elements."""
 _INIT_HINT = (
     "Values of the base are read only when the model has been sharded: use an adapter that is drawn without them "
-    "(init_lora_weights=true, gaussian or orthogonal), or go on from one that is saved."
+    "(init_lora_weights=true, gaussian or orthogonal), or resume from one that is saved."
 )
 
 # -- the base
@@ -292,7 +292,7 @@ def open_adapter_tensors(directory: Path, adapted: nn.Module) -> dict[str, Tenso
             f"{path} lacks {len(lost)} tensors of the adapter that its configuration describes, such as {lost[0]}."
             f"{suggest_match(lost[0], stored)} Give the configuration that it was saved with, and the same base model."
         )
-    # Whole embeddings may be saved with the adapter, in the place of the base's.
+    # Whole embeddings may be saved with the adapter, instead of the base's.
     names |= {key: key for key in stored.keys() & shapes.keys()}
     foreign = sorted(stored.keys() - names.keys())
     if foreign:

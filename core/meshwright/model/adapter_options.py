@@ -1,4 +1,4 @@
-"""Read what a run file says of adapters: `model.peft`, and a directory that holds one to go on from.
+"""Read what a run file says of adapters: `model.peft`, and a directory that holds one to resume from.
 
 Options are those of peft's own configuration, and peft checks their values. Refused are initialisations that change the
 base (PiSSA, OLoRA, ...), so that an adapter would be of no use with the base that everybody has; and names that nothing
@@ -41,7 +41,7 @@ _EXCLUDED_FIELDS = {"peft_type", "auto_mapping", "peft_version", "inference_mode
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """Adapters of a run: peft's configuration, the directory of a saved adapter to go on from, dtype of the base."""
+    """Adapters of a run: peft's configuration, the directory of a saved adapter to resume from, dtype of the base."""
 
     config: Any
     directory: Path | None = None
@@ -169,7 +169,7 @@ def _find_config_class(kind: Any, where: str) -> type:
     from peft import LoraConfig
 
     if kind is None:
-        raise ConfigError(f"{where} has no type. Give type: lora, or adapter: a directory to go on from.")
+        raise ConfigError(f"{where} has no type. Give type: lora, or adapter: a directory to resume from.")
     lowered = str(kind).lower()
     if lowered != "lora":
         hint = suggest_match(str(kind), ["lora", "dora", "rslora"])
@@ -232,7 +232,7 @@ def _check_config(config: Any, where: str) -> Any:
         raise ConfigError(
             f"{where}.init_lora_weights={start!r} is none of true, false, gaussian and orthogonal: it would change the "
             f"base or needs data, and the adapter would be of no use with the base that everybody has. Make the "
-            f"adapter with peft, save it converted to the base, and go on from it: {where}.adapter."
+            f"adapter with peft, save it converted to the base, and resume from it: {where}.adapter."
         )
     return config
 

@@ -120,7 +120,7 @@ def config_from_directory(
         raise ModelError(f"{where}.path={str(path)!r} is not a directory. Give a local Hugging Face model directory.")
     if with_weights and (path / "adapter_config.json").is_file():
         raise ModelError(
-            f"{str(path)!r} holds an adapter, not a whole model. Give its base as {where}.path and go on from it "
+            f"{str(path)!r} holds an adapter, not a whole model. Give its base as {where}.path and resume from it "
             f"({where}.peft.adapter={path}); or merge it: meshwright export --merge {path} OUT."
         )
     file = path / "config.json"
@@ -191,7 +191,7 @@ def _iter_leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def _check_num_layers(fields: Mapping[str, Any], where: str) -> None:
-    """Refuse numbers of layers that would be made for ever, whatever they are called in the configuration."""
+    """Refuse numbers of layers that would be made forever, whatever they are called in the configuration."""
     for key, value in _iter_leaves(fields):
         if key.endswith(("layer", "layers")) and isinstance(value, int) and value > MAX_LAYERS:
             raise ModelError(f"{where}.{key}={value} is more than {MAX_LAYERS:,} layers. Lower it.")

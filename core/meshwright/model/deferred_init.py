@@ -90,7 +90,7 @@ class _RecordedOp:
 class _InitRecorder(TorchDispatchMode):
     """Records how large tensors get their values, and frees their memory until it is needed again.
 
-    One thing, since what is recorded, what is freed and what is drawn anew are three sides of one table of tensors.
+    One thing, since what is recorded, what is freed and what is drawn again are three sides of one table of tensors.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -314,7 +314,7 @@ class DeferredWeights:
 
 
 def _to_fill(step: _RecordedOp, shape: tuple[int, ...]) -> FillOp | None:
-    """Return a recorded operator that writes elements of a tensor of this shape by themselves; None for all others."""
+    """Return a recorded operator that writes elements of a tensor of this shape on their own; None for all others."""
     args, target = step.args[1:], step.args[0]
     if (
         step.first_tile is None and get_operator_name(step.operator) not in _ELEMENTWISE_OPS

@@ -55,7 +55,7 @@ class _OffloadedCall:
         self._offloaded: WeakKeyDictionary[torch.UntypedStorage, dict[int, _OffloadedStorage]] = WeakKeyDictionary()
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return what autograd holds in the place of a tensor: a function that gives it back."""
+        """Return what autograd holds instead of a tensor: a function that gives it back."""
         if isinstance(tensor, DTensor):
             with torch.no_grad():
                 local = self.pack(tensor.to_local())

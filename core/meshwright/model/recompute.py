@@ -65,7 +65,7 @@ def checkpoint_blocks(
     Args:
         model: before compile and before sharding.
         mode: "full" or True, "selective", options with a budget or host memory, or False for nothing.
-        save_routing: hold what routers choose, too, so that no token is routed anew by numbers that a kernel computes a
+        save_routing: hold what routers choose, too, so that no token is routed again by numbers that a kernel computes a
             little differently the second time; and how many tokens go where, which the host need not read again.
 
     Returns:
@@ -271,13 +271,13 @@ def compile_blocks(
     left = set(map(model.get_submodule, excluded))
     blocks = dict.fromkeys(map(model.get_submodule, layout.blocks))
     parts = [part for block in blocks for part in _iter_compilable(block, left)]
-    # Where blocks differ in what compile takes for constants (their index, a window), each is compiled anew.
+    # Where blocks differ in what compile takes for constants (their index, a window), each is compiled again.
     compile_one = functools.partial(
         compile_function, backend=backend, max_versions=_MAX_COMPILATIONS_PER_BLOCK * len(parts)
     )
     for part in dict.fromkeys(parts):
         is_float64 = torch.device(device).type == "cpu" and any(p.dtype == torch.float64 for p in part.parameters())
-        # Within what is compiled: around it, torch 2.11 does not heed the choice.
+        # Within what is compiled: around it, torch 2.11 does not respect the choice.
         if is_float64 and not compiles_attention_in_float64():
             wrap_forward(part, WrapOrder.COMPILED, lambda forward: compile_one(_use_math_attention(forward)))
         else:

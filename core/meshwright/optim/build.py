@@ -67,8 +67,8 @@ class _GroupSettings:
                     f"alike, or a strategy or options under which it has whole parameters (fsdp2, or ddp without "
                     f"use_distributed_optimizer)."
                 ) from error
-            told = "" if self.key == "optimizer" else f"{self.key}: "
-            raise ConfigError(f"{told}optimizer {name!r} refuses its parameters or options: {error}") from error
+            reported = "" if self.key == "optimizer" else f"{self.key}: "
+            raise ConfigError(f"{reported}optimizer {name!r} refuses its parameters or options: {error}") from error
 
     def try_steps(self, named_parameters: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> Optimizer:
         """Make the optimizer of copies of some parameters, and step it twice on the CPU; ConfigError if that fails."""
@@ -77,18 +77,20 @@ class _GroupSettings:
         settings = replace(self, options={key: value for key, value in self.options.items() if key not in left})
         named = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in named_parameters]
         made = settings.build(named, describe_params_by_name(named))
-        told, how = f"{self.key}: optimizer {self.cls.__name__!r}", f"with lr={self.lr} and options {self.options}"
+        reported, how = f"{self.key}: optimizer {self.cls.__name__!r}", f"with lr={self.lr} and options {self.options}"
         try:
             for _ in range(2):
                 for _, parameter in named:
                     parameter.grad = torch.ones_like(parameter)
                 made.step()
         except Exception as error:
-            text = f"{told} cannot step {how}: {format_exception_line(error)}. Change them, or use another optimizer."
+            text = (
+                f"{reported} cannot step {how}: {format_exception_line(error)}. Change them, or use another optimizer."
+            )
             raise ConfigError(text) from error
         if not all(bool(parameter.isfinite().all()) for _, parameter in named):
             raise ConfigError(
-                f"{told} {how} makes parameters infinite or NaN in its first two steps. Lower the rate, or change the "
+                f"{reported} {how} makes parameters infinite or NaN in its first two steps. Lower the rate, or change the "
                 f"options."
             )
         return made
@@ -107,7 +109,7 @@ class ConfiguredOptimizer:
             if group.matrices_only:
                 raise ConfigError(
                     f"optimizer.groups[{number}].matrices needs the model, whose blocks tell what its matrices are, "
-                    f"and this factory was told of none. Give it to manager.build_optimizer as it is, not within "
+                    f"and this factory was reported none. Give it to manager.build_optimizer as it is, not within "
                     f"another function; or name the matrices by match."
                 )
         return self.bind_to_model(describe_params_by_name(named))(named)
@@ -317,7 +319,7 @@ def _check_schedule_options(config: ScheduleConfig) -> None:
 
 
 def check_schedule_rates(config: ScheduleConfig, scheduler: LRScheduler, num_steps: int) -> None:
-    told = f"schedule {config.name!r} with options {config.options}"
+    reported = f"schedule {config.name!r} with options {config.options}"
     for step in sorted(
         {*range(0, num_steps, max(1, num_steps // 64)), 1, config.warmup_steps, num_steps - 1, num_steps}
     ):
@@ -327,9 +329,9 @@ def check_schedule_rates(config: ScheduleConfig, scheduler: LRScheduler, num_ste
             usable = all(math.isfinite(rate) and rate >= 0 for rate in rates)
         except Exception as error:
             raise ConfigError(
-                f"{told} has no rate {after}: {format_exception_line(error)}. Change the options."
+                f"{reported} has no rate {after}: {format_exception_line(error)}. Change the options."
             ) from error
         if not usable:
             raise ConfigError(
-                f"{told} gives the rates {rates} {after}, which must be finite and not below 0. Change the options."
+                f"{reported} gives the rates {rates} {after}, which must be finite and not below 0. Change the options."
             )

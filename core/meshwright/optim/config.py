@@ -95,7 +95,7 @@ class ScheduleConfig(FrozenModel):
     name: str = Field(default="cosine", description="Schedule name, such as cosine, linear or constant_with_warmup.")
     warmup_steps: int = Field(default=0, ge=0, lt=2**31, description="Steps of linear warm-up.")
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None, description="Warm-up as a share of all steps, rounded up; in the place of warmup_steps."
+        default=None, description="Warm-up as a share of all steps, rounded up; instead of warmup_steps."
     )
     options: dict[str, Any] = Field(default={}, description="Further arguments of the schedule, such as num_cycles.")
 

@@ -97,7 +97,7 @@ def describe_trained_params(
 
 
 def describe_params_by_name(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, ParamTraits]:
-    """Describe parameters by themselves and their names, for a factory that is called by hand."""
+    """Describe parameters on their own and their names, for a factory that is called by hand."""
     return {name: ParamTraits(p.dim(), is_matrix=False, is_decayed=is_decayed(name, p.shape)) for name, p in named}
 
 
@@ -109,8 +109,8 @@ def check_groups(config: OptimizerConfig, model: nn.Module, layout: ModelLayout)
 
 def bind_to_model(factory: OptimizerFactory, trained: Mapping[str, ParamTraits]) -> OptimizerFactory:
     """Return the factory for a model of which these are trained; see [Note: the whole model]."""
-    told: Callable[[Mapping[str, ParamTraits]], OptimizerFactory] | None = getattr(factory, "bind_to_model", None)
-    return factory if told is None else told(trained)
+    reported: Callable[[Mapping[str, ParamTraits]], OptimizerFactory] | None = getattr(factory, "bind_to_model", None)
+    return factory if reported is None else reported(trained)
 
 
 def assign_groups(config: OptimizerConfig, trained: Mapping[str, ParamTraits]) -> dict[str, int]:

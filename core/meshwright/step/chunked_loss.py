@@ -45,7 +45,7 @@ class Vocabulary:
         return local[None]
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Gather the logits of all entries; without autograd. Collective likewise."""
+        """Gather the logits of all entries; without autograd. Collective as well."""
         return logits
 
 
@@ -359,7 +359,7 @@ class _ChunkedLoss(torch.autograd.Function):
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise StrategyError(
-                "the backward of a token loss was run twice; its gradients are made once. Compute it anew."
+                "the backward of a token loss was run twice; its gradients are made once. Compute it again."
             )
         return (None,) * 6 + tuple(None if each is None else each.mul_(grad) for each in sums.gradients)
 

@@ -154,7 +154,7 @@ def _find_length_error(microbatches: Sequence[Batch], length_multiple: int, cp_s
     return None
 
 
-_BEGUN_SYNC, _COUNT_ONLY, _NO_LOSS = -1, -2, -3
+_STARTED_SYNC, _COUNT_ONLY, _NO_LOSS = -1, -2, -3
 """In place of a number of tokens: the message counts them itself, for a step or for none; or there is no loss."""
 
 
@@ -211,7 +211,7 @@ def count_tokens(microbatches: Sequence[Batch], mesh: Mesh, objective: Objective
 def begin_step_sync(microbatches: Sequence[Batch], mesh: Mesh, requirements: BatchRequirements) -> Tensor:
     """Begin to agree on a step while the one before computes; see `StrategyManager.announce`. Collective."""
     defect = find_batch_error(microbatches, requirements, mesh.degrees.cp)
-    message = _build_handshake(microbatches, mesh, requirements, defect, num_tokens=_BEGUN_SYNC)
+    message = _build_handshake(microbatches, mesh, requirements, defect, num_tokens=_STARTED_SYNC)
     wait = mesh.world.begin_reduce_sum_and_max(message.sums, message.maxima)
     count: TokenCount = torch.zeros((), dtype=torch.int64).as_subclass(TokenCount)
     count.microbatches, count.requirements, count.get_result = (
@@ -277,7 +277,7 @@ def _build_handshake(
     tokens = count = share = most = signature = longest = frozen = 0
     if batch_error is None:
         try:
-            counts = num_tokens in (_BEGUN_SYNC, _COUNT_ONLY) and mesh.world.select(mesh.is_data_leader, True)
+            counts = num_tokens in (_STARTED_SYNC, _COUNT_ONLY) and mesh.world.select(mesh.is_data_leader, True)
             tokens = requirements.count_tokens(microbatches) if counts else 0
         except BatchError as error:
             batch_error = error

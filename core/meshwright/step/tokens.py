@@ -22,7 +22,7 @@ from ..base.types import IGNORE_INDEX, Batch, TokenStatistic
 from .chunked_loss import HiddenRows, compute_token_statistics
 
 TARGETS = "shift_labels"
-"""Key of a divided batch, in the place of `labels`: the label that each position predicts."""
+"""Key of a divided batch, instead of `labels`: the label that each position predicts."""
 
 
 def shift_labels(labels_BS: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class StatisticsRecorder:
         self.recorded: list[dict[str, Tensor]] = []
 
     def start(self, names: Sequence[TokenStatistic]) -> None:
-        """Record these from now on."""
+        """Record these later."""
         self.names, self.recorded = list(names), []
 
     def check(self, batch: Batch) -> None:

@@ -181,7 +181,7 @@ class StrategyManager(ABC):
 
         Args:
             microbatches: pass this very sequence to the next `forward_backward` or `eval_loss`.
-            objective: likewise; it may say what is counted.
+            objective: as well; it may say what is counted.
 
         Returns:
             `num_tokens` of that call; reading it is optional on every rank.
@@ -260,7 +260,7 @@ class StrategyManager(ABC):
         """
 
 
-CHANGES_ROUNDING = "rounds anew"
+CHANGES_ROUNDING = "rounds again"
 """Annotates an option of a config, `Annotated[bool, CHANGES_ROUNDING]`, under which the parts that a model computes in
 float32 are rounded in other places. The conformance suite tries it on a model that has no such parts."""
 

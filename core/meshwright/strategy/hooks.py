@@ -132,7 +132,7 @@ def on_bad_step(bad_step: BadStep) -> None:
 
 @hookspec
 def on_checkpoint(checkpoint: SavedCheckpoint) -> None:
-    """Called for each checkpoint, as soon as training goes on."""
+    """Called for each checkpoint, as soon as training continues."""
 
 
 @hookspec

@@ -1,6 +1,6 @@
 """Gather full parameters on every rank, one after the other, in bounded memory: see `StrategyManager.iter_parameters`.
 
-Ranks exchange once what each of them holds. From then on all of them know who sends what in which round. Only the
+Ranks exchange once what each of them holds. Afterwards all of them know who sends what in which round. Only the
 smallest group of ranks that hold everything communicates, and elements are copied bit for bit.
 
 In a round each rank fills its segment of a shared buffer. As many tensors as fit share a round; a larger tensor takes
@@ -77,14 +77,14 @@ def iter_full_parameters(
     world = mesh.world
     world.run_on_all_ranks(lambda: _check_arguments(bucket_bytes, dtype))
     pieces = get_chunks()
-    told: list[Any] = [None] * world.size
-    dist.all_gather_object(told, _build_inventory(pieces, bucket_bytes, dtype), group=world.group)
-    kinds = _merge_inventories(told)
-    group = _find_smallest_group(told, kinds, mesh)
+    reported: list[Any] = [None] * world.size
+    dist.all_gather_object(reported, _build_inventory(pieces, bucket_bytes, dtype), group=world.group)
+    kinds = _merge_inventories(reported)
+    group = _find_smallest_group(reported, kinds, mesh)
     stream = _ParameterGatherer(pieces, kinds, mesh.device)
     if group is None:
         return stream.iter_local()
-    owned = assign_owners([told[rank].rectangles for rank in _get_world_ranks(group, world)])
+    owned = assign_owners([reported[rank].rectangles for rank in _get_world_ranks(group, world)])
     return stream.iter_gathered(owned, group, bucket_bytes)
 
 
@@ -317,16 +317,16 @@ class _ParameterGatherer:
         size = max((each.nbytes for each in plan_buckets(names, owned, bucket_bytes)), default=0)
         # One for all rounds: a backend may hold what it has sent for a moment longer.
         bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
-        begun: Tensor | None = None
+        started: Tensor | None = None
         for each in plan_buckets(names, owned, bucket_bytes):
             self._communicate(each, bucket, group)
             for name in each.names:
-                value, begun = self._allocate(name) if begun is None else begun, None
+                value, started = self._allocate(name) if started is None else started, None
                 _copy_rectangles(value, self._get_received(name, each, bucket))
                 if each.is_last:
                     yield name, value
                 else:
-                    begun = value
+                    started = value
                 del value
 
     def _communicate(self, bucket_plan: GatherBucket, bucket: Tensor, group: dist.ProcessGroup) -> None:

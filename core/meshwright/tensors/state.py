@@ -73,7 +73,7 @@ class OptimizerState(Generic[T]):
 
     Attributes:
         tensors: by name and key such as "exp_avg"; a `ChunkedTensor` on a rank, (shape, dtype) in a checkpoint.
-        values: likewise, scalars and what is no tensor.
+        values: as well, scalars and what is no tensor.
         groups: settings, with names under "params". Empty when loading: the optimizer keeps its own.
     """
 
@@ -332,10 +332,10 @@ def _broadcast_object(value: Any, world: World) -> Any:
 
 
 def _check_names(kind: str, found: set[str], expected: set[str]) -> None:
-    for names, told in ((expected - found, "lacks"), (found - expected, "holds what the run does not have:")):
+    for names, reported in ((expected - found, "lacks"), (found - expected, "holds what the run does not have:")):
         if names:
             some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise StrategyError(f"the {kind} state {told} {some}. Load state of the same architecture.")
+            raise StrategyError(f"the {kind} state {reported} {some}. Load state of the same architecture.")
 
 
 # -- averages

@@ -104,7 +104,7 @@ class MemoryMeter(OperationObserver):
         self._round_to, self._num_storages, self._is_running = round_to, 0, False
 
     def track(self, tensors: Iterable[Tensor]) -> None:
-        """Count the storages of tensors from now on, by their present sizes."""
+        """Count the storages of tensors later, by their present sizes."""
         for tensor in tensors:
             # A wrapper other than a DTensor has no memory besides that of the tensors inside.
             is_wrapper = is_wrapper_subclass(type(tensor)) and not isinstance(tensor, DTensor)
@@ -127,7 +127,7 @@ class MemoryMeter(OperationObserver):
         """Called when a block has grown or shrunk by so many bytes, its first and its last included."""
 
     def track_storage(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage from now on."""
+        """Count a storage later."""
         key = id(storage)
         block = StorageRecord(self._num_storages, 0, weakref.ref(storage, lambda _: self._on_freed(key)))
         self._num_storages += 1

@@ -215,7 +215,7 @@ def _train_after_saving(case: Case) -> Outcome:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one rank", "dp_replicate=2"])
-def test_a_run_goes_on_from_a_checkpoint(layout: str) -> None:
+def test_a_run_resumes_from_a_checkpoint(layout: str) -> None:
     (cell,) = (each for each in conformance("zero1", plugin=PLUGIN) if (each.layout, each.name) == (layout, "resume"))
     result = cell.run()
     assert result.status == "passed", result

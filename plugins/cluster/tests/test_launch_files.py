@@ -73,11 +73,11 @@ def _write_command(path: Path, text: str) -> None:
 def test_a_batch_script_is_shell_in_which_nothing_is_replaced_that_was_given(tmp_path: Path) -> None:
     script = _texts("slurm", launch__setup=['touch "$OUT/set-up"'])["job.sbatch"]
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
-    for told in ("--ntasks-per-node=8", "--signal=TERM@120", "--open-mode=append", "--requeue", "--exclusive"):
-        assert f"#SBATCH {told}" in lines
-    # The second is a rank that has not yet begun to heed signals.
+    for reported in ("--ntasks-per-node=8", "--signal=TERM@120", "--open-mode=append", "--requeue", "--exclusive"):
+        assert f"#SBATCH {reported}" in lines
+    # The second is a rank that has not yet started to respect signals.
     commands = {
-        "srun": 'printf "%s\\n" "$1" "$2" "$NCCL_DEBUG" "$OMP_NUM_THREADS" > "$OUT/told"\nshift 2\nexec "$@"\n',
+        "srun": 'printf "%s\\n" "$1" "$2" "$NCCL_DEBUG" "$OMP_NUM_THREADS" > "$OUT/reported"\nshift 2\nexec "$@"\n',
         "python": 'kill -TERM $$\nprintf "%s\\n" "$@" > "$OUT/args"\nexit "$CODE"\n',
         "scontrol": 'echo "$@" >> "$OUT/queued"\n',
     }
@@ -92,8 +92,8 @@ def test_a_batch_script_is_shell_in_which_nothing_is_replaced_that_was_given(tmp
     assert (tmp_path / "queued").read_text() == "requeue 7\n"
     arguments = (tmp_path / "args").read_text().splitlines()
     assert arguments == ["-m", "meshwright", "train", "/shared/jobs/one job/run.yaml"]
-    told = (tmp_path / "told").read_text().splitlines()
-    assert told == ["--kill-on-bad-exit=1", "--cpus-per-task=4", "it's a $HOME", "4"]
+    reported = (tmp_path / "reported").read_text().splitlines()
+    assert reported == ["--kill-on-bad-exit=1", "--cpus-per-task=4", "it's a $HOME", "4"]
 
 
 # -- Kubernetes
@@ -230,15 +230,15 @@ OPTIONS: list[tuple[Target, str, Any, str]] = [
 ]
 
 
-def test_a_job_heeds_each_option() -> None:
+def test_a_job_respects_each_option() -> None:
     plain = {to: "".join(_texts(to).values()) for to in TARGETS}
-    for to, key, value, told in OPTIONS:
+    for to, key, value, reported in OPTIONS:
         changes = {f"launch__{key.replace('.', '__')}": value}
-        assert told in "".join(_texts(to, **changes).values()), key
-        assert told not in plain[to], key
+        assert reported in "".join(_texts(to, **changes).values()), key
+        assert reported not in plain[to], key
 
 
-def test_a_job_heeds_ranks_per_node_runtime_and_address() -> None:
+def test_a_job_respects_ranks_per_node_runtime_and_address() -> None:
     on_cpu = {"device": "cpu", "launch__gpus_per_node": 0}
     assert "--ntasks-per-node=4\n" in _texts("slurm", launch__ranks_per_node=4, **on_cpu)["job.sbatch"]
     values = _job("slurm", launch__nodes=1, launch__ranks_per_node=1, **on_cpu).values
@@ -261,12 +261,12 @@ REFUSED: dict[str, tuple[Target, dict[str, Any], str]] = {
     "GPUs for the CPU": ("slurm", {"device": "cpu"}, "device=cpu"),
     "ranks that share GPUs": ("slurm", {"launch.ranks_per_node": 4}, "each rank has one GPU"),
     "no checkpoints": ("slurm", {"checkpoint": {}}, "would begin at step 0"),
-    "a run that begins anew": ("slurm", {"resume": "never"}, "resume=never would remove"),
+    "a run that starts over": ("slurm", {"resume": "never"}, "resume=never would remove"),
     "a signal that is not heard": ("slurm", {"checkpoint.on_signal": {"signals": ["SIGUSR1"]}}, "by SIGTERM"),
     "a code that says nothing": ("slurm", {"checkpoint.on_signal": {"exit_code": 0}}, "whether to queue again"),
     "only signals, where there are none": ("skypilot", {"checkpoint": {"on_signal": {}}}, "takes machines away"),
     "a code of ranks that are killed": ("slurm", {"checkpoint.on_signal": {"exit_code": 137}}, "or been killed"),
-    "a job that is over as it begins": ("slurm", {"launch.time_limit": "3m"}, "is over as soon as it has begun"),
+    "a job that is over as it begins": ("slurm", {"launch.time_limit": "3m"}, "is over as soon as it has started"),
     "a relative directory": ("slurm", {"output_dir": "runs/a"}, "is relative"),
     "a directory of one machine": ("ray", {"output_dir": "/tmp/a"}, "is a machine's own"),
     "a directory in the container": ("kubernetes", {"output_dir": "/runs/a"}, "is not below /shared"),
@@ -278,9 +278,9 @@ REFUSED: dict[str, tuple[Target, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_cluster_could_not_run_is_refused(case: str) -> None:
-    to, changes, told = REFUSED[case]
+    to, changes, reported = REFUSED[case]
     _job(to)
-    with pytest.raises(MeshwrightError, match=told) as caught:
+    with pytest.raises(MeshwrightError, match=reported) as caught:
         _job(to, **{key.replace(".", "__"): value for key, value in changes.items()})
     assert caught.value.exit_code == 2
 
@@ -339,9 +339,9 @@ def test_a_command_that_is_not_there_is_named_and_what_submits_is_run_and_its_co
     monkeypatch.setenv("PATH", str(tmp_path))
     out = tmp_path / "job"
     for to in TARGETS:
-        code, told = invoke_in_process("launch", run_file, "--to", to, "--out", out, "--submit")
+        code, reported = invoke_in_process("launch", run_file, "--to", to, "--out", out, "--submit")
         assert (code, out.exists()) == (2, False)
-        assert f"{build_submit_command(_job(to), to)[0]} is not installed here" in told
+        assert f"{build_submit_command(_job(to), to)[0]} is not installed here" in reported
     _write_command(tmp_path / "kubectl", 'echo "$@" > "$0.said"\nexit 3\n')
     assert invoke_in_process("launch", run_file, "--to", "kubernetes", "--out", out, "--submit")[0] == 3
     assert (tmp_path / "kubectl.said").read_text() == f"apply -f {out / 'job.yaml'}\n"

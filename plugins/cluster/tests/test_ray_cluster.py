@@ -1,4 +1,4 @@
-"""The driver that `meshwright launch` makes for Ray Train trains as without Ray, and goes on when a rank is killed."""
+"""The driver that `meshwright launch` makes for Ray Train trains as without Ray, and continues when a rank is killed."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def test_ray_trains_the_same_numbers(whole: TrainingRun, killed: bool) -> None:
     finally:
         process.terminate()
         process.wait(60)
-    assert ("going on from" in log.read_text(), run.read_metrics()) == (killed, whole.read_metrics())
+    assert ("resuming from" in log.read_text(), run.read_metrics()) == (killed, whole.read_metrics())
     assert hash_weights(run.directory / "model") == hash_weights(whole.directory / "model")

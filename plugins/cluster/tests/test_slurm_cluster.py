@@ -1,4 +1,4 @@
-"""A job that `meshwright launch` submits to a real Slurm is pre-empted, queued again, goes on, and ends the same."""
+"""A job that `meshwright launch` submits to a real Slurm is pre-empted, queued again, continues, and ends the same."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _await_step(cluster: SlurmCluster, number: str, run: TrainingRun, step: int)
 def _begin_again(cluster: SlurmCluster, number: str) -> None:
     """Start a requeued job without the two minutes of Slurm's delay."""
     cluster.wait_for_state(number, "PENDING")
-    # A node refuses a job whose credential is of the second in which the node was last told to end that job.
+    # A node refuses a job whose credential is of the second in which the node was last reported to end that job.
     time.sleep(2)
     cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
 
@@ -81,7 +81,7 @@ def _log(run: TrainingRun) -> str:
 
 def _saved(run: TrainingRun) -> list[int]:
     """Steps that a signal has stopped the run after, as its log says."""
-    said = re.findall(rf"stopped by SIGTERM after step (\d+) of {STEPS}, saved; the same command goes on", _log(run))
+    said = re.findall(rf"stopped by SIGTERM after step (\d+) of {STEPS}, saved; the same command continues", _log(run))
     return [int(step) for step in said]
 
 
@@ -103,7 +103,7 @@ def test_a_job_that_is_preempted_and_requeued_ends_with_the_numbers_of_one_that_
     assert 5 <= first < second < STEPS
     assert job["Restarts"] == "2"
     said = _log(run)
-    assert [int(step) for step in re.findall(r"going on from .*, after step (\d+)", said)] == [first, second]
+    assert [int(step) for step in re.findall(r"resuming from .*, after step (\d+)", said)] == [first, second]
     assert "Traceback" not in said
     assert run.read_metrics() == whole.read_metrics()
     assert hash_weights(run.directory / "model") == hash_weights(whole.directory / "model")

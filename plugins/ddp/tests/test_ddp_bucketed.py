@@ -385,16 +385,16 @@ def _with_planted(config: dict[str, Any], value: float, planted_step: int) -> li
     spoil = [False]
     weight = dict(manager.model_parts[0].named_parameters())[PLANTED]
     weight.register_hook(lambda grad: torch.full_like(grad, value) if spoil[0] else grad)
-    told: list[Any] = []
+    reported: list[Any] = []
     for step in range(3):
         spoil[0] = step == planted_step and manager.mesh.rank == 1
         try:
             loss = float(prepare_gradient_step(manager, case, step)())
             manager.optimizer_step()
-            told.append(loss)
+            reported.append(loss)
         except TrainingError as error:
-            told.append(str(error))
-    return told
+            reported.append(str(error))
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_with_its_name_and_b
     text = first.pop(planted_step)
     assert f"is {kind} before the data-parallel collective" in text
     assert all(each in text for each in (PLANTED, "bucket ", "(found on rank 1"))
-    # Nothing was stepped, and training can go on.
+    # Nothing was stepped, and training can continue.
     assert all(isinstance(loss, float) and math.isfinite(loss) for loss in first)
 
 
@@ -424,7 +424,7 @@ def _look(checks: GradChecker, norm: float) -> None:
     assert checks.find_error(norms.tolist() if norms is not None else []) is None
 
 
-def test_large_gradients_are_told_only_after_a_hundred_norms_have_been_seen() -> None:
+def test_large_gradients_are_reported_only_after_a_hundred_norms_have_been_seen() -> None:
     checks = GradChecker(check_nonfinite=False, check_large=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -436,7 +436,7 @@ def test_large_gradients_are_told_only_after_a_hundred_norms_have_been_seen() ->
         _look(GradChecker(check_nonfinite=False, check_large=False), math.nan)
     with pytest.warns(UserWarning, match=r"bucket 0 \(b to a\) have norm 501 .* largest of the first 100 norms \(50\)"):
         _look(checks, 501.0)
-    # What was told has not become what is expected.
+    # What was reported has not become what is expected.
     with pytest.warns(UserWarning, match="norm 501"):
         _look(checks, 501.0)
 
@@ -458,10 +458,10 @@ def _large() -> list[str]:
 
 
 @slow
-def test_large_gradients_of_a_step_are_told_and_training_goes_on() -> None:
-    for told in pool(2).run(_large):
-        assert len(told) == 1
-        assert "bucket 0" in told[0]
+def test_large_gradients_of_a_step_are_reported_and_training_continues() -> None:
+    for reported in pool(2).run(_large):
+        assert len(reported) == 1
+        assert "bucket 0" in reported[0]
 
 
 # -- refusals that need a model or a mesh, and activations

@@ -215,10 +215,12 @@ def test_options_that_power_sgd_refuses_and_several_microbatches_in_a_static_gra
     configs = [{"comm_hook": "power_sgd", "comm_hook_options": options} for options in cases.values()]
     first, second = pool(2).run(_refusals, configs, Case(), 0)
     assert first == second
-    assert all(text in told and told.startswith("ConfigError") for text, told in zip(cases, first, strict=True))
-    (told,), (other,) = pool(2).run(_refusals, [{"static_graph": True}], Case(microbatches=2), 1)
-    assert told == other
-    assert "does not go with several microbatches" in told
+    assert all(
+        text in reported and reported.startswith("ConfigError") for text, reported in zip(cases, first, strict=True)
+    )
+    (reported,), (other,) = pool(2).run(_refusals, [{"static_graph": True}], Case(microbatches=2), 1)
+    assert reported == other
+    assert "does not go with several microbatches" in reported
 
 
 def test_only_replication_is_claimed_and_all_of_dp_goes_there() -> None:

@@ -123,7 +123,7 @@ def _runs(plain: Path, directory: Path, factors: list[float]) -> tuple[RecordedR
     return RecordedRun(directory / "one"), RecordedRun(directory / "other")
 
 
-def test_rounding_that_grows_is_told_from_a_jump(plain: Path, tmp_path: Path) -> None:
+def test_rounding_that_grows_is_reported_from_a_jump(plain: Path, tmp_path: Path) -> None:
     grows = [1 + 1e-7 * 1.6**step for step in range(24)]
     jumps = [1.0, 1 + 1e-7, 1 + 1e-7, 1 + 5e-5, 1 + 1e-3]
 

@@ -52,32 +52,32 @@ def test_versions_are_held_against_what_is_declared(requires, python, state, sai
     lines += ["Provides-Extra: more", f"Requires-Dist: {requires}", ""]
     (found / "METADATA").write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    told = [each for each in checks.check_versions() if each.status != "ok"]
-    assert [each.status for each in told] == ([state] if state else [])
-    assert all(said in each.message and each.fix for each in told)
+    reported = [each for each in checks.check_versions() if each.status != "ok"]
+    assert [each.status for each in reported] == ([state] if state else [])
+    assert all(said in each.message and each.fix for each in reported)
 
 
-def test_a_plugin_that_cannot_be_loaded_is_wrong_and_the_others_are_told():
+def test_a_plugin_that_cannot_be_loaded_is_wrong_and_the_others_are_reported():
     broken = EntryPoint("odd", "no_such_module_at_all", "meshwright")
     strategies, failure = checks.check_plugins(Registry([broken]))
     assert (strategies.status, strategies.message) == ("ok", "single")
     assert (failure.name, failure.status, "no_such_module_at_all" in failure.message) == ("odd", "wrong", True)
 
 
-def test_threads_that_are_no_number_or_too_many_are_told():
+def test_threads_that_are_no_number_or_too_many_are_reported():
     many = "warning" if count_usable_cores() > 1 else "ok"
     for value, state in ((None, "ok"), ("1", "ok"), ("none", "wrong"), ("0", "wrong"), ("64", many)):
         environment = {} if value is None else {"OMP_NUM_THREADS": value}
         assert by_name(list(checks.check_settings(environment, 4)))["OMP_NUM_THREADS"].status == state
 
 
-def test_few_open_files_are_told(monkeypatch):
+def test_few_open_files_are_reported(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
     found = by_name(list(checks.check_limits()))["open files"]
     assert (found.status, "ulimit -n" in found.fix) == ("warning", True)
 
 
-def test_a_clock_that_is_behind_the_files_or_is_being_set_is_told(monkeypatch):
+def test_a_clock_that_is_behind_the_files_or_is_being_set_is_reported(monkeypatch):
     assert [each.status for each in checks.check_clocks()] == ["ok"]
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - 1e9)
@@ -95,7 +95,7 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path):
     assert not list(place.iterdir())
 
 
-def test_a_directory_that_cannot_be_made_or_holds_no_locks_or_is_full_is_told(tmp_path, monkeypatch):
+def test_a_directory_that_cannot_be_made_or_holds_no_locks_or_is_full_is_reported(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine", encoding="utf-8")
     (found,) = check_directory(tmp_path / "file")
     assert (found.status, find_exit_code([found])) == ("wrong", 2)
@@ -133,10 +133,10 @@ def test_nodes_compare_their_clocks_and_what_they_see_of_a_directory(ahead_s, st
 @pytest.mark.slow
 def test_alone_it_starts_two_ranks_and_tells_all_as_json(tmp_path):
     done = run_command("doctor", "--json", "--dir", str(tmp_path / "runs"))
-    told = json.loads(done.stdout)
-    wrong = [each for each in told["findings"] if each["state"] == "wrong"]
-    assert done.returncode == told["exit_code"] == (2 if wrong else 0), wrong
-    areas = {each["area"] for each in told["findings"]}
+    reported = json.loads(done.stdout)
+    wrong = [each for each in reported["findings"] if each["state"] == "wrong"]
+    assert done.returncode == reported["exit_code"] == (2 if wrong else 0), wrong
+    areas = {each["area"] for each in reported["findings"]}
     assert {"versions", "plugins", "devices", "limits", "backends", "clocks", "directory", "ranks", "links"} <= areas
 
 

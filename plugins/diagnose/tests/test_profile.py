@@ -201,7 +201,7 @@ def test_kernels_are_those_of_the_operators_that_have_launched_them(tmp_path: Pa
     assert (row.name, row.bytes, found.exposed_seconds) == ("nccl:AllGather", 200, pytest.approx(2))
 
 
-def test_memory_is_told_at_its_peak_by_part_and_by_who_took_it(tmp_path: Path) -> None:
+def test_memory_is_reported_at_its_peak_by_part_and_by_who_took_it(tmp_path: Path) -> None:
     spans = [
         _mark("step 1", 0, 10),
         _mark("forward_backward", 1, 5),
@@ -217,9 +217,9 @@ def test_memory_is_told_at_its_peak_by_part_and_by_who_took_it(tmp_path: Path) -
     assert (peak.bytes, peak.phase, peak.operator) == (150, "forward_backward", "aten::add")
     # What was held when a part began counts.
     assert peak.phases == {"forward_backward": 150, "optimizer": 150}
-    told = build_memory_timeline(trace)
-    assert told["allocated_by_operator"] == {"aten::mm": 100, "aten::add": 50, "aten::sqrt": 10}
-    assert (told["seconds"], told["bytes"]) == (pytest.approx([2, 4.5, 5.5, 7]), [100, 150, 50, 60])
+    reported = build_memory_timeline(trace)
+    assert reported["allocated_by_operator"] == {"aten::mm": 100, "aten::add": 50, "aten::sqrt": 10}
+    assert (reported["seconds"], reported["bytes"]) == (pytest.approx([2, 4.5, 5.5, 7]), [100, 150, 50, 60])
 
 
 def test_a_comparison_is_by_step_and_by_the_size_of_the_difference(tmp_path: Path) -> None:

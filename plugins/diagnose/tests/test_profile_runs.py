@@ -62,7 +62,7 @@ def test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen(workplace: Path
     summary = load_summary(path)
     assert summary.steps == [2, 3]
     parts = {row.name: row for row in summary.phases}
-    # Saved and evaluated after step 2, and begun anew: what follows step 3 is not in the window.
+    # Saved and evaluated after step 2, and restarted: what follows step 3 is not in the window.
     assert set(parts) == PARTS | {"save", "evaluation", "between"}
     assert [parts[name].calls for name in ("forward_backward", "optimizer", "save", "evaluation")] == [2, 2, 1, 1]
     whole = summary.computing_seconds + summary.exposed_seconds + summary.host_seconds
@@ -85,7 +85,7 @@ def test_a_resumed_run_profiles_what_is_left_of_its_windows(workplace: Path, tmp
     assert load_summary(first).steps == [1, 2]
     assert not any("Input Dims" in each.details for each in read_trace(first).spans)
     before = first.read_bytes()
-    place.run_successfully(profile=asked)  # it goes on after step 4
+    place.run_successfully(profile=asked)  # it continues after step 4
     assert first.read_bytes() == before
     assert load_summary(place.out / "profile" / "rank-00000-steps-4-6.json.gz").steps == [5, 6]
     # They are not of the run that takes its place, which has another profile.
@@ -182,8 +182,8 @@ def test_each_rank_that_a_fault_ends_leaves_its_last_collectives_and_stacks(tmp_
     for rank, kind in enumerate(("ValueError", "TrainingError")):
         name = f"rank-{rank:05}"
         assert {f"{name}.json", f"{name}-gloo.pickle", f"{name}-stacks.txt"} <= names
-        told = json.loads((tmp_path / "faults" / f"{name}.json").read_text())
-        assert (told["fault"]["kind"], told["fault"]["rank"]) == (kind, rank)
-        entries = told["collectives"]["gloo"]["entries"]
+        reported = json.loads((tmp_path / "faults" / f"{name}.json").read_text())
+        assert (reported["fault"]["kind"], reported["fault"]["rank"]) == (kind, rank)
+        entries = reported["collectives"]["gloo"]["entries"]
         assert any(each["input_sizes"] == [[5]] and each["profiling_name"] == "gloo:all_reduce" for each in entries)
         assert "_faulty" in (tmp_path / "faults" / f"{name}-stacks.txt").read_text()

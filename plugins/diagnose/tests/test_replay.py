@@ -37,11 +37,11 @@ def _contents(directory: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
 
 
-def test_a_step_comes_to_the_same_bits_on_healthy_ranks_and_the_run_stays_as_it_is(plain: Path) -> None:
+def test_a_step_gives_the_same_result_bits_on_healthy_ranks_and_the_run_stays_as_it_is(plain: Path) -> None:
     before = _contents(plain)
-    for step, begun, compared in ((1, 0, None), (5, 3, 1)):
+    for step, started, compared in ((1, 0, None), (5, 3, 1)):
         found = replay_in_pool(plain, step, compare_rank=compared)
-        assert found.start[0] == begun
+        assert found.start[0] == started
         assert {each.name for each in found.values} == {"num_tokens", "learning_rate", "loss", "grad_norm"}
         assert all(each.is_same for each in found.values), found.values
         assert found.exit_code == 0
@@ -66,14 +66,14 @@ def test_other_numbers_than_were_written_are_reported(plain: Path, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"strategy": "ddp"}, {"pp_size": 2}, {"nproc": 4, "tp_size": 2}], ids=str)
-def test_a_step_of_another_layout_comes_to_the_same_bits(workplace, layout, request):
+def test_a_step_of_another_layout_gives_the_same_result_bits(workplace, layout, request):
     directory = train_run(write_run_file(workplace, f"bits {request.node.callspec.id}", **{"nproc": 2, **layout}))
     assert all(replay_in_pool(directory, step).is_same for step in (1, 4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"lr": 0.03}], ids=["interrupted", "changed"])
-def test_steps_before_and_after_an_interruption_come_to_the_same(workplace: Path, changes: dict[str, Any]) -> None:
+def test_steps_before_and_after_an_interruption_give_the_same_result(workplace: Path, changes: dict[str, Any]) -> None:
     name = f"interrupted {len(changes)}"
     options: dict[str, Any] = {"nproc": 2, "ema": {"decay": 0.9}, "micro_batch_size": 2, "optimizer": {"lr": 0.01}}
     path = write_run_file(workplace, name, **options)
@@ -99,7 +99,7 @@ def _bad_steps(directory: Path) -> list[tuple[int, int | None]]:
 
 
 @pytest.mark.slow
-def test_steps_after_one_that_has_taken_the_run_back_come_to_the_same(workplace: Path) -> None:
+def test_steps_after_one_that_has_taken_the_run_back_give_the_same_result(workplace: Path) -> None:
     settings = {"nproc": 2, "steps": 40, "optimizer": {"lr": 0.003}, "on_bad_step": {"action": "rollback", **JUDGED}}
     path = write_run_file(workplace, "rewinding", **settings, checkpoint={"every": 4, "keep_last": None})
     directory = train_run(path, kill_after=30)
@@ -260,7 +260,9 @@ def test_bad_input_is_reported_before_a_rank_is_started(plain: Path, workplace: 
 @pytest.mark.slow
 def test_without_a_checkpoint_before_it_a_step_of_a_run_that_began_elsewhere_is_refused(workplace: Path) -> None:
     elsewhere = train_run(write_run_file(workplace, "first", nproc=2, steps=4)) / "checkpoints" / "step-00000002"
-    directory = train_run(write_run_file(workplace, "went on", nproc=2, steps=4, resume=str(elsewhere), checkpoint={}))
+    directory = train_run(
+        write_run_file(workplace, "continued", nproc=2, steps=4, resume=str(elsewhere), checkpoint={})
+    )
     assert replay_in_pool(directory, 3).is_same
     elsewhere.rename(elsewhere.with_name("gone"))
     with pytest.raises(CheckpointError, match="step-00000002"):

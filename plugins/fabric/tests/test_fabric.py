@@ -169,7 +169,7 @@ def _scheduled(layout: Layout, kind: str, path: str, steps: range) -> tuple[list
         *((before, after, kind) for before, after in (("single", "pp"), ("pp", "fsdp2")) for kind in SCHEDULES),
     ],
 )
-def test_a_checkpoint_goes_on_under_another_layout(before: str, after: str, kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_continues_under_another_layout(before: str, after: str, kind: str, tmp_path: Path) -> None:
     first, second, path = LAYOUTS[before], LAYOUTS[after], str(tmp_path / "checkpoint")
     expected = pool(first[0]).run(_scheduled, first, kind, path, range(5))[0][0]
     for losses, found in pool(second[0]).run(_scheduled, second, kind, path, range(2, 5)):
@@ -269,7 +269,7 @@ def _skip_reductions(fabric: Fabric, model: Any, optimizer: Any) -> None:
             pass
 
 
-def _set_up_anew(
+def _set_up_again(
     make: Callable[[torch.nn.Module], torch.optim.Optimizer], schedule: Callable[[Any], Any] = lambda _: None
 ) -> Callable[..., None]:
     """Set up another model with the optimizer that `make` makes of it, and a schedule."""
@@ -335,16 +335,16 @@ REFUSED: dict[str, tuple[Task, type[MeshwrightError], str]] = {
         *(StrategyError, "no model yet"),
     ),
     "other_parameters": (
-        _set_up_anew(lambda model: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])),
+        _set_up_again(lambda model: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])),
         *(StrategyError, "not of the model"),
     ),
     "some_parameters": (
-        _set_up_anew(lambda model: torch.optim.SGD(list(model.parameters())[:1])),
+        _set_up_again(lambda model: torch.optim.SGD(list(model.parameters())[:1])),
         *(StrategyError, "lacks .*, which is trained"),
     ),
-    "early_schedule": (_set_up_anew(_scheduled_early), StrategyError, LATE),
-    "stepped": (_set_up_anew(_stepped), StrategyError, "has a state already, which would be lost"),
-    "given_schedule": (_set_up_anew(_sgd, lambda optimizer: LambdaLR(optimizer, float)), StrategyError, LATE),
+    "early_schedule": (_set_up_again(_scheduled_early), StrategyError, LATE),
+    "stepped": (_set_up_again(_stepped), StrategyError, "has a state already, which would be lost"),
+    "given_schedule": (_set_up_again(_sgd, lambda optimizer: LambdaLR(optimizer, float)), StrategyError, LATE),
 }
 
 
@@ -363,9 +363,9 @@ FAST = ("scaled", "twice", "infinite", "some_parameters")
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=slow) for name in REFUSED])
 def test_what_cannot_be_meant_is_refused_on_all_ranks(name: str) -> None:
     _, error, text = REFUSED[name]
-    for kind, told in pool(2).run(_refused, name, LAYOUTS["fsdp2"]):
+    for kind, reported in pool(2).run(_refused, name, LAYOUTS["fsdp2"]):
         assert kind == error.__name__
-        assert re.search(text, told), told
+        assert re.search(text, reported), reported
 
 
 def _precision(layout: Layout) -> str:

@@ -111,7 +111,7 @@ def test_dtypes_and_whole_numbers_are_taken_as_what_they_are() -> None:
         ({"tp_plan": 3}, "tp_plan"),
     ],
 )
-def test_a_wrong_value_is_told_with_what_is_allowed(options: dict[str, Any], text: str) -> None:
+def test_a_wrong_value_is_reported_with_what_is_allowed(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         resolve("fsdp2", MeshSizes(), 1, config=options)
 

@@ -51,7 +51,7 @@ def _is_freed(name: str, reshard: bool | None) -> bool:
     """Whether the parameter's unit is freed after forward and gathered again for backward."""
     in_block = "layers." in name
     by_default = in_block and f"layers.{LAST_BLOCK}." not in name
-    # The root's own backward starts right after its forward, but the strategy does what it is told.
+    # The root's own backward starts right after its forward, but the strategy does what it is reported.
     return by_default if reshard is None else reshard
 
 

@@ -241,7 +241,7 @@ def _cast(policy: dict[str, Any]) -> torch.dtype:
     return seen[0]
 
 
-def test_inputs_are_cast_unless_told_otherwise() -> None:
+def test_inputs_are_cast_unless_reported_otherwise() -> None:
     assert pool(1).run(_cast, {"param_dtype": "bfloat16"}) == [BF16]
     assert pool(1).run(_cast, {"param_dtype": "bfloat16", "cast_forward_inputs": False}) == [FP32]
 

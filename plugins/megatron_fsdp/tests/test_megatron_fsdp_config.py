@@ -41,7 +41,7 @@ def test_fields_and_defaults_are_those_of_the_reference_and_then_the_packages() 
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ({"zero_dp_strategy": 4}, "zero_dp_strategy: Input should be 0, 1, 2 or 3"),
         ({"zero_dp_strategy": True}, "must be one of 0, 1, 2, 3"),
@@ -67,8 +67,8 @@ def test_fields_and_defaults_are_those_of_the_reference_and_then_the_packages() 
     ],
     ids=str,
 )
-def test_what_is_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_refused(options: dict[str, Any], reported: str) -> None:
+    with pytest.raises(ConfigError, match=reported):
         resolve("megatron_fsdp", MeshSizes(), 1, config=options)
 
 

@@ -224,8 +224,8 @@ def _own_plan(plan: dict[str, Any]) -> tuple[dict[str, Any], bool]:
 
 def test_torch_styles_mean_what_ours_do() -> None:
     for plan, shards in ((PLAN, False), (ON_POSITIONS, True)):
-        styles, told = _own_plan(plan)
-        assert told is shards
+        styles, reported = _own_plan(plan)
+        assert reported is shards
         assert styles["model.embed_tokens"] == "embedding_rowwise"
         assert styles["model.layers.0.self_attn.q_proj"] == "colwise"
         assert styles["model.layers.0.mlp.down_proj"] == "rowwise"

@@ -218,7 +218,7 @@ def test_activation_checkpointing_computes_again_what_its_mode_says(
 
 
 def _broken(config: dict[str, Any]) -> tuple[str, bool, float]:
-    """The first step's error where one rank's gradients break, and whether training goes on unharmed."""
+    """The first step's error where one rank's gradients break, and whether training continues unharmed."""
     case = Case(ragged=False)
     manager = build_manager("megatron_fsdp", config, {}, case)
     before = full_weights(manager)
@@ -230,27 +230,27 @@ def _broken(config: dict[str, Any]) -> tuple[str, bool, float]:
     try:
         prepare_gradient_step(manager, case)()
         manager.read_scalars()
-        told = "accepted"
+        reported = "accepted"
     except TrainingError as error:
-        told = str(error)
+        reported = str(error)
     for handle in handles:
         handle.remove()
-    if told == "accepted":
-        return told, False, 0.0
+    if reported == "accepted":
+        return reported, False, 0.0
     after = full_weights(manager)
     same = all(torch.equal(before[name], value) for name, value in after.items())
     losses, _, _ = train_steps(manager, case, range(1))
-    return told, same, losses[0]
+    return reported, same, losses[0]
 
 
 def test_check_for_nan_in_grad_refuses_the_step_on_all_ranks() -> None:
     answers = pool(2).run(_broken, {})
     assert answers[0] == answers[1]
-    told, same, loss = answers[0]
-    assert "holds a NaN or infinity. Lower the learning rate" in told
+    reported, same, loss = answers[0]
+    assert "holds a NaN or infinity. Lower the learning rate" in reported
     assert same
     assert loss == loss
-    assert {told for told, _, _ in pool(2).run(_broken, {"check_for_nan_in_grad": False})} == {"accepted"}
+    assert {reported for reported, _, _ in pool(2).run(_broken, {"check_for_nan_in_grad": False})} == {"accepted"}
 
 
 @slow
@@ -287,5 +287,5 @@ def _refusals() -> list[str]:
 def test_what_cannot_act_on_this_mesh_or_model_is_refused_on_all_ranks() -> None:
     first, second = pool(2).run(_refusals)
     assert first == second
-    for found, (*_, told) in zip(first, REFUSED, strict=True):
-        assert told in found
+    for found, (*_, reported) in zip(first, REFUSED, strict=True):
+        assert reported in found

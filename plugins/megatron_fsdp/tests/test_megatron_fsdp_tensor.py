@@ -135,7 +135,7 @@ MLP = {"up_proj": "colwise", "down_proj": "rowwise", "act_fn": "replicate"}
 
 
 @pytest.mark.parametrize(
-    ("plan", "model_type", "told"),
+    ("plan", "model_type", "reported"),
     [
         ({"lm_hed": "colwise"}, "llama", "ConfigError: tp_plan names 'lm_hed'"),
         (
@@ -152,8 +152,8 @@ MLP = {"up_proj": "colwise", "down_proj": "rowwise", "act_fn": "replicate"}
     ],
     ids=["name", "torch", "unsummed"],
 )
-def test_what_is_refused_on_all_ranks(plan: dict[str, Any], model_type: str, told: str) -> None:
+def test_what_is_refused_on_all_ranks(plan: dict[str, Any], model_type: str, reported: str) -> None:
     case = Case(model_type=model_type, tied=None)
     first, second = pool(2).run(catch_refusal, "megatron_fsdp", {"tp_plan": plan}, TP2, case, 1)
     assert first == second
-    assert told in first
+    assert reported in first

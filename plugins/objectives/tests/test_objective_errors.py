@@ -129,15 +129,15 @@ def _refused(strategy: str, config: Any, sizes: Any, case: str) -> tuple[str, bo
     try:
         tokens = torch.tensor(7) if case != "count" else count_tokens(batches, mesh, objective)
         manager.forward_backward(batches, num_tokens=tokens, objective=objective)
-        told = "no error"
+        reported = "no error"
     except MeshwrightError as error:
-        told = f"{type(error).__name__}: {error}"
+        reported = f"{type(error).__name__}: {error}"
     is_same = all(torch.equal(before[name], each) for name, each in full_weights(manager).items())
     good = _batches(1, mesh.data_rank, mesh.data_size, weights=lambda ids: ids.double().sin())
     loss = manager.forward_backward(good, num_tokens=count_tokens(good, mesh), objective=_weighted)
     manager.optimizer_step()
     trained = any(not torch.equal(before[name], each) for name, each in full_weights(manager).items())
-    return told, is_same and trained and bool(loss.isfinite())
+    return reported, is_same and trained and bool(loss.isfinite())
 
 
 CASES: dict[str, tuple[Any, str]] = {
@@ -171,10 +171,10 @@ FIRST = ("mean", "column of one rank", "failing")
 def test_an_objective_that_is_none_is_refused_before_the_first_step(strategy, config, sizes, ranks, case):
     found = pool(ranks).run(_refused, strategy, config, sizes, case)
     assert len(set(found)) == 1, found
-    told, is_sound = found[0]
+    reported, is_sound = found[0]
     start, *rest = CASES[case][1].split("*")
-    assert told.startswith(start), told
-    assert all(each in told for each in rest), told
+    assert reported.startswith(start), reported
+    assert all(each in reported for each in rest), reported
     assert is_sound
 
 
@@ -183,7 +183,7 @@ def _breaking(strategy: str, config: Any, sizes: Any, how: str, reads: bool) -> 
     manager = build_manager(strategy, config, sizes, Case())
     mesh = manager.mesh
     objective = _Breaks(how, mesh.data_rank == mesh.data_size - 1)
-    told, weights = "no error", {}
+    reported, weights = "no error", {}
     for step in range(2):
         batches = _batches(
             step, mesh.data_rank, mesh.data_size, **{"break": lambda ids, step=step: torch.full_like(ids[:, 0], step)}
@@ -196,10 +196,10 @@ def _breaking(strategy: str, config: Any, sizes: Any, how: str, reads: bool) -> 
                 manager.read_scalars(loss, manager.clip_grad_norm(1.0))
             manager.optimizer_step()
         except MeshwrightError as error:
-            told = f"{type(error).__name__} in step {step + 1}: {error}"
+            reported = f"{type(error).__name__} in step {step + 1}: {error}"
     after = full_weights(manager)
     held = any(p.grad is not None for part in manager.model_parts for p in part.parameters())
-    return told, not held and all(torch.equal(weights[name], each) for name, each in after.items())
+    return reported, not held and all(torch.equal(weights[name], each) for name, each in after.items())
 
 
 @pytest.mark.parametrize(("strategy", "config", "sizes", "ranks"), LAYOUTS)
@@ -214,20 +214,20 @@ def _breaking(strategy: str, config: Any, sizes: Any, how: str, reads: bool) -> 
         ("shape", "ConfigError in step 2: the objective 'breaking' returns a tensor of torch.float64 (1,)", True),
     ],
 )
-def test_an_objective_that_breaks_on_one_rank_is_told_on_all_and_trains_nothing(
+def test_an_objective_that_breaks_on_one_rank_is_reported_on_all_and_trains_nothing(
     strategy: str, config: Any, sizes: Any, ranks: int, how: str, text: str, reads: bool
 ) -> None:
     found = pool(ranks).run(_breaking, strategy, config, sizes, how, reads)
     assert len(set(found)) == 1, found
-    told, trained_nothing = found[0]
-    assert told.startswith(text), told
+    reported, trained_nothing = found[0]
+    assert reported.startswith(text), reported
     assert trained_nothing
 
 
 def _broken_evaluation(strategy: str, config: Any, sizes: Any) -> list[str]:
     manager = build_manager(strategy, config, sizes, Case())
     mesh = manager.mesh
-    told = []
+    reported = []
     for how in ("raises", "nan"):
         objective = _Breaks(how, mesh.data_rank == mesh.data_size - 1)
         batches = _batches(0, mesh.data_rank, mesh.data_size, **{"break": lambda ids: torch.zeros_like(ids[:, 0])})
@@ -236,12 +236,12 @@ def _broken_evaluation(strategy: str, config: Any, sizes: Any) -> list[str]:
         try:
             manager.eval_loss(batches, num_tokens=torch.tensor(7), objective=objective)
         except MeshwrightError as error:
-            told.append(f"{type(error).__name__}: {error}")
+            reported.append(f"{type(error).__name__}: {error}")
     try:
         manager.token_stats(batches, ["log_probs", "perplexity"])  # type: ignore[list-item]
     except MeshwrightError as error:
-        told.append(f"{type(error).__name__}: {error}")
-    return told
+        reported.append(f"{type(error).__name__}: {error}")
+    return reported
 
 
 @pytest.mark.parametrize(("strategy", "config", "sizes", "ranks"), LAYOUTS)

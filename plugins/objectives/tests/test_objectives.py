@@ -332,7 +332,7 @@ def test_log1mexp_keeps_its_digits():
 
 
 @pytest.mark.parametrize(("name", "shape"), [("value", (4, 9, 2)), ("value", (4, 1)), ("reward", (4, 9, 1))])
-def test_a_head_of_another_kind_is_told(name, shape):
+def test_a_head_of_another_kind_is_reported(name, shape):
     batch = build_microbatch(get_objective(name)) | {"logits": torch.zeros(shape)}
     with pytest.raises(ModelError, match=f"objective '{name}' needs a head over"):
         evaluate_objective(name, batch)

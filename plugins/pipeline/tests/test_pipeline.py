@@ -355,9 +355,9 @@ def test_state_of_copies_under_the_distributed_optimizer_is_stored_once_and_resu
     names = [name for name in state["optimizer"]["state"] if "embed" in name or "head" in name]
     assert names == ["model.embed_tokens.weight"]
     assert ("masters" in state["optimizer"]) == (dtype == "bfloat16")
-    gone_on = [outcome for outcome, _ in pool(4).run(train_part, *run, range(2, 4), state)]
+    continued = [outcome for outcome, _ in pool(4).run(train_part, *run, range(2, 4), state)]
     whole = [outcome for outcome, _ in pool(4).run(train_part, *run, range(4))]
-    for outcome, expected in zip(gone_on, whole, strict=True):
+    for outcome, expected in zip(continued, whole, strict=True):
         assert outcome.losses == expected.losses[2:]
         assert outcome.norms == expected.norms[2:]
         assert all(torch.equal(outcome.weights[name], weight) for name, weight in expected.weights.items())
@@ -414,7 +414,7 @@ def test_options_that_cannot_act_are_refused_on_all_ranks(
 
 
 def _after_refusal() -> tuple[str, dict[str, torch.Tensor]]:
-    """The refusal of a bad batch, and the weights of training that goes on after it."""
+    """The refusal of a bad batch, and the weights of training that continues after it."""
     case = Case()
     manager = build_manager("pipeline", {"pp_microbatch_size": 2}, PP2, case)
     batch = rank_microbatches(case, 0, 0, 1)[0]
@@ -435,7 +435,7 @@ def test_a_loss_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build_loss_objective(None) is None
 
 
-def test_training_goes_on_after_a_refused_batch() -> None:
+def test_training_continues_after_a_refused_batch() -> None:
     (first, weights), (second, _) = pool(2).run(_after_refusal)
     assert first == second
     for name, expected in run_reference(Case()).weights.items():

@@ -32,7 +32,7 @@ def test_each_field_is_described_and_defaults_are_those_of_the_reference():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", torch.bfloat16])
-def test_dtype_is_told_by_its_plain_name(dtype):
+def test_dtype_is_reported_by_its_plain_name(dtype):
     assert config(dtype=dtype).dtype == "bfloat16"
 
 

@@ -104,13 +104,13 @@ def test_schedule_and_split_follow_the_options(run_file, tmp_path):
         (["nproc=6"], MeshError, "6"),
     ],
 )
-def test_what_is_wrong_with_a_run_is_told(assignments, error, text, app, run_file):
+def test_what_is_wrong_with_a_run_is_reported(assignments, error, text, app, run_file):
     result = invoke(app, run_file, *(part for each in assignments for part in ("--set", each)))
     assert isinstance(result.exception, error), result.output
     assert re.search(text, str(result.exception))
 
 
-def test_a_picture_that_cannot_be_written_is_told(app, run_file, tmp_path):
+def test_a_picture_that_cannot_be_written_is_reported(app, run_file, tmp_path):
     for name in ("no/such/directory.png", "schedule.unknown"):
         result = invoke(app, run_file, "--out", tmp_path / name)
         assert isinstance(result.exception, ConfigError)

@@ -89,8 +89,8 @@ def of_conformance() -> Iterator[PlannedLayout]:
     for name, spec in get_registry().strategies.items():
         for _, ranks, sizes, _ in iter_layouts(spec, 4):
             # What follows from the others is left out.
-            told = {axis: size for axis, size in sizes.items() if axis != "dp_size" and size > 1}
-            yield PlannedLayout(name, ranks, told, model=MOE if "ep_size" in sizes else "llama")
+            reported = {axis: size for axis, size in sizes.items() if axis != "dp_size" and size > 1}
+            yield PlannedLayout(name, ranks, reported, model=MOE if "ep_size" in sizes else "llama")
 
 
 LAYOUTS += [each for each in of_conformance() if each not in LAYOUTS]
@@ -104,11 +104,18 @@ def compared(layout: PlannedLayout) -> dict[str, Any]:
         for rank in sorted({0, layout.ranks // 2, layout.ranks - 1})
     ]
     peak, held = (
-        max((100 * (getattr(told, name).bytes / getattr(real, name).bytes - 1) for told, real in pairs), key=abs)
+        max(
+            (100 * (getattr(reported, name).bytes / getattr(real, name).bytes - 1) for reported, real in pairs), key=abs
+        )
         for name in ("peak", "after")
     )
     names = {"peak": "peak", "after": "held", "collectives": "collectives"}
-    other = {text for name, text in names.items() for told, real in pairs if getattr(told, name) != getattr(real, name)}
+    other = {
+        text
+        for name, text in names.items()
+        for reported, real in pairs
+        if getattr(reported, name) != getattr(real, name)
+    }
     return {
         "layout": str(layout),
         "ranks": layout.ranks,
@@ -120,16 +127,16 @@ def compared(layout: PlannedLayout) -> dict[str, Any]:
 
 
 def compared_deep(layout: PlannedLayout) -> dict[str, Any]:
-    """How a plan from small pipelines and one of all stages differ, and whether small ones told it at all."""
+    """How a plan from small pipelines and one of all stages differ, and whether small ones reported it at all."""
     seconds = [time.process_time()]
-    told = plan_deep_layout(layout, from_small=True)
+    reported = plan_deep_layout(layout, from_small=True)
     seconds.append(time.process_time())
     whole = plan_deep_layout(layout, from_small=False)
     seconds.append(time.process_time())
-    row = {"layout": str(layout), "from_small": told is not None}
-    if told is None:
+    row = {"layout": str(layout), "from_small": reported is not None}
+    if reported is None:
         return row
-    pairs = list(zip(told, whole or [], strict=True))
+    pairs = list(zip(reported, whole or [], strict=True))
     other = {key for few, all_ in pairs for key in all_ if key not in APPROXIMATE_KEYS and few.get(key) != all_[key]}
     off = {
         key: round(max((100 * (few[key] / all_[key] - 1) for few, all_ in pairs), key=abs), 2)

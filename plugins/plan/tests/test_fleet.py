@@ -50,7 +50,7 @@ class Walk:
         return self.now < end
 
     def train(self) -> None:
-        """Steps until something ends them; then what there is to go on from."""
+        """Steps until something ends them; then what there is to resume from."""
         sent, written = [(0.0, self.step)], [(0.0, self.disk)]
         copies, saves = self.fleet.replicas, self.fleet.checkpoints
         while self.spend("recomputed", self.fleet.step_s):
@@ -71,13 +71,13 @@ class Walk:
         while True:
             until, kind, second = self.luck.standard_exponential(), self.luck.random(), self.luck.random()
             self.fails_at = self.now + until * fleet.mtbf_s
-            begun, computed = self.step, self.parts["recomputed"]
+            started, computed = self.step, self.parts["recomputed"]
             waits = {"detection": fleet.detection_s, "restart": fleet.restart_s, "loading": source.load_s}
             if is_up := not is_down or all(self.spend(*each) for each in waits.items()):
                 lost_nodes, has_memory = 0, True
                 self.train()
             if self.now >= self.seconds:
-                self.parts["useful"] = begun * fleet.step_s + self.parts["recomputed"] - computed
+                self.parts["useful"] = started * fleet.step_s + self.parts["recomputed"] - computed
                 self.parts["recomputed"] -= self.parts["useful"]
                 return {name: each / self.seconds for name, each in self.parts.items()}
             is_node, is_pair = kind < fleet.node_failure_fraction, kind < fleet.pair_failure_fraction

@@ -105,13 +105,13 @@ def test_of_experts_those_that_are_chosen_count() -> None:
     assert experts < few < 3 * experts
 
 
-def test_many_blocks_are_told_by_few() -> None:
+def test_many_blocks_are_reported_by_few() -> None:
     make = functools.partial(_llama, 13)
     assert _of_row(make, layers=13, with_layers=_llama) == _of_row(make)
 
 
 @pytest.mark.slow
-def test_blocks_that_differ_are_not_told_by_few() -> None:
+def test_blocks_that_differ_are_not_reported_by_few() -> None:
     def make(layers: int = 24) -> nn.Module:
         model = _llama(layers)
         for index, block in enumerate(model.model.layers):

@@ -68,10 +68,16 @@ def test_a_plan_is_what_real_ranks_do(layout):
         layout = replace(layout, dtype="float32")
     everywhere = pool(layout.ranks).run(trace_real_rank, layout)
     for rank in (0, layout.ranks - 1):
-        real, told = everywhere[rank], trace_planned_rank(layout, rank)
-        assert (told.collectives, told.peak, told.between_steps) == (real.collectives, real.peak, real.between_steps)
+        real, reported = everywhere[rank], trace_planned_rank(layout, rank)
+        assert (reported.collectives, reported.peak, reported.between_steps) == (
+            real.collectives,
+            real.peak,
+            real.between_steps,
+        )
         # What a step computes in the main; gloo itself runs further operators.
-        products = [[(each.name, each.shapes, each.flops) for each in t.operations if each.flops] for t in (told, real)]
+        products = [
+            [(each.name, each.shapes, each.flops) for each in t.operations if each.flops] for t in (reported, real)
+        ]
         assert products[0] == products[1]
 
 
@@ -81,9 +87,9 @@ def test_each_rank_of_a_planned_world_has_what_this_one_has():
         dist.all_gather(parts, mine)
         assert torch.stack(parts).tolist() == [mine.tolist()] * 4
         assert all_to_all(mine, dist.group.WORLD).tolist() == [2, 3] * 4
-        told: list[Any] = [None] * 4
-        dist.all_gather_object(told, {"a": 1})
-        assert told == [{"a": 1}] * 4
+        reported: list[Any] = [None] * 4
+        dist.all_gather_object(reported, {"a": 1})
+        assert reported == [{"a": 1}] * 4
         assert world.reduce_sum_and_max([3], [5]) == ([12], [5])
         # What is made of parameters has no values: nothing is wrong with it.
         assert float(torch.ones(3).sum()) == 0.0
@@ -207,7 +213,7 @@ PIPELINES = [
     (build_deep_layout("ddp", 2, "Interleaved1F1B", 16, 6), _shallow(6)),
     (build_deep_layout("ddp", 2, "ZBVZeroBubble", 16, 5), _shallow(5)),
     (build_deep_layout("ddp", 2, "DualPipeV", 16, 5), _shallow(5)),
-    # Six stages are told by three and four.
+    # Six stages are reported by three and four.
     (build_deep_layout("ddp", 6, "1F1B", 24, 7), None),
 ]
 
@@ -217,10 +223,10 @@ PIPELINES = [
 def test_small_pipelines_tell_what_large_ones_hold_and_send(layout, steps, traced, monkeypatch):
     if layout.layers > 10:
         monkeypatch.setattr(pipeline_extrapolation, "SAMPLE_STAGE_DEPTHS", ((1, 2, 3),))
-    told = plan_deep_layout(layout, from_small=True)
+    reported = plan_deep_layout(layout, from_small=True)
     assert steps is None or sorted(traced) == sorted((rank, *step) for rank in range(2) for step in steps)
-    assert told is not None
-    for few, every in zip(told, plan_deep_layout(layout, from_small=False), strict=True):
+    assert reported is not None
+    for few, every in zip(reported, plan_deep_layout(layout, from_small=False), strict=True):
         # Such small operators take less than the host needs to issue them, which hides what the schedule tells.
         assert_reports_match(few, every, seconds=0.05)
 
@@ -233,7 +239,7 @@ def _made(of: Callable[[int], RankReport]) -> RankReport | None:
 
 
 @pytest.mark.parametrize(
-    ("elsewhere", "held", "is_told"),
+    ("elsewhere", "held", "is_reported"),
     [
         # A peak that lies elsewhere in a shallow model is found where it is still so in the shallowest.
         (lambda layers: 50, lambda layers: 7 * layers, True),
@@ -242,13 +248,13 @@ def _made(of: Callable[[int], RankReport]) -> RankReport | None:
         (lambda layers: 0, lambda layers: layers**2, False),
     ],
 )
-def test_what_does_not_grow_evenly_is_not_told(elsewhere, held, is_told):
+def test_what_does_not_grow_evenly_is_not_reported(elsewhere, held, is_reported):
     def report(layers: int) -> RankReport:
         phases = {"forward": 20 * layers, "optimizer": elsewhere(layers)}
         return {"peak_allocated_bytes": max(phases.values()), "peak_by_phase": phases, "held_bytes": held(layers)}
 
     made = _made(report)
-    assert (made is not None) == is_told
+    assert (made is not None) == is_reported
     assert made is None or made["peak_allocated_bytes"] == 20 * 126
     assert extrapolate_report(lambda points: {}, 12, 4) is None
 

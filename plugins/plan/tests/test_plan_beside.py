@@ -50,7 +50,7 @@ def test_a_run_holds_and_sends_what_was_planned(changes, tmp_path):
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("plan beside step 3: ")]
     assert line.count("as planned") == 3, line
-    # Times are told of devices that are named.
+    # Times are reported devices that are named.
     assert "time: " not in line
 
 
@@ -94,7 +94,7 @@ def test_a_plan_of_the_token_loss_refuses_no_run_of_another_objective_and_none_i
     assert get_peak_flops(torch.device("cpu"), "float32") is None
 
 
-def test_where_a_plan_was_off_is_told():
+def test_where_a_plan_was_off_is_reported():
     row = {"kind": "all_gather", "group": "dp_shard", "ranks": 2, "dtype": "float32", "calls": 3, "bytes": 3_000_000}
     rank = {"peak_allocated_bytes": 10_000_000, "held_bytes": 5_000_000, "collectives": [row], "step_seconds": 1.0}
     comparison = PlanMonitor({"ranks": [rank]}, has_device_times=True)

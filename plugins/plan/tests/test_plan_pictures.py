@@ -128,17 +128,17 @@ def test_traffic_is_that_of_all_collectives(subject):
             if each.peer is not None:
                 name, ranks = f"{SEND_PREFIX}{ranks[each.peer]}", [found.rank, ranks[each.peer]]
             wanted[found.rank, name] += sum(compute_bytes_sent(call.kind, call.nbytes, ranks, node))
-    told = {
+    reported = {
         (each.rank, each.stream): each.intra_node_bytes + each.inter_node_bytes for each in collect_traffic(subject)
     }
-    assert told == {key: pytest.approx(size) for key, size in wanted.items()}
+    assert reported == {key: pytest.approx(size) for key, size in wanted.items()}
     for each in collect_traffic(subject):
         line = next(line for line in subject.timelines if line.rank == each.rank)
         assert each.seconds == pytest.approx(line.busy(each.stream))
         assert 0 <= each.overlap_fraction <= 1 + 1e-9
     # Of a rank that is not in the plan the trace tells, unless it is of fewer blocks.
     without = replace(subject, plan={**subject.plan, "ranks": []})
-    assert [each.stream for each in collect_traffic(without)] == [stream for _, stream in told]
+    assert [each.stream for each in collect_traffic(without)] == [stream for _, stream in reported]
     assert collect_traffic(replace(without, drawn_layers=1)) == []
 
 

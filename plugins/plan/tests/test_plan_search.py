@@ -131,7 +131,7 @@ def test_what_is_said_to_fit_does_and_who_is_left_out_is_counted(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_whole_is_sharded_and_the_lines_lead_to_the_plan_that_is_told(tmp_path):
+def test_what_does_not_fit_whole_is_sharded_and_the_lines_lead_to_the_plan_that_is_reported(tmp_path):
     model = {**MODEL, "hidden_size": 256, "head_dim": 32, "vocab_size": 8192, "tie_word_embeddings": False}
     file = _file(tmp_path, model={**model, "dtype": "float32"})
     kept = ["pp_size=1", "cp_size=1", "micro_batch_size=2", "tp_size=1", HELD]
@@ -219,14 +219,14 @@ def test_what_is_wrong_is_said(arguments, text, tmp_path):
         recommend_layouts(_file(tmp_path), values.pop("assignments"), num_processes=1, **values)
 
 
-def test_where_nothing_fits_the_nearest_is_told_and_what_to_change(tmp_path):
+def test_where_nothing_fits_the_nearest_is_reported_and_what_to_change(tmp_path):
     device = _device(tmp_path, 1 << 20)
     with pytest.raises(ConfigError, match=r"(?s)nothing fits on 2 x.*GiB too much"):
         recommend_layouts(_file(tmp_path), [*SHARDED, "tp_size=1", "micro_batch_size=4"], 2, device, num_processes=1)
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_is_told(tmp_path, monkeypatch):
+def test_a_process_that_dies_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr("meshwright_plan.search.search.handle_request", os._exit)
     monkeypatch.setattr("meshwright_plan.search.search.LayoutSearch._request", lambda *_, **__: 9)
     with pytest.raises(TrainingError, match="one of the 2 processes that trace layouts has died"):
@@ -240,10 +240,10 @@ def test_expectations_are_those_of_a_gaussian_process():
     priors = {"all": (1.0, 10.0), "family": (0.5, 0.3), "other": (-0.2, 0.1)}
     features = [dict(zip(names, row, strict=True)) for row in table.tolist()]
     beside = torch.rand(12, generator=draws, dtype=torch.float64)
-    told = BayesianRegression(priors, features, beside)
+    reported = BayesianRegression(priors, features, beside)
     known = {2: 3.0, 5: 2.5, 7: 4.0}
     for number, value in known.items():
-        told.learn(number, value)
+        reported.learn(number, value)
     mean = torch.tensor([1.0, 0.5, 0.5, -0.2], dtype=torch.float64)
     spread = torch.tensor([10.0, 0.3, 0.3, 0.1], dtype=torch.float64) ** 2
     prior, both = table @ mean + beside, (table * spread) @ table.T
@@ -252,7 +252,7 @@ def test_expectations_are_those_of_a_gaussian_process():
     values = torch.tensor([*known.values()], dtype=torch.float64)
     expected = prior + both[:, at] @ inner @ (values - prior[at])
     variance = both.diagonal() - ((both[:, at] @ inner) * both[:, at]).sum(1)
-    found, deviation = told.posterior()
+    found, deviation = reported.posterior()
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(deviation**2, variance, rtol=1e-6, atol=1e-9)
 
@@ -280,7 +280,7 @@ def test_a_glance_tells_nearly_what_a_plan_does(tmp_path):
         assert glance.persistent_bytes.at(space.num_layers) == pytest.approx(whole["held_bytes"], rel=0.02)
 
 
-def test_a_pipeline_is_told_by_one_stage_its_bubbles_and_what_it_holds(tmp_path):
+def test_a_pipeline_is_reported_by_one_stage_its_bubbles_and_what_it_holds(tmp_path):
     kept = ["strategy=single", "pp_size=2", "micro_batch_size=2", HELD]
     space = _space(_file(tmp_path), kept, 2, load_device_spec("h100-80gb"))
     (whole,) = space.iter_candidates()
@@ -301,9 +301,9 @@ def test_a_pipeline_is_told_by_one_stage_its_bubbles_and_what_it_holds(tmp_path)
     assert glance.predict_pipeline_reserved_bytes(4, 2, 4) == 220 + 8 + 3 * 80
     search = LayoutSearch(space, recommending._InlineExecutor(), 1, 20, time_limit_s=600)
     search._evaluate_schedules(whole, glance)
-    told = {each.candidate.wrapper_options.pp_schedule: each.plan for each in search.fitting}
-    assert told["1F1B"]["step_seconds"] == pytest.approx(23)
-    assert (told["1F1B"]["peak_reserved_bytes"], told["GPipe"]["peak_reserved_bytes"]) == (308, 468)
+    reported = {each.candidate.wrapper_options.pp_schedule: each.plan for each in search.fitting}
+    assert reported["1F1B"]["step_seconds"] == pytest.approx(23)
+    assert (reported["1F1B"]["peak_reserved_bytes"], reported["GPipe"]["peak_reserved_bytes"]) == (308, 468)
     # What the last stage computes beside its blocks is waited for.
     assert space.estimate_schedule(found["1F1B"], 2.0)[0] > 1 / 5
 
@@ -318,7 +318,7 @@ def test_pipelines_that_all_schedules_refuse_are_counted(tmp_path):
 def test_who_is_expected_to_hold_more_fits_less_likely(tmp_path):
     space = _space(_file(tmp_path), ["strategy=fsdp2", "pp_size=1"], 4, load_device_spec("h100-80gb"))
     candidates = list(space.iter_candidates())
-    told = CandidateEstimates(space, candidates, [(0.0, 1.0)] * len(candidates))
+    reported = CandidateEstimates(space, candidates, [(0.0, 1.0)] * len(candidates))
     room = space.device.memory_bytes - space.device.context_bytes
     place = {
         (each.degrees, each.micro_batch_size, each.activation_checkpointing, "defer" in each.family): n
@@ -327,8 +327,10 @@ def test_who_is_expected_to_hold_more_fits_less_likely(tmp_path):
     seen = place[Degrees(dp_shard=4), 1, False, False]
     nothing = LinearFit(0, 0)
     # Nearly all of it activations of 4 blocks.
-    told.learn_bytes(seen, QuickTrace(2, nothing, nothing, {}, 0.0, LinearFit(1, 0), LinearFit(0, 0.24 * room)), room)
-    chance = told.fit_probability()
+    reported.learn_bytes(
+        seen, QuickTrace(2, nothing, nothing, {}, 0.0, LinearFit(1, 0), LinearFit(0, 0.24 * room)), room
+    )
+    chance = reported.fit_probability()
     assert chance[seen] == pytest.approx(0.5, abs=0.1)
     assert chance[place[Degrees(dp_shard=4), 2, False, False]] < 0.01
     assert chance[place[Degrees(dp_shard=4), 1, "full", False]] > 0.9
@@ -336,7 +338,7 @@ def test_who_is_expected_to_hold_more_fits_less_likely(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_looked_at_is_told_when_time_is_up(tmp_path):
+def test_what_was_looked_at_is_reported_when_time_is_up(tmp_path):
     kept = ["strategy=fsdp2", "pp_size=1", "cp_size=1"]
     found = recommend_layouts(
         _file(tmp_path), kept, 32, "h100-80gb", max_nodes=1, num_processes=1, num_best=3, time_limit_s=0.0

@@ -61,7 +61,7 @@ def _recorder() -> Mock:
 RESULT = StepResult(1, 10, 1.0, 1.0, 1.0, 8, 1.0, 0)
 
 
-def test_the_step_before_asks_also_where_a_run_goes_on(tmp_path):
+def test_the_step_before_asks_also_where_a_run_continues(tmp_path):
     recorder = _recorder()
     log = TimelineLog(recorder, tmp_path, rank=0, every=3)
     log.on_run_start(RunInfo("id", "run", "pipeline", "pp=2", 2, 0, 5, 10, None, "cpu"))
@@ -71,7 +71,7 @@ def test_the_step_before_asks_also_where_a_run_goes_on(tmp_path):
         assert recorder.record_next.call_count == asked
 
 
-def test_a_disk_that_takes_no_timeline_is_told_once_and_ends_no_run(tmp_path):
+def test_a_disk_that_takes_no_timeline_is_reported_once_and_ends_no_run(tmp_path):
     (tmp_path / "timeline").write_text("in the way", encoding="utf-8")
     recorder = _recorder()
     log = TimelineLog(recorder, tmp_path, rank=0, every=1)

@@ -1,4 +1,4 @@
-"""Ranks that are killed go on from memory: no step is lost, and no checkpoint is read."""
+"""Ranks that are killed resume from memory: no step is lost, and no checkpoint is read."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from support.replication import (
 )
 
 pytestmark = pytest.mark.slow
-MEMORY = re.compile(r"going on from memory, after step (\d+)")
-DISK = re.compile(r"going on from \S+/step-(\d+), after step")
+MEMORY = re.compile(r"resuming from memory, after step (\d+)")
+DISK = re.compile(r"resuming from \S+/step-(\d+), after step")
 FAR = {"every": 1000, "replicate": "neighbor"}  # Checkpoints at the end alone
 FSDP2: dict[str, Any] = {"strategy": "fsdp2", "nproc": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def whole(workplace: Path) -> Callable[[str], TrainingRun]:
     ("layout", "every"),
     [("pipeline", 2), *(pytest.param(layout, 1, marks=pytest.mark.zoo) for layout in ("fsdp2", "ddp"))],
 )
-def test_ranks_that_are_killed_go_on_from_the_step_before(layout, every, whole, workplace):
+def test_ranks_that_are_killed_resume_from_the_step_before(layout, every, whole, workplace):
     expected = whole(layout)
     copies = FAR | {"replicate": {"target": "neighbor", "every": every}}
     run = make_run(workplace, f"killed-{layout}", LAYOUTS[layout] | {"max_restarts": 3, "checkpoint": copies})
@@ -84,15 +84,15 @@ def test_ranks_that_are_killed_go_on_from_the_step_before(layout, every, whole, 
     finally:
         end_session(process)
     assert_same_results(run, expected)
-    told = [int(step) for step in MEMORY.findall(process.output)]
-    assert ([line["start_step"] for line in read_events(run, "start")], len(told)) == ([0, *told], 2)
+    reported = [int(step) for step in MEMORY.findall(process.output)]
+    assert ([line["start_step"] for line in read_events(run, "start")], len(reported)) == ([0, *reported], 2)
     assert not DISK.search(process.output)
-    for at, go_on in zip(done[1:], told, strict=True):
+    for at, resumed_at in zip(done[1:], reported, strict=True):
         # The step in flight, and the copy of the one before it, may be lost.
-        assert at - 2 - (every - 1) <= go_on <= at + 1
-        assert go_on % every == 0
-    (told_at_end,) = [each for each in read_events(run, "replication") if "step" not in each]
-    assert told_at_end["num_copied"] >= 8 / every
+        assert at - 2 - (every - 1) <= resumed_at <= at + 1
+        assert resumed_at % every == 0
+    (reported_at_end,) = [each for each in read_events(run, "replication") if "step" not in each]
+    assert reported_at_end["num_copied"] >= 8 / every
     lines = map(json.loads, (run.directory / "metrics.jsonl").read_text().splitlines())
     assert "replicate" in {name for line in lines for name in line["times"]}
 
@@ -114,7 +114,7 @@ def test_memory_is_read_where_it_is_as_new_and_the_disk_where_too_much_is_lost(l
         if loss == "bytes":
             assert corrupt_copies(keeper)
         if loss == "disk":
-            assert wait_for_moment(process, lambda: "beginning anew" in process.output)
+            assert wait_for_moment(process, lambda: "starting over" in process.output)
             for path in run.checkpoints.rglob("*"):
                 if path.is_file():
                     path.write_bytes(b"no longer what it was")
@@ -131,7 +131,7 @@ def test_memory_is_read_where_it_is_as_new_and_the_disk_where_too_much_is_lost(l
     assert_same_results(run, whole("fsdp2"))
 
 
-def test_fewer_ranks_go_on_from_the_memory_of_more(workplace: Path) -> None:
+def test_fewer_ranks_resume_from_the_memory_of_more(workplace: Path) -> None:
     settings = FSDP2 | {"strategy_config": {"reduce_dtype": "float64"}}
     expected = make_run(workplace, "whole-fewer", settings)
     run_to_end("train", str(expected.file), "--set", "model.attention_dropout=0.0")
@@ -214,7 +214,7 @@ def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(nodes, who
         (keeper,) = find_replica_servers(agents[1].pid)
         for pid in (*find_agent_ranks(agents[1].pid), keeper):
             os.kill(pid, signal.SIGKILL)
-        done, told = run.count_steps(), read_events(run, "replication")
+        done, reported = run.count_steps(), read_events(run, "replication")
         for agent in agents:
             agent.assert_succeeds()
         assert all(wait_for_no_servers(agent.pid) for agent in agents)
@@ -222,8 +222,8 @@ def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(nodes, who
         for agent in agents:
             end_session(agent)
     (step,) = MEMORY.findall(agents[0].output)
-    # Steps of a tiny model may be shorter than copies, some of which are left out, as is told at powers of two.
-    left_out = max((2 * each["num_skipped"] for each in told), default=0)
+    # Steps of a tiny model may be shorter than copies, some of which are left out, as is reported at powers of two.
+    left_out = max((2 * each["num_skipped"] for each in reported), default=0)
     assert max(1, done - 2 - left_out) <= int(step) <= done + 1
     assert_same_results(run, whole("fsdp2"))
 
@@ -235,8 +235,8 @@ def test_what_is_sent_keeps_within_the_bandwidth(
     run = make_run(workplace, "slow", {"strategy": "fsdp2", "checkpoint": checkpoint})
     for agent in _on_nodes(nodes, run):
         agent.assert_succeeds()
-    # A part of about 100 kB takes more than a second, and the steps go on meanwhile.
-    told = read_events(run, "replication")
-    assert told[-1]["num_skipped"] > 0
-    assert told[-1]["num_copied"] + told[-1]["num_skipped"] == 24
-    assert [each["num_skipped"] for each in told[:-1]][:2] == [1, 2]
+    # A part of about 100 kB takes more than a second, and the steps continue meanwhile.
+    reported = read_events(run, "replication")
+    assert reported[-1]["num_skipped"] > 0
+    assert reported[-1]["num_copied"] + reported[-1]["num_skipped"] == 24
+    assert [each["num_skipped"] for each in reported[:-1]][:2] == [1, 2]

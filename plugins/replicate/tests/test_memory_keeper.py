@@ -63,12 +63,12 @@ class Local:
         return connection
 
     def put(self, step: int, name: str, content: bytes, link: Connection | None = None, run: str = "run") -> None:
-        told: dict[str, Any] = {"run": run, "step": step, "name": name, "size": len(content)}
+        reported: dict[str, Any] = {"run": run, "step": step, "name": name, "size": len(content)}
         if link is None:
             (room,) = [DoubleBuffer().fill_next([torch.tensor(list(content), dtype=torch.uint8)])]
-            self.near.request("put", room.fd, **told)
+            self.near.request("put", room.fd, **reported)
         else:
-            link.request("put", None, [memoryview(content)], **told)
+            link.request("put", None, [memoryview(content)], **reported)
 
     def seal(self, step: int, manifest: str = "{}") -> None:
         self.near.request("commit", run="run", step=step, manifest=manifest)
@@ -129,9 +129,9 @@ def test_other_nodes_bring_and_take_files_and_no_more_and_nonsense_is_refused(lo
     for what in ("discard_stale", "commit", "listen"):
         with pytest.raises(OSError, match=f"{what} is nothing that a keeper does"):
             local.far.request(what, run="run", step=0, manifest="", host="", token="")
-    for told in ({"step": 1}, {"run": "run"}, {"run": "run", "step": 1, "name": "a", "size": "many"}):
+    for reported in ({"step": 1}, {"run": "run"}, {"run": "run", "step": 1, "name": "a", "size": "many"}):
         with pytest.raises(OSError, match="the keeper refuses"):
-            local.near.request("put" if "size" in told else "commit", **told)
+            local.near.request("put" if "size" in reported else "commit", **reported)
     assert (local.far.request("list")["id"], local.near.request("list")["run"]) == (local.keeper.server_id, "run")
 
 
@@ -179,7 +179,7 @@ def test_a_keeper_ends_if_who_it_is_for_has(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_run_does_not_go_on_from_is_let_go(local: Local) -> None:
+def test_what_a_run_does_not_resume_from_is_let_go(local: Local) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for step in (4, 5):
         local.put(step, "a", b"x")
@@ -306,8 +306,8 @@ def test_state_is_copied_after_every_so_many_steps_but_not_what_a_bit_has_change
     assert _run(tmp_path / "whole", every, flips=False) == ("", 0)
     events = [json.loads(line) for line in (tmp_path / "whole" / "out" / "events.jsonl").read_text().splitlines()]
     # The last one, when the run ends; others are of steps that were due before the last copy was done.
-    told = [event for event in events if event["event"] == "replication"][-1]
-    assert (told["num_copied"] >= 1, told["num_copied"] + told["num_skipped"]) == (True, due)
+    reported = [event for event in events if event["event"] == "replication"][-1]
+    assert (reported["num_copied"] >= 1, reported["num_copied"] + reported["num_skipped"]) == (True, due)
     error, code = _run(tmp_path / "flipped", every, flips=True)
     assert (code, f"silent corruption, found after step {found_after}:" in error) == (1, True)
 
@@ -330,12 +330,12 @@ def test_values_that_make_no_sense_are_refused() -> None:
     assert CheckpointConfig(replicate="neighbor").replicate_config == CheckpointConfig(replicate={}).replicate_config
 
 
-def test_copies_that_nobody_would_go_on_from_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_nobody_would_resume_from_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def config(**values: Any) -> RunConfig:
         fixed = {"model": {"model_type": "llama"}, "steps": 9, "batch_size": 4, "nproc": 2}
         return RunConfig.model_validate({**fixed, "checkpoint": {"every": 3, "replicate": "neighbor"}, **values})
 
-    with pytest.raises(ConfigError, match="max_restarts=0 begins none anew"):
+    with pytest.raises(ConfigError, match="max_restarts=0 begins none again"):
         find_rank_counts(config())
     assert find_rank_counts(config(max_restarts=1)) == [2]
     with pytest.raises(ConfigError, match="saves no checkpoints"):
@@ -347,7 +347,7 @@ def test_copies_that_nobody_would_go_on_from_are_refused(monkeypatch: pytest.Mon
         check_restarts(config())
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     check_restarts(config())
-    with pytest.raises(ValueError, match="on_bad_step=rollback goes back to checkpoints of this sitting"):
+    with pytest.raises(ValueError, match="on_bad_step=rollback goes back to checkpoints of this attempt"):
         config(on_bad_step="rollback")
 
 

@@ -165,5 +165,5 @@ def test_results_are_reasons_and_a_last_line_and_a_resumed_check_keeps_them(tmp_
     ],
 )
 def test_command_line(arguments: list[str], code: int, text: str) -> None:
-    found, told = invoke_in_process("check", *arguments)
-    assert (found, text in told) == (code, True), told
+    found, reported = invoke_in_process("check", *arguments)
+    assert (found, text in reported) == (code, True), reported

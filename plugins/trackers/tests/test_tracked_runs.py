@@ -64,10 +64,10 @@ TRACKERS = [
 
 @dataclass(frozen=True)
 class Runs:
-    """What is left of both sittings, each of which has written `sittings` to metrics.jsonl."""
+    """What is left of both attempts, each of which has written `attempts` to metrics.jsonl."""
 
     directory: Path
-    sittings: tuple[list[dict[str, Any]], list[dict[str, Any]]]
+    attempts: tuple[list[dict[str, Any]], list[dict[str, Any]]]
     id: str
 
     @property
@@ -80,15 +80,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     directory = tmp_path_factory.mktemp("tracked")
     run_file = write_run(directory)
     values = yaml.safe_load(run_file.read_text())
-    # A save that was not done yet when the first sitting fails would be another run.
+    # A save that was not done yet when the first attempt fails would be another run.
     checkpoint = {"every": SAVED, "asynchronous": False}
     values |= {"steps": STEPS, "sample": None, "eval": {"every": 2, "max_sequences": 4}, "checkpoint": checkpoint}
     run_file.write_text(yaml.safe_dump(values | {"objective": "failing", "trackers": TRACKERS}))
-    (directory / "told.py").write_text(OBJECTIVE)
-    metadata = directory / "told-1.0.dist-info"
+    (directory / "reported.py").write_text(OBJECTIVE)
+    metadata = directory / "reported-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: told\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[meshwright]\ntold = told\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: reported\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[meshwright]\ntold = reported\n")
     (directory / "fails").touch()
     first = _trained(directory, code=2)
     (directory / "fails").unlink()
@@ -129,7 +129,7 @@ def _points(lines: list[dict[str, Any]]) -> Points:
 
 
 def _split(points: Points) -> tuple[Points, list[int]]:
-    """Points of steps, and the steps after which checkpoints were told."""
+    """Points of steps, and the steps after which checkpoints were reported."""
     of_steps = {name: sorted(each) for name, each in points.items() if not name.startswith(("checkpoint/", "end/"))}
     return of_steps, [step for step, _ in points["checkpoint/seconds"]]
 
@@ -142,14 +142,14 @@ def _float32(points: Points) -> Points:
 
 
 def test_every_tracker_has_every_step_to_the_last_bit_and_the_checkpoints(runs: Runs) -> None:
-    first, second = runs.sittings
+    first, second = runs.attempts
     redone = {name: sorted(each) for name, each in _points(first + second).items()}
     assert {"eval/held_out", "sum/rows"} <= redone.keys()
     assert _split(trackio_points(runs.directory / "trackio", "models")) == (redone, [SAVED, STEPS])
     assert _split(mlflow_run(f"sqlite:///{runs.out / 'mlflow.db'}", "models")[1]) == (redone, [SAVED, STEPS])
-    # W&B has a file of one run for each sitting; TensorBoardTracker what was done again as it was last, in float32.
+    # W&B has a file of one run for each attempt; TensorBoardTracker what was done again as it was last, in float32.
     files = sorted(runs.out.glob("wandb/offline-run-*/*.wandb"))
-    for path, lines, saved in zip(files, runs.sittings, (SAVED, STEPS), strict=True):
+    for path, lines, saved in zip(files, runs.attempts, (SAVED, STEPS), strict=True):
         assert path.stem == f"run-{runs.id}"
         assert _split(WandbFile(path).points()) == (_points(lines), [saved])
     once = _float32(_points(first[:SAVED] + second))
@@ -165,7 +165,7 @@ def test_tensorboard_has_the_run_file_as_hyperparameters_and_how_the_run_has_end
     assert b"end/reason | done" in texts[-1].tensor_proto.string_val[0]
 
 
-def test_wandb_mlflow_and_trackio_are_told_of_options_checkpoints_and_whether_the_run_has_failed(runs: Runs) -> None:
+def test_wandb_mlflow_and_trackio_are_reported_options_checkpoints_and_whether_the_run_has_failed(runs: Runs) -> None:
     last = str(runs.out / "checkpoints" / f"step-{STEPS:08d}")
     failed, done = map(WandbFile, sorted(runs.out.glob("wandb/offline-run-*/*.wandb")))
     assert (done.config()["model.num_hidden_layers"], done.config()["run.mesh"]) == (2, "dp_shard=2")
@@ -188,5 +188,15 @@ def test_wandb_mlflow_and_trackio_are_told_of_options_checkpoints_and_whether_th
 
 
 def test_no_tracker_leaves_anything_where_the_command_was_given(runs: Runs) -> None:
-    known = {"0.txt", "1.txt", "lines.jsonl", "run.yaml", "told.py", "told-1.0.dist-info", "cache", "out", "trackio"}
+    known = {
+        "0.txt",
+        "1.txt",
+        "lines.jsonl",
+        "run.yaml",
+        "reported.py",
+        "reported-1.0.dist-info",
+        "cache",
+        "out",
+        "trackio",
+    }
     assert {path.name for path in runs.directory.iterdir()} == known

@@ -65,11 +65,11 @@ def test_what_is_not_known_of_a_step_has_no_name() -> None:
     bare = {"train/loss": 2.0, "train/grad_norm": 1.5, "train/learning_rate": 0.1, "train/tokens": 8.0}
     bare |= {"speed/tokens_per_second": 16.0, "speed/tokens_per_second_per_device": 16.0, "time/step": 0.5}
     assert collect_step_metrics(_step(1)) == bare
-    told = collect_step_metrics(
+    reported = collect_step_metrics(
         _step(1, block_grad_norms={"model.layers.0": 0.7}, world_size=2, flops=30.0, peak_flops=60.0)
     )
     known = {"norm/model.layers.0": 0.7, "train/flops": 30.0, "speed/mfu": 0.5}
-    assert told == bare | known | {"speed/tokens_per_second_per_device": 8.0}
+    assert reported == bare | known | {"speed/tokens_per_second_per_device": 8.0}
 
 
 def test_parameters_are_the_run_file_with_dots_and_no_secret_of_a_tracker() -> None:
@@ -81,9 +81,9 @@ def test_parameters_are_the_run_file_with_dots_and_no_secret_of_a_tracker() -> N
     }
     options = {"model.hidden_size": 16, "model.rope": "{}", "data.sources.0.path": "a", "data.sources.1.path": "b"}
     options |= {"data.columns": '["x", "y"]', "nproc": None}
-    told = flatten_parameters(_run(Path(), config=config))
-    assert {name: value for name, value in told.items() if not name.startswith("run.")} == options
-    assert (told["run.id"], told["run.mesh"]) == ("0123456789abcdef", "dp_shard=2")
+    reported = flatten_parameters(_run(Path(), config=config))
+    assert {name: value for name, value in reported.items() if not name.startswith("run.")} == options
+    assert (reported["run.id"], reported["run.mesh"]) == ("0123456789abcdef", "dp_shard=2")
 
 
 def test_the_four_trackers_are_known_and_nothing_of_them_is_imported_before_they_are_built() -> None:
@@ -95,26 +95,26 @@ def test_the_four_trackers_are_known_and_nothing_of_them_is_imported_before_they
         "heavy = {'torch', 'tensorboard', 'wandb', 'mlflow', 'trackio'} & set(sys.modules)\n"
         "print([spec.name for spec in specs], heavy)"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told == "['tensorboard', 'wandb', 'mlflow', 'trackio'] set()\n"
+    reported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert reported == "['tensorboard', 'wandb', 'mlflow', 'trackio'] set()\n"
     assert {"tensorboard", "wandb", "mlflow", "trackio"} <= set(list_trackers())
 
 
-def test_what_is_wrong_in_the_run_file_is_told_when_it_is_planned() -> None:
-    for asked, told in (
+def test_what_is_wrong_in_the_run_file_is_reported_when_it_is_planned() -> None:
+    for asked, reported in (
         ({"name": "wandb", "mode": "ofline"}, "mode: Input should be 'online', 'offline' or 'disabled'"),
         ({"name": "mlflow", "runname": "x"}, "runname: unknown key. Did you mean 'run_name'?"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(told)):
+        with pytest.raises(ConfigError, match=re.escape(reported)):
             resolve_trackers([asked])
 
 
-def test_a_library_that_is_missing_or_too_old_is_told_with_the_line_that_installs_it() -> None:
-    for distribution, version, told in (
+def test_a_library_that_is_missing_or_too_old_is_reported_with_the_line_that_installs_it() -> None:
+    for distribution, version, reported in (
         ("wandb_of_nobody", (0, 31), "tracker 'wandb' needs wandb_of_nobody, which is not installed"),
         ("pytest", (999, 0), "needs version 999.0 or later"),
     ):
-        with pytest.raises(ConfigError, match=f"{told}.*{re.escape('plugins/trackers[wandb]')}"):
+        with pytest.raises(ConfigError, match=f"{reported}.*{re.escape('plugins/trackers[wandb]')}"):
             TrackerLibrary("wandb", (distribution,), (distribution,), version).check()
 
 
@@ -130,7 +130,7 @@ def test_tensorboard_takes_what_is_not_finite_and_voids_what_is_done_again(tmp_p
     second.on_run_end(_ended(_run(tmp_path), 3))
     (_, one), (_, nan), (_, inf) = tensorboard_points(tmp_path / "logs")["train/loss"]
     assert (one, math.isnan(nan), inf) == (1.0, True, -math.inf)
-    # A first sitting that has failed leaves no verdict, which TensorBoardTracker would keep.
+    # A first attempt that has failed leaves no verdict, which TensorBoardTracker would keep.
     _, verdict = tensorboard_hparams(tmp_path / "logs")
     assert verdict.status == 1  # SUCCESS
 
@@ -168,7 +168,7 @@ def test_wandb_has_what_is_not_finite_and_the_options_and_a_run_that_a_signal_ha
 
 
 @pytest.mark.slow
-def test_mlflow_goes_on_with_its_run_and_keeps_options_that_have_changed(tmp_path: Path) -> None:
+def test_mlflow_continues_with_its_run_and_keeps_options_that_have_changed(tmp_path: Path) -> None:
     mlflow, *_ = (pytest.importorskip(library) for library in ("mlflow", "sqlalchemy", "alembic"))
     uri = f"sqlite:///{tmp_path / 'any.db'}"
     config = MLflowConfig(tracking_uri=uri, experiment="e", run_name="n", tags={"a": "b"})
@@ -195,7 +195,7 @@ def test_mlflow_goes_on_with_its_run_and_keeps_options_that_have_changed(tmp_pat
 
 
 @pytest.mark.slow
-def test_the_end_of_a_run_waits_for_mlflow_no_longer_than_it_is_told_to_and_a_server_has_to_be_there(
+def test_the_end_of_a_run_waits_for_mlflow_no_longer_than_it_is_reported_to_and_a_server_has_to_be_there(
     tmp_path: Path,
 ) -> None:
     for library in ("mlflow", "sqlalchemy", "alembic"):
@@ -237,7 +237,7 @@ for config, start in [(plain, 0), (plain, 0), (chosen, 0), (chosen, 0), (chosen,
 
 
 @pytest.mark.slow
-def test_trackio_goes_on_with_a_run_of_its_id_and_with_one_of_a_chosen_name_only_where_ours_goes_on(
+def test_trackio_continues_with_a_run_of_its_id_and_with_one_of_a_chosen_name_only_where_ours_continues(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("trackio")
@@ -254,7 +254,7 @@ def test_trackio_goes_on_with_a_run_of_its_id_and_with_one_of_a_chosen_name_only
     assert rows[0][2]["train/loss"] == "NaN"
     with sqlite3.connect(tmp_path / "p.db") as database:
         found = database.execute("select run_name, config from configs order by id").fetchall()
-    # Two runs of the chosen name, of which the last has gone on.
+    # Two runs of the chosen name, of which the last has continued.
     assert [(name, json.loads(config)["_Group"]) for name, config in found] == [
         ("tiny-01234567", None),
         *[("n", "g")] * 2,

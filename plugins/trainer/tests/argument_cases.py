@@ -42,8 +42,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        told = "-".join(f"{name}={value}" for name, value in self.changes.items())
-        return f"{self.kind}-{told}".translate(str.maketrans(" '\"{}[]:/", "_________"))
+        reported = "-".join(f"{name}={value}" for name, value in self.changes.items())
+        return f"{self.kind}-{reported}".translate(str.maketrans(" '\"{}[]:/", "_________"))
 
 
 PLAIN: dict[str, Any] = {"learning_rate": 3e-3, "warmup_steps": 0.75, "adam_beta1": 0.5, "adam_beta2": 0.9}
@@ -150,7 +150,7 @@ def metrics(prediction: Any) -> dict[str, float]:
     return found
 
 
-def told(case: Case, mesh: Any, directory: Path, data_size: int, *, is_changed: bool) -> dict[str, Any]:
+def reported(case: Case, mesh: Any, directory: Path, data_size: int, *, is_changed: bool) -> dict[str, Any]:
     """What a run tells: its log, how often each event was, its state, its files, and the loss of what is left."""
     options = copy.deepcopy({**(case.base or {}), **(case.changes if is_changed else {})})
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
@@ -162,8 +162,8 @@ def told(case: Case, mesh: Any, directory: Path, data_size: int, *, is_changed: 
         trainer = _made(case.kind, mesh, directory, data_size, options, is_float32, wants_metrics)
         trainer.add_callback(counted)
         trainer.args.max_steps = stop or trainer.args.max_steps
-        goes_on = resumes and not stop
-        trainer.train(resume_from_checkpoint=str(directory / f"checkpoint-{resumes}") if goes_on else None)
+        continues = resumes and not stop
+        trainer.train(resume_from_checkpoint=str(directory / f"checkpoint-{resumes}") if continues else None)
     state, saved = trainer.state, sorted(directory.glob("checkpoint-*"))
     return {
         "log": trainer_cases.logged(trainer),
@@ -206,7 +206,7 @@ def across(mesh: dict[str, Any], directory: Path, names: Sequence[str]) -> dict[
     with open_world("cpu") as world:
         data_size = world.size // trainer_cases.sharing(mesh)
         return {
-            case.name: told(case, mesh, directory / case.name, data_size, is_changed=True)
+            case.name: reported(case, mesh, directory / case.name, data_size, is_changed=True)
             for case in CASES
             if case.name in names
         }

@@ -28,7 +28,7 @@ WORDS = {"suppress_tokens": list(range(12, 131))}
 """Of the tokenizer, so that completions end."""
 GREEDY = {"generation_kwargs": {"do_sample": False, **WORDS}}
 KINDS: dict[str, dict[str, Any]] = {
-    # Of equal completions the advantages cancel out, but for what is clipped.
+    # Of equal completions the advantages cancel out, except for what is clipped.
     "greedy": {"beta": 0.2, "num_iterations": 2, "epsilon": 1e-3, "pad_to_multiple_of": 8, "loss_type": "grpo"}
     | GREEDY,
     "dapo": {"num_generations": 8, "loss_type": "dapo", "temperature": 0.8, "top_k": 5, "entropy_coef": 0.01},
@@ -46,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def exact_head(model: nn.Module, temperature: float = 1.0, **_: Any) -> None:
-    """In the place of trl's `add_fused_lm_head`, which computes in float32."""
+    """Instead of trl's `add_fused_lm_head`, which computes in float32."""
     original = model.forward
 
     @functools.wraps(type(model).forward)

@@ -111,8 +111,8 @@ class Engine:
                     log_probs.append(float(every[token]))
                 names = [f"token_id:{token}" for token in tokens]
                 tops = [{name: value} for name, value in zip(names, log_probs, strict=True)]
-                told = {"tokens": names, "token_logprobs": log_probs, "top_logprobs": tops}
-                choices.append({"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": told})
+                reported = {"tokens": names, "token_logprobs": log_probs, "top_logprobs": tops}
+                choices.append({"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": reported})
         return {"choices": choices}
 
     def answer(self, path: str, asked: dict[str, Any]) -> Any:

@@ -51,7 +51,7 @@ def alone() -> Iterator[None]:
 def plain(at: int, directory: Path) -> dict[str, Any]:
     """What transformers' or TRL's own trainer tells on one process, with an argument changed."""
     case = argument_cases.CASES[at]
-    return argument_cases.told(case, None, directory / f"plain-{at}", 1, is_changed=True)
+    return argument_cases.reported(case, None, directory / f"plain-{at}", 1, is_changed=True)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def plain(at: int, directory: Path) -> dict[str, Any]:
 def test_an_argument_that_acts_does_what_it_does_without_a_mesh(at, tmp_path, tmp_path_factory, alone):
     case = argument_cases.CASES[at]
     wanted = plain(at, tmp_path_factory.getbasetemp())
-    found = argument_cases.told(case, case.mesh or {}, tmp_path / "changed", 1, is_changed=True)
+    found = argument_cases.reported(case, case.mesh or {}, tmp_path / "changed", 1, is_changed=True)
     assert not case.differences(wanted, found)
-    usual = argument_cases.told(case, case.mesh or {}, tmp_path / "usual", 1, is_changed=False)
+    usual = argument_cases.reported(case, case.mesh or {}, tmp_path / "usual", 1, is_changed=False)
     assert bool(case.differences(usual, found, is_usual=True)) != case.is_same
 
 
@@ -306,8 +306,8 @@ def test_bad_flags_end_with_our_text_on_every_rank(tmp_path):
         (["--strategy_config", "{nothing"], "strategy_config='{nothing' is no JSON"),
         (["--average_tokens_across_devices", "False"], "average_tokens_across_devices=False cannot be honoured"),
     ):
-        for told in pool(2).run(refusal_with, ["--output_dir", str(tmp_path), *FLAGS, *flags]):
-            assert text in told
+        for reported in pool(2).run(refusal_with, ["--output_dir", str(tmp_path), *FLAGS, *flags]):
+            assert text in reported
 
 
 def refusal_with(flags: list[str]) -> str:

@@ -161,14 +161,14 @@ def test_a_server_is_fed_with_the_weights_of_each_step(layout, tmp_path):
     fed = served(ranks, mesh, tmp_path / "mesh", kind)
     logged = read(tmp_path / "mesh", kind)
     assert not isinstance(logged, str), logged
-    told = [json.loads((tmp_path / "mesh" / kind / f"streamed-{rank}.json").read_text()) for rank in range(ranks)]
-    updates, steps = fed["updates"], told[0]["digests"]
+    reported = [json.loads((tmp_path / "mesh" / kind / f"streamed-{rank}.json").read_text()) for rank in range(ranks)]
+    updates, steps = fed["updates"], reported[0]["digests"]
     assert len({json.dumps(each, sort_keys=True) for each in updates}) > 2
     # Before the first step, after those behind which something is generated, and once more at the end.
     assert all(each in steps for each in updates[1:])
     assert updates[-1] == steps[-1]
     assert fed["resets"] == len(updates)
-    for each in told:
+    for each in reported:
         # The largest parameter, the one before, which trl still holds, and a bucket; and where adapters are merged, a
         # layer with what is added to it.
         assert each["held"] <= (131 + 52 * (3 if "lora" in layout else 1)) * 36 * 8 + (1 << 13)

@@ -112,7 +112,7 @@ def stream(rows: list[dict[str, Any]], cuts: list[int]) -> IterableDataset:
     return IterableDataset.from_generator(rows_of, gen_kwargs={"shards": shards})
 
 
-def told(mesh: Any, directory: Path, data_size: int, cuts: list[int]) -> dict[str, Any]:
+def reported(mesh: Any, directory: Path, data_size: int, cuts: list[int]) -> dict[str, Any]:
     """What a run over streams tells."""
     rows = trainer_cases.rows_of(61)
     options = {"max_steps": 7, "gradient_accumulation_steps": 3, "eval_strategy": "no"}
@@ -130,12 +130,12 @@ def streamed(directory: Path) -> dict[str, dict[str, Any]]:
     """A task of a pool."""
     with open_world("cpu") as world:
         cuts = {"rows": [], "shards": [5, 6]}
-        return {name: told({}, directory / name, world.size, each) for name, each in cuts.items()}
+        return {name: reported({}, directory / name, world.size, each) for name, each in cuts.items()}
 
 
 def test_rows_of_streams_are_dealt_out_once_and_ranks_end_together(tmp_path):
     rows, shards = pool(2).run(streamed, tmp_path)[0].values()
-    wanted = told(None, tmp_path / "plain", 1, [])
+    wanted = reported(None, tmp_path / "plain", 1, [])
     assert rows["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
     assert rows["labels"] == wanted["labels"]
     assert shards["labels"] == wanted["labels"]

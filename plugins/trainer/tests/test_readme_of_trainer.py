@@ -1,4 +1,4 @@
-"""The script of the README runs, and goes on under another layout."""
+"""The script of the README runs, and continues under another layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_the_script_of_the_readme_trains_and_goes_on_under_another_layout(tmp_path):
+def test_the_script_of_the_readme_trains_and_continues_under_another_layout(tmp_path):
     (script,) = [block.split("```")[0] for block in README.split("```python\n")[1:]]
     assert script.count('"path/to/model"') == 1
     (tmp_path / "train.py").write_text(script.replace("path/to/model", "model"), encoding="utf-8")

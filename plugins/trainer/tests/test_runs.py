@@ -1,4 +1,4 @@
-"""Whole runs: a model read into shards, a run that goes on under another layout, predictions, the best model."""
+"""Whole runs: a model read into shards, a run that continues under another layout, predictions, the best model."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def check_weights(directory: Path, tolerance: float) -> None:
         pytest.param((2, BUCKETED, 2), (2, {"cp_size": 2}, 1), id="bucketed to cp2", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_under_another_layout_as_if_it_had_never_stopped(before, after, path, tmp_path):
+def test_a_run_continues_under_another_layout_as_if_it_had_never_stopped(before, after, path, tmp_path):
     changes = {**BATCH, "save_steps": 3}
     whole = run(tmp_path / "whole", None, 1, path, **changes, save_strategy="no")
     for (ranks, mesh, size), resumes in ((before, None), (after, tmp_path / "run" / "checkpoint-3")):

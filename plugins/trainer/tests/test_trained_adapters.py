@@ -70,9 +70,9 @@ def trained(kind: str, model: Any, directory: Path, mesh: Any, passed: dict[str,
 
 def check_same(tmp_path: Path, kind: str, given: Callable[[], tuple[Any, dict[str, Any]]], **changes: Any) -> None:
     """The same losses and trained weights in TRL and over a mesh, given a model and what is passed beside it."""
-    (model, passed), (other, likewise) = given(), given()
+    (model, passed), (other, same) = given(), given()
     wanted = trained(kind, model, tmp_path / "plain", None, passed, **changes)
-    found = trained(kind, other, tmp_path / "mine", {"strategy": "single"}, likewise, **changes)
+    found = trained(kind, other, tmp_path / "mine", {"strategy": "single"}, same, **changes)
     assert wanted == pytest.approx(found, abs=2e-6)
     plain, mine = (torch.load(tmp_path / name / "trained.pt") for name in ("plain", "mine"))
     assert plain.keys() == mine.keys()

@@ -3,7 +3,7 @@
     python plugins/trainer/tests/theirs.py PATH_TO_TRANSFORMERS/tests/trainer [--strategy fsdp2] [--json FILE]
 
 Each test runs four times: with Trainer and with MeshTrainer, each with the models of the tests (most of them
-y = a x + b) and with a small causal model in the place of those, and text in the place of numbers. It has
+y = a x + b) and with a small causal model instead of those, and text instead of numbers. It has
 
     passed          with MeshTrainer, on its own model or on the causal one
     failed          with MeshTrainer, and passes with Trainer on the same model

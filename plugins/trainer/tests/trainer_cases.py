@@ -140,7 +140,7 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
 
 
 class WideHead:
-    """In the place of TRL's kernel, which computes in float32 whatever the model's dtype: the same in float64."""
+    """Instead of TRL's kernel, which computes in float32 whatever the model's dtype: the same in float64."""
 
     @staticmethod
     def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs):  # type: ignore[no-untyped-def]

@@ -67,7 +67,7 @@ def test_a_file_that_is_another_is_read_from_its_beginning(change: Callable[[Pat
     assert tail.read(MOST).is_restarted
 
 
-def test_each_line_is_read_once_in_bounded_parts_and_a_torn_one_when_it_is_complete(tmp_path: Path) -> None:
+def test_each_line_is_read_once_in_bounded_parts_and_a_incomplete_one_when_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     tail, found = FileTail(path), []
     assert tail.read(MOST).lines == []
@@ -78,7 +78,7 @@ def test_each_line_is_read_once_in_bounded_parts_and_a_torn_one_when_it_is_compl
         if not part.has_more:
             break
     assert found == path.read_bytes().splitlines()
-    # Of a window, the first line is torn.
+    # Of a window, the first line is incomplete.
     assert FileTail(path, window=5016).read(MOST).lines == [b"00998", b"00999", b"x" * 5000]
     for written, lines in ((b"one\nthr", [b"one"]), (b"ee\nfour", [b"three"])):
         with path.open("ab") as file:
@@ -202,7 +202,7 @@ def test_the_history_of_a_rank_continues_where_its_file_does(tmp_path: Path) -> 
     assert (steps(1), ranks.summarize(num_steps=3)["parts"]["seconds"]["low"][1]) == ([*range(1, 302)], 9.0)
     write_lines(path, [{"step": 201, "seconds": 2.0}])
     assert [steps(rank) for rank in (1, 0, 1)] == [[*range(1, 202)], [*range(1, 301)], [*range(1, 202)]]
-    # Written anew, by a run that has resumed elsewhere: nothing is left of what was before.
+    # Written again, by a run that has resumed elsewhere: nothing is left of what was before.
     write_lines(path, [{"step": 150, "seconds": 2.0}], mode="w")
     assert steps(1) == [150]
     assert ranks.get_history(2, None, None, 100) is None
@@ -284,8 +284,8 @@ def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
     for path, text in (("runs/b", r"no directory of a run.*Runs beside it: .*runs/a"), ("runs", "Name those to watch")):
         with pytest.raises(ConfigError, match=text):
             open_runs([tmp_path / path])
-    code, told = invoke_in_process("watch", one, "--host", "no.such.host.invalid", "--port", 1, "--no-browser")
-    assert (code, "cannot be served on" in told) == (2, True), told
+    code, reported = invoke_in_process("watch", one, "--host", "no.such.host.invalid", "--port", 1, "--no-browser")
+    assert (code, "cannot be served on" in reported) == (2, True), reported
 
 
 # -- the server
@@ -389,7 +389,7 @@ def test_the_command_starts_without_torch_and_ends_by_a_signal(tmp_path: Path) -
         opener.open(line.split()[3], timeout=20).close()
         with opener.open(line.split()[3].partition("?")[0] + "api/state", timeout=20) as answer:
             assert json.loads(answer.read())["runs"][0]["step"] == 3
-        begun = time.monotonic()
+        started = time.monotonic()
         process.send_signal(2)
         assert process.wait(20) in (0, -2, 130)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - started < 10

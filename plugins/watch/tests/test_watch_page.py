@@ -61,7 +61,7 @@ def opened(browser) -> Iterator[Callable[..., Any]]:
         page = contexts[-1].new_page()
         page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda told: errors.append(told.text) if told.type == "error" else None)
+        page.on("console", lambda reported: errors.append(reported.text) if reported.type == "error" else None)
         # Nothing of elsewhere is asked for.
         page.on("request", lambda asked: errors.append(asked.url) if not asked.url.startswith(url) else None)
         url = server.format_url(listener, "").partition("?")[0]
@@ -102,8 +102,8 @@ def test_two_runs_side_by_side_with_ranks_and_the_step_from_which_they_differ(tw
     page = opened(*two)
     page.wait_for_selector("#compare td >> text=step 200")
     said = page.locator("#compare tbody").nth(1).locator("tr")
-    told = ["strategy fsdp2 ddp", "optimizer.name AdamW (not set)", "optimizer.lr 0.001 (not set)"]
-    assert [" ".join(row.split()) for row in said.all_inner_texts()] == told
+    reported = ["strategy fsdp2 ddp", "optimizer.name AdamW (not set)", "optimizer.lr 0.001 (not set)"]
+    assert [" ".join(row.split()) for row in said.all_inner_texts()] == reported
     # Names and messages are texts.
     assert page.locator("article.run h2").first.inner_text().startswith(HOSTILE)
     assert page.locator("img").count() == 0
@@ -203,7 +203,7 @@ def test_a_thousand_ranks_and_a_hundred_thousand_steps_stay_smooth(tmp_path, ope
     zooms = [during(drag)]
     plot.focus()
     zooms += [during(lambda key=key: plot.press(key)) for key in ("+", "ArrowRight", "Shift+ArrowLeft", "0")]
-    told = f"{of_server=:.2f} {of_page=:.2f} moves={moves} zooms={zooms}"
+    reported = f"{of_server=:.2f} {of_page=:.2f} moves={moves} zooms={zooms}"
     # A zoom draws twice, in tasks of a picture each: what is there at once, and the steps between when they have come.
-    assert max(moves) < 0.1, told
-    assert max(zooms) < 0.3, told
+    assert max(moves) < 0.1, reported
+    assert max(zooms) < 0.3, reported

@@ -189,7 +189,7 @@ def check_epoch_end(error: Exception | None, mesh: Mesh, step: int) -> bool:
     raise BatchError(
         f"after step {step} the batches have ended on data ranks {', '.join(map(str, ranks))} of {mesh.data_size}, "
         f"and not on the others. Give each data rank equally many, as DistributedSampler does, and ranks that share "
-        f"data the same; or let them go on for ever, as itertools.cycle does."
+        f"data the same; or let them continue forever, as itertools.cycle does."
     )
 
 
@@ -216,7 +216,7 @@ def select_loader_state(state: Mapping[str, Any] | None, mesh: Mesh) -> Mapping[
     if len(states) != mesh.data_size:
         raise CheckpointError(
             f"the checkpoint has the states of the batches of {len(states)} data ranks, and there are "
-            f"{mesh.data_size}. Go on with {len(states)}; or leave state out of the loop, to count batches instead."
+            f"{mesh.data_size}. Continue with {len(states)}; or leave state out of the loop, to count batches instead."
         )
     return states[mesh.data_rank]
 

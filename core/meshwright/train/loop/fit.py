@@ -352,7 +352,7 @@ class RollbackPoints(LoopExtension):
         if newest is None:
             raise TrainingError(
                 f"step {bad.step}: {bad.reason}, and there is no checkpoint to go back to: on_bad_step=rollback goes "
-                f"back to what this sitting has saved or begun with. No parameter was changed by this step. Lower "
+                f"back to what this attempt has saved or started with. No parameter was changed by this step. Lower "
                 f"checkpoint.every, or set on_bad_step=skip."
             )
         load_checkpoint(self._manager, newest, keep_group_settings=True)

@@ -45,12 +45,12 @@ class BadStepConfig(FrozenModel):
 
     action: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
-        description="stop: the run ends with an error; skip: the optimizer does not step, and the run goes on; rollback: "
+        description="stop: the run ends with an error; skip: the optimizer does not step, and the run continues; rollback: "
         "the run goes back to its newest checkpoint, and leaves out all batches since then.",
     )
     max_deviations: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="Bad is also a loss or norm that is so many standard deviations, told by the median absolute "
+        description="Bad is also a loss or norm that is so many standard deviations, reported by the median absolute "
         "deviation, above the median of the good steps before; null: only what is not finite.",
     )
     window: Annotated[Size, Field(ge=MIN_GOOD_STEPS)] = Field(default=100, description="How many good steps count.")

@@ -178,7 +178,7 @@ def check_learning_rates(scheduled: Sequence[Any], stepped: Sequence[Mapping[str
     if not used <= expected:
         raise TrainingError(
             f"step {step} was made with the learning rate {listed(used - expected)}, but the schedule says "
-            f"{listed(expected)}. An optimizer of the strategy does not heed the parameter groups that the schedule "
+            f"{listed(expected)}. An optimizer of the strategy does not respect the parameter groups that the schedule "
             f"sets. Checkpoints of earlier steps in this process are wrong in the same way; resume under a strategy "
             f"that passes `meshwright check`, from a checkpoint before."
         )

@@ -160,13 +160,13 @@ def _format_corruption(
     lines = [f"silent corruption, found after step {step}:"]
     for rank, host, names in changed:
         more = f" and {len(names) - 1} more" if names[1:] else ""
-        lines.append(f"  rank {rank} on {host}: bits have changed by themselves in {names[0]}{more}")
+        lines.append(f"  rank {rank} on {host}: bits have changed on their own in {names[0]}{more}")
     if outlier_ranks:
         ranks = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in outlier_ranks)
         verb = "hold" if outlier_ranks[1:] else "holds"
         lines.append(f"  {ranks} {verb} other bits of {name} than the other replicas")
     lines.append(
-        "Nothing of this was saved. Take the machine out, and start the same command again: it goes on from the "
+        "Nothing of this was saved. Take the machine out, and start the same command again: it resumes from the "
         "newest checkpoint, which was verified before it was saved. `meshwright replay --compare-rank` tries a rank's "
         "arithmetic."
     )

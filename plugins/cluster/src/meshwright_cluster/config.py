@@ -60,9 +60,7 @@ class SkyPilotSection(FrozenModel):
         default=None, description="Such as aws/us-east-1 or kubernetes; null: the cheapest."
     )
     image: SingleLineText | None = Field(default=None, description="A machine image, or docker:NAME.")
-    use_spot: bool = Field(
-        default=True, description="Machines that may be taken away; the job is begun anew elsewhere."
-    )
+    use_spot: bool = Field(default=True, description="Machines that may be taken away; the job is restarted elsewhere.")
     mounts: dict[str, str] = Field(
         default={}, description="Where buckets are seen, such as {/data: s3://bucket}; output_dir is below one of them."
     )
@@ -102,7 +100,7 @@ class LaunchConfig(FrozenModel):
     )
     max_restarts: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         default=10,
-        description="How often a job that has failed is begun anew, besides those that were pre-empted. Slurm's "
+        description="How often a job that has failed is restarted, besides those that were pre-empted. Slurm's "
         "are not: only pre-empted ones, and those whose time was up.",
     )
     python: SingleLineText = Field(default="python", description="The interpreter on the nodes that has meshwright.")

@@ -27,7 +27,7 @@ RUN_FILE = "run.yaml"
 MASTER_PORT = 29500  # torchrun's default; where the first machine listens
 _NODE_LOCAL_PATHS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 _LAUNCHER_STOP_S = 30  # Time for a launcher to end, besides the grace period
-_SLURM_SIGNAL_EARLY_S = 60  # Slurm may signal so much earlier than it is told to (man sbatch)
+_SLURM_SIGNAL_EARLY_S = 60  # Slurm may signal so much earlier than it is reported to (man sbatch)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def build_job(
         and launch.time_limit_s <= launch.grace_s + _SLURM_SIGNAL_EARLY_S
     ):
         raise ConfigError(
-            f"launch.time_limit={launch.time_limit} is over as soon as it has begun: the signal comes launch.grace_s="
+            f"launch.time_limit={launch.time_limit} is over as soon as it has started: the signal comes launch.grace_s="
             f"{launch.grace_s} s before, or up to {_SLURM_SIGNAL_EARLY_S} s sooner. Raise the one or lower the other."
         )
     _check_storage(config, launch, target)
@@ -163,12 +163,12 @@ def _check_resumable(config: RunConfig, target: Target) -> None:
     saving = config.checkpoint
     if not saving.is_enabled:
         raise ConfigError(
-            "the run saves no checkpoints, so a job that is stopped and begun anew would begin at step 0. Set "
+            "the run saves no checkpoints, so a job that is stopped and restarted would begin at step 0. Set "
             "checkpoint.every, such as 500 or 20m."
         )
     if config.resume_config.source == "never":
         raise ConfigError(
-            "resume=never would remove, each time that the job is begun anew, what has been done. Set resume=auto."
+            "resume=never would remove, each time that the job is restarted, what has been done. Set resume=auto."
         )
     if target in ("ray", "skypilot") and not saving.has_scheduled_saves:
         raise ConfigError(

@@ -112,7 +112,7 @@ def render_slurm_script(job: ClusterJob) -> str:
 code=0
 {srun} bash -c 'trap "" TERM; exec "$@"' bash {shlex.join(command)} || code=$?
 if [ "$code" -eq {stopped} ]; then
-    # Saved, and stopped by a signal: go on when there is room.
+    # Saved, and stopped by a signal: continue when there is room.
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -4,8 +4,8 @@
 its name in a headless service, or by torchrun's variables, which Kubeflow's operators set.
 
 [Note: restarts] If one pod fails or is evicted, all ranks end, and all are restarted together. A JobSet does not count
-evictions (condition DisruptionTarget). A TrainJob restarts as its runtime says; pods of a PyTorchJob restart by
-themselves, and torchrun waits for the others.
+evictions (condition DisruptionTarget). A TrainJob restarts as its runtime says; pods of a PyTorchJob restart on
+their own, and torchrun waits for the others.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def launch(
                 echo(f"# {job.directory / name}\n{text}\n")
             return
         if is_node_local(config.output_dir):
-            echo(f"note: {config.output_dir} is this machine's own; the job can go on only here\n", stderr=True)
+            echo(f"note: {config.output_dir} is this machine's own; the job can continue only here\n", stderr=True)
         if submit:
             check_can_submit(command)
         write_job_files(job, files)

@@ -122,7 +122,7 @@ class MeshStrategy(DDPStrategy):
             )
         if optimizer.state:
             raise StrategyError(
-                "the optimizer has a state already, which would be lost: fabric.setup makes it anew, of sharded "
+                "the optimizer has a state already, which would be lost: fabric.setup makes it again, of sharded "
                 "parameters. Set up a new one, and then load a checkpoint (fabric.load)."
             )
         if any("initial_lr" in group for group in optimizer.param_groups):

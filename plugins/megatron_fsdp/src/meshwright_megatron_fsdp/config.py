@@ -98,7 +98,7 @@ class MegatronFSDPConfig(StrategyConfig):
     )
     calculate_per_token_loss: bool = Field(
         default=False,
-        description="Nothing hangs on it: the loss is per token of the global batch and gradients are summed under "
+        description="Nothing depends on it: the loss is per token of the global batch and gradients are summed under "
         "every strategy.",
     )
     keep_fp8_transpose_cache: bool = Field(

@@ -157,7 +157,7 @@ def _find_tp_size(mesh: DeviceMesh, dp_mesh_name: str, cp_mesh_name: str, tp_mes
 
 def _check_optimizer(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> None:
     if optimizer.state:
-        raise StrategyError("the optimizer has been stepped before sharding. Give it anew, or after sharding.")
+        raise StrategyError("the optimizer has been stepped before sharding. Give it again, or after sharding.")
     if any(parameter not in names for group in optimizer.param_groups for parameter in group["params"]):
         raise StrategyError("the optimizer has parameters that are not the model's. Make it from model.parameters().")
 

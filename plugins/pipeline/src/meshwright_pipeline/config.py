@@ -188,7 +188,7 @@ PipelineConfig.positional_fields = tuple(PipelineConfig.model_fields)
 
 
 class BlockCountConfig(PipelineConfig):
-    """Options under which each stage has as many blocks as is said, in the place of other options that divide."""
+    """Options under which each stage has as many blocks as is said, instead of other options that divide."""
 
     blocks_per_stage: tuple[int, ...]
 

@@ -93,7 +93,7 @@ class PipelineSummary:
 
     @property
     def bubble_text(self) -> str:
-        """How much of all ranks' time is waiting, in words."""
+        """How much of all ranks' time is waiting, in prose."""
         equal = bubble_fraction(self.schedule)
         divided = bubble_fraction(self.schedule, stage_costs=self.costs)
         return f"bubble: {divided:.1%} of all ranks' time with this split, {equal:.1%} if stages were equal"
@@ -151,7 +151,7 @@ def _summarize_stages(model: Any, layout: Any, blocks: Sequence[Sequence[str]]) 
 
 
 def render_tables(summary: PipelineSummary) -> list[Any]:
-    """What rich prints before the timeline: tables of the split and of the ranks, and the bubbles in words."""
+    """What rich prints before the timeline: tables of the split and of the ranks, and the bubbles in prose."""
     from rich.table import Table
 
     split = Table("stage", "rank", "blocks", "parameters", "cost", title=summary.headline, title_justify="left")

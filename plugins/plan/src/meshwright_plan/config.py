@@ -39,7 +39,7 @@ class PlanConfig(FrozenModel):
     device: str | None = Field(
         default=None,
         description="What the run is on: a name, such as h100-80gb, or a YAML file of your own; null: what is found. "
-        "Times are told of devices that are known or named.",
+        "Times are reported devices that are known or named.",
     )
     on_oom: Literal["error", "warn"] = Field(
         default="error", description="What becomes of a run that would not fit into the memory of its device."
@@ -105,8 +105,8 @@ class NodeSpec(FrozenModel):
     ranks: int = Field(ge=1, description="Devices in a node; ranks fill nodes in their order.")
     intra_node: LinkSpec = Field(description="Between devices of a node: NVLink, PCIe.")
     inter_node: LinkSpec = Field(description="Between nodes, of each device: InfiniBand, RoCE, Ethernet.")
-    ring_base_latency_s: Positive = Field(description="Seconds until a collective on a ring has begun.")
-    tree_base_latency_s: Positive = Field(description="Likewise on a tree.")
+    ring_base_latency_s: Positive = Field(description="Seconds until a collective on a ring has started.")
+    tree_base_latency_s: Positive = Field(description="As well on a tree.")
     slowdown_factors: Mapping[str, Positive] = Field(
         default={},
         description="How many times as long the bytes of a kind of collective take as on a ring, where a library does "
@@ -127,7 +127,7 @@ class DeviceSpec(FrozenModel):
         "the largest class that is not larger."
     )
     attention_efficiency: PositiveFraction = Field(description="The part that fused attention reaches in forward.")
-    attention_backward_efficiency: PositiveFraction = Field(description="Likewise in backward.")
+    attention_backward_efficiency: PositiveFraction = Field(description="As well in backward.")
     spread: float = Field(
         default=0.0,
         ge=0,

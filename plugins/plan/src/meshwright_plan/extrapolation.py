@@ -26,7 +26,7 @@ WeightedValues: TypeAlias = Sequence[tuple[Fraction, Any]]  # Weights and values
 SAMPLE_DEPTHS = ((2, 4, 6), (4, 6, 8), (6, 8, 10))
 """Blocks of the models that are traced, the last of each to check; even, since some models alternate. The deeper ones
 are tried next, since in a shallow model the peak may lie elsewhere."""
-SAMPLE_MICROBATCHES = (2, 3, 4)  # Likewise; the first microbatch differs from the others
+SAMPLE_MICROBATCHES = (2, 3, 4)  # As well; the first microbatch differs from the others
 PEAK_KEY, PEAK_BY_PHASE_KEY, RESERVED_KEY = "peak_allocated_bytes", "peak_by_phase", "peak_reserved_bytes"
 APPROXIMATE_KEYS = (RESERVED_KEY, "step_seconds", "busy_seconds", PEAK_BY_PHASE_KEY)  # Values that need not grow evenly
 
@@ -53,8 +53,8 @@ class Extrapolation:
 
     def extrapolate(self, point: Point, reports: Mapping[Point, RankReport]) -> RankReport:
         """Return the report of a job from those of `points`; raise NotLinearError if the check fails."""
-        told, checked = self.interpolate(self.check_point, reports), reports[self.check_point]
-        if not reports_match(told, checked):
+        reported, checked = self.interpolate(self.check_point, reports), reports[self.check_point]
+        if not reports_match(reported, checked):
             raise NotLinearError
         made = self.interpolate(point, reports)
         last = max(map(sum, self.blocks))
@@ -64,7 +64,7 @@ class Extrapolation:
         for key in APPROXIMATE_KEYS:
             if key in checked and key != RESERVED_KEY:
                 made[key] = combine_approximately(
-                    ((Fraction(1), made[key]), (-beyond, told[key]), (beyond, checked[key]))
+                    ((Fraction(1), made[key]), (-beyond, reported[key]), (beyond, checked[key]))
                 )
         if made[PEAK_KEY] != max(made[PEAK_BY_PHASE_KEY].values()):
             raise NotLinearError

@@ -184,15 +184,15 @@ def _count_bytes(values: Any) -> int:
 
 def _make_shape_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """Return what determines the size of an operator's results; None where tensors are nested."""
-    told: list[Any] = [func]
+    reported: list[Any] = [func]
     for value in (*args, *kwargs.items()):
         if isinstance(value, Tensor):
-            told.append((value.shape, value.dtype, value.stride()))
+            reported.append((value.shape, value.dtype, value.stride()))
         elif isinstance(value, tuple | list | Mapping) and any(True for _ in list_tensors(value)):
             return None
         else:
-            told.append(repr(value))
-    return tuple(told)
+            reported.append(repr(value))
+    return tuple(reported)
 
 
 @torch.no_grad()

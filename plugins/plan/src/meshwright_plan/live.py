@@ -137,19 +137,21 @@ class PlanMonitor:
                 create_console().print(line, highlight=False, soft_wrap=True)
 
     def format_comparison(self) -> list[str]:
-        told = (self.plan or {}).get("ranks", [{}])[0]
+        reported = (self.plan or {}).get("ranks", [{}])[0]
         lines = []
         # Operators show no workspaces; a device's allocator has them.
-        left_out = 0 if self._has_device_stats else told.get("library_bytes", 0)
+        left_out = 0 if self._has_device_stats else reported.get("library_bytes", 0)
         for name, key in (("at the peak", "peak_allocated_bytes"), ("between steps", "held_bytes")):
             if key in self.measured:
                 lines.append(
-                    f"memory {name}: {_format_deviation(told[key] - left_out, self.measured[key], _format_mb)}"
+                    f"memory {name}: {_format_deviation(reported[key] - left_out, self.measured[key], _format_mb)}"
                 )
         if "collectives" in self.measured:
-            lines.append(_compare_collectives(told["collectives"], self.measured["collectives"]))
+            lines.append(_compare_collectives(reported["collectives"], self.measured["collectives"]))
         if self.has_device_times and len(self.step_seconds) > COMPARED_STEP + 1:
-            lines.append(f"time: {_format_deviation(told['step_seconds'], self.step_seconds[-1], '{:.3g} s'.format)}")
+            lines.append(
+                f"time: {_format_deviation(reported['step_seconds'], self.step_seconds[-1], '{:.3g} s'.format)}"
+            )
         return [f"plan beside step {COMPARED_STEP + 1}: " + "; ".join(lines)] if lines else []
 
 

@@ -133,9 +133,9 @@ class StepMeter(MemoryMeter, UncompiledMode):
         if name.startswith(_EMPTY_FACTORIES):
             self._empty_blocks.update(self._log_blocks[before:])
         elif operation.namespace in COLLECTIVE_NAMESPACES:
-            makes_anew = operation.namespace != "c10d" and not operation.overloadpacket.__name__.endswith("_")
+            makes_again = operation.namespace != "c10d" and not operation.overloadpacket.__name__.endswith("_")
             self._empty_blocks.update(self._log_blocks[before:])
-            self._mark_communication(result if makes_anew else (), always=True)
+            self._mark_communication(result if makes_again else (), always=True)
             self._mark_communication((args, kwargs), always=False)
         phase = self.step_phase
         if self._is_real and self.total_bytes > self.peak_by_phase.get(phase, 0):

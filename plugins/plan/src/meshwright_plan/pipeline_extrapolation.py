@@ -356,5 +356,5 @@ class _SmallPipelines:
 
 
 def _rename_message_streams(busy: dict[str, float], rename: Callable[[int], int]) -> dict[str, float]:
-    """Return seconds of streams; those of messages, named by a rank or a distance, are named anew."""
+    """Return seconds of streams; those of messages, named by a rank or a distance, are named again."""
     return {f"to {rename(int(name[3:]))}" if name.startswith("to ") else name: busy[name] for name in busy}

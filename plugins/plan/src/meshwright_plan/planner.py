@@ -94,7 +94,7 @@ def fits_in_memory(reserved_bytes: int, device: DeviceSpec) -> bool:
 
 
 def choose_representative_ranks(degrees: Degrees) -> list[int]:
-    """Return ranks such that each other one is like one of them: of the first two, middle and last two stages."""
+    """Return ranks such that every other one is like one of them: of the first two, middle and last two stages."""
     of_stage = degrees.world_size // degrees.pp
     stages = {stage for stage in (0, 1, degrees.pp // 2, degrees.pp - 2, degrees.pp - 1) if 0 <= stage < degrees.pp}
     return sorted({*(stage * of_stage for stage in stages), degrees.world_size - 1})

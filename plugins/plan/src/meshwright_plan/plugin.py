@@ -1,4 +1,4 @@
-"""Hooks and commands: `meshwright plan` (a run, or its best layout) and `explain` (it in words). Imports no torch."""
+"""Hooks and commands: `meshwright plan` (a run, or its best layout) and `explain` (it in prose). Imports no torch."""
 
 from __future__ import annotations
 
@@ -151,10 +151,10 @@ def check_job_config(config: RunConfig, world: int) -> None:
 def _check_one_mode(run_file: Path | None, **modes: Any) -> None:
     given = [f"--{name}" for name, value in modes.items() if value is not None]
     if len(given) != 1:
-        told_of = " and ".join(given) or "none of them"
+        reported = " and ".join(given) or "none of them"
         raise ConfigError(
             f"give one of --world N (plan a run file), --gpus N (find its best layout) and --calibrate FILE (measure "
-            f"this machine), not {told_of}."
+            f"this machine), not {reported}."
         )
     if (run_file is None) != (given == ["--calibrate"]):
         raise ConfigError(
@@ -177,7 +177,7 @@ def _plan_and_print(
         check_job_config(config, world)  # frequent mistakes are found before all that is imported to trace a step
         from .config import load_device_spec
         from .goodput.advice import estimate_failure_cost
-        from .goodput.advice import render_failure_cost as told_of_failures
+        from .goodput.advice import render_failure_cost as reported_failures
         from .planner import build_job
         from .planner import plan_job as planned
         from .tables import build_tables
@@ -193,7 +193,7 @@ def _plan_and_print(
     found = planned(job, on, ranks)
     print_parts(build_tables(found))
     failures = estimate_failure_cost(config, job, on, found)
-    print_parts(told_of_failures(failures, config))
+    print_parts(reported_failures(failures, config))
     if draws:
         subject = collect_plot_data(job, on, found, layouts)
         if page is not None:

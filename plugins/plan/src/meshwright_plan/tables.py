@@ -1,4 +1,4 @@
-"""A plan as tables for a terminal; sizes and times in words."""
+"""A plan as tables for a terminal; sizes and times in prose."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class StepTrace:
     peak: MemorySnapshot  # peak, after: what was held at the peak, and between steps
     between_steps: MemorySnapshot
     collectives: tuple[Collective, ...]  # in the order in which they were issued, without messages of the control plane
-    operations: tuple[Operation, ...]  # likewise, collectives included
+    operations: tuple[Operation, ...]  # as well, collectives included
     memory_log: tuple[tuple[int, int], ...]
     owners_by_block: Mapping[int, str] = field(
         default_factory=dict
@@ -158,7 +158,7 @@ def trace_job(job: TrainingJob, mesh: Mesh) -> StepTrace:
 
 
 def trace_job_steps(job: TrainingJob, mesh: Mesh, microbatch_counts: Sequence[int]) -> list[StepTrace]:
-    """Trace steps with each of these numbers of microbatches, ascending, in the place of the job's; see `trace`."""
+    """Trace steps with each of these numbers of microbatches, ascending, instead of the job's; see `trace`."""
     model, manager = job.build(mesh)
     make_batch = functools.partial(job.make_batch, model)
     batches = [make_batch() for _ in range(microbatch_counts[0])]

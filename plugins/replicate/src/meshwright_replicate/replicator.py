@@ -156,7 +156,7 @@ class StateReplicator:
             if is_first:
                 warn(
                     f"state is no longer copied to memory, from step {step} on: {self._error or 'a rank cannot'}. The "
-                    f"run goes on, and checkpoints are saved as before.",
+                    f"run continues, and checkpoints are saved as before.",
                     stacklevel=4,
                 )
             return False

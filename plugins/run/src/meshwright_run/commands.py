@@ -135,7 +135,7 @@ def verify_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -
         console, all_whole = create_console(soft_wrap=True, highlight=False), True
         for each in verify_checkpoints(_open_storage(directory, key_file)):
             all_whole = all_whole and not each.problems
-            state = "torn" if each.problems else "whole"
+            state = "incomplete" if each.problems else "whole"
             if each.manifest is not None:
                 state += f", {len(each.manifest.files)} files, {each.nbytes:,} bytes read, "
                 state += describe_signature(each.manifest, each.storage)
@@ -266,8 +266,8 @@ def show_data(
         console.print(render_table(summaries, measure_fill(feed()) if kind == "none" and summaries else None))
         for source in data.sources:
             if source.train_documents is None:
-                told_of = f"{source.config.location} is read while training: nothing of it is counted before"
-                console.print(told_of, highlight=False, markup=False, soft_wrap=True)
+                reported = f"{source.config.location} is read while training: nothing of it is counted before"
+                console.print(reported, highlight=False, markup=False, soft_wrap=True)
         if png is not None:
             plot_summaries(summaries, config.data.seq_len, png)
             console.print(f"written {png}", highlight=False, soft_wrap=True)
@@ -337,6 +337,6 @@ def init(
         name = shlex.quote(str(file))
         echo(
             f"written {file}: {answers.strategy} on {answers.num_ranks} rank{'s' if answers.num_ranks > 1 else ''}\n"
-            f"  meshwright explain {name}    # what it will do, in words\n"
+            f"  meshwright explain {name}    # what it will do, in prose\n"
             f"  meshwright train {name}      # do it\n"
         )

@@ -103,7 +103,7 @@ def build_checkpoint_table(location: str | Path | Storage) -> tuple[Group, bool]
         except CheckpointSignatureError:
             raise
         except CheckpointError as error:
-            columns, state = ("",) * 7, "torn"
+            columns, state = ("",) * 7, "incomplete"
             problems.append(Text(str(error)))
         table.add_row(place.name, *columns, state)
     return Group(table, *problems), not problems

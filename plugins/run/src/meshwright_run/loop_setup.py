@@ -1,7 +1,7 @@
 """Put together what a run trains with: initial weights, computed columns, the optimizer, and the loop.
 
 [Note: the reference] The run's own manager computes log-probabilities under the initial weights before the first step:
-a sum over the supervised tokens of each row. The output directory keeps them for a run that goes on.
+a sum over the supervised tokens of each row. The output directory keeps them for a run that continues.
 
 Shapes: N rows of a set, B rows of a microbatch, S positions.
 """
@@ -91,7 +91,7 @@ def build_loop(
     draw_batches: Callable[[TrainSampler, int], Sequence[Batch]] | None = None,
 ) -> Loop:
     """Build the manager's optimizer, load the state of the source, and return the loop that trains on from there.
-    Collective. One thing, since the optimizer, its averages and the data all go on from the source."""
+    Collective. One thing, since the optimizer, its averages and the data all resume from the source."""
     config, mesh, rows = prepared.config, manager.mesh, prepared.datasets
     with observe_setup():
         optimizer = manager.build_optimizer(factory or optimizer_factory(config.optimizer))

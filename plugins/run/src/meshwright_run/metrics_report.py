@@ -128,12 +128,14 @@ class MetricsReporter:
         print_text(f"{text} ({bad_step.num_bad_steps} so far)", self._console)
 
     def _handle_write_error(self, error: OSError) -> None:
-        told = f"{self._metrics} cannot be written: {error}."
+        reported = f"{self._metrics} cannot be written: {error}."
         if self._on_error == "stop":
-            raise TrainingError(f"{told} Make room, and start the same command again; or checkpoint.on_error=continue.")
+            raise TrainingError(
+                f"{reported} Make room, and start the same command again; or checkpoint.on_error=continue."
+            )
         if not self._has_warned:
             self._has_warned = True
-            warn(f"{told} Training goes on (checkpoint.on_error=continue).", stacklevel=3)
+            warn(f"{reported} Training continues (checkpoint.on_error=continue).", stacklevel=3)
 
 
 def _open_with_results(metrics: Path, results: Sequence[StepResult]) -> LineWriter:
@@ -287,16 +289,16 @@ def format_eval_set(name: str) -> str:
 def print_finished(directory: RunDirectory) -> None:
     print_text(
         f"this run has finished: {directory.summary} is there, with the same run file. Nothing was done. Raise steps "
-        f"to go on (or, if it has stopped early, the patience of eval.early_stopping), or set resume=never and "
-        f"overwrite=true to train anew."
+        f"to continue (or, if it has stopped early, the patience of eval.early_stopping), or set resume=never and "
+        f"overwrite=true to train again."
     )
 
 
 def print_stopped(stopped: Stopped, *, num_steps: int) -> None:
-    saved = "saved; the same command goes on" if stopped.saved else "which could not be saved"
+    saved = "saved; the same command continues" if stopped.saved else "which could not be saved"
     if stopped.has_skipped_save:
         saved = (
-            "not saved: that would take longer than is left of checkpoint.on_signal.grace_s; the same command goes on "
+            "not saved: that would take longer than is left of checkpoint.on_signal.grace_s; the same command continues "
             "from the newest checkpoint"
         )
     if not stopped.step:

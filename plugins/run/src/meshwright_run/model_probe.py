@@ -244,10 +244,10 @@ def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets
     group, first = datasets.train_sets[0].group_size, datasets.main_eval_set
     given = None if objective is None else BoundObjective(objective)
     if group > 1 and (given is None or given.group_size != group):
-        told = "cross entropy" if given is None else given.name
+        reported = "cross entropy" if given is None else given.name
         raise ConfigError(
-            f"the rows of these data belong together, {group} by {group} (chosen and rejected), and the {told} takes "
-            f"each by itself, so that rejected answers would be learnt. Set objective to orpo, simpo or dpo, or give "
+            f"the rows of these data belong together, {group} by {group} (chosen and rejected), and the {reported} takes "
+            f"each by itself, so that rejected answers would be supervised. Set objective to orpo, simpo or dpo, or give "
             f"data of another format."
         )
     if given is None:

@@ -1,6 +1,6 @@
 """Observers of a run: seconds of its startup, stragglers, and trackers. No torch in this module.
 
-[Note: a rank's own seconds] Ranks wait for each other in every step. A slow one is told from the others by what it does
+[Note: a rank's own seconds] Ranks wait for each other in every step. A slow one is reported from the others by what it does
 without them: drawing microbatches, stepping the optimizer, observers and callbacks. A rank is named only when it has
 been slow for as many steps more, since other work on its machine makes any rank slow for a moment.
 """
@@ -266,7 +266,7 @@ class _GuardedTracker:
             self._has_failed = True
             warn(
                 f"tracker {self._name!r} has failed in {hook} and is left aside: {type(error).__name__}: {error}. "
-                f"Training goes on; metrics.jsonl has everything.",
+                f"Training continues; metrics.jsonl has everything.",
                 stacklevel=2,
             )
 

@@ -134,7 +134,7 @@ def build_summary(prepared: PreparedRun, results: list[StepResult], *, vocab_siz
 def format_results(summary: dict[str, Any], prepared: PreparedRun) -> Iterator[str]:
     loss, ln_vocab = summary["train_loss"], summary["ln_vocab"]
     losses = "".join(f", {format_eval_set(name)} loss {value:.6f}" for name, value in summary["evaluations"].items())
-    # Compared with a model that has learnt nothing; an objective may measure something else.
+    # Compared with a model that has supervised nothing; an objective may measure something else.
     beside = f"; {loss / ln_vocab:.2f} x ln(vocabulary)" if prepared.config.objective is None else ""
     yield f"\ntraining loss {loss:.4f} (mean of the last {summary['num_averaged_steps']} steps{beside}){losses}"
     stopping = prepared.config.eval.early_stopping

@@ -291,7 +291,7 @@ def resolve_model(section: Mapping[str, Any], *, commit: str | None = None) -> R
         if manifest.base is not None:
             raise ModelError(
                 f"model.checkpoint={str(checkpoint)!r} holds adapters alone. Export it (meshwright export {checkpoint} "
-                f"DIR) and go on from it: model.path={manifest.base.get('path')}, model.peft.adapter=DIR; or merge it "
+                f"DIR) and resume from it: model.path={manifest.base.get('path')}, model.peft.adapter=DIR; or merge it "
                 f"(meshwright export --merge {checkpoint} DIR), and train model.path=DIR."
             )
         return ResolvedModel(checkpoint / HUGGING_FACE_FOLDER)

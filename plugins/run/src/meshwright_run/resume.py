@@ -1,6 +1,6 @@
 """Which checkpoint, or copy in the memory of nodes, a run resumes from; and further copies.
 
-[Note: going on] A run writes its summary last. Without one the same command resumes from its newest valid checkpoint
+[Note: continuing] A run writes its summary last. Without one the same command resumes from its newest valid checkpoint
 with the same numbers: state comes from the checkpoint; data, random numbers and rates follow from step and run file.
 
 [Note: the course of a run] Each checkpoint in the directory of a run stems from the one before. Where a run resumes
@@ -134,11 +134,11 @@ def find_resume_point(
 
     place: StorageReader | None = on_disk() if action is not RunAction.RESUME else replicas.find_newest(on_disk, asked)
     if place is None and given is None:
-        # A run that has begun with a checkpoint does not begin at step 0.
-        if begun := world.run_on_first_rank(lambda: str(find_previously_named(directory) or "")):
+        # A run that has started with a checkpoint does not begin at step 0.
+        if started := world.run_on_first_rank(lambda: str(find_previously_named(directory) or "")):
             raise CheckpointError(
-                f"the run in output_dir={directory.configured_path!r} began with {begun}, and has saved no checkpoint since. "
-                f"Give resume={begun} again; or start anew, with resume=never and overwrite=true."
+                f"the run in output_dir={directory.configured_path!r} began with {started}, and has saved no checkpoint since. "
+                f"Give resume={started} again; or start over, with resume=never and overwrite=true."
             )
         return None
     if place is None:
@@ -194,7 +194,7 @@ def check_resume_checkpoint(config: RunConfig, identity: Mapping[str, Any], num_
     if MetricMonitor(build_early_stopping(config.eval), None, _get_loop_state(manifest, changed)).should_stop:
         raise CheckpointError(
             f"the run that {source} is of has stopped early at step {manifest.step}, as eval.early_stopping says. "
-            f"Raise its patience, leave it out, or go on from an earlier checkpoint."
+            f"Raise its patience, leave it out, or resume from an earlier checkpoint."
         )
 
 
@@ -221,17 +221,17 @@ def find_changed_settings(
         raise CheckpointError(
             f"{checkpoint} holds adapters of another base: {(manifest.base or {}).get('path')}, fingerprint "
             f"{str((manifest.base or {}).get('fingerprint'))[:12]}. The model at model.path={config.model['path']!r} "
-            f"has other weights. Give the base that the run was started with, or start anew in another output_dir."
+            f"has other weights. Give the base that the run was started with, or start over in another output_dir."
         )
     if refused:
         raise CheckpointError(
             f"the run differs from the one that {checkpoint} is of: {', '.join(refused[:5])}. Give what it was started "
-            f"with; or allow the change, where that can be (resume: {{from: ..., allow: [...]}}); or start anew, with "
+            f"with; or allow the change, where that can be (resume: {{from: ..., allow: [...]}}); or start over, with "
             f"resume=never, or with its weights alone, in another output_dir: model.checkpoint={checkpoint}."
         )
     if manifest.step + min_steps_left > num_steps:
         raise CheckpointError(
-            f"{checkpoint} is of step {manifest.step}, but the run is to have {num_steps} steps. Raise steps, or start anew "
+            f"{checkpoint} is of step {manifest.step}, but the run is to have {num_steps} steps. Raise steps, or start over "
             f"with resume=never."
         )
     return tuple(changed)
@@ -275,7 +275,7 @@ def _use_current_names(value: Any, section: str) -> Any:
 
 def _get_loop_state(manifest: Manifest, changed_settings: Sequence[str]) -> Mapping[str, Any] | None:
     """Return what the loop of a checkpoint remembers. Losses of other data, or of another objective, cannot be compared
-    with those before, and patience begins anew; the position in the data stays if they are the same."""
+    with those before, and patience starts over; the position in the data stays if they are the same."""
     state: Mapping[str, Any] | None = manifest.extra.get(LOOP_STATE_KEY)
     sections = {name.partition(".")[0] for name in changed_settings}
     if "data" in sections or state is None:

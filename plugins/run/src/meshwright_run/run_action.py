@@ -32,7 +32,7 @@ class RunAction(Enum):
 
     FRESH = "nothing is there that matters"
     OVERWRITE = "what is there is removed"
-    RESUME = "the run goes on, if there is a checkpoint"
+    RESUME = "the run continues, if there is a checkpoint"
     FINISHED = "the run has finished; nothing is touched"
 
 
@@ -41,8 +41,8 @@ def check_restarts(config: RunConfig) -> None:
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if config.checkpoint.replicate is not None and is_launched_externally() and restarts in ("", "0"):
         raise ConfigError(
-            "checkpoint.replicate copies state for ranks that are begun anew by the same launcher, and this one begins "
-            "none anew. Start them with torchrun --max-restarts=3, or by `meshwright train` with max_restarts; or "
+            "checkpoint.replicate copies state for ranks that are restarted by the same launcher, and this one begins "
+            "none again. Start them with torchrun --max-restarts=3, or by `meshwright train` with max_restarts; or "
             "leave checkpoint.replicate out."
         )
     why_not = find_resume_obstacle(config)
@@ -57,9 +57,9 @@ def check_restarts(config: RunConfig) -> None:
 def find_resume_obstacle(config: RunConfig) -> tuple[str, str] | None:
     """Return why a restarted run would not resume, and the remedy; None if it would."""
     if not config.checkpoint.is_enabled:
-        return "the run saves no checkpoints to go on from", "Set checkpoint.every"
+        return "the run saves no checkpoints to resume from", "Set checkpoint.every"
     if config.resume_config.source == NEVER:
-        return "resume=never would start anew, and remove what has been done", "Set resume=auto"
+        return "resume=never would start over, and remove what has been done", "Set resume=auto"
     return None
 
 
@@ -100,8 +100,8 @@ def _choose_action(config: RunConfig, directory: RunDirectory, num_steps: int | 
         if _should_extend_finished(config, directory, num_steps):
             return RunAction.RESUME
     elif source == AUTO:
-        begun = config.checkpoint.is_enabled and directory.run_file.exists()
-        if list_checkpoints(directory.checkpoint_storage) or begun:
+        started = config.checkpoint.is_enabled and directory.run_file.exists()
+        if list_checkpoints(directory.checkpoint_storage) or started:
             return RunAction.RESUME
     held = []
     if not directory.is_empty():
@@ -126,7 +126,7 @@ def _should_extend_finished(config: RunConfig, directory: RunDirectory, num_step
             return True
         raise ConfigError(
             f"steps={num_steps}, but the run in output_dir={config.output_dir!r} has finished with {planned_steps} and has "
-            f"left no checkpoint to go on from. To train anew, name another directory, or set resume=never and "
+            f"left no checkpoint to resume from. To train again, name another directory, or set resume=never and "
             f"overwrite=true to replace it."
         )
     before, eval_section = _load_previous_config(directory), EvalConfig()
@@ -172,7 +172,7 @@ def find_previously_named(directory: RunDirectory) -> Storage | None:
 
 
 def has_started_from(directory: RunDirectory, checkpoint: Storage) -> bool:
-    """Whether the unfinished run in its directory has begun with a checkpoint, there or elsewhere."""
+    """Whether the unfinished run in its directory has started with a checkpoint, there or elsewhere."""
     if directory.summary.exists():
         return False
     before = find_previously_named(directory)
@@ -193,7 +193,7 @@ def _read_summary(path: Path) -> tuple[int, int]:
         return done, int(summary.get("num_steps", done))
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
-            f"{path} cannot be read: {error!r}. Remove it, if the run has not finished; it then goes on "
+            f"{path} cannot be read: {error!r}. Remove it, if the run has not finished; it then continues "
             f"from its newest checkpoint."
         ) from None
 

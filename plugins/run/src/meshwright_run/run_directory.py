@@ -140,8 +140,8 @@ class RunDirectory:
             ) from None
         try:
             started = datetime.now().astimezone().isoformat(timespec="seconds")
-            told = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-            write_atomically(self.lock_owner, json.dumps(told) + "\n")
+            reported = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+            write_atomically(self.lock_owner, json.dumps(reported) + "\n")
             yield
         finally:
             self.lock_owner.unlink(missing_ok=True)
@@ -149,8 +149,8 @@ class RunDirectory:
 
     def _describe_lock_owner(self) -> str:
         try:
-            told = read_json_object(self.lock_owner)
-            return f": process {told['pid']} on {told['host']}, started {told['started']}"
+            reported = read_json_object(self.lock_owner)
+            return f": process {reported['pid']} on {reported['host']}, started {reported['started']}"
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return ""
 
@@ -171,9 +171,9 @@ class RunDirectory:
             mode = path.lstat().st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 is_link = "is a link, and a run does not write through links"
-                told = is_link if stat.S_ISLNK(mode) else "is neither a file nor a directory"
+                reported = is_link if stat.S_ISLNK(mode) else "is neither a file nor a directory"
                 raise ConfigError(
-                    f"{path} {told}. Remove it, or name another output_dir; checkpoints go elsewhere by checkpoint.path."
+                    f"{path} {reported}. Remove it, or name another output_dir; checkpoints go elsewhere by checkpoint.path."
                 )
 
     def is_empty(self) -> bool:

@@ -84,12 +84,12 @@ class BaseRunConfig(MeshSizes):
     )
     max_restarts: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         default=0,
-        description="How often this command begins a run anew that has failed, from its newest checkpoint. Not used "
+        description="How often this command begins a run again that has failed, from its newest checkpoint. Not used "
         "under torchrun, which has --max-restarts.",
     )
     elastic: ElasticConfig | None = Field(
         default=None,
-        description="On how many ranks the run may be begun anew, {min: 2, max: 8}; null: always on as many. The batch "
+        description="On how many ranks the run may be restarted, {min: 2, max: 8}; null: always on as many. The batch "
         "stays the same.",
     )
     watchdog_s: FinitePositive | None = Field(
@@ -147,16 +147,16 @@ class BaseRunConfig(MeshSizes):
     verify_every: Size | None = Field(
         default=None,
         description="Steps between comparisons of what several ranks hold, bit for bit; each rank also watches its own "
-        "memory for bits that change by themselves. null: neither. See docs/guides/survive-failures.md.",
+        "memory for bits that change on their own. null: neither. See docs/guides/survive-failures.md.",
     )
     eval: EvalConfig = EvalConfig()
     sample: SampleConfig | None = Field(default=SampleConfig(), description="null: no sample.")
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: PathStr | ResumeConfig = Field(
         default="auto",
-        description="auto: go on from the newest whole checkpoint in output_dir; never: start anew, each time that "
-        "the command is given; else the directory of a checkpoint to go on from. If it is one of output_dir, later "
-        "ones are set aside, and the same command goes on from what has been saved since. Or {from: ..., allow: "
+        description="auto: resume from the newest whole checkpoint in output_dir; never: start over, each time that "
+        "the command is given; else the directory of a checkpoint to resume from. If it is one of output_dir, later "
+        "ones are set aside, and the same command resumes from what has been saved since. Or {from: ..., allow: "
         "[...]}.",
     )
     metrics: MetricsConfig = MetricsConfig()
@@ -211,7 +211,7 @@ class BaseRunConfig(MeshSizes):
         if self.watchdog_s is not None and self.watchdog_s > self.timeout_s:
             raise ValueError(
                 f"watchdog_s={self.watchdog_s:g} is more than timeout_s={self.timeout_s:g}, after which ranks give up "
-                f"by themselves; lower it, or raise timeout_s"
+                f"on their own; lower it, or raise timeout_s"
             )
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give either steps or epochs")
@@ -227,7 +227,7 @@ class BaseRunConfig(MeshSizes):
             raise ValueError("on_bad_step=rollback needs checkpoints to go back to; set checkpoint.every, or skip")
         if self.bad_step_config.action == "rollback" and self.checkpoint.replicate is not None:
             raise ValueError(
-                "on_bad_step=rollback goes back to checkpoints of this sitting, which a run that goes on from memory "
+                "on_bad_step=rollback goes back to checkpoints of this attempt, which a run that resumes from memory "
                 "(checkpoint.replicate) has not; take skip, or leave replicate out"
             )
         if self.checkpoint.replicate is not None and not get_registry().find_implementations("open_state_replication"):

@@ -71,7 +71,7 @@ class EventLog:
             append_text(self._path, json.dumps({"time": time.time(), "event": event, **values}, default=str) + "\n")
         except OSError as error:
             if not self._has_warned:
-                warn(f"{self._path} cannot be written: {error}. The run goes on.", stacklevel=2)
+                warn(f"{self._path} cannot be written: {error}. The run continues.", stacklevel=2)
             self._has_warned = True
 
     @hookimpl
@@ -102,9 +102,9 @@ class EventLog:
 
     @hookimpl
     def on_run_end(self, summary: RunSummary) -> None:
-        told = {**vars(summary), "evaluations": nan_to_none(summary.evaluations)}
-        del told["run"]
-        self.log("end", **told)
+        reported = {**vars(summary), "evaluations": nan_to_none(summary.evaluations)}
+        del reported["run"]
+        self.log("end", **reported)
 
 
 class HangFileReporter:
@@ -156,9 +156,9 @@ class RankLog:
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
-        told: dict[str, Any] = {"step": result.step, "time": result.end_time, "seconds": result.seconds}
-        told |= {"times": dict(result.times), "memory": dict(result.memory)}
-        self._lines.append(json.dumps(told) + "\n")
+        reported: dict[str, Any] = {"step": result.step, "time": result.end_time, "seconds": result.seconds}
+        reported |= {"times": dict(result.times), "memory": dict(result.memory)}
+        self._lines.append(json.dumps(reported) + "\n")
         if self._clock() - self._flushed_at >= FLUSH_INTERVAL_S:
             self._write()
 
@@ -176,7 +176,7 @@ class RankLog:
             append_text(self._path, "".join(lines))
         except OSError as error:
             self._is_disabled = True
-            warn(f"{self._path} cannot be written: {error}. The run goes on without it.", stacklevel=2)
+            warn(f"{self._path} cannot be written: {error}. The run continues without it.", stacklevel=2)
 
 
 class SupportsTimeline(Protocol):
@@ -216,7 +216,8 @@ class TimelineLog:
             except OSError as error:
                 self._is_disabled = True
                 warn(
-                    f"{self._directory.timeline} cannot be written: {error}. The run goes on without it.", stacklevel=2
+                    f"{self._directory.timeline} cannot be written: {error}. The run continues without it.",
+                    stacklevel=2,
                 )
         self._request_step(result.step + 1)
 

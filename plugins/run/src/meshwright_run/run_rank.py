@@ -178,7 +178,7 @@ class _RankRun:
         loop = replace(build_loop(manager, plan, source, observe_setup=self._observe_setup), signals=self.signals)
         if source is not None and world.rank == 0:
             changed = f", with other {', '.join(source.changed_settings)}" if source.changed_settings else ""
-            print_text(f"going on from {source.checkpoint}, after step {source.step}{changed}", self.console)
+            print_text(f"resuming from {source.checkpoint}, after step {source.step}{changed}", self.console)
         with (
             copies.replicate(manager, loop, run.id) as copied,
             self._with_checkpointer(manager, copied) as saving,
@@ -203,7 +203,7 @@ class _RankRun:
             aside = archive_after(directory.checkpoint_storage, after_step=keeps, files_to_copy=[directory.metrics])
             if aside is not None:
                 print_text(
-                    f"later checkpoints, which this run does not go on from, are now in {aside}; remove them when you "
+                    f"later checkpoints, which this run does not resume from, are now in {aside}; remove them when you "
                     f"like",
                     self.console,
                 )

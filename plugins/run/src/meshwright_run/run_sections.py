@@ -100,14 +100,14 @@ AllowedChange = Literal[
 
 
 class ResumeConfig(FrozenModel):
-    """From where a run goes on, and what may have changed."""
+    """From where a run continues, and what may have changed."""
 
     source: str = Field(default="auto", alias="from", description="As the plain word: auto, never, or a checkpoint.")
     allow: list[AllowedChange] = Field(
         default=[],
         description="What may differ from what the run was started with. Each takes effect at once: rates and decay "
-        "are those of the run file, a schedule is at the step that it goes on at, other data or another seed begin a "
-        "new order, and another batch size goes on in the old one.",
+        "are those of the run file, a schedule is at the step that it continues at, other data or another seed begin a "
+        "new order, and another batch size continues in the old one.",
     )
 
 
@@ -154,7 +154,7 @@ class OnSignalConfig(FrozenModel):
     grace_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None,
         description="Seconds from the signal until the job is ended: a save that would take longer, by those before, "
-        "is not begun. null: as long as it takes.",
+        "is not started. null: as long as it takes.",
     )
 
 
@@ -204,7 +204,7 @@ class CheckpointConfig(FrozenModel):
     )
     keep_last: Size | None = Field(default=2, description="How many of the newest are kept; null: all.")
     keep_every: Size | None = Field(default=None, description="Those of steps that are multiples of it are kept, too.")
-    asynchronous: bool = Field(default=True, description="Go on training while one is written.")
+    asynchronous: bool = Field(default=True, description="Continue training while one is written.")
     on_error: Literal["stop", "continue"] = Field(
         default="stop",
         description="What to do when one, or metrics.jsonl, cannot be written; what was there is kept either way.",
@@ -227,12 +227,12 @@ class CheckpointConfig(FrozenModel):
     replicate: Literal["neighbor"] | ReplicateConfig | None = Field(
         default=None,
         description="Copy the state of each rank after its steps to the memory of its node and of the next one, from "
-        "which ranks that are begun anew go on (max_restarts): neighbor, or {every: 1, max_bandwidth: 1GB/s}; null: go on "
+        "which ranks that are restarted continue (max_restarts): neighbor, or {every: 1, max_bandwidth: 1GB/s}; null: continue "
         "from checkpoints alone. See docs/reference/memory-replicas.md.",
     )
     on_signal: OnSignalConfig | None = Field(
         default=None,
-        description="Save when a signal asks the run to stop; the same command goes on. null: on SIGTERM, SIGUSR1 and "
+        description="Save when a signal asks the run to stop; the same command continues. null: on SIGTERM, SIGUSR1 and "
         "SIGINT, if checkpoints are saved otherwise.",
     )
 
@@ -346,6 +346,6 @@ def _check_adapter(value: Mapping[str, Any]) -> None:
         if not isinstance(section.get(key, ""), str):
             raise ValueError(f"peft.{key} must be a string, not {section[key]!r}")
     if not section.get("type") and not section.get("adapter"):
-        raise ValueError("peft has no type: give type: lora, or adapter, a directory to go on from")
+        raise ValueError("peft has no type: give type: lora, or adapter, a directory to resume from")
     if "adapter" in section:
         check_path(section["adapter"])

@@ -1,6 +1,6 @@
 """Start a run: join the ranks that a launcher has started, or start them here, and again after a failure.
 
-[Note: beginning anew] A run is restarted after a failure while running, but not when its input is wrong, when it ended
+[Note: starting over] A run is restarted after a failure while running, but not when its input is wrong, when it ended
 in order, or when it has failed after the same step on as many ranks MAX_SAME_STEP_FAILURES times in a row. With `elastic` a run
 that fails before its first step is restarted on fewer ranks, since one of them may have lost its device; after a
 failure later on, it is restarted on as many as possible.
@@ -79,7 +79,7 @@ def find_rank_counts(config: RunConfig) -> list[int]:
     """Return on how many ranks of this machine the run can be, the most first."""
     if not config.max_restarts and config.checkpoint.replicate is not None:
         raise ConfigError(
-            "checkpoint.replicate copies state for ranks that are begun anew, and max_restarts=0 begins none anew. "
+            "checkpoint.replicate copies state for ranks that are restarted, and max_restarts=0 begins none again. "
             "Set max_restarts, or leave checkpoint.replicate out."
         )
     if config.max_restarts and (why_not := find_resume_obstacle(config)) is not None:
@@ -127,7 +127,7 @@ class RestartPolicy:
         if exit_code != FAILURE_EXIT_CODE or not limit:
             return False
         if self._num_restarts == limit:
-            write_stderr(f"restarted {limit} times, which is max_restarts; not begun anew\n")
+            write_stderr(f"restarted {limit} times, which is max_restarts; not restarted\n")
             return False
         step, ended = _read_last_step(self._directory.metrics)
         has_trained = ended >= self._started_at
@@ -138,7 +138,7 @@ class RestartPolicy:
             has_trained or self._count_index + 1 == len(self._rank_counts)
         ):
             write_stderr(
-                f"failed {self._num_same_failures} times after step {step}: not begun anew, though max_restarts={limit} would "
+                f"failed {self._num_same_failures} times after step {step}: not restarted, though max_restarts={limit} would "
                 f"allow it\n"
             )
             return False
@@ -148,7 +148,7 @@ class RestartPolicy:
         )
         self._num_restarts += 1
         ranks = "" if self.world_size == before else f", on {self.world_size} ranks instead of {before}"
-        write_stderr(f"beginning anew: restart {self._num_restarts} of {limit}{ranks}\n")
+        write_stderr(f"starting over: restart {self._num_restarts} of {limit}{ranks}\n")
         log_event(
             self._directory.events, "restart", number=self._num_restarts, max_restarts=limit, ranks=self.world_size
         )

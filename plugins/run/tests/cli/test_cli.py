@@ -142,12 +142,12 @@ def test_a_run_file_that_cannot_be_read_is_one_error_and_a_traceback_comes_befor
 
 
 def test_only_the_first_rank_of_each_node_tells_the_error(train, monkeypatch):
-    for local_rank, told in (("0", 1), ("1", 0)):
+    for local_rank, reported in (("0", 1), ("1", 0)):
         world = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         for name, value in {**world, "LOCAL_RANK": local_rank}.items():
             monkeypatch.setenv(name, value)
         result = train("stratgy=ddp")
-        assert (result.exit_code, result.stderr.count("error: ")) == (2, told)
+        assert (result.exit_code, result.stderr.count("error: ")) == (2, reported)
 
 
 def test_a_good_run_gets_past_all_checks(train, workplace):
@@ -160,7 +160,7 @@ def test_a_good_run_gets_past_all_checks(train, workplace):
 
 
 @pytest.mark.slow
-def test_bad_input_under_torchrun_is_told_once(workplace):
+def test_bad_input_under_torchrun_is_reported_once(workplace):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = run_command("train", str(workplace / "run.yaml"), "--set", "dp_size=3", launcher=torchrun)
     assert done.returncode != 0
@@ -266,7 +266,7 @@ def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
     return {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
 
 
-def test_the_version_is_told_without_torch():
+def test_the_version_is_reported_without_torch():
     done = run([sys.executable, "-X", "importtime", "-m", "meshwright", "--version"])
     assert done.stdout == f"meshwright {meshwright.__version__}\n"
     # No command's implementation, nor torch.

@@ -206,7 +206,7 @@ def _read(terminal: int) -> Iterator[str]:
         yield found.decode(errors="replace")
 
 
-def test_at_a_terminal_five_questions_are_asked_and_a_bad_answer_is_told(made):
+def test_at_a_terminal_five_questions_are_asked_and_a_bad_answer_is_reported(made):
     replies = [
         ("1. Which model?", "nowhere"),
         ("1. Which model?", "model"),

@@ -1,4 +1,4 @@
-"""Conversations become tokens with a mask of what is learnt: over templates and tokenizers of well-known kinds."""
+"""Conversations become tokens with a mask of what is supervised: over templates and tokenizers of well-known kinds."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from meshwright_run.data.encoder import Encoder, EncodingCounts
 
 TALK = build_conversation("Hi there", "Hello!", "What is two and two?", "It is four.", system="Be brief.")
 UNSYSTEMATIC = TALK[1:]
-# Family, template: what is learnt in each document that the conversation becomes.
-LEARNT = {
+# Family, template: what is supervised in each document that the conversation becomes.
+SUPERVISED = {
     ("chatml", "chatml"): [["Hello!<|im_end|>", "It is four.<|im_end|>"]],
     # No special token ends a turn, but the template's text does.
     ("base", "chatml"): [["Hello!<|im_end|>\n", "It is four.<|im_end|>\n<|endoftext|>"]],
@@ -82,12 +82,12 @@ def runs(family, name, value, source_format="messages", **options):
 # -- templates
 
 
-@pytest.mark.parametrize(("family", "name"), LEARNT, ids=map("-".join, LEARNT))
-def test_answers_and_what_ends_their_turns_are_learnt(family, name):
+@pytest.mark.parametrize(("family", "name"), SUPERVISED, ids=map("-".join, SUPERVISED))
+def test_answers_and_what_ends_their_turns_are_supervised(family, name):
     messages = UNSYSTEMATIC if name == "mistral_v1" else TALK
     documents, counts = encoded(family, name, {"messages": messages})
     chosen = build_tokenizer(family, name)
-    assert [decode_supervised_spans(chosen, each) for each in documents] == LEARNT[family, name]
+    assert [decode_supervised_spans(chosen, each) for each in documents] == SUPERVISED[family, name]
     text = chosen.decode(documents[-1].tokens)
     assert text.removesuffix("<|endoftext|>" * (family == "base")) == chosen.apply_chat_template(
         messages, tokenize=False, chat_template=read_chat_template(read_template(name)), date_string="26 Jul 2024"
@@ -101,7 +101,7 @@ def test_answers_and_what_ends_their_turns_are_learnt(family, name):
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_marks_are_learnt_as_transformers_reads_them(name):
+def test_marks_are_supervised_as_transformers_reads_them(name):
     family, twin = MARKED[name]
     chosen = build_tokenizer(family, name)
     [document], _ = encoded(family, name, {"messages": TALK})
@@ -118,14 +118,14 @@ def test_marks_are_learnt_as_transformers_reads_them(name):
 
 
 def test_every_template_is_tried():
-    tried = {name for _, name in LEARNT} | set(MARKED)
+    tried = {name for _, name in SUPERVISED} | set(MARKED)
     assert tried == {path.stem for path in DIRECTORY.glob("*.jinja")}
-    assert len({name for _, name in LEARNT}) >= 12
+    assert len({name for _, name in SUPERVISED}) >= 12
 
 
-@pytest.mark.parametrize(("family", "name"), [*LEARNT, *((family, name) for name, (family, _) in MARKED.items())])
+@pytest.mark.parametrize(("family", "name"), [*SUPERVISED, *((family, name) for name, (family, _) in MARKED.items())])
 def test_an_answer_stands_behind_the_tokens_that_ask_for_it(family, name):
-    """What a model is given when it answers is what stood before each answer that it has learnt."""
+    """What a model is given when it answers is what stood before each answer that it has supervised."""
     chosen = build_tokenizer(family, name)
     for text in ("Hello!", "\n\nHello!", "  indented"):
         messages = build_conversation("Hi there\n\n", text, "What is two and two?", f"{text}It is four.")
@@ -153,7 +153,7 @@ def _without_clock(name):
 @pytest.mark.parametrize("family", ["base", "qwen"])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(st.text(st.sampled_from(" \nabc.#\t"), min_size=1, max_size=8), min_size=4, max_size=4))
-def test_whatever_is_said_is_learnt_whole_and_alone(family, texts):
+def test_whatever_is_said_is_supervised_whole_and_alone(family, texts):
     texts = [text if text.strip() else f"a{text}" for text in texts]
     documents, _ = encoded(family, "chatml", {"messages": build_conversation(*texts)})
     chosen = build_tokenizer(family, "chatml")
@@ -172,7 +172,7 @@ def test_whatever_is_said_is_learnt_whole_and_alone(family, texts):
 # -- what templates do with earlier turns
 
 
-def test_thoughts_that_a_template_forgets_are_learnt_where_it_writes_them():
+def test_thoughts_that_a_template_forgets_are_supervised_where_it_writes_them():
     messages = build_conversation("Hi there", "Hello!", "What is two and two?", "It is four.")
     messages[1]["reasoning_content"], messages[3]["reasoning_content"] = "A greeting.", "2 + 2."
     assert runs("qwen", "qwen3", {"messages": messages}) == [
@@ -189,7 +189,7 @@ def test_thoughts_that_a_template_forgets_are_learnt_where_it_writes_them():
 
 
 def test_a_record_says_what_else_its_template_is_given():
-    """Without thinking, the empty thought is in the prompt and not learnt."""
+    """Without thinking, the empty thought is in the prompt and not supervised."""
     value = {"messages": build_conversation("Hi there", "Hello!"), "chat_template_kwargs": {"enable_thinking": False}}
     assert runs("qwen", "qwen3", value) == [["Hello!<|im_end|>"]]
     value["chat_template_kwargs"] = '{"enable_thinking": false}'
@@ -242,7 +242,7 @@ def test_a_template_does_not_know_what_day_it_is():
         )
 
 
-def test_loss_on_says_which_answers_are_learnt():
+def test_loss_on_says_which_answers_are_supervised():
     for name in ("llama3", "llama3_marked"):
         last = runs("llama3", name, {"messages": TALK}, loss_on="last_answer")
         assert last == [["It is four.<|eot_id|>"]]
@@ -349,7 +349,7 @@ def test_tokens_are_taken_as_they_are():
     assert document.loss_mask.tolist() == [True, False, True]
     [document], _ = encoded("llama3", None, {"ids": [5, 6, 7]}, "tokens", fields={"input_ids": "ids"})
     assert document.loss_mask.all()
-    # Nothing stands before the first token, so it is not learnt.
+    # Nothing stands before the first token, so it is not supervised.
     documents, counts = encoded("llama3", None, {"input_ids": [5, 6, 7], "loss_mask": [1, 0, 0]}, "tokens")
     assert (documents, counts) == ([], EncodingCounts(records=1, unsupervised=1))
 
@@ -388,7 +388,7 @@ def test_turns_behind_the_last_answer_are_left_out_and_counted(name, loss_on):
 # -- what is wrong with a record
 
 
-def test_what_is_wrong_with_a_conversation_is_told_with_its_place():
+def test_what_is_wrong_with_a_conversation_is_reported_with_its_place():
     user, assistant = build_conversation("Hi there", "Hello!")
     system = {"role": "system", "content": "Be brief."}
     wrong = {
@@ -447,11 +447,11 @@ ASKED = build_conversation("a", "b")
         (
             read_template("deepseek_r1").replace("if think_first else ''", ""),
             ASKED,
-            r"it cannot be told where the answer of turn 2 begins: .* writes '<think>\\n'",
+            r"it cannot be reported where the answer of turn 2 begins: .* writes '<think>\\n'",
         ),
     ],
 )
-def test_what_a_template_cannot_write_is_told_with_its_place(text, messages, reason):
+def test_what_a_template_cannot_write_is_reported_with_its_place(text, messages, reason):
     with pytest.raises(DataError, match=rf"(?s)\Achats\.jsonl:1: .*{reason}"):
         encoded("deepseek", None, {"messages": messages}, chat_template=text)
 
@@ -494,7 +494,7 @@ def in_python():
 
 def test_a_tokenizer_in_python_needs_no_offsets(in_python):
     [[document]], _ = Encoder(in_python, "messages").encode([build_record({"messages": TALK})])
-    assert decode_supervised_spans(in_python, document) == LEARNT["chatml", "chatml"][0]
+    assert decode_supervised_spans(in_python, document) == SUPERVISED["chatml", "chatml"][0]
     assert document.tokens.tolist() == in_python.apply_chat_template(TALK)["input_ids"]
 
 
@@ -519,7 +519,7 @@ def test_an_eos_token_that_the_tokenizer_adds_is_not_added_twice(in_python):
         (
             "preference",
             {"chosen": build_conversation("a", "b"), "rejected": build_conversation("c", "d")},
-            "cannot be told what .* answer",
+            "cannot be reported what .* answer",
         ),
         (
             "preference",
@@ -533,7 +533,7 @@ def test_an_eos_token_that_the_tokenizer_adds_is_not_added_twice(in_python):
         ("tokens", {"input_ids": [1, 2], "loss_mask": [1, 2]}, "loss_mask holds 2"),
     ],
 )
-def test_what_is_wrong_with_a_record_is_told_with_its_place(source_format, value, reason):
+def test_what_is_wrong_with_a_record_is_reported_with_its_place(source_format, value, reason):
     with pytest.raises(DataError, match=rf"\Achats\.jsonl:1: .*{reason}"):
         encoded("llama3", "llama3", value, source_format)
 

@@ -71,7 +71,7 @@ def test_rows_are_shown_as_the_model_sees_them_and_what_became_of_the_source(wor
     assert "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Hello!" in output
     assert "<|eot_id|>⟧" in output
     assert "⟦<|start" not in output
-    table = output[output.index("nothing learnt") :]
+    table = output[output.index("nothing supervised") :]
     # 31 records; one has lost its answer, which stood behind a long question.
     assert table.split("\n")[1].split()[1:4] == ["messages", "31", "30"]
     assert table.split("\n")[1].split()[-5:] == ["1", "0", "0", "1", "0"]
@@ -90,16 +90,16 @@ def test_what_was_shown_of_a_source_that_is_read_while_training_is_measured_too(
     assert "is read while training: nothing of it is counted before" in output
 
 
-def documents(*lengths, learnt=2):
-    """Of which the last tokens are learnt; each ends with the eos token."""
+def documents(*lengths, supervised=2):
+    """Of which the last tokens are supervised; each ends with the eos token."""
     eos = build_tokenizer("base").eos_token_id
     tokens = [np.array([*range(5, 4 + length), eos]) for length in lengths]
-    labelled = [np.arange(length) >= length - learnt for length in lengths]
+    labelled = [np.arange(length) >= length - supervised for length in lengths]
     return TokenizedDocuments(np.concatenate(tokens).astype(np.uint16), np.cumsum(lengths), np.concatenate(labelled))
 
 
 @pytest.mark.parametrize("kind", ["documents", "stream", "none"])
-def test_documents_and_padding_are_told_apart(kind):
+def test_documents_and_padding_are_reported_apart(kind):
     rows = build_row_dataset(documents(5, 3, 4), kind, 8)
     feed = TrainSampler([rows], DataShard(0, 1, 1), batch_size=1, seed=0)
     found = list(decode_first_rows(feed, len(rows), kind, build_tokenizer("base")))
@@ -108,6 +108,6 @@ def test_documents_and_padding_are_told_apart(kind):
     # The stream has no row for the last one.
     assert sizes == ([3, 5] if kind == "stream" else [3, 4, 5])
     assert kind == "none" or padding == {"documents": 4, "stream": 0}[kind]
-    learnt = sum(run.num_tokens for row in found for each in row.documents for run in each if run.is_supervised)
-    assert learnt == {"documents": 6, "stream": 4, "none": 6}[kind]
+    supervised = sum(run.num_tokens for row in found for each in row.documents for run in each if run.is_supervised)
+    assert supervised == {"documents": 6, "stream": 4, "none": 6}[kind]
     assert measure_fill(feed, len(rows)) == sum(sizes) / (sum(sizes) + padding)

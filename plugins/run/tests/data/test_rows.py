@@ -77,7 +77,7 @@ def test_rows_are_those_of_best_fit_decreasing_by_the_book(lengths: list[int], s
     assert sorted(seq_len - sum(lengths[each] for each in row) for row in held) == rooms
 
 
-def test_a_document_longer_than_a_row_is_told() -> None:
+def test_a_document_longer_than_a_row_is_reported() -> None:
     with pytest.raises(DataError, match=r"document 1 has 9 tokens, more than seq_len=8"):
         PackedDataset(documents_of([3, 9, 4]), 8)
     with pytest.raises(DataError, match=r"9 tokens, more than seq_len=8"):
@@ -126,11 +126,11 @@ def test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_o
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
     assert batch.keys() == {"input_ids", "labels", "position_ids"}
     assert sorted(documents_in(batch)) == sorted(texts(documents))
-    learnt = {token for text in texts(documents) for token in text[1:] if labelled[token - 1]}
-    assert set(batch["labels"][batch["labels"] != -100].tolist()) == learnt
+    supervised = {token for text in texts(documents) for token in text[1:] if labelled[token - 1]}
+    assert set(batch["labels"][batch["labels"] != -100].tolist()) == supervised
     same = batch["labels"] != -100
     assert torch.equal(batch["labels"][same], batch["input_ids"][same])
-    # Padding is one more document, in which nothing is learnt.
+    # Padding is one more document, in which nothing is supervised.
     for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
         padding = positions[ids == 0]
         assert padding.tolist() == list(range(len(padding)))
@@ -154,7 +154,7 @@ def test_padded_rows_hold_a_document_each_and_masked_padding_behind(lengths: lis
     assert torch.equal(masked["attention_mask"], (batch["input_ids"] > 0).long())
 
 
-def test_labelled_tokens_of_a_stream_are_learnt_alone() -> None:
+def test_labelled_tokens_of_a_stream_are_supervised_alone() -> None:
     labelled = np.arange(9) % 2 == 0
     batch = ConcatChunkedDataset(documents_of([4, 5], loss_mask=labelled), 4).read_batch([0, 1])
     assert batch["labels"].tolist() == [[1, -100, 3, -100], [5, -100, 7, -100]]
@@ -188,7 +188,7 @@ def test_preferences_are_neither_packed_nor_cut() -> None:
             build_row_dataset(documents_of([2, 2], group=2), kind, 8)  # type: ignore[arg-type]
 
 
-def test_sources_that_do_not_go_together_are_told() -> None:
+def test_sources_that_do_not_go_together_are_reported() -> None:
     one = documents_of([2, 3], columns={"reward": np.array([1, 2])})
     with pytest.raises(DataError, match=r"columns \['reward'\].*another \[\]"):
         ConcatDataset([PaddedDataset(one, 4), PaddedDataset(documents_of([2]), 4)])

@@ -1,4 +1,4 @@
-"""Runs on packed, padded and streamed documents go on in the middle, on the same mesh and on another."""
+"""Runs on packed, padded and streamed documents continue in the middle, on the same mesh and on another."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ MESHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mesh"), [("packed", "tp"), ("padded", "pp"), ("streamed", "cp")])
-def test_a_run_goes_on_on_the_same_mesh_and_on_another(kind: str, mesh: str, workplace: Path, tmp_path: Path) -> None:
-    """Kill a run, and go on with it: bit for bit on the same mesh, and to rounding on another."""
+def test_a_run_continues_on_the_same_mesh_and_on_another(kind: str, mesh: str, workplace: Path, tmp_path: Path) -> None:
+    """Kill a run, and continue with it: bit for bit on the same mesh, and to rounding on another."""
     given = settings(workplace, kind)
     places = {name: RunWorkspace(workplace, tmp_path / name) for name in ("whole", "killed")}
     for place in places.values():
@@ -107,6 +107,6 @@ def test_other_weights_are_another_run(workplace: Path, tmp_path: Path) -> None:
     given = settings(workplace, "streamed")
     place.run_successfully(**given, steps=2)
     given["data"]["sources"][0]["weight"] = 5
-    _, told, code = place.run(**given, steps=4)
+    _, reported, code = place.run(**given, steps=4)
     assert code == 2
-    assert "data.weights" in told
+    assert "data.weights" in reported

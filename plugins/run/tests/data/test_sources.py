@@ -238,7 +238,7 @@ def test_tokens_have_columns_of_their_own(tmp_path: Path, tokenizer_dir: Path) -
     assert documents.loss_mask is not None
     assert not documents.loss_mask[np.r_[0, documents.ends[:-1]]].any()
     assert documents.loss_mask.sum() == len(documents.tokens) - len(documents)
-    # An entry that has lost one of its files is made anew.
+    # An entry that has lost one of its files is made again.
     (data.directory / "train.loss_mask.npy").unlink()
     assert documents_of(prepare_data(config_for(tmp_path, tokenizer_dir, source))).loss_mask is not None
     rows[3]["w"] = 1.0  # type: ignore[assignment]
@@ -391,7 +391,7 @@ def test_the_order_of_sources_is_in_the_fingerprint_and_one_source_has_its_own(t
     assert prepare_data(short).directory == prepare_data(plain).directory
 
 
-def test_a_run_that_goes_on_is_told_which_of_its_sources_has_changed(tmp_path: Path, tokenizer_dir: Path) -> None:
+def test_a_run_that_continues_is_reported_which_of_its_sources_has_changed(tmp_path: Path, tokenizer_dir: Path) -> None:
     sources = [write(tmp_path / f"{name}.jsonl", ROWS[number:]) for number, name in enumerate("ab")]
     config = load_run(write_run(tmp_path))
     plans = []
@@ -464,7 +464,7 @@ def test_processes_make_the_same_documents_as_this_one(tmp_path, tokenizer_dir, 
         (["kill"], r"a process that tokenizes ended unexpectedly \(exit code -9\)"),
     ],
 )
-def test_what_goes_wrong_in_a_process_is_told_here(texts, message, tokenizer_dir, monkeypatch):
+def test_what_goes_wrong_in_a_process_is_reported_here(texts, message, tokenizer_dir, monkeypatch):
     monkeypatch.setattr("meshwright_run.data.parallel_tokenization._CHARACTERS_PER_BATCH", 1)
     monkeypatch.setattr("meshwright_run.data.parallel_tokenization._MAX_THREADED_CHARACTERS", 1)
     monkeypatch.setattr("meshwright_run.data.parallel_tokenization.count_usable_cores", lambda: 1)
@@ -565,12 +565,12 @@ def test_a_source_that_is_too_small_is_named(tmp_path: Path, tokenizer_dir: Path
         prepare_data(DataConfig(sources=[source], cache_dir=str(tmp_path)))
 
 
-def test_a_source_whose_answers_are_all_cut_off_is_not_told_as_empty(tmp_path, tokenizer_dir):
+def test_a_source_whose_answers_are_all_cut_off_is_not_reported_as_empty(tmp_path, tokenizer_dir):
     record = {"prompt": "x" * 400, "chosen": "y", "rejected": "z"}
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 3)
     source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="preference")
     with pytest.raises(DataError) as caught:
         prepare_data(config_for(tmp_path, tokenizer_dir, source, too_long="truncate"))
     assert "is empty" not in str(caught.value)
-    assert "a.jsonl' holds 3 records, and in none of them is anything learnt within seq_len=16" in str(caught.value)
+    assert "a.jsonl' holds 3 records, and in none of them is anything supervised within seq_len=16" in str(caught.value)
     assert "Set data.seq_len to more than 16" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Sources that are read while training: blocks, state, and going on elsewhere."""
+"""Sources that are read while training: blocks, state, and continuing elsewhere."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def read(feed: TrainSampler, count: int) -> tuple[list[list[bytes]], list[str]]:
         states.append(json.dumps(feed.state_dict(step)))
         steps.append(rows_of(feed.read_microbatches(step)))
         if step % 2:
-            # A loop has begun the next step when it saves.
+            # A loop has started the next step when it saves.
             states[step] = json.dumps(feed.state_dict(step))
     return steps, states
 
@@ -94,7 +94,7 @@ def read(feed: TrainSampler, count: int) -> tuple[list[list[bytes]], list[str]]:
 def resumed(
     config: DataConfig, feed: TrainSampler, step: int, state: str, size: int, micro: int = 2
 ) -> list[TrainSampler]:
-    """Feeds on another mesh, which go on where one was."""
+    """Feeds on another mesh, which continue where one was."""
     again = feeds(config, size, micro, origin=(step, feed.compute_data_position(step)))
     for each in again:
         each.load_state_dict(json.loads(state))
@@ -106,7 +106,7 @@ def steps_of(feeds: list[TrainSampler], steps: range) -> list[list[bytes]]:
 
 
 @pytest.mark.parametrize("packing", ["none", pytest.param("documents", marks=pytest.mark.slow)])
-def test_a_stream_goes_on_from_any_step_on_another_mesh(config: Any, packing: str) -> None:
+def test_a_stream_resumes_from_any_step_on_another_mesh(config: Any, packing: str) -> None:
     given = config(packing=packing)
     (whole,) = feeds(given)
     steps, states = read(whole, 30)
@@ -148,7 +148,7 @@ def test_each_epoch_of_a_stream_has_every_document_once_in_another_order(config:
 
 
 @pytest.mark.slow
-def test_a_stream_and_files_at_hand_mix_by_weight_and_go_on(config: Any, tmp_path: Path) -> None:
+def test_a_stream_and_files_at_hand_mix_by_weight_and_continue(config: Any, tmp_path: Path) -> None:
     given = config(
         {"files": str(tmp_path / "a.jsonl"), "streaming": True, "weight": 1},
         {"files": str(tmp_path / "b.jsonl"), "weight": 3},
@@ -161,7 +161,7 @@ def test_a_stream_and_files_at_hand_mix_by_weight_and_go_on(config: Any, tmp_pat
         again[0].load_state_dict(None)
 
 
-def test_a_stream_that_holds_nothing_is_told(config: Any, tmp_path: Path) -> None:
+def test_a_stream_that_holds_nothing_is_reported(config: Any, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "long " * 90}) + "\n", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text("\n", encoding="utf-8")
     (feed,) = feeds(config(too_long="drop"))
@@ -169,7 +169,7 @@ def test_a_stream_that_holds_nothing_is_told(config: Any, tmp_path: Path) -> Non
         feed.read_microbatches(0)
 
 
-def test_a_broken_line_and_a_file_that_changes_are_told(config: Any, tmp_path: Path) -> None:
+def test_a_broken_line_and_a_file_that_changes_are_reported(config: Any, tmp_path: Path) -> None:
     (feed,) = feeds(config())
     feed.read_microbatches(0)
     with (tmp_path / "b.jsonl").open("a", encoding="utf-8") as file:
@@ -214,7 +214,7 @@ def test_a_dataset_is_streamed(config: Any, tmp_path: Path) -> None:
         assert steps_of(resumed(given, whole, step, states[step], 2), range(step, 12)) == steps[step:]
 
 
-def test_a_dataset_that_is_broken_further_on_is_told(config: Any, tmp_path: Path) -> None:
+def test_a_dataset_that_is_broken_further_on_is_reported(config: Any, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "rows").mkdir()
     write(tmp_path / "rows", "train-0.jsonl", 60)
@@ -225,7 +225,7 @@ def test_a_dataset_that_is_broken_further_on_is_told(config: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["none", "of another library", "of a dataset"])
-def test_a_state_of_another_source_is_told(config: Any, kind: str) -> None:
+def test_a_state_of_another_source_is_reported(config: Any, kind: str) -> None:
     given = config()
     (feed,) = feeds(given)
     (state,) = feed.state_dict(0) or []

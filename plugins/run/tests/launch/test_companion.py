@@ -32,7 +32,7 @@ forks = "fork" in sys.argv
 with external_watchdog.ExternalWatchdog(lambda: 1000.0 if forks else {PATIENCE_S - INTERVAL_S}, {INTERVAL_S}):
     if forks and not os.fork():
         time.sleep(1000)
-    print("begun", flush=True)
+    print("started", flush=True)
     sys.stdin.readline()
 print("over", flush=True)
 sys.stdin.readline()
@@ -63,13 +63,13 @@ class Rank(subprocess.Popen):
             [sys.executable, "-c", RANK, *options], stdin=pipe, stdout=pipe, text=True, start_new_session=True
         )
         assert self.stdout is not None
-        assert self.stdout.readline() == "begun\n"
+        assert self.stdout.readline() == "started\n"
         (self.companion,) = companions_of(self.pid)
         assert come(lambda: all(map(ignored_by(self.companion), IGNORED)), SLACK_S)
-        # It is told of a patience.
+        # It is reported a patience.
         time.sleep(3 * INTERVAL_S)
 
-    def goes_on(self) -> None:
+    def continues(self) -> None:
         assert self.poll() is None
         assert is_alive(self.companion)
 
@@ -103,7 +103,7 @@ def test_who_is_stopped_is_ended_when_its_patience_is_over_and_who_tells_is_not(
     # The last word was up to an interval old.
     assert time.monotonic() - began > PATIENCE_S - 2 * INTERVAL_S
     time.sleep(2 * PATIENCE_S)
-    other.goes_on()
+    other.continues()
 
 
 @pytest.mark.slow
@@ -114,15 +114,15 @@ def test_what_stops_a_rank_for_less_or_both_for_long_is_borne(started):
         time.sleep(PATIENCE_S / 4)
         rank.send_signal(signal.SIGCONT)
         time.sleep(4 * INTERVAL_S)
-    rank.goes_on()
+    rank.continues()
     os.killpg(rank.pid, signal.SIGSTOP)
     time.sleep(2 * PATIENCE_S)
-    # Whichever goes on first.
+    # Whichever continues first.
     os.kill(rank.companion, signal.SIGCONT)
     time.sleep(2 * INTERVAL_S)
     rank.send_signal(signal.SIGCONT)
     time.sleep(2 * PATIENCE_S)
-    rank.goes_on()
+    rank.continues()
 
 
 @pytest.mark.slow
@@ -133,7 +133,7 @@ def test_a_companion_ends_with_its_rank_though_a_worker_lives_on_and_has_all_it_
     assert come(lambda: not is_alive(rank.companion), INTERVAL_S + SLACK_S)
 
 
-def test_a_companion_heeds_no_signal_that_its_rank_may_live_through_and_ends_with_its_context(started):
+def test_a_companion_respects_no_signal_that_its_rank_may_live_through_and_ends_with_its_context(started):
     started.append(rank := Rank())
     for number in IGNORED:
         os.kill(rank.companion, number)
@@ -147,7 +147,7 @@ def test_a_companion_heeds_no_signal_that_its_rank_may_live_through_and_ends_wit
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_rank_without_a_companion_goes_on_and_says_so(monkeypatch):
+def test_a_rank_without_a_companion_continues_and_says_so(monkeypatch):
     monkeypatch.setattr(external_watchdog, "SAFE_PYTHON", ("/nowhere/python",))
     with (
         pytest.warns(UserWarning, match="nothing would end this rank once it is stopped: no process started"),
@@ -160,7 +160,7 @@ def test_a_rank_without_a_companion_goes_on_and_says_so(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_and_alone_on_its_node_is_ended_and_the_run_goes_on(tmp_path):
+def test_a_rank_that_is_stopped_and_alone_on_its_node_is_ended_and_the_run_continues(tmp_path):
     """Its peers cannot end it, and its agent would wait for 30 s."""
     watchdog_s = 4.0
     run = make_run(tmp_path, "two nodes", {"strategy": "fsdp2", "steps": 2000, "watchdog_s": watchdog_s})

@@ -64,8 +64,8 @@ def test_a_build_for_gpus_without_a_driver_says_why_there_is_no_gpu(monkeypatch:
     assert find_device(None) == torch.device("cpu")
     assert describe_missing_driver("why: ").startswith("why: torch ")
     assert "built for CUDA 13.0, but finds no GPU with a driver" in describe_missing_driver()
-    told = r"'cuda' is not available here. Available: cpu. Set device=cpu. torch .* finds no GPU with a driver\."
-    with pytest.raises(MeshError, match=told):
+    reported = r"'cuda' is not available here. Available: cpu. Set device=cpu. torch .* finds no GPU with a driver\."
+    with pytest.raises(MeshError, match=reported):
         find_device("cuda")
     monkeypatch.setattr("torch.version.cuda", None)
     monkeypatch.setattr("torch.version.hip", None)
@@ -137,7 +137,7 @@ def test_tensor_and_context_options_act_on_nothing_at_one_rank_and_the_first_ran
     idle = pool(2).run(_losses_and_warnings, strategy, config, {})
     plain = pool(2).run(_losses_and_warnings, strategy, {}, {})
     assert [losses for losses, _ in idle] == [losses for losses, _ in plain]
-    assert [told for _, told in plain] == [[], []]
+    assert [reported for _, reported in plain] == [[], []]
     tensor, context = idle[0][1]
     assert tensor == f"sequence_parallel=True and tp_plan={PLAN} act on nothing here: tp_size is 1."
     assert context == "cp_attention=ulysses acts on nothing here: cp_size is 1."
@@ -149,7 +149,7 @@ LAYERS = ["LlamaAttention", "LlamaMLP"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "reported"),
     [
         ({"calculate_per_token_loss": True}, ["calculate_per_token_loss=True acts on nothing here: the loss is per"]),
         ({"gradient_reduce_div_fusion": False}, ["gradient_reduce_div_fusion=False acts on nothing here: gradients"]),
@@ -165,9 +165,9 @@ LAYERS = ["LlamaAttention", "LlamaMLP"]
     ],
     ids=str,
 )
-def test_options_of_megatron_fsdp_without_effect_say_so_once_and_change_nothing(config, told):
+def test_options_of_megatron_fsdp_without_effect_say_so_once_and_change_nothing(config, reported):
     units = {"megatron_fsdp_unit_modules": config.get("megatron_fsdp_unit_modules")}
     (losses, first), (_, second) = pool(2).run(_losses_and_warnings, "megatron_fsdp", config, {})
     assert losses == pool(2).run(_losses_and_warnings, "megatron_fsdp", units, {})[0][0]
-    assert [text[: len(start)] for text, start in zip(first, told, strict=True)] == told
+    assert [text[: len(start)] for text, start in zip(first, reported, strict=True)] == reported
     assert second == []

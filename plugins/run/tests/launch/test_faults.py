@@ -19,11 +19,11 @@ from faults.fault_chain import (
 FAULTS, SEED = 4, 24
 
 
-def test_all_kinds_of_faults_are_tried_and_times_are_told_by_what_a_run_went_on_from() -> None:
+def test_all_kinds_of_faults_are_tried_and_times_are_reported_by_what_a_run_resumed_from() -> None:
     assert {kind for name in STACKS for kind in draw_kinds(name, FAULTS, SEED)} == {*FAULT_KINDS, *NODE_FAULT_KINDS}
     every = [
-        FaultRecord("a", "rank", resumed_from="memory", recovery_s=seconds, is_restarted=anew)
-        for seconds, anew in ((3.0, False), (5.0, False), (9.0, True))
+        FaultRecord("a", "rank", resumed_from="memory", recovery_s=seconds, is_restarted=again)
+        for seconds, again in ((3.0, False), (5.0, False), (9.0, True))
     ]
     assert summarize_recovery(every) == {
         "memory": {"faults": 2, "median_s": 4.0, "worst_s": 5.0},

@@ -200,15 +200,15 @@ def test_everything_else_is_left_alone(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         (f"{NODES} SLURM_HET_SIZE=2", "a heterogeneous Slurm job"),
         (NODES.replace("SLURM_LOCALID=1", ""), "one of 8 tasks of a Slurm step, but SLURM_LOCALID is not set"),
         ("PMI_SIZE=16", "one of 16 processes (PMI_SIZE)"),
     ],
 )
-def test_several_processes_that_cannot_find_each_other_are_refused(text: str, told: str) -> None:
-    with pytest.raises(MeshError, match=re.escape(told)) as caught:
+def test_several_processes_that_cannot_find_each_other_are_refused(text: str, reported: str) -> None:
+    with pytest.raises(MeshError, match=re.escape(reported)) as caught:
         resolve_torchrun_variables(variables(text))
     assert "torchrun" in str(caught.value)
 
@@ -226,7 +226,7 @@ import meshwright as mw
 from meshwright.cli import main as cli
 with mw.open_world("cpu") as world:
     print(world.rank, world.size, world.reduce_ints([10 ** world.rank]), flush=True)
-# A process is started once; as the next step it has to find the others anew.
+# A process is started once; as the next step it has to find the others again.
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     del os.environ[name]
 os.environ["SLURM_STEP_ID"] = "1"

@@ -118,7 +118,7 @@ def test_the_ranks_at_the_earliest_position_stand_still_or_nobody_does():
     )
 
 
-def test_of_ranks_at_one_place_the_one_is_named_that_does_not_wait_or_has_begun_less():
+def test_of_ranks_at_one_place_the_one_is_named_that_does_not_wait_or_has_started_less():
     assert find_culprits({0: HangReport(sign(waits=True)), 1: HangReport(sign()), 2: HangReport(sign(waits=True))}) == [
         1
     ]
@@ -164,7 +164,7 @@ def test_stragglers_are_judged_by_the_signs_of_all_ranks(signs, config, named):
     assert watching() == ()
 
 
-def test_a_straggler_is_told_once_and_kept_in_the_metrics(tmp_path):
+def test_a_straggler_is_reported_once_and_kept_in_the_metrics(tmp_path):
     slow = {"rank": 3, "seconds": 0.06, "median": 0.01, "deviations": float("inf")}
     result = StepResult(1, 2, 1.0, 1.0, 0.1, 10, 0.5, 0, stragglers=(slow,))
     new = StragglerFilter()

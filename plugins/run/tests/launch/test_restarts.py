@@ -1,4 +1,4 @@
-"""A run that its command begins anew after a failure: it ends as one that nothing has happened to."""
+"""A run that its command starts over after a failure: it ends as one that nothing has happened to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from meshwright.base.errors import ConfigError
 from meshwright_run.run_file import load_run, to_redacted_dict
 from meshwright_run.start import RestartPolicy, find_rank_counts
 
-TOLD_S = 2.0
+REPORTED_S = 2.0
 """Ranks that survive a peer hear of it in this time."""
 
 
@@ -55,7 +55,7 @@ def _after(run: TrainingRun, step: int) -> Any:
         pytest.param({"strategy": "fsdp2", "nproc": 4, "pp_size": 2}, id="pipeline", marks=pytest.mark.zoo),
     ],
 )
-def test_a_run_whose_ranks_are_killed_goes_on_in_one_command(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_whose_ranks_are_killed_continues_in_one_command(settings: dict[str, Any], tmp_path: Path) -> None:
     whole, run = (make_run(tmp_path, name, settings | {"max_restarts": 3}) for name in ("whole", "killed"))
     run_to_end("train", str(whole.file))
     dice, process = random.Random(24), CommandProcess("train", str(run.file))
@@ -69,7 +69,7 @@ def test_a_run_whose_ranks_are_killed_goes_on_in_one_command(settings: dict[str,
             while set(ranks) & set(find_ranks(process)):
                 time.sleep(0.01)
             # The kernel and a busy machine take their time, too.
-            assert time.monotonic() - killed_s < TOLD_S + 1.5
+            assert time.monotonic() - killed_s < REPORTED_S + 1.5
         process.wait(200)
         # Python's resource tracker goes a moment later than who it works for.
         deadline_s = time.monotonic() + 5
@@ -88,7 +88,7 @@ def test_a_run_whose_ranks_are_killed_goes_on_in_one_command(settings: dict[str,
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_fewer_ranks_where_one_is_broken_and_its_losses_stay(tmp_path: Path) -> None:
+def test_a_run_continues_with_fewer_ranks_where_one_is_broken_and_its_losses_stay(tmp_path: Path) -> None:
     settings = {"strategy": "fsdp2", "strategy_config": {"reduce_dtype": "float64"}, "nproc": 4}
     # Dropout would draw other numbers: they follow from the data rank.
     without = "model.attention_dropout=0.0"
@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_fewer_ranks_where_one_is_broken_and_its_losses_stay(
     # Four are tried once more, and three cannot share a batch of four.
     assert [each["ranks"] for each in _events(run, "restart")] == [4, 2]
     text = (tmp_path / "said").read_text()
-    assert "beginning anew: restart 2 of 3, on 2 ranks instead of 4" in text
+    assert "starting over: restart 2 of 3, on 2 ranks instead of 4" in text
     assert "Traceback" not in text
     before, after = whole.read_metrics(), run.read_metrics()
     assert [each["step"] for each in after] == list(range(1, STEPS + 1))
@@ -160,7 +160,7 @@ def test_a_run_may_have_as_many_ranks_as_fit(changes: dict[str, Any], expected: 
     ("changes", "error", "match"),
     [
         ({"max_restarts": 1, "checkpoint": "{}"}, ConfigError, "saves no checkpoints .* Set checkpoint.every"),
-        ({"max_restarts": 1, "resume": "never"}, ConfigError, "resume=never would start anew"),
+        ({"max_restarts": 1, "resume": "never"}, ConfigError, "resume=never would start over"),
         ({"elastic": "{min: 3}"}, ConfigError, "elastic.min=3, but this machine is to start 2 ranks"),
         ({"nproc": 3, "elastic": "{min: 3}", "batch_size": 8}, ConfigError, "batch_size=8 does not divide"),
         ({"elastic": "{min: 3, max: 2}"}, ConfigError, "min=3 is more than max=2"),
@@ -169,23 +169,23 @@ def test_a_run_may_have_as_many_ranks_as_fit(changes: dict[str, Any], expected: 
     ],
     ids=str,
 )
-def test_restarts_that_cannot_be_heeded_are_refused(changes, error, match, tmp_path):
+def test_restarts_that_cannot_be_respected_are_refused(changes, error, match, tmp_path):
     with pytest.raises(error, match=match):
         find_rank_counts(_config(tmp_path, **changes))
 
 
-def _sitting(directory: Path, step: int | None) -> None:
-    """What a sitting leaves that has done steps up to this one; None: none."""
+def _attempt(directory: Path, step: int | None) -> None:
+    """What a attempt leaves that has done steps up to this one; None: none."""
     (directory / "out").mkdir(exist_ok=True)
     if step is not None:
         line = json.dumps({"step": step, "time": time.time()})
-        (directory / "out" / "metrics.jsonl").write_text(f'{line}\n{{"step": torn')
+        (directory / "out" / "metrics.jsonl").write_text(f'{line}\n{{"step": incomplete')
 
 
-def test_a_run_is_begun_anew_until_it_has_been_so_often(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_restarted_until_it_has_been_so_often(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     restarts = RestartPolicy(_config(tmp_path, max_restarts=2), [2])
     for step, again in ((3, True), (3, True), (9, False)):
-        _sitting(tmp_path, step)
+        _attempt(tmp_path, step)
         assert restarts.prepare_restart(1) is again
     assert "restarted 2 times, which is max_restarts" in capsys.readouterr().err
     for code in (0, 2, 130, 143):
@@ -196,11 +196,11 @@ def test_what_fails_at_the_same_step_time_and_again_is_left(tmp_path: Path, monk
     monkeypatch.setattr(time, "sleep", lambda _: None)
     restarts = RestartPolicy(_config(tmp_path, max_restarts=99), [2])
     for step, again in ((3, True), (3, True), (4, True), (4, True), (4, False)):
-        _sitting(tmp_path, step)
+        _attempt(tmp_path, step)
         assert restarts.prepare_restart(1) is again
     restarts = RestartPolicy(_config(tmp_path, max_restarts=99), [2])
     for again in (True, True, False):
-        _sitting(tmp_path, None)
+        _attempt(tmp_path, None)
         assert restarts.prepare_restart(1) is again
 
 
@@ -210,9 +210,9 @@ def test_ranks_are_fewer_after_a_failure_at_once_and_as_many_as_may_be_after_ste
     restarts = RestartPolicy(_config(tmp_path, max_restarts=99), [4, 2, 1])
     found = []
     for step in (None, None, 3, None, None, None, None):
-        _sitting(tmp_path, step)
+        _attempt(tmp_path, step)
         found.append((restarts.world_size, restarts.prepare_restart(1)))
     assert found == [(4, True), (2, True), (1, True), (4, True), (2, True), (1, True), (1, True)]
     assert waited == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 3.0]
-    _sitting(tmp_path, None)
+    _attempt(tmp_path, None)
     assert not restarts.prepare_restart(1)

@@ -1,4 +1,4 @@
-"""Ranks that torchrun begins anew meet only each other, though its store keeps what those before them have left."""
+"""Ranks that torchrun starts over meet only each other, though its store keeps what those before them have left."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_each_world_has_a_prefix_of_its_own_whoever_comes_last(late: int) -> Non
 
 def test_who_died_while_it_asked_holds_up_nobody_and_ranks_that_do_not_come_are_named() -> None:
     store = dist.HashStore()
-    (told,) = _side_by_side(store, 2, {1: 0.0}, timeout_s=0.2)
-    assert told.startswith("error: the rendezvous store is gone, or rank 0 has not come within 0.2 s")
+    (reported,) = _side_by_side(store, 2, {1: 0.0}, timeout_s=0.2)
+    assert reported.startswith("error: the rendezvous store is gone, or rank 0 has not come within 0.2 s")
     # The first rank answers the word of the dead, too, and is confirmed by the one that lives.
     first, second = _side_by_side(store, 2, {0: 0.0, 1: 0.3})
     assert first == second
@@ -80,7 +80,7 @@ def _run(workplace: Path, name: str, **settings: object) -> TrainingRun:
 
 
 @pytest.mark.slow
-def test_who_begins_anew_after_a_hang_is_not_told_of_it_again(tmp_path: Path) -> None:
+def test_who_starts_over_after_a_hang_is_not_reported_it_again(tmp_path: Path) -> None:
     whole = _run(tmp_path, "whole")
     run_to_end("train", str(whole.file))
     run = _run(tmp_path, "hung", watchdog_s=4)
@@ -159,7 +159,7 @@ def _on(
     said: str,
     nodes: str,
 ) -> TrainingProcess:
-    """An agent with one rank, which goes on with fewer nodes where others are lost."""
+    """An agent with one rank, which continues with fewer nodes where others are lost."""
     rendezvous = f"is_host={int(node is meets_at)},keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2"
     options = (f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=9", f"--local-addr={node.address}")
     meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint={meets_at.address}:{port}", f"--rdzv-conf={rendezvous}")
@@ -197,20 +197,25 @@ def test_a_node_that_is_cut_off_from_the_store_ends_by_itself(tmp_path: Path) ->
             while any(map(is_alive, ranks)) and time.monotonic() < until_s:
                 time.sleep(0.02)
             left = [rank for rank in ranks if is_alive(rank)]
-            told = [agent.output for agent in agents]
+            reported = [agent.output for agent in agents]
         finally:
             for node in nodes:
                 _end(node)
             for agent in agents:
                 end_session(agent)
-    assert not left, told
+    assert not left, reported
     cut, other = ("gets no answer from the rendezvous store for 4 s", "hangs: no sign of life for 4 s")
-    assert [cut in told[0], cut in told[1], other in told[0], other in told[1]] == [False, True, True, False]
+    assert [cut in reported[0], cut in reported[1], other in reported[0], other in reported[1]] == [
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.zoo
-def test_nodes_that_are_left_go_on_whichever_is_lost(tmp_path: Path) -> None:
-    """Two of three go on by themselves. The node where they meet is lost, and the last one is where they meet."""
+def test_nodes_that_are_left_continue_whichever_is_lost(tmp_path: Path) -> None:
+    """Two of three continue on their own. The node where they meet is lost, and the last one is where they meet."""
     if reason := network_namespaces.find_missing_requirement():
         pytest.skip(reason)
     settings = {"strategy_config": {"reduce_dtype": "float64"}, "batch_size": 6, "micro_batch_size": 1, "steps": 40}
@@ -228,7 +233,7 @@ def test_nodes_that_are_left_go_on_whichever_is_lost(tmp_path: Path) -> None:
             assert wait_for_moment(agents[0], step_reached(run, 5)), agents[0].output
             _end(third)
             # Those that are left meet again, and share the batch.
-            assert wait_for_moment(agents[0], lambda: agents[0].output.count("going on from") == 1), agents[0].output
+            assert wait_for_moment(agents[0], lambda: agents[0].output.count("resuming from") == 1), agents[0].output
             assert wait_for_moment(agents[0], step_reached(run, 12)), agents[0].output
             _end(first)
             agents[1].wait(120)

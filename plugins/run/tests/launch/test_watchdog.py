@@ -1,4 +1,4 @@
-"""A run in which a rank hangs ends soon and names it, with and without a watchdog; a run that moves goes on."""
+"""A run in which a rank hangs ends soon and names it, with and without a watchdog; a run that moves continues."""
 
 from __future__ import annotations
 
@@ -187,9 +187,9 @@ def test_a_rank_that_stands_still_is_named_and_all_stacks_are_kept(place, rank, 
     assert "in sleep_forever" in (faults / f"rank-{rank:05}-stacks.txt").read_text()
     for each in range(1 if layout == "one rank" else 2):
         assert "in run_steps" in (faults / f"rank-{each:05}-stacks.txt").read_text()
-        told = json.loads((faults / f"rank-{each:05}.json").read_text())
-        assert (told["fault"]["error_type"], told["fault"]["rank"]) == ("Hang", each)
-        assert told["collectives"]["gloo"]["pg_status"]
+        reported = json.loads((faults / f"rank-{each:05}.json").read_text())
+        assert (reported["fault"]["error_type"], reported["fault"]["rank"]) == ("Hang", each)
+        assert reported["collectives"]["gloo"]["pg_status"]
 
 
 def is_about_a_stopped_rank(out: Path, rank: int, errors: str) -> None:
@@ -238,14 +238,14 @@ def test_slow_steps_and_evaluations_that_move_raise_no_alarm(ended, workplace):
     # 1.2 s a step, and 3.6 s an evaluation, the second of which is not the first.
     out = write(workplace, watchdog_s=3.0, steps=4, eval={"every": 2, "max_sequences": 12})
     assert ended("sleepy loss", -1) == (0, "")
-    told = events(out, "evaluation")
-    assert [each["step"] for each in told] == [2, 4]
-    assert min(each["seconds"] for each in told) > 3.0
+    reported = events(out, "evaluation")
+    assert [each["step"] for each in reported] == [2, 4]
+    assert min(each["seconds"] for each in reported) > 3.0
     assert not events(out, "hang")
 
 
 @pytest.mark.parametrize(
-    ("assignment", "told"),
+    ("assignment", "reported"),
     [
         ("watchdog_s=61", "watchdog_s=61 is more than timeout_s=60"),
         ("watchdog_s=1", "watchdog_s: Input should be greater than or equal to 2 (got 1)"),
@@ -256,7 +256,7 @@ def test_slow_steps_and_evaluations_that_move_raise_no_alarm(ended, workplace):
         ("metrics.stragglers.deviations=0", "metrics.stragglers.deviations: Input should be greater than 0"),
     ],
 )
-def test_bad_options_are_refused(assignment, told, workplace):
+def test_bad_options_are_refused(assignment, reported, workplace):
     write(workplace, watchdog_s=None)
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(reported)):
         load_run(workplace / "run.yaml", [assignment])

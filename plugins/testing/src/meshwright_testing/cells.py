@@ -83,9 +83,9 @@ class Cell:
             return refusal
         remedy = self._parse_remedy(refusal)
         if remedy:
-            told = ", ".join(f"{name}={value}" for name, value in remedy.items())
+            reported = ", ".join(f"{name}={value}" for name, value in remedy.items())
             again = replace(self, config={**self.config, **remedy}).run()
-            return replace(again, cell=self, detail=f"with {told}, as its error says. {again.detail}".strip())
+            return replace(again, cell=self, detail=f"with {reported}, as its error says. {again.detail}".strip())
         return Result(self, "does not apply", f"refused: {refusal}")
 
     def check(self) -> None:
@@ -123,8 +123,8 @@ class Cell:
             case "norms":
                 norms = tasks.run_norms_reference(self.case, self.device)
                 apart = max(max(answer.max_difference(norms), answer.max_difference_from_total()) for answer in answers)
-                told = f"gradient_norms tells {answers[0].by_block[0]}, and not {norms.by_block[0]}"
-                return self._compare_with_extra(answers, norms, apart, told)
+                reported = f"gradient_norms tells {answers[0].by_block[0]}, and not {norms.by_block[0]}"
+                return self._compare_with_extra(answers, norms, apart, reported)
             case "bad input":
                 texts, losses = ({answer[place] for answer in answers} for place in (0, 1))
                 if len(texts) > 1 or len(losses) > 1:
@@ -174,7 +174,7 @@ class Cell:
                 return parts
             wrong = tasks.find_settings_error(parts, steps, expected)
             if wrong:
-                return Result(self, "failed", f"under {strategy}, {'resumed' if steps.start else 'begun'}: {wrong}")
+                return Result(self, "failed", f"under {strategy}, {'resumed' if steps.start else 'started'}: {wrong}")
             return [part.outcome for part in parts]
 
         return self._run_in_parts(train, expected.outcome)
@@ -194,8 +194,8 @@ class Cell:
             if isinstance(found, Result):
                 return found
             if isinstance(found, str):
-                # A strategy may refuse to begin with a case, but not to continue what it has begun.
-                text = f"refused to go on at step {steps.start + 1}: {found}"
+                # A strategy may refuse to begin with a case, but not to continue what it has started.
+                text = f"refused to continue at step {steps.start + 1}: {found}"
                 return Result(self, "failed", text) if steps.start else found
             outcomes = found
             losses += outcomes[0].losses

@@ -1,4 +1,4 @@
-"""Tiny random models for tests, in float64 unless told otherwise."""
+"""Tiny random models for tests, in float64 unless reported otherwise."""
 
 from __future__ import annotations
 

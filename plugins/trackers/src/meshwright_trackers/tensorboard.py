@@ -60,7 +60,7 @@ class TensorBoardTracker(Tracker):
             [_make_text_value("end", _format_markdown_table(facts or {"end/reason": reason}))], step=self._step
         )
         if reason not in ("failed", "signal"):
-            # TensorBoardTracker keeps the first verdict, and a run that has failed may go on.
+            # TensorBoardTracker keeps the first verdict, and a run that has failed may continue.
             ended = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
             self._write_values(
                 [_make_hparams_value(plugin_data_pb2.HParamsPluginData(session_end_info=ended))], step=self._step

@@ -17,7 +17,7 @@ class TrackioTracker(Tracker):
 
     def __init__(self, config: TrackioConfig, run: RunInfo) -> None:
         # Another run may have a chosen name, but not one with our id.
-        goes_on = config.name is None or run.start_step > 0
+        continues = config.name is None or run.start_step > 0
         self._run = trackio.init(
             project=config.project,
             name=config.name or f"{run.name}-{run.id[:8]}",
@@ -26,7 +26,7 @@ class TrackioTracker(Tracker):
             private=config.private,
             server_url=config.server_url,
             config=flatten_parameters(run),
-            resume="allow" if goes_on else "never",
+            resume="allow" if continues else "never",
             embed=False,
             auto_log_cpu=config.system_metrics,
             auto_log_gpu=config.system_metrics,

@@ -22,12 +22,12 @@ OVERRIDDEN_METHODS = {
     "_move_model_to_device": "each rank gets what it keeps of the model, and no more",
     "_prepare_for_training": "the manager shards the model and owns the optimizer",
     "_clip_grad_norm": "the norm is that of the whole model, wherever its gradients are",
-    "_get_grad_norm": "likewise",
+    "_get_grad_norm": "as well",
     "_save_optimizer_and_scheduler": "a checkpoint is read under any layout",
     "_save_rng_state": "it has the generators",
-    "_load_rng_state": "likewise",
+    "_load_rng_state": "as well",
     "_load_from_checkpoint": "it is read when the model is sharded",
-    "_load_best_model": "likewise",
+    "_load_best_model": "as well",
 }
 """Methods of `transformers.Trainer` that `MeshModelMixin` overrides, and why."""
 

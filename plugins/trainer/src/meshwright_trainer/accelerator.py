@@ -95,10 +95,10 @@ class MeshAccelerator:
     def gather_objects(self, value: Any) -> list[Any]:
         """What the first rank of each data rank has, any object, in the order of data ranks. Collective, over all."""
         mesh = self._mesh
-        told: list[Any] = [None] * mesh.world.size
+        reported: list[Any] = [None] * mesh.world.size
         mine = (mesh.data_rank, value) if mesh.is_data_leader else None
-        dist.all_gather_object(told, mine, group=mesh.world.group)
-        return [each for _, each in sorted(filter(None, told), key=lambda pair: pair[0])]
+        dist.all_gather_object(reported, mine, group=mesh.world.group)
+        return [each for _, each in sorted(filter(None, reported), key=lambda pair: pair[0])]
 
     def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
         """`gather`; what is evaluated twice for the sake of even batches is not here, see `MeshTrainerMixin`."""
@@ -137,7 +137,7 @@ class StreamShard(IterableDataset[Any]):
 
 
 class LocalAccelerator:
-    """In the place of an accelerator within an objective, where nothing may be sent: each rank sees its own share."""
+    """Instead of an accelerator within an objective, where nothing may be sent: each rank sees its own share."""
 
     def __init__(self, accelerator: Any, num_processes: int) -> None:
         self._accelerator, self.num_processes = accelerator, num_processes

@@ -95,8 +95,8 @@ def find_newest_checkpoint(world: World, root: Path) -> Path | None:
         return [each for _, each in found if (each / MESH_DIRECTORY).is_dir() and (each / TRAINER_STATE).is_file()]
 
     paths = world.run_on_first_rank(candidates)
-    whole, torn = find_first_valid([path / MESH_DIRECTORY for path in paths], world)
-    for text in torn if world.rank == 0 else ():
+    whole, incomplete = find_first_valid([path / MESH_DIRECTORY for path in paths], world)
+    for text in incomplete if world.rank == 0 else ():
         warn(f"{text} An older one is tried.", stacklevel=3)
     return None if whole is None else whole.parent
 

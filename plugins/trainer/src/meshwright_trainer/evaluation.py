@@ -73,9 +73,9 @@ def _iter_microbatches(trainer: Any, dataloader: Any) -> Iterator[tuple[dict[str
             return
         if last is None and not all(rows):
             # A rank without any batch does not know what one looks like.
-            told: list[Any] = [None] * mesh.world.size
-            dist.all_gather_object(told, inputs, group=mesh.world.group)
-            last = trainer._prepare_inputs(next(each for each in told if each is not None))
+            reported: list[Any] = [None] * mesh.world.size
+            dist.all_gather_object(reported, inputs, group=mesh.world.group)
+            last = trainer._prepare_inputs(next(each for each in reported if each is not None))
         if inputs is None:
             inputs = {**last, "labels": torch.full_like(get_labels(last), IGNORE_INDEX), IDLE_KEY: True}
         else:
@@ -91,9 +91,9 @@ def _gather_predictions(mesh: Mesh, inputs: dict[str, Any], predicted: Tensor | 
     if predicted is not None and tells and IDLE_KEY not in inputs:
         found = {"predictions": predicted, "labels": get_labels(inputs), "inputs": inputs["input_ids"]}
         mine = {name: _to_numpy(value) for name, value in found.items()}
-    told: list[Any] = [None] * mesh.world.size
-    dist.all_gather_object(told, (mesh.data_rank, mine), group=mesh.world.group)
-    return [each for _, each in sorted(told, key=lambda pair: pair[0]) if each is not None]
+    reported: list[Any] = [None] * mesh.world.size
+    dist.all_gather_object(reported, (mesh.data_rank, mine), group=mesh.world.group)
+    return [each for _, each in sorted(reported, key=lambda pair: pair[0]) if each is not None]
 
 
 def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:

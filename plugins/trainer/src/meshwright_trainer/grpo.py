@@ -93,10 +93,10 @@ class MeshGRPOMixin(MeshTrainerMixin):
     # -- completions
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        told = self.accelerator.gather_objects
+        reported = self.accelerator.gather_objects
         functions = {
-            "gather": lambda values: torch.cat(told(values.cpu())).to(values.device),
-            "gather_object": lambda values: [each for part in told(values) for each in part],
+            "gather": lambda values: torch.cat(reported(values.cpu())).to(values.device),
+            "gather_object": lambda values: [each for part in reported(values) for each in part],
             "use_adapter": lambda *_, **__: use_reference_adapter(self.manager.model_parts),
         }
         with patch_functions(functions):

@@ -132,7 +132,7 @@ class MeshTrainerMixin(MeshModelMixin):
             objective.log()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """See `Trainer.log`; what losses log is known on the last ranks of a pipeline, and told to all."""
+        """See `Trainer.log`; what losses log is known on the last ranks of a pipeline, and reported to all."""
         losses = list(self._losses.values())
         if self.mesh.degrees.pp > 1 and losses and hasattr(self, "_metrics"):
             world = self.mesh.world

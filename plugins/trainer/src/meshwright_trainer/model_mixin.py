@@ -122,7 +122,7 @@ class MeshModelMixin(Trainer):
 
     def _load_from_path(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The arguments of the trainer's own constructor, where the model is a path: in its place a model on the meta
-        device, of which each rank reads from the files what it keeps; the reference model likewise. An adapter is
+        device, of which each rank reads from the files what it keeps; the reference model as well. An adapter is
         injected by the trainer, which knows by its configuration that the base is the reference. Collective."""
         given = inspect.signature(super().__init__).bind(path, *args, **kwargs).arguments
         if given.get("args") is None:
@@ -238,14 +238,14 @@ class MeshModelMixin(Trainer):
         return self.manager.read_scalars(norm)[0]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """See `Trainer.train`. With True it goes on from the newest checkpoint that is whole."""
+        """See `Trainer.train`. With True it resumes from the newest checkpoint that is whole."""
         _ = self.manager
         if resume_from_checkpoint is True:
             found = find_newest_checkpoint(self.mesh.world, Path(self.args.output_dir))
             if found is None:
                 raise CheckpointError(
                     f"resume_from_checkpoint=True, but output_dir={self.args.output_dir!r} has no whole checkpoint. "
-                    f"Leave it out to begin anew."
+                    f"Leave it out to start over."
                 )
             resume_from_checkpoint = str(found)
         return super().train(resume_from_checkpoint, *args, **kwargs)

@@ -188,7 +188,7 @@ def _get_statistic(statistics: Tokens | Outputs, name: str, order: Tensor, vocab
 
 
 def _select_rows(microbatch: Mapping[str, Any], rows: Tensor, group: int) -> dict[str, Any]:
-    """The entries of a microbatch for some of its rows; those with one value for each group of rows likewise."""
+    """The entries of a microbatch for some of its rows; those with one value for each group of rows as well."""
     count = len(microbatch["input_ids"])
 
     def of(value: Any) -> Any:
@@ -227,7 +227,7 @@ def _patch_trainer(trainer: Any, reference: ModelProxy | None, *, is_logged: boo
                 setattr(trainer, name, value)
 
 
-# -- in the place of a model
+# -- instead of a model
 
 
 class LazyModelOutput:
@@ -255,7 +255,7 @@ class LazyModelOutput:
 
 
 class ModelProxy:
-    """In the place of a model that is called with some `input_ids`: it gives one answer, and refuses other
+    """Instead of a model that is called with some `input_ids`: it gives one answer, and refuses other
     `input_ids`, of which nothing is known. Other attributes are the model's."""
 
     def __init__(self, model: Any, ids: Tensor, answer: LazyModelOutput) -> None:

@@ -134,9 +134,9 @@ class WatchApi:
         found, more = [], False
         for run in self._runs:
             with run.lock:
-                begun, has_more = time.monotonic(), True
+                started, has_more = time.monotonic(), True
                 try:
-                    while has_more and time.monotonic() - begun < _READ_BUDGET_S:
+                    while has_more and time.monotonic() - started < _READ_BUDGET_S:
                         has_more = run.refresh()
                     found.append(run.get_state())
                 except Exception as error:

@@ -1,7 +1,7 @@
 """Files of lines that grow while they are read, and numbers by step in columns, of which fewer points look like all.
 
-A file may be truncated, written anew or replaced by another (a run that resumes replaces its metrics as a whole): then
-reading begins anew. A line without its end is left for later, since its writer may be within it. Where a file goes back
+A file may be truncated, written again or replaced by another (a run that resumes replaces its metrics as a whole): then
+reading starts over. A line without its end is left for later, since its writer may be within it. Where a file goes back
 to an earlier step, later lines replace earlier ones, as in `train.report.read_metrics`: a run that was killed resumes
 from its last checkpoint.
 
@@ -28,14 +28,14 @@ import numpy as np
 from meshwright.plugin import open_regular_file
 
 MAX_LINE_BYTES = 1 << 22  # Bytes of a line that is read at once; longer ones are left out
-_CHECKED_BYTES = 64  # So many bytes before the offset must be as they were; else the file was written anew
+_CHECKED_BYTES = 64  # So many bytes before the offset must be as they were; else the file was written again
 
 
 @dataclass(frozen=True)
 class TailChunk:
     """What was new in a file."""
 
-    is_restarted: bool  # reading has begun anew, and what was read before is void
+    is_restarted: bool  # reading has restarted, and what was read before is void
     lines: list[bytes]  # complete ones, without their ends
     has_more: bool = False  # more can be read at once
 

@@ -171,8 +171,8 @@ class WatchedRun:
         if part.is_restarted:
             self.metrics.clear()
             self._num_unreadable = 0
-        records, torn = parse_lines(part.lines)
-        self._num_unreadable += torn + self.metrics.add(records)
+        records, incomplete = parse_lines(part.lines)
+        self._num_unreadable += incomplete + self.metrics.add(records)
         events = self._events_tail.read(max_bytes)
         if events.is_restarted:
             self.events.clear()
@@ -292,8 +292,8 @@ def open_runs(directories: Sequence[Path]) -> list[WatchedRun]:
 def _check_run_directory(directory: Path, original: Path) -> None:
     if not directory.is_dir():
         near = _find_runs(original.parent) if original.parent.is_dir() else []
-        told = f" Runs beside it: {', '.join(map(str, near[:8]))}." if near else ""
-        raise ConfigError(f"{str(original)!r} is no directory of a run.{told} Give the output_dir of a run.")
+        reported = f" Runs beside it: {', '.join(map(str, near[:8]))}." if near else ""
+        raise ConfigError(f"{str(original)!r} is no directory of a run.{reported} Give the output_dir of a run.")
     if _is_run_directory(directory):
         return
     inside = _find_runs(original)

@@ -3,7 +3,7 @@
 [Note: who may ask] By default it listens on loopback alone. A page of another origin cannot read an answer, since no
 header allows it; but a name that its owner points to this machine would make it the same origin. So the header Host
 must name this machine: by an address, which no page can have as its name, or as the user does. Other users of the
-machine reach loopback, too. So the printed address has a token, drawn anew each time, which the browser keeps in a
+machine reach loopback, too. So the printed address has a token, drawn again each time, which the browser keeps in a
 cookie; without it nothing is answered.
 """
 
@@ -138,15 +138,15 @@ class _AccessMiddleware:
         request = Request(scope)
         answer: ASGIApp = self._app
         if not is_this_machine(request.headers.get("host", ""), self._names):
-            told = "This is no name of this machine: use the address that meshwright watch has printed.\n"
-            answer = PlainTextResponse(told, status_code=421, headers=HEADERS)
+            reported = "This is no name of this machine: use the address that meshwright watch has printed.\n"
+            answer = PlainTextResponse(reported, status_code=421, headers=HEADERS)
         elif self._is_valid_token(request.query_params.get(TOKEN_PARAMETER)) and scope["path"] == "/":
             # So that the address, which people copy, has no token any more.
             answer = redirect = RedirectResponse("/", status_code=303, headers=HEADERS)
             redirect.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
         elif not self._is_valid_token(request.cookies.get(self._cookie)):
-            told = "Open the whole address that meshwright watch has printed, with its token.\n"
-            answer = PlainTextResponse(told, status_code=403, headers=HEADERS)
+            reported = "Open the whole address that meshwright watch has printed, with its token.\n"
+            answer = PlainTextResponse(reported, status_code=403, headers=HEADERS)
         await answer(scope, receive, send)
 
     def _is_valid_token(self, given: str | None) -> bool:

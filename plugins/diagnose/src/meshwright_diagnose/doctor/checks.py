@@ -325,6 +325,6 @@ def _check_write_speed(directory: Path) -> CheckResult:
     rate = TEST_FILE_BYTES / (time.perf_counter() - began)
     said = f"{rate / 1e6:,.0f} MB/s to write and keep {TEST_FILE_BYTES >> 20} MiB"
     if rate < MIN_WRITE_SPEED:
-        mend = "Checkpoints are written while training goes on; save them less often, or use a faster disk."
+        mend = "Checkpoints are written while training continues; save them less often, or use a faster disk."
         return CheckResult(_AREA, "speed", "warning", said, mend)
     return CheckResult(_AREA, "speed", "ok", said)

@@ -92,9 +92,9 @@ def _check_same_versions(ranks: Sequence[RankInfo]) -> CheckResult:
     said = f"{len(ranks)} on {hosts} host{'s' if hosts > 1 else ''} have met"
     if len(versions) == 1:
         return CheckResult(_RANKS, "ranks", "ok", f"{said}; all have {ranks[0].versions}")
-    told = "; ".join(f"rank {each.rank} on {each.host}: {text}" for text, each in versions.items())
+    reported = "; ".join(f"rank {each.rank} on {each.host}: {text}" for text, each in versions.items())
     return CheckResult(
-        _RANKS, "ranks", "wrong", f"{said}, but differ: {told}", "Install the same versions on all nodes."
+        _RANKS, "ranks", "wrong", f"{said}, but differ: {reported}", "Install the same versions on all nodes."
     )
 
 

@@ -280,8 +280,8 @@ def _replay_both(
             # Both from one checkpoint: what each had rounded in its own way would begin apart.
             first = orders[0].start
             backs = [run.find_rollbacks(first) for run in runs]
-            begun = [replace(order, start=first, rollbacks=back) for order, back in zip(orders, backs, strict=True)]
-            orders = [to_float64(order) for order in begun]
+            started = [replace(order, start=first, rollbacks=back) for order, back in zip(orders, backs, strict=True)]
+            orders = [to_float64(order) for order in started]
             mode.append("in float64, both from what the first began with")
             precision = "float64"
         if _find_rng_degrees(orders[0]) != _find_rng_degrees(orders[1]) and any(

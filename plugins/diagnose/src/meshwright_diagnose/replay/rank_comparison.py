@@ -2,7 +2,7 @@
 
 [Note: shares in a circle] A step is computed three times from the same parameters, and the optimizer steps in none.
 First each data rank does its own share, with its own random numbers; then that of the next rank; then its own once
-more. On correct hardware, a share comes to the same bits wherever it is done. Hooks see what is local: the output of
+more. On correct hardware, a share gives the same result bits wherever it is done. Hooks see what is local: the output of
 each module, and the gradient of each parameter before it is reduced, microbatch by microbatch. Logits that are made row
 by row are no tensor yet, and are seen in what follows from them.
 

@@ -28,11 +28,11 @@ _EXPECTED_PRECISION = {
 def render_replay(replayed: ReplayResult) -> Group:
     """Render the numbers of a step next to those that were written, and what follows from them."""
     done, checkpoint = replayed.start
-    begun = f"from {checkpoint}" if checkpoint else "from the beginning of the run"
+    started = f"from {checkpoint}" if checkpoint else "from the beginning of the run"
     steps = replayed.step - done
     headline = parse_markup(
         f"[bold]replay[/bold] of {escape_markup(replayed.run)}, step {replayed.step}: {escape_markup(replayed.strategy)} on "
-        f"{replayed.mesh}, {escape_markup(begun)} ({steps} step{'s' if steps > 1 else ''})"
+        f"{replayed.mesh}, {escape_markup(started)} ({steps} step{'s' if steps > 1 else ''})"
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("", "metrics.jsonl", "replayed", ""):
@@ -87,13 +87,13 @@ def _describe_ranks(replayed: ReplayResult) -> Iterator[str]:
         return
     if replayed.has_consistent_ranks:
         yield (
-            f"The work of data rank {replayed.compared_rank}, and of all others, comes to the same bits on another rank: "
+            f"The work of data rank {replayed.compared_rank}, and of all others, gives the same result bits on another rank: "
             f"{found['compared']} outputs and gradients on each. No rank is suspect."
         )
         return
-    for share, told in found["shares"].items():
-        one, other = told["ranks"]
-        where = escape_markup(told["tensor"])
+    for share, reported in found["shares"].items():
+        one, other = reported["ranks"]
+        where = escape_markup(reported["tensor"])
         yield f"the work of data rank {share} differs between ranks {one} and {other}, first in the {where}"
     if found["unsteady"]:
         yield f"ranks that do not agree with themselves: {', '.join(map(str, found['unsteady']))}"
@@ -118,8 +118,8 @@ def render_diff(diff: RunDiff) -> Group:
     lines = [f"[bold]diff[/bold] of {escape_markup(diff.runs[0])} and {escape_markup(diff.runs[1])}"]
     for what, settings in (("by which numbers follow", diff.settings), ("of the layout", diff.layout)):
         for name, one, other in settings:
-            told = f"{escape_markup(name)} is {escape_markup(one)} against {escape_markup(other)}"
-            lines.append(f"run files differ in what is {what}: {told}")
+            reported = f"{escape_markup(name)} is {escape_markup(one)} against {escape_markup(other)}"
+            lines.append(f"run files differ in what is {what}: {reported}")
     return Group(*map(parse_markup, (*lines, *_describe_metrics(diff), *_describe_step(diff))))
 
 
@@ -142,7 +142,7 @@ def _describe_metrics(diff: RunDiff) -> Iterator[str]:
         yield _describe_divergence(parted)
     for directory, step in zip(diff.runs, diff.resumed_after, strict=True):
         if step is not None:
-            yield f"{escape_markup(directory)} went on after step {step} (events.jsonl), and has done step {parted.step} since"
+            yield f"{escape_markup(directory)} continued after step {step} (events.jsonl), and has done step {parted.step} since"
     for other in diff.metrics.divergences[1:]:
         yield f"then {_format_name(other).lower()} at step {other.step}: {_format_number(other.one)} against {_format_number(other.other)}"
 
@@ -175,8 +175,8 @@ def _describe_step(diff: RunDiff) -> Iterator[str]:
         return
     mode = f" ({escape_markup(step.mode)})" if step.mode else ""
     yield f"\n[bold]step {step.step}, done again in both layouts[/bold]{mode}"
-    for directory, begun in zip(diff.runs, step.starts, strict=True):
-        yield f"  {escape_markup(directory)} from {escape_markup(begun)}"
+    for directory, started in zip(diff.runs, step.starts, strict=True):
+        yield f"  {escape_markup(directory)} from {escape_markup(started)}"
     rows = "the same" if step.has_same_rows else "[bold]differ[/bold]: the data, or their order"
     yield f"  rows of the step        {rows}"
     yield f"  parameters before it    {_describe_tensors(step.parameters_before)}"
@@ -195,7 +195,7 @@ def _describe_tensors(diffs: TensorDiffs) -> str:
     if first is None:
         most = furthest.relative if furthest is not None else 0.0
         return f"the same in all {diffs.num_tensors}, " + (f"to {_format_relative(most)}" if most else "bit for bit")
-    told = (
+    reported = (
         first.reason or f"relatively {_format_relative(first.relative)}, absolutely {_format_relative(first.absolute)}"
     )
     more = (
@@ -203,7 +203,7 @@ def _describe_tensors(diffs: TensorDiffs) -> str:
         if furthest
         else ""
     )
-    return f"[bold]{diffs.num_beyond_tolerance} of {diffs.num_tensors} differ, first {escape_markup(first.name)}[/bold]: {escape_markup(told)}{more}"
+    return f"[bold]{diffs.num_beyond_tolerance} of {diffs.num_tensors} differ, first {escape_markup(first.name)}[/bold]: {escape_markup(reported)}{more}"
 
 
 def _describe_conclusion(step: StepComparison) -> str:
@@ -225,4 +225,4 @@ def _describe_conclusion(step: StepComparison) -> str:
     if step.is_same:
         parted = "; what parted the runs is dropout" if "dropout" in step.mode else ""
         return f"Step {step.step}, done again, is the same in both, to {step.tolerance:g}{parted}."
-    return "All tensors are the same; what the step was told to be is not."
+    return "All tensors are the same; what the step was reported to be is not."

@@ -82,7 +82,7 @@ class RecordedRun:
         results = read_metrics(paths.metrics, last_step=1 << 62, num_steps=self.config.steps or 0)
         self.results: Mapping[int, StepResult] = {each.step: each for each in results}
         if not self.results:
-            raise ConfigError(f"{paths.metrics} tells of no step: nothing of the run in {directory} can be told.")
+            raise ConfigError(f"{paths.metrics} tells of no step: nothing of the run in {directory} can be reported.")
 
     @property
     def checkpoints(self) -> Storage:
@@ -130,12 +130,12 @@ class RecordedRun:
     def find_resume_step(self, step: int) -> int | None:
         """Return where the attempt that has done a step began, if it resumed."""
         # An attempt voids what earlier ones have done from its beginning on.
-        begun = [
+        started = [
             start
             for place, start in enumerate(self.attempt_starts)
             if all(start <= e for e in self.attempt_starts[place:])
         ]
-        return max((start for start in begun if 0 < start < step), default=None)
+        return max((start for start in started if 0 < start < step), default=None)
 
     def get_result(self, step: int) -> StepResult:
         if step not in self.results:

@@ -81,7 +81,7 @@ class PartitionAnalyzer:
             shapes = [
                 trial.outside_outputs[module].shape for trial in self._trial_runs if module in trial.outside_outputs
             ]
-            # Only modules that run before a block matter, and not all can be foretold.
+            # Only modules that run before a block matter, and not all can be predicted.
             if len(shapes) == len(TRIAL_SHAPES):
                 try:
                     yield module, (infer_dims(shapes, TRIAL_SHAPES), output.dtype)

@@ -50,7 +50,7 @@ def infer_dims(shapes: Sequence[Sequence[int]], batches: Sequence[tuple[int, int
             return tuple(dim for dim in dims if dim is not None)
     raise ModelError(
         f"what crosses has the shapes {' and '.join(str(tuple(shape)) for shape in shapes)} for batches of "
-        f"{' and '.join(str(batch) for batch in batches)} tokens, which cannot be foretold for others."
+        f"{' and '.join(str(batch) for batch in batches)} tokens, which cannot be predicted for others."
     )
 
 

@@ -112,7 +112,7 @@ def _find_best_cuts(
                     for start, (value, cuts) in best.items()
                     if start < stop
                 ),
-                # Equal but for rounding; then the earlier cuts.
+                # Equal except for rounding; then the earlier cuts.
                 key=lambda option: (float(f"{option[0]:.9g}"), option[1]),
             )
             for stop in range(stage + 1, blocks - stages + stage + 2)

@@ -160,7 +160,7 @@ HiddenShapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 def with_inputs_embeds(batch: Batch, hidden: Tensor) -> dict[str, Tensor]:
-    """The batch as a stage that is not the first gets it: with hidden states (B, S, ...) in the place of tokens."""
+    """The batch as a stage that is not the first gets it: with hidden states (B, S, ...) instead of tokens."""
     return {name: tensor for name, tensor in batch.items() if name != "input_ids"} | {"inputs_embeds": hidden}
 
 

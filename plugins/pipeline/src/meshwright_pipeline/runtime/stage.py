@@ -118,7 +118,7 @@ class PipelineStage:
         self._num_tokens, self._microbatches = num_tokens, microbatches
 
     def set_objective(self, tally: ObjectiveAccumulator | None) -> None:
-        """Take an objective in the place of the token loss."""
+        """Take an objective instead of the token loss."""
         self._accumulator = tally
         self._padding_accumulator = (
             None if tally is None else _PaddingAccumulator(tally.objective, (), self.manager.mesh.device)

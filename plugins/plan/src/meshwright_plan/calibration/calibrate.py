@@ -73,13 +73,15 @@ def calibrate_to_file(
     chosen = find_device(device)
     base = base or _find_nearest_device_file(chosen)
     find_file(base)
-    told = (str(path), base, chosen.type, effort)
+    reported = (str(path), base, chosen.type, effort)
     if is_launched():
         size = int(os.environ["WORLD_SIZE"])
         if ranks is not None and ranks != size:
             raise MeshError(f"{ranks} ranks are asked for, but a launcher has started {size}. Leave the number out.")
-        return run_guarded(_calibrate_rank, told, show_traceback=show_traceback)
-    return launch_ranks(_calibrate_rank, told, nproc=_choose_num_ranks(chosen, ranks), show_traceback=show_traceback)
+        return run_guarded(_calibrate_rank, reported, show_traceback=show_traceback)
+    return launch_ranks(
+        _calibrate_rank, reported, nproc=_choose_num_ranks(chosen, ranks), show_traceback=show_traceback
+    )
 
 
 def _calibrate_rank(
@@ -255,7 +257,7 @@ def _describe_sources(
         off = median_relative_error(samples, node)
         said["links"] = (
             f"{len(samples)} collectives of {' and '.join(map(str, sizes))} ranks, {min(effort.message_bytes)} to "
-            f"{max(each.bytes for each in samples)} bytes; the links told here are {off:.0%} off them in the median"
+            f"{max(each.bytes for each in samples)} bytes; the links reported here are {off:.0%} off them in the median"
         )
     return said
 

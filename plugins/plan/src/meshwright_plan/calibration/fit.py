@@ -49,8 +49,8 @@ def fit_node(samples: Sequence[CollectiveSample], node: NodeSpec) -> NodeSpec:
 
     def off(logs: Tensor) -> Tensor:
         made = _build_node(node, names, logs.exp().tolist())
-        told = [estimate_collective_seconds(each.kind, each.bytes, each.ranks, made) for each in known]
-        return torch.tensor(told, dtype=torch.float64).log() - wanted
+        reported = [estimate_collective_seconds(each.kind, each.bytes, each.ranks, made) for each in known]
+        return torch.tensor(reported, dtype=torch.float64).log() - wanted
 
     start = torch.tensor([_initial_value(name, known, node) for name in names], dtype=torch.float64).log()
     far = (
@@ -102,11 +102,11 @@ def _build_node(node: NodeSpec, names: Sequence[str], values: Sequence[float]) -
         link: LinkSpec = getattr(node, level)
         rate = given.get(f"{level}.rate", link.effective_bandwidth)
         bandwidth = max(rate, link.bandwidth)
-        told = {
+        reported = {
             name: given.get(f"{level}.{name}", getattr(link, name))
             for name in ("ring_step_latency_s", "tree_step_latency_s")
         }
-        changes[level] = LinkSpec.model_construct(bandwidth=bandwidth, efficiency=rate / bandwidth, **told)
+        changes[level] = LinkSpec.model_construct(bandwidth=bandwidth, efficiency=rate / bandwidth, **reported)
     changes |= {name: given.get(name, getattr(node, name)) for name in ("ring_base_latency_s", "tree_base_latency_s")}
     found = {
         name.removeprefix("slowdown_factors."): given[name] for name in names if name.startswith("slowdown_factors.")

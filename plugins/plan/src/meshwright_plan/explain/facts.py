@@ -1,6 +1,6 @@
 """What is known of a run before it begins.
 
-[Note: seen, not told] A rank and its neighbour along an axis hold different pieces exactly where the strategy divides
+[Note: seen, not reported] A rank and its neighbour along an axis hold different pieces exactly where the strategy divides
 along that axis. So a small model is laid out on a planned world for rank 0 and for the last rank along each axis, and
 their pieces are compared.
 """

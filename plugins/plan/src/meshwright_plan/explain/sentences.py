@@ -49,7 +49,7 @@ def build_sections(facts: RunFacts) -> dict[str, list[str]]:
         "The data": _describe_data(facts),
         "The learning rate": _describe_learning_rate(facts),
         "Evaluation": _describe_evaluation(facts),
-        "Checkpoints, signals, and going on": _describe_checkpoints(facts),
+        "Checkpoints, signals, and continuing": _describe_checkpoints(facts),
         "What is written down": _describe_outputs(facts),
     }
     return {title: lines for title, text in sections.items() if (lines := list(text))}
@@ -157,9 +157,9 @@ def _describe_step(facts: RunFacts) -> Iterator[str]:
     yield f"Of these {share} takes {own}, in {passes}{added}."
     if config.objective is not None:
         name = config.objective if isinstance(config.objective, str) else config.objective.get("name")
-        yield f"What is minimized is {name}; memory and traffic are told of the token loss."
+        yield f"What is minimized is {name}; memory and traffic are reported the token loss."
     else:
-        yield "The loss is the mean over all tokens that are learnt, of all ranks together."
+        yield "The loss is the mean over all tokens that are supervised, of all ranks together."
     clip = config.max_grad_norm
     yield (
         f"The gradient's norm is brought down to {clip:g} where it is larger, and the optimizer is "
@@ -237,7 +237,7 @@ def _describe_checkpoints(facts: RunFacts) -> Iterator[str]:
     config = facts.config
     section, directory = config.checkpoint, RunDirectory.from_config(config).checkpoint_storage
     if not section.is_enabled:
-        yield "None are saved: a run that is interrupted begins anew."
+        yield "None are saved: a run that is interrupted starts over."
     else:
         given = section.every if isinstance(section.every, list) else [section.every]
         when = [f"every {e} steps" if isinstance(e, int) else f"{e} after the one before" for e in given if e]
@@ -245,7 +245,7 @@ def _describe_checkpoints(facts: RunFacts) -> Iterator[str]:
         keeps = "all are kept" if section.keep_last is None else f"the newest {section.keep_last} are kept"
         also = f", and those of steps that are multiples of {section.keep_every}" if section.keep_every else ""
         yield f"Saved {_join_names(when) or 'on a signal'}, and after the last step, to {directory}; {keeps}{also}."
-        yield f"Training {'goes on' if section.asynchronous else 'waits'} while one is written."
+        yield f"Training {'continues' if section.asynchronous else 'waits'} while one is written."
     stops = section.stop_config
     if stops.signals:
         yield (
@@ -278,15 +278,15 @@ def _describe_resume(facts: RunFacts, directory: Storage) -> Iterator[str]:
         )
         source = config.resume_config.source
         yield (
-            f"{config.output_dir} holds this run, which goes on{since}."
+            f"{config.output_dir} holds this run, which continues{since}."
             if source == "auto"
-            else f"The run goes on from {source}, or from what it has saved since."
+            else f"The run resumes from {source}, or from what it has saved since."
         )
     else:
         yield f"Nothing of a run is in {config.output_dir} yet: this one begins at its first step."
     if config.checkpoint.is_enabled and config.resume_config.source == "auto":
         yield (
-            "The same command goes on from the newest whole checkpoint, under any other strategy and number of ranks, "
+            "The same command resumes from the newest whole checkpoint, under any other strategy and number of ranks, "
             "too."
         )
 

@@ -206,7 +206,7 @@ def simulate_scenarios(scenarios: Mapping[str, FailureScenario]) -> list[dict[st
     ]
 
 
-# -- in words
+# -- in prose
 
 
 def render_failure_cost(failures: Mapping[str, Any], config: RunConfig) -> list[Any]:

@@ -6,7 +6,7 @@ the contents of its memory, and few of those also the node that has its copies, 
 [Note: copies] Each rank may also send its state to the memory of a rank on another node, from which a run resumes. A
 disk is read where a node and its copies are lost together, at once or one while the run waits for the other.
 
-[Note: saving] A save blocks the loop while the state is copied, and exists when it is written, while training goes on.
+[Note: saving] A save blocks the loop while the state is copied, and exists when it is written, while training continues.
 The next save waits for that.
 
 [Note: closed form] A run is a sequence of independent attempts. With a mean time M between failures, and D from a

@@ -71,10 +71,10 @@ class Candidate:
         options = {**self.values.get("strategy_config", {})}
         options.pop(CHECKPOINTING_KEY, None)
         wrapped = self.values.get("wrapper_config", {})
-        told = [
+        reported = [
             f"{key}={_format_flow_yaml(value)}" for each in (options, *wrapped.values()) for key, value in each.items()
         ]
-        return ", ".join([str(self.values["strategy"]), *told])
+        return ", ".join([str(self.values["strategy"]), *reported])
 
 
 @dataclass
@@ -240,10 +240,10 @@ class SearchSpace:
         if ask is None:
             return 0.0, 1.0
         sequences = candidate.num_microbatches * candidate.micro_batch_size
-        told: tuple[float, float] = ask(
+        reported: tuple[float, float] = ask(
             num_layers=self.num_layers, pp_size=candidate.degrees.pp, num_sequences=sequences, head_cost=head
         )
-        return told
+        return reported
 
 
 def get_mesh_sizes(degrees: Degrees) -> MeshSizes:

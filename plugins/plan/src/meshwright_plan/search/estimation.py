@@ -291,11 +291,11 @@ class ScheduleEstimates:
         few = min(count, 2 * ranks)
         if (ranks, few) not in self._cache:
             self._cache[ranks, few] = self._estimate(replace(candidate, micro_batch_size=1, num_microbatches=few))
-        told = self._cache[ranks, few]
-        if isinstance(told, str):
-            self._space.refuse(told)
+        reported = self._cache[ranks, few]
+        if isinstance(reported, str):
+            self._space.refuse(reported)
             return None
-        waiting, live = told
+        waiting, live = reported
         idle = few * waiting / (1 - waiting)
         return idle / (idle + count), live / ranks
 
@@ -337,19 +337,19 @@ class CandidateEstimates:
         return mean + self._scale, deviation
 
     def fit_probability(self) -> Tensor:
-        told = [each.posterior() for each in (self._held, self._activations, self._rest)]
-        parts = [mean.exp() for mean, _ in told]
+        reported = [each.posterior() for each in (self._held, self._activations, self._rest)]
+        parts = [mean.exp() for mean, _ in reported]
         parts[0] *= self.space.model_size.num_parameters
         size, device = sum(parts), self.space.device
-        spread = sum(part * deviation for part, (_, deviation) in zip(parts, told, strict=True)) / size
+        spread = sum(part * deviation for part, (_, deviation) in zip(parts, reported, strict=True)) / size
         room = torch.tensor(device.memory_bytes - device.context_bytes, dtype=torch.float64)
         return torch.special.ndtr((room.log() - size.log()) / spread.clamp_min(1e-3))
 
     def learn_seconds(self, number: int, seconds: float) -> None:
-        told = math.log(seconds) - self._scale
+        reported = math.log(seconds) - self._scale
         if self._seconds.observations:
-            self.log_errors.append(told - float(self._seconds.posterior()[0][number]))
-        self._seconds.learn(number, told)
+            self.log_errors.append(reported - float(self._seconds.posterior()[0][number]))
+        self._seconds.learn(number, reported)
 
     def learn_bytes(self, number: int, trace: QuickTrace, size: float) -> None:
         """Take the bytes of a candidate, of which `trace` tells what holds them."""

@@ -251,10 +251,10 @@ def _format_no_layout_error(search: LayoutSearch) -> str:
             f"--set strategy=fsdp2 or --set pp_size=1."
         )
     if candidate is None:
-        told = "\n".join(
+        reported = "\n".join(
             f"  {count} x {space.refusal_examples[key]}" for key, count in space.refusal_counts.most_common(8)
         )
-        return f"no layout of {space.world_size} devices can be trained:\n{told}"
+        return f"no layout of {space.world_size} devices can be trained:\n{reported}"
     recomputed = (
         ""
         if candidate.activation_checkpointing is None

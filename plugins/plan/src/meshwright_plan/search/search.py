@@ -80,14 +80,14 @@ class LayoutSearch:
         """Trace until no other candidate could be among the best, or time is up."""
         possible = [each for each in self.space.iter_candidates() if self._check_fits(each, self.space.min_bytes(each))]
         outlooks = ScheduleEstimates(self.space)
-        found = [(each, told) for each in possible if (told := outlooks.get(each)) is not None]
+        found = [(each, reported) for each in possible if (reported := outlooks.get(each)) is not None]
         if not found:
             return
         self.candidates = [each for each, _ in found]
         for at, each in enumerate(self.candidates):
             for key in _refusal_keys(each):
                 self._similar.setdefault(key, []).append(at)
-        self._expected = CandidateEstimates(self.space, self.candidates, [told for _, told in found])
+        self._expected = CandidateEstimates(self.space, self.candidates, [reported for _, reported in found])
         self._seeds = _choose_seeds(self.candidates)
         pending: dict[Future[Any], int] = {}
         while True:
@@ -104,7 +104,7 @@ class LayoutSearch:
     def plan_best(self) -> None:
         """Plan the best in their order, as time allows, but the first in any case; drop those that do not fit."""
         pending: dict[Future[Any], EvaluatedLayout] = {}
-        begun, longest = {}, 0.0
+        started, longest = {}, 0.0
         while True:
             waiting = {each.candidate.key for each in pending.values()}
             for number, each in enumerate(self.best()):
@@ -115,12 +115,12 @@ class LayoutSearch:
                 has_time = number == 0 or self.elapsed + longest < self.time_limit_s
                 if is_open and has_time and len(pending) < self.num_workers:
                     future = self.executor.submit(handle_request, self._build_request(candidate, is_full_plan=True))
-                    pending[future], begun[future] = each, self.elapsed
+                    pending[future], started[future] = each, self.elapsed
             if not pending:
                 return
             for done in wait(pending, return_when=FIRST_COMPLETED).done:
                 each, result = pending.pop(done), done.result()
-                longest = max(longest, self.elapsed - begun[done])
+                longest = max(longest, self.elapsed - started[done])
                 self.num_planned += 1
                 self.fitting.remove(each)
                 if isinstance(result, TraceRefusal):
@@ -243,14 +243,14 @@ class LayoutSearch:
 
     def _record(self, candidate: Candidate, seconds: float, size: float) -> None:
         tokens = int(self.space.values["batch_size"]) * self.space.seq_len
-        told = {
+        reported = {
             "strategy": str(self.space.resolve_stack(candidate)),
             "mesh": str(candidate.degrees),
             "step_seconds": seconds,
             "tokens_per_second_per_device": tokens / seconds / self.space.world_size,
             "peak_reserved_bytes": round(size),
         }
-        self._add_result(candidate, told, size)
+        self._add_result(candidate, reported, size)
 
     def _add_result(self, candidate: Candidate, plan: Mapping[str, Any], size: float) -> None:
         (self.fitting if self._check_fits(candidate, size) else self.not_fitting).append(

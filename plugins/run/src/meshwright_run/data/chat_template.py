@@ -1,9 +1,9 @@
 """Write conversations by a chat template, and find the parts to learn in what it writes.
 
-[Note: answers] Each answer is learnt once, after the text that the model is given before it. A template with
+[Note: answers] Each answer is supervised once, after the text that the model is given before it. A template with
 `{% generation %}` marks the answers itself. With others the turns before an answer, with the request for it, must be
 the beginning of the text with the answer; the rest, up to the token that ends the turn, is the answer. Many templates
-write earlier turns otherwise as a conversation goes on. Then it becomes several documents: the full one, with the
+write earlier turns otherwise as a conversation continues. Then it becomes several documents: the full one, with the
 answers that are in it as they were given, and one that ends with each other answer.
 
 Source: transformers, `apply_chat_template`.
@@ -77,7 +77,7 @@ class ChatTemplate:
         self.added_pattern = _build_alternation(special | {token.content for token in tokens})
 
     def has_generation_tags(self, conversation: Conversation) -> bool:
-        """Return whether the template marks what is learnt; it may have another one for tools."""
+        """Return whether the template marks what is supervised; it may have another one for tools."""
         return _GENERATION_TAG.search(self._get_template(conversation)) is not None
 
     def render(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
@@ -153,7 +153,7 @@ class AnswerExtractor:
         self._template, self._loss_on = template, loss_on
 
     def build_documents(self, conversation: Conversation) -> list[Document]:
-        """Return the documents of a conversation; raise DataError where nothing is learnt, or a part is left out."""
+        """Return the documents of a conversation; raise DataError where nothing is supervised, or a part is left out."""
         if self._loss_on == "all":
             text = self._template.render(conversation)
             self._check_turns(conversation, text)
@@ -167,7 +167,7 @@ class AnswerExtractor:
             )
         if self._loss_on == "last_answer":
             answers = answers[-1:]
-        # What stands behind the last answer is neither learnt nor read, but counted.
+        # What stands behind the last answer is neither supervised nor read, but counted.
         whole = conversation.truncate(answers[-1] + 1)
         found = (
             [self._build_from_tags(whole, answers[0])]
@@ -212,7 +212,7 @@ class AnswerExtractor:
         if not text.startswith(asked):
             place = _count_common_prefix(asked, text)
             raise DataError(
-                f"{conversation.location}: it cannot be told where the answer of turn {index + 1} begins: where the chat "
+                f"{conversation.location}: it cannot be reported where the answer of turn {index + 1} begins: where the chat "
                 f"template asks for it, it writes {asked[place:][:60]!r}, but where it is given {text[place:][:60]!r}. "
                 "Set chat_template to one that has answers inside of {% generation %} marks, or, if this one has a "
                 "switch for it, chat_template_kwargs in the records."

@@ -134,14 +134,14 @@ class DataConfig(FrozenModel):
     )
     seq_len: int = Field(default=256, ge=2, lt=2**31, description="Tokens in a training sequence.")
     loss_on: Literal["answers", "last_answer", "all"] = Field(
-        default="answers", description="Which tokens of conversations, answers and preferences are learnt."
+        default="answers", description="Which tokens of conversations, answers and preferences are supervised."
     )
     chat_template: str | None = Field(
         default=None, description="A Jinja template, or the path of one; null: the tokenizer's own."
     )
     packing: Packing | None = Field(
         default=None,
-        description="documents: several in a row, kept apart; stream: one after another, cut anywhere; none: a row "
+        description="documents: several in a row, isolated; stream: one after another, cut anywhere; none: a row "
         "each, padded, rows of about equal length together. null: stream where all sources are text, none for "
         "preferences, else documents.",
     )

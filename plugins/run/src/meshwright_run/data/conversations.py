@@ -14,7 +14,7 @@ from .sources import Record
 
 LossOn = Literal["answers", "last_answer", "all"]
 ASSISTANT = "assistant"
-"""The role whose turns are learnt."""
+"""The role whose turns are supervised."""
 _SYSTEM_ROLES = ("system", "developer")
 _TOOL_ROLES = ("tool", "function", "ipython")
 ROLES = (*_SYSTEM_ROLES, "user", ASSISTANT, *_TOOL_ROLES)
@@ -102,7 +102,7 @@ def check_text(text: str, where: str, description: str) -> None:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, tools (JSON schemas), variables of a template; the first `given` messages are not learnt."""
+    """Messages, tools (JSON schemas), variables of a template; the first `given` messages are not supervised."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...]

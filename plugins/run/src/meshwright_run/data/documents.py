@@ -77,7 +77,7 @@ class TokenizedDocuments:
     """A tokenized source. T tokens in D documents; a pair of preferences is two documents.
 
     `tokens`: (T,), uint16 or uint32, with special tokens. `ends`: (D,), int64, of each document. `loss_mask`: (T,),
-    bool, what is learnt; None: all. `columns`: int64 or float64, (D,) or (T,). `group_size`: so many consecutive documents
+    bool, what is supervised; None: all. `columns`: int64 or float64, (D,) or (T,). `group_size`: so many consecutive documents
     belong together: 2 for preferences, chosen before rejected.
     """
 

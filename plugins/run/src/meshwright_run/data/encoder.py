@@ -1,4 +1,4 @@
-"""From records to tokenized documents, of which some tokens are learnt."""
+"""From records to tokenized documents, of which some tokens are supervised."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TokensAndMask = tuple[np.ndarray, np.ndarray | None]
-"""Tokens and which of them are learnt, (T,) each."""
+"""Tokens and which of them are supervised, (T,) each."""
 ParseRecord = Callable[[Record], Sequence[Document] | Sequence[TokensAndMask]]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A tokenized document: tokens and which are learnt (None: all), (T,); columns: a number, or T numbers."""
+    """A tokenized document: tokens and which are supervised (None: all), (T,); columns: a number, or T numbers."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray | None = None
@@ -37,7 +37,7 @@ class Example:
         return len(self.tokens)
 
     def count_supervised(self) -> int:
-        """Count the tokens that are learnt: never the first, since nothing stands before it."""
+        """Count the tokens that are supervised: never the first, since nothing stands before it."""
         return max(len(self) - 1, 0) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask[1:]))
 
     def get_slice(self, start: int, stop: int) -> Example:
@@ -51,7 +51,7 @@ class EncodingCounts:
     """What became of records; counts add up.
 
     `truncated`, `dropped` and `split` count documents that were too long; `unsupervised` documents or pieces left out since
-    nothing in them is learnt; `trailing_turns` turns behind the last answer of a conversation, which are left out.
+    nothing in them is supervised; `trailing_turns` turns behind the last answer of a conversation, which are left out.
     """
 
     records: int = 0
@@ -129,14 +129,14 @@ class Encoder:
         return found
 
     def _fit_to_length(self, documents: Sequence[Example], record: Record) -> tuple[list[Example], EncodingCounts]:
-        """Return documents of at most `seq_len` tokens in which something is learnt; of a pair both or none."""
+        """Return documents of at most `seq_len` tokens in which something is supervised; of a pair both or none."""
         kept: list[Example] = []
         counts = EncodingCounts()
         for document in documents:
             pieces, own = self._split_by_length(document, record.location)
-            learnt = [piece for piece in pieces if piece.count_supervised()]
-            counts += own + EncodingCounts(unsupervised=len(pieces) - len(learnt))
-            kept += learnt
+            supervised = [piece for piece in pieces if piece.count_supervised()]
+            counts += own + EncodingCounts(unsupervised=len(pieces) - len(supervised))
+            kept += supervised
         if self._is_preference and len(kept) < len(documents):
             reason = "dropped" if counts.dropped else "unsupervised"
             counts, kept = EncodingCounts(**{reason: len(documents)}), []
@@ -225,7 +225,7 @@ def _mask_from_labels(record: Record, ids: np.ndarray, labels: np.ndarray) -> np
     if len(wrong):
         place = wrong[0]
         raise DataError(
-            f"{record.location}: label {labels[place]} of token {place} is neither {IGNORE_INDEX}, not to be learnt, nor "
+            f"{record.location}: label {labels[place]} of token {place} is neither {IGNORE_INDEX}, not to be supervised, nor "
             f"the token itself, {ids[place]}. Labels are not moved by one: the model's loss does that."
         )
     return labels != IGNORE_INDEX
@@ -234,7 +234,9 @@ def _mask_from_labels(record: Record, ids: np.ndarray, labels: np.ndarray) -> np
 def _mask_from_loss_mask(record: Record, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
     wrong = mask[(mask != 0) & (mask != 1)]
     if len(wrong):
-        raise DataError(f"{record.location}: loss_mask holds {wrong[0]}; 1 is for tokens to be learnt, 0 for others.")
+        raise DataError(
+            f"{record.location}: loss_mask holds {wrong[0]}; 1 is for tokens to be supervised, 0 for others."
+        )
     return mask != 0
 
 
@@ -278,7 +280,7 @@ class _ChatParser:
             if len(drafts) > 1:
                 raise DataError(
                     f"{record.location}: {name} has several answers, and the chat template writes the earlier ones "
-                    "otherwise as the conversation goes on, so no single text holds them all. Set loss_on=last_answer."
+                    "otherwise as the conversation continues, so no single text holds them all. Set loss_on=last_answer."
                 )
             found += drafts
         return found
@@ -296,7 +298,7 @@ class _ChatParser:
         if given is not None and not common:
             return [{"role": "user", "content": given}]
         raise DataError(
-            f"{record.location}: it cannot be told what chosen and rejected answer: "
+            f"{record.location}: it cannot be reported what chosen and rejected answer: "
             + (
                 "they do not begin with the same messages, and there is no field 'prompt'. Add one, or say under "
                 "`fields` what the source calls it."

@@ -244,7 +244,7 @@ def _check_expansion(metadata: Any, path: Path) -> None:
             ):
                 raise DataError(
                     f"{path}: {column.path_in_schema} is more than {MAX_EXPANSION_RATIO} times as large as its bytes in the "
-                    f"file. Write the file anew, without compression, if that is what it holds."
+                    f"file. Write the file again, without compression, if that is what it holds."
                 )
 
 

@@ -1,7 +1,7 @@
 """Which rows a step trains on, on every rank, without state to save; and sources that are read while training.
 
 [Note: the global stream] Each epoch is one random order of all rows, of (seed, epoch), and epochs follow each other.
-Step s takes batch_size rows from position s x batch_size, whatever the mesh. A run that goes on with another batch
+Step s takes batch_size rows from position s x batch_size, whatever the mesh. A run that continues with another batch
 size has an origin: a step and its position.
 
 [Note: shares] A mixture of sources is cut into blocks. Of the first n places, each source has the number that the
@@ -9,7 +9,7 @@ method of Webster and Sainte-Lague gives it for its weight, by which no source l
 the differences, in random order. A place tells its source and the rank of the row in it, which has its own epochs.
 Source: Balinski and Young 1982, Fair Representation (divisor methods are monotone in the size of the house).
 
-[Note: blocks] A stream is read in blocks of `RECORDS_PER_BLOCK`. The documents of a block become rows by themselves, in a random
+[Note: blocks] A stream is read in blocks of `RECORDS_PER_BLOCK`. The documents of a block become rows on their own, in a random
 order of (seed, block). Its state is how many rows were used, in which block that is, and where the reader was before
 it; resuming reads one block again. Every rank reads the whole stream, so the state does not depend on the mesh.
 """
@@ -249,7 +249,7 @@ class StreamingSource:
         except (KeyError, TypeError, ValueError, AssertionError, OverflowError) as error:
             raise CheckpointError(
                 f"the checkpoint does not tell where it was in {self.location!r}, which is read while training: "
-                f"{type(error).__name__}: {error}. Was it of another source? Start anew, with resume=never."
+                f"{type(error).__name__}: {error}. Was it of another source? Start over, with resume=never."
             ) from error
 
     def read_groups(self, start: int, stop: int) -> Iterator[tuple[RowDataset, np.ndarray]]:
@@ -292,7 +292,7 @@ class StreamingSource:
         if records is None:
             if not self._groups_in_epoch:
                 raise DataError(
-                    f"{self.location!r} is empty: it holds no example that is short enough, with something to be learnt "
+                    f"{self.location!r} is empty: it holds no example that is short enough, with something to be supervised "
                     f"in its first seq_len tokens. Set data.seq_len to more, or name another source."
                 )
             self._groups_in_epoch = 0
@@ -336,7 +336,7 @@ class _FileRecords:
     def __iter__(self) -> Iterator[Record]:
         while self._file < len(self._found.files):
             one = replace(self._found, files=self._found.files[self._file : self._file + 1])
-            # A file that has changed holds other data than the run has begun with.
+            # A file that has changed holds other data than the run has started with.
             one.check_unchanged()
             for record in read_records(one, self._record):
                 self._record += 1

@@ -1,10 +1,10 @@
 """From documents to rows of tokens, as a model takes them.
 
-There are three kinds: a stream that is cut anywhere, documents that share a row and are kept apart, and documents in
+There are three kinds: a stream that is cut anywhere, documents that share a row and are isolated, and documents in
 rows of their own, with padding behind them.
 
-[Note: kept apart] `position_ids` restart at each document of a row, from which transformers finds where one ends; see
-[Note: packed documents] in `step.agreement`. The first token of a document is not learnt. Padding at the end counts as
+[Note: isolated] `position_ids` restart at each document of a row, from which transformers finds where one ends; see
+[Note: packed documents] in `step.agreement`. The first token of a document is not supervised. Padding at the end counts as
 one more document, with masked labels.
 
 [Note: padding without a mask] A causal model sees nothing behind a token, so a mask would only make attention slower.
@@ -107,7 +107,7 @@ class ConcatChunkedDataset(RowDataset):
 
 
 class PackedDataset(RowDataset):
-    """Several documents in a row, complete and kept apart; see [Note: kept apart]."""
+    """Several documents in a row, complete and isolated; see [Note: isolated]."""
 
     def __init__(self, documents: TokenizedDocuments, seq_len: int, *, cache: Path | None = None) -> None:
         self.seq_len = seq_len
@@ -278,10 +278,10 @@ class _BatchLayout:
         input_ids = np.full(self._shape, PAD_TOKEN_ID, np.int64)
         input_ids[self.token_index] = found
         labels = np.full(self._shape, IGNORE_INDEX, np.int64)
-        learnt = self.document_positions > 0
+        supervised = self.document_positions > 0
         if self._documents.loss_mask is not None:
-            learnt &= self._documents.loss_mask[self._source_index]
-        labels[self.token_index] = np.where(learnt, found, IGNORE_INDEX)
+            supervised &= self._documents.loss_mask[self._source_index]
+        labels[self.token_index] = np.where(supervised, found, IGNORE_INDEX)
         return {"input_ids": input_ids, "labels": labels}
 
     def build_columns(self, columns: dict[str, tuple[np.dtype, bool]]) -> dict[str, np.ndarray]:

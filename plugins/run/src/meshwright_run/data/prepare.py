@@ -324,11 +324,11 @@ def _describe_empty_source(source: ResolvedSource, counts: EncodingCounts, seq_l
     # Of a pair that has lost one answer, only unlearnt is counted; neither answer can be empty.
     if counts.truncated or counts.split or counts.dropped or source.config.format == "preference":
         return (
-            f"{place!r} holds {counts.records:,} records, and in none of them is anything learnt within seq_len="
-            f"{seq_len} tokens: what is to be learnt, such as the answers, stands behind them and was cut off. {longer}"
+            f"{place!r} holds {counts.records:,} records, and in none of them is anything supervised within seq_len="
+            f"{seq_len} tokens: what is to be supervised, such as the answers, stands behind them and was cut off. {longer}"
         )
     return (
-        f"{place!r} is empty: it holds {counts.records:,} records, and in none of them is anything to be learnt. Name "
+        f"{place!r} is empty: it holds {counts.records:,} records, and in none of them is anything to be supervised. Name "
         f"a source with texts, answers or labels that are not empty."
     )
 

@@ -35,7 +35,7 @@ _COLORS = ("#2a6fbb", "#d9792b", "#4b9e5f", "#8a5bb0", "#b8434e", "#6b6b6b")
 
 @dataclass(frozen=True)
 class SourceSummary:
-    """A source without what is held out: lengths of documents, shares of tokens learnt and of rows filled, counts."""
+    """A source without what is held out: lengths of documents, shares of tokens supervised and of rows filled, counts."""
 
     name: str
     format: str
@@ -70,8 +70,8 @@ def summarize_sources(data: PreparedData, datasets: RunDatasets, kind: Packing) 
             continue
         lengths, tokens = documents.lengths(), len(documents.tokens)
         fill = {"stream": 1.0, "documents": int(lengths.sum()) / (len(own) * own.seq_len)}.get(kind)
-        learnt = _count_supervised(documents) / max(tokens, 1)
-        found.append(SourceSummary(config.location, config.format, lengths, learnt, len(own), fill, counts))
+        supervised = _count_supervised(documents) / max(tokens, 1)
+        found.append(SourceSummary(config.location, config.format, lengths, supervised, len(own), fill, counts))
     return found
 
 
@@ -114,11 +114,11 @@ def decode_row(row: Mapping[str, Any], kind: Packing, tokenizer: PreTrainedToken
 
 
 def _split_runs(ids: np.ndarray, labels: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Iterator[TokenRun]:
-    learnt = labels != IGNORE_INDEX
-    bounds = [0, *(np.flatnonzero(learnt[1:] != learnt[:-1]) + 1).tolist(), len(ids)]
+    supervised = labels != IGNORE_INDEX
+    bounds = [0, *(np.flatnonzero(supervised[1:] != supervised[:-1]) + 1).tolist(), len(ids)]
     for start, stop in pairwise(bounds):
         text = tokenizer.decode(ids[start:stop].tolist(), skip_special_tokens=False)
-        yield TokenRun(str(text), bool(learnt[start]), stop - start)
+        yield TokenRun(str(text), bool(supervised[start]), stop - start)
 
 
 def _count_padding(ids: np.ndarray, labels: np.ndarray) -> int:
@@ -128,7 +128,7 @@ def _count_padding(ids: np.ndarray, labels: np.ndarray) -> int:
 
 
 def _count_supervised(documents: TokenizedDocuments) -> int:
-    """Count the tokens that are learnt: never the first of a document."""
+    """Count the tokens that are supervised: never the first of a document."""
     if documents.loss_mask is None:
         return len(documents.tokens) - len(documents)
     firsts = np.concatenate([[0], documents.ends[:-1]]).astype(np.int64)
@@ -136,11 +136,11 @@ def _count_supervised(documents: TokenizedDocuments) -> int:
 
 
 def render_row(row: DecodedRow, number: int, *, use_marks: bool) -> Text:
-    """Return a row; learnt tokens have another colour, or marks around them where there are no colours."""
-    learnt = sum(run.num_tokens for document in row.documents for run in document if run.is_supervised)
+    """Return a row; supervised tokens have another colour, or marks around them where there are no colours."""
+    supervised = sum(run.num_tokens for document in row.documents for run in document if run.is_supervised)
     tokens = sum(run.num_tokens for document in row.documents for run in document)
     columns = "".join(f", {name}={value:g}" for name, value in row.columns.items())
-    head = f"row {number}: {tokens} tokens in {_format_count(len(row.documents), 'document')}, {learnt} learnt{columns}"
+    head = f"row {number}: {tokens} tokens in {_format_count(len(row.documents), 'document')}, {supervised} supervised{columns}"
     text = Text(f"── {head} ──\n", style=_FRAME_STYLE)
     for place, document in enumerate(row.documents):
         if place:
@@ -184,8 +184,8 @@ def render_table(summaries: Sequence[SourceSummary], measured_fill: float | None
     table = Table(box=None, pad_edge=False)
     table.add_column("source", overflow="fold")
     table.add_column("format")
-    numbered = ("records", "documents", "tokens", "learnt", "rows", "fill", "cut", "dropped", "split")
-    for name in (*numbered, "nothing learnt", "turns unanswered"):
+    numbered = ("records", "documents", "tokens", "supervised", "rows", "fill", "cut", "dropped", "split")
+    for name in (*numbered, "nothing supervised", "turns unanswered"):
         table.add_column(name, justify="right")
     for each in summaries:
         counts, fill = each.counts, measured_fill if each.fill is None else each.fill
@@ -204,7 +204,7 @@ def render_table(summaries: Sequence[SourceSummary], measured_fill: float | None
 
 
 def plot_summaries(summaries: Sequence[SourceSummary], seq_len: int, path: Path) -> None:
-    """Draw lengths of documents and shares of learnt tokens into a PNG file; raise DataError if that fails."""
+    """Draw lengths of documents and shares of supervised tokens into a PNG file; raise DataError if that fails."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -241,12 +241,12 @@ def _plot_lengths(axes: Any, summaries: Sequence[SourceSummary], seq_len: int) -
 def _plot_shares(axes: Any, summaries: Sequence[SourceSummary]) -> None:
     names = [_shorten(summary.name) for summary in summaries]
     tokens = np.array([summary.lengths.sum() for summary in summaries])
-    learnt = np.array([summary.supervised_share for summary in summaries]) * tokens
-    axes.barh(names, learnt, color="#4b9e5f", label="learnt")
-    axes.barh(names, tokens - learnt, left=learnt, color="#c9ced4", label="given")
+    supervised = np.array([summary.supervised_share for summary in summaries]) * tokens
+    axes.barh(names, supervised, color="#4b9e5f", label="supervised")
+    axes.barh(names, tokens - supervised, left=supervised, color="#c9ced4", label="given")
     for place, summary in enumerate(summaries):
         axes.annotate(
-            f"{summary.supervised_share:.0%} learnt",
+            f"{summary.supervised_share:.0%} supervised",
             (tokens[place], place),
             (6, 0),
             textcoords="offset points",
@@ -257,7 +257,7 @@ def _plot_shares(axes: Any, summaries: Sequence[SourceSummary]) -> None:
     axes.locator_params(axis="x", nbins=4)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("tokens")
-    axes.set_title("What is learnt", loc="left")
+    axes.set_title("What is supervised", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     axes.margins(y=max(0.05, 0.6 / (len(names) or 1)))

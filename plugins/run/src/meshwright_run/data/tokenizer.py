@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer, load one from a local directory, and tokenize text of which some spans are learnt.
+"""Train a byte-level BPE tokenizer, load one from a local directory, and tokenize text of which some spans are supervised.
 
 [Note: no tokenizer threads] The `tokenizers` library keeps its own pool of threads, which a fork (of a data loader,
 say) loses: older releases warn then, and the child may hang. So that pool is switched off here. Documents are encoded
@@ -180,7 +180,7 @@ class Document:
     """A document before it is tokenized. `supervised_spans`: spans of characters, in order and disjoint; None: all of it.
 
     `add_bos`: begin with what the tokenizer puts before a text; `add_eos`: end with what it puts after one, and an eos
-    token, learnt where the text before them is. `num_trailing_turns`: turns behind the last answer, which are left out.
+    token, supervised where the text before them is. `num_trailing_turns`: turns behind the last answer, which are left out.
     """
 
     text: str
@@ -213,7 +213,7 @@ class DocumentTokenizer:
         self._is_position_independent = self._encode_ids("\na") == self._encode_ids("\n") + self._encode_ids("a")
 
     def tokenize(self, documents: Sequence[Document]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Return the tokens of each draft, (T,), and which are learnt, (T,) bool; None: all."""
+        """Return the tokens of each draft, (T,), and which are supervised, (T,) bool; None: all."""
         whole = iter(self._encode_batch([draft.text for draft in documents if draft.supervised_spans is None]))
         found = []
         for draft in documents:

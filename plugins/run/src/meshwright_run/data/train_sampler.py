@@ -110,7 +110,7 @@ class TrainSampler:
         if len(state or ()) != len(self._streams):
             raise CheckpointError(
                 f"{len(self._streams)} sources are read while training, but the checkpoint tells of "
-                f"{len(state or ())}. Start anew, with resume=never."
+                f"{len(state or ())}. Start over, with resume=never."
             )
         for stream, own in zip(self._streams, state or (), strict=True):
             stream.reset(self._seed, own)

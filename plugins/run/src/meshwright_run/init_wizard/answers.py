@@ -264,11 +264,11 @@ def collect_answers(
     ranks, strategy = _resolve_layout(flags, find_machine(), inspect_model(model), registry, console)
     steps, epochs = flags.steps, flags.epochs
     if steps is None and epochs is None:
-        told = "5. How long? [dim]such as 300 steps, or 2 epochs[/]"
+        reported = "5. How long? [dim]such as 300 steps, or 2 epochs[/]"
         steps, epochs = (
             (DEFAULT_STEPS, None)
             if console is None
-            else parse_length(_ask_until_valid(console, told, f"{DEFAULT_STEPS} steps", parse_length))
+            else parse_length(_ask_until_valid(console, reported, f"{DEFAULT_STEPS} steps", parse_length))
         )
     return InitAnswers(model, data, format, is_adapter, ranks, strategy, steps, epochs)
 
@@ -284,25 +284,27 @@ def _resolve_format(flags: InitFlags, data: Sequence[str]) -> Format:
 def _ask_model_and_data(flags: InitFlags, console: Console) -> InitFlags:
     """Add answers to the questions that do not depend on the machine."""
     if flags.model is None:
-        told = f"1. Which model? [dim]a directory, a hub id, or {NEW_MODEL}: a small one with new weights[/]"
+        reported = f"1. Which model? [dim]a directory, a hub id, or {NEW_MODEL}: a small one with new weights[/]"
         named = _ask_until_valid(
-            console, told, NEW_MODEL, lambda named: check_model(_to_model_path(named), is_adapter=False)
+            console, reported, NEW_MODEL, lambda named: check_model(_to_model_path(named), is_adapter=False)
         )
         flags = replace(flags, model=named)
     model = _to_model_path(flags.model)
     if flags.data is None:
-        told = f"2. Which data? [dim]a glob of files, or {STDLIB}: the sources of Python's standard library[/]"
+        reported = f"2. Which data? [dim]a glob of files, or {STDLIB}: the sources of Python's standard library[/]"
         place = _ask_until_valid(
-            console, told, STDLIB, lambda place: check_data_files([place], _resolve_format(flags, [place]), model)
+            console, reported, STDLIB, lambda place: check_data_files([place], _resolve_format(flags, [place]), model)
         )
         flags = replace(flags, data=(place,))
     if flags.format is None and model is not None:
         guessed = guess_format(flags.data or (STDLIB,))
-        told = "   What do they hold? [dim]text, or conversations (messages), or prompts with their completions[/]"
-        flags = replace(flags, format=Prompt.ask(told, choices=list(FORMATS), default=str(guessed), console=console))
+        reported = "   What do they hold? [dim]text, or conversations (messages), or prompts with their completions[/]"
+        flags = replace(
+            flags, format=Prompt.ask(reported, choices=list(FORMATS), default=str(guessed), console=console)
+        )
     if flags.is_adapter is None and model is not None:
-        told = "3. Train an adapter (LoRA) instead of the whole model?"
-        flags = replace(flags, is_adapter=Confirm.ask(told, default=True, console=console))
+        reported = "3. Train an adapter (LoRA) instead of the whole model?"
+        flags = replace(flags, is_adapter=Confirm.ask(reported, default=True, console=console))
     return flags
 
 
@@ -311,13 +313,13 @@ def _resolve_layout(
 ) -> tuple[int, str]:
     ranks = flags.num_ranks
     if ranks is None and console is not None:
-        told = f"4. On how many ranks? [dim]found: {machine.num_ranks} of kind {machine.device}[/]"
-        ranks = _ask_until_valid(console, told, machine.num_ranks, _check_ranks, IntPrompt)
+        reported = f"4. On how many ranks? [dim]found: {machine.num_ranks} of kind {machine.device}[/]"
+        ranks = _ask_until_valid(console, reported, machine.num_ranks, _check_ranks, IntPrompt)
     ranks = ranks or machine.num_ranks
     best = flags.strategy or recommend_strategy(facts, machine, ranks, registry, is_adapter=bool(flags.is_adapter))
     if flags.strategy is None and console is not None:
-        told = f"   Under which strategy? [dim]{', '.join(registry.strategies)}; recommended: {best}[/]"
-        best = _ask_until_valid(console, told, best, registry.get)
+        reported = f"   Under which strategy? [dim]{', '.join(registry.strategies)}; recommended: {best}[/]"
+        best = _ask_until_valid(console, reported, best, registry.get)
     return ranks, registry.get(best).name
 
 

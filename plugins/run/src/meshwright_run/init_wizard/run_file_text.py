@@ -41,7 +41,7 @@ def render_run_file(answers: InitAnswers, facts: ModelFacts, machine: Machine, *
     """Return a whole run file, to be written as `name`."""
     parts = (
         [
-            f"# A run of meshwright. Train it: meshwright train {name}. What it will do, in words: meshwright explain "
+            f"# A run of meshwright. Train it: meshwright train {name}. What it will do, in prose: meshwright explain "
             f"{name}. What a rank holds, sends and takes: meshwright train {name} --plan-only. Any value can be "
             f"changed on the command line: --set steps=10. All keys, for an editor: meshwright schema."
         ],
@@ -124,7 +124,10 @@ def _render_data(answers: InitAnswers, facts: ModelFacts, machine: Machine) -> l
         lines += ["  # Of the tokenizer, which is trained on these.", "  vocab_size: 1024"]
     if answers.format != "text":
         if facts.has_chat_template is False:
-            lines += ["  # How a conversation is written; what stands in `generation` is learnt.", "  chat_template: |"]
+            lines += [
+                "  # How a conversation is written; what stands in `generation` is supervised.",
+                "  chat_template: |",
+            ]
             lines += textwrap.indent(CHAT_TEMPLATE, "    ").splitlines()
         lines += ["  # Examples of more tokens than seq_len keep their beginning.", "  too_long: truncate"]
     return [
@@ -164,7 +167,7 @@ def _render_output(answers: InitAnswers, name: str) -> list[str]:
     return [
         "# Losses on rows that are held out from training, every so many steps and at the end.",
         f"eval: {{every: {every}{sequences}}}",
-        "# Checkpoints, of which the last two are kept. A run that was interrupted goes on by the same command, under "
+        "# Checkpoints, of which the last two are kept. A run that was interrupted continues by the same command, under "
         "any other strategy and number of ranks, too.",
         f"checkpoint: {{every: {every}, keep_last: 2}}",
         "# Where metrics, the picture of the loss, checkpoints and the trained model go.",

@@ -33,7 +33,7 @@ _IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 class ExternalWatchdog(threading.Thread):
     """The companion of this rank, as a context manager; see [Note: a rank that is stopped]. After an error it stays.
 
-    `silence_limit_s` returns for how long this rank may be silent from now on; the companion waits `interval_s` longer.
+    `silence_limit_s` returns for how long this rank may be silent later; the companion waits `interval_s` longer.
     """
 
     def __init__(self, silence_limit_s: Callable[[], float], interval_s: float) -> None:

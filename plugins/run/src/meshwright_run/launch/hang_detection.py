@@ -127,7 +127,7 @@ def format_silence(
     more = f" So do the ranks {others}." if others else ""
     return (
         f"{who} hangs: no sign of life for {duration}.{where}{more} Its process is stopped or starved, or its machine "
-        f"is cut off. If such pauses are to be borne, raise {option}."
+        f"is cut off. If such pauses are to be tolerated, raise {option}."
     )
 
 
@@ -135,8 +135,8 @@ def format_disconnect(rank: int, heartbeat: HeartbeatRecord, duration: str, opti
     """Return the message of a rank that gets no answer from a launcher's store; arguments as of `format_silence`."""
     return (
         f"rank {rank} ({heartbeat.process}) gets no answer from the rendezvous store for {duration}: its machine is cut "
-        f"off from that of the launcher that hosts it, or that one is stopped. It ends, since others will go on "
-        f"without it. If such pauses are to be borne, raise {option}."
+        f"off from that of the launcher that hosts it, or that one is stopped. It ends, since others will continue "
+        f"without it. If such pauses are to be tolerated, raise {option}."
     )
 
 
@@ -147,7 +147,7 @@ def _format_locations(ranks: Sequence[int], heartbeats: Mapping[int, HeartbeatRe
 def describe_hung_rank(
     store: Store, own_rank: int, size: int, find_timed_out: Callable[[], Collection[int]]
 ) -> str | None:
-    """Name the rank that others wait for in vain, after a collective of this rank `own_rank` has timed out.
+    """Name the rank that others wait for without effect, after a collective of this rank `own_rank` has timed out.
 
     `find_timed_out` returns the ranks whose collectives have timed out, too.
     """

@@ -11,7 +11,7 @@ thread is. The first rank reads all signs, the others read the first one's. Thre
 [Note: an alarm] The finder of one of the first two sets a key in the store, which all ranks look for with each sign.
 Each then writes down what it knows and reports; from the same reports all reach the same verdict.
 
-[Note: a store that is silent] Whoever asks a store whose host is stopped or cut off waits for ever. A second thread
+[Note: a store that is silent] Whoever asks a store whose host is stopped or cut off waits forever. A second thread
 never asks the store, and checks that the first one still gets answers. If the first rank hosts the store, that rank
 hangs. Otherwise this rank ends by itself: those on the other side name it, and cannot end it.
 """

@@ -6,7 +6,7 @@ server that has imported torch once for all ranks, an exit code, and silence: th
 used, so that the fork server can import it while the parent validates.
 
 [Note: nobody is left behind] After the failure of a peer the agent sends SIGTERM, and `_Reaper` kills a rank that does
-not heed it; after a signal to the parent the agent passes it on and then kills; after an exception in the parent
+not respect it; after a signal to the parent the agent passes it on and then kills; after an exception in the parent
 `_kill_leftover_children` kills; after the parent's sudden death a thread in each rank does.
 
 [Note: signals that are waited for] torch's agent would kill ranks soon after a signal. A signal that asks them to stop

@@ -62,7 +62,7 @@ PEER_FAILURE_TEXTS = (
     "closed by peer",  # gloo: the peer's process ended and its sockets with it
     "reset by peer",  # gloo and TCPStore: the peer was killed with data still in flight
     "broken pipe",  # gloo and TCPStore: writing to a peer that is gone
-    "socket closed",  # gloo: the connection was torn down after an error on another operation
+    "socket closed",  # gloo: the connection was incomplete down after an error on another operation
     "connectfullmesh failed",  # gloo: a peer went away while the group was being formed
     "connection was likely closed",  # TCPStore client: the process that hosts the store is gone
     "nccl communicator was aborted",  # NCCL: its watchdog aborts what waits for a peer that failed
@@ -75,7 +75,7 @@ TIMEOUT_TEXTS = (
     "collective operation timeout",  # NCCL: its watchdog
     "wait timeout after",  # TCPStore
 )
-"""Lower-case texts of errors of ranks that have waited for a peer in vain."""
+"""Lower-case texts of errors of ranks that have waited for a peer without effect."""
 
 _HEARTBEAT_PREFIX = "meshwright/pulse"
 """Prefix of the signs of life in the rendezvous store."""
@@ -90,7 +90,7 @@ def run_guarded(
 ) -> int:
     """Run `main(store, *args)` as this rank's share of the job; see [Note: one report per failure].
 
-    Nothing is torn down after a failure, since that could wait for peers: leave the process promptly, with `leave`.
+    Nothing is incomplete down after a failure, since that could wait for peers: leave the process promptly, with `leave`.
     `store` is that of the launched world, or None outside of one; `timeout_s` the limit for reaching it. Returns 0, the
     exit code of the failure that was reported (on whatever rank), or INTERRUPTED.
     """
@@ -272,7 +272,7 @@ class _FailureBoard:
         return None if first == mine else int(first.split()[1])
 
     def describe_hung_rank(self) -> str | None:
-        """Return the message about the rank that this one has waited for in vain; None if none stands out."""
+        """Return the message about the rank that this one has waited for without effect; None if none stands out."""
         from torch.distributed import PrefixStore
 
         me, size = int(get_rank_variable()), get_world_size()

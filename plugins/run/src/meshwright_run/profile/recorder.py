@@ -124,7 +124,7 @@ class StepProfiler:
             self._write(profiler, window)
         except OSError as error:
             warn(
-                f"the profile cannot be written to {self._directory}: {error}. The run goes on without it.",
+                f"the profile cannot be written to {self._directory}: {error}. The run continues without it.",
                 stacklevel=2,
             )
 
@@ -200,7 +200,7 @@ class FaultFileWriter:
     """An observer that writes files to output_dir/faults when this rank fails.
 
         rank-00000.json           the fault, and the last collectives that torch's flight recorder knows: kind, group,
-                                  sizes, when begun, and whether they are over ("retired")
+                                  sizes, when started, and whether they are over ("retired")
         rank-00000-gloo.pickle    the same as torch writes it, for its own tools; -nccl of NCCL
         rank-00000-stacks.txt     where each thread was in Python
 

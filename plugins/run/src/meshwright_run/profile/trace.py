@@ -144,7 +144,7 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}. {_HINT}") from None
     except (EOFError, zlib.error) as error:
-        raise ConfigError(f"cannot unpack {path}, which seems to be cut off: {error}. Record it anew.") from None
+        raise ConfigError(f"cannot unpack {path}, which seems to be cut off: {error}. Record it again.") from None
     if len(content) > MAX_BYTES:
         raise ConfigError(
             f"{path} holds more than {MAX_BYTES:,} bytes. Open it in Perfetto, or record fewer steps (profile.steps)."

@@ -285,13 +285,13 @@ const draw = async () => {
 };
 
 const drawEvents = visible => {
-  const told = visible.flatMap(run => run.events.map(event => ({run, event}))).sort((a, b) => (b.event.time || 0) - (a.event.time || 0));
-  const mark = told.length + ":" + visible.map(run => run.place);
+  const reported = visible.flatMap(run => run.events.map(event => ({run, event}))).sort((a, b) => (b.event.time || 0) - (a.event.time || 0));
+  const mark = reported.length + ":" + visible.map(run => run.place);
   if (mark === panels.events.mark) return;
   panels.events.mark = mark;
-  const rows = told.slice(0, 200).map(({run, event}) => [new Date(1000 * (event.time || 0)).toLocaleString(), h("span", {class: "name"}, h("span", {class: "swatch", colour: `var(--${run.variable})`}), run.state.name),
+  const rows = reported.slice(0, 200).map(({run, event}) => [new Date(1000 * (event.time || 0)).toLocaleString(), h("span", {class: "name"}, h("span", {class: "swatch", colour: `var(--${run.variable})`}), run.state.name),
     event.event === "start" && event.start > 0 ? "restart" : event.event, typeof (event.step ?? event.start) === "number" ? count(event.step ?? event.start) : "", words(event)]);
-  place(panels.events, rows.length ? [h("figure", {class: "card"}, table(told.length > 200 ? `The latest 200 of ${count(told.length)}` : `${count(told.length)} event${told.length > 1 ? "s, the latest first" : ""}`, ["when", "run", "what", "step", ""], rows, {texts: [0, 1, 2, 4], wraps: [4]}))] : []);
+  place(panels.events, rows.length ? [h("figure", {class: "card"}, table(reported.length > 200 ? `The latest 200 of ${count(reported.length)}` : `${count(reported.length)} event${reported.length > 1 ? "s, the latest first" : ""}`, ["when", "run", "what", "step", ""], rows, {texts: [0, 1, 2, 4], wraps: [4]}))] : []);
 };
 const words = event => {
   if (event.event === "evaluation") return Object.entries(event.losses || {}).map(([name, loss]) => `${name} ${plain(loss)}`).join(", ");
@@ -313,7 +313,7 @@ const poll = async () => {
       if (!runs.length) { found.runs.forEach((_, index) => runs.push(new Run(index))); byId("runs").replaceChildren(...runs.map(run => run.card)); runs.forEach((run, index) => run.state = found.runs[index]); build(); }
       found.runs.forEach((state, index) => { runs[index].state = state; runs[index].tell(); });
       document.title = runs.map(run => run.state.name).join(", ") + " · meshwright watch";
-      live(found.runs.some(run => run.state === "running") ? "live" : "no run is going on");
+      live(found.runs.some(run => run.state === "running") ? "live" : "no run is continuing");
       // What is read bit by bit is drawn now and then.
       if (!more || Date.now() - drawnAt > EVERY_MS) {
         await refresh({});
