@@ -2,9 +2,9 @@
 
 One rank under `single` takes a step on a sequence of `--length` tokens; then `--ranks` ranks, fsdp2 with cp_size of as
 many, take one on a sequence so many times as long, once by all-gather and once by Ulysses. The model is the same, a
-random Llama in float32. Each rank tells the peak of what its tensors hold (`tests/support/measurements.py`) and the peak of
-its resident memory, above what it held before it had a model (VmHWM; Linux with glibc only). In a first step on a few
-tokens, losses and gradient norms must be those of one rank.
+random Llama in float32. Each rank tells the peak of what its tensors hold (`tests/support/measurements.py`) and the
+peak of its resident memory, above what it held before it had a model (VmHWM; Linux with glibc only). In a first step on
+a few tokens, losses and gradient norms must be those of one rank.
 
 The exit code is 1 if they are not, or if a rank's tensors need more for the long sequence than one rank for the short.
 

@@ -4,7 +4,8 @@
     meshwright check fsdp2 --models all --set tp_size=2 --json benchmarks/results/zoo/fsdp2-tp2.json
     python benchmarks/coverage.py
 
-Reads benchmarks/results/zoo/*.json and writes docs/reference/proofs/coverage.md and docs/images/coverage.png. Neither is edited by hand.
+Reads benchmarks/results/zoo/*.json and writes docs/reference/proofs/coverage.md and docs/images/coverage.png. Neither
+is edited by hand.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python benchmarks/decay.py --json benchmarks/results/decay.json
 
-Models are made on the meta device, in a few seconds. `python tools/generated_pages.py` makes docs/reference/proofs/weight-decay.md of it.
+Models are made on the meta device, in a few seconds. `python tools/generated_pages.py` makes
+docs/reference/proofs/weight-decay.md of it.
 """
 
 from __future__ import annotations
@@ -71,9 +72,12 @@ def page(found: Mapping[str, Any]) -> str:
         f"on {found['date']} ({versions}); not edited by hand.",
         "",
         "This table shows which parameters `weight_decay` applies to, for a tiny model of each type, by the rule of",
-        "[optimizers](../optimizers.md). In all types, one-dimensional parameters are excluded; weights of linear layers,",
-        "embeddings, experts and routers are decayed. The last two columns name the parameters that differ. A factory that",
-        f"you call without the model decides differently in {len(hand)} of {len(types)} types{': ' + ', '.join(hand) if hand else ''}.",
+        "[optimizers](../optimizers.md). In all types, one-dimensional parameters are excluded; weights of linear "
+        "layers,",
+        "embeddings, experts and routers are decayed. The last two columns name the parameters that differ. A factory "
+        "that",
+        f"you call without the model decides differently in {len(hand)} of {len(types)} "
+        f"types{': ' + ', '.join(hand) if hand else ''}.",
         "",
         "| type | decayed | excluded | excluded, several dimensions | decayed, other modules |",
         "|---|---:|---:|---|---|",

@@ -3,8 +3,9 @@
     python benchmarks/exports.py             # all types: about half an hour; continues where it was interrupted
     python benchmarks/exports.py llama gpt2  # some types, tried again
 
-A cell is a type, a head (of the type, tied, contradicting its configuration) and a door (`tests/support/export_routes.py`).
-Writes benchmarks/results/exports.json; `python tools/generated_pages.py` makes docs/reference/proofs/exports.md of it.
+A cell is a type, a head (of the type, tied, contradicting its configuration) and a door
+(`tests/support/export_routes.py`). Writes benchmarks/results/exports.json; `python tools/generated_pages.py` makes
+docs/reference/proofs/exports.md of it.
 """
 
 from __future__ import annotations

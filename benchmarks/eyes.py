@@ -1,9 +1,9 @@
 """What watching a run costs: a step with everything on beside the same step with nothing, alternated.
 
-Off: the manager's own calls, with no clock read, no record made and nobody reported. On: `train_step` of the loop, which
-times its parts and reads memory, and all observers of a run: the report with its line of JSON, the journal, the file of
-the rank, the picture, and the trackers that are named. Norms by block and exposed communication are asked for in few
-steps, and not here. The method is that of `benchmarks/step.py`, whose README says how to read it.
+Off: the manager's own calls, with no clock read, no record made and nobody reported. On: `train_step` of the loop,
+which times its parts and reads memory, and all observers of a run: the report with its line of JSON, the journal, the
+file of the rank, the picture, and the trackers that are named. Norms by block and exposed communication are asked for
+in few steps, and not here. The method is that of `benchmarks/step.py`, whose README says how to read it.
 
     python benchmarks/eyes.py --trackers tensorboard --json benchmarks/results/eyes-cpu.json
 """

@@ -5,7 +5,8 @@
     python benchmarks/plan_calibrated.py --table      # write the table from what was found before
 
 For each number of ranks the same processes calibrate, and then step all layouts in turns, so that whatever else the
-machine does falls on all alike. What is found goes to results/plan_calibrated.json, and the table into docs/reference/plan.md.
+machine does falls on all alike. What is found goes to results/plan_calibrated.json, and the table into
+docs/reference/plan.md.
 """
 
 from __future__ import annotations

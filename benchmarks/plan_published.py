@@ -184,8 +184,9 @@ def in_float8(trace: StepTrace, vocabulary: int, *, gathers: bool) -> StepTrace:
 
 
 def _gathered_for_products(trace: StepTrace) -> list[int]:
-    """Numbers of the all-gathers of what is given to products of blocks: of weights by FSDP, except for those of the root,
-    which are not as large as others; and of sequences, except for their gradients, which are turned for a product."""
+    """Numbers of the all-gathers of what is given to products of blocks: of weights by FSDP, except for those of the
+    root, which are not as large as others; and of sequences, except for their gradients, which are turned for a
+    product."""
     weights, found = Counter[int](), []
     for each in trace.operations:
         if each.name.startswith("c10d._allgather_base_") and each.collective_index is not None:

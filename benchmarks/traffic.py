@@ -3,8 +3,8 @@
 All contestants live in each rank, with equal weights and batches, and their losses and gradient norms must agree at
 every step. The collectives of the second step are counted, exactly; the bytes of a call are those of the whole tensor
 (`meshwright.tracing.collectives`). Then a round runs one step of each, in an order that changes, and the median over
-rounds of each one's time / fsdp2's is reported: on a CPU it says what the strategies' own work costs, not how they overlap
-with a GPU.
+rounds of each one's time / fsdp2's is reported: on a CPU it says what the strategies' own work costs, not how they
+overlap with a GPU.
 
     python benchmarks/traffic.py --json results.json
 """

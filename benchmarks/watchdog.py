@@ -1,9 +1,9 @@
 """What the watchdog costs: a step while signs are given and read beside the same step while none are, alternated.
 
-Both are `train_step` of the loop, whose phases the main thread writes down in either. On: the thread of `Heartbeat` gives
-signs and reads those of the others, 10 times in `--watchdog` seconds. The default here, 2, is the least that a run file
-may ask for, so that each step has some; from 20 on it does so every 2 s. The method is that of `benchmarks/step.py`,
-whose README says how to read it.
+Both are `train_step` of the loop, whose phases the main thread writes down in either. On: the thread of `Heartbeat`
+gives signs and reads those of the others, 10 times in `--watchdog` seconds. The default here, 2, is the least that a
+run file may ask for, so that each step has some; from 20 on it does so every 2 s. The method is that of
+`benchmarks/step.py`, whose README says how to read it.
 
     python benchmarks/watchdog.py --json benchmarks/results/watchdog-cpu.json
 """
@@ -37,7 +37,8 @@ TIMEOUT_S = 600.0
 
 
 class GatedPulse(Heartbeat):
-    """A pulse that beats while it may, as often as it is reported, and hears no alarm: what is busy here may be slow."""
+    """A pulse that beats while it may, as often as it is reported, and hears no alarm: what is busy here may be
+    slow."""
 
     def __init__(self, store: dist.Store, world: World, interval_s: float) -> None:
         super().__init__(

@@ -1,8 +1,8 @@
 """Fine-tune with a DataLoader of your own: torchrun --nproc-per-node 2 examples/finetune.py --out runs/finetune
 
-A tiny model learns to answer sums ("7+5=" with "12"), of which it sees two thirds. What is supervised are the answers. It
-is evaluated on the others, stops when it no longer gets better, and keeps its best checkpoint. Killed? The same command
-continues with the batches that come next. Any strategy and layout: --strategy ddp, or --tp-size 2.
+A tiny model learns to answer sums ("7+5=" with "12"), of which it sees two thirds. What is supervised are the answers.
+It is evaluated on the others, stops when it no longer gets better, and keeps its best checkpoint. Killed? The same
+command continues with the batches that come next. Any strategy and layout: --strategy ddp, or --tp-size 2.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     make test-versions                                   # all, each in an environment of its own under .versions
     python tests/run_version_matrix.py --only oldest
 
-Writes what passed, with the date, to docs/reference/proofs/versions.md. An environment takes up to 5 GB: builds of torch other than the
-pinned one come with CUDA.
+Writes what passed, with the date, to docs/reference/proofs/versions.md. An environment takes up to 5 GB: builds of
+torch other than the pinned one come with CUDA.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def page(results: dict[str, dict[str, object]]) -> str:
     lines = [
         "# Tested versions",
         "",
-        "This page proves that the listed versions of torch and transformers work. `make test-versions` runs the tests of",
+        "This page proves that the listed versions of torch and transformers work. `make test-versions` runs the "
+        "tests of",
         "compatibility, parity, state, loading, data, adapters, plans and each axis with each row, on a CPU over gloo.",
         "A row counts the tests that passed, failed and were skipped. The ranges in `pyproject.toml` follow from it.",
         "",
@@ -142,19 +143,22 @@ def page(results: dict[str, dict[str, object]]) -> str:
     lines += [
         "",
         *_checked(),
-        "*oldest* has the oldest versions that core's `pyproject.toml` allows, *GPU machines* those of GPU vendors' images.",
+        "*oldest* has the oldest versions that core's `pyproject.toml` allows, *GPU machines* those of GPU vendors' "
+        "images.",
         "Both are CUDA builds of torch without a driver. Known differences:",
         "",
         "- Before torch 2.13, `full_tensor()` fails for packed weights under tensor parallelism, such as Phi-3's",
         "  `gate_up_proj`. `manager.unshard()`, `iter_parameters` and `state_dict` work in every version.",
-        "- Before torch 2.13, compiled float64 blocks on a CPU use unfused attention: torch's compiler mistakes what its",
+        "- Before torch 2.13, compiled float64 blocks on a CPU use unfused attention: torch's compiler mistakes what "
+        "its",
         "  fused attention saves for float32. GPUs and other dtypes are not affected.",
         "- Before torch 2.13, the recompilation limit is per process, so it is raised there and not per function.",
         "- torch 2.10 is rejected: it lacks an operator for collectives in compiled code, and names for gloo's threads",
         "  in a profile. `meshwright check --ranks 2` passed there on 2026-11-27 (single 25, ddp 8, fsdp2 24,",
         "  megatron_fsdp 20, pipeline 8, none failed).",
-        "- With torch 2.15, `fsdp2` with `reduce_dtype` sums the two gradients of a tied weight in that dtype; autograd",
-        "  uses the weight's dtype. With tied weights, losses then equal those of other strategies only up to rounding;",
+        "- With torch 2.15, `fsdp2` with `reduce_dtype` sums the two gradients of a tied weight in that dtype;",
+        "  autograd uses the weight's dtype. With tied weights, losses then equal those of other strategies only up "
+        "to rounding;",
         "  with torch 2.13 they are bitwise identical.",
     ]
     return "\n".join(lines) + "\n"

@@ -103,9 +103,12 @@ def render_faults() -> str:
         [
             "# Faults: runs that recover from random failures",
             "",
-            "This page proves that runs recover from failures with the metrics and weights of an undisturbed run, bitwise.",
-            "Three experiments inject faults, measure the time from a dead rank to the next step, and kill runs at random.",
-            "Each section names its command. In the tables, a row is a kind of fault or a layout, and times are in seconds.",
+            "This page proves that runs recover from failures with the metrics and weights of an undisturbed run, "
+            "bitwise.",
+            "Three experiments inject faults, measure the time from a dead rank to the next step, and kill runs at "
+            "random.",
+            "Each section names its command. In the tables, a row is a kind of fault or a layout, and times are in "
+            "seconds.",
             "",
             *_render_fault_chain(),
             "",
@@ -211,8 +214,10 @@ def _render_fault_chain() -> list[str]:
             for stack, reported in found["stacks"].items()
         ],
         "",
-        "All remaining checkpoints are valid, no process or incomplete file is left, and no run resumed from an older step",
-        'than its newest valid checkpoint. "Ranks gone" is the time until all old ranks have ended; "next step" is the time',
+        "All remaining checkpoints are valid, no process or incomplete file is left, and no run resumed from an older "
+        "step",
+        'than its newest valid checkpoint. "Ranks gone" is the time until all old ranks have ended; "next step" is '
+        "the time",
         "until the run completes a step beyond those before the fault:",
         "",
         "| fault | count | ranks gone, worst | next step, median | worst | resumed from |",
@@ -228,7 +233,8 @@ def _render_fault_chain() -> list[str]:
         )
         worst = f"{max(gone):.1f}" if gone else "survive"
         lines.append(
-            f"| {FAULT_NAMES.get(kind, kind)} | {len(those)} | {worst} | {statistics.median(times):.1f} | {max(times):.1f} | {went} |"
+            f"| {FAULT_NAMES.get(kind, kind)} | {len(those)} | {worst} | {statistics.median(times):.1f} | "
+            f"{max(times):.1f} | {went} |"
         )
     lines += ["", "| resumed from | faults | next step, median [s] | worst [s] |", "|---|---:|---:|---:|"]
     for where, each in found["times"].items():
@@ -260,7 +266,8 @@ def _render_kills() -> list[str]:
         "## Killed runs",
         "",
         *_render_provenance("kill", found),
-        f"Each layout trains a tiny model with dropout for {found['steps']} steps and saves checkpoints. Its runs are killed with",
+        f"Each layout trains a tiny model with dropout for {found['steps']} steps and saves checkpoints. Its runs are "
+        "killed with",
         "SIGKILL at random moments and restarted by the same command; the last one finishes. Metrics and exported",
         "weights are then compared with those of an undisturbed run.",
         "",
@@ -283,7 +290,8 @@ def _render_kills() -> list[str]:
         lines.append(f"| {moment} | {' | '.join(counts)} |")
     lines += [
         "",
-        f"Of {len(kills)} kills, {sum(bool(kill['leftovers']) for kill in kills)} left an incomplete file, which the next",
+        f"Of {len(kills)} kills, {sum(bool(kill['leftovers']) for kill in kills)} left an incomplete file, which the "
+        "next",
         "start removed. The slowest run needed "
         f"{max(kill['exit_s'] for kill in kills):.1f} s until all of its processes had ended.",
         "",

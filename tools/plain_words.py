@@ -1,7 +1,7 @@
 """Refuse words of this project's old private dialect, and report long sentences.
 
-    python tools/plain_words.py                # refused words, with the plain term for each; exit code 1 if there are any
-    python tools/plain_words.py --sentences    # also the sentences of documents that have more than 35 words
+    python tools/plain_words.py                # refused words, with the plain term for each; exit code 1 if there are
+    any python tools/plain_words.py --sentences    # also the sentences of documents that have more than 35 words
 
 The words are in plain_words.yaml, next to this file, each with its replacement. They are refused in names, docstrings,
 comments, messages and documents. `docs/contribute/glossary.md` has the terms to use.
@@ -53,7 +53,8 @@ def find_refused_words(text: str) -> list[tuple[int, str, str]]:
 
 
 def find_long_sentences(markdown: str) -> list[tuple[int, str]]:
-    """Return the number of words and the text of each sentence of prose that is too long; tables and code are skipped."""
+    """Return the number of words and the text of each sentence of prose that is too long; tables and code are
+    skipped."""
     prose = re.sub(r"```.*?```|<!--.*?-->", "\n\n", markdown, flags=re.DOTALL)
     prose = re.sub(r"(?m)^(?:\s{4,}\S.*|\|.*|#.*)$", "\n", prose)
     prose = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", prose)

@@ -82,10 +82,12 @@ def parts(device: str) -> list[Part]:
     def calibrate(file: str) -> list[str]:
         if not on_cpu:
             return [*CLI, "plan", "--calibrate", file]
-        effort = "Effort(window_seconds=0.005, windows=2, passes=1, classes=(128,), widest=256, length=64, stream_bytes=1 << 20, "
-        effort += "messages=(1024,))"
+        budget = (
+            "MeasurementBudget(window_seconds=0.005, num_windows=2, num_passes=1, matmul_sizes=(128,), max_width=256, "
+            "attention_seq_len=64, stream_bytes=1 << 20, message_bytes=(1024,))"
+        )
         code = "from meshwright_plan.calibration.calibrate import calibrate_to_file; import sys; "
-        code += f"from meshwright_plan.calibration.measure import Effort; effort = {effort}; "
+        code += f"from meshwright_plan.calibration.measure import MeasurementBudget; budget = {budget}; "
         return [PYTHON, "-c", f"{code}sys.exit(calibrate_to_file(sys.argv[1], ranks=1, effort=effort))", file]
 
     device_file = "{out}/device.yaml"

@@ -1,4 +1,5 @@
-"""Pages that follow from results that are kept, or from the sources, are as `python tools/generated_pages.py` writes them."""
+"""Pages that follow from results that are kept, or from the sources, are as `python tools/generated_pages.py` writes
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is released, as docs/contribute/releasing.md says: one version everywhere, and whole wheels that pip resolves ours from."""
+"""What is released, as docs/contribute/releasing.md says: one version everywhere, and whole wheels that pip resolves
+ours from."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ Each stack trains a tiny model with dropout, under a schedule. Fault after fault
 ends, the same command is started again, as a scheduler would. Two stacks or more span several nodes: network namespaces
 with torchrun in each. Looked at are: losses, norms, rates and weights at the end; what is left of processes and files;
 whether all checkpoints are whole; from where the run continues; and for how long ranks outlive a fault. Which faults
-come, when, and to whom follows from the seed, except for what the machine does meanwhile. Needs Linux, root and iproute2.
+come, when, and to whom follows from the seed, except for what the machine does meanwhile. Needs Linux, root and
+iproute2.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     python tests/planted_bugs/plant.py --only clip              # those whose name, reason or function matches a pattern
     python tests/planted_bugs/plant.py --again                  # also those that have a result
     python tests/planted_bugs/plant.py --only clip --tests ...  # which of other tests notice it; no result is written
-    python tests/planted_bugs/plant.py --check                  # list the bugs that no longer apply, and why; plant nothing
+    python tests/planted_bugs/plant.py --check                  # list the bugs that no longer apply, and why; plant
+    nothing
 
 A bug is caught if every test that it names fails while it is planted; the same tests must pass without it. No file is
 changed: the source is rewritten on import, in every process of a test (`tests/mutation/sitecustomize.py`).

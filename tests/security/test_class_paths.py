@@ -46,9 +46,9 @@ DANGEROUS = """
     transformers.models.llama.convert_llama_weights_to_hf.Llama3Converter
     transformers.models.auto.modeling_auto.AutoModelForCausalLM transformers.models.rag.retrieval_rag.RagRetriever
     transformers.models.deprecated.transfo_xl.tokenization_transfo_xl.TransfoXLTokenizer
-    meshwright.mesh.world.World meshwright_replicate.server.ReplicaServer meshwright.checkpoint.remote_storage.RemoteStorage
-    meshwright.files.class_paths.allow_imports meshwright_testing.cells.Cell
-    subprocess.Popen os.system builtins.exec ctypes.CDLL importlib.import_module
+    meshwright.mesh.world.World meshwright_replicate.server.ReplicaServer
+    meshwright.checkpoint.remote_storage.RemoteStorage meshwright.files.class_paths.allow_imports
+    meshwright_testing.cells.Cell subprocess.Popen os.system builtins.exec ctypes.CDLL importlib.import_module
 """.strip().split()
 
 

@@ -64,8 +64,10 @@ def test_the_printed_address_lets_a_browser_in_and_hides_its_token(tmp_path: Pat
 HUGE = "9" * 4000
 LINES = {
     "half of a character": '{"step": 1, "loss": 1.0, "\\ud800": 1.0, "event": "\\udfff", "message": "\\ud800"}',
-    "not a number": '{"step": 1, "loss": NaN, "event": "start", "num_steps": NaN, "values": [Infinity, {"a": -Infinity}]}',
-    "huge": f'{{"step": 1, "loss": {HUGE}, "num_tokens": -{HUGE}, "event": "start", "num_steps": {HUGE}, "time": {HUGE}}}',
+    "not a number": '{"step": 1, "loss": NaN, "event": "start", "num_steps": NaN, "values": [Infinity, {"a": '
+    "-Infinity}]}",
+    "huge": f'{{"step": 1, "loss": {HUGE}, "num_tokens": -{HUGE}, "event": "start", "num_steps": {HUGE}, '
+    f'"time": {HUGE}}}',
     "too huge": f'{{"step": {HUGE * 2}, "event": "start", "num_steps": {HUGE * 2}}}',
     "of other types": '{"step": [1], "loss": {"a": {"b": {"c": []}}}, "event": {"a": 1}, "mesh": {}}',
     "nested": '{"step": 1, "event": "start", "a": ' + "[" * 50_000 + "]" * 50_000 + "}",

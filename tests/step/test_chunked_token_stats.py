@@ -204,9 +204,11 @@ def test_what_is_frozen_gets_no_gradient_and_what_trains_gets_its_own(frozen: in
 def test_gradients_that_wait_for_a_backward_are_made_for_one_microbatch_only() -> None:
     given, ids_N = _inputs(2)
     waiting: WeakSet[Any] = WeakSet()
-    make = lambda: compute_token_loss(
-        HiddenRows.from_linear(*given), ids_N, torch.tensor(7), chunk_rows=5, pending_gradients=waiting
-    )
+
+    def make() -> Any:
+        rows = HiddenRows.from_linear(*given)
+        return compute_token_loss(rows, ids_N, torch.tensor(7), chunk_rows=5, pending_gradients=waiting)
+
     first, second = make(), make()
     assert len(waiting) == 1
     # Computed again in backward, which holds what it was given.

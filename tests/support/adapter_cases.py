@@ -98,7 +98,8 @@ def compare_merged_parameters(
 ) -> tuple[list[str], bool, bool]:
     """The task of one rank: after a step, compare merged parameters with what peft makes of the whole model.
 
-    Returns names that differ in any bit; whether names have the base model's order; whether training continued as before.
+    Returns names that differ in any bit; whether names have the base model's order; whether training continued as
+    before.
     """
     manager = build_manager(strategy, config, sizes, case, wrapper_config=wrapper)
     train_steps(manager, case, range(1))

@@ -3,8 +3,8 @@
     PYTHONPATH=tests python -m support.kill_sweep --kills 40 --seed 16 --json benchmarks/results/kill.json
 
 Each layout trains a tiny model with dropout under a schedule with warm-up. Its runs are killed again and again, each
-time started again by the same command, and at last left to end. Metrics and exported weights must then be those of a run
-that was not killed, bit for bit. Short moments, such as while a checkpoint is deleted, are found by watching the
+time started again by the same command, and at last left to end. Metrics and exported weights must then be those of a
+run that was not killed, bit for bit. Short moments, such as while a checkpoint is deleted, are found by watching the
 directory. Everything random follows from the seed, except for what the machine does meanwhile.
 """
 

@@ -94,7 +94,8 @@ def build_deep_layout(engine: str, ranks: int, schedule: str, layers: int, micro
 
 
 def plan_deep_layout(layout: PlannedLayout, *, from_small: bool) -> list[dict[str, Any]] | None:
-    """Return reports of the ranks that stand for all, of a pipeline; None if `extrapolate_ranks` ones do not give them."""
+    """Return reports of the ranks that stand for all, of a pipeline; None if `extrapolate_ranks` ones do not give
+    them."""
     job, device = layout.build_deep_job(), load_device_spec("h100-80gb")
     known: list[Any] = []
 

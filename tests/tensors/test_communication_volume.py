@@ -1,4 +1,5 @@
-"""What a step of each strategy and layout sends, to the byte, against the formulas of docs/reference/proofs/performance.md."""
+"""What a step of each strategy and layout sends, to the byte, against the formulas of
+docs/reference/proofs/performance.md."""
 
 from __future__ import annotations
 

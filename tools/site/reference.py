@@ -1,7 +1,8 @@
 """The reference of all public names, from the lists of them that the packages hold.
 
 Pages hold directives of mkdocstrings, which reads signatures and docstrings without importing anything. The list of all
-names, docs/reference/api/README.md, is for a plain viewer too: there a name leads to its source, in the site to its page.
+names, docs/reference/api/README.md, is for a plain viewer too: there a name leads to its source, in the site to its
+page.
 """
 
 from __future__ import annotations

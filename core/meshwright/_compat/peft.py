@@ -339,7 +339,8 @@ def tie_adapters(model: Any) -> nn.Module:
             copied.out_features, copied.in_features = copied.weight.shape
             if copied.bias is None and module.original_module.bias is not None:
                 raise ModelError(
-                    f"ensure_weight_tying=True ties a trained copy of {to_base_name(path)} to that of the embedding, and "
+                    f"ensure_weight_tying=True ties a trained copy of {to_base_name(path)} to that of the embedding, "
+                    "and "
                     f"peft leaves its bias out, so that the model computes something else. Set "
                     f"ensure_weight_tying=False, or leave the embedding and the head out of modules_to_save."
                 )

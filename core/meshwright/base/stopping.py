@@ -2,9 +2,10 @@
 
 [Note: stopping] A rank notes the signal; before the next step, all agree (`meshwright.train.loop.batches`) to stop,
 save, and leave with `Stopped`. A second signal ends a rank at once. One signal may come twice, from the scheduler and
-from a launcher; within SIGNAL_DEBOUNCE_S they count as one. Python runs handlers in the main thread between two instructions, so
-a rank that waits inside torch would not notice the second: a thread reads the interpreter's wakeup pipe. Forked
-processes share the pipe but not the signals: SIGTERM, which ends a child, keeps its handler; others are ignored.
+from a launcher; within SIGNAL_DEBOUNCE_S they count as one. Python runs handlers in the main thread between two
+instructions, so a rank that waits inside torch would not notice the second: a thread reads the interpreter's wakeup
+pipe. Forked processes share the pipe but not the signals: SIGTERM, which ends a child, keeps its handler; others are
+ignored.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class StopSignals:
         wrong = names if isinstance(names, str) else next((name for name in names if name not in _SIGNAL_NAMES), None)
         if wrong is not None:
             raise ConfigError(
-                f"{wrong!r} is none of the signals that can be noted. Give a list of some of {', '.join(_SIGNAL_NAMES)}."
+                f"{wrong!r} is none of the signals that can be noted. Give a list of some of "
+                f"{', '.join(_SIGNAL_NAMES)}."
             )
         self.names, self.exit_code, self.grace_s = tuple(names), exit_code, grace_s
         self._signums = {int(signal.Signals[name]) for name in names}

@@ -133,8 +133,8 @@ class ModelTensors(Protocol):
 class ModelExporter:
     """A full model to be written, in files of at most `max_file_bytes` bytes that ranks share.
 
-    The model is on the meta device; its class gives names, shapes and ties. `metadata_files` are files to be copied, each a
-    path and a name in the directory. A dtype of None leaves the weights as they are. `where` names their source.
+    The model is on the meta device; its class gives names, shapes and ties. `metadata_files` are files to be copied,
+    each a path and a name in the directory. A dtype of None leaves the weights as they are. `where` names their source.
     """
 
     def __init__(

@@ -288,7 +288,8 @@ def _cleanup_directory(root: LocalStorage) -> None:
 
 
 def archive_after(root: Storage, *, after_step: int, files_to_copy: Sequence[Path] = ()) -> Storage | None:
-    """Move the checkpoints of steps later than `process_result`, -1 for all, to `root`/abandoned-N, with copies of files.
+    """Move the checkpoints of steps later than `process_result`, -1 for all, to `root`/abandoned-N, with copies of
+    files.
 
     Returns the new place; None if there was nothing to move. Raises CheckpointWriteError.
     """

@@ -48,8 +48,8 @@ def load_checkpoint(
         manager: with its model; loaded in place.
         checkpoint: of the checkpoint; a path, a URL or a place.
         scheduler: of the learning rate; loaded in place.
-        keep_group_settings: keep the settings of the optimizer's groups (rates, decay, ...) and load only the state of each
-            parameter. The groups may then differ from those saved.
+        keep_group_settings: keep the settings of the optimizer's groups (rates, decay, ...) and load only the state of
+            each parameter. The groups may then differ from those saved.
 
     Returns:
         The manifest of the checkpoint.
@@ -191,7 +191,8 @@ def _check_averages(
     has_any = any(name.startswith(EMA_PREFIX) for name in stored)
     lacks = f"lacks the average of {names[0]}" if names and has_any else "has no average of the weights"
     message = (
-        f"the checkpoint {directory} {lacks}. Load it before the average is started (mw.EMA), which then begins with its "
+        f"the checkpoint {directory} {lacks}. Load it before the average is started (mw.EMA), which then begins with "
+        "its "
         f"weights; in a run file: resume: {{from: ..., allow: [ema]}}."
     )
     world.raise_on_all_ranks(CheckpointError(message) if names else None)

@@ -147,12 +147,14 @@ def read_manifest_and_sizes(storage: StorageReader) -> tuple[Manifest, dict[str,
             raise CheckpointError(f"{storage} is no checkpoint: it is no directory.{storage.format_hint()}")
         if MANIFEST_FILE not in sizes:
             raise IncompleteCheckpointError(
-                f"{storage} is no checkpoint: it has no {MANIFEST_FILE}, so it was never completed.{storage.format_hint()}"
+                f"{storage} is no checkpoint: it has no {MANIFEST_FILE}, so it was never "
+                f"completed.{storage.format_hint()}"
             )
         if sizes[MANIFEST_FILE] > _MAX_MANIFEST_BYTES:
             raise incomplete_error(
                 storage,
-                f"{MANIFEST_FILE} has {sizes[MANIFEST_FILE]} bytes, and no manifest has more than {_MAX_MANIFEST_BYTES}",
+                f"{MANIFEST_FILE} has {sizes[MANIFEST_FILE]} bytes, and no manifest has more than "
+                f"{_MAX_MANIFEST_BYTES}",
             )
         with storage.open(MANIFEST_FILE) as file:
             content = file.read()
@@ -167,7 +169,8 @@ def _parse_manifest(storage: StorageReader, text: bytes) -> Manifest:
         version = content.pop("format")
         if version not in (FORMAT, ADAPTER_FORMAT):
             raise CheckpointError(
-                f"{storage} has format {version!r:.20}, but this meshwright reads {FORMAT} and {ADAPTER_FORMAT}. Load it "
+                f"{storage} has format {version!r:.20}, but this meshwright reads {FORMAT} and {ADAPTER_FORMAT}. Load "
+                "it "
                 f"with the version that has written it: {content.get('versions')!r:.200}."
             )
         signature = content.pop(SIGNATURE_KEY, None)
@@ -194,7 +197,8 @@ def _parse_manifest(storage: StorageReader, text: bytes) -> Manifest:
     named = STEP_PATTERN.fullmatch(storage.name)
     if named and int(named[1]) != manifest.step:
         raise CheckpointError(
-            f"the checkpoint {storage} is of step {manifest.step}, and not of the step that it is called by. Give it its "
+            f"the checkpoint {storage} is of step {manifest.step}, and not of the step that it is called by. Give it "
+            "its "
             f"own name, {format_step_name(manifest.step)}, if you have renamed it; else somebody has replaced it."
         )
     return manifest
@@ -232,7 +236,8 @@ def read_and_verify(checkpoint: StorageLike) -> Manifest:
 
 
 def read_verified_file(checkpoint: StorageLike, manifest: Manifest, name: str) -> bytes:
-    """Read one of a checkpoint's files, and compare its checksum. Raises IncompleteCheckpointError or CheckpointError."""
+    """Read one of a checkpoint's files, and compare its checksum. Raises IncompleteCheckpointError or
+    CheckpointError."""
     place = open_storage(checkpoint)
     if name not in manifest.files:
         raise incomplete_error(place, f"{MANIFEST_FILE} names no {name}")

@@ -93,7 +93,8 @@ def read_signing_key(path: str | Path, *, where: str) -> SigningKey:
         ) from None
     if len(secret) < MIN_KEY_BYTES:
         raise ConfigError(
-            f"{where}={str(path)!r} holds {len(secret)} bytes, which are too few for a secret: at least {MIN_KEY_BYTES}. "
+            f"{where}={str(path)!r} holds {len(secret)} bytes, which are too few for a secret: at least "
+            f"{MIN_KEY_BYTES}. "
             f"{make_one}"
         )
     return SigningKey(secret)

@@ -23,8 +23,8 @@ class StepResult:
     `optimizer` are the device's time, between events in its stream, and the host's otherwise. `optimizer` is then that
     of the previous step, since the device has not finished this one; it is missing where that is unknown. `read` is the
     host's wait for loss and norm. `save` is the time for which saving after the previous step delayed the loop, and
-    `evaluation` comes after the step; the step's `seconds` include neither. `measure_exposed_communication`, in steps in which
-    it was measured, is part of the others.
+    `evaluation` comes after the step; the step's `seconds` include neither. `measure_exposed_communication`, in steps
+    in which it was measured, is part of the others.
     """
 
     step: int

@@ -68,7 +68,8 @@ def create_output_console(width: int = 10_000) -> Console:
 
 
 def report_results(renderable: Any, values: dict[str, Any], json_file: Path | None) -> None:
-    """Print `renderable` for people, and write the values for machines if there is a file for them. Raises ConfigError."""
+    """Print `renderable` for people, and write the values for machines if there is a file for them. Raises
+    ConfigError."""
     create_output_console().print(renderable, highlight=False)
     if json_file is not None:
         write_output_file(json_file, json.dumps(values, indent=1) + "\n")

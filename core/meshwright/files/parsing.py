@@ -137,7 +137,8 @@ _BlockDumper.add_representer(
 
 
 def to_yaml(value: Any, *, use_block_style: bool = False) -> str:
-    """Return YAML that `parse_yaml` and readers of YAML 1.1 read alike; `use_block_style` writes long strings as blocks."""
+    """Return YAML that `parse_yaml` and readers of YAML 1.1 read alike; `use_block_style` writes long strings as
+    blocks."""
     dumper = _BlockDumper if use_block_style else _Dumper
     return yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True)
 

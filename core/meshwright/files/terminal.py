@@ -1,7 +1,7 @@
 """Output to a terminal, with text of files, names and paths escaped so that it cannot control the terminal.
 
-All output goes through `create_console`, `say` or `warn`; tests/security/test_terminal_escapes.py checks this. rich is imported
-only where it is used, and torch nowhere.
+All output goes through `create_console`, `say` or `warn`; tests/security/test_terminal_escapes.py checks this. rich is
+imported only where it is used, and torch nowhere.
 """
 
 from __future__ import annotations

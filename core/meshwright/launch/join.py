@@ -93,7 +93,8 @@ def get_local_rank(num_devices: int) -> int:
     """
     if "LOCAL_RANK" not in os.environ and num_devices > 1 and read_count(os.environ, "WORLD_SIZE", 1) > 1:
         raise MeshError(
-            f"LOCAL_RANK is not set, so this rank cannot tell which of the {num_devices} devices here is its own. Set it "
+            f"LOCAL_RANK is not set, so this rank cannot tell which of the {num_devices} devices here is its own. Set "
+            "it "
             f"to the number of the rank on its node, from 0, or give the device with its index."
         )
     return read_count(os.environ, "LOCAL_RANK", 0)
@@ -176,11 +177,14 @@ def _build_missing_variables(
 def _conflict_error(
     evidence: str, launcher_name: str, identifying_variables: tuple[str, ...], other: ClusterEnvironment
 ) -> MeshError:
-    """The error of two contradicting statements: `launcher_name` states `evidence`, and would not without the variables `identifying_variables`."""
+    """The error of two contradicting statements: `launcher_name` states `evidence`, and would not without the variables
+    `identifying_variables`."""
     pairs = ((identifying_variables, other.launcher), (other.identifying_variables, launcher_name))
     remedies = [f"{' and '.join(names)} if the ranks are those of {launcher}" for names, launcher in pairs if names]
     return MeshError(
-        f"two say what rank this is: {evidence} ({launcher_name}), and {other.evidence} ({other.launcher}). A process is one rank of one "
-        f"world. Unset {', or '.join(remedies)}. If each of the {other.world_size} is to start several ranks, let it start "
+        f"two say what rank this is: {evidence} ({launcher_name}), and {other.evidence} ({other.launcher}). A process "
+        "is one rank of one "
+        f"world. Unset {', or '.join(remedies)}. If each of the {other.world_size} is to start several ranks, let it "
+        "start "
         f"torchrun."
     )

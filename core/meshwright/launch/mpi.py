@@ -63,7 +63,8 @@ def _reject_pmix(environment: Mapping[str, str]) -> None:
     ):
         return
     raise MeshError(
-        f"this is one of {size or 'several'} processes ({format_variables(environment, 'PMIX_SIZE', 'PMIX_RANK')}), but RANK and "
+        f"this is one of {size or 'several'} processes ({format_variables(environment, 'PMIX_SIZE', 'PMIX_RANK')}), "
+        "but RANK and "
         f"WORLD_SIZE are not set, so each would train by itself. {_REMEDY}"
     )
 
@@ -78,7 +79,8 @@ PMIX = Launcher("PMIx", ("PMIX_SIZE", "PMIX_RANK", *_WORLD_SIZE_VARIABLES), _rej
 def _build_environment(
     launcher: str, environment: Mapping[str, str], names: tuple[str, ...], job_variable: str, address: Callable[[], str]
 ) -> ClusterEnvironment | None:
-    """The claim of the variables `names`: size, rank, local rank and local size; `job_variable` is the variable of its id."""
+    """The claim of the variables `names`: size, rank, local rank and local size; `job_variable` is the variable of its
+    id."""
     if environment.get(names[0], "") in ("", "1"):
         return None
     require_variables(environment, names, f"one of {environment[names[0]]} processes ({names[0]})", _REMEDY)

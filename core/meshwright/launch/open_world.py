@@ -21,8 +21,8 @@ def open_world(
 ) -> World:
     """Join the process group that exists, or start one.
 
-    Without a process group, the launcher that has started this process is joined (see docs/reference/launchers.md); where none
-    has, this process is a world of one.
+    Without a process group, the launcher that has started this process is joined (see docs/reference/launchers.md);
+    where none has, this process is a world of one.
 
     Args:
         device: "cpu", "cuda" or "cuda:1"; None takes the accelerator if there is one. Each rank of a node gets the

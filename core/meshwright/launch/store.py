@@ -134,7 +134,8 @@ def wait_until_connected(store: Store, size: int) -> None:
 
 
 def register_single_node_backend() -> None:
-    """Register the rendezvous backend `SINGLE_NODE_BACKEND`: torch's agent hosts the store for its ranks on loopback."""
+    """Register the rendezvous backend `SINGLE_NODE_BACKEND`: torch's agent hosts the store for its ranks on
+    loopback."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
     rendezvous_handler_registry.register(SINGLE_NODE_BACKEND, _create_single_node_rendezvous)
@@ -235,7 +236,8 @@ def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         values = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in names)
         raise RankError(
-            f"no rendezvous store reached within {timeout_s:g} s: {format_exception_only(error)}. The environment has {values}. "
+            f"no rendezvous store reached within {timeout_s:g} s: {format_exception_only(error)}. The environment has "
+            f"{values}. "
             "Start the ranks with `meshwright train` or torchrun, which set these, or set them to an address that "
             "every rank can reach."
         ) from error

@@ -107,7 +107,8 @@ class StepReduction:
         return sums[:count]
 
     def finalize(self, world: World, extra_scalars: Sequence[Tensor] = ()) -> list[float]:
-        """Drop, once, the gradients that no rank has used; return the values of `extra_scalars`, read with the same wait."""
+        """Drop, once, the gradients that no rank has used; return the values of `extra_scalars`, read with the same
+        wait."""
         sums, self._sums = self._sums, None
         unused = (each for part in self._all for each in part.iter_unused())
         asks = self._can_fail or any(part.error_values is not None for part in self._reports)
@@ -147,7 +148,8 @@ def _read_scalars(tensors: Sequence[Tensor]) -> list[float]:
 
 
 class Gradients:
-    """The gradients of what one manager trains; `use_float64`: norms are taken in float64, and do not depend on the layout."""
+    """The gradients of what one manager trains; `use_float64`: norms are taken in float64, and do not depend on the
+    layout."""
 
     def __init__(
         self,
@@ -219,7 +221,8 @@ class Gradients:
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
     def set_summed_gradient(self, trained: nn.Parameter, total: Tensor) -> None:
-        """Replace the gradient by the sum of `get_local_gradient` over stages, which may be modified. Collective on the stage."""
+        """Replace the gradient by the sum of `get_local_gradient` over stages, which may be modified. Collective on the
+        stage."""
         if trained.grad is None:
             trained.grad = torch.zeros_like(trained)
         self.get_local_gradient(trained).copy_(total)

@@ -113,7 +113,8 @@ def check_reduce_dtype(model: nn.Module, reduce_dtype: str | None) -> None:
 def warn_unused_options(
     config: BaseModel, mesh: Mesh, *, by_axis: Mapping[str, Sequence[str]], unsupported: Mapping[str, str] | None = None
 ) -> None:
-    """Warn on the first rank of options that act on nothing: `by_axis` an axis of one rank, or `unsupported` for a reason."""
+    """Warn on the first rank of options that act on nothing: `by_axis` an axis of one rank, or `unsupported` for a
+    reason."""
     if dist.get_rank() != 0:
         return
     fields = type(config).model_fields

@@ -71,7 +71,8 @@ class Mesh:
             return DeviceMesh(self.device.type, ranks, mesh_dim_names=EXPERT_AXES)
 
     def check_expert_mesh(self, device_mesh: DeviceMesh) -> None:
-        """Raise MeshError, on all ranks alike, if `device_mesh` is not the expert mesh; it may lack axes of one rank."""
+        """Raise MeshError, on all ranks alike, if `device_mesh` is not the expert mesh; it may lack axes of one
+        rank."""
 
         def placed(mesh: DeviceMesh) -> tuple[list[tuple[str, int]], list[int]]:
             sizes = zip(mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.mesh.shape, strict=True)
@@ -79,7 +80,8 @@ class Mesh:
 
         if placed(device_mesh) != placed(self.expert_mesh):
             raise MeshError(
-                f"the given mesh for experts, {device_mesh}, is not the one that the sizes give: {self.expert_mesh}. Leave "
+                f"the given mesh for experts, {device_mesh}, is not the one that the sizes give: {self.expert_mesh}. "
+                "Leave "
                 f"moe_mesh out, or give Mesh.expert_mesh."
             )
 

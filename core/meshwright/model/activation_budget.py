@@ -245,7 +245,8 @@ class BudgetedBlocks:
             if (elements := _count_elements(args, kwargs)) > self._max_elements:
                 # Once for each size.
                 warn(
-                    f"a microbatch is {elements / self._max_elements:.2f} times as large as those of the first step, for "
+                    f"a microbatch is {elements / self._max_elements:.2f} times as large as those of the first step, "
+                    "for "
                     f"which budget_gb={self.budget_gb:g} was divided: blocks may hold as much more.",
                     stacklevel=2,
                 )
@@ -334,7 +335,8 @@ def choose_saved_activations(
     if smallest > limit:
         raise ConfigError(
             f"activation_checkpointing: budget_gb={budget_gb:g} cannot be met: where all is computed again, blocks "
-            f"still hold their inputs, and one of them all its backward needs; a rank has {_format_gb(smallest)} GB then. "
+            f"still hold their inputs, and one of them all its backward needs; a rank has {_format_gb(smallest)} GB "
+            "then. "
             f"Set budget_gb to at least {_format_gb(smallest)}, or use smaller microbatches or shorter sequences."
         )
     choices.fill_budget(limit)

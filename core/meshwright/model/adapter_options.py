@@ -132,7 +132,8 @@ def check_target_names(config: Any, model: nn.Module, *, where: str) -> None:
             if not any(name == each or name.endswith(f".{each}") for name in known):
                 leaves = {name.rpartition(".")[2] for name in known} - {""}
                 raise ModelError(
-                    f"{where}.{key}: nothing in {type(model).__name__} is called {each!r}.{suggest_match(each, leaves)} "
+                    f"{where}.{key}: nothing in {type(model).__name__} is called "
+                    f"{each!r}.{suggest_match(each, leaves)} "
                     f"There are: {', '.join(sorted(each for each in leaves if not each.isdecimal()))}."
                 )
 
@@ -185,7 +186,8 @@ def _build_config(config_cls: type, options: Mapping[str, Any], where: str) -> A
     for key in options:
         if key not in known:
             raise ConfigError(
-                f"{where}.{key} is no option of {config_cls.__name__}.{suggest_match(key, [*known, *ADAPTER_KEYS])} Options: "
+                f"{where}.{key} is no option of {config_cls.__name__}.{suggest_match(key, [*known, *ADAPTER_KEYS])} "
+                "Options: "
                 f"{', '.join([*ADAPTER_KEYS, *known])}."
             )
     try:
@@ -206,7 +208,8 @@ def _merge_options(saved: Any, kind: Any, options: Mapping[str, Any], directory:
         before, now = _to_comparable(getattr(saved, key)), _to_comparable(getattr(fresh, key))
         if before != now:
             raise ConfigError(
-                f"{where}.{key}={options[key]!r} is in conflict with the adapter {str(directory)!r}, which was made with "
+                f"{where}.{key}={options[key]!r} is in conflict with the adapter {str(directory)!r}, which was made "
+                "with "
                 f"{before!r}. Leave it out: what a saved adapter is, its own {ADAPTER_CONFIG} says."
             )
     if "base_model_name_or_path" in options:

@@ -245,12 +245,14 @@ def register_trusted_code(
     """Run the code that comes with a model, if it is that of the trusted commit or digest; register its classes."""
     if is_commit(trusted_version) and commit is None:
         raise ModelError(
-            f"{where}={trusted_version!r} is a commit, and {directory} is a local directory. {_format_trust_hint(directory, where)}"
+            f"{where}={trusted_version!r} is a commit, and {directory} is a local directory. "
+            f"{_format_trust_hint(directory, where)}"
         )
     found = commit if is_commit(trusted_version) else compute_code_digest(directory)
     if found != trusted_version:
         raise ModelError(
-            f"{where}={trusted_version!r} is not what is there: the code in {directory} is {found}. Read it, and name that."
+            f"{where}={trusted_version!r} is not what is there: the code in {directory} is {found}. Read it, and name "
+            "that."
         )
     from transformers.utils import HF_MODULES_CACHE
 

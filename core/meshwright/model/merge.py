@@ -127,7 +127,8 @@ def build_merger(model: nn.Module) -> AdapterMerger | None:
 def iter_parameters(
     manager: ParameterOwner, *, bucket_bytes: int, dtype: torch.dtype | None, adapters: AdapterMode
 ) -> Iterator[tuple[str, Tensor]]:
-    """See `iter_full_parameters`; collective like it. A manager without `adapter_merger` gives the same in both ways."""
+    """See `iter_full_parameters`; collective like it. A manager without `adapter_merger` gives the same in both
+    ways."""
 
     def check() -> None:
         if adapters not in ("apart", "merged"):

@@ -209,7 +209,8 @@ def attach_extra_files(model: nn.Module, directory: Path) -> tuple[str, ...]:
         except Exception as error:
             # transformers raises whatever its values meet.
             raise ModelError(
-                f"{generation} is no generation configuration: {explain_library_error(error)}. Mend it, or remove it: it is not "
+                f"{generation} is no generation configuration: {explain_library_error(error)}. Mend it, or remove it: "
+                "it is not "
                 f"needed."
             ) from error
     # Where the configuration is a link, the others may be, to the same directory: the hub's cache, mounted volumes.

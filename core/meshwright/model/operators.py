@@ -119,7 +119,8 @@ class OperatorRecorder(TorchDispatchMode):
         return result
 
     def build_profile(self, input_bytes: int, hidden: Tensor | None) -> BlockProfile:
-        """Return what was recorded, for a block that alone was given so many bytes of `input_bytes`, `hidden` among them."""
+        """Return what was recorded, for a block that alone was given so many bytes of `input_bytes`, `hidden` among
+        them."""
         # Recomputation stops where nothing is left that backward needs.
         needed = self._calls[: self._num_needed]
         sent = [each for each in needed if each.is_communication]

@@ -95,7 +95,8 @@ def find_model_directory_on_all_ranks(
     allow_pickle: bool = False,
     include_code: bool = False,
 ) -> Path:
-    """Call `find_model_directory` on all ranks: the same commit of the hub, downloaded once on each node. Collective."""
+    """Call `find_model_directory` on all ranks: the same commit of the hub, downloaded once on each node.
+    Collective."""
 
     find = functools.partial(find_model_directory, path, allow_pickle=allow_pickle, include_code=include_code)
     commit = world.run_on_first_rank(lambda: get_hub_commit(path, find(revision=revision)))
@@ -305,7 +306,8 @@ def init_model(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
     except Exception as error:
         # Each model class checks its configuration in its own way, with errors of all kinds.
         raise ModelError(
-            f"transformers cannot build the model {getattr(config, 'model_type', config)!r}: {explain_library_error(error)}"
+            f"transformers cannot build the model {getattr(config, 'model_type', config)!r}: "
+            f"{explain_library_error(error)}"
         ) from error
 
 

@@ -65,8 +65,8 @@ def checkpoint_blocks(
     Args:
         model: before compile and before sharding.
         mode: "full" or True, "selective", options with a budget or host memory, or False for nothing.
-        save_routing: hold what routers choose, too, so that no token is routed again by numbers that a kernel computes a
-            little differently the second time; and how many tokens go where, which the host need not read again.
+        save_routing: hold what routers choose, too, so that no token is routed again by numbers that a kernel computes
+            a little differently the second time; and how many tokens go where, which the host need not read again.
 
     Returns:
         With a budget, the blocks, for which `choose` must be called; with host memory, what counts the bytes moved.
@@ -80,7 +80,8 @@ def checkpoint_blocks(
         )
     if not layout.blocks:
         raise ModelError(
-            f"activation_checkpointing={format_activation_option(mode)!r} acts on blocks, but {type(model).__name__} has "
+            f"activation_checkpointing={format_activation_option(mode)!r} acts on blocks, but {type(model).__name__} "
+            "has "
             "no stack of blocks. Set activation_checkpointing=false, or describe the model through the hook "
             "model_layout."
         )
@@ -259,8 +260,8 @@ def compile_blocks(
 
     Args:
         device: where the model will run.
-        excluded: names of modules that cannot be traced (experts, whose counts of tokens only values tell). A block that
-            holds one is compiled in parts: each of its modules that holds none, as large as can be.
+        excluded: names of modules that cannot be traced (experts, whose counts of tokens only values tell). A block
+            that holds one is compiled in parts: each of its modules that holds none, as large as can be.
     """
     if not layout.blocks:
         raise ModelError(

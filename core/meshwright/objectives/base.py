@@ -99,7 +99,8 @@ class ObjectiveConfig(FrozenModel):
         rows, positions = batch["labels"].shape
         if rows % self.group_size:
             raise BatchError(
-                f"objective {self.name!r} takes {self.group_size} consecutive rows together, and a microbatch has {rows} "
+                f"objective {self.name!r} takes {self.group_size} consecutive rows together, and a microbatch has "
+                f"{rows} "
                 f"rows. Give a multiple of {self.group_size}."
             )
         for column in self.accepted_columns:

@@ -63,7 +63,8 @@ class _GroupSettings:
             if any(parameter.dim() != trained[key].num_dims for key, parameter in named):
                 raise StrategyError(
                     f"{self.key}: {name} refuses the pieces of parameters that it has under this strategy: "
-                    f"{format_exception_line(error)}. Use AdamW, Adam, SGD, Adagrad or another optimizer that treats every element "
+                    f"{format_exception_line(error)}. Use AdamW, Adam, SGD, Adagrad or another optimizer that treats "
+                    "every element "
                     f"alike, or a strategy or options under which it has whole parameters (fsdp2, or ddp without "
                     f"use_distributed_optimizer)."
                 ) from error
@@ -90,7 +91,8 @@ class _GroupSettings:
             raise ConfigError(text) from error
         if not all(bool(parameter.isfinite().all()) for _, parameter in named):
             raise ConfigError(
-                f"{reported} {how} makes parameters infinite or NaN in its first two steps. Lower the rate, or change the "
+                f"{reported} {how} makes parameters infinite or NaN in its first two steps. Lower the rate, or change "
+                "the "
                 f"options."
             )
         return made

@@ -55,7 +55,8 @@ def call_optimizer_factory(factory: OptimizerFactory, named: Sequence[tuple[str,
     except Exception as error:
         dims = ", ".join(map(str, sorted({parameter.dim() for _, parameter in named})))
         raise StrategyError(
-            f"the optimizer cannot be made: {format_exception_line(error)}. Under this strategy it has {len(named)} tensors here, of "
+            f"the optimizer cannot be made: {format_exception_line(error)}. Under this strategy it has {len(named)} "
+            "tensors here, of "
             f"{dims} dimensions; where it has pieces of parameters, these have 1. {_ALTERNATIVES}, or another strategy."
         ) from error
 
@@ -70,7 +71,8 @@ def check_optimizer(optimizer: Optimizer, parts: ShardLayout, world: World) -> N
     def check_alone() -> None:
         for cls in filter(needs_closure, map(type, get_members(optimizer))):
             raise StrategyError(
-                f"{cls.__name__} needs a closure that runs the model again, and a step here is one pass. {_ALTERNATIVES}."
+                f"{cls.__name__} needs a closure that runs the model again, and a step here is one pass. "
+                f"{_ALTERNATIVES}."
             )
         for cls, kind, settings in kinds:
             if not kind.needs_all_ranks:
@@ -108,12 +110,14 @@ def _check_kind(cls: type[Optimizer], kind: _ParamKind, settings: dict[str, Any]
     except Exception as error:
         if f"{cls.__module__}.".startswith("torch.optim."):
             raise StrategyError(
-                f"{cls.__name__} cannot step with these settings: {format_exception_line(error)}. Change them, or use another "
+                f"{cls.__name__} cannot step with these settings: {format_exception_line(error)}. Change them, or use "
+                "another "
                 f"optimizer."
             ) from error
         if kind.is_partial or kind.mesh is not None:
             warn(
-                f"{cls.__name__} could not be tried ({format_exception_line(error)}), so it is not known whether it steps the parts "
+                f"{cls.__name__} could not be tried ({format_exception_line(error)}), so it is not known whether it "
+                "steps the parts "
                 f"of parameters that it has under this strategy as it would step whole ones. Compare with strategy "
                 f"single."
             )
@@ -138,7 +142,8 @@ def _check_kind(cls: type[Optimizer], kind: _ParamKind, settings: dict[str, Any]
     except Exception as error:
         raise StrategyError(
             f"{cls.__name__} cannot step sharded parameters (DTensors), which it has under this strategy: "
-            f"{format_exception_line(error)}. Use AdamW, Adam, SGD, Adagrad or another one, or a strategy under which the optimizer "
+            f"{format_exception_line(error)}. Use AdamW, Adam, SGD, Adagrad or another one, or a strategy under which "
+            "the optimizer "
             f"has whole parameters (ddp)."
         ) from error
     if not agrees:

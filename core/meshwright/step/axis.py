@@ -115,5 +115,6 @@ class Axis:
         return None
 
     def find_gradient_error(self, shard_layout: ShardLayout) -> MeshwrightError | None:
-        """Return what the first step's gradients, divided by `shard_layout`, show to be wrong with the model. Collective."""
+        """Return what the first step's gradients, divided by `shard_layout`, show to be wrong with the model.
+        Collective."""
         return None

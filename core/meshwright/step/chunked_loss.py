@@ -233,7 +233,8 @@ def compute_token_loss(
 ) -> Tensor:
     """Sum the cross entropy of `targets_N` [nats], divided by `num_tokens`; scalar. See [Note: by rows].
 
-    `pending_gradients`: gradients of losses with the same weights that no backward has taken yet; this loss adds its own.
+    `pending_gradients`: gradients of losses with the same weights that no backward has taken yet; this loss adds its
+    own.
     """
     factor = torch.ones((), dtype=_promote_to_float32(rows.hidden_NH.dtype), device=targets_N.device) / num_tokens
     inputs = (rows.hidden_NH, *rows.tensors)

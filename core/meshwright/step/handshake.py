@@ -326,7 +326,8 @@ class _HandshakeResult:
             )
         if self._num_microbatches_range[0] != self._num_microbatches_range[1]:
             raise BatchError(
-                f"ranks disagree on the number of microbatches: between {self._num_microbatches_range[0]} and {self._num_microbatches_range[1]}. "
+                f"ranks disagree on the number of microbatches: between {self._num_microbatches_range[0]} and "
+                f"{self._num_microbatches_range[1]}. "
                 f"Give every rank the same number; pad with microbatches whose labels are all {IGNORE_INDEX}."
             )
         if low != high:

@@ -148,7 +148,8 @@ class DeferredHead:
         return answer, outputs
 
     def build_rows(self, logits: DeferredLogits) -> HiddenRows:
-        """Return the rows of deferred logits, within the forward; ChunkedLogitsError if the head's parameters are gone."""
+        """Return the rows of deferred logits, within the forward; ChunkedLogitsError if the head's parameters are
+        gone."""
         source = logits.source
         device = source.hidden.device.type
         is_cast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

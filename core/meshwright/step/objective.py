@@ -91,7 +91,8 @@ class BoundObjective:
         return {name: tensor for name, tensor in batch.items() if name in self.model_keys}
 
     def get_unsharded_columns(self, batch: Batch) -> dict[str, Tensor]:
-        """Return what the objective sees of an undivided microbatch, under the keys that `split_unsharded_columns` removes."""
+        """Return what the objective sees of an undivided microbatch, under the keys that `split_unsharded_columns`
+        removes."""
         seen = self.get_columns(batch) | {key: batch[key] for key in ("labels", "position_ids") if key in batch}
         return {_UNSHARDED_PREFIX + name: tensor for name, tensor in seen.items()}
 
@@ -144,7 +145,8 @@ class BoundObjective:
             for size in {count, rows_per_chunk or count}:
                 if size % self.group_size:
                     raise BatchError(
-                        f"{about}: {size} sequences at a time cannot be taken {self.group_size} by {self.group_size}, as the "
+                        f"{about}: {size} sequences at a time cannot be taken {self.group_size} by {self.group_size}, "
+                        "as the "
                         f"{self.name} takes them. Let microbatches, and those of a pipeline (pp_microbatch_size), have "
                         f"a multiple of {self.group_size} sequences."
                     )
@@ -200,7 +202,8 @@ class ObjectiveAccumulator:
         if self.error is not None or not has_nonfinite:
             return self.error
         return NonFiniteError(
-            f"the {self.objective.name} is not finite. No parameter was changed by this step. Look at the batch, and at "
+            f"the {self.objective.name} is not finite. No parameter was changed by this step. Look at the batch, and "
+            "at "
             f"what the objective divides by, exponentiates or takes the logarithm of."
         )
 
@@ -215,7 +218,8 @@ def call_objective(
         raise
     except KeyError as error:
         raise ConfigError(
-            f"the {objective.name} asks for {error}, which the batch has not; its columns: {', '.join(columns) or 'none'}."
+            f"the {objective.name} asks for {error}, which the batch has not; its columns: "
+            f"{', '.join(columns) or 'none'}."
         ) from error
     except Exception as error:
         raise ConfigError(f"the {objective.name} fails: {type(error).__name__}: {error}") from error
@@ -240,7 +244,8 @@ def check_logits_shape(objective: BoundObjective, shape: Sequence[int], vocab_si
     """Refuse an objective over tokens if the logits are not those of a vocabulary, with a ModelError."""
     if objective.input_kind == "tokens" and (len(shape) != 3 or shape[-1] < (vocab_size or 0)):
         raise ModelError(
-            f"the {objective.name} is over tokens, but the model gives logits {tuple(shape)}, which are not those of its "
+            f"the {objective.name} is over tokens, but the model gives logits {tuple(shape)}, which are not those of "
+            "its "
             f"vocabulary. Set input_kind = 'outputs', for an objective over what the model's head returns."
         )
 

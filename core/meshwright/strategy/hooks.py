@@ -103,8 +103,8 @@ def render_plan(config: Any, world_size: int) -> list[Any] | None:
 
 @hookspec(firstresult=True)
 def open_state_replication(world: World) -> Any:
-    """Open the copies of training state outside of this process, `meshwright.train.loop.extension.StateReplication`; None to
-    pass. Collective. Called if a run asks for copies (`checkpoint.replicate`)."""
+    """Open the copies of training state outside of this process, `meshwright.train.loop.extension.StateReplication`;
+    None to pass. Collective. Called if a run asks for copies (`checkpoint.replicate`)."""
 
 
 # -- observers: called on every rank, in this order; none may issue collectives, and what one raises ends the run

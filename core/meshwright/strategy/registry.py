@@ -246,7 +246,8 @@ class Registry:
             return self._specs[claimants[0]]
         if key in find_installable_extras():
             raise UnknownStrategyError(
-                f"strategy {name!r} is not installed. {format_install_hint(find_installable_extras()[key])}\n{self._format_alternatives()}"
+                f"strategy {name!r} is not installed. "
+                f"{format_install_hint(find_installable_extras()[key])}\n{self._format_alternatives()}"
             )
         hint = suggest_match(key, [*self._specs, *find_installable_extras()]) or suggest_match(key, aliases)
         raise UnknownStrategyError(f"strategy {name!r} is not installed.{hint}\n{self._format_alternatives()}")

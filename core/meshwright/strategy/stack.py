@@ -96,8 +96,8 @@ def resolve(
     """Find the stack for a strategy and give every axis its degree.
 
     Args:
-        strategy: name or alias; None: the one that takes `config`, see `find_strategy_name`. A wrapping strategy named here
-            wraps `single`.
+        strategy: name or alias; None: the one that takes `config`, see `find_strategy_name`. A wrapping strategy named
+            here wraps `single`.
         config: options of the named strategy, as a mapping or as its config class.
         wrapper_config: options of wrapping strategies, by name.
         registry: where strategies are looked up; None: the installed plugins.

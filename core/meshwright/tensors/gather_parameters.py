@@ -180,8 +180,8 @@ class BucketSlice(NamedTuple):
 class GatherBucket:
     """What is sent at once: `names` in order, and the parts of each in every rank's segment.
 
-    Segments begin at `starts`, which ends with the size of the buffer; `uses_all_gather`: all are equally long. `is_last`:
-    the tensors are complete after it; else the only one takes more rounds.
+    Segments begin at `starts`, which ends with the size of the buffer; `uses_all_gather`: all are equally long.
+    `is_last`: the tensors are complete after it; else the only one takes more rounds.
     """
 
     names: tuple[str, ...]

@@ -51,7 +51,8 @@ def compute_grad_norm(
     Args:
         gradients: on any devices; the same ones in the same order on all ranks.
         norm_type: p > 0, or inf.
-        use_float64: sum in float64 within each tensor too, so that sharding changes only the last bits; several times slower.
+        use_float64: sum in float64 within each tensor too, so that sharding changes only the last bits; several times
+            slower.
         groups: what shards each gradient; default: its placements.
         device: of the result; default: that of the first gradient.
     """

@@ -49,7 +49,8 @@ _FROZEN_CACHES: list[Any] = []
 
 
 def freeze_gc() -> None:
-    """Exclude what exists by now from garbage collection, as `gc.freeze`; `clear_mesh_caches` still finds its caches."""
+    """Exclude what exists by now from garbage collection, as `gc.freeze`; `clear_mesh_caches` still finds its
+    caches."""
     _FROZEN_CACHES.extend(_find_caches())
     gc.freeze()
 

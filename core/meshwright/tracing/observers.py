@@ -2,8 +2,8 @@
 
 [Note: watched storages] Storages are counted, each once and by its present size, whichever tensors view it. It is
 known once an operation takes or returns a tensor over it. A weak reference reports its end, and while the meter runs
-its class is `_WatchedStorage`, which reports a resize. So nothing of torch is replaced, and the cost of an operation does not
-grow with the number of tensors.
+its class is `_WatchedStorage`, which reports a resize. So nothing of torch is replaced, and the cost of an operation
+does not grow with the number of tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The driver that `meshwright launch` makes for Ray Train trains as without Ray, and continues when a rank is killed."""
+"""The driver that `meshwright launch` makes for Ray Train trains as without Ray, and continues when a rank is
+killed."""
 
 from __future__ import annotations
 

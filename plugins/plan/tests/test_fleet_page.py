@@ -1,4 +1,5 @@
-"""Results of benchmarks/fleet.py are those of the code; docs/reference/goodput.md names the defaults that the code has."""
+"""Results of benchmarks/fleet.py are those of the code; docs/reference/goodput.md names the defaults that the code
+has."""
 
 from __future__ import annotations
 

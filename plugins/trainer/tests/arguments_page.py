@@ -1,4 +1,5 @@
-"""docs/reference/proofs/trainer-arguments.md, of `arguments.yaml`: `python plugins/trainer/tests/arguments_page.py` writes it."""
+"""docs/reference/proofs/trainer-arguments.md, of `arguments.yaml`: `python plugins/trainer/tests/arguments_page.py`
+writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `meshwright watch` reads, thins out, compares and answers, as docs/reference/watch.md says; without a browser."""
+"""What `meshwright watch` reads, thins out, compares and answers, as docs/reference/watch.md says; without a
+browser."""
 
 from __future__ import annotations
 

@@ -116,13 +116,15 @@ class ContextParallel(Axis):
         for name, tensor in batch.items():
             if name not in _SHARDED_KEYS:
                 raise BatchError(
-                    f"the batch holds {name}, of which it is not known how cp_size={self.sequence_shard.num_ranks} divides it. "
+                    f"the batch holds {name}, of which it is not known how cp_size={self.sequence_shard.num_ranks} "
+                    "divides it. "
                     f"Leave it out, or set cp_size=1."
                 )
             shapes = [(count, length)] + [(1, length)] * (name == "position_ids")
             if tuple(tensor.shape) not in shapes:
                 raise BatchError(
-                    f"{name} has the shape {tuple(tensor.shape)}, but with cp_size={self.sequence_shard.num_ranks} it must be that "
+                    f"{name} has the shape {tuple(tensor.shape)}, but with cp_size={self.sequence_shard.num_ranks} it "
+                    "must be that "
                     f"of input_ids, {(count, length)}."
                 )
         follows_mask = self._probe_result is not None and self._probe_result.positions_follow_mask

@@ -190,7 +190,8 @@ def _expand_plan(
             and not any(hasattr(module, each) for each in style.required_attributes)
         ):
             raise ModelError(
-                f"{source} gives {name} ({type(module).__name__}) the style {plan.module_styles[name]!r}, which needs a "
+                f"{source} gives {name} ({type(module).__name__}) the style {plan.module_styles[name]!r}, which needs "
+                "a "
                 f"module with {' or '.join(style.required_attributes)}. Change the plan."
             )
     if is_strict:

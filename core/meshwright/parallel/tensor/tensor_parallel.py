@@ -194,7 +194,8 @@ class TensorParallel(Axis):
     def check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
         if self._residual_stream is not None and shape[1] * self.size == targets_BS.shape[1]:
             raise ModelError(
-                f"{type(self._model).__name__} did not run {', '.join(sorted(self._residual_stream.plan.exit_blocks))}, at whose "
+                f"{type(self._model).__name__} did not run "
+                f"{', '.join(sorted(self._residual_stream.plan.exit_blocks))}, at whose "
                 f"exit the sequence is gathered. Set sequence_parallel=false."
             )
 

@@ -45,7 +45,8 @@ class BadStepConfig(FrozenModel):
 
     action: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
-        description="stop: the run ends with an error; skip: the optimizer does not step, and the run continues; rollback: "
+        description="stop: the run ends with an error; skip: the optimizer does not step, and the run continues; "
+        "rollback: "
         "the run goes back to its newest checkpoint, and leaves out all batches since then.",
     )
     max_deviations: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
@@ -117,8 +118,10 @@ class BadStepDetector:
         self._num_since_good += 1
         if self._num_since_good > self.config.max_bad_steps:
             raise TrainingError(
-                f"step {step}: {reason}. There were {self._num_since_good} bad steps without a good one that is further, "
-                f"and on_bad_step.limit={self.config.max_bad_steps}. Lower optimizer.lr, look at the data, or raise the limit."
+                f"step {step}: {reason}. There were {self._num_since_good} bad steps without a good one that is "
+                "further, "
+                f"and on_bad_step.limit={self.config.max_bad_steps}. Lower optimizer.lr, look at the data, or raise "
+                "the limit."
             )
         return BadStepInfo(step, reason)
 

@@ -139,7 +139,8 @@ class Loop:
             check_loop(state or {})
         except ValueError as error:
             raise CheckpointError(
-                f"the manifest of step {manifest.step} has values of other types: {LOOP_STATE_KEY}.{error}. Resume from another "
+                f"the manifest of step {manifest.step} has values of other types: {LOOP_STATE_KEY}.{error}. Resume "
+                "from another "
                 f"checkpoint."
             ) from None
         return replace(self, start_step=manifest.step, resume_state=state)

@@ -172,16 +172,19 @@ def _check_resumable(config: RunConfig, target: Target) -> None:
         )
     if target in ("ray", "skypilot") and not saving.has_scheduled_saves:
         raise ConfigError(
-            f"the run saves only when a signal comes, and {target} takes machines away without one. Set checkpoint.every."
+            f"the run saves only when a signal comes, and {target} takes machines away without one. Set "
+            "checkpoint.every."
         )
     if target in ("slurm", "kubernetes") and "SIGTERM" not in saving.stop_config.signals:
         raise ConfigError(
-            f"checkpoint.on_signal.signals={saving.stop_config.signals}, but {target} announces the end of a job by SIGTERM. "
+            f"checkpoint.on_signal.signals={saving.stop_config.signals}, but {target} announces the end of a job by "
+            "SIGTERM. "
             f"Add it, or leave on_signal out."
         )
     if target == "slurm" and saving.stop_config.exit_code in (0, 1, 2, 128 + signal.SIGKILL):
         raise ConfigError(
-            f"checkpoint.on_signal.exit_code={saving.stop_config.exit_code} is also that of a run that has ended, failed "
+            f"checkpoint.on_signal.exit_code={saving.stop_config.exit_code} is also that of a run that has ended, "
+            "failed "
             f"or been killed; the job could not tell whether to queue again. Leave it out: it is 143 then."
         )
 

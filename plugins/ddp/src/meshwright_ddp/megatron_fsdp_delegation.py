@@ -61,7 +61,8 @@ def delegate_to_megatron_fsdp(config: DDPConfig, mesh: Mesh) -> StrategyManager:
     if instances == 1 and config.outer_dp_sharding_strategy != "no_shard":
         raise StrategyError(
             f"outer_dp_sharding_strategy={config.outer_dp_sharding_strategy} shards over instances of the distributed "
-            f"optimizer, of which there is one. Set {_INSTANCES_OPTION} to a divisor of the {ranks} data-parallel ranks, or "
+            f"optimizer, of which there is one. Set {_INSTANCES_OPTION} to a divisor of the {ranks} data-parallel "
+            "ranks, or "
             f"leave outer_dp_sharding_strategy out."
         )
     degrees = MeshSizes(dp_size=ranks, dp_replicate_size=instances).resolve(mesh.world.size, spec.axes)

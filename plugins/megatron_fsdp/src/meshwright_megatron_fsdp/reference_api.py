@@ -121,7 +121,8 @@ _AXIS_OPTIONS = {name: _PARAMETERS[name].default for name in ("dp_mesh_name", "c
 def _bind_positional(arguments: Sequence[Any]) -> dict[str, Any]:
     if len(arguments) > len(_POSITIONAL_OPTIONS):
         raise ConfigError(
-            f"{len(arguments)} options by position, but there are {len(_POSITIONAL_OPTIONS)}: {', '.join(_POSITIONAL_OPTIONS)}."
+            f"{len(arguments)} options by position, but there are {len(_POSITIONAL_OPTIONS)}: "
+            f"{', '.join(_POSITIONAL_OPTIONS)}."
         )
     return dict(zip(_POSITIONAL_OPTIONS, arguments, strict=False))
 

@@ -109,8 +109,8 @@ class PipelineConfig(FrozenModel):
     ) -> tuple[float, float]:
         """The bubble fraction of a schedule whose stages have equally many blocks, and the most live microbatches.
 
-        `num_sequences` are those of a step on each data-parallel rank, and `head_cost` is the time of what the last stage
-        computes beside its blocks, as a number of blocks.
+        `num_sequences` are those of a step on each data-parallel rank, and `head_cost` is the time of what the last
+        stage computes beside its blocks, as a number of blocks.
         """
         stages = compute_num_stages(self, num_layers=num_layers, pp_size=pp_size)
         microbatches = compute_num_microbatches(self, num_sequences=num_sequences)

@@ -87,7 +87,8 @@ class PipelineSummary:
     def headline(self) -> str:
         schedule = self.schedule
         return (
-            f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches "
+            f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} "
+            "microbatches "
             f"of {self.microbatch_size} sequence{'s' if self.microbatch_size > 1 else ''}"
         )
 

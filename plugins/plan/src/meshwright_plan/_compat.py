@@ -1,8 +1,9 @@
 """Private names of torch that planning needs: fake tensors and fake process groups, with which torch tests itself.
 
-[Note: fake tensors] `FakeTensorDispatcher` calls torch's mode without entering it, since an entered mode gives no memory to storages
-either, not even to messages of Python objects. torch's cache of results by shape computes a key that takes as long as
-all the rest; a shorter key here leads to its entry (`_cache_key`, `cache`, `_output_from_cache_entry` of torch 2.13).
+[Note: fake tensors] `FakeTensorDispatcher` calls torch's mode without entering it, since an entered mode gives no
+memory to storages either, not even to messages of Python objects. torch's cache of results by shape computes a key that
+takes as long as all the rest; a shorter key here leads to its entry (`_cache_key`, `cache`, `_output_from_cache_entry`
+of torch 2.13).
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class PlanConfig(FrozenModel):
         default=LLAMA_3_FAILURES,
         ge=0,
         allow_inf_nan=False,
-        description="Failures of a rank in an hour, each of which ends the run; see docs/reference/goodput.md. Default: those of "
+        description="Failures of a rank in an hour, each of which ends the run; see docs/reference/goodput.md. "
+        "Default: those of "
         "Llama 3's GPUs, 419 of 16,384 in 54 days (arXiv:2407.21783, section 3.3.4).",
     )
     detection_s: Seconds | None = Field(
@@ -186,7 +187,8 @@ def load_device_spec(name: str) -> DeviceSpec:
     if not path.is_file():
         known = list_device_specs()
         raise ConfigError(
-            f"there is no device {name!r}.{suggest_match(name, known)} Devices: {', '.join(known)}; or the path of a YAML "
+            f"there is no device {name!r}.{suggest_match(name, known)} Devices: {', '.join(known)}; or the path of a "
+            "YAML "
             f"file."
         )
     try:

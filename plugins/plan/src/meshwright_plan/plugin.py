@@ -46,7 +46,8 @@ def plan(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Device to plan for: a name such as h200, or your own YAML file; default: h100-80gb. With --calibrate: the device whose figures fill in what is not measured."
+            help="Device to plan for: a name such as h200, or your own YAML file; default: h100-80gb. With "
+            "--calibrate: the device whose figures fill in what is not measured."
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this JSON file.")] = None,

@@ -19,8 +19,8 @@ it; whoever reads it waits. Bubbles follow from this.
 [Note: rings and trees] A ring over n ranks on m nodes takes n - 1 steps to gather or to reduce and scatter, of which
 m - 1 go between nodes, and twice as many to do both. Each device passes nearly the whole tensor on inside of its node;
 what enters a node is shared by the group's devices there, each over its own rail. A tree reduces and sends back in
-steps that grow with log2(m), at `TREE_BANDWIDTH_RATIO` times the rate of a ring: small messages take it. This is the model by
-which NCCL chooses among its algorithms (NVIDIA/nccl, src/graph/tuning.cc).
+steps that grow with log2(m), at `TREE_BANDWIDTH_RATIO` times the rate of a ring: small messages take it. This is the
+model by which NCCL chooses among its algorithms (NVIDIA/nccl, src/graph/tuning.cc).
 
 [Note: causal attention] An attention has two products of each pair of a query and a key that act on each other, and its
 backward five (Dao, arXiv:2307.08691). With neither a mask nor `is_causal` all pairs act. A mask is taken for the causal
@@ -127,7 +127,8 @@ def is_kernel(operation: Operation) -> bool:
 
 
 def estimate_kernel_seconds(operation: Operation, device: DeviceSpec, relative_speed: float = 1.0) -> float:
-    """Return the time of an operator by itself; its arithmetic runs at `relative_speed` times the speed of the device."""
+    """Return the time of an operator by itself; its arithmetic runs at `relative_speed` times the speed of the
+    device."""
     moved = sum(size for _, size in (*operation.reads, *operation.writes))
     if any(name in operation.name for name in _GATHER_OPS):
         moved = min(moved, 2 * sum(size for _, size in operation.writes))

@@ -2,8 +2,8 @@
 
 Processes of one node meet at a socket in a directory of mode 0700 (anyone may take the name of an abstract socket
 first), and know each other by their user, which the system tells. Across nodes both sides prove that they know the
-run's token, without sending it. Until then a side reads at most `_MAX_UNAUTHENTICATED_BYTES` bytes and waits `AUTH_TIMEOUT_S`
-seconds in all. This module imports no torch.
+run's token, without sending it. Until then a side reads at most `_MAX_UNAUTHENTICATED_BYTES` bytes and waits
+`AUTH_TIMEOUT_S` seconds in all. This module imports no torch.
 """
 
 from __future__ import annotations

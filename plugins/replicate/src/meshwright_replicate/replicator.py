@@ -1,8 +1,9 @@
 """Copy a run's state into the memory of its nodes while it trains.
 
-[Note: copies] `StateReplicator.replicate` returns when this rank's part is in host memory. A thread with a process group of its own
-hands it to the keeper of its node, and sends it to that of the next node. When all ranks have done so, the first one
-makes the manifest, and each rank has its keeper seal the step. A step that is due before that is left out.
+[Note: copies] `StateReplicator.replicate` returns when this rank's part is in host memory. A thread with a process
+group of its own hands it to the keeper of its node, and sends it to that of the next node. When all ranks have done so,
+the first one makes the manifest, and each rank has its keeper seal the step. A step that is due before that is left
+out.
 """
 
 from __future__ import annotations
@@ -177,7 +178,8 @@ class StateReplicator:
         held = [here, (here - 1) % len(nodes)] if len(nodes) > 1 else [here]
         needed = _NUM_STEPS_HELD * sum(every[rank] for number in held for rank in nodes[number].ranks)
         wrong = (
-            f"checkpoint.replicate holds {_NUM_STEPS_HELD} copies of the state of ranks, {needed / 1e9:,.1f} GB on this node, "
+            f"checkpoint.replicate holds {_NUM_STEPS_HELD} copies of the state of ranks, {needed / 1e9:,.1f} GB on "
+            "this node, "
             f"which has {self._memory_bytes / 1e9:,.1f} GB of memory. Use more nodes, or checkpoint.replicate=null."
         )
         world.raise_on_all_ranks(ConfigError(wrong) if needed > self._memory_bytes else None)
@@ -285,7 +287,8 @@ def _describe_file(view: memoryview | bytes) -> StoredFile:
 
 
 class MemoryReplication:
-    """Implements `meshwright.train.loop.extension.StateReplication`. Making one is collective; raises as `open_replica_client`."""
+    """Implements `meshwright.train.loop.extension.StateReplication`. Making one is collective; raises as
+    `open_replica_client`."""
 
     def __init__(self, world: World) -> None:
         self._client = open_replica_client(world)

@@ -120,7 +120,10 @@ class MetricsReporter:
         if bad_step.rollback_step is None:
             text = f"step {bad_step.step} is left out: {bad_step.reason}"
         else:
-            text = f"step {bad_step.step}: {bad_step.reason}; going back to step {bad_step.rollback_step}, without the batches since then"
+            text = (
+                f"step {bad_step.step}: {bad_step.reason}; going back to step {bad_step.rollback_step}, without "
+                "the batches since then"
+            )
             if self._lines is not None:
                 self._lines.close()
                 kept = read_metrics(self._metrics, last_step=bad_step.rollback_step, num_steps=bad_step.num_steps)
@@ -298,7 +301,8 @@ def print_stopped(stopped: Stopped, *, num_steps: int) -> None:
     saved = "saved; the same command continues" if stopped.saved else "which could not be saved"
     if stopped.has_skipped_save:
         saved = (
-            "not saved: that would take longer than is left of checkpoint.on_signal.grace_s; the same command continues "
+            "not saved: that would take longer than is left of checkpoint.on_signal.grace_s; the same command "
+            "continues "
             "from the newest checkpoint"
         )
     if not stopped.step:

@@ -103,7 +103,8 @@ def can_probe(size: ModelSize, *, seq_len: int, device: torch.device, degrees: D
 
 
 def probe_isolation(config: Any, dtype: torch.dtype, packing: Packing, *, seq_len: int, mask_padding: bool) -> None:
-    """Refuse a small model that does not isolate documents that share a row, or padding; see `check_document_isolation`."""
+    """Refuse a small model that does not isolate documents that share a row, or padding; see
+    `check_document_isolation`."""
     config = copy.deepcopy(config)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"), torch.no_grad():
         model = init_model(config, dtype, 0).eval()
@@ -133,7 +134,8 @@ def check_memory(degrees: Degrees, size: ModelSize, memory_bytes: int) -> None:
     held = size.num_parameters * size.bytes_per_element / degrees.world_size
     if held > memory_bytes:
         raise ModelError(
-            f"the model does not fit: a rank would hold {held / 1e9:,.1f} GB of its {size.num_parameters:,} parameters, "
+            f"the model does not fit: a rank would hold {held / 1e9:,.1f} GB of its {size.num_parameters:,} "
+            "parameters, "
             f"and this node has {memory_bytes / 1e9:,.1f} GB of memory. Make it smaller (model.vocab_size, "
             f"model.hidden_size, ...), or use more ranks under a strategy that shards it."
         )
@@ -224,7 +226,8 @@ def check_document_isolation(
     limit = max(1e-4, torch.finfo(dtype).eps ** 0.5) if has_experts else 1e-4
     if not leak <= limit * scale:
         raise ModelError(
-            f"{name} {_DEFECT_TEXT[packing]}: other tokens there move log-probabilities by {leak:.3g}, where it may see them "
+            f"{name} {_DEFECT_TEXT[packing]}: other tokens there move log-probabilities by {leak:.3g}, where it may "
+            "see them "
             f"by {scale:.3g}. {_REMEDY_TEXT[packing]}"
         )
 
@@ -246,15 +249,18 @@ def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets
     if group > 1 and (given is None or given.group_size != group):
         reported = "cross entropy" if given is None else given.name
         raise ConfigError(
-            f"the rows of these data belong together, {group} by {group} (chosen and rejected), and the {reported} takes "
-            f"each by itself, so that rejected answers would be supervised. Set objective to orpo, simpo or dpo, or give "
+            f"the rows of these data belong together, {group} by {group} (chosen and rejected), and the {reported} "
+            "takes "
+            f"each by itself, so that rejected answers would be supervised. Set objective to orpo, simpo or dpo, or "
+            "give "
             f"data of another format."
         )
     if given is None:
         return False
     if given.group_size != group:
         raise ConfigError(
-            f"the {given.name} takes rows {given.group_size} by {given.group_size}, and those of these data do not belong "
+            f"the {given.name} takes rows {given.group_size} by {given.group_size}, and those of these data do not "
+            "belong "
             f"together. Give data of format preference; or microbatches in which they do in a script: see "
             f"docs/reference/objectives.md."
         )
@@ -264,7 +270,8 @@ def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets
     if missing and not computes:
         raise ConfigError(
             f"the {given.name} needs {', '.join(missing)} beside the tokens, and the data have "
-            f"{', '.join(first.column_specs) or 'no columns'}. Name fields of a source that hold it in its `columns`; or "
+            f"{', '.join(first.column_specs) or 'no columns'}. Name fields of a source that hold it in its `columns`; "
+            "or "
             f"give it microbatches that have it in a script: see docs/reference/objectives.md."
         )
     sample = dict(first.read_batch(range(group)))

@@ -84,12 +84,14 @@ def write_results(prepared: PreparedRun, results: list[StepResult], console: Con
     averaged = f"{directory.averaged_model} (with averaged weights), " if averages else ""
     adapted = prepared.model.base is not None
     what = "an adapter of peft" if adapted else "a Hugging Face directory"
+    command = f"meshwright export --merge {escape_markup(directory.model)} OUT" if adapted else "meshwright strategies"
     print_text(
         parse_markup(
-            f"\n[bold]written[/bold] {escape_markup(directory.model)} ({what}), {escape_markup(averaged)}{escape_markup(directory.loss_curve)}, "
+            f"\n[bold]written[/bold] {escape_markup(directory.model)} ({what}), "
+            f"{escape_markup(averaged)}{escape_markup(directory.loss_curve)}, "
             f"{escape_markup(directory.metrics)}, {escape_markup(directory.summary)}\n"
             f"[bold]next[/bold]\n"
-            f"  {f'meshwright export --merge {escape_markup(directory.model)} OUT' if adapted else 'meshwright strategies'}\n"
+            f"  {command}\n"
         ).append(
             f'  python -c "from transformers import pipeline; '
             f"print(pipeline('text-generation', '{directory.model}')('The ')[0]['generated_text'])\""
@@ -140,7 +142,8 @@ def format_results(summary: dict[str, Any], prepared: PreparedRun) -> Iterator[s
     stopping = prepared.config.eval.early_stopping
     if stopping is not None and summary["step"] < summary["num_steps"]:
         yield (
-            f"stopped early, after {summary['step']} of {summary['num_steps']} steps: the {format_eval_set(stopping.eval_set)} loss "
+            f"stopped early, after {summary['step']} of {summary['num_steps']} steps: the "
+            f"{format_eval_set(stopping.eval_set)} loss "
             f"has not fallen in {stopping.patience} evaluations"
         )
     for each in summary["best_checkpoints"]:

@@ -79,7 +79,8 @@ from .run_sections import HELD_OUT
 class PreparedRun:
     """A run that has been checked, as far as that is possible without ranks.
 
-    Where not `is_isolation_probed`, the model is tried as it runs. `identity` is what must be equal to resume; values of JSON.
+    Where not `is_isolation_probed`, the model is tried as it runs. `identity` is what must be equal to resume; values
+    of JSON.
     """
 
     config: RunConfig
@@ -244,15 +245,18 @@ def describe_run(prepared: PreparedRun, model: nn.Module, mesh: Mesh) -> list[st
     others = "".join(f", {len(each):,} of {name}" for name, each in held_out.items() if name != HELD_OUT)
     return [
         *([no_driver] if no_driver else []),
-        f"{prepared.strategy_stack} on {prepared.degrees} ({mesh.device.type}): {prepared.model_config.model_type} with "
+        f"{prepared.strategy_stack} on {prepared.degrees} ({mesh.device.type}): {prepared.model_config.model_type} "
+        "with "
         f"{size.num_parameters:,} parameters in {len(model_layout(model).blocks)} blocks"
         + (
             f"; {size.num_trainable:,} of them train, over {prepared.model.base}"
             if prepared.model.base is not None
             else ""
         ),
-        f"{prepared.data.num_documents:,} documents: {' and '.join(found)} sequences of {config.data.seq_len} tokens to train "
-        f"on, {len(held_out.get(HELD_OUT, ())):,} held out{others}; {config.batch_size} a step, {prepared.num_steps} steps",
+        f"{prepared.data.num_documents:,} documents: {' and '.join(found)} sequences of {config.data.seq_len} tokens "
+        "to train "
+        f"on, {len(held_out.get(HELD_OUT, ())):,} held out{others}; {config.batch_size} a step, {prepared.num_steps} "
+        "steps",
     ]
 
 

@@ -56,9 +56,9 @@ from .run_sections import EvalConfig
 class ResumePoint:
     """A checkpoint that a run resumes from.
 
-    `resumed_from` is the one that `resume` named when the course of the run began, and `changed_settings` what differs from its run.
-    Checkpoints up to the step `keep_until_step` stay where they are. `metrics_storage` is the folder with those of the steps before; None
-    where the course begins with the checkpoint.
+    `resumed_from` is the one that `resume` named when the course of the run began, and `changed_settings` what differs
+    from its run. Checkpoints up to the step `keep_until_step` stay where they are. `metrics_storage` is the folder with
+    those of the steps before; None where the course begins with the checkpoint.
     """
 
     checkpoint: StorageReader
@@ -137,7 +137,8 @@ def find_resume_point(
         # A run that has started with a checkpoint does not begin at step 0.
         if started := world.run_on_first_rank(lambda: str(find_previously_named(directory) or "")):
             raise CheckpointError(
-                f"the run in output_dir={directory.configured_path!r} began with {started}, and has saved no checkpoint since. "
+                f"the run in output_dir={directory.configured_path!r} began with {started}, and has saved no "
+                "checkpoint since. "
                 f"Give resume={started} again; or start over, with resume=never and overwrite=true."
             )
         return None
@@ -211,7 +212,8 @@ def find_changed_settings(
     saved = manifest.extra.get("identity")
     if saved is None:
         raise CheckpointError(
-            f"the checkpoint {checkpoint} is not of a run of `meshwright train`. Load it in a script, or begin with its "
+            f"the checkpoint {checkpoint} is not of a run of `meshwright train`. Load it in a script, or begin with "
+            "its "
             f"weights alone: model.checkpoint={checkpoint}."
         )
     changed = _find_differences(saved, identity)
@@ -231,7 +233,8 @@ def find_changed_settings(
         )
     if manifest.step + min_steps_left > num_steps:
         raise CheckpointError(
-            f"{checkpoint} is of step {manifest.step}, but the run is to have {num_steps} steps. Raise steps, or start over "
+            f"{checkpoint} is of step {manifest.step}, but the run is to have {num_steps} steps. Raise steps, or "
+            "start over "
             f"with resume=never."
         )
     return tuple(changed)

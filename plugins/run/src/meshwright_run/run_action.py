@@ -125,7 +125,8 @@ def _should_extend_finished(config: RunConfig, directory: RunDirectory, num_step
         if has_some:
             return True
         raise ConfigError(
-            f"steps={num_steps}, but the run in output_dir={config.output_dir!r} has finished with {planned_steps} and has "
+            f"steps={num_steps}, but the run in output_dir={config.output_dir!r} has finished with {planned_steps} "
+            "and has "
             f"left no checkpoint to resume from. To train again, name another directory, or set resume=never and "
             f"overwrite=true to replace it."
         )
@@ -227,5 +228,6 @@ def _check_checkpoint_owner(directory: RunDirectory) -> None:
         if directory.has_external_storage and isinstance(whose, str) and not directory.is_same(whose):
             raise ConfigError(
                 f"{place} is of the run with output_dir={whose!r}, and overwrite=true replaces what is of the run in "
-                f"output_dir={directory.configured_path!r} alone. Name another place in checkpoint.path, or remove it yourself."
+                f"output_dir={directory.configured_path!r} alone. Name another place in checkpoint.path, or remove it "
+                "yourself."
             )

@@ -102,7 +102,8 @@ class RunDirectory:
         """Refuse a place that cannot serve a run, without looking at what is there."""
         if str(self.checkpoint_storage).startswith("memory:") and world_size > 1:
             raise ConfigError(
-                f"checkpoint.path={self.checkpoint.path!r} is in the memory of one process, and the run has {world_size} ranks. "
+                f"checkpoint.path={self.checkpoint.path!r} is in the memory of one process, and the run has "
+                f"{world_size} ranks. "
                 f"Give what all of them reach: a directory, or s3://bucket/prefix."
             )
 
@@ -131,7 +132,8 @@ class RunDirectory:
             lock.acquire(timeout=timeout_s)
         except Timeout:
             raise ConfigError(
-                f"output_dir={str(self.path)!r} is in use by another run{self._describe_lock_owner()}. Wait until it has ended, end "
+                f"output_dir={str(self.path)!r} is in use by another run{self._describe_lock_owner()}. Wait until it "
+                "has ended, end "
                 f"it, or name another directory."
             ) from None
         except (OSError, NotImplementedError) as error:
@@ -173,7 +175,8 @@ class RunDirectory:
                 is_link = "is a link, and a run does not write through links"
                 reported = is_link if stat.S_ISLNK(mode) else "is neither a file nor a directory"
                 raise ConfigError(
-                    f"{path} {reported}. Remove it, or name another output_dir; checkpoints go elsewhere by checkpoint.path."
+                    f"{path} {reported}. Remove it, or name another output_dir; checkpoints go elsewhere by "
+                    "checkpoint.path."
                 )
 
     def is_empty(self) -> bool:

@@ -108,7 +108,8 @@ class EventLog:
 
 
 class HangFileReporter:
-    """Writes down a hang on one rank; see `meshwright.mesh.progress.HangReporter`. `fault_files` gives those of a rank's fault."""
+    """Writes down a hang on one rank; see `meshwright.mesh.progress.HangReporter`. `fault_files` gives those of a
+    rank's fault."""
 
     def __init__(self, directory: RunDirectory, rank: int, fault_files: Callable[[int], FaultFileWriter]) -> None:
         self._directory, self._rank, self._fault_files = directory, rank, fault_files

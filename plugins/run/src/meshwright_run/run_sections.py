@@ -200,7 +200,8 @@ class CheckpointConfig(FrozenModel):
     )
     keep_best: KeepBestConfig | None = Field(
         default=None,
-        description="Save after each evaluation that is among the best `count`, and keep these, too: {eval_set: held_out, count: 1}.",
+        description="Save after each evaluation that is among the best `count`, and keep these, too: {eval_set: "
+        "held_out, count: 1}.",
     )
     keep_last: Size | None = Field(default=2, description="How many of the newest are kept; null: all.")
     keep_every: Size | None = Field(default=None, description="Those of steps that are multiples of it are kept, too.")
@@ -227,12 +228,14 @@ class CheckpointConfig(FrozenModel):
     replicate: Literal["neighbor"] | ReplicateConfig | None = Field(
         default=None,
         description="Copy the state of each rank after its steps to the memory of its node and of the next one, from "
-        "which ranks that are restarted continue (max_restarts): neighbor, or {every: 1, max_bandwidth: 1GB/s}; null: continue "
+        "which ranks that are restarted continue (max_restarts): neighbor, or {every: 1, max_bandwidth: 1GB/s}; null: "
+        "continue "
         "from checkpoints alone. See docs/reference/memory-replicas.md.",
     )
     on_signal: OnSignalConfig | None = Field(
         default=None,
-        description="Save when a signal asks the run to stop; the same command continues. null: on SIGTERM, SIGUSR1 and "
+        description="Save when a signal asks the run to stop; the same command continues. null: on SIGTERM, SIGUSR1 "
+        "and "
         "SIGINT, if checkpoints are saved otherwise.",
     )
 

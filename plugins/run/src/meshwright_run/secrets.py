@@ -55,7 +55,8 @@ def resolve_environment(value: Any, option: str) -> Any:
             name = value["from_env"]
             if name not in os.environ:
                 raise ConfigError(
-                    f"{option} is to be taken from the environment variable {name} (from_env), which is not set. Set it "
+                    f"{option} is to be taken from the environment variable {name} (from_env), which is not set. Set "
+                    "it "
                     f"where you start the command."
                 )
             return os.environ[name]

@@ -1,9 +1,9 @@
 """Start a run: join the ranks that a launcher has started, or start them here, and again after a failure.
 
 [Note: starting over] A run is restarted after a failure while running, but not when its input is wrong, when it ended
-in order, or when it has failed after the same step on as many ranks MAX_SAME_STEP_FAILURES times in a row. With `elastic` a run
-that fails before its first step is restarted on fewer ranks, since one of them may have lost its device; after a
-failure later on, it is restarted on as many as possible.
+in order, or when it has failed after the same step on as many ranks MAX_SAME_STEP_FAILURES times in a row. With
+`elastic` a run that fails before its first step is restarted on fewer ranks, since one of them may have lost its
+device; after a failure later on, it is restarted on as many as possible.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class RestartPolicy:
         return self._rank_counts[self._count_index]
 
     def prepare_restart(self, exit_code: int) -> bool:
-        """Whether to restart the run that has left with `exit_code`; says so, and waits a moment if it fails at once."""
+        """Whether to restart the run that has left with `exit_code`; says so, and waits a moment if it fails at
+        once."""
         limit = self._max_restarts
         if exit_code != FAILURE_EXIT_CODE or not limit:
             return False
@@ -138,7 +139,8 @@ class RestartPolicy:
             has_trained or self._count_index + 1 == len(self._rank_counts)
         ):
             write_stderr(
-                f"failed {self._num_same_failures} times after step {step}: not restarted, though max_restarts={limit} would "
+                f"failed {self._num_same_failures} times after step {step}: not restarted, though "
+                f"max_restarts={limit} would "
                 f"allow it\n"
             )
             return False

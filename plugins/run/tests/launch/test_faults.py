@@ -1,4 +1,5 @@
-"""Random faults one after another: a run ends as one that nothing has happened to. See faults/fault_chain.py, for 100."""
+"""Random faults one after another: a run ends as one that nothing has happened to. See faults/fault_chain.py, for
+100."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What each launcher's variables are made into, as docs/reference/launchers.md says; tasks of a Slurm step are one world."""
+"""What each launcher's variables are made into, as docs/reference/launchers.md says; tasks of a Slurm step are one
+world."""
 
 from __future__ import annotations
 

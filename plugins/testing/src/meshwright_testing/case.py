@@ -34,8 +34,8 @@ class Case:
         max_norm, norm_type: clipping.
         frozen: shell patterns of parameters that do not train.
         optimizer: which optimizer, with its settings.
-        group_settings: (shell pattern, learning rate, weight decay) of parameters with settings of their own, in the order of
-            their groups; the rest follows `optimizer`.
+        group_settings: (shell pattern, learning rate, weight decay) of parameters with settings of their own, in the
+            order of their groups; the rest follows `optimizer`.
         dtype: of the model.
         float32_parameters: shell patterns of parameters that are kept in float32, as transformers keeps routers.
         eval_after: evaluate after each step, too.

@@ -61,9 +61,9 @@ def conformance(
         strategy: name or alias.
         ranks: world size of the larger layouts, at least 2 and even for pairs of axes.
         config: options of the strategy that hold in every cell.
-        models: names for `meshwright_testing.models.build_case_model`, each trained in one layout: `sizes`, or data-parallel
-            over `ranks`; None: every case of a small Llama in every layout, of a small Mixtral where experts are
-            divided.
+        models: names for `meshwright_testing.models.build_case_model`, each trained in one layout: `sizes`, or
+            data-parallel over `ranks`; None: every case of a small Llama in every layout, of a small Mixtral where
+            experts are divided.
         device: cpu or cuda.
         plugin: a module that brings the strategy, where its package is not installed.
         sizes: for MeshSizes: one layout of `ranks` ranks instead of all that the claims allow, perhaps with an axis

@@ -75,7 +75,8 @@ def train_with_gradient_norms(
     wrapper_config: Config | None = None,
     compute_norms: bool = True,
 ) -> NormsOutcome:
-    """Train and ask for norms by block in each step, if `compute_norms`; AssertionError if asking has changed gradients."""
+    """Train and ask for norms by block in each step, if `compute_norms`; AssertionError if asking has changed
+    gradients."""
     manager = build_manager(strategy, config, sizes, case, device=device, wrapper_config=wrapper_config)
     by_block: list[dict[str, float]] = []
 
@@ -253,7 +254,10 @@ def find_settings_error(parts: Sequence[PartOutcome], steps: range, expected: Pa
             for settings in part.stepped_settings[number]
         }
         if whole != known:
-            return f"step {step + 1} was made with {_format_settings(whole - known)} instead of {_format_settings(known - whole)}"
+            return (
+                f"step {step + 1} was made with {_format_settings(whole - known)} instead of "
+                f"{_format_settings(known - whole)}"
+            )
         rates = {value for settings in known for key, value in settings if key == "lr"}
         for rank, part in enumerate(parts):
             if part.reported_rates[number] not in rates:

@@ -50,8 +50,8 @@ def find_training_arguments(values: Iterable[Any]) -> Any:
 
 
 def check_arguments(args: Any, trainer: type, constructor_arguments: Mapping[str, Any] | None = None) -> None:
-    """Refuse the first argument (`constructor_arguments` by name, or in `args`) or overridden method that cannot be honoured; on every
-    rank.
+    """Refuse the first argument (`constructor_arguments` by name, or in `args`) or overridden method that cannot be
+    honoured; on every rank.
     """
     for name, rule in load_argument_rules()["refused"].items():
         value = _get_argument((constructor_arguments or {}, args), name)
@@ -62,7 +62,8 @@ def check_arguments(args: Any, trainer: type, constructor_arguments: Mapping[str
                 if (each not in rule["except"]) if "except" in rule else (each in rule["values"]):
                     beside = "".join(f" with {key}={text!r}" for key, text in rule.get("together_with", {}).items())
                     raise ConfigError(
-                        f"{name}={_unwrap_enum(value)!r:.200}{beside} cannot be honoured over a mesh: {rule['because']}. "
+                        f"{name}={_unwrap_enum(value)!r:.200}{beside} cannot be honoured over a mesh: "
+                        f"{rule['because']}. "
                         f"{rule['instead']}."
                     )
     _check_trainer(trainer)
@@ -93,7 +94,8 @@ def _check_trainer(trainer: type) -> None:
     if of_trl and not SUPPORTED_TRL_TRAINERS & set(of_trl):
         raise ConfigError(
             f"{of_trl[0]} of trl does not go over a mesh: its batches and models are not known here. Take one of "
-            f"{', '.join(sorted(SUPPORTED_TRL_TRAINERS))}, or write its loss as an objective; see docs/reference/objectives.md."
+            f"{', '.join(sorted(SUPPORTED_TRL_TRAINERS))}, or write its loss as an objective; see "
+            "docs/reference/objectives.md."
         )
     if "GRPOTrainer" in names and "MeshGRPOMixin" not in names:
         raise ConfigError("GRPOTrainer goes over a mesh with MeshGRPOMixin before it, and not MeshTrainerMixin alone.")
@@ -110,7 +112,8 @@ def _check_methods(trainer: type) -> None:
                 raise ConfigError(
                     f"{cls.__name__}.{name} would never be called over a mesh, where the manager steps, evaluates and "
                     f"saves. Give optimizer_cls_and_kwargs=(class, options), override compute_loss, or override "
-                    f"{', '.join(REPLACED_METHODS)} in a class that derives from one with MeshTrainerMixin, and call super()."
+                    f"{', '.join(REPLACED_METHODS)} in a class that derives from one with MeshTrainerMixin, and call "
+                    "super()."
                 )
 
 

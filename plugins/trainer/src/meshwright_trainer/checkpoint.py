@@ -78,7 +78,8 @@ def load_trainer_checkpoint(manager: StrategyManager, directory: Path, scheduler
     inner = directory / MESH_DIRECTORY
     if not inner.is_dir():
         raise CheckpointError(
-            f"{directory} holds no checkpoint of meshwright (a directory {MESH_DIRECTORY!r}): it was written by a trainer "
+            f"{directory} holds no checkpoint of meshwright (a directory {MESH_DIRECTORY!r}): it was written by a "
+            "trainer "
             f"without a mesh, or with save_only_model. Begin with its weights: model={str(directory)!r}, without "
             f"resume_from_checkpoint."
         )

@@ -64,8 +64,8 @@ PAIR_TRAINERS = frozenset({"DPOTrainer", "RewardTrainer"})
 
 
 class MeshModelMixin(Trainer):
-    """What a trainer does with its model as a whole; see `MeshTrainerMixin`, and `_compat.OVERRIDDEN_METHODS` for methods that are
-    private in Trainer."""
+    """What a trainer does with its model as a whole; see `MeshTrainerMixin`, and `_compat.OVERRIDDEN_METHODS` for
+    methods that are private in Trainer."""
 
     model: Any
     ref_model: Any

@@ -2,9 +2,10 @@
 
 [Note: the trainer's own loss] Losses of trainers, TRL's and those of users, are written against a model: they call it
 with a microbatch and make a mean of what it returns. Here the manager runs the model, under whatever layout, and gives
-statistics of its tokens to an objective. So the objective calls `compute_loss` of the trainer with a `ModelProxy`, which
-answers with these statistics under the names that the model's outputs have. What a loss logs on the way it gathers over
-data ranks; that is done after the step, on statistics that were kept, with a second call: an objective sends nothing.
+statistics of its tokens to an objective. So the objective calls `compute_loss` of the trainer with a `ModelProxy`,
+which answers with these statistics under the names that the model's outputs have. What a loss logs on the way it
+gathers over data ranks; that is done after the step, on statistics that were kept, with a second call: an objective
+sends nothing.
 
 Shapes: B rows of a microbatch, S positions of each, V entries of the vocabulary.
 """
@@ -165,7 +166,8 @@ class TrainerLoss:
 
 
 def _get_statistic(statistics: Tokens | Outputs, name: str, order: Tensor, vocab_size: int) -> Tensor:
-    """What `LazyModelOutput` gets under a name of an objective's first argument, of the rows in this order; int64, (B,)."""
+    """What `LazyModelOutput` gets under a name of an objective's first argument, of the rows in this order; int64,
+    (B,)."""
     if isinstance(statistics, Outputs):
         if name != "logits":
             raise ConfigError(f"the trainer's loss asks for {name!r} of a model that classifies; it has 'logits'.")

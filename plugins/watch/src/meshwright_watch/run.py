@@ -304,7 +304,8 @@ def _check_run_directory(directory: Path, original: Path) -> None:
         )
     if any(original.iterdir()):
         raise ConfigError(
-            f"{str(original)!r} holds none of {', '.join(RUN_FILES)}: it is no directory of a run. Give the output_dir of one."
+            f"{str(original)!r} holds none of {', '.join(RUN_FILES)}: it is no directory of a run. Give the "
+            "output_dir of one."
         )
 
 

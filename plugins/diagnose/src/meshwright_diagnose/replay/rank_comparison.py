@@ -2,9 +2,9 @@
 
 [Note: shares in a circle] A step is computed three times from the same parameters, and the optimizer steps in none.
 First each data rank does its own share, with its own random numbers; then that of the next rank; then its own once
-more. On correct hardware, a share gives the same result bits wherever it is done. Hooks see what is local: the output of
-each module, and the gradient of each parameter before it is reduced, microbatch by microbatch. Logits that are made row
-by row are no tensor yet, and are seen in what follows from them.
+more. On correct hardware, a share gives the same result bits wherever it is done. Hooks see what is local: the output
+of each module, and the gradient of each parameter before it is reduced, microbatch by microbatch. Logits that are made
+row by row are no tensor yet, and are seen in what follows from them.
 
 [Note: who is wrong] A rank that computes wrongly spoils two shares: its own, and that of the next rank. Of three data
 ranks or more, the one that both spoilt shares have in common is named. Two have both shares in common, and then both

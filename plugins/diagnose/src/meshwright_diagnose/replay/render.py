@@ -31,7 +31,8 @@ def render_replay(replayed: ReplayResult) -> Group:
     started = f"from {checkpoint}" if checkpoint else "from the beginning of the run"
     steps = replayed.step - done
     headline = parse_markup(
-        f"[bold]replay[/bold] of {escape_markup(replayed.run)}, step {replayed.step}: {escape_markup(replayed.strategy)} on "
+        f"[bold]replay[/bold] of {escape_markup(replayed.run)}, step {replayed.step}: "
+        f"{escape_markup(replayed.strategy)} on "
         f"{replayed.mesh}, {escape_markup(started)} ({steps} step{'s' if steps > 1 else ''})"
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -87,7 +88,8 @@ def _describe_ranks(replayed: ReplayResult) -> Iterator[str]:
         return
     if replayed.has_consistent_ranks:
         yield (
-            f"The work of data rank {replayed.compared_rank}, and of all others, gives the same result bits on another rank: "
+            f"The work of data rank {replayed.compared_rank}, and of all others, gives the same result bits on "
+            "another rank: "
             f"{found['compared']} outputs and gradients on each. No rank is suspect."
         )
         return
@@ -142,19 +144,27 @@ def _describe_metrics(diff: RunDiff) -> Iterator[str]:
         yield _describe_divergence(parted)
     for directory, step in zip(diff.runs, diff.resumed_after, strict=True):
         if step is not None:
-            yield f"{escape_markup(directory)} continued after step {step} (events.jsonl), and has done step {parted.step} since"
+            yield (
+                f"{escape_markup(directory)} continued after step {step} (events.jsonl), and has done step "
+                f"{parted.step} since"
+            )
     for other in diff.metrics.divergences[1:]:
-        yield f"then {_format_name(other).lower()} at step {other.step}: {_format_number(other.one)} against {_format_number(other.other)}"
+        yield (
+            f"then {_format_name(other).lower()} at step {other.step}: {_format_number(other.one)} against "
+            f"{_format_number(other.other)}"
+        )
 
 
 def _describe_divergence(divergence: Divergence) -> str:
     if divergence.is_jump:
         return (
-            f"It is a jump: {_format_relative(divergence.relative_difference)} apart, relatively, and {_format_relative(divergence.max_before)} at most "
+            f"It is a jump: {_format_relative(divergence.relative_difference)} apart, relatively, and "
+            f"{_format_relative(divergence.max_before)} at most "
             f"before. Rounding does not do that."
         )
     return (
-        f"It is rounding that has grown: apart since step {divergence.first_step}, by {_format_relative(divergence.max_before)} at most "
+        f"It is rounding that has grown: apart since step {divergence.first_step}, by "
+        f"{_format_relative(divergence.max_before)} at most "
         f"before step {divergence.step}. Where training is at the edge of stability, that is no error. To know, "
         f"compare in float64: --float64."
     )
@@ -203,7 +213,10 @@ def _describe_tensors(diffs: TensorDiffs) -> str:
         if furthest
         else ""
     )
-    return f"[bold]{diffs.num_beyond_tolerance} of {diffs.num_tensors} differ, first {escape_markup(first.name)}[/bold]: {escape_markup(reported)}{more}"
+    return (
+        f"[bold]{diffs.num_beyond_tolerance} of {diffs.num_tensors} differ, first "
+        f"{escape_markup(first.name)}[/bold]: {escape_markup(reported)}{more}"
+    )
 
 
 def _describe_conclusion(step: StepComparison) -> str:
@@ -212,10 +225,14 @@ def _describe_conclusion(step: StepComparison) -> str:
     if step.parameters_before.first is not None:
         return "The parameters differ before the step: what parts them is earlier, or in what was loaded."
     if step.outputs is not None and step.outputs.first is not None:
-        return f"From the same rows and parameters, {escape_markup(step.outputs.first.name)} is the first to compute otherwise."
+        return (
+            f"From the same rows and parameters, {escape_markup(step.outputs.first.name)} is the first to compute "
+            "otherwise."
+        )
     if step.gradients.first is not None:
         return (
-            f"Forward is the same, and the gradient of {escape_markup(step.gradients.first.name)} is not: backward, or how "
+            f"Forward is the same, and the gradient of {escape_markup(step.gradients.first.name)} is not: backward, "
+            "or how "
             f"gradients are summed over ranks and microbatches, differs."
         )
     if step.parameters_after.first is not None:

@@ -242,7 +242,8 @@ def _replay_steps(request: ReplayRequest, plan: PreparedRun, world: World) -> di
 
 @dataclass(frozen=True)
 class _ReplaySetup:
-    """What the steps are done with; `all_ranks_sampler` in one process, and `shared` where data ranks exchange their work."""
+    """What the steps are done with; `all_ranks_sampler` in one process, and `shared` where data ranks exchange their
+    work."""
 
     manager: StrategyManager
     loop: Loop

@@ -273,7 +273,8 @@ def _check_can_start(config: RunConfig, ranks: int, directory: Path) -> None:
     if find_device(config.device).type != "cpu" and ranks > torch.accelerator.device_count():
         raise ConfigError(
             f"the run in {directory} was done on {ranks} ranks, and this machine has "
-            f"{torch.accelerator.device_count()} accelerators ({count_local_ranks(config)} ranks would be started). Start "
+            f"{torch.accelerator.device_count()} accelerators ({count_local_ranks(config)} ranks would be started). "
+            "Start "
             f"{ranks} by torchrun, or give --single."
         )
 

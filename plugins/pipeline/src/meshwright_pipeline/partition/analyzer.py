@@ -200,7 +200,8 @@ class PartitionAnalyzer:
                 boundary.end_forward()
         if not torch.equal(received, trial.logits):
             return ModelError(
-                f"cut before {' and '.join(cut.blocks[start] for start in cut.boundary_tensors)}, its logits change, so it "
+                f"cut before {' and '.join(cut.blocks[start] for start in cut.boundary_tensors)}, its logits change, "
+                "so it "
                 f"passes on more than goes through its blocks."
             )
         return None

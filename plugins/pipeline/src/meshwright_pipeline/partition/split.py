@@ -131,8 +131,8 @@ def split_by_names(
     """The indices of each stage's blocks, where the user has named the modules of each in `parts`.
 
     A name stands for its module and all inside it. Modules without parameters may be named on several stages, or not at
-    all. `holders` are modules with parameters of their own; `runs_on_stage` says whether a stage with these blocks uses a
-    module that is in no block.
+    all. `holders` are modules with parameters of their own; `runs_on_stage` says whether a stage with these blocks uses
+    a module that is in no block.
     """
     for stage, names in enumerate(parts):
         for name in names:

@@ -49,8 +49,8 @@ def run_step(
     is_training: bool,
     recorder: PipelineTimelineRecorder,
 ) -> list[Tensor]:
-    """The losses of the microbatches, on the last stage's rank; with `is_training` there is a backward, and times where asked
-    for.
+    """The losses of the microbatches, on the last stage's rank; with `is_training` there is a backward, and times where
+    asked for.
     """
     length = orders.microbatches_per_run(len(batches))
     losses: list[Tensor] = []

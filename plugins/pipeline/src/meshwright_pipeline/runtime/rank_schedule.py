@@ -36,7 +36,8 @@ class RankSchedule:
         return compute_num_microbatches(self._config, num_sequences=num_microbatches * self._config.pp_microbatch_size)
 
     def actions(self, num_microbatches: int, *, is_training: bool) -> tuple[Action | P2PBatch, ...]:
-        """What this rank does in one run of so many, with its exchanges, in order; without `is_training`, forwards alone."""
+        """What this rank does in one run of so many, with its exchanges, in order; without `is_training`, forwards
+        alone."""
         if (num_microbatches, is_training) not in self._actions_cache:
             schedule = self.build_schedule(num_microbatches)
             if not is_training:

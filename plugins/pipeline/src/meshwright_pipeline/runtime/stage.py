@@ -103,8 +103,8 @@ class PipelineStage:
         return self.manager.can_defer_reduction
 
     def parallelize(self, model: nn.Module, cut: ModelPartition, blocks: range, weights: Weights | None) -> None:
-        """Shard what `reduce_to_stage` has left of the model for this stage, which has these blocks of the whole one; see
-        [Note: what is received]. `weights` are of the whole model; None: it has its own."""
+        """Shard what `reduce_to_stage` has left of the model for this stage, which has these blocks of the whole one;
+        see [Note: what is received]. `weights` are of the whole model; None: it has its own."""
         for block in blocks if self._splits_backward else ():
             self._weight_gradients.attach(model.get_submodule(cut.blocks[block]))
         self.manager.parallelize_stage(model, weights)
@@ -211,7 +211,8 @@ class PipelineStage:
         self.manager.after_backward(is_last=is_last)
 
     def backward_input(self, run_backward: Callable[[], object]) -> Callable[[], None]:
-        """Run `run_backward`, a backward, without the weights of linear layers in blocks, and return what is left of it."""
+        """Run `run_backward`, a backward, without the weights of linear layers in blocks, and return what is left of
+        it."""
         with self.manager.input_backward_context(), self._weight_gradients.collecting() as rest:
             run_backward()
         self.manager.after_backward(is_last=False)

@@ -101,7 +101,8 @@ _CompletedAction = tuple[ActionKind, int, int]
 
 
 def check_actions(schedule: Schedule, describe_position: Callable[[int, int], str]) -> None:
-    """Check that each stage computes each microbatch once, forward and backward; `describe_position` names an action in errors."""
+    """Check that each stage computes each microbatch once, forward and backward; `describe_position` names an action in
+    errors."""
     seen: dict[_CompletedAction, str] = {}
     for rank, order in enumerate(schedule.actions_by_rank):
         for index, action in enumerate(order):

@@ -26,7 +26,8 @@ from .actions import Action, ActionKind, Schedule, check_actions, compute_timeli
 def _one_forward_one_backward(
     forwards: Sequence[str], backwards: Sequence[str], *, num_warmup_forwards: int, wgrad_lag: int | None = None
 ) -> list[str]:
-    """`num_warmup_forwards` forwards, then one before each backward; with `wgrad_lag`, from there on, the oldest W after each."""
+    """`num_warmup_forwards` forwards, then one before each backward; with `wgrad_lag`, from there on, the oldest W
+    after each."""
     order = list(forwards[:num_warmup_forwards])
     coming = iter(forwards[num_warmup_forwards:])
     for index, backward in enumerate(backwards):

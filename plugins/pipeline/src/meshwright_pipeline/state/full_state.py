@@ -154,7 +154,8 @@ def gather_states(state: Any, group: dist.ProcessGroup, device: torch.device) ->
 def broadcast_state(
     state: Any, group: dist.ProcessGroup, device: torch.device, *, is_wanted: Callable[[StatePath], bool]
 ) -> Any:
-    """The first rank's state, on the CPU of all; None for tensors at paths that are not `is_wanted` here. Collective."""
+    """The first rank's state, on the CPU of all; None for tensors at paths that are not `is_wanted` here.
+    Collective."""
     is_first = dist.get_rank(group) == 0
     box = [_map_tensors(state, _describe_tensor) if is_first else None]
     dist.broadcast_object_list(box, group=group, group_src=0)

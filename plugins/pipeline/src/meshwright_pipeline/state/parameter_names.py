@@ -76,7 +76,8 @@ class StagedParameterNames:
     def from_stages(
         cls, stages: Sequence[tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]]
     ) -> StagedParameterNames:
-        """Of stages that are given as such: `first_names`, `find_trainable_parts` and the names of the state of each."""
+        """Of stages that are given as such: `first_names`, `find_trainable_parts` and the names of the state of
+        each."""
         canonical: dict[str, str] = {}
         parts: dict[str, str] = {}
         for index, (names, trained, _) in enumerate(stages):

@@ -119,7 +119,8 @@ def _find_level(sample: CollectiveSample, node: NodeSpec) -> str:
 
 
 def _minimize_least_squares(residuals: Callable[[Tensor], Tensor], start: Tensor, max_distance: Tensor) -> Tensor:
-    """Return the argument that minimizes the sum of squares of `residuals`, no further than `max_distance` from `start`."""
+    """Return the argument that minimizes the sum of squares of `residuals`, no further than `max_distance` from
+    `start`."""
     now, residual, damping = start, residuals(start), 1e-2
     for _ in range(MAX_ITERATIONS):
         columns = [(residuals(now + step) - residual) / _STEP for step in torch.eye(len(now), dtype=now.dtype) * _STEP]

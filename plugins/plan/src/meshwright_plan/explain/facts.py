@@ -1,8 +1,8 @@
 """What is known of a run before it begins.
 
-[Note: seen, not reported] A rank and its neighbour along an axis hold different pieces exactly where the strategy divides
-along that axis. So a small model is laid out on a planned world for rank 0 and for the last rank along each axis, and
-their pieces are compared.
+[Note: seen, not reported] A rank and its neighbour along an axis hold different pieces exactly where the strategy
+divides along that axis. So a small model is laid out on a planned world for rank 0 and for the last rank along each
+axis, and their pieces are compared.
 """
 
 from __future__ import annotations

@@ -106,7 +106,10 @@ def _describe_rank_memory(report: Mapping[str, Any], facts: RunFacts) -> Iterato
     if held["optimizer"].bytes:
         yield f"optimizer state: {_format_share(held['optimizer'], facts)}."
     activations = format_decimal_size(report["peak_by_owner"].get("activations", 0))
-    yield f"at the peak of a step: {format_decimal_size(report['peak_allocated_bytes'])}, of which {activations} are activations."
+    yield (
+        f"at the peak of a step: {format_decimal_size(report['peak_allocated_bytes'])}, of which {activations} are "
+        "activations."
+    )
     yield f"between steps: {format_decimal_size(report['held_bytes'])}."
 
 
@@ -116,7 +119,10 @@ def _format_share(share: MemoryShare, facts: RunFacts) -> str:
     if part == 1:
         text += ", the whole"
     elif part is not None:
-        text += f", 1/{part.denominator} of the whole ({format_decimal_size(share.full_bytes)}), divided along {_join_names(share.sharded_axes)}"
+        text += (
+            f", 1/{part.denominator} of the whole ({format_decimal_size(share.full_bytes)}), divided along "
+            f"{_join_names(share.sharded_axes)}"
+        )
     elif share.sharded_axes:
         text += f"; it is divided along {_join_names(share.sharded_axes)}"
     if share.replicated_axes and part != 1:
@@ -137,7 +143,8 @@ def _format_calls(row: Mapping[str, Any]) -> str:
     if row["calls"] == 1:
         name = name.replace("messages", "message").removesuffix("s")
     return (
-        f"{row['calls']} {name} among the {row['ranks']} ranks of {row['group']}, {format_decimal_size(row['bytes'])} of "
+        f"{row['calls']} {name} among the {row['ranks']} ranks of {row['group']}, {format_decimal_size(row['bytes'])} "
+        "of "
         f"{row['dtype']}"
     )
 

@@ -151,7 +151,8 @@ def build_scenarios(
     own_interval: int | None,
     own_replicas: ReplicaSchedule | None = None,
 ) -> dict[str, FailureScenario]:
-    """Return the fleet by name: as it should save and as it does (every `own_interval` steps), without and with copies."""
+    """Return the fleet by name: as it should save and as it does (every `own_interval` steps), without and with
+    copies."""
     made = {RECOMMENDED: scenario.with_checkpoints(find_best_interval(scenario))}
     given = own_replicas if scenario.nodes > 1 else None
     if own_interval is not None:
@@ -219,7 +220,8 @@ def render_failure_cost(failures: Mapping[str, Any], config: RunConfig) -> list[
         return [f"{often}, so they hardly matter"]
     saves = failures["checkpoints"]
     title = (
-        f"{often}; a save of {format_size(failures['state_bytes'])} holds up {format_seconds(saves['blocking_s'])} and is "
+        f"{often}; a save of {format_size(failures['state_bytes'])} holds up {format_seconds(saves['blocking_s'])} "
+        "and is "
         f"written in {format_seconds(saves['write_s'])}"
     )
     names = ("every [steps]", "[min]", "copied every [steps]", "useful", "redone", "saving", "waiting")

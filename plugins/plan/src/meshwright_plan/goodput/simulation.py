@@ -6,8 +6,8 @@ the contents of its memory, and few of those also the node that has its copies, 
 [Note: copies] Each rank may also send its state to the memory of a rank on another node, from which a run resumes. A
 disk is read where a node and its copies are lost together, at once or one while the run waits for the other.
 
-[Note: saving] A save blocks the loop while the state is copied, and exists when it is written, while training continues.
-The next save waits for that.
+[Note: saving] A save blocks the loop while the state is copied, and exists when it is written, while training
+continues. The next save waits for that.
 
 [Note: closed form] A run is a sequence of independent attempts. With a mean time M between failures, and D from a
 failure to the next step, an attempt takes M exp(D / M) on average. With T of steps between saves, each of which blocks
@@ -80,7 +80,8 @@ class FailureScenario:
     def __post_init__(self) -> None:
         if not 0 <= self.pair_failure_fraction <= self.node_failure_fraction <= 1:
             raise ConfigError(
-                f"pair_failure_fraction={self.pair_failure_fraction} of the failures is a part of node_failure_fraction={self.node_failure_fraction}, and both are "
+                f"pair_failure_fraction={self.pair_failure_fraction} of the failures is a part of "
+                f"node_failure_fraction={self.node_failure_fraction}, and both are "
                 f"from 0 to 1."
             )
         if self.replicas is None:
@@ -89,13 +90,15 @@ class FailureScenario:
             raise ConfigError(f"{self.ranks} ranks are on one node, and copies are for another one. Leave them out.")
         if self.checkpoints.every % self.replicas.every:
             raise ConfigError(
-                f"saves every {self.checkpoints.every} steps and copies every {self.replicas.every} do not meet; make the "
+                f"saves every {self.checkpoints.every} steps and copies every {self.replicas.every} do not meet; make "
+                "the "
                 f"first a multiple of the second."
             )
         if self.replicas.send_s > self.replicas.every * self.step_s:
             raise ConfigError(
                 f"a copy takes {self.replicas.send_s:.3g} s to send, and the next one comes after "
-                f"{self.replicas.every * self.step_s:.3g} s; copy every {math.ceil(self.replicas.send_s / self.step_s)} "
+                f"{self.replicas.every * self.step_s:.3g} s; copy every "
+                f"{math.ceil(self.replicas.send_s / self.step_s)} "
                 f"steps, or more."
             )
 
@@ -264,7 +267,8 @@ class _Simulation:
     def _advance(
         self, start_round: FloatArray, elapsed: FloatArray
     ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """Return seconds of steps, of copies, rounds copied, and rounds on disk, `elapsed` seconds after round `start_round`."""
+        """Return seconds of steps, of copies, rounds copied, and rounds on disk, `elapsed` seconds after round
+        `start_round`."""
         until_save = self.rounds_per_checkpoint - start_round
         first = until_save * self.round_s + self.checkpoint_blocking
         saves = np.where(elapsed < first, 0.0, 1 + np.floor((elapsed - first) / self.period))

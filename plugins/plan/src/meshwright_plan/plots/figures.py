@@ -302,7 +302,10 @@ def draw_layouts(plot_data: PlotData) -> Picture:
     for each, size in reversed(list(zip(shown, sizes, strict=True))):
         beyond = "" if size < edge else ", drawn at the edge"
         fits = "fits" if each["fits"] else "does not fit"
-        words = f"{each['label']}: {format_seconds(each['step_seconds'])}, {format_size(each['peak_reserved_bytes'])}, {fits}"
+        words = (
+            f"{each['label']}: {format_seconds(each['step_seconds'])}, "
+            f"{format_size(each['peak_reserved_bytes'])}, {fits}"
+        )
         style, radius = (_BEST, 6) if each in best else (_FITS, 4) if each["fits"] else (_TOO_LARGE, 4)
         place = axes.x(each["step_seconds"]), axes.y(size)
         marks.append(Dot(*place, radius, style, words + beyond, is_cross=not each["fits"]))

@@ -146,7 +146,8 @@ def _render_facts(plot_data: PlotData) -> dict[str, str]:
         for kind, name, value, more in facts
     )
     note = (
-        f'<p class="note">Memory over the step and the timeline are of {escape(plot_data.depth_note)}, which are alike. '
+        f'<p class="note">Memory over the step and the timeline are of {escape(plot_data.depth_note)}, which are '
+        "alike. "
         f"The numbers above, bytes over links and layouts are of all {plot_data.layers}.</p>"
     )
     depth = f", {escape(plot_data.depth_note)}" if plot_data.depth_note else ""
@@ -233,8 +234,10 @@ def _render_traffic(plot_data: PlotData) -> str:
     if not rows:
         return '<p class="quiet">Nothing is sent.</p>'
     said = (
-        f"What one device sends in a step, by group: to others of its node ({node.intra_node.bandwidth / 1e9:,.0f} GB/s), "
-        f"and to other nodes ({node.inter_node.bandwidth / 1e9:,.0f} GB/s). Seconds are those in which it is under way, "
+        f"What one device sends in a step, by group: to others of its node ({node.intra_node.bandwidth / 1e9:,.0f} "
+        "GB/s), "
+        f"and to other nodes ({node.inter_node.bandwidth / 1e9:,.0f} GB/s). Seconds are those in which it is under "
+        "way, "
         f"and how much of that is hidden behind computing. Of collectives on rings."
     )
     cells = []
@@ -273,7 +276,8 @@ def _render_layouts(plot_data: PlotData) -> str:
     )
     return (
         '<section id="layouts-section" aria-labelledby="layouts-head"><h2 id="layouts-head">Layouts: memory against '
-        f'time</h2><p class="quiet">{said}</p>{_wrap_scrollable(figures.draw_layouts(plot_data).to_svg())}{table}</section>'
+        f"time</h2><p "
+        f'class="quiet">{said}</p>{_wrap_scrollable(figures.draw_layouts(plot_data).to_svg())}{table}</section>'
     )
 
 

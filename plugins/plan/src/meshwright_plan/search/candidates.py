@@ -4,8 +4,8 @@
 `variants(*, degrees, layers, rows, microbatches, is_dtype_open)` that returns a list of mappings of options: for the
 `degrees` of a mesh, a model of so many `layers`, and `rows` of a microbatch. Where `is_dtype_open`, the run file leaves
 the precision to the strategy, and options may contain `model.dtype`. An option `activation_checkpointing` is tried by
-its name. Of a wrapping strategy, `estimate_schedule(*, num_layers, pp_size, num_sequences, head_cost)` returns the share of time in which ranks
-wait, and how many microbatches a rank holds at once.
+its name. Of a wrapping strategy, `estimate_schedule(*, num_layers, pp_size, num_sequences, head_cost)` returns the
+share of time in which ranks wait, and how many microbatches a rank holds at once.
 
 [Note: what stays] What the command line sets is kept; the layout of the run file is where the search begins. Its other
 options are kept by all strategies that have them.

@@ -86,7 +86,8 @@ class QuickTrace:
         return working + max(0.0, rest)
 
     def predict_pipeline_reserved_bytes(self, layers: int, ranks: int, live_microbatches: float) -> float:
-        """Return the bytes of a rank of a pipeline that holds the activations of `live_microbatches` microbatches of its blocks."""
+        """Return the bytes of a rank of a pipeline that holds the activations of `live_microbatches` microbatches of
+        its blocks."""
         here = layers / ranks
         return self.predict_reserved_bytes(here) + max(0.0, live_microbatches - 1) * self.activation_bytes.slope * here
 

@@ -61,7 +61,8 @@ def read_chat_template(value: str) -> str:
 class ChatTemplate:
     """A template with the special tokens of a tokenizer.
 
-    `special_pattern` and `added_pattern` are regular expressions for special tokens, and for all tokens that stand apart from text.
+    `special_pattern` and `added_pattern` are regular expressions for special tokens, and for all tokens that stand
+    apart from text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
@@ -134,7 +135,8 @@ def _render_with_timeout(conversation: Conversation, render: Callable[[], Result
         kind = type(error).__name__
         advice = _ADVICE.get(kind, " Change the record, or set another chat_template.")
         raise DataError(
-            f"{conversation.location}: the chat template cannot write this conversation (roles: {roles}): {kind}: {error}."
+            f"{conversation.location}: the chat template cannot write this conversation (roles: {roles}): {kind}: "
+            f"{error}."
             f"{advice.format(line=getattr(error, 'lineno', '?'))}"
         ) from error
 
@@ -153,7 +155,8 @@ class AnswerExtractor:
         self._template, self._loss_on = template, loss_on
 
     def build_documents(self, conversation: Conversation) -> list[Document]:
-        """Return the documents of a conversation; raise DataError where nothing is supervised, or a part is left out."""
+        """Return the documents of a conversation; raise DataError where nothing is supervised, or a part is left
+        out."""
         if self._loss_on == "all":
             text = self._template.render(conversation)
             self._check_turns(conversation, text)
@@ -188,7 +191,8 @@ class AnswerExtractor:
         kept = tuple((start, stop) for start, stop in spans if stop > start)
         if not kept:
             raise DataError(
-                f"{conversation.location}: an answer of no tokens: the chat template writes nothing of it inside of its "
+                f"{conversation.location}: an answer of no tokens: the chat template writes nothing of it inside of "
+                "its "
                 "{% generation %} marks. Correct the template, or the record."
             )
         return self._build_document(text, kept)
@@ -212,7 +216,8 @@ class AnswerExtractor:
         if not text.startswith(asked):
             place = _count_common_prefix(asked, text)
             raise DataError(
-                f"{conversation.location}: it cannot be reported where the answer of turn {index + 1} begins: where the chat "
+                f"{conversation.location}: it cannot be reported where the answer of turn {index + 1} begins: where "
+                "the chat "
                 f"template asks for it, it writes {asked[place:][:60]!r}, but where it is given {text[place:][:60]!r}. "
                 "Set chat_template to one that has answers inside of {% generation %} marks, or, if this one has a "
                 "switch for it, chat_template_kwargs in the records."
@@ -242,7 +247,8 @@ class AnswerExtractor:
         number, message = len(conversation.messages), conversation.messages[-1]
         if not re.sub(self._template.special_pattern, "", written).strip():
             raise DataError(
-                f"{conversation.location}: turn {number}: an answer of no tokens: the chat template writes nothing of it."
+                f"{conversation.location}: turn {number}: an answer of no tokens: the chat template writes nothing of "
+                "it."
             )
         parts = {"content": message.get("content", "")}
         if _END_OF_THOUGHT in parts["content"]:
@@ -276,7 +282,8 @@ class AnswerExtractor:
 
 def _omission_error(conversation: Conversation, what: str) -> DataError:
     return DataError(
-        f"{conversation.location}: the chat template leaves out {what}. Remove it from the record, or set chat_template "
+        f"{conversation.location}: the chat template leaves out {what}. Remove it from the record, or set "
+        "chat_template "
         "to one that writes it."
     )
 

@@ -97,7 +97,8 @@ class SourceConfig(FrozenModel):
         for name in self.fields:
             if name not in known:
                 raise ValueError(
-                    f"fields: {name!r} is nothing that format={self.format} reads.{suggest_match(name, known)} Write our "
+                    f"fields: {name!r} is nothing that format={self.format} reads.{suggest_match(name, known)} Write "
+                    "our "
                     f"name first, then the source's. Ours: {', '.join(known)}"
                 )
         for name in self.columns:
@@ -147,7 +148,8 @@ class DataConfig(FrozenModel):
     )
     too_long: TooLongAction | None = Field(
         default=None,
-        description="What becomes of an example longer than seq_len: truncate keeps its beginning, split makes several of "
+        description="What becomes of an example longer than seq_len: truncate keeps its beginning, split makes "
+        "several of "
         "it. null: split for text and tokens, else error.",
     )
     eval_fraction: float = Field(
@@ -218,12 +220,14 @@ class DataConfig(FrozenModel):
         for where, source in self._iter_sources():
             if (source.format == "preference") != (first.format == "preference"):
                 raise ValueError(
-                    f"{where} ({source.location!r}) is of format {source.format}, and others are of {first.format}: pairs "
+                    f"{where} ({source.location!r}) is of format {source.format}, and others are of {first.format}: "
+                    "pairs "
                     "and single examples do not go into one run"
                 )
             if set(source.columns) != set(first.columns):
                 raise ValueError(
-                    f"{where} ({source.location!r}) has columns {source.columns}, but sources.0 has {first.columns}: an "
+                    f"{where} ({source.location!r}) has columns {source.columns}, but sources.0 has {first.columns}: "
+                    "an "
                     "objective is given the same of each example. Give all the same, or none"
                 )
 

@@ -44,7 +44,8 @@ class FieldReader:
         if name not in record.fields:
             present = ", ".join(sorted(map(str, record.fields))) or "none"
             raise DataError(
-                f"{record.location}: no field {name!r}. Fields of this line: {present}.{suggest_match(name, record.fields)} "
+                f"{record.location}: no field {name!r}. Fields of this line: "
+                f"{present}.{suggest_match(name, record.fields)} "
                 f"Say under `fields` what the source calls it, {{{field}: its name}}, or set another format."
             )
         return record.fields[name]
@@ -58,7 +59,8 @@ class FieldReader:
 
     def raise_invalid(self, record: Record, field: str, value: Any, rule: str) -> NoReturn:
         raise DataError(
-            f"{record.location}: field {self.get_source_name(field)!r} holds {value!r:.80}, a {type(value).__name__}, but {rule}."
+            f"{record.location}: field {self.get_source_name(field)!r} holds {value!r:.80}, a {type(value).__name__}, "
+            f"but {rule}."
         )
 
     def read_mapping(self, record: Record, field: str) -> dict[str, Any]:
@@ -168,7 +170,8 @@ class MessageReader:
             self._fields.raise_invalid(record, field, value, "must hold a list of messages")
         if not value:
             raise DataError(
-                f"{record.location}: field {self._fields.get_source_name(field)!r} holds an empty conversation. It must hold at "
+                f"{record.location}: field {self._fields.get_source_name(field)!r} holds an empty conversation. It "
+                "must hold at "
                 "least one message; leave such records out."
             )
         return [self._read_message(record, field, number, each) for number, each in enumerate(value, start=1)]

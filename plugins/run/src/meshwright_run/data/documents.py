@@ -77,8 +77,8 @@ class TokenizedDocuments:
     """A tokenized source. T tokens in D documents; a pair of preferences is two documents.
 
     `tokens`: (T,), uint16 or uint32, with special tokens. `ends`: (D,), int64, of each document. `loss_mask`: (T,),
-    bool, what is supervised; None: all. `columns`: int64 or float64, (D,) or (T,). `group_size`: so many consecutive documents
-    belong together: 2 for preferences, chosen before rejected.
+    bool, what is supervised; None: all. `columns`: int64 or float64, (D,) or (T,). `group_size`: so many consecutive
+    documents belong together: 2 for preferences, chosen before rejected.
     """
 
     tokens: np.ndarray
@@ -275,7 +275,8 @@ def assign_split(hash_value: float, fraction: float) -> Split:
 
 
 def is_nearer_boundary(hash_value: float, other_hash_value: float, split: Split) -> bool:
-    """Return whether a document is nearer to the other side, which gets the nearest if it is empty, than `other_hash_value`."""
+    """Return whether a document is nearer to the other side, which gets the nearest if it is empty, than
+    `other_hash_value`."""
     return hash_value < other_hash_value if split == "train" else hash_value > other_hash_value
 
 

@@ -50,8 +50,9 @@ class Example:
 class EncodingCounts:
     """What became of records; counts add up.
 
-    `truncated`, `dropped` and `split` count documents that were too long; `unsupervised` documents or pieces left out since
-    nothing in them is supervised; `trailing_turns` turns behind the last answer of a conversation, which are left out.
+    `truncated`, `dropped` and `split` count documents that were too long; `unsupervised` documents or pieces left out
+    since nothing in them is supervised; `trailing_turns` turns behind the last answer of a conversation, which are left
+    out.
     """
 
     records: int = 0
@@ -160,7 +161,8 @@ class Encoder:
             return parts, EncodingCounts(split=1)
         raise DataError(
             f"{where}: {length:,} tokens, but seq_len={seq_len:,}. Set seq_len to at least {length}, or say what "
-            "becomes of what is longer: too_long: truncate keeps the beginning, split makes several of it, drop leaves it "
+            "becomes of what is longer: too_long: truncate keeps the beginning, split makes several of it, drop "
+            "leaves it "
             "out."
         )
 
@@ -202,7 +204,8 @@ def _build_token_parser(fields: FieldReader, tokenizer: PreTrainedTokenizerBase)
         outside = ids[(ids < 0) | (ids >= vocab_size)]
         if len(outside):
             raise DataError(
-                f"{record.location}: token {outside[0]} is none of the tokenizer, which has {vocab_size:,}. Set tokenizer "
+                f"{record.location}: token {outside[0]} is none of the tokenizer, which has {vocab_size:,}. Set "
+                "tokenizer "
                 "to the one that made these tokens."
             )
         labelled = np.ones(len(ids), bool)
@@ -211,7 +214,8 @@ def _build_token_parser(fields: FieldReader, tokenizer: PreTrainedTokenizerBase)
                 values = integers(record, name, "must hold a list of integers, one for each token")
                 if len(values) != len(ids):
                     raise DataError(
-                        f"{record.location}: field {fields.get_source_name(name)!r} holds {len(values)} values for {len(ids)} "
+                        f"{record.location}: field {fields.get_source_name(name)!r} holds {len(values)} values for "
+                        f"{len(ids)} "
                         "tokens. It must hold one for each."
                     )
                 labelled &= read(record, ids, values)
@@ -225,7 +229,8 @@ def _mask_from_labels(record: Record, ids: np.ndarray, labels: np.ndarray) -> np
     if len(wrong):
         place = wrong[0]
         raise DataError(
-            f"{record.location}: label {labels[place]} of token {place} is neither {IGNORE_INDEX}, not to be supervised, nor "
+            f"{record.location}: label {labels[place]} of token {place} is neither {IGNORE_INDEX}, not to be "
+            "supervised, nor "
             f"the token itself, {ids[place]}. Labels are not moved by one: the model's loss does that."
         )
     return labels != IGNORE_INDEX
@@ -280,7 +285,8 @@ class _ChatParser:
             if len(drafts) > 1:
                 raise DataError(
                     f"{record.location}: {name} has several answers, and the chat template writes the earlier ones "
-                    "otherwise as the conversation continues, so no single text holds them all. Set loss_on=last_answer."
+                    "otherwise as the conversation continues, so no single text holds them all. Set "
+                    "loss_on=last_answer."
                 )
             found += drafts
         return found
@@ -314,7 +320,8 @@ class _ChatParser:
         prompt, answer = self._fields.read_text(record, "prompt"), self._fields.read_text(record, field)
         if not answer:
             raise DataError(
-                f"{record.location}: an answer of no tokens: field {self._fields.get_source_name(field)!r} is empty. Leave such "
+                f"{record.location}: an answer of no tokens: field {self._fields.get_source_name(field)!r} is empty. "
+                "Leave such "
                 "records out."
             )
         text = prompt + answer

@@ -99,7 +99,8 @@ class _BoundedReader(io.RawIOBase):
         self._bytes_read += count
         if self._bytes_read > ALWAYS_ALLOWED_BYTES and self._bytes_read > MAX_EXPANSION_RATIO * self._file.tell():
             raise DataError(
-                f"{getattr(self._file, 'name', 'the file')}: the compressed content is more than {MAX_EXPANSION_RATIO} times "
+                f"{getattr(self._file, 'name', 'the file')}: the compressed content is more than "
+                f"{MAX_EXPANSION_RATIO} times "
                 f"as large as the file. Give the file as it is, without its compression, if that is what it holds."
             )
         return count
@@ -243,7 +244,8 @@ def _check_expansion(metadata: Any, path: Path) -> None:
                 ALWAYS_ALLOWED_BYTES, MAX_EXPANSION_RATIO * column.total_compressed_size
             ):
                 raise DataError(
-                    f"{path}: {column.path_in_schema} is more than {MAX_EXPANSION_RATIO} times as large as its bytes in the "
+                    f"{path}: {column.path_in_schema} is more than {MAX_EXPANSION_RATIO} times as large as its bytes "
+                    "in the "
                     f"file. Write the file again, without compression, if that is what it holds."
                 )
 

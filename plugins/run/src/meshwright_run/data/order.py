@@ -9,9 +9,9 @@ method of Webster and Sainte-Lague gives it for its weight, by which no source l
 the differences, in random order. A place tells its source and the rank of the row in it, which has its own epochs.
 Source: Balinski and Young 1982, Fair Representation (divisor methods are monotone in the size of the house).
 
-[Note: blocks] A stream is read in blocks of `RECORDS_PER_BLOCK`. The documents of a block become rows on their own, in a random
-order of (seed, block). Its state is how many rows were used, in which block that is, and where the reader was before
-it; resuming reads one block again. Every rank reads the whole stream, so the state does not depend on the mesh.
+[Note: blocks] A stream is read in blocks of `RECORDS_PER_BLOCK`. The documents of a block become rows on their own, in
+a random order of (seed, block). Its state is how many rows were used, in which block that is, and where the reader was
+before it; resuming reads one block again. Every rank reads the whole stream, so the state does not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -292,7 +292,8 @@ class StreamingSource:
         if records is None:
             if not self._groups_in_epoch:
                 raise DataError(
-                    f"{self.location!r} is empty: it holds no example that is short enough, with something to be supervised "
+                    f"{self.location!r} is empty: it holds no example that is short enough, with something to be "
+                    "supervised "
                     f"in its first seq_len tokens. Set data.seq_len to more, or name another source."
                 )
             self._groups_in_epoch = 0

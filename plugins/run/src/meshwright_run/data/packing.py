@@ -4,8 +4,8 @@ There are three kinds: a stream that is cut anywhere, documents that share a row
 rows of their own, with padding behind them.
 
 [Note: isolated] `position_ids` restart at each document of a row, from which transformers finds where one ends; see
-[Note: packed documents] in `step.agreement`. The first token of a document is not supervised. Padding at the end counts as
-one more document, with masked labels.
+[Note: packed documents] in `step.agreement`. The first token of a document is not supervised. Padding at the end counts
+as one more document, with masked labels.
 
 [Note: padding without a mask] A causal model sees nothing behind a token, so a mask would only make attention slower.
 Statistics of routers are the exception.
@@ -137,7 +137,8 @@ class PaddedDataset(RowDataset):
     """Each document in a row of its own, and padding behind it; see [Note: padding without a mask]."""
 
     def __init__(self, documents: TokenizedDocuments, seq_len: int, *, mask_padding: bool = False) -> None:
-        """Take the documents as they are; `mask_padding` adds an attention mask, for models in which padding matters."""
+        """Take the documents as they are; `mask_padding` adds an attention mask, for models in which padding
+        matters."""
         longest = int(documents.lengths().max(initial=0))
         if longest > seq_len:
             raise DataError(f"a document has {longest} tokens, more than seq_len={seq_len}.")
@@ -176,8 +177,10 @@ class ConcatDataset(RowDataset):
                 or {name: each for name, (_, each) in part.column_specs.items()} != by_token
             ):
                 raise DataError(
-                    f"sources do not go together: one has the columns {sorted(first.column_specs)} and rows {self.group_size} by "
-                    f"{self.group_size}, another {sorted(part.column_specs)} and {part.group_size} by {part.group_size}."
+                    f"sources do not go together: one has the columns {sorted(first.column_specs)} and rows "
+                    f"{self.group_size} by "
+                    f"{self.group_size}, another {sorted(part.column_specs)} and {part.group_size} by "
+                    f"{part.group_size}."
                 )
         self.column_specs = {
             name: (np.result_type(*(part.column_specs[name][0] for part in datasets)), each)
@@ -222,7 +225,8 @@ def build_row_dataset(
     mask_padding: bool = False,
     column_dtypes: Mapping[str, np.dtype] | None = None,
 ) -> RowDataset:
-    """Make rows of a kind, see `DataConfig.packing`; `column_dtypes` of columns where other documents need a wider one."""
+    """Make rows of a kind, see `DataConfig.packing`; `column_dtypes` of columns where other documents need a wider
+    one."""
     if packing != "none" and documents.group_size != 1:
         raise ConfigError(
             f"packing={packing} would part the answers of a preference. Set data.packing=none, or leave it out."
@@ -250,7 +254,8 @@ def _build_column_specs(documents: TokenizedDocuments, *, is_per_row: bool) -> d
 
 
 class _BatchLayout:
-    """Where tokens go in a batch: `token_index` (row, column), `document_positions`, `row_lengths`: tokens of each row."""
+    """Where tokens go in a batch: `token_index` (row, column), `document_positions`, `row_lengths`: tokens of each
+    row."""
 
     def __init__(
         self, documents: TokenizedDocuments, document_ids: np.ndarray, row_index: np.ndarray, num_rows: int, length: int

@@ -65,9 +65,9 @@ class PreparedSource:
 class PreparedData:
     """Tokenized documents.
 
-    `eval_sets`: by set, "eval_sets" and those of `eval_sets`. `vocab_size`: rows of an embedding. `directory`: the first
-    entry of the cache, or its root where every source is read while training. `documents`: their number on both sides.
-    `fingerprint`: hexadecimal, of tokens and split. `columns`: the dtype that all sources and sets have.
+    `eval_sets`: by set, "eval_sets" and those of `eval_sets`. `vocab_size`: rows of an embedding. `directory`: the
+    first entry of the cache, or its root where every source is read while training. `documents`: their number on both
+    sides. `fingerprint`: hexadecimal, of tokens and split. `columns`: the dtype that all sources and sets have.
     """
 
     sources: tuple[PreparedSource, ...]
@@ -297,7 +297,8 @@ def _write_splits(
             raise DataError(_describe_empty_source(source, counts, tokenization.options["seq_len"]))
         if kept == 1 and tokenization.held_out_fraction > 0:
             raise DataError(
-                f"{source.config.location!r} holds 1 document, but needs at least 2: whole documents are held out for the "
+                f"{source.config.location!r} holds 1 document, but needs at least 2: whole documents are held out for "
+                "the "
                 "eval loss. Cut it into several .txt files, or into the lines of a .jsonl file; or set eval_fraction: "
                 "0, and name eval_sets."
             )
@@ -325,10 +326,12 @@ def _describe_empty_source(source: ResolvedSource, counts: EncodingCounts, seq_l
     if counts.truncated or counts.split or counts.dropped or source.config.format == "preference":
         return (
             f"{place!r} holds {counts.records:,} records, and in none of them is anything supervised within seq_len="
-            f"{seq_len} tokens: what is to be supervised, such as the answers, stands behind them and was cut off. {longer}"
+            f"{seq_len} tokens: what is to be supervised, such as the answers, stands behind them and was cut off. "
+            f"{longer}"
         )
     return (
-        f"{place!r} is empty: it holds {counts.records:,} records, and in none of them is anything to be supervised. Name "
+        f"{place!r} is empty: it holds {counts.records:,} records, and in none of them is anything to be supervised. "
+        "Name "
         f"a source with texts, answers or labels that are not empty."
     )
 

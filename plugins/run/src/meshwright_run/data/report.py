@@ -35,7 +35,8 @@ _COLORS = ("#2a6fbb", "#d9792b", "#4b9e5f", "#8a5bb0", "#b8434e", "#6b6b6b")
 
 @dataclass(frozen=True)
 class SourceSummary:
-    """A source without what is held out: lengths of documents, shares of tokens supervised and of rows filled, counts."""
+    """A source without what is held out: lengths of documents, shares of tokens supervised and of rows filled,
+    counts."""
 
     name: str
     format: str
@@ -140,7 +141,10 @@ def render_row(row: DecodedRow, number: int, *, use_marks: bool) -> Text:
     supervised = sum(run.num_tokens for document in row.documents for run in document if run.is_supervised)
     tokens = sum(run.num_tokens for document in row.documents for run in document)
     columns = "".join(f", {name}={value:g}" for name, value in row.columns.items())
-    head = f"row {number}: {tokens} tokens in {_format_count(len(row.documents), 'document')}, {supervised} supervised{columns}"
+    head = (
+        f"row {number}: {tokens} tokens in {_format_count(len(row.documents), 'document')}, {supervised} "
+        f"supervised{columns}"
+    )
     text = Text(f"── {head} ──\n", style=_FRAME_STYLE)
     for place, document in enumerate(row.documents):
         if place:

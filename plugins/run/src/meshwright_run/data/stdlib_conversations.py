@@ -18,7 +18,8 @@ _TOPICS = "pydoc_data.topics"
 """The module that holds the language reference as texts by topic."""
 _PUBLIC_NAMES = {"posixpath": "os.path"}
 _MIN_CHARACTERS, _TARGET_CHARACTERS, _MAX_CHARACTERS = 12, 80, 600
-"""Characters of an answer: shorter ones are dropped, paragraphs are added up to `_TARGET_CHARACTERS` and never beyond `_MAX_CHARACTERS`."""
+"""Characters of an answer: shorter ones are dropped, paragraphs are added up to `_TARGET_CHARACTERS` and never beyond
+`_MAX_CHARACTERS`."""
 
 _QUESTIONS: dict[str, tuple[str, ...]] = {
     "function": (

@@ -1,4 +1,5 @@
-"""Train a byte-level BPE tokenizer, load one from a local directory, and tokenize text of which some spans are supervised.
+"""Train a byte-level BPE tokenizer, load one from a local directory, and tokenize text of which some spans are
+supervised.
 
 [Note: no tokenizer threads] The `tokenizers` library keeps its own pool of threads, which a fork (of a data loader,
 say) loses: older releases warn then, and the child may hang. So that pool is switched off here. Documents are encoded
@@ -146,7 +147,8 @@ def _check_loaded(tokenizer: Any, path: Path) -> None:
     entries = len(tokenizer.get_vocab())
     if get_vocab_size(tokenizer) > 2**20 + 2 * entries:
         raise DataError(
-            f"the tokenizer in {path} has {entries:,} tokens, and numbers up to {get_vocab_size(tokenizer) - 1:,}. Each "
+            f"the tokenizer in {path} has {entries:,} tokens, and numbers up to {get_vocab_size(tokenizer) - 1:,}. "
+            "Each "
             f"number is a row of the model's embedding. Number the tokens without large gaps."
         )
 
@@ -177,10 +179,12 @@ def disable_tokenizer_threads() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Document:
-    """A document before it is tokenized. `supervised_spans`: spans of characters, in order and disjoint; None: all of it.
+    """A document before it is tokenized. `supervised_spans`: spans of characters, in order and disjoint; None: all of
+    it.
 
     `add_bos`: begin with what the tokenizer puts before a text; `add_eos`: end with what it puts after one, and an eos
-    token, supervised where the text before them is. `num_trailing_turns`: turns behind the last answer, which are left out.
+    token, supervised where the text before them is. `num_trailing_turns`: turns behind the last answer, which are left
+    out.
     """
 
     text: str

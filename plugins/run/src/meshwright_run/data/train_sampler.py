@@ -99,7 +99,8 @@ class TrainSampler:
         return [_split_into_microbatches(rows, units, replace(self._shard, data_rank=rank)) for rank in ranks]
 
     def state_dict(self, step: int) -> list[dict[str, Any]] | None:
-        """Return what `load_state_dict` needs to resume with a step, as JSON; this step or the one before was read last."""
+        """Return what `load_state_dict` needs to resume with a step, as JSON; this step or the one before was read
+        last."""
         if self._mixture is None or not self._streams:
             return None
         before = self._mixture.count_before(self._order.compute_position(step))

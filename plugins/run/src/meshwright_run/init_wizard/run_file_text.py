@@ -167,7 +167,8 @@ def _render_output(answers: InitAnswers, name: str) -> list[str]:
     return [
         "# Losses on rows that are held out from training, every so many steps and at the end.",
         f"eval: {{every: {every}{sequences}}}",
-        "# Checkpoints, of which the last two are kept. A run that was interrupted continues by the same command, under "
+        "# Checkpoints, of which the last two are kept. A run that was interrupted continues by the same command, "
+        "under "
         "any other strategy and number of ranks, too.",
         f"checkpoint: {{every: {every}, keep_last: 2}}",
         "# Where metrics, the picture of the loss, checkpoints and the trained model go.",

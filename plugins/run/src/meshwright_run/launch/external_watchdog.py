@@ -1,4 +1,5 @@
-"""A process beside a rank that kills it once it is stopped: `python -m meshwright_run.launch.external_watchdog PID SECONDS`.
+"""A process beside a rank that kills it once it is stopped: `python -m meshwright_run.launch.external_watchdog PID
+SECONDS`.
 
 [Note: a rank that is stopped] It cannot end itself, its peers may all be on other machines, and a stopped process does
 not get the SIGTERM of torchrun's agent or srun. So a rank that another launcher than `local` has started tells a
@@ -76,7 +77,8 @@ class ExternalWatchdog(threading.Thread):
 
 
 def kill_when_silent(rank_pid: int, pings_fd: int, interval_s: float) -> None:
-    """Kill `rank_pid`, the parent of this process, after too long a silence in the file `pings_fd`; return when it ends."""
+    """Kill `rank_pid`, the parent of this process, after too long a silence in the file `pings_fd`; return when it
+    ends."""
     patience_s, silent_s, last_s = math.inf, 0.0, time.monotonic()
     # Opened while it is the parent, it cannot be another process with the same pid.
     process = ProcessHandle(rank_pid)

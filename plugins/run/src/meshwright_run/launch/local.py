@@ -71,7 +71,8 @@ PRELOAD = (
 MONITOR_INTERVAL_S = 0.1
 
 KILL_DELAY_S = 2
-"""From the first death, or the signal, to SIGKILL for the ranks that remain; less than `rank_process.PEER_FAILURE_WAIT_S`."""
+"""From the first death, or the signal, to SIGKILL for the ranks that remain; less than
+`rank_process.PEER_FAILURE_WAIT_S`."""
 
 _NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
@@ -109,10 +110,11 @@ def launch_ranks(
 ) -> int:
     """Run `main(store, *args)` on `nproc` ranks of this machine, each in a process of its own, and wait for them.
 
-    Each rank runs it under `rank_process.run_guarded`; `main` is at the top level of a module, and pickled with `args`. The ranks
-    handle the signals in `forwarded_signals` as `StopSignals` does: the first is passed on, and they take all the time they
-    need. A second one ends the job, as any other signal does at once. Returns 0, the exit code of the rank that failed
-    first (1 when a signal killed it), or 128 plus the number of the signal that ended the wait (130 for Ctrl-C).
+    Each rank runs it under `rank_process.run_guarded`; `main` is at the top level of a module, and pickled with `args`.
+    The ranks handle the signals in `forwarded_signals` as `StopSignals` does: the first is passed on, and they take all
+    the time they need. A second one ends the job, as any other signal does at once. Returns 0, the exit code of the
+    rank that failed first (1 when a signal killed it), or 128 plus the number of the signal that ended the wait (130
+    for Ctrl-C).
     """
     if nproc < 1:
         raise ConfigError(f"no rank to start: nproc={nproc}. It must be at least 1.")

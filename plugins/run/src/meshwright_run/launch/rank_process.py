@@ -90,9 +90,9 @@ def run_guarded(
 ) -> int:
     """Run `main(store, *args)` as this rank's share of the job; see [Note: one report per failure].
 
-    Nothing is incomplete down after a failure, since that could wait for peers: leave the process promptly, with `leave`.
-    `store` is that of the launched world, or None outside of one; `timeout_s` the limit for reaching it. Returns 0, the
-    exit code of the failure that was reported (on whatever rank), or INTERRUPTED.
+    Nothing is incomplete down after a failure, since that could wait for peers: leave the process promptly, with
+    `leave`. `store` is that of the launched world, or None outside of one; `timeout_s` the limit for reaching it.
+    Returns 0, the exit code of the failure that was reported (on whatever rank), or INTERRUPTED.
     """
     install_output_escaping()
     if is_launched_by_torchrun():

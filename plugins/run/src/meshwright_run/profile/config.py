@@ -79,7 +79,8 @@ def check_profile(config: ProfileConfig | None, *, num_steps: int, world_size: i
     beyond = [f"[{first}, {last}]" for first, last in config.windows if last > num_steps]
     if beyond:
         raise ConfigError(
-            f"profile.steps={', '.join(beyond)} ends behind the last step of the run, {num_steps}. Name steps from 1 to "
+            f"profile.steps={', '.join(beyond)} ends behind the last step of the run, {num_steps}. Name steps from 1 "
+            "to "
             f"{num_steps}."
         )
     if config.ranks != "all" and max(config.ranks) >= world_size:
@@ -106,6 +107,7 @@ def find_traces(directory: Path) -> list[Path]:
         if found:
             return found
     raise ConfigError(
-        f"{directory} holds no profile: there is no {PROFILE_DIRECTORY}/rank-*.json.gz. Set profile.steps in the run file, "
+        f"{directory} holds no profile: there is no {PROFILE_DIRECTORY}/rank-*.json.gz. Set profile.steps in the run "
+        "file, "
         f"such as --set profile.steps=[4,6], and run it."
     )

@@ -59,8 +59,8 @@ def warm_up_profiler(device: torch.device) -> None:
 class StepProfiler:
     """Profiles the windows of one rank, each from the beginning of its first step to the end of its last.
 
-    A context manager, which ends a window that an error has cut short. `metadata`: metadata of the traces; `start_step`: steps
-    that were done before this attempt.
+    A context manager, which ends a window that an error has cut short. `metadata`: metadata of the traces;
+    `start_step`: steps that were done before this attempt.
     """
 
     def __init__(
