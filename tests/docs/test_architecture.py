@@ -169,7 +169,7 @@ BREAKS: dict[Rule, str] = {
     patches_of_foreign_code: "from torch import nn\nnn.Linear.forward, x = print, 1",
     assertions_and_fields_set: "def f(x):\n    assert x > 0, 'bad'",
     model_class_names: "NAMES = ['GPT2LMHeadModel']",
-    what_is_too_long: "def f():\n" + "    x = 1\n" * 61,
+    what_is_too_long: "def f():\n" + "    x = 1\n" * 71,
 }
 """Each rule, with a text that breaks it."""
 
@@ -207,7 +207,7 @@ for name in names:
     getattr(meshwright.plugin, name)
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert int(done.stdout) <= 9_100
+    assert int(done.stdout) <= 9_300
 
 
 def test_the_table_of_rooms_is_that_of_the_sources() -> None:

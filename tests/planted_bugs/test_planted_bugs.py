@@ -10,7 +10,7 @@ BUGS = plant.read_bugs()
 
 def test_every_bug_applies_and_its_tests_exist() -> None:
     assert plant.find_stale_bugs(BUGS, collect=False) == {}
-    assert [bug.name for bug in BUGS if bug.new == bug.old or not bug.caught_by] == []
+    assert [bug.name for bug in BUGS if bug.replacement == bug.original or not bug.caught_by] == []
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""The mesh: sizes and degrees of the axes, the world of ranks, and the place of each rank along every axis."""
+"""The mesh: sizes and degrees of its axes, the world of ranks, and each rank's coordinates."""

@@ -1,4 +1,4 @@
-"""Every rank's place along every axis, also of a torch DeviceMesh that the caller has made.
+"""The mesh of all ranks, built from degrees or from a torch DeviceMesh.
 
 Axes, views and degrees are defined in `meshwright.mesh.sizes`, [Note: axis, dim, degree].
 Source: torch.distributed.device_mesh.
@@ -22,7 +22,7 @@ from .world import World, get_existing_world, use_run_timeout
 
 
 class Mesh:
-    """Every rank's place along every axis; MeshError if the degrees do not fill the world."""
+    """All ranks of a world along named axes; MeshError if the degrees do not fill the world."""
 
     def __init__(self, degrees: Degrees, world: World) -> None:
         if degrees.world_size != world.size:
@@ -51,12 +51,12 @@ class Mesh:
     @property
     def backend(self) -> str:
         """Backend of the process group for tensors of the mesh's device, such as "gloo" or "nccl"."""
-        # The config is such as "cpu:gloo,cuda:nccl".
+        # Example of a config: "cpu:gloo,cuda:nccl".
         pairs = str(dist.distributed_c10d.get_backend_config()).split(",")
         return dict(pair.split(":", 1) for pair in pairs).get(self.device.type, "none")
 
     def check_backend(self, requested: str) -> None:
-        """Raise MeshError, on all ranks alike, if another backend is used; "nccl", the configs' default, means any."""
+        """Raise MeshError on all ranks if another backend is used; "nccl", the default in configs, accepts any."""
         if requested not in ("nccl", self.backend):
             raise MeshError(
                 f"backend={requested!r}, but the process group uses {self.backend!r} for {self.device.type}. "
@@ -65,20 +65,19 @@ class Mesh:
 
     @functools.cached_property
     def expert_mesh(self) -> DeviceMesh:
-        """The second mesh, of `EXPERT_AXES`; made on first use, which is collective, where `ep` has one rank."""
+        """The second mesh, with `EXPERT_AXES`. If `ep` is 1, it is built on first use, which is collective."""
         ranks = torch.arange(self.world.size).view([getattr(self.degrees, axis) for axis in EXPERT_AXES])
         with use_run_timeout():
             return DeviceMesh(self.device.type, ranks, mesh_dim_names=EXPERT_AXES)
 
     def check_expert_mesh(self, device_mesh: DeviceMesh) -> None:
-        """Raise MeshError, on all ranks alike, if `device_mesh` is not the expert mesh; it may lack axes of one
-        rank."""
+        """Raise MeshError on all ranks if `device_mesh` is not the expert mesh; axes of one rank may be missing."""
 
-        def placed(mesh: DeviceMesh) -> tuple[list[tuple[str, int]], list[int]]:
+        def describe(mesh: DeviceMesh) -> tuple[list[tuple[str, int]], list[int]]:
             sizes = zip(mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.mesh.shape, strict=True)
             return [(name, size) for name, size in sizes if size > 1], mesh.mesh.flatten().tolist()
 
-        if placed(device_mesh) != placed(self.expert_mesh):
+        if describe(device_mesh) != describe(self.expert_mesh):
             raise MeshError(
                 f"the given mesh for experts, {device_mesh}, is not the one that the sizes give: {self.expert_mesh}. "
                 "Leave "
@@ -86,7 +85,7 @@ class Mesh:
             )
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the part of the root mesh along axes, or views such as `dp_cp`; MeshError for other names."""
+        """Return the submesh along axes, or along views such as `dp_cp`; MeshError for other names."""
         names = (axes,) if isinstance(axes, str) else axes
         for name in names:
             if name not in ROOT_AXES and name not in VIEWS:
@@ -94,7 +93,7 @@ class Mesh:
                     f"the mesh has no axis or view {name!r}. Axes: {', '.join(ROOT_AXES)}. Views: {', '.join(VIEWS)}."
                 )
         if axes not in self._views:
-            # Torch takes half a millisecond for each slice.
+            # Cached: torch takes half a millisecond for each slice.
             self._views[axes] = slice_mesh(self.device_mesh, axes)
         return self._views[axes]
 
@@ -103,7 +102,7 @@ class Mesh:
         return self[axis].get_group()
 
     def axis_rank(self, axis: str) -> int:
-        """Return this rank's coordinate along one axis or view, from 0."""
+        """Return this rank's coordinate along one axis or view, starting at 0."""
         return self._axis_ranks[axis] if axis in self._axis_ranks else self[axis].get_local_rank()
 
     def get_stage_mesh(self) -> Mesh:
@@ -125,12 +124,12 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which of the `data_size` batches this rank must see; equal for ranks that differ in pp, cp or tp only."""
+        """Index of this rank's batch among `data_size` batches; equal for ranks that differ only in pp, cp or tp."""
         return self._axis_ranks["dp_replicate"] * self.degrees.dp_shard + self._axis_ranks["dp_shard"]
 
     @property
     def is_data_leader(self) -> bool:
-        """Whether this rank is the first of those that see its batch."""
+        """Whether this rank is the first of the ranks that process its batch."""
         return all(self._axis_ranks[axis] == 0 for axis in ("pp", "cp", "tp"))
 
 
@@ -139,11 +138,15 @@ _AXIS_BY_DIM_NAME |= {"pipeline_parallel": "pp", "context_parallel": "cp", "tens
 
 
 def from_device_mesh(mesh: Mesh | DeviceMesh, claims: Collection[str], moe_mesh: DeviceMesh | None = None) -> Mesh:
-    """Return a Mesh, or a Mesh of the same degrees as a DeviceMesh of all ranks in order. Collective.
+    """Return the Mesh with the degrees of a DeviceMesh; a Mesh is returned unchanged. Collective.
 
     Args:
-        claims: the axes that the strategy shards; for one without `dp_shard`, all data ranks hold copies.
-        moe_mesh: the mesh for experts, whose axis `ep` gives their degree.
+        mesh: a Mesh, or a DeviceMesh of all ranks in order.
+        claims: the axes that the strategy shards. Without `dp_shard`, the data-parallel ranks are replicas.
+        moe_mesh: the expert mesh, whose axis `ep` gives the expert-parallel degree.
+
+    Raises:
+        MeshError: the mesh has unknown or unclaimed axes, or not all ranks in order.
     """
     degrees = infer_degrees(mesh, moe_mesh)
     if not isinstance(mesh, Mesh) and "dp_shard" not in claims and "dp_replicate" in claims:

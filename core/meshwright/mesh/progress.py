@@ -1,8 +1,8 @@
-"""Where each rank is in its run: its position, the sign of life that it writes, and a hang that is found by these.
+"""Progress of each rank in its run: its training phase, its heartbeat, and hangs that heartbeats reveal.
 
-[Note: positions] All ranks go through the same phases in the same order, so the number of a phase within its step tells
-which rank is behind. A rank may stand still for `timeout_s` in what it does for the first time, saves or exports;
-before the end of its first step it may also be silent, since much that loads holds the interpreter's lock.
+[Note: positions] All ranks go through the same phases in the same order, so the index of a phase within its step shows
+which rank is behind. In a phase that it enters for the first time, and in saves and exports, a rank may stall for
+`timeout_s`. Before the end of its first step it may also miss heartbeats, since loading code often holds the GIL.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 STARTING = "starting"
 SLOW_PHASES = frozenset({STARTING, "save", "export"})
-"""Phases in which a rank may stand still."""
+"""Phases in which a rank may stall."""
 MAX_STEP_TIMES = 1000
-"""Steps of which a rank keeps its own seconds."""
+"""Number of steps whose times a rank keeps."""
 CollectiveCounts: TypeAlias = Mapping[str, tuple[int, int, int]]
-"""By process group: how many collectives a rank has enqueued, started and finished."""
+"""By process group: the numbers of collectives that a rank has enqueued, started and finished."""
 
 
 class TrainingPhase(NamedTuple):
-    """A position; see [Note: positions]. `settled`: a step is finished; `patient`: the rank may stand still."""
+    """A rank's position; see [Note: positions].
+
+    `is_warmed_up`: the first step is finished; `may_stall`: the rank may stall in this phase.
+    """
 
     step: int = 0
     phase_index: int = 0
@@ -35,13 +38,14 @@ class TrainingPhase(NamedTuple):
 
 @dataclass(frozen=True)
 class HeartbeatRecord:
-    """Sign of life of one rank.
+    """Heartbeat of one rank.
 
     Attributes:
-        is_communicating: whether its main thread is in torch's communication.
-        location: file, line and function of its main thread, outside of torch; `stack`: all, the innermost first.
-        stalled_s: for how long its position has not changed.
-        busy_s, step_s: medians over its last `num_steps` of its own time, and of the whole step; 0: not known.
+        is_communicating: whether the main thread is in torch's communication code.
+        location: file, line and function of the main thread, outside of torch.
+        stack: all frames of the main thread, innermost first.
+        stalled_s: time since its position last changed [s].
+        busy_s, step_s: medians of busy time and of step time over the last `num_steps` steps [s]; 0: unknown.
     """
 
     sequence_number: int
@@ -67,7 +71,10 @@ class HeartbeatRecord:
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that are silent or stand still since a time [s]; `is_store_down`: the store does not answer."""
+    """Ranks that have missed heartbeats or stalled since the Unix time `since_s` [s].
+
+    `is_silent`: heartbeats are missing; `is_store_down`: the store does not respond.
+    """
 
     ranks: tuple[int, ...]
     is_silent: bool
@@ -78,22 +85,22 @@ class Hang:
 
 
 class HangReporter(Protocol):
-    """Writes down on each rank what is known of a hang; `where` is the place, for people."""
+    """Record a hang on each rank; `location` describes for users where it is recorded."""
 
     location: str
 
     def dump_stacks(self, heartbeat: HeartbeatRecord) -> CollectiveCounts:
-        """Write down this process's stacks and its last collectives; return how far these have come."""
+        """Record this process's stacks and its last collectives; return its collective counts."""
 
     def report(self, hang: Hang) -> None:
-        """Write down what has been found; on one rank."""
+        """Record the hang; called on one rank."""
 
 
 class Progress:
-    """Position of this rank. Each write assigns one value, so there is no lock; no clock is read.
+    """Progress of this rank. Each write assigns one value, so no lock is needed; no clock is read.
 
-    `steps` holds the rank's own seconds and those of the whole step; `signs` are those that the first rank read last;
-    `on_warmed_up` is called once, when the second step begins, from which on the limit of silence is lower.
+    `step_times` holds busy time and step time [s]; `heartbeats` are those that rank 0 read last. `on_warmed_up` is
+    called once, when the second step begins and the limit for missed heartbeats becomes lower.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""The sizes a user asks for, and the degrees of the mesh axes that follow from them.
+"""The mesh sizes that a user requests, and the degrees of the mesh axes.
 
 [Note: axis, dim, degree] A mesh has axes, a tensor has dims, and the degree of an axis is the number of ranks
-along it. Root axes, outermost first: `pp, dp_replicate, dp_shard, cp, tp`. Experts live on a second mesh over the
-same ranks, whose inner axes are `ep_shard, ep` in place of `dp_shard, cp, tp`.
+along it. Root axes, outermost first: `pp, dp_replicate, dp_shard, cp, tp`. Experts are on a second mesh of the
+same ranks, whose inner axes are `ep_shard, ep` instead of `dp_shard, cp, tp`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ ROOT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes of the mesh, outermost first."""
 STAGE_AXES = ROOT_AXES[1:]
 EXPERT_AXES = ("pp", "dp_replicate", "ep_shard", "ep")
-"""The axes of the mesh as experts are divided, outermost first."""
+"""The axes of the expert mesh, outermost first."""
 VIEWS = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
     "dp_shard_cp": ("dp_shard", "cp"),
 }
-"""Joined axes of the mesh, by name."""
+"""Flattened axes of the mesh, by name."""
 CLAIMABLE_AXES = (*ROOT_AXES, "ep")
-"""Axes that a strategy can claim to shard; `ep_shard` follows from the others."""
+"""Axes that a strategy can claim; the degree of `ep_shard` follows from them."""
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
-"""A degree or another count, 1 or more."""
+"""A degree or another count, at least 1."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Degrees:
 
     @property
     def ep_shard(self) -> int:
-        """Ranks that shard the experts that an expert-parallel rank holds."""
+        """Number of ranks that shard the experts of one expert-parallel rank."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
     @property
@@ -71,10 +71,10 @@ class Degrees:
 
 
 class MeshSizes(FrozenModel):
-    """What the user asks for.
+    """The mesh sizes that the user requests.
 
-    At most one of `dp_size, tp_size, pp_size, cp_size` may be None; it is then inferred from the world size. By
-    default that is `dp_size`.
+    At most one of `dp_size, tp_size, pp_size, cp_size` may be None, by default `dp_size`; it is inferred from the world
+    size.
     """
 
     dp_size: Size | None = Field(default=None, description="Whole data-parallel degree: dp_replicate x dp_shard.")
@@ -88,19 +88,19 @@ class MeshSizes(FrozenModel):
     ep_size: Size = Field(default=1, description="Expert-parallel degree; divides dp_shard x cp x tp.")
 
     def known_product(self) -> int:
-        """Product of the sizes given for root axes; an inferred size counts as 1."""
+        """Return the product of the sizes of root axes; an inferred size counts as 1."""
         return math.prod(size or 1 for size in (self.dp_size, self.tp_size, self.pp_size, self.cp_size))
 
     def resolve(self, world_size: int, claims: Collection[str] = CLAIMABLE_AXES) -> Degrees:
-        """Give every axis its degree.
+        """Return the degree of every axis.
 
         Args:
             world_size: number of ranks.
-            claims: axes that the chosen stack of strategies shards. It decides where data parallelism goes when
-                `dp_replicate_size` is left out: to `dp_shard` if that is claimed, else to `dp_replicate`.
+            claims: axes that the stack of strategies shards. If `dp_replicate_size` is None, the data-parallel axis is
+                `dp_shard` if that is claimed, else `dp_replicate`.
 
         Raises:
-            MeshError: the sizes do not fill the world, or do not divide.
+            MeshError: the sizes do not fill the world, or one does not divide another.
         """
         sizes = self._infer_sizes(world_size)
         dp = sizes["dp_size"]
@@ -150,5 +150,5 @@ class MeshSizes(FrozenModel):
 
 
 def format_divisors(number: int) -> str:
-    """List the divisors of a number, for an error."""
+    """List the divisors of a number, for an error message."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -1,18 +1,18 @@
-"""The process group of a run, this rank's device, and small agreements between ranks.
+"""The process group of a run, this rank's device, and small control messages between ranks.
 
-[Note: one timeout] All process groups of a run have the timeout of the group of all ranks, whoever makes them: see
-`use_run_timeout` and `new_group`.
+[Note: one timeout] All process groups of a run have the timeout of the group of all ranks, including those that torch
+creates: see `use_run_timeout` and `new_group`.
 
-[Note: control plane] Small agreements between ranks travel as CPU tensors where the process group has a backend for
-them, so that they never wait for queued GPU work.
+[Note: control plane] Small messages between ranks are sent as CPU tensors if the process group has a backend for them,
+so that they never wait for queued GPU work.
 
-[Note: doubling] Gloo's all-reduce is a ring of as many steps as there are ranks. For small messages the number of steps
-counts, so ranks exchange what they have with a partner 1, 2, 4, ... ranks away. If the number of ranks is no power of
-two, the surplus ranks give what they have to a partner first, and get the result from it. Source: Thakur et al. 2005,
-"Optimization of collective communication operations in MPICH", section 4.4 (recursive doubling).
+[Note: doubling] Gloo's all-reduce is a ring with as many steps as ranks. The latency of small messages depends on the
+number of steps, so ranks exchange partial results with a partner 1, 2, 4, ... ranks away. If the number of ranks is not
+a power of two, the surplus ranks send theirs to a partner first, and get the result from it. Source: Thakur et al.
+2005, "Optimization of collective communication operations in MPICH", section 4.4 (recursive doubling).
 
-[Note: gloo's threads] They release the tensors of a collective a moment after it is over. Only then is what a rank
-holds the same in each run; and a process that ends earlier is aborted ("terminate called without an active exception"):
+[Note: gloo's threads] Gloo's threads release the tensors of a collective shortly after it ends. Until then, a rank's
+memory differs from run to run, and a process that exits is aborted ("terminate called without an active exception"):
 pytorch/pytorch pull request 179291, issue 190489.
 """
 
@@ -44,11 +44,11 @@ _GLOO_THREAD_NAME = f"({GLOO_THREAD_NAME}) "
 
 
 def wait_for_gloo_threads() -> None:
-    """Return once all gloo threads are idle (waiting for another rank is idle), or after a second. Linux only."""
+    """Wait until all gloo threads are idle, or for one second. Waiting for another rank counts as idle. Linux only."""
     if not _TASK_DIR.is_dir():
         return
     end = time.monotonic() + _TIMEOUT_S
-    # Twice, since this thread may take Python's lock, which freeing a tensor needs, before a gloo thread gets it.
+    # Twice, since this thread may take the GIL, which freeing a tensor needs, before a gloo thread gets it.
     for _ in range(2):
         time.sleep(_POLL_S)
         while any(map(_is_busy_gloo_thread, _TASK_DIR.iterdir())) and time.monotonic() < end:
@@ -61,7 +61,7 @@ def _wait_for_gloo_threads_at_exit() -> None:
 
 
 def _is_busy_gloo_thread(task: Path) -> bool:
-    """Whether a thread is one of gloo's that is not asleep."""
+    """Return whether a thread is a gloo thread that is not asleep."""
     try:
         status = (task / "stat").read_text(encoding="utf-8")
     except OSError:
@@ -72,17 +72,17 @@ def _is_busy_gloo_thread(task: Path) -> bool:
 T = TypeVar("T")
 
 CONTROL_TAG = 4711
-"""Tag of the control plane's messages between two ranks."""
+"""Tag of point-to-point messages of the control plane."""
 
 
 class World:
-    """All ranks of the process group, or those of `group`; as a context manager it ends the group that it has started.
+    """All ranks of the process group, or those of `group`. As a context manager, it destroys a group that it owns.
 
-    `progress` is the position of this rank in its run, for a watchdog.
+    `progress`: this rank's progress in its run, for a watchdog.
     """
 
     is_real = True
-    """Whether tensors have values and messages arrive; if not, this rank stands for all others."""
+    """Whether tensors have values and messages arrive. False in a simulated run, where this rank represents all."""
 
     def __init__(self, device: torch.device, *, owns_group: bool, group: dist.ProcessGroup | None = None) -> None:
         self.device, self.group, self.owns_group = device, group, owns_group
@@ -108,31 +108,34 @@ class World:
         return [-value for value in self.reduce_sum_and_max((), [-value for value in values])[1]]
 
     def reduce_sum_and_max(self, sums: Sequence[int], maxima: Sequence[int]) -> tuple[list[int], list[int]]:
-        """All-reduce some int64 by SUM, modulo 2**64, and others by MAX, in one message."""
+        """All-reduce some int64 values by SUM, modulo 2**64, and others by MAX, in one message. Collective."""
         self._finish_pending()
         return self._reduce_now(sums, maxima)
 
     def begin_reduce_sum_and_max(
         self, sums: Sequence[int], maxima: Sequence[int]
     ) -> Callable[[], tuple[list[int], list[int]]]:
-        """Start `exchange` in a thread; return a function that waits for it. No message overtakes it. Collective."""
+        """Start `reduce_sum_and_max` in a thread; return a function that waits for the result. Collective.
+
+        Later control messages wait for it.
+        """
         self._finish_pending()
         if not self._uses_recursive_doubling or self.size == 1:
             result = self._reduce_now(sums, maxima)
             return lambda: result
-        found: Future[tuple[list[int], list[int]]] = Future()
+        future: Future[tuple[list[int], list[int]]] = Future()
 
-        def exchange() -> None:
+        def reduce() -> None:
             try:
-                found.set_result(self._reduce_now(sums, maxima))
+                future.set_result(self._reduce_now(sums, maxima))
             except BaseException as error:
-                found.set_exception(error)
+                future.set_exception(error)
 
         def wait() -> tuple[list[int], list[int]]:
             with record_if_profiling(WAIT_FOR_RANKS):
-                return found.result()
+                return future.result()
 
-        threading.Thread(target=exchange, daemon=True).start()
+        threading.Thread(target=reduce, daemon=True).start()
         self._wait_for_pending = wait
         return wait
 
@@ -141,7 +144,7 @@ class World:
         if self._uses_recursive_doubling:
             self._reduce_by_recursive_doubling(mine, len(sums))
         else:
-            # NCCL has trees.
+            # NCCL uses trees, so it needs no recursive doubling.
             for part, op in ((mine[: len(sums)], dist.ReduceOp.SUM), (mine[len(sums) :], dist.ReduceOp.MAX)):
                 if part.numel():
                     dist.all_reduce(part, op=op, group=self.group)
@@ -154,7 +157,7 @@ class World:
             wait()
 
     def _reduce_by_recursive_doubling(self, mine: torch.Tensor, num_sums: int) -> None:
-        """Combine `mine` with those of all ranks, in place; see [Note: doubling]."""
+        """All-reduce `mine` in place; see [Note: doubling]."""
         power = 1 << (self.size.bit_length() - 1)
         has_beyond = self.rank + power < self.size
         theirs = torch.empty_like(mine)
@@ -181,34 +184,37 @@ class World:
     def _send_receive(
         self, peer: int, *, send: torch.Tensor | None = None, receive: torch.Tensor | None = None
     ) -> None:
-        sent = None if send is None else dist.isend(send, group=self.group, group_dst=peer, tag=CONTROL_TAG)
-        taken = None if receive is None else dist.irecv(receive, group=self.group, group_src=peer, tag=CONTROL_TAG)
-        for work in filter(None, (sent, taken)):
+        sending = None if send is None else dist.isend(send, group=self.group, group_dst=peer, tag=CONTROL_TAG)
+        receiving = None if receive is None else dist.irecv(receive, group=self.group, group_src=peer, tag=CONTROL_TAG)
+        for work in filter(None, (sending, receiving)):
             work.wait()
 
     def select(self, real: T, fake: T) -> T:
-        """Return `real` if this world computes and sends, else `fake`; see `is_planned`."""
+        """Return `real` in a real run and `fake` in a simulated one; see `is_real`."""
         return fake if self.is_fake else real
 
     def raise_on_all_ranks(self, error: MeshwrightError | None) -> None:
-        """Raise the error of the lowest rank that has one, on all; see [Note: equal on every rank] in `contract`."""
+        """Raise the error of the lowest rank that has one, on all ranks. Collective.
+
+        See [Note: equal on every rank] in `meshwright.strategy.contract`.
+        """
         if self.reduce_ints([int(error is not None)])[0]:
             self.raise_first_error(error)
 
     def raise_first_error(self, error: MeshwrightError | None) -> NoReturn:
-        """`raise_on_all_ranks` where all ranks know that some rank has an error."""
+        """Do the same as `raise_on_all_ranks`, if all ranks know that some rank has an error. Collective."""
         self._finish_pending()
-        found: list[MeshwrightError | None] = [None] * self.size
-        dist.all_gather_object(found, error, group=self.group)
-        culprits = {rank: each for rank, each in enumerate(found) if each is not None}
-        first, cause = next(iter(culprits.items()))
-        if len({str(each) for each in culprits.values()}) == 1 and len(culprits) == self.size:
+        gathered: list[MeshwrightError | None] = [None] * self.size
+        dist.all_gather_object(gathered, error, group=self.group)
+        errors = {rank: each for rank, each in enumerate(gathered) if each is not None}
+        first, cause = next(iter(errors.items()))
+        if len({str(each) for each in errors.values()}) == 1 and len(errors) == self.size:
             raise cause
-        ranks = ", ".join(map(str, culprits))
+        ranks = ", ".join(map(str, errors))
         raise type(cause)(f"{cause}\n(found on rank {first}; ranks with an error: {ranks} of {self.size})")
 
     def run_on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Run `work`, which must not issue collectives; if it fails on any rank, raise as `raise_on_all_ranks`."""
+        """Run `work`, which must not issue collectives; if it raises a MeshwrightError on any rank, raise on all."""
         error = result = None
         try:
             result = work()
@@ -218,7 +224,7 @@ class World:
         return result  # type: ignore[return-value]
 
     def run_on_first_rank(self, work: Callable[[], T]) -> T:
-        """Run `work`, which must not issue collectives, on the first rank, and return or raise what it does on all."""
+        """Run `work`, which must not issue collectives, on rank 0. Return its result, or raise its error, on all."""
         box: list[tuple[MeshwrightError | None, T | None]] = [(None, None)]
         if self.rank == 0:
             try:
@@ -236,12 +242,12 @@ class World:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        # After an error the peers may never reach this point: ending the group could wait for them.
+        # After an error, peers may never reach this point, and destroying the group could wait for them.
         if error_type is None:
             self.close()
 
     def close(self) -> None:
-        """End the process group, if this world has started it."""
+        """Destroy the process group if this world owns it."""
         if self.owns_group and dist.is_initialized():
             self._finish_pending()
             dist.destroy_process_group()
@@ -250,14 +256,17 @@ class World:
 def start_world(
     device: torch.device, *, store: dist.Store, rank: int, size: int, timeout_s: float, shares_device: bool = False
 ) -> World:
-    """Start the process group of all ranks; NCCL refuses those that share an accelerator, gloo does not. Collective."""
+    """Start the process group of all ranks. Collective.
+
+    `shares_device`: several ranks use one accelerator, which gloo supports and NCCL does not.
+    """
     _activate_device(device)
     backend, bound = "gloo", None
     if device.type != "cpu":
-        # Gloo beside NCCL serves CPU tensors: the control plane, and checkpoints.
+        # Gloo, next to NCCL, communicates CPU tensors: the control plane, and checkpoints.
         on_device = "gloo" if shares_device else dist.get_default_backend_for_device(device)
         backend = f"cpu:gloo,{device.type}:{on_device}"
-        # Bound to its device, NCCL makes the groups of an axis by one split, instead of one group after the other.
+        # Bound to its device, NCCL creates the groups of an axis by one split, instead of one group at a time.
         bound = device if on_device == "nccl" else None
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
@@ -265,9 +274,9 @@ def start_world(
 
 
 def get_existing_world(device: torch.device | str) -> World:
-    """Return the world of this process's group; MeshError if it cannot serve the device.
+    """Return the world of the existing process group; MeshError if its backend does not support the device.
 
-    A device without an index is the accelerator of LOCAL_RANK, or else the one that torch uses.
+    A device without an index is the accelerator of LOCAL_RANK, or else torch's current one.
     """
     device = torch.device(device)
     if device.type != "cpu" and device.index is None:
@@ -292,10 +301,10 @@ def _activate_device(device: torch.device) -> None:
 
 
 def use_run_timeout() -> AbstractContextManager[None]:
-    """Give the run's timeout to process groups that are made in the context; see [Note: one timeout]."""
+    """Use the run's timeout for process groups that are created in the context; see [Note: one timeout]."""
     return new_group_timeout(get_group_timeout())
 
 
 def new_group(backend: str) -> dist.ProcessGroup:
-    """Make another group of all ranks, with a backend of its own; see [Note: one timeout]. Collective."""
+    """Create another group of all ranks, with its own backend; see [Note: one timeout]. Collective."""
     return dist.new_group(backend=backend, timeout=get_group_timeout())

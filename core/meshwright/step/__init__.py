@@ -1,1 +1,1 @@
-"""What one optimizer step is made of: batches, objectives, the token loss, the router loss, and axes."""
+"""Parts of one optimizer step: batch checks, objectives, the token loss, the router loss, and axes."""

@@ -1,17 +1,18 @@
-"""Loss and statistics of tokens from rows of hidden states, with logits of one chunk of rows at a time.
+"""Token loss and statistics from rows of hidden states, with the logits of one chunk of rows at a time.
 
-[Note: by rows] The gradient of the loss is known up to a factor, so gradients of hidden states and weights are computed
-while a chunk's logits are there, and backward only scales them. For other uses, and while such gradients still wait for
-their backward (in a pipeline), rows are computed once more in backward. In half precision each product is rounded as
-for whole logits; the sum of a weight's gradient over chunks is rounded once for each chunk.
+[Note: chunks of rows] The gradient of the loss is known up to a factor. So the gradients of hidden states and weights
+are computed in forward, while a chunk's logits exist, and backward only scales them. Statistics recompute the logits in
+backward instead; so does the loss while such gradients of an earlier loss are pending (in a pipeline). In half
+precision, each product is rounded as for full logits. A weight's gradient is rounded once for each chunk.
 
-All statistics follow from four sums over the vocabulary, which ranks that share it exchange in one message. With p =
+All statistics follow from four sums over the vocabulary, which ranks that shard it exchange in one message. With p =
 softmax(l): d logsumexp / dl = p, d log_prob / dl = onehot - p, d entropy / dl = -p (l - E[l]), and d mean_logit / dl =
-1 / V. So no graph is recorded, and the exponentials take the memory of the logits.
+1 / V. So no graph is recorded, and the exponentials reuse the memory of the logits.
 
-Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3, for the cross entropy of a divided vocabulary. Shapes: N rows,
-one for each position of a microbatch, H features each, C of them in a chunk, K ids for each; V entries of the
-vocabulary, L of them on this rank, R ranks that share them.
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3, for the cross entropy of a sharded vocabulary.
+
+Shapes: N rows, one for each position of a microbatch; C rows of a chunk; H features and K ids of each row; V entries of
+the vocabulary, L of them on this rank; R ranks that shard the vocabulary.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from ..base.types import IGNORE_INDEX, TokenStatistic
 
 
 class Vocabulary:
-    """How the entries of logits are divided over ranks: not at all here. `start` is the first entry of this rank."""
+    """How the vocabulary is sharded over ranks; this base class: not at all. `start`: first entry of this rank."""
 
     start: int = 0
 
     def full_size(self, local_size: int) -> int:
-        """Return the number of all entries, given that of this rank."""
+        """Return the size of the full vocabulary from that of this rank."""
         return local_size
 
     def gather_stacked(self, local: Tensor) -> Tensor:
-        """Stack the tensors of ranks that share the entries along a new first dim, without autograd. Collective."""
+        """Stack the tensors of the ranks that shard the vocabulary along a new dim 0, without autograd. Collective."""
         return local[None]
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Gather the logits of all entries; without autograd. Collective as well."""
+        """Gather the full logits, without autograd. Collective."""
         return logits
 
 
@@ -54,7 +55,7 @@ UNSHARDED_VOCABULARY = Vocabulary()
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Of each row, over the whole vocabulary; (C,), but (C, K) for the logits `chosen` of ids; float32 or float64."""
+    """Statistics of each row over the full vocabulary: (C,), or (C, K) for `selected_logits`; float32 or float64."""
 
     logsumexp: Tensor
     max_logit: Tensor
@@ -63,25 +64,25 @@ class RowStatistics:
     mean_logit: Tensor | None = None
 
     def get_statistic(self, name: TokenStatistic, ids_CK: Tensor) -> Tensor:
-        """Return one statistic: (C, K) for "log_probs", 0 where there is no id, else (C,)."""
+        """Return one statistic: (C,), or (C, K) for "log_probs", which are 0 where there is no id."""
         has_id_CK = ids_CK != IGNORE_INDEX
         if name == "log_probs":
             return torch.where(has_id_CK, self.selected_logits - self.logsumexp[:, None], 0.0)
         if name == "is_top1":
             return (has_id_CK & (self.selected_logits == self.max_logit[:, None]))[:, :1].any(-1)
-        found = {"logsumexp": self.logsumexp, "mean_logit": self.mean_logit}.get(name)
+        value = {"logsumexp": self.logsumexp, "mean_logit": self.mean_logit}.get(name)
         if name == "entropy" and self.expected_logit is not None:
-            found = self.logsumexp - self.expected_logit
-        if found is None:
+            value = self.logsumexp - self.expected_logit
+        if value is None:
             raise ValueError(f"{name} was not measured")
-        return found
+        return value
 
 
 class ShiftedExponentials:
-    """exp(logit - the row's highest logit on this rank), in the memory of the logits (float32 or wider)."""
+    """exp(logit - the row's maximum on this rank), computed in place of the logits (float32 or wider)."""
 
     def __init__(self, logits_CL: Tensor) -> None:
-        # A rank may have no entry at all, and a row no logit above -inf.
+        # A rank may have no entries, and all logits of a row may be -inf.
         low = torch.finfo(logits_CL.dtype).min
         rows, entries = logits_CL.shape
         self.max_C = logits_CL.amax(-1).clamp_(min=low) if entries else logits_CL.new_full((rows,), low)
@@ -102,7 +103,7 @@ class ShiftedExponentials:
     ) -> Tensor:
         """Return the gradient of the sum of weight x statistic over the logits, (C, L), rounded once to `dtype`.
 
-        It takes the memory of the exponentials, which are lost, if that has this dtype.
+        Overwrites the exponentials.
         """
         values_CL, none_C = self.values_CL, torch.zeros_like(self.max_C)
         factor_C = (self.max_C - measures.logsumexp).exp_()
@@ -126,7 +127,7 @@ class ShiftedExponentials:
         if not values_CL.shape[1]:
             return found_CL
         chosen_CK = torch.where(here_CK, chosen_CK, 0.0)
-        # p - 1 before it is rounded: where p is almost 1, nothing would be left of the difference.
+        # Subtract 1 from p before rounding: if p is close to 1, rounding first would cancel the difference.
         if chosen_CK.shape[1] == 1:
             own_CK = values_CL.gather(1, local_CK) * by_value_C[:, None] + chosen_CK
             torch.mul(values_CL, by_value_C[:, None], out=found_CL)
@@ -138,7 +139,10 @@ class ShiftedExponentials:
 def compute_row_statistics(
     logits_CL: Tensor, ids_CK: Tensor, vocabulary: Vocabulary, names: Sequence[TokenStatistic]
 ) -> tuple[RowStatistics, ShiftedExponentials]:
-    """Measure a chunk of rows; overwrites the logits, float32 or wider. Collective if ranks share the vocabulary."""
+    """Compute statistics of a chunk of rows. Overwrites the logits, float32 or wider.
+
+    Collective if ranks shard the vocabulary.
+    """
     entries = logits_CL.shape[1]
     more = {"mean": logits_CL.sum(-1)} if "mean_logit" in names else {}
     chosen_CK = logits_CL.new_zeros(ids_CK.shape)
@@ -162,7 +166,7 @@ def compute_row_statistics(
 
 
 def _find_local_ids(ids_CK: Tensor, vocabulary: Vocabulary, entries: int) -> tuple[Tensor, Tensor]:
-    """Return whether each id is one of this rank's entries, and its index here, or 0."""
+    """Return whether each id is one of this rank's entries, and its local index, or 0."""
     local_CK = ids_CK - vocabulary.start
     here_CK = (ids_CK != IGNORE_INDEX) & (local_CK >= 0) & (local_CK < entries)
     return here_CK, torch.where(here_CK, local_CK, 0)
@@ -170,7 +174,7 @@ def _find_local_ids(ids_CK: Tensor, vocabulary: Vocabulary, entries: int) -> tup
 
 @dataclass(frozen=True)
 class Projection:
-    """What makes logits (C, L) of rows (C, H), each by itself; `is_linear`: it is `F.linear(rows_CH, *tensors)`."""
+    """Maps rows (C, H) to logits (C, L), each row separately; `is_linear`: it is `F.linear(rows_CH, *tensors)`."""
 
     compute_logits: Callable[[Tensor, Sequence[Tensor]], Tensor]
     is_linear: bool
@@ -179,7 +183,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class HiddenRows:
-    """Rows of hidden states, contiguous, and what makes logits of them, with tensors such as a head's weight."""
+    """Contiguous rows of hidden states, and their projection to logits with its tensors, such as a head's weight."""
 
     hidden_NH: Tensor
     tensors: tuple[Tensor, ...]
@@ -194,7 +198,7 @@ class HiddenRows:
         *,
         vocabulary: Vocabulary = UNSHARDED_VOCABULARY,
     ) -> HiddenRows:
-        """Return the rows of (..., H) before a linear head, all of one dtype."""
+        """Return the rows of hidden states (..., H) before a linear head; all tensors have the same dtype."""
         tensors = (weight_LH,) if bias_L is None else (weight_LH, bias_L)
         hidden_NH = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         return cls(hidden_NH, tensors, Projection(lambda x, given: F.linear(x, *given), True, vocabulary))
@@ -202,7 +206,7 @@ class HiddenRows:
     @classmethod
     def from_logits(cls, logits: Tensor, *, vocabulary: Vocabulary = UNSHARDED_VOCABULARY) -> HiddenRows:
         """Return the rows of existing logits, (..., L)."""
-        # A rank may have no entry, from which a number of rows cannot be found.
+        # Do not use reshape(-1, ...): it cannot infer the number of rows if this rank has no entries.
         flat = logits.reshape(logits.shape[:-1].numel(), logits.shape[-1]).contiguous()
         return cls(flat, (), Projection(lambda x, given: x, False, vocabulary))
 
@@ -210,10 +214,16 @@ class HiddenRows:
 def compute_token_statistics(
     rows: HiddenRows, ids_NK: Tensor, names: Sequence[TokenStatistic], *, chunk_rows: int
 ) -> dict[str, Tensor]:
-    """Compute statistics of tokens, with gradients except for "is_top1". Collective if ranks share the vocabulary.
+    """Compute token statistics, differentiable except for "is_top1". Collective if ranks shard the vocabulary.
 
-    `ids_NK` are int64, K >= 0 for each row, `IGNORE_INDEX` for none; "is_top1" is about the first. Returns (N,), or
-    (N, K) for "log_probs", float32 or wider. At most `chunk_rows` rows have logits at a time.
+    Args:
+        rows: the hidden states and their projection.
+        ids_NK: int64, K >= 0 ids for each row, `IGNORE_INDEX` for none. "is_top1" is about the first.
+        names: the statistics to compute.
+        chunk_rows: maximum number of rows that have logits at a time.
+
+    Returns:
+        By name: (N,), or (N, K) for "log_probs"; float32 or wider.
     """
     if not names:
         return {}
@@ -231,10 +241,9 @@ def compute_token_loss(
     chunk_rows: int,
     pending_gradients: WeakSet[Any] | None = None,
 ) -> Tensor:
-    """Sum the cross entropy of `targets_N` [nats], divided by `num_tokens`; scalar. See [Note: by rows].
+    """Sum the cross entropy of `targets_N` [nats] and divide it by `num_tokens`; scalar. See [Note: chunks of rows].
 
-    `pending_gradients`: gradients of losses with the same weights that no backward has taken yet; this loss adds its
-    own.
+    `pending_gradients`: gradients of losses with the same weights, whose backward has not run; this loss adds its own.
     """
     factor = torch.ones((), dtype=_promote_to_float32(rows.hidden_NH.dtype), device=targets_N.device) / num_tokens
     inputs = (rows.hidden_NH, *rows.tensors)
@@ -258,7 +267,7 @@ def _promote_to_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 class _LogitsChunk:
-    """The logits of some rows, and a way back to rows and tensors."""
+    """The logits of a chunk of rows, and their backward to rows and tensors."""
 
     def __init__(self, projection: Projection, rows_CH: Tensor, tensors: Sequence[Tensor], needs: Sequence[bool]):
         self.projection, self.needs_grad = projection, needs
@@ -273,22 +282,22 @@ class _LogitsChunk:
         return self._logits_CL.dtype
 
     def take_logits(self) -> Tensor:
-        """Return the logits in memory that may be overwritten; once."""
-        # What was recorded may have saved them, and what nothing was done to is the input.
+        """Return the logits in memory that may be overwritten. Call it once."""
+        # Copy if not linear: autograd may have saved the logits, or they may be the input itself.
         owned = self._logits_CL.detach().to(_promote_to_float32(self.dtype), copy=not self._linear)
         if self._linear:
             self._logits_CL = self._logits_CL.new_empty(0)
         return owned
 
     def add_gradients(self, gradient_CL: Tensor, part: slice, sums: ChunkGradients) -> None:
-        """Add to the gradients of rows and tensors what a gradient of the logits contributes."""
+        """Backpropagate a gradient of the logits, and add the result to the gradients of rows and tensors."""
         if not self._linear:
             inputs = [self._rows_CH, *self._tensors]
-            asked = [index for index, needed in enumerate(self.needs_grad) if needed]
-            wanted = [inputs[index] for index in asked]
-            found = torch.autograd.grad(self._logits_CL, wanted, gradient_CL, allow_unused=True)
-            for index, each in zip(asked, found, strict=True):
-                sums.add(index, each, part)
+            indices = [index for index, needed in enumerate(self.needs_grad) if needed]
+            wanted = [inputs[index] for index in indices]
+            gradients = torch.autograd.grad(self._logits_CL, wanted, gradient_CL, allow_unused=True)
+            for index, gradient in zip(indices, gradients, strict=True):
+                sums.add(index, gradient, part)
             return
         if self.needs_grad[0] and sums.hidden_NH is not None:
             torch.mm(gradient_CL, self._tensors[0], out=sums.hidden_NH[part])
@@ -299,7 +308,7 @@ class _LogitsChunk:
 
 
 class ChunkGradients:
-    """Gradients of hidden states and tensors, to which chunks add theirs."""
+    """Gradients of hidden states and tensors, accumulated over chunks."""
 
     def __init__(self, hidden_NH: Tensor, needs: Sequence[bool]) -> None:
         self.hidden_NH = torch.empty_like(hidden_NH) if needs[0] else None
@@ -322,7 +331,7 @@ class ChunkGradients:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """See `token_loss`; gradients are computed in forward."""
+    """See `compute_token_loss`; gradients are computed in forward."""
 
     @staticmethod
     def forward(
@@ -347,7 +356,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     exponentials.compute_gradient(measures, targets_C1, vocabulary, weights, chunk.dtype), part, sums
                 )
             total -= measures.get_statistic("log_probs", targets_C1).sum()
-            # Its logits must not outlive it until the next chunk has others.
+            # Free the logits before the next chunk computes its own.
             del chunk, exponentials
         ctx.sums = sums
         if waiting is not None and any(needs):
@@ -400,7 +409,7 @@ class _ChunkedStatistics(torch.autograd.Function):
         given = {name: grad for name, grad in zip(ctx.names, grads, strict=True) if grad is not None}
         for part in _iter_chunks(hidden_NH.shape[0], ctx.chunk_rows):
             chunk = _LogitsChunk(ctx.projection, hidden_NH[part], tensors, needs)
-            # What ranks have exchanged in forward is known, and logits of ids are not asked for.
+            # Use the values exchanged in forward; the gradient does not need the logits of the ids.
             measures = RowStatistics(kept[0, part], kept[0, part], kept[0, part, None], kept[1, part])
             weights = {name: grad[part] for name, grad in given.items()}
             exponentials = ShiftedExponentials(chunk.take_logits())

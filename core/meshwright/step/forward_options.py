@@ -1,8 +1,9 @@
-"""How a model's forward is called: its options, and the sequence length that its rotary embeddings get.
+"""Options of a model's forward, and the sequence length that its rotary embeddings see.
 
 [Note: rope length] transformers' `longrope` and `dynamic` choose frequencies by the largest position of a forward, over
-all rows, and `dynamic` keeps those of the longest forward so far. Within a step they get the longest row of all
-microbatches of all ranks, so that no row depends on others; outside of steps, the length of the forward alone.
+all rows, and `dynamic` keeps those of the longest forward so far. Within a step, they see the longest row of all
+microbatches of all ranks, so that all rows use the same frequencies. Outside of steps, they see the length of the
+current forward only.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from ..tensors.ops import temporary_attribute
 
 
 def get_forward_options(model: nn.Module, *, is_partial: bool = False) -> dict[str, Any]:
-    """Return the options with which a model's forward is always called: no key-value cache, as far as it takes them."""
+    """Return the keyword arguments for every forward of a model, as far as it accepts them: no key-value cache.
+
+    `is_partial`: this rank has only some positions or layers, so it does not request router logits.
+    """
     options = {"use_cache": False} | ({"output_router_logits": False} if is_partial else {})
     taken = inspect.signature(model.forward).parameters
     names = set(taken)
     if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-        # Some classes do not name it, and hand it on to the model inside; peft's wrapper hands on all.
+        # Some classes accept it only as **kwargs and pass it to their inner model; peft's wrapper passes on everything.
         base = _get_base_model(model)
         names |= set(inspect.signature(base.forward).parameters)
         names |= {"use_cache"} & set(inspect.signature(getattr(base, "base_model", base).forward).parameters)
@@ -39,12 +43,12 @@ def get_forward_arguments(model: nn.Module) -> frozenset[str]:
 
 
 def _get_base_model(model: nn.Module) -> nn.Module:
-    found: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return found
+    base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base
 
 
 def enable_router_logits(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `get_forward_options` for a run that returns the logits of all routers."""
+    """Return the options of `get_forward_options` with router logits enabled."""
     return {name: value or name == "output_router_logits" for name, value in options.items()}
 
 
@@ -57,13 +61,13 @@ class RopeLengthHook:
             rope.register_forward_hook(self._trim_output)
 
     def step_length(self, length: int) -> AbstractContextManager[None]:
-        """Set the length [tokens] of the longest row of a step, on all ranks."""
+        """Context of a step whose longest row, over all ranks, has `length` tokens."""
         return temporary_attribute(self, "_length", length)
 
     def _extend_positions(
         self, rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        """Append the last position of the longest row, the largest of all."""
+        """Append the last position of the longest row."""
         if self._length is None:
             return None
         hidden, positions, *rest = _get_rope_arguments(args, kwargs)
@@ -78,7 +82,7 @@ class RopeLengthHook:
 
 @contextmanager
 def reset_rope_length(model: nn.Module) -> Iterator[None]:
-    """Context in which no forward depends on the length of the one before."""
+    """Context in which no forward depends on the length of the previous one."""
     with ExitStack() as hooks:
         for rope in find_length_dependent_ropes(model):
             hooks.callback(rope.register_forward_pre_hook(_reset_length, with_kwargs=True).remove)
@@ -91,6 +95,6 @@ def _reset_length(rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _get_rope_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return hidden states, positions (..., S), and the type of the layer if it is given."""
-    given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
-    return tuple(given[name] for name in ("x", "position_ids", "layer_type") if given.get(name) is not None)
+    """Return hidden states, positions (..., S), and the layer type if it is passed."""
+    arguments = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
+    return tuple(arguments[name] for name in ("x", "position_ids", "layer_type") if arguments.get(name) is not None)

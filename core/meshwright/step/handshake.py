@@ -1,21 +1,21 @@
-"""Checks of a step's microbatches, and agreement of ranks on it by one message before they train.
+"""Check a step's microbatches and validate the step across ranks, with one message before training.
 
-[Note: one message] The message carries the sum of the ranks' tokens, whether any rank has found an error, and whether
-what must be equal is: the number of microbatches, `num_tokens`, and the tokens of ranks that share a batch. It is sent
-in the background when a step is announced, and `forward_backward` takes the answer. If tokens are counted instead,
-`forward_backward` sends a message of its own, since it may be given something else than what was counted.
+[Note: one message] The message carries the ranks' total token count and whether any rank has found an error. It also
+shows whether values that must be equal are: the number of microbatches, `num_tokens`, and the tokens of ranks that
+share a batch. `begin_step_sync` sends it in the background, and `forward_backward` takes the result. After
+`count_tokens`, `forward_backward` sends a separate message, since its microbatches may differ from the counted ones.
 
-[Note: equal shares] One sum shows whether ranks that share a batch have the same tokens. Each multiplies a checksum of
-its tokens by a number of its own, and the numbers of those that share a batch add up to 0 (modulo 2**64, as sums of
-int64 do). So do the products if all checksums are equal, and hardly ever otherwise.
+[Note: equal shares] One sum shows whether ranks that share a batch have the same tokens. Each rank multiplies a
+checksum of its tokens by a factor of its own. The factors of ranks that share a batch add up to 0 (modulo 2**64, as
+int64 sums do). So the products add up to 0 if all checksums are equal, and almost never otherwise.
 
 [Note: equal flags] One sum shows whether ranks freeze the same parameters. For each parameter that it freezes, a rank
-adds minus a number that stands for the name; the first rank that holds the parameter adds that number once for each
-other rank instead. The sum is 0 if all that hold a parameter freeze it, or none.
+subtracts a hash of the name. The first rank that has the parameter instead adds that hash once for each other rank. The
+sum is 0 if all ranks that have a parameter freeze it, or none does.
 
-[Note: packed documents] If several documents share a row, `position_ids` restart at each. transformers keeps them apart
-only without an attention mask; with one, each document sees those before it
-(github.com/huggingface/transformers/issues/46634). So a mask of ones is left out, and any other is refused.
+[Note: packed documents] If several documents share a row, `position_ids` restart at each. transformers isolates them
+only without an attention mask; with one, each document attends to the previous ones
+(github.com/huggingface/transformers/issues/46634). So a mask of ones is dropped, and any other mask is rejected.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from .tokens import shift_labels
 
 @dataclass(frozen=True)
 class BatchRequirements:
-    """What a manager requires of the microbatches of a step.
+    """A manager's requirements on the microbatches of a step.
 
     Attributes:
-        check: further check without a collective; raises BatchError or StrategyError.
-        get_count: a count of which ranks learn the maximum; see `SyncedStep.most`.
-        rows_per_chunk: rows of the pieces into which microbatches are cut; None: they are not.
+        check: additional check without a collective; raises BatchError or StrategyError.
+        get_count: a count whose maximum over ranks becomes `SyncedStep.max_count`.
+        rows_per_chunk: rows of the pipeline microbatches into which microbatches are split; None: they are not split.
     """
 
     vocab_size: int | None = None
@@ -62,13 +62,13 @@ class BatchRequirements:
 
 
 def compute_checksum(microbatches: Sequence[Batch]) -> int | None:
-    """Return a 32-bit checksum of all `input_ids`; None if they are on an accelerator, for which it would wait."""
+    """Return a 32-bit checksum of all `input_ids`; None on an accelerator, to avoid a device sync."""
     if any(batch["input_ids"].device.type != "cpu" for batch in microbatches):
         return None
-    found = 0
+    checksum = 0
     for batch in microbatches:
-        found = zlib.crc32(batch["input_ids"].contiguous().numpy(), found)
-    return found
+        checksum = zlib.crc32(batch["input_ids"].contiguous().numpy(), checksum)
+    return checksum
 
 
 def drop_redundant_mask(microbatches: Sequence[Batch]) -> list[Batch]:
@@ -121,7 +121,7 @@ def find_format_error(microbatches: Sequence[Batch], vocab_size: int | None = No
             )
         if vocab_size is not None:
             for key, tensor in (("input_ids", ids), ("labels", labels[labels != IGNORE_INDEX])):
-                # Ids on an accelerator are not looked at: that would wait for queued work.
+                # Skip ids on an accelerator, to avoid a device sync.
                 low, high = map(int, tensor.aminmax() if tensor.device.type == "cpu" and tensor.numel() else (0, 0))
                 if low < 0 or high >= vocab_size:
                     return (
@@ -132,7 +132,7 @@ def find_format_error(microbatches: Sequence[Batch], vocab_size: int | None = No
 
 
 def _has_packed_documents(batch: Batch) -> bool:
-    """Return whether positions restart among a row's tokens that a mask of tokens (not of queries and keys) leaves."""
+    """Return whether positions restart among the unmasked tokens of a row. False unless the mask is (B, S)."""
     positions, mask, shape = batch.get("position_ids"), batch.get("attention_mask"), batch["input_ids"].shape
     if positions is None or mask is None or mask.shape != shape or positions.shape not in (shape, (1, shape[1])):
         return False
@@ -155,12 +155,15 @@ def _find_length_error(microbatches: Sequence[Batch], length_multiple: int, cp_s
 
 
 _STARTED_SYNC, _COUNT_ONLY, _NO_LOSS = -1, -2, -3
-"""In place of a number of tokens: the message counts them itself, for a step or for none; or there is no loss."""
+"""Values of `num_tokens` in a message that counts tokens for a step, that only counts them, or that has no loss."""
 
 
 @dataclass(frozen=True)
 class SyncedStep:
-    """What all ranks know of a step: `most` is the largest `Terms.count`, `longest` the tokens of the longest row."""
+    """A step that all ranks have agreed on.
+
+    `max_count`: maximum of `BatchRequirements.get_count` over ranks; `max_length`: tokens of the longest row.
+    """
 
     microbatches: list[Batch]
     num_tokens: Tensor
@@ -169,7 +172,7 @@ class SyncedStep:
 
 
 class TokenCount(Tensor):
-    """Token count of an announced step, int64 scalar on the CPU; any use waits until all ranks have announced."""
+    """Result of `begin_step_sync`: token count, int64 scalar on the CPU. Any use waits until all ranks have called."""
 
     microbatches: Sequence[Batch]
     requirements: BatchRequirements
@@ -193,23 +196,24 @@ def _to_plain_tensors(value: Any) -> Any:
 
 
 def count_tokens(microbatches: Sequence[Batch], mesh: Mesh, objective: Objective | None = None) -> Tensor:
-    """Count the unmasked targets of the global batch, or what `objective` counts, by a message of its own. Collective.
+    """Count the unmasked targets of the global batch, or what `objective` counts. Collective.
 
-    Returns an int64 scalar on the CPU, equal on all ranks; BatchError on all if a microbatch of any is malformed.
+    Returns an int64 scalar on the CPU, equal on all ranks. Raises BatchError on all ranks if any microbatch is
+    malformed.
     """
-    terms, found = (
+    requirements, error = (
         BatchRequirements(objective=None if objective is None else BoundObjective(objective)),
         find_format_error(microbatches),
     )
-    answer = _build_handshake(
-        microbatches, mesh, terms, BatchError(found) if found else None, num_tokens=_COUNT_ONLY
+    result = _build_handshake(
+        microbatches, mesh, requirements, BatchError(error) if error else None, num_tokens=_COUNT_ONLY
     ).send()
-    answer.check()
-    return torch.tensor(answer.num_tokens, dtype=torch.int64)
+    result.check()
+    return torch.tensor(result.num_tokens, dtype=torch.int64)
 
 
 def begin_step_sync(microbatches: Sequence[Batch], mesh: Mesh, requirements: BatchRequirements) -> Tensor:
-    """Begin to agree on a step while the one before computes; see `StrategyManager.announce`. Collective."""
+    """Start the handshake of the next step in the background; see `StrategyManager.begin_step_sync`. Collective."""
     defect = find_batch_error(microbatches, requirements, mesh.degrees.cp)
     message = _build_handshake(microbatches, mesh, requirements, defect, num_tokens=_STARTED_SYNC)
     wait = mesh.world.begin_reduce_sum_and_max(message.sums, message.maxima)
@@ -223,14 +227,14 @@ def begin_step_sync(microbatches: Sequence[Batch], mesh: Mesh, requirements: Bat
 
 
 def has_reported_errors(num_tokens: Tensor) -> bool:
-    """Return whether any rank may have found an error in the step that a token count announces."""
+    """Return whether any rank may have found an error in the step to which a token count belongs."""
     return not isinstance(num_tokens, TokenCount) or num_tokens.get_result().num_errors > 0
 
 
 def finish_step_sync(
     microbatches: Sequence[Batch], num_tokens: Tensor | None, mesh: Mesh, requirements: BatchRequirements
 ) -> SyncedStep:
-    """Check that all ranks can run this step; `num_tokens` is None where there is no loss. Collective."""
+    """Check that all ranks can run this step; `num_tokens` is None for a step without a loss. Collective."""
     if isinstance(num_tokens, TokenCount) and num_tokens.requirements == requirements:
         if microbatches is not num_tokens.microbatches:
             raise BatchError("the microbatches are others than those that were announced with this num_tokens.")
@@ -273,7 +277,7 @@ def _build_handshake(
     *,
     num_tokens: int,
 ) -> _StepHandshake:
-    """Make the message of a step; `num_tokens` is the number of tokens, or one of the constants that stand for it."""
+    """Build the message of a step; `num_tokens` is the number of tokens, or one of the negative constants."""
     tokens = count = share = most = signature = longest = frozen = 0
     if batch_error is None:
         try:
@@ -299,7 +303,7 @@ class _HandshakeResult:
             (self.num_errors, self.num_tokens, self.checksum_sum, self._frozen_sum),
             (*pairs, self.max_count, self.max_length),
         ) = numbers
-        # The lowest and the highest of all ranks.
+        # The minimum and maximum over ranks.
         self._num_microbatches_range, self._num_tokens_range, self._signature_range = (
             (-pairs[at + 1], pairs[at]) for at in (0, 2, 4)
         )
@@ -338,10 +342,10 @@ class _HandshakeResult:
 
 
 def _check_shared_batches(microbatches: Sequence[Batch], mesh: Mesh) -> None:
-    found: list[tuple[int, int | None]] = [(0, None)] * mesh.world.size
-    dist.all_gather_object(found, (mesh.data_rank, compute_checksum(microbatches)), group=mesh.world.group)
+    checksums: list[tuple[int, int | None]] = [(0, None)] * mesh.world.size
+    dist.all_gather_object(checksums, (mesh.data_rank, compute_checksum(microbatches)), group=mesh.world.group)
     for data_rank in range(mesh.data_size):
-        if len({each for rank, each in found if rank == data_rank and each is not None}) > 1:
+        if len({each for rank, each in checksums if rank == data_rank and each is not None}) > 1:
             raise BatchError(
                 f"ranks that share a batch ({mesh.degrees}) have different input_ids for data rank {data_rank} of "
                 f"{mesh.data_size}. Choose the batch by mesh.data_rank, not by the rank."
@@ -349,7 +353,7 @@ def _check_shared_batches(microbatches: Sequence[Batch], mesh: Mesh) -> None:
 
 
 def compute_checksum_share(mesh: Mesh, value: int | None) -> int:
-    """Return this rank's part of the sum of [Note: equal shares], as an int64."""
+    """Return this rank's term of the sum in [Note: equal shares], as an int64."""
     degrees = mesh.degrees
     sharers = degrees.pp * degrees.cp * degrees.tp
     mine = (mesh.axis_rank("pp") * degrees.cp + mesh.axis_rank("cp")) * degrees.tp + mesh.axis_rank("tp")
@@ -360,7 +364,10 @@ def compute_checksum_share(mesh: Mesh, value: int | None) -> int:
 
 
 def compute_frozen_share(mesh: Mesh, frozen: Iterable[tuple[str, int, int]]) -> int:
-    """Return this rank's part of the sum of [Note: equal flags]; `frozen`: name, number of its copy, and of copies."""
+    """Return this rank's term of the sum in [Note: equal flags].
+
+    `frozen`: for each frozen parameter its name, the index of this copy, and the number of copies.
+    """
     degrees, total = mesh.degrees, 0
     ranks = mesh.data_size * degrees.cp * degrees.tp
     mine = (mesh.data_rank * degrees.cp + mesh.axis_rank("cp")) * degrees.tp + mesh.axis_rank("tp")

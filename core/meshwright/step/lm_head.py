@@ -1,11 +1,13 @@
-"""The head of a model, asked for the loss or statistics of its tokens instead of their logits.
+"""Make a model's LM head compute the loss or token statistics instead of logits.
 
-[Note: deferred logits] The head returns `DeferredLogits`. What the model does to them (scaling, a soft cap, a cast) is
-recorded and applied to the logits of each row later, if it treats every entry alike; all else is refused. What is asked
-for is computed at the end of the model's forward, where the head's parameters are gathered, in the logits' place.
+[Note: deferred logits] The head returns `DeferredLogits`. Elementwise operations of the model on them (scaling, a soft
+cap, a cast) are recorded, and applied to the logits of each chunk of rows later; all other operations are rejected. The
+loss or statistics are computed at the end of the model's forward, where the head's parameters are gathered, and replace
+the logits.
 
-[Note: the way out] Strategies cast what the model's forward returns, and look for its tensors in backward. So the
-forward returns an anchor, a scalar that leads to the answer in the graph; the answer and its gradient bypass it.
+[Note: autograd bypass] Strategies cast the outputs of the model's forward, and track these tensors in backward. So the
+forward returns an anchor: a scalar that connects to the result in the autograd graph. The result and its gradient
+bypass the anchor.
 """
 
 from __future__ import annotations
@@ -35,12 +37,15 @@ _SCALAR_TYPES = (bool, int, float, type(None), torch.dtype, torch.memory_format)
 
 
 class ChunkedLogitsError(ModelError):
-    """The logits of a model cannot be computed row by row."""
+    """The logits of a model cannot be computed in chunks of rows."""
 
 
 @dataclass(frozen=True)
 class LogitsSource:
-    """What makes logits: the hidden states (..., H), the head, and the steps after it; casts may lose nothing."""
+    """Inputs of deferred logits: the hidden states (..., H), the head, and the operations after it.
+
+    `has_only_casts`: all of these operations are casts that lose no precision.
+    """
 
     hidden: Tensor
     head: Callable[[Tensor], Tensor]
@@ -53,19 +58,19 @@ class LogitsSource:
 
 
 class DeferredLogits(Tensor):
-    """See the module. Has a shape and a dtype, and reports the device of the hidden states."""
+    """Placeholder for logits; see [Note: deferred logits]. It reports the device of the hidden states."""
 
     source: LogitsSource
 
     @staticmethod
     def from_source(source: LogitsSource, num_entries: int, dtype: torch.dtype) -> DeferredLogits:
         shape = (*source.hidden.shape[:-1], num_entries)
-        made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DeferredLogits)
-        made.source = source
-        return made
+        logits = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DeferredLogits)
+        logits.source = source
+        return logits
 
     def with_vocabulary(self, vocabulary: Vocabulary) -> DeferredLogits:
-        """Return the same as a part of a vocabulary that ranks share."""
+        """Return these logits as this rank's shard of a sharded vocabulary."""
         return DeferredLogits.from_source(replace(self.source, vocabulary=vocabulary), self.shape[-1], self.dtype)
 
     @classmethod
@@ -81,7 +86,7 @@ class DeferredLogits(Tensor):
             if not isinstance(answer, Tensor):
                 return answer
         if name == "view_as" and all(each is args[0] for each in args):
-            # By which strategies tell what a module gives from what it was given.
+            # Strategies call this to distinguish a module's outputs from its inputs.
             return args[0]
         places = [index for index, each in enumerate(args) if isinstance(each, DeferredLogits)]
         rest = [each for index, each in enumerate(args) if index not in places] + list(options.values())
@@ -109,7 +114,7 @@ def _apply_deferred(
         made: Tensor = func(*args[:index], logits, *args[index + 1 :], **options)
         return made
 
-    # One entry tells the dtype.
+    # Run on one entry to find the dtype.
     dtype = step(torch.zeros((1, 1), dtype=before.dtype, device=before.source.hidden.device)).dtype
     is_lossless = is_lossless and torch.promote_types(dtype, before.dtype) == dtype
     args[index] = None
@@ -122,7 +127,10 @@ ConsumeLogits = Callable[[DeferredLogits], Tensor]
 
 
 class DeferredHead:
-    """The head of one unsharded model; `entries` of the whole vocabulary, `waiting` as in `token_loss`."""
+    """The head of one unsharded model.
+
+    `vocab_size`: entries of the full vocabulary; `pending_gradients`: see `chunked_loss.compute_token_loss`.
+    """
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._name, self._head = name, model.get_submodule(name)
@@ -141,15 +149,17 @@ class DeferredHead:
 
     def run_with_deferred_logits(self, run: Callable[[], Any], consume: ConsumeLogits) -> tuple[Tensor, Any]:
         """Run the sharded model and consume its deferred logits in its forward; return the result and the outputs."""
-        crossing = _Bypass()
-        with temporary_attribute(self, "_consume", lambda logits: _EnterBypass.apply(consume(logits), crossing)):
+        bypass = _Bypass()
+        with temporary_attribute(self, "_consume", lambda logits: _EnterBypass.apply(consume(logits), bypass)):
             outputs = run()
-        answer: Tensor = _LeaveBypass.apply(outputs.logits, crossing)
-        return answer, outputs
+        result: Tensor = _LeaveBypass.apply(outputs.logits, bypass)
+        return result, outputs
 
     def build_rows(self, logits: DeferredLogits) -> HiddenRows:
-        """Return the rows of deferred logits, within the forward; ChunkedLogitsError if the head's parameters are
-        gone."""
+        """Return the rows of deferred logits; call it within the model's forward.
+
+        Raises ChunkedLogitsError if the head's parameters are no longer gathered.
+        """
         source = logits.source
         device = source.hidden.device.type
         is_cast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -165,14 +175,14 @@ class DeferredHead:
             and source.has_only_casts
             and [name for _, name in slots] in (["weight"], ["weight", "bias"])
         ):
-            # As autocast does, which leaves float64 alone.
+            # Like autocast, do not cast float64.
             is_cast = is_cast and source.hidden.dtype is not torch.float64
-            given = [each.to(dtype) if is_cast else each for each in (source.hidden, *tensors)]
-            return HiddenRows.from_linear(given[0], given[1], *given[2:], vocabulary=source.vocabulary)
+            inputs = [each.to(dtype) if is_cast else each for each in (source.hidden, *tensors)]
+            return HiddenRows.from_linear(inputs[0], inputs[1], *inputs[2:], vocabulary=source.vocabulary)
 
         def project(rows_CH: Tensor, given: Sequence[Tensor]) -> Tensor:
-            places = [(module, name, tensor) for (module, name), tensor in zip(slots, given, strict=True)]
-            with torch.autocast(device, dtype=dtype, enabled=is_cast), temporary_parameters(places):
+            parameters = [(module, name, tensor) for (module, name), tensor in zip(slots, given, strict=True)]
+            with torch.autocast(device, dtype=dtype, enabled=is_cast), temporary_parameters(parameters):
                 return source.compute_logits(rows_CH[None])[0]
 
         hidden_NH = source.hidden.reshape(-1, source.hidden.shape[-1])
@@ -207,11 +217,11 @@ class DeferredHead:
         return run
 
 
-# -- the way out
+# -- the autograd bypass
 
 
 class _Bypass:
-    """What bypasses the anchor; see [Note: the way out]."""
+    """A result and its gradient; see [Note: autograd bypass]."""
 
     value: Tensor
     gradient: Tensor

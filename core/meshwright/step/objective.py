@@ -1,26 +1,27 @@
-"""Objectives in place of the token loss: requirements, trial, and calls in a step.
+"""Objectives that replace the token loss: checks, a probe before training, and calls in a step.
 
 [Note: objectives] An objective is called as `objective(tokens, columns)` for each microbatch. `tokens` is a `Tokens`,
-or an `Outputs` if `objective.on` is "outputs", for models whose head is not that of a vocabulary. `columns` are the
-entries of the batch that the model's forward does not take, of whole sequences: (B,), (B, S) or (B, S, K). It returns
-the sum over the microbatch's tokens or sequences, scalar, with a gradient, and optionally a mapping of further sums,
+or an `Outputs` if `objective.input_kind` is "outputs", for models without a vocabulary head. `columns` are the entries
+of the batch that the model's forward does not take, of full sequences: (B,), (B, S) or (B, S, K). The objective returns
+the differentiable sum over the microbatch's tokens or sequences, a scalar. It may also return a mapping of extra sums,
 scalars, which the manager adds up as `last_sums`. Optional attributes:
 
-- `on`: see above;
+- `input_kind`: "tokens" (default) or "outputs", see above;
 - `columns`: entries of the batch that it requires;
-- `rows`: number of consecutive rows that belong together (2 for pairs);
-- `check(batch)`: raises for a microbatch that it cannot take;
-- `count(batch)`: int, counted on the host; the sum is divided by its total in place of the unmasked targets;
+- `group_size`: number of consecutive rows that belong together (2 for pairs);
+- `check(batch)`: raises for an invalid microbatch;
+- `count(batch)`: int, computed on the host; the sum is divided by its total instead of by the unmasked targets;
 - `name`: its name in messages.
 
-Entry s of a column (B, S) belongs to position s: the prediction of token s + 1. Rows without labels, which even out the
-number of microbatches over ranks, should add nothing.
+Entry s of a column (B, S) belongs to position s, which predicts token s + 1. Rows without labels, which pad the number
+of microbatches on some ranks, should add 0.
 
-[Note: a sum] What an objective returns is added up over microbatches and ranks, so the values of two groups of rows
-must add up to that of both together, which a mean does not. Each is tried with made-up statistics of some rows.
+[Note: a sum] The values of an objective are added up over microbatches and ranks. So the values of two groups of rows
+must add up to the value of both together, which is not true of a mean. A probe checks each objective with generated
+statistics of some rows.
 
 [Note: a failure in a step] If an objective fails on one rank during a step, this rank continues with 0, so that no
-other waits for it. At the end of the step all ranks raise the error, and nothing is trained.
+other rank waits for it. At the end of the step all ranks raise the error, and no parameter changes.
 
 Shapes: B sequences of a microbatch, S positions of each, K ids at each position.
 """
@@ -42,14 +43,17 @@ from ..base.types import IGNORE_INDEX, Batch, Objective, TokenStatistic
 from .tokens import Outputs, Sequences, StatisticsRecorder, Tokens, shift_labels
 
 MODEL_KEYS = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
-"""Entries of a batch that are never an objective's own, whatever the model takes."""
+"""Entries of a batch that are never columns of an objective, whatever the model's forward takes."""
 _UNSHARDED_PREFIX = "whole: "
 _RETURN_RULE = "An objective returns a scalar tensor, or one and a mapping of names to scalar tensors, each a sum."
 
 
 @dataclass(frozen=True, eq=False)
 class BoundObjective:
-    """An objective for a model; `taken`: entries of a batch that the model takes; `usual`: see `Tokens`."""
+    """An objective bound to a model.
+
+    `model_keys`: entries of a batch that the model's forward takes; `usual_statistics`: see `Tokens`.
+    """
 
     objective: Objective
     model_keys: frozenset[str] = MODEL_KEYS
@@ -63,7 +67,7 @@ class BoundObjective:
         )
 
     def is_bound_to(self, objective: Objective) -> bool:
-        """Return whether it is this very objective; a bound method is a new object at each access."""
+        """Return whether `objective` is the same object, or an equal bound method."""
         return objective is self.objective or (isinstance(objective, MethodType) and objective == self.objective)
 
     @property
@@ -77,7 +81,7 @@ class BoundObjective:
 
     @property
     def input_kind(self) -> Literal["tokens", "outputs"]:
-        """Its first argument: `Tokens` or `Outputs`."""
+        """Type of its first argument: `Tokens` or `Outputs`."""
         return getattr(self.objective, "input_kind", "tokens")
 
     @property
@@ -91,10 +95,12 @@ class BoundObjective:
         return {name: tensor for name, tensor in batch.items() if name in self.model_keys}
 
     def get_unsharded_columns(self, batch: Batch) -> dict[str, Tensor]:
-        """Return what the objective sees of an undivided microbatch, under the keys that `split_unsharded_columns`
-        removes."""
-        seen = self.get_columns(batch) | {key: batch[key] for key in ("labels", "position_ids") if key in batch}
-        return {_UNSHARDED_PREFIX + name: tensor for name, tensor in seen.items()}
+        """Return the columns, labels and positions of an unsharded microbatch, under prefixed keys.
+
+        `split_unsharded_columns` removes the prefix.
+        """
+        entries = self.get_columns(batch) | {key: batch[key] for key in ("labels", "position_ids") if key in batch}
+        return {_UNSHARDED_PREFIX + name: tensor for name, tensor in entries.items()}
 
     def compute_signature(self, microbatches: Sequence[Batch]) -> int:
         columns = sorted(
@@ -103,7 +109,7 @@ class BoundObjective:
         return 1 + zlib.crc32(repr((self.name, self.input_kind, columns)).encode())
 
     def count(self, microbatches: Sequence[Batch]) -> int | None:
-        """Count what the sum is divided by, on the host; None: unmasked targets."""
+        """Return the divisor of the sum, counted on the host; None: the number of unmasked targets."""
         own: Callable[[Batch], int] | None = getattr(self.objective, "count", None)
         if own is None:
             return None
@@ -117,7 +123,7 @@ class BoundObjective:
         return sum(counts)
 
     def check(self, microbatches: Sequence[Batch], *, rows_per_chunk: int | None = None) -> None:
-        """Refuse an invalid objective, and batches that it does not take; no collective."""
+        """Raise BatchError for an invalid objective, or a batch that it rejects; no collective."""
         if not callable(self.objective):
             raise BatchError(f"objective must be callable as objective(tokens, batch), not {self.objective!r}.")
         if self.input_kind not in ("tokens", "outputs"):
@@ -153,20 +159,20 @@ class BoundObjective:
 
 
 def model_inputs(objective: BoundObjective | None, microbatches: Sequence[Batch]) -> Sequence[Batch]:
-    """Return the microbatches without the columns that are only for the objective."""
+    """Return the microbatches without the objective's columns."""
     return microbatches if objective is None else [objective.get_model_inputs(batch) for batch in microbatches]
 
 
 def split_unsharded_columns(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split a divided batch into the model's part and what `BoundObjective.whole` has added."""
+    """Split a sharded batch into the model's inputs and the entries of `BoundObjective.get_unsharded_columns`."""
     part = {name: tensor for name, tensor in batch.items() if not name.startswith(_UNSHARDED_PREFIX)}
     return part, {name.removeprefix(_UNSHARDED_PREFIX): batch[name] for name in batch.keys() - part.keys()}
 
 
 class ObjectiveAccumulator:
-    """An objective in one step or evaluation, with the names of its further sums (float64).
+    """Call an objective in one step or evaluation, and accumulate its extra sums, float64.
 
-    `is_wrong`: a value was not finite; `defect`: the first error on this rank, see [Note: a failure in a step].
+    `has_nonfinite`: a value was not finite; `error`: the first error on this rank, see [Note: a failure in a step].
     """
 
     def __init__(self, objective: BoundObjective, names: Sequence[str], device: torch.device) -> None:
@@ -186,7 +192,7 @@ class ObjectiveAccumulator:
                 self.error = error
         if self.error is not None or value is None:
             return inputs.zero_with_grad()
-        # Of rows that count for nothing an objective may return a number.
+        # An objective may return a constant for rows without labels.
         return value if value.requires_grad or not torch.is_grad_enabled() else value + inputs.zero_with_grad()
 
     def _add(self, sums: Mapping[str, Tensor]) -> None:
@@ -211,9 +217,9 @@ class ObjectiveAccumulator:
 def call_objective(
     objective: BoundObjective, inputs: Sequences, columns: Mapping[str, Tensor]
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Call an objective and return its value and further sums."""
+    """Call an objective and return its value and extra sums; ConfigError if it fails or returns something else."""
     try:
-        answer: Any = objective.objective(inputs, columns)
+        result: Any = objective.objective(inputs, columns)
     except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
         raise
     except KeyError as error:
@@ -223,7 +229,7 @@ def call_objective(
         ) from error
     except Exception as error:
         raise ConfigError(f"the {objective.name} fails: {type(error).__name__}: {error}") from error
-    value, sums = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
+    value, sums = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
         raise ConfigError(f"the {objective.name} returns {_describe_value(value)}. {_RETURN_RULE}")
     if not isinstance(sums, Mapping):
@@ -241,7 +247,7 @@ def _describe_value(value: Any) -> str:
 
 
 def check_logits_shape(objective: BoundObjective, shape: Sequence[int], vocab_size: int | None) -> None:
-    """Refuse an objective over tokens if the logits are not those of a vocabulary, with a ModelError."""
+    """Raise ModelError for an objective over tokens if the logits are not over a vocabulary."""
     if objective.input_kind == "tokens" and (len(shape) != 3 or shape[-1] < (vocab_size or 0)):
         raise ModelError(
             f"the {objective.name} is over tokens, but the model gives logits {tuple(shape)}, which are not those of "
@@ -253,29 +259,29 @@ def check_logits_shape(objective: BoundObjective, shape: Sequence[int], vocab_si
 def probe_objective(
     objective: BoundObjective, batch: Batch, num_features: int | None, dtype: torch.dtype
 ) -> tuple[str, ...]:
-    """Try an objective with made-up statistics; return the names of its further sums. See [Note: a sum]."""
+    """Call an objective with generated statistics; return the names of its extra sums. See [Note: a sum]."""
     if isinstance(objective.objective, StatisticsRecorder):
         return ()
-    few = _ProbeBatch(objective, batch, num_features, dtype)
+    probe = _ProbeBatch(objective, batch, num_features, dtype)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        (both, sums), (again, _) = few.call(0, 2), few.call(0, 2)
-        parts = [few.call(0, 1)[0], few.call(1, 2)[0]]
-    if not both.requires_grad and bool((few.targets != IGNORE_INDEX).any()):
+        (both, sums), (again, _) = probe.call(0, 2), probe.call(0, 2)
+        parts = [probe.call(0, 1)[0], probe.call(1, 2)[0]]
+    if not both.requires_grad and bool((probe.targets != IGNORE_INDEX).any()):
         raise ConfigError(f"the {objective.name} returns a value without a gradient: nothing would be trained.")
     values = [float(each.detach()) for each in (both, again, *parts)]
-    whole, repeated, first, second = values
-    # What draws numbers is another one each time; and what is not finite here may be so for made-up statistics alone.
-    is_known = whole == repeated and all(abs(each) < float("inf") for each in values)
-    if is_known and abs(whole - first - second) > 1e-3 * (abs(first) + abs(second)):
+    total, repeated, first, second = values
+    # An objective with random numbers differs in each call. Non-finite values may come from the generated statistics.
+    is_known = total == repeated and all(abs(each) < float("inf") for each in values)
+    if is_known and abs(total - first - second) > 1e-3 * (abs(first) + abs(second)):
         raise ConfigError(
-            f"the {objective.name} gives {first:g} and {second:g} for two groups of sequences, and {whole:g} for both "
+            f"the {objective.name} gives {first:g} and {second:g} for two groups of sequences, and {total:g} for both "
             f"together, so it is no sum over sequences (a mean, perhaps). Return the sum: it is divided by num_tokens."
         )
     return tuple(sorted(sums))
 
 
 class _ProbeBatch:
-    """Two groups of rows of a microbatch; the second repeats the first if there is no other."""
+    """Two groups of rows of a microbatch; rows repeat if there are too few."""
 
     def __init__(self, given: BoundObjective, batch: Batch, features: int | None, dtype: torch.dtype) -> None:
         self._objective, self._num_features = given, features
@@ -294,21 +300,24 @@ class _ProbeBatch:
         rows = slice(start * self._objective.group_size, stop * self._objective.group_size)
         noise_BS, positions = self._noise[rows], None if self._positions is None else self._positions[rows]
 
-        def ask(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
-            found: dict[str, Tensor] = dict.fromkeys(names, 1.0 + noise_BS)
-            unlikely_BSK = 0.5 + noise_BS[..., None] + 3.0 * (ids_BSK * 0.618).frac()
-            found["log_probs"] = torch.where(ids_BSK != IGNORE_INDEX, -unlikely_BSK, 0.0)
-            found["is_top1"] = (noise_BS > 0.5) & (ids_BSK != IGNORE_INDEX).any(-1)
-            return {name: found[name] for name in names}
+        def get_statistics(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
+            values: dict[str, Tensor] = dict.fromkeys(names, 1.0 + noise_BS)
+            losses_BSK = 0.5 + noise_BS[..., None] + 3.0 * (ids_BSK * 0.618).frac()
+            values["log_probs"] = torch.where(ids_BSK != IGNORE_INDEX, -losses_BSK, 0.0)
+            values["is_top1"] = (noise_BS > 0.5) & (ids_BSK != IGNORE_INDEX).any(-1)
+            return {name: values[name] for name in names}
 
-        seen: Tokens | Outputs
+        inputs: Tokens | Outputs
         if self._objective.input_kind == "tokens":
-            seen = Tokens(
-                self.targets[rows], ask, positions_BS=positions, usual_statistics=self._objective.usual_statistics
+            inputs = Tokens(
+                self.targets[rows],
+                get_statistics,
+                positions_BS=positions,
+                usual_statistics=self._objective.usual_statistics,
             )
         else:
             features = self._num_features or 1
             each_K = torch.linspace(-1.0, 1.0, abs(features), dtype=noise_BS.dtype, device=noise_BS.device)
             logits = (noise_BS[..., None] if features > 0 else noise_BS[:, :1]) * each_K
-            seen = Outputs(self.targets[rows], logits, positions_BS=positions)
-        return call_objective(self._objective, seen, {name: tensor[rows] for name, tensor in self._columns.items()})
+            inputs = Outputs(self.targets[rows], logits, positions_BS=positions)
+        return call_objective(self._objective, inputs, {name: tensor[rows] for name, tensor in self._columns.items()})

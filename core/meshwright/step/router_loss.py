@@ -1,15 +1,16 @@
-"""The auxiliary loss that balances routers, with statistics of all ranks.
+"""The auxiliary load-balancing loss of routers, with statistics over all ranks.
 
-Shapes: T tokens of a microbatch on this rank, E experts, K of which each token takes.
+Shapes: T tokens of a microbatch on this rank, E experts, of which each token is routed to K.
 
-[Note: the router loss] For one microbatch it is E x sum over experts of f x p: f is an expert's fraction of all
-choices, times K, and p its mean probability, both over all tokens and layers. Microbatches with the same index on all
-ranks count as one: f and the number of tokens are summed over ranks, and each rank adds its tokens' share of p. A step
-adds the mean over its microbatches, times `router_aux_loss_coef`. Source: Fedus et al. 2021, arXiv:2101.03961,
+[Note: the router loss] For one microbatch, the loss is E x sum over experts of f x p. f is an expert's fraction of all
+choices, times K; p is its mean probability; both are over all tokens and layers. Microbatches with the same index on
+all ranks count as one: f and the number of tokens are summed over ranks, and each rank adds its tokens' share of p. A
+step adds the mean over its microbatches, times `router_aux_loss_coef`. Source: Fedus et al. 2021, arXiv:2101.03961,
 equations (4) to (6), as transformers computes it.
 
-[Note: noted logits] A rank with a part of the positions or layers runs with output_router_logits=False, and hooks
-record what its routers return: the modules that, on a few tokens, return the very tensors which the model returns.
+[Note: recorded logits] A rank with only some positions or layers runs with output_router_logits=False, and forward
+hooks record the outputs of its routers. Routers are found by running the model on a few tokens: they are the modules
+that return the same tensor objects as the model's `router_logits`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..tensors.ops import temporary_attribute
 
 
 class RouterLoss:
-    """The router loss of one model, whose configuration has output_router_logits=True."""
+    """The router loss of a model with output_router_logits=True."""
 
     def __init__(self, config: Any) -> None:
         text = config.get_text_config()
@@ -42,14 +43,14 @@ class RouterLoss:
         self._coefficient, self._num_experts_per_token = float(coefficient), int(choices)
 
     def compute_local_loss(self, statistics: Tensor, *, group: dist.ProcessGroup, num_microbatches: int) -> Tensor:
-        """Return this rank's share of a microbatch's loss, scalar. Collective over ranks with other tokens."""
+        """Return this rank's share of a microbatch's loss, scalar. Collective over ranks with different tokens."""
         chosen_E, probable_E, tokens = _unpack_statistics(statistics)
-        every = torch.cat([chosen_E, tokens[None]]).detach()
-        dist.all_reduce(every, group=group)
-        return self._compute_loss(every[:-1], probable_E, every[-1]) * (self._coefficient / num_microbatches)
+        totals = torch.cat([chosen_E, tokens[None]]).detach()
+        dist.all_reduce(totals, group=group)
+        return self._compute_loss(totals[:-1], probable_E, totals[-1]) * (self._coefficient / num_microbatches)
 
     def check(self, outputs: Any, mask: Tensor | None) -> None:
-        """Refuse a model whose own router loss differs, with a ModelError. No communication."""
+        """Raise ModelError if the model's own router loss differs from this one. No communication."""
         own = getattr(outputs, "aux_loss", None)
         logits = getattr(outputs, "router_logits", None)
         if not isinstance(own, Tensor) or not isinstance(logits, tuple) or not all(each.dim() == 2 for each in logits):
@@ -59,7 +60,7 @@ class RouterLoss:
             )
         chosen_E, probable_E, tokens = _unpack_statistics(self.compute_statistics(logits, mask))
         if not tokens:
-            # The model divides by their number.
+            # The model's own loss divides by 0.
             return
         mine, theirs = self._compute_loss(chosen_E, probable_E, tokens).item(), own.item()
         if not abs(mine - theirs) <= 1e-3 * abs(theirs):
@@ -70,7 +71,7 @@ class RouterLoss:
             )
 
     def compute_statistics(self, logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-        """Sum each expert's choices and probabilities, and count unmasked tokens, over layers; (2 E + 1,)."""
+        """Return each expert's choices and probabilities and the number of unmasked tokens, over layers; (2 E + 1,)."""
         dtype = torch.promote_types(logits[0].dtype, torch.float32)
         weights_T = logits[0].new_ones(logits[0].shape[0], dtype=dtype) if mask is None else mask.flatten().to(dtype)
         chosen_E = probable_E = tokens = weights_T.new_zeros(())
@@ -84,7 +85,7 @@ class RouterLoss:
         return torch.cat([chosen_E, probable_E, tokens[None]])
 
     def _compute_loss(self, chosen_E: Tensor, probable_E: Tensor, tokens: Tensor) -> Tensor:
-        # Ranks without any token have none to divide by.
+        # Avoid dividing by 0 on ranks without tokens.
         tokens = tokens.clamp(min=1.0)
         return (chosen_E / tokens * (probable_E / tokens)).sum() * chosen_E.shape[0]
 
@@ -95,30 +96,33 @@ def _unpack_statistics(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class RouterModules:
-    """The modules that route tokens; `places`: index of the logits in each result, None if they are the result."""
+    """The modules that route tokens.
+
+    `logits_index`: for each module, the index of the logits in its output; None if they are the output.
+    """
 
     logits_index: Mapping[str, int | None]
     num_experts: int
 
     def register_hooks(self, model: nn.Module) -> RouterLogitsRecorder:
-        notes = RouterLogitsRecorder()
+        recorder = RouterLogitsRecorder()
         for name, module in model.named_modules():
             if name in self.logits_index:
-                module.register_forward_hook(functools.partial(notes.on_forward, self.logits_index[name]))
-        return notes
+                module.register_forward_hook(functools.partial(recorder.on_forward, self.logits_index[name]))
+        return recorder
 
 
 class RouterLogitsRecorder:
-    """Auxiliary losses of the routers, noted during a forward."""
+    """Record the logits of routers during a forward; see [Note: recorded logits]."""
 
     _current: list[Tensor] | None = None
 
     @contextmanager
     def record(self) -> Iterator[list[Tensor]]:
-        """Yield the list to which the logits of one forward are added, without those of recomputation in backward."""
-        noted: list[Tensor] = []
-        with temporary_attribute(self, "_current", noted):
-            yield noted
+        """Yield the list to which the logits of one forward are appended. Recomputation in backward appends nothing."""
+        logits: list[Tensor] = []
+        with temporary_attribute(self, "_current", logits):
+            yield logits
 
     def on_forward(self, index: int | None, module: nn.Module, args: Any, output: Any) -> None:
         if self._current is not None:
@@ -126,26 +130,26 @@ class RouterLogitsRecorder:
 
 
 def find_routers(model: nn.Module, loss: RouterLoss, run: Callable[[], Any]) -> RouterModules:
-    """Find the routers of a model, by a `run` on a few unmasked tokens that returns their logits, too."""
-    # With the tensors, so that no other takes the identity of one that is seen.
-    found: dict[int, tuple[str, int | None, Tensor]] = {}
+    """Find the routers of a model. `run` runs it on a few unmasked tokens, with output_router_logits=True."""
+    # Keep the tensors alive, so that no other tensor reuses their ids.
+    outputs_by_id: dict[int, tuple[str, int | None, Tensor]] = {}
 
-    def see(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        for place, tensor in enumerate(output) if isinstance(output, tuple) else [(None, output)]:
+    def record(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        for index, tensor in enumerate(output) if isinstance(output, tuple) else [(None, output)]:
             if isinstance(tensor, Tensor) and tensor.dim() == 2:
-                found.setdefault(id(tensor), (name, place, tensor))
+                outputs_by_id.setdefault(id(tensor), (name, index, tensor))
 
     with ExitStack() as hooks, torch.no_grad():
         for name, module in model.named_modules():
-            hooks.callback(module.register_forward_hook(functools.partial(see, name)).remove)
+            hooks.callback(module.register_forward_hook(functools.partial(record, name)).remove)
         outputs = run()
     loss.check(outputs, None)
     logits = outputs.router_logits
-    places = [found[id(each)][:2] for each in logits if id(each) in found]
-    if len(set(places)) < len(logits):
+    routers = [outputs_by_id[id(each)][:2] for each in logits if id(each) in outputs_by_id]
+    if len(set(routers)) < len(logits):
         raise ModelError(
             "config.output_router_logits=True, but the logits of the routers are not what modules of the model return, "
             "one for each, so a rank that runs a part of it cannot tell them. Set it to False to train on the token "
             "loss alone, or pp_size=1 and cp_size=1."
         )
-    return RouterModules(dict(places), logits[0].shape[1])
+    return RouterModules(dict(routers), logits[0].shape[1])

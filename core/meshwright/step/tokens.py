@@ -1,8 +1,8 @@
-"""The token loss, and the argument of an objective: tokens of a microbatch, or outputs of a model with another head.
+"""The token loss, and the first argument of an objective: `Tokens`, or `Outputs` of a model without a vocabulary head.
 
-[Note: whole sequences] An objective sees whole sequences on every rank. If ranks share a sequence (`cp`), each computes
-statistics at its own positions, and all gather them: one number for each token. So whatever is computed of a sequence
-is right; each of those ranks computes the same sum, and counts its part of it.
+[Note: full sequences] An objective sees full sequences on every rank. If ranks shard a sequence (`cp`), each computes
+the statistics of its own positions and all-gathers them: one number per token. So an objective may combine all
+positions of a sequence. Each of these ranks computes the same sum and counts its share of it.
 
 Shapes: B sequences of a microbatch, S positions of each, K ids at each position, D documents, V entries of the
 vocabulary.
@@ -22,43 +22,43 @@ from ..base.types import IGNORE_INDEX, Batch, TokenStatistic
 from .chunked_loss import HiddenRows, compute_token_statistics
 
 TARGETS = "shift_labels"
-"""Key of a divided batch, instead of `labels`: the label that each position predicts."""
+"""Key of a sharded batch that replaces `labels`: the label that each position predicts."""
 
 
 def shift_labels(labels_BS: Tensor) -> Tensor:
-    """Return the label that each position predicts: the next one, and none for the last. int64, (B, S)."""
+    """Return the label that each position predicts: the next one, `IGNORE_INDEX` for the last. int64, (B, S)."""
     return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def split_targets(batch: Batch) -> tuple[Batch, Tensor]:
-    """Split a microbatch, or a part of one, into the model's inputs and the label of each position, (B, S)."""
+    """Split a microbatch, sharded or not, into the model's inputs and the label that each position predicts, (B, S)."""
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", TARGETS)}
     return inputs, batch[TARGETS] if TARGETS in batch else shift_labels(batch["labels"])
 
 
 def sum_token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Sum the cross entropy over unmasked targets [nats], in float32 or wider. Labels are shifted by one here."""
+    """Sum the cross entropy over unmasked targets [nats], in float32 or wider. Shifts the labels by one."""
     return sum_target_loss(logits_BSV, shift_labels(labels_BS))
 
 
 def sum_target_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Sum the cross entropy as `sum_token_loss` does, given the result of `targets`."""
+    """Sum the cross entropy as `sum_token_loss` does, from labels that `shift_labels` has shifted."""
     if logits_BSV.dtype in (torch.float16, torch.bfloat16):
         logits_BSV = logits_BSV.float()
     return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 GetStatistics = Callable[[Tensor, Sequence[TokenStatistic]], Mapping[str, Tensor]]
-"""`ask(ids_BSK, names)`: statistics with gradients, float32 or float64, (B, S) for each name, but (B, S, K) for
-"log_probs", which are those of the ids, 0 where an id is `IGNORE_INDEX`."""
+"""`get_statistics(ids_BSK, names)`: differentiable statistics by name, (B, S), float32 or float64. "log_probs" are
+those of the ids, (B, S, K), and 0 where an id is `IGNORE_INDEX`."""
 
 
 class Sequences:
     """The sequences and documents of a microbatch.
 
     Args:
-        targets_BS: int64, the label that each position predicts; `IGNORE_INDEX` for none. Kept as `targets`.
-        positions_BS: int64, as in the batch, also (1, S); None: each sequence is one document.
+        targets_BS: int64, the label that each position predicts; `IGNORE_INDEX` for none. Available as `targets`.
+        positions_BS: int64, the batch's `position_ids`, (B, S) or (1, S); None: each sequence is one document.
     """
 
     def __init__(self, targets_BS: Tensor, positions_BS: Tensor | None = None) -> None:
@@ -68,25 +68,26 @@ class Sequences:
 
     @property
     def mask(self) -> Tensor:
-        """Which positions predict a label; bool, (B, S). Position s predicts the label of s + 1, the last one none."""
+        """Mask of positions that predict a label; bool, (B, S). Position s predicts label s + 1, the last one none."""
         return self.targets != IGNORE_INDEX
 
     def sum_by_sequence(self, values_BS: Tensor) -> Tensor:
-        """Sum over each sequence, (B,), with its gradient; int64 for bool."""
+        """Sum over each sequence, (B,); differentiable. bool values are counted as int64."""
         return values_BS.sum(1)
 
     def sum_by_document(self, values_BS: Tensor) -> Tensor:
-        """Sum over each document, (D,), with its gradient: those of the first row, in order, then of the second.
+        """Sum over each document, (D,), in row-major order; differentiable.
 
-        A document begins at each row, and where `position_ids` do not rise. On an accelerator, this waits for them.
+        A document starts at each row, and wherever `position_ids` do not increase. On an accelerator, this waits for
+        the device.
         """
         if self._positions_BS is None:
             return self.sum_by_sequence(values_BS)
         if self._documents is None:
-            whole_BS = self._positions_BS.expand(self.targets.shape)
-            begins_BS = torch.ones_like(whole_BS, dtype=torch.bool)
-            begins_BS[:, 1:] = whole_BS.diff(dim=1) <= 0
-            index = begins_BS.flatten().cumsum(0) - 1
+            positions_BS = self._positions_BS.expand(self.targets.shape)
+            is_start_BS = torch.ones_like(positions_BS, dtype=torch.bool)
+            is_start_BS[:, 1:] = positions_BS.diff(dim=1) <= 0
+            index = is_start_BS.flatten().cumsum(0) - 1
             self._documents = index, int(index[-1]) + 1
         index, count = self._documents
         values = values_BS.flatten()
@@ -95,9 +96,9 @@ class Sequences:
 
 
 class Tokens(Sequences):
-    """The tokens of a microbatch; see [Note: whole sequences]. Statistics are computed at first access, and kept.
+    """The tokens of a microbatch; see [Note: full sequences]. Statistics are computed at first access and cached.
 
-    `usual_statistics`: names that were asked for before, which are computed together; new ones are added.
+    `usual_statistics`: names requested so far, which are computed together. Newly requested names are added to it.
     """
 
     def __init__(
@@ -117,42 +118,42 @@ class Tokens(Sequences):
 
     @classmethod
     def from_logits(cls, logits_BSV: Tensor, labels_BS: Tensor, *, position_ids: Tensor | None = None) -> Tokens:
-        """Return the tokens of existing logits; labels as in the model's input: the shift by one happens here."""
+        """Return the tokens of existing logits. Labels are those of the model's input; they are shifted here."""
         rows = HiddenRows.from_logits(logits_BSV)
 
-        def ask(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
-            found = compute_token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=len(rows.hidden_NH))
-            return {name: value.unflatten(0, ids_BSK.shape[:2]) for name, value in found.items()}
+        def get_statistics(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
+            values = compute_token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=len(rows.hidden_NH))
+            return {name: value.unflatten(0, ids_BSK.shape[:2]) for name, value in values.items()}
 
-        return cls(shift_labels(labels_BS), ask, positions_BS=position_ids)
+        return cls(shift_labels(labels_BS), get_statistics, positions_BS=position_ids)
 
     @property
     def log_probs(self) -> Tensor:
-        """Log-probability of the label [nats], (B, S), 0 where there is none."""
+        """Log-probability of the label [nats], (B, S); 0 where there is no label."""
         return self._get_statistic("log_probs")
 
     @property
     def logsumexp(self) -> Tensor:
-        """Logarithm of the sum of the exponentials of all logits [nats], (B, S), masked or not."""
+        """Log-sum-exp of all logits [nats], (B, S), also at masked positions."""
         return self._get_statistic("logsumexp")
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy of the distribution over the vocabulary [nats], (B, S), masked or not."""
+        """Entropy of the distribution over the vocabulary [nats], (B, S), also at masked positions."""
         return self._get_statistic("entropy")
 
     @property
     def mean_logit(self) -> Tensor:
-        """Mean of all logits, (B, S), masked or not."""
+        """Mean of all logits, (B, S), also at masked positions."""
         return self._get_statistic("mean_logit")
 
     @property
     def is_top1(self) -> Tensor:
-        """Whether no entry has a higher logit than the label, bool, (B, S); False where there is none. No gradient."""
+        """Whether no entry has a higher logit than the label. bool, (B, S); False without a label; no gradient."""
         return self._get_statistic("is_top1")
 
     def log_probs_for(self, ids_BSK: Tensor) -> Tensor:
-        """Return log-probabilities of given int64 ids [nats], (B, S, K), 0 where an id is `IGNORE_INDEX`."""
+        """Return the log-probabilities of int64 ids [nats], (B, S, K); 0 where an id is `IGNORE_INDEX`."""
         if ids_BSK.dtype is not torch.int64 or ids_BSK.dim() != 3 or ids_BSK.shape[:2] != self.targets.shape:
             raise ConfigError(
                 f"log_probs_for takes int64 ids of shape (B, S, K), here {(*self.targets.shape, 'K')}, not "
@@ -161,7 +162,7 @@ class Tokens(Sequences):
         return self._get_statistics(ids_BSK, ["log_probs"])["log_probs"]
 
     def zero_with_grad(self) -> Tensor:
-        """Return 0, scalar, with a gradient of 0 that reaches every parameter as that of any statistic does."""
+        """Return a scalar 0 whose gradient, 0, reaches every parameter that the statistics depend on."""
         return self._get_statistics(torch.full_like(self.targets, IGNORE_INDEX)[..., None], ["log_probs"])[
             "log_probs"
         ].sum()
@@ -173,18 +174,18 @@ class Tokens(Sequences):
             ids_BSK = self.targets[..., None]
             if not {"log_probs", "is_top1"} & set(names):
                 ids_BSK = ids_BSK[..., :0]
-            found = dict(self._get_statistics(ids_BSK, names))
-            if "log_probs" in found:
-                found["log_probs"] = found["log_probs"][..., 0]
-            self._statistics |= found
+            values = dict(self._get_statistics(ids_BSK, names))
+            if "log_probs" in values:
+                values["log_probs"] = values["log_probs"][..., 0]
+            self._statistics |= values
         return self._statistics[name]
 
 
 class Outputs(Sequences):
-    """The outputs of a model whose head is not that of a vocabulary; see [Note: whole sequences].
+    """The outputs of a model without a vocabulary head; see [Note: full sequences].
 
     Attributes:
-        logits: (B, S, K) of a head over tokens, (B, K) of one over sequences; K of its features.
+        logits: (B, S, K) of a token head, or (B, K) of a sequence head, with K features.
     """
 
     def __init__(self, targets_BS: Tensor, logits: Tensor, *, positions_BS: Tensor | None = None) -> None:
@@ -192,12 +193,12 @@ class Outputs(Sequences):
         self.logits = logits
 
     def zero_with_grad(self) -> Tensor:
-        """Return 0, scalar, with a gradient of 0 that reaches every parameter as that of the logits does."""
+        """Return a scalar 0 whose gradient, 0, reaches every parameter that the logits depend on."""
         return (self.logits * 0.0).nan_to_num().sum()
 
 
 class StatisticsRecorder:
-    """An objective that records statistics of tokens, and is 0."""
+    """An objective that records token statistics and returns 0."""
 
     name = "token_stats"
 
@@ -206,7 +207,7 @@ class StatisticsRecorder:
         self.recorded: list[dict[str, Tensor]] = []
 
     def start(self, names: Sequence[TokenStatistic]) -> None:
-        """Record these later."""
+        """Clear the recorded statistics and start recording `names`."""
         self.names, self.recorded = list(names), []
 
     def check(self, batch: Batch) -> None:

@@ -1,1 +1,1 @@
-"""The contract of strategies: hooks, specs, the registry that finds plugins, and stacks of strategies by name."""
+"""The strategy contract: hooks, specs, the plugin registry, and stacks of strategies."""

@@ -1,12 +1,12 @@
-"""The contract of strategies: their managers, configs and descriptions. Imports no torch.
+"""The strategy contract: `StrategyManager`, `StrategyConfig` and `StrategySpec`. Imports no torch.
 
 [Note: the gradient rule] The loss of a step is the sum of the token losses over all unmasked tokens of the global
 batch, divided by their global count. Each rank computes its own tokens' share of that fraction, and every strategy
 reduces gradients by SUM over every axis that saw different tokens. No averaging by world size anywhere, so every layout
 computes the same gradient, with ragged masks, accumulation and uneven ranks.
 
-[Note: equal on every rank] What a user can get wrong is found before the first collective of the call it would break,
-and raised on all ranks with the same text; never on one while its peers wait.
+[Note: equal on every rank] User errors are detected before the first collective of the call that they would break. They
+are raised on all ranks with the same text, never on one rank while its peers wait.
 """
 
 from __future__ import annotations
@@ -37,35 +37,36 @@ if TYPE_CHECKING:
 
 
 class StrategyManager(ABC):
-    """Trains one model under one strategy on one mesh; see [Note: the gradient rule].
+    """Train one model under one strategy on one mesh; see [Note: the gradient rule].
 
-    Made by `StrategySpec.build`. Call `parallelize`, then `build_optimizer`, then the others as often as needed. Every
-    method is collective: all ranks of the mesh call it, in the same order.
+    Created by `StrategySpec.build`. Call `parallelize`, then `build_optimizer`, then the other methods in any order.
+    Every method is collective: all ranks of the mesh call it, in the same order.
     """
 
     config: BaseModel
     mesh: Mesh
     strategy: str = ""
-    """The whole stack, such as "pipeline over fsdp2"; set by `Stack.build`."""
+    """The full stack, such as "pipeline over fsdp2"; set by `Stack.build`."""
     steady_after_steps: int = 1
-    """Steps after which each sends and holds what the next one does; a plan is of the step behind them."""
+    """Number of warm-up steps before communication and memory are equal in every step. A plan describes the step after
+    them."""
 
     @property
     @abstractmethod
     def model_parts(self) -> Sequence[nn.Module]:
-        """The modules on this rank, with the names of the unwrapped Hugging Face model; one per local stage."""
+        """The modules on this rank, one per local stage. Their names are those of the unwrapped Hugging Face model."""
 
     @abstractmethod
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
-        """Shard or replicate `model` in place and return the module to call in a hand-written loop.
+        """Shard or replicate `model` in place and return the module to call in a custom training loop.
 
-        Copies on several ranks start from the weights of the first.
+        Replicas start from the weights of their lowest rank.
 
         Args:
-            model: with memory, or on the meta device, so that a rank never holds more of it than the strategy keeps
-                there.
-            weights: the same on every rank; None: those that the model has, or, on the meta device, those that its
-                class draws.
+            model: a materialized model, or one on the meta device. From the meta device, a rank never holds more of the
+                model than the strategy keeps there.
+            weights: the initial weights, equal on every rank. None: the model's own or, on the meta device, those that
+                the model class initializes.
 
         Raises:
             ModelError: the model cannot be trained under this strategy.
@@ -73,16 +74,16 @@ class StrategyManager(ABC):
 
     @abstractmethod
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        """Make the optimizer over the sharded parameters; the manager owns it.
+        """Build the optimizer over the sharded parameters; the manager owns it.
 
-        A schedule sets rates in the `param_groups` of what is returned. Loading state replaces the groups of torch's
-        optimizers, so look them up each time.
+        A scheduler sets learning rates in the `param_groups` of the returned optimizer. Loading state replaces the
+        groups of torch's optimizers, so look them up each time.
         """
 
     @property
     @abstractmethod
     def optimizer(self) -> Optimizer:
-        """The result of `build_optimizer`; StrategyError before."""
+        """The result of `build_optimizer`; raises StrategyError before that call."""
 
     @abstractmethod
     def forward_backward(
@@ -91,41 +92,41 @@ class StrategyManager(ABC):
         """Accumulate the gradients of one optimizer step.
 
         Args:
-            microbatches: this data-parallel rank's share, at least one; each holds `input_ids` and `labels`, int64, (B,
+            microbatches: this data-parallel rank's share, at least one. Each holds `input_ids` and `labels`, int64, (B,
                 S), other arguments of the model's forward, and the columns of the objective.
-            num_tokens: unmasked targets in the global batch, or the divisor of the objective's sum; int64 scalar, equal
-                on all ranks; see `announce`, or `meshwright.step.agreement.count_tokens`.
-            objective: called as `objective(tokens, columns)` for each microbatch in place of the token loss; see [Note:
+            num_tokens: unmasked targets in the global batch, or the divisor of the objective's sum. int64 scalar, equal
+                on all ranks; see `begin_step_sync`, or `meshwright.step.handshake.count_tokens`.
+            objective: called as `objective(tokens, columns)` for each microbatch instead of the token loss; see [Note:
                 objectives] in `meshwright.step.objective`.
 
         Returns:
-            Mean loss per token of the global batch [nats], or the objective's sum over `num_tokens`; scalar, equal on
-            all ranks; float32, or float64 for a float64 model.
+            Mean loss per token of the global batch [nats], or the objective's sum divided by `num_tokens`. Scalar,
+            equal on all ranks; float32, or float64 for a float64 model.
 
         Raises:
             BatchError: a microbatch is malformed, or ranks disagree on the number of microbatches or tokens, or on the
-                objective or its columns (on all ranks, before any other collective).
-            ConfigError, TrainingError: the objective fails on a rank, is no sum, or is not finite; on all ranks, before
-                the first step, when the step is read, or before the optimizer steps. Nothing was trained.
+                objective or its columns. Raised on all ranks, before any other collective.
+            ConfigError, TrainingError: the objective fails on a rank, is not a sum, or is not finite. Raised on all
+                ranks: before the first step, in `read_scalars`, or in `optimizer_step`. No parameter has changed.
         """
 
     @abstractmethod
     def eval_loss(
         self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
     ) -> Tensor:
-        """Return what `forward_backward` would, in evaluation mode, without gradients."""
+        """Return the loss as `forward_backward` does, in evaluation mode and without gradients."""
 
     @abstractmethod
     def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
-        """Return statistics of each token, in evaluation mode, without gradients.
+        """Return statistics of each token, in evaluation mode and without gradients.
 
         Args:
             microbatches: as in `forward_backward`; columns of an objective are ignored.
             names: properties of `meshwright.step.tokens.Tokens`.
 
         Returns:
-            For each microbatch of this data-parallel rank the statistics by name, (B, S), of whole sequences, on all
-            ranks that share it.
+            For each microbatch of this data-parallel rank, the statistics by name: (B, S), of full sequences, equal on
+            all ranks that process the same microbatch.
 
         Raises:
             BatchError: a microbatch is malformed, or a name is unknown; on all ranks.
@@ -134,29 +135,29 @@ class StrategyManager(ABC):
     @property
     @abstractmethod
     def last_sums(self) -> Mapping[str, Tensor]:
-        """The further sums of the objective in the last call, over all ranks: float64 scalars by name."""
+        """The objective's extra sums in the last call, over all ranks: float64 scalars by name."""
 
     @abstractmethod
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`.
 
         Args:
-            max_norm: limit, > 0; None only measures.
+            max_norm: limit, > 0; None: measure only.
             norm_type: p of the p-norm, > 0, or inf.
 
         Returns:
-            Total norm of the whole model's gradient before clipping, scalar, equal on all ranks.
+            Total norm of the full model's gradient before clipping, scalar, equal on all ranks.
         """
 
     def gradient_norms(self) -> dict[str, float]:
-        """Return the 2-norms of the gradients of each part of the model, between `forward_backward` and
-        `clip_grad_norm`.
+        """Return the 2-norm of the gradients of each part of the model; waits for the device.
 
-        Waits for the device. StrategyError if the strategy does not support it.
+        Call it between `forward_backward` and `clip_grad_norm`. Raises StrategyError if the strategy does not support
+        it.
 
         Returns:
-            By the name of each block, and by "embedding", "head" and "other", as far as they train; equal on all ranks.
-            Every parameter that trains counts in one of them, under the first of its names.
+            Norms by block name, and by "embedding", "head" and "other", for parts with trainable parameters; equal on
+            all ranks. Every trainable parameter counts in exactly one part, by the first of its names.
         """
         raise StrategyError(
             f"{type(self).__name__} does not tell gradient norms by block. Leave out norms_every (in a run file, "
@@ -165,108 +166,107 @@ class StrategyManager(ABC):
 
     @abstractmethod
     def optimizer_step(self) -> None:
-        """Step the optimizer and drop the gradients."""
+        """Step the optimizer and clear the gradients."""
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of a step that is skipped. StrategyError if a strategy cannot."""
+        """Clear the gradients of a step that is skipped; StrategyError if the strategy does not support it."""
         raise StrategyError(
             f"{type(self).__name__} has no drop_gradients, which leaves steps out. Set on_bad_step: stop."
         )
 
     @abstractmethod
     def begin_step_sync(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
-        """Begin to agree with the other ranks on the next step, while the device computes this one.
+        """Start the handshake of the next step with the other ranks, while the device computes the current one.
 
-        Errors in the microbatches are raised by the step.
+        Errors in the microbatches are raised by the next step, not here.
 
         Args:
-            microbatches: pass this very sequence to the next `forward_backward` or `eval_loss`.
-            objective: as well; it may say what is counted.
+            microbatches: pass this same object to the next `forward_backward` or `eval_loss`.
+            objective: pass it to that call too; it may define what is counted.
 
         Returns:
-            `num_tokens` of that call; reading it is optional on every rank.
+            `num_tokens` for that call. Each rank may read it or not.
         """
 
     def read_scalars(self, *values: Tensor) -> list[float]:
-        """Read scalars that are equal on all ranks, such as the loss and the norm of a step, with one wait for the
-        device.
+        """Read scalars that are equal on all ranks, such as a step's loss and gradient norm, in one device sync.
 
-        Errors that a strategy finds on the device are read at the same time; without this call, the optimizer's step
+        The same sync reads errors that the strategy has recorded on the device. Without this call, the optimizer step
         waits for them.
 
         Raises:
-            MeshwrightError: a gradient of the step is not what the strategy's options ask for; on all ranks. Nothing
-                was trained.
+            MeshwrightError: a gradient of the step violates the strategy's options. Raised on all ranks; no parameter
+                has changed.
         """
         return [float(value) for value in values]
 
     @abstractmethod
     def unshard(self) -> AbstractContextManager[Sequence[nn.Module]]:
-        """Hold the full parameters of `model_parts`, which the context yields, to generate or compare."""
+        """Context with the full parameters in `model_parts`, which it yields, for generation or comparison."""
 
     def iter_parameters(
         self, *, bucket_bytes: int, dtype: torch.dtype | None = None, adapters: AdapterMode = "apart"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over all parameters, unsharded, on every rank; see `meshwright.model.merge.iter_parameters`."""
+        """Iterate over all full parameters, on every rank; see `meshwright.model.merge.iter_parameters`."""
         from ..model.merge import iter_parameters
 
         return iter_parameters(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters)
 
     def parameter_chunks(self) -> Mapping[str, ChunkedTensor | None]:
-        """Return this rank's pieces of all parameters, each under the first of its names, in the order of the model.
+        """Return this rank's chunks of all parameters, each under the first of its names, in model order.
 
-        These are values that the model computes with, if it trains others; a piece may have another dtype than its
-        `ChunkedTensor`, to which it is to be rounded. None for parameters on other ranks alone. If ranks have different
-        names, those of the first come first.
+        The values are those that the model computes with, which may differ from the trained ones. A chunk may have
+        another dtype than its `ChunkedTensor`; round it to that dtype. None for parameters that are only on other
+        ranks. If ranks have different names, those of rank 0 come first.
         """
         state = self.sharded_state().model
-        named = (part.named_parameters(remove_duplicate=False) for part in self.model_parts)
-        return {name: state[name] for each in named for name, _ in each if name in state}
+        parameters = (part.named_parameters(remove_duplicate=False) for part in self.model_parts)
+        return {name: state[name] for each in parameters for name, _ in each if name in state}
 
     @abstractmethod
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         """Return `{"model": ..., "optimizer": ...}` under the names of the unwrapped Hugging Face model.
 
         Args:
-            full: False returns each tensor as it is (a DTensor if sharded), without communication. True returns full
-                tensors on the CPU of rank 0 and empty mappings elsewhere.
+            full: False: return each tensor as it is (a DTensor if sharded), without communication. True: return full
+                tensors on the CPU of rank 0, and empty mappings on the other ranks.
         """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
-        """Load what `state_dict` of the same `full` returned, under any strategy if `full`.
+        """Load the result of `state_dict` with the same `full`. With `full`, it may come from any strategy.
 
         Args:
-            state: with `full`, rank 0's is used and the others' may be empty.
+            state: with `full`, only that of rank 0 is used.
         """
 
     @abstractmethod
     def sharded_state(self) -> ShardedState:
-        """Return this rank's pieces of model and optimizer, as views of its memory, from which checkpoints are written.
+        """Return this rank's chunks of model and optimizer state, as views of its memory, to write a checkpoint.
 
-        A rank may have any pieces, as long as all ranks together have the whole; pieces that several ranks have are the
-        same rectangles on each.
+        A rank may have any chunks, as long as those of all ranks cover every tensor. A chunk that several ranks have is
+        the same rectangle on each.
         """
 
     @abstractmethod
     def load_sharded_state(self, optimizer: OptimizerState[TensorMeta] | None) -> AbstractContextManager[ShardedState]:
-        """Load state from a checkpoint: the context yields the pieces to write into; leaving it puts them to use.
+        """Load state from a checkpoint: the context yields the chunks to write into, and applies them on exit.
 
         Args:
-            optimizer: the checkpoint's state of the whole optimizer, on every rank; None leaves the optimizer as it is.
+            optimizer: the checkpoint's state of the full optimizer, on every rank; None: keep the optimizer as it is.
 
         Raises:
-            StrategyError: the state is not of this model and optimizer; before anything is changed.
+            StrategyError: the state does not match this model and optimizer. Raised before any change.
         """
 
 
 CHANGES_ROUNDING = "rounds again"
-"""Annotates an option of a config, `Annotated[bool, CHANGES_ROUNDING]`, under which the parts that a model computes in
-float32 are rounded in other places. The conformance suite tries it on a model that has no such parts."""
+"""Annotation of a config option, as `Annotated[bool, CHANGES_ROUNDING]`. The option changes where values are rounded in
+the parts that a model computes in float32. The conformance suite tests it on a model without such parts."""
 
 
 class StrategyConfig(FrozenModel):
-    """Base of strategy configs: frozen, unknown fields refused. Third parties may use any pydantic model."""
+    """Base class of strategy configs: frozen, rejects unknown fields. Third parties may use any pydantic model."""
 
     reduce_dtype: Literal["float32", "float64"] | None = Field(
         default=None,
@@ -284,25 +284,25 @@ class StrategyConfig(FrozenModel):
 
 
 DistributedConfig = StrategyConfig
-"""The reference's name for the options of any strategy but a pipeline."""
+"""Alias: the reference implementation's name for the options of every strategy except the pipeline."""
 
 
 @dataclass(frozen=True)
 class StrategySpec:
-    """A strategy as the registry knows it.
+    """Description of a strategy in the registry.
 
     Attributes:
-        name: lower-case identifier; users choose the strategy by it.
+        name: lower-case identifier by which users choose the strategy.
         summary: one line for `meshwright strategies`.
         axes: the axes it shards, out of `meshwright.mesh.sizes.CLAIMABLE_AXES`. A degree above 1 on any other axis is
             an error unless a wrapping strategy claims that axis.
-        config_cls: a pydantic model of its options.
-        build: `build(config, mesh) -> StrategyManager`; for `wraps`, `build(config, mesh, inner)` with `inner:
-            Callable[[Mesh], StrategyManager]`, called once for each model part with the mesh it trains on.
+        config_cls: the pydantic model of its options.
+        build: `build(config, mesh) -> StrategyManager`; with `is_wrapper`, `build(config, mesh, inner)`, where `inner:
+            Callable[[Mesh], StrategyManager]` is called once for each model part with the mesh it trains on.
         aliases: other names for it.
-        is_wrapper: it claims its axes around another strategy, which does the rest.
-        check: `check(config, degrees)` raises a MeshwrightError if the config cannot act on a mesh of these degrees;
-            without torch, since it is called before ranks start.
+        is_wrapper: the strategy wraps another one: it shards its own axes, and the inner strategy shards the rest.
+        check: `check(config, degrees)` raises a MeshwrightError if the config is invalid on a mesh of these degrees. It
+            must not import torch, since it is called before ranks start.
     """
 
     name: str

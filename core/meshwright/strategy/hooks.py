@@ -1,7 +1,7 @@
 """The hooks that a plugin can implement.
 
-A plugin is a module (or object) named by an entry point of the group `meshwright`. It marks its functions with
-`meshwright.hookimpl`; a marked function whose name is not below is refused, so a misspelt hook is never silent. Source:
+A plugin is a module or object that an entry point of the group `meshwright` names. It marks its functions with
+`meshwright.hookimpl`. A marked function whose name is not a hook is rejected, so a misspelled hook is an error. Source:
 pluggy, https://pluggy.readthedocs.io.
 """
 
@@ -26,37 +26,37 @@ if TYPE_CHECKING:
     from .contract import StrategySpec
 
 StyleSpec: TypeAlias = "str | ParallelStyle"
-"""How tensor parallelism shards a module or parameter: the name of a style, or one of torch's."""
+"""How tensor parallelism shards a module or parameter: the name of a style, or a style object of torch."""
 
 PROJECT = "meshwright"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
-"""Marks a function of a plugin, or a method of an observer, as an implementation of the hook of its name."""
+"""Decorator that marks a plugin's function, or an observer's method, as an implementation of the hook of that name."""
 
 
 @hookspec
 def register_strategies() -> list[StrategySpec]:  # type: ignore[empty-body]
-    """Return the plugin's strategies. Must not import torch: `build` does that when it is called."""
+    """Return the plugin's strategies. Must not import torch; `StrategySpec.build` may."""
 
 
 @hookspec
 def register_objectives() -> list[type[FrozenModel]]:  # type: ignore[empty-body]
-    """Return the objectives this plugin brings, which run files name. Must not import torch.
+    """Return the plugin's objectives, which run files select by name. Must not import torch.
 
-    Each is a class derived from `meshwright.plugin.ObjectiveConfig`: its fields are the options, its `name` the name.
+    Each is a subclass of `meshwright.plugin.ObjectiveConfig`: its fields are the options, its `name` is the name.
     """
 
 
 @hookspec(firstresult=True)
 def model_layout(model: nn.Module) -> ModelLayout | None:
-    """Describe the structure of a model that the rules of `meshwright.model.layout` would get wrong; None to pass."""
+    """Return the layout of a model that `meshwright.model.layout` does not infer correctly; None to pass."""
 
 
 @hookspec(firstresult=True)
 def tp_plan(model: nn.Module, layout: ModelLayout, sequence_parallel: bool) -> Mapping[str, StyleSpec] | None:
-    """Say how tensor parallelism shards a model, before its own plan is asked; None to pass.
+    """Return the tensor-parallel plan of a model, which takes precedence over the model's own plan; None to pass.
 
-    Maps names of modules or parameters, with `*` for the number of a layer, to names of styles
+    A plan maps names of modules or parameters, with `*` for a layer index, to names of styles
     (`meshwright.parallel.tensor.STYLES`) or to styles of torch.distributed.tensor.parallel.
     """
 
@@ -68,46 +68,51 @@ def register_commands(app: typer.Typer) -> None:
 
 @hookspec
 def register_launchers() -> list[Any]:  # type: ignore[empty-body]
-    """Return launchers (`meshwright.launch.claim.Launcher`), asked before the built-in ones. Must not import torch."""
+    """Return launchers (`meshwright.launch.cluster_environment.Launcher`) that take precedence over the built-in ones.
+
+    Must not import torch.
+    """
 
 
 @hookspec
 def register_trackers() -> list[TrackerSpec]:  # type: ignore[empty-body]
-    """Return the plugin's trackers, which run files name. Must not import their libraries."""
+    """Return the plugin's trackers, which run files select by name. Must not import their libraries."""
 
 
 @hookspec
 def register_run_sections() -> list[RunSection]:  # type: ignore[empty-body]
-    """Return the sections that the plugin adds to the run file. Must not import torch."""
+    """Return the plugin's sections of the run file. Must not import torch."""
 
 
 @hookspec(firstresult=True)
 def monitor_run(config: Any, world_size: int) -> Any:
-    """Return what monitors a run, a `meshwright_run.run_rank.Companion`; None to pass.
+    """Return the monitor of a run, a `meshwright_run.run_rank.RunMonitor`; None to pass.
 
-    Called before the process group exists, by the process that starts the ranks or by the first of them.
+    Called before the process group exists, by the process that starts the ranks or by rank 0.
 
     Args:
         config: the `RunConfig`.
-        world_size: of the run.
+        world_size: number of ranks of the run.
     """
 
 
 @hookspec(firstresult=True)
 def render_plan(config: Any, world_size: int) -> list[Any] | None:
-    """Return what a run would hold, send and take, as Rich renderables (`meshwright train --plan-only`); None to pass.
+    """Render a run's predicted memory, communication and time (`meshwright train --plan-only`); None to pass.
 
-    Takes the arguments of `monitor_run`.
+    Returns Rich renderables. The arguments are those of `monitor_run`.
     """
 
 
 @hookspec(firstresult=True)
 def open_state_replication(world: World) -> Any:
-    """Open the copies of training state outside of this process, `meshwright.train.loop.extension.StateReplication`;
-    None to pass. Collective. Called if a run asks for copies (`checkpoint.replicate`)."""
+    """Return the replication of training state (`meshwright.train.loop.extension.StateReplication`); None to pass.
+
+    Replicas are kept outside of the training process. Collective. Called if a run enables `checkpoint.replicate`.
+    """
 
 
-# -- observers: called on every rank, in this order; none may issue collectives, and what one raises ends the run
+# -- observers: called on every rank, in this order. None may issue collectives. An exception ends the run.
 
 
 @hookspec
@@ -117,7 +122,7 @@ def on_run_start(run: RunInfo, mesh: Mesh) -> None:
 
 @hookspec
 def on_evaluation(evaluation: Evaluation) -> None:
-    """Called with the losses of the sets after a step, before its `on_step_end`."""
+    """Called with the evaluation losses after a step, before that step's `on_step_end`."""
 
 
 @hookspec
@@ -127,7 +132,7 @@ def on_step_end(result: StepResult) -> None:
 
 @hookspec
 def on_bad_step(bad_step: BadStep) -> None:
-    """Called for a step that is skipped, before its `on_step_end`, or that has rewound the run."""
+    """Called for a step that is skipped, before its `on_step_end`, or that has triggered a rollback."""
 
 
 @hookspec
@@ -142,4 +147,4 @@ def on_fault(fault: Fault) -> None:
 
 @hookspec
 def on_run_end(summary: RunSummary) -> None:
-    """Called at the end of a run, also of one that fails, as long as its process lives."""
+    """Called at the end of a run, including one that fails, unless the process is killed."""

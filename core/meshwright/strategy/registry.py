@@ -1,8 +1,9 @@
-"""Find plugins, keep the failures of broken ones, and look strategies up by name. Imports no torch.
+"""Find plugins, record the failures of broken ones, and look up strategies by name. Imports no torch.
 
-[Note: isolation] Each entry point of the group `meshwright` is loaded by itself and tried in a plugin manager of its
-own. What fails there is kept as a `Failure` and reported when strategies are looked up or listed. If two plugins bring
-one name, or two strategies claim one alias, neither gets it: load order must not decide what trains a model.
+[Note: isolation] Each entry point of the group `meshwright` is loaded separately and validated in a separate plugin
+manager. A failure is recorded as a `PluginFailure` and reported when strategies are looked up or listed. If two plugins
+register the same name, or two strategies claim the same alias, neither gets it: load order must not decide what trains
+a model.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "meshwright"
 BUILTINS = {"core": EntryPoint("single", "meshwright.single.plugin", ENTRY_POINT_GROUP)}
-"""The plugins that are part of core, by the name that errors give them."""
+"""The plugins that are part of core, by their name in errors."""
 
 
 def normalize_name(name: str) -> str:
@@ -41,23 +42,23 @@ def normalize_name(name: str) -> str:
 
 @functools.cache
 def find_installable_extras() -> dict[str, str]:
-    """Return the extra that installs each strategy of this project: the extras that the extra `strategies` names."""
+    """Map each strategy of this project to the extra that installs it: the extras that the extra `strategies` lists."""
     try:
         lines = requires("meshwright") or []
     except PackageNotFoundError:
         return {}
-    every = [each for each in map(Requirement, lines) if each.marker and each.marker.evaluate({"extra": "strategies"})]
-    return {normalize_name(name): name for each in every if each.name == "meshwright" for name in sorted(each.extras)}
+    listed = [each for each in map(Requirement, lines) if each.marker and each.marker.evaluate({"extra": "strategies"})]
+    return {normalize_name(name): name for each in listed if each.name == "meshwright" for name in sorted(each.extras)}
 
 
 @dataclass(frozen=True)
 class PluginFailure:
-    """Why a plugin, or one strategy of it, cannot be used."""
+    """The reason why a plugin, or one of its strategies, cannot be used."""
 
     plugin: str
     reason: str
     strategy: str | None = None
-    """The strategy it concerns; None: the whole plugin."""
+    """The strategy that fails; None: the entire plugin."""
 
     def __str__(self) -> str:
         about = f"{self.strategy} of plugin {self.plugin}" if self.strategy else f"plugin {self.plugin}"
@@ -65,7 +66,7 @@ class PluginFailure:
 
 
 class Registry:
-    """Plugins and the strategies they bring; `builtins` are loaded first, and nobody may replace their strategies."""
+    """Plugins and their strategies. `builtins` are loaded first; no plugin may replace their strategies."""
 
     def __init__(
         self, plugins: Iterable[EntryPoint] | None = None, *, builtins: Mapping[str, EntryPoint] = BUILTINS
@@ -77,14 +78,20 @@ class Registry:
         self._builtins = builtins
         for name, builtin in builtins.items():
             self.register(builtin.load(), name=name)
-        found = entry_points(group=ENTRY_POINT_GROUP) if plugins is None else plugins
-        for entry_point in sorted(set(found), key=lambda point: (point.name, point.value)):
+        points = entry_points(group=ENTRY_POINT_GROUP) if plugins is None else plugins
+        for entry_point in sorted(set(points), key=lambda point: (point.name, point.value)):
             self._load(entry_point)
 
     # -- plugins
 
     def register(self, plugin: Any, *, name: str, strategy: str | None = None) -> None:
-        """Add a plugin, by its name in errors, and the strategy it should bring; errors are kept in `failures`."""
+        """Add a plugin; errors are recorded in `failures`.
+
+        Args:
+            plugin: module or object with hook implementations.
+            name: the plugin's name in errors.
+            strategy: the strategy that it is expected to register.
+        """
         reason = _find_plugin_error(plugin, name)
         if reason is None and self._manager.get_plugin(name) is not None:
             reason = "a plugin of this name is registered already"
@@ -98,7 +105,7 @@ class Registry:
 
     @contextmanager
     def observing(self, *observers: Any) -> Iterator[None]:
-        """Register observers for the duration of a with block; StrategyError if one is broken."""
+        """Register observers within the context; StrategyError if one is invalid or registered already."""
         for observer in observers:
             reason = _find_plugin_error(observer, type(observer).__name__)
             if self._manager.is_registered(observer):
@@ -113,11 +120,11 @@ class Registry:
 
     @property
     def hook(self) -> Any:
-        """Call a hook of `meshwright.strategy.hooks` on all plugins."""
+        """Callers of the hooks of `meshwright.strategy.hooks` on all plugins."""
         return self._manager.hook
 
     def find_implementations(self, hook: str) -> list[tuple[str, Callable[..., list[Any]]]]:
-        """Return the name of each plugin that implements a hook, and a function that calls it there alone."""
+        """Return the name of each plugin that implements a hook, and a function that calls only that implementation."""
         return [
             (name, functools.partial(self._call_plugin, plugin, hook))
             for name, plugin in self._manager.list_name_plugin()
@@ -177,7 +184,7 @@ class Registry:
         elif other in self._builtins:
             self.record_failure(PluginFailure(owner, f"the name {spec.name!r} belongs to core", spec.name))
         else:
-            # The owner's entry stays, so that a third plugin is refused too.
+            # The owner's entry stays, so that a third plugin is rejected too.
             self._specs.pop(spec.name, None)
             for one, two in ((owner, other), (other, owner)):
                 self.record_failure(
@@ -186,8 +193,8 @@ class Registry:
 
     @property
     def failures(self) -> list[PluginFailure]:
-        """What cannot be used, and why: plugins, strategies, and aliases that several strategies claim."""
-        found = [*self._failures]
+        """Plugins, strategies and aliases that cannot be used, with reasons."""
+        failures = [*self._failures]
         for alias, names in self._collect_aliases().items():
             for name in names:
                 if self._is_known_name(alias):
@@ -197,8 +204,8 @@ class Registry:
                     reason = f"its alias {alias!r} is claimed by {others} too"
                 else:
                     continue
-                found.append(PluginFailure(self._owners[name], reason, name))
-        return found
+                failures.append(PluginFailure(self._owners[name], reason, name))
+        return failures
 
     def _collect_aliases(self) -> dict[str, list[str]]:
         claimed: dict[str, list[str]] = {}
@@ -213,16 +220,16 @@ class Registry:
 
     @property
     def strategies(self) -> dict[str, StrategySpec]:
-        """The strategies that can be used, sorted by name."""
+        """The usable strategies, sorted by name."""
         return dict(sorted(self._specs.items()))
 
     def get_owner(self, name: str) -> str:
-        """Return the plugin that brought strategy `name`."""
+        """Return the plugin that registered strategy `name`."""
         return self._owners[name]
 
     @property
     def install_commands(self) -> dict[str, str]:
-        """The install line of each strategy of this project that is neither installed nor broken."""
+        """The install command of each strategy of this project that is neither installed nor broken."""
         return {
             name: format_install_command(extra)
             for name, extra in sorted(find_installable_extras().items())
@@ -230,7 +237,12 @@ class Registry:
         }
 
     def get(self, name: str) -> StrategySpec:
-        """Look a strategy up by name or alias; StrategyError if it is broken, UnknownStrategyError if not there."""
+        """Look up a strategy by name or alias.
+
+        Raises:
+            UnknownStrategyError: no such strategy is installed.
+            StrategyError: the strategy is broken, or several strategies claim the alias.
+        """
         key = normalize_name(name)
         if key in self._specs:
             return self._specs[key]
@@ -246,8 +258,8 @@ class Registry:
             return self._specs[claimants[0]]
         if key in find_installable_extras():
             raise UnknownStrategyError(
-                f"strategy {name!r} is not installed. "
-                f"{format_install_hint(find_installable_extras()[key])}\n{self._format_alternatives()}"
+                f"strategy {name!r} is not installed. {format_install_hint(find_installable_extras()[key])}\n"
+                f"{self._format_alternatives()}"
             )
         hint = suggest_match(key, [*self._specs, *find_installable_extras()]) or suggest_match(key, aliases)
         raise UnknownStrategyError(f"strategy {name!r} is not installed.{hint}\n{self._format_alternatives()}")
@@ -263,12 +275,12 @@ class Registry:
 
 @functools.cache
 def get_registry() -> Registry:
-    """Return the registry of the installed plugins, made on first use."""
+    """Return the registry of the installed plugins, built on first use."""
     return Registry()
 
 
 def get_strategy(name: str) -> StrategySpec:
-    """Look up an installed strategy by a name such as "fsdp2", or by an alias; raises as `Registry.get`."""
+    """Look up an installed strategy by a name such as "fsdp2", or by an alias; see `Registry.get`."""
     return get_registry().get(name)
 
 
@@ -278,14 +290,14 @@ def list_strategies() -> dict[str, StrategySpec]:
 
 
 def model_layout(model: nn.Module, registry: Registry | None = None) -> ModelLayout:
-    """Describe the structure of an unsharded model: what a plugin says, else what its modules say."""
+    """Return the layout of an unsharded model: from a plugin's hook, else inferred from its modules."""
     from ..model.layout import infer_layout
 
     answer: ModelLayout | None = (registry or get_registry()).hook.model_layout(model=model)
     return answer if answer is not None else infer_layout(model)
 
 
-# -- what is wrong with a plugin
+# -- plugin validation
 
 
 def _new_plugin_manager() -> pluggy.PluginManager:
@@ -295,7 +307,7 @@ def _new_plugin_manager() -> pluggy.PluginManager:
 
 
 def _find_plugin_error(plugin: Any, name: str) -> str | None:
-    """Try a plugin in a plugin manager of its own; see [Note: isolation]."""
+    """Validate a plugin in a separate plugin manager; see [Note: isolation]."""
     trial = _new_plugin_manager()
     try:
         trial.register(plugin, name=name)

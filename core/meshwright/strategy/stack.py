@@ -1,6 +1,7 @@
 """Resolve a strategy and sizes to the stack of strategies that together shard every axis, such as pipeline over fsdp2.
 
-The named strategy must claim every axis with a degree above 1, or a wrapping strategy must. Core knows none by name.
+Every axis with a degree above 1 must be claimed by the named strategy or by a wrapping strategy. Core does not refer to
+any wrapping strategy by name.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ class StrategyLayer:
 
 @dataclass(frozen=True)
 class Stack:
-    """The inner strategy and those that wrap it, outermost first."""
+    """An inner strategy and the strategies that wrap it, outermost first."""
 
     inner: StrategyLayer
     wrappers: tuple[StrategyLayer, ...] = ()
     unused: tuple[StrategyLayer, ...] = ()
-    """Wrapping strategies that were given options, but whose axes have one rank."""
+    """Wrapping strategies that have options but no effect: each of their axes has one rank."""
 
     @property
     def claimed_axes(self) -> frozenset[str]:
         return self.inner.spec.axes.union(*(layer.spec.axes for layer in self.wrappers))
 
     def build(self, mesh: Mesh) -> StrategyManager:
-        """Make the manager that runs the whole stack on `mesh`."""
+        """Build the manager that runs the full stack on `mesh`; MeshError if no strategy claims one of its axes."""
         unclaimed = [axis for axis in mesh.degrees.active_axes() if axis not in self.claimed_axes]
         if unclaimed:
             raise MeshError(f"{self} does not shard {', '.join(unclaimed)}, but the mesh is {mesh.degrees}.")
@@ -65,23 +66,26 @@ class Stack:
 
 
 def find_strategy_name(config: Any, registry: Registry | None = None) -> str:
-    """Return the strategy that takes a config, by the config's class or by one whose values its class takes."""
+    """Return the name of the strategy whose config class is, extends or is a base of the class of `config`.
+
+    The exact class is preferred, then subclasses, then the nearest base. ConfigError unless exactly one matches.
+    """
     specs = (registry or get_registry()).strategies.values()
     own, *bases = type(config).__mro__
-    # The nearest base comes last, since a strategy without options may take the base of all configs.
-    by_class = ([spec.name for spec in specs if spec.config_cls is each] for each in bases)
-    found = (
+    # Bases are tried last, since a strategy without options may use the base class of all configs.
+    matches_by_base = ([spec.name for spec in specs if spec.config_cls is base] for base in bases)
+    matches = (
         [spec.name for spec in specs if spec.config_cls is own]
         or [spec.name for spec in specs if issubclass(spec.config_cls, own)]
-        or next(filter(None, by_class), [])
+        or next(filter(None, matches_by_base), [])
     )
-    if len(found) != 1:
+    if len(matches) != 1:
         known = ", ".join(f"{spec.config_cls.__name__} ({spec.name})" for spec in specs)
         raise ConfigError(
             f"config is a {type(config).__name__}, from which no strategy follows. Name the strategy, or give one of "
             f"{known}."
         )
-    return found[0]
+    return matches[0]
 
 
 def resolve(
@@ -93,18 +97,18 @@ def resolve(
     wrapper_config: Mapping[str, Mapping[str, Any]] | None = None,
     registry: Registry | None = None,
 ) -> tuple[Stack, Degrees]:
-    """Find the stack for a strategy and give every axis its degree.
+    """Return the stack for a strategy, and the degree of every axis.
 
     Args:
-        strategy: name or alias; None: the one that takes `config`, see `find_strategy_name`. A wrapping strategy named
-            here wraps `single`.
+        strategy: name or alias; None: the one that accepts `config`, see `find_strategy_name`. A wrapping strategy
+            named here wraps `single`.
         config: options of the named strategy, as a mapping or as its config class.
         wrapper_config: options of wrapping strategies, by name.
         registry: where strategies are looked up; None: the installed plugins.
 
     Raises:
-        StrategyError, ConfigError: the strategy is not installed or broken, or a config does not fit it.
-        MeshError: the sizes do not fill the world, or nothing claims an axis; says what could shard it.
+        StrategyError, ConfigError: the strategy is not installed or broken, or a config is invalid for it.
+        MeshError: the sizes do not fill the world, or no strategy claims an axis. The message lists those that could.
     """
     registry = registry or get_registry()
     named = registry.get(find_strategy_name(config, registry) if strategy is None else strategy)
@@ -118,8 +122,8 @@ def resolve(
         stack = Stack(_build_layer(registry.get("single"), {}), (_build_layer(named, config),))
     else:
         stack = Stack(_build_layer(named, config))
-    # Claims decide where data parallelism goes, and only data-parallel axes depend on them, so a first resolution
-    # with the claims of the stack so far tells which axes still need a wrapper.
+    # Claimed axes affect only how data parallelism is split into dp_replicate and dp_shard. So resolving with the
+    # stack so far shows which axes still need a wrapper.
     try:
         degrees = _resolve_degrees(sizes, world_size, stack, registry)
         for axis in degrees.active_axes():
@@ -138,7 +142,7 @@ def resolve(
 def _find_unused_wrappers(
     stack: Stack, wrapper_values: Mapping[str, Mapping[str, Any]], degrees: Degrees, registry: Registry
 ) -> tuple[StrategyLayer, ...]:
-    """Return wrapping strategies that have options, but whose axes have one rank; ConfigError for other options."""
+    """Return wrapping strategies with options whose axes have one rank each; ConfigError for any other name."""
     wrapping = {spec.name: spec for spec in registry.strategies.values() if spec.is_wrapper}
     names = [name for name in wrapper_values if name not in {layer.spec.name for layer in stack.wrappers}]
     for name in names:
@@ -156,7 +160,7 @@ _DATA_PARALLEL_AXES = {"dp_replicate", "dp_shard"}
 def _resolve_degrees(sizes: MeshSizes, world_size: int, stack: Stack, registry: Registry) -> Degrees:
     takes_experts = any("ep" in spec.axes for spec in registry.strategies.values() if spec.is_wrapper)
     if sizes.ep_size > 1 and "ep" not in stack.claimed_axes and not takes_experts:
-        # Before it is asked whether ep_size divides an axis that the stack does not shard either.
+        # Check this first: resolving would check whether ep_size divides an axis that the stack does not shard.
         degrees = sizes.model_copy(update={"ep_size": 1}).resolve(world_size, stack.claimed_axes)
         raise MeshError(_format_unclaimed_axis("ep", stack, replace(degrees, ep=sizes.ep_size), registry))
     return sizes.resolve(world_size, stack.claimed_axes)
@@ -189,7 +193,7 @@ def _format_unclaimed_axis(axis: str, stack: Stack, degrees: Degrees, registry: 
     lines = [f"{axis}={getattr(degrees, axis)}, but {stack} shards {claims}, and no wrapping strategy takes {axis}."]
     if axis == "ep":
         lines.append(f"{stack} does not divide experts: every rank holds all of them.")
-    # Which of the two axes the ranks lie on follows from the strategy, unless this one takes the other of them.
+    # The strategy determines which data-parallel axis is used, unless this one already claims the other.
     wanted = (
         _DATA_PARALLEL_AXES if axis in _DATA_PARALLEL_AXES and not _DATA_PARALLEL_AXES & stack.claimed_axes else {axis}
     )

@@ -1,1 +1,1 @@
-"""Sharded tensors: local rectangles and their names, norms, exact sums, and state that moves between layouts."""
+"""Sharded tensors: local chunks, gradient norms, high-precision sums, and state that moves between layouts."""

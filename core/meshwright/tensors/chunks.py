@@ -1,4 +1,4 @@
-"""Rectangles of full tensors: those in this rank's memory, and which rank writes or sends one that several hold."""
+"""Chunks (rectangles) of full tensors: those of this rank, and which rank writes or sends a chunk of several ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._compat.torch import is_sharded
 
 @dataclass(frozen=True, eq=False)
 class LocalChunk:
-    """A rectangle of a full tensor: its offsets, and a view of this rank's memory, which writing changes."""
+    """A rectangle of a full tensor: its offsets, and a writable view of this rank's memory."""
 
     offsets: tuple[int, ...]
     tensor: Tensor
@@ -29,25 +29,25 @@ class LocalChunk:
 
 @dataclass(frozen=True, eq=False)
 class ChunkedTensor:
-    """A tensor of which this rank holds some rectangles or none: full shape, dtype, and pieces, which may overlap."""
+    """A tensor of which this rank has some chunks or none: full shape, dtype, and chunks, which may overlap."""
 
     shape: torch.Size
     dtype: torch.dtype
     chunks: tuple[LocalChunk, ...]
 
     def find_view(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor | None:
-        """Return a rectangle of the full tensor as a view of the piece that holds it; None if none does."""
-        for piece in self.chunks:
-            starts = [a - b for a, b in zip(offsets, piece.offsets, strict=True)]
+        """Return a rectangle of the full tensor as a view of the chunk that contains it; None if none does."""
+        for chunk in self.chunks:
+            starts = [a - b for a, b in zip(offsets, chunk.offsets, strict=True)]
             ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-            if all(start >= 0 for start in starts) and all(e <= s for e, s in zip(ends, piece.sizes, strict=True)):
+            if all(start >= 0 for start in starts) and all(e <= s for e, s in zip(ends, chunk.sizes, strict=True)):
                 part = tuple(slice(start, end) for start, end in zip(starts, ends, strict=True))
-                return piece.tensor[part].detach()
+                return chunk.tensor[part].detach()
         return None
 
 
 def get_local_chunks(tensor: Tensor) -> list[LocalChunk]:
-    """Return the rectangles of a tensor on this rank: one of a plain tensor, any number of a DTensor."""
+    """Return this rank's chunks of a tensor: at most one of a plain tensor, any number of a DTensor."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return [LocalChunk((0,) * tensor.dim(), tensor)] if tensor.numel() else []
@@ -56,9 +56,12 @@ def get_local_chunks(tensor: Tensor) -> list[LocalChunk]:
 
 
 def get_flat_range_chunks(flat: Tensor, start: int, shape: Sequence[int]) -> list[LocalChunk]:
-    """Return the rectangles, at most 2 x dims - 1, that a stretch of a flattened tensor of a full `shape` covers.
+    """Return the chunks, at most 2 x dims - 1, that a range of a flattened tensor covers.
 
-    `flat` is a view of this rank's memory: elements `start` and following.
+    Args:
+        flat: view of this rank's memory, 1-D: the elements of the range.
+        start: index of its first element in the flattened tensor.
+        shape: shape of the full tensor.
     """
     return [
         LocalChunk(offsets, flat.detach()[begin - start : begin - start + math.prod(sizes)].view(sizes))
@@ -67,10 +70,10 @@ def get_flat_range_chunks(flat: Tensor, start: int, shape: Sequence[int]) -> lis
 
 
 def to_global_chunks(chunks: Iterable[LocalChunk], shard: DTensor) -> list[LocalChunk]:
-    """Return the rectangles of the full tensor that correspond to rectangles of this rank's shard `shard`."""
-    runs = [_find_index_ranges(shard, dim) for dim in range(shard.dim())]
+    """Convert chunks of this rank's local tensor of `shard` to chunks of the full tensor."""
+    ranges = [_find_index_ranges(shard, dim) for dim in range(shard.dim())]
     return [
-        found for piece in chunks for rectangle in itertools.product(*runs) for found in _intersect(piece, rectangle)
+        part for chunk in chunks for rectangle in itertools.product(*ranges) for part in _intersect(chunk, rectangle)
     ]
 
 
@@ -87,7 +90,7 @@ def _intersect(piece: LocalChunk, rectangle: Sequence[_IndexRange]) -> Iterator[
 
 @dataclass(frozen=True)
 class _IndexRange:
-    """`length` consecutive indices along one dim, from `start` in the full tensor and from `local` in the shard."""
+    """`length` consecutive indices along one dim, from `start` in the full tensor and `local_start` in the shard."""
 
     start: int
     local_start: int
@@ -106,7 +109,7 @@ def _find_index_ranges(tensor: DTensor, dim: int) -> tuple[_IndexRange, ...]:
         return (_IndexRange(0, 0, size),) if size else ()
     key = (tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), along, size)
     if key not in _index_range_cache:
-        # torch divides the indices as it has divided the tensor, so that nothing here need know how.
+        # Let torch shard the indices as it has sharded the tensor, for any kind of placement.
         shape = [size if each == dim else 1 for each in range(tensor.dim())]
         indices = torch.arange(size).view(shape)
         mine = distribute_tensor(indices, mesh, along, src_data_rank=None).to_local().flatten().tolist()
@@ -135,7 +138,7 @@ def split_flat_range(
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), end // row
-    # Within one row; or a part of a row, whole rows, and a part of a row.
+    # Either within one row; or the end of a row, full rows, and the start of a row.
     bounds = (start, end) if first > last else (start, first * row, last * row, end)
     for begin, stop in itertools.pairwise(bounds):
         index, before = begin // row, begin // row * row
@@ -149,11 +152,11 @@ def split_flat_range(
 # -- who writes or sends a rectangle
 
 MIN_SPLIT_BYTES = 1 << 16
-"""Rectangles below this are not cut: each costs a header in the file."""
+"""Smaller rectangles are not split, since each part needs a header in the file [bytes]."""
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a named tensor: offsets and sizes in the full tensor, and bytes of an element."""
+    """A rectangle of a named tensor: offsets and sizes in the full tensor, and bytes per element."""
 
     name: str
     offsets: tuple[int, ...]
@@ -166,14 +169,15 @@ class Rectangle(NamedTuple):
 
 
 def assign_owners(rectangles_by_rank: Sequence[Sequence[Rectangle]]) -> list[list[Rectangle]]:
-    """Return for each rank the parts it writes; together, each element once.
+    """Return the rectangles that each rank writes; each element is written once.
 
-    A rectangle that several ranks hold is cut along its longest dim into as many parts, so that all write alike; small
-    ones go to the rank that has the least to write. Rectangles of one tensor are equal on two ranks, or disjoint.
+    A rectangle that several ranks have is split along one dim into as many parts, so that ranks write equal amounts. A
+    small one goes to the rank with the least to write. Rectangles of one tensor must be equal on two ranks, or
+    disjoint.
     """
     holders: dict[Rectangle, list[int]] = {}
     for rank, rectangles in enumerate(rectangles_by_rank):
-        # A rank may hold a rectangle twice.
+        # A rank may have a rectangle twice.
         for rectangle in dict.fromkeys(rectangles):
             holders.setdefault(rectangle, []).append(rank)
     owned: list[list[Rectangle]] = [[] for _ in rectangles_by_rank]

@@ -1,11 +1,11 @@
-"""Gather full parameters on every rank, one after the other, in bounded memory: see `StrategyManager.iter_parameters`.
+"""Gather full parameters on every rank, one at a time, in bounded memory: see `StrategyManager.iter_parameters`.
 
-Ranks exchange once what each of them holds. Afterwards all of them know who sends what in which round. Only the
-smallest group of ranks that hold everything communicates, and elements are copied bit for bit.
+Ranks exchange their inventories once, so all of them know what each rank sends in each bucket. Only the smallest group
+of ranks that together have all parameters communicates. Elements are copied bitwise.
 
-In a round each rank fills its segment of a shared buffer. As many tensors as fit share a round; a larger tensor takes
-several, each with the next stretch of every owner's elements. Segments are padded to one length, for an all-gather,
-unless that doubles the traffic; else each is broadcast, as where one pipeline stage holds the tensor.
+For each bucket, a rank fills its segment of a buffer. A bucket holds as many tensors as fit. A larger tensor takes
+several buckets, each with the next range of every owner's elements. Segments are padded to equal length for an
+all-gather. If that would double the traffic, for example if one pipeline stage has the tensor, segments are broadcast.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from .chunks import ChunkedTensor, Rectangle, assign_owners, split_flat_range
 from .ops import all_gather_single, copy_all
 
 CANDIDATE_AXES = ("tp", "pp", "dp_shard_cp")
-"""Mesh axes whose ranks may hold all parameters between them."""
+"""Mesh axes whose ranks may together have all parameters."""
 
 ParameterChunks = Mapping[str, ChunkedTensor | None]
 
 
 class ParamMeta(NamedTuple):
-    """Shape of a full parameter, and the dtype that is asked for."""
+    """Shape of a full parameter, and the requested dtype."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class RankInventory(NamedTuple):
-    """What one rank holds: arguments of its call, kinds by name, all names in order, and its rectangles."""
+    """The arguments of one rank's call, the parameters of which it has chunks, all names in order, and its chunks."""
 
     request: tuple[int, torch.dtype | None]
     metas: dict[str, ParamMeta]
@@ -52,40 +52,41 @@ class RankInventory(NamedTuple):
 def iter_full_parameters(
     get_chunks: Callable[[], ParameterChunks], mesh: Mesh, *, bucket_bytes: int, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every full parameter on every rank, one after the other, for example to feed an inference engine.
+    """Yield every full parameter on every rank, one at a time, for example to feed an inference engine.
 
     Frozen parameters are included, buffers are not; a tied parameter comes once, under its first name. Names and order
     are those of `named_parameters` of the unwrapped model. Values are those of `state_dict(full=True)`, or rounded once
-    to `dtype`. Training continues as if this had not been called.
+    to `dtype`. The call does not change training.
 
-    Collective: the call and each step of the iterator. All ranks take equally many steps; they may drop the rest.
+    The call and each step of the iterator are collective. All ranks must take the same number of steps, and may stop
+    early.
 
     Args:
         get_chunks: `StrategyManager.parameter_chunks`.
-        mesh: of the ranks.
-        bucket_bytes: size of the communication buffer, at least 1, equal on all ranks. A rank holds that and the next
-            parameter beside its shards.
-        dtype: to convert floating-point parameters to, equal on all ranks; None keeps their own.
+        mesh: the mesh of the ranks.
+        bucket_bytes: size of the communication buffer, at least 1, equal on all ranks. In addition to its shards, a
+            rank holds this buffer and the next parameter.
+        dtype: dtype of the yielded floating-point parameters, equal on all ranks; None: their own.
 
     Returns:
         (name, tensor) pairs; the tensors are on the mesh's device and belong to the caller.
 
     Raises:
-        ConfigError: an argument is invalid or differs between ranks; on all ranks, by the call.
-        StrategyError: `parallelize` has not been called, or the ranks do not hold all of a parameter.
+        ConfigError: an argument is invalid or differs between ranks. Raised by the call, on all ranks.
+        StrategyError: `parallelize` has not been called, or the ranks together do not have all of a parameter.
     """
     world = mesh.world
     world.run_on_all_ranks(lambda: _check_arguments(bucket_bytes, dtype))
-    pieces = get_chunks()
-    reported: list[Any] = [None] * world.size
-    dist.all_gather_object(reported, _build_inventory(pieces, bucket_bytes, dtype), group=world.group)
-    kinds = _merge_inventories(reported)
-    group = _find_smallest_group(reported, kinds, mesh)
-    stream = _ParameterGatherer(pieces, kinds, mesh.device)
+    chunks = get_chunks()
+    inventories: list[Any] = [None] * world.size
+    dist.all_gather_object(inventories, _build_inventory(chunks, bucket_bytes, dtype), group=world.group)
+    metas = _merge_inventories(inventories)
+    group = _find_smallest_group(inventories, metas, mesh)
+    gatherer = _ParameterGatherer(chunks, metas, mesh.device)
     if group is None:
-        return stream.iter_local()
-    owned = assign_owners([reported[rank].rectangles for rank in _get_world_ranks(group, world)])
-    return stream.iter_gathered(owned, group, bucket_bytes)
+        return gatherer.iter_local()
+    owned = assign_owners([inventories[rank].rectangles for rank in _get_world_ranks(group, world)])
+    return gatherer.iter_gathered(owned, group, bucket_bytes)
 
 
 def _check_arguments(bucket_bytes: Any, dtype: Any) -> None:
@@ -103,40 +104,40 @@ def _check_arguments(bucket_bytes: Any, dtype: Any) -> None:
         )
 
 
-# -- what the ranks hold
+# -- inventories of the ranks
 
 
 def _build_inventory(pieces: ParameterChunks, bucket_bytes: int, dtype: torch.dtype | None) -> RankInventory:
-    kinds, rectangles = {}, []
+    metas, rectangles = {}, []
     for name, sharded in pieces.items():
         if sharded is not None:
-            given = dtype if dtype is not None and sharded.dtype.is_floating_point else sharded.dtype
-            kinds[name] = ParamMeta(sharded.shape, given)
-            rectangles += [Rectangle(name, tuple(p.offsets), p.sizes, given.itemsize) for p in sharded.chunks]
-    return RankInventory((bucket_bytes, dtype), kinds, tuple(pieces), tuple(dict.fromkeys(rectangles)))
+            target_dtype = dtype if dtype is not None and sharded.dtype.is_floating_point else sharded.dtype
+            metas[name] = ParamMeta(sharded.shape, target_dtype)
+            rectangles += [Rectangle(name, tuple(p.offsets), p.sizes, target_dtype.itemsize) for p in sharded.chunks]
+    return RankInventory((bucket_bytes, dtype), metas, tuple(pieces), tuple(dict.fromkeys(rectangles)))
 
 
 def _merge_inventories(inventories: Sequence[RankInventory]) -> dict[str, ParamMeta]:
-    """Return the kind of each parameter, in order; raises alike on all ranks."""
-    asked = sorted({f"bucket_bytes={each.request[0]}, dtype={each.request[1]}" for each in inventories})
-    if len(asked) > 1:
-        raise ConfigError(f"iter_parameters was called with {' and '.join(asked)}. Give the same on all ranks.")
+    """Return shape and dtype of each parameter, in order; errors are equal on all ranks."""
+    requests = sorted({f"bucket_bytes={each.request[0]}, dtype={each.request[1]}" for each in inventories})
+    if len(requests) > 1:
+        raise ConfigError(f"iter_parameters was called with {' and '.join(requests)}. Give the same on all ranks.")
     known: dict[str, ParamMeta] = {}
     for each in inventories:
-        for name, kind in each.metas.items():
-            if known.setdefault(name, kind) != kind:
-                raise StrategyError(f"{name} is {tuple(kind)} on one rank and {tuple(known[name])} on another.")
-    kinds = {name: known[name] for each in inventories for name in each.names if name in known}
-    missing = _find_missing(inventories, kinds) or sorted(
+        for name, meta in each.metas.items():
+            if known.setdefault(name, meta) != meta:
+                raise StrategyError(f"{name} is {tuple(meta)} on one rank and {tuple(known[name])} on another.")
+    metas = {name: known[name] for each in inventories for name in each.names if name in known}
+    missing = _find_missing(inventories, metas) or sorted(
         {name for each in inventories for name in each.names} - known.keys()
     )
     if missing:
         raise StrategyError(f"the ranks together do not have all of {', '.join(missing[:3])}: see parameter_chunks.")
-    return kinds
+    return metas
 
 
 def _find_missing(inventories: Sequence[RankInventory], kinds: Mapping[str, ParamMeta]) -> list[str]:
-    """Return the parameters of which these ranks do not hold all elements."""
+    """Return the parameters of which these ranks together do not have all elements."""
     counts = dict.fromkeys(kinds, 0)
     for rectangle in {rectangle for each in inventories for rectangle in each.rectangles}:
         counts[rectangle.name] += math.prod(rectangle.sizes)
@@ -146,25 +147,25 @@ def _find_missing(inventories: Sequence[RankInventory], kinds: Mapping[str, Para
 def _find_smallest_group(
     inventories: Sequence[RankInventory], kinds: Mapping[str, ParamMeta], mesh: Mesh
 ) -> dist.ProcessGroup | None:
-    """Return the smallest group that holds everything wherever a rank is in it; None if each rank does alone."""
+    """Return the smallest group whose ranks together have all parameters, on all ranks; None if each rank has them."""
     world = mesh.world
     candidates = sorted((mesh.group(axis) for axis in CANDIDATE_AXES), key=lambda group: group.size())
     members = [[world.rank], *(_get_world_ranks(group, world) for group in candidates)]
     is_enough = [int(not _find_missing([inventories[rank] for rank in ranks], kinds)) for ranks in members]
-    everywhere = world.reduce_ints(is_enough, dist.ReduceOp.MIN)
-    enough = next((index for index, each in enumerate(everywhere) if each), None)
-    if enough is None:
+    is_enough_everywhere = world.reduce_ints(is_enough, dist.ReduceOp.MIN)
+    smallest = next((index for index, each in enumerate(is_enough_everywhere) if each), None)
+    if smallest is None:
         return world.group or dist.group.WORLD
-    return None if enough == 0 else candidates[enough - 1]
+    return None if smallest == 0 else candidates[smallest - 1]
 
 
 def _get_world_ranks(group: dist.ProcessGroup, world: World) -> list[int]:
     """Return the ranks of a group within the world, in the group's order."""
-    of_world = dist.get_process_group_ranks(world.group or dist.group.WORLD)
-    return [of_world.index(rank) for rank in dist.get_process_group_ranks(group)]
+    world_ranks = dist.get_process_group_ranks(world.group or dist.group.WORLD)
+    return [world_ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
 
 
-# -- rounds: names and numbers only
+# -- planning of buckets, without tensors
 
 
 class BucketSlice(NamedTuple):
@@ -178,10 +179,12 @@ class BucketSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherBucket:
-    """What is sent at once: `names` in order, and the parts of each in every rank's segment.
+    """Tensors that are sent at once: `names` in order, and their slices in every rank's segment.
 
-    Segments begin at `starts`, which ends with the size of the buffer; `uses_all_gather`: all are equally long.
-    `is_last`: the tensors are complete after it; else the only one takes more rounds.
+    Attributes:
+        is_last: the tensors are complete after this bucket; otherwise its only tensor needs more buckets.
+        starts: start of each segment, and the size of the buffer.
+        uses_all_gather: all segments have the same length.
     """
 
     names: tuple[str, ...]
@@ -199,27 +202,26 @@ class GatherBucket:
 def plan_buckets(
     names: Sequence[str], owned: Sequence[Sequence[Rectangle]], bucket_bytes: int
 ) -> Iterator[GatherBucket]:
-    """Yield the rounds in which tensors are gathered, of what each rank owns; together, each element once.
+    """Yield the buckets that gather the rectangles that each rank owns; each element is in exactly one bucket.
 
-    A name of which no rank gives anything is empty, and still in a round. The buffer has `bucket_bytes`, or as many as
-    one element of each rank takes.
+    An empty tensor is also in a bucket. The buffer has `bucket_bytes`, or more if one element of each rank needs more.
     """
     ranks = len(owned)
-    given: dict[str, list[list[Rectangle]]] = {name: [[] for _ in range(ranks)] for name in names}
+    owned_by_name: dict[str, list[list[Rectangle]]] = {name: [[] for _ in range(ranks)] for name in names}
     for rank, rectangles in enumerate(owned):
         for each in rectangles:
-            given[each.name][rank].append(each)
-    window = _BucketBuilder(ranks)
+            owned_by_name[each.name][rank].append(each)
+    builder = _BucketBuilder(ranks)
     for name in names:
-        if window.names and window.get_size_with(given[name]) > bucket_bytes:
-            yield window.build(is_last=True)
-            window = _BucketBuilder(ranks)
-        if window.names or window.get_size_with(given[name]) <= bucket_bytes:
-            window.add(name, given[name])
+        if builder.names and builder.get_size_with(owned_by_name[name]) > bucket_bytes:
+            yield builder.build(is_last=True)
+            builder = _BucketBuilder(ranks)
+        if builder.names or builder.get_size_with(owned_by_name[name]) <= bucket_bytes:
+            builder.add(name, owned_by_name[name])
         else:
-            yield from _plan_large_tensor(name, given[name], bucket_bytes)
-    if window.names:
-        yield window.build(is_last=True)
+            yield from _plan_large_tensor(name, owned_by_name[name], bucket_bytes)
+    if builder.names:
+        yield builder.build(is_last=True)
 
 
 def _plan_large_tensor(name: str, given: Sequence[Sequence[Rectangle]], bucket_bytes: int) -> Iterator[GatherBucket]:
@@ -227,22 +229,22 @@ def _plan_large_tensor(name: str, given: Sequence[Sequence[Rectangle]], bucket_b
     is_gathered = _should_all_gather(counts)
     width = len(given) if is_gathered else sum(count > 0 for count in counts)
     itemsize = next(each.itemsize for rectangles in given for each in rectangles)
-    most = max(1, bucket_bytes // (width * itemsize))
-    for begin in range(0, max(counts), most):
-        segments = _BucketBuilder(len(given))
-        segments.add(name, [list(_slice_rectangles(rectangles, begin, begin + most)) for rectangles in given])
-        yield segments.build(is_last=begin + most >= max(counts), is_gathered=is_gathered)
+    step = max(1, bucket_bytes // (width * itemsize))
+    for begin in range(0, max(counts), step):
+        builder = _BucketBuilder(len(given))
+        builder.add(name, [list(_slice_rectangles(rectangles, begin, begin + step)) for rectangles in given])
+        yield builder.build(is_last=begin + step >= max(counts), is_gathered=is_gathered)
 
 
 def _slice_rectangles(rectangles: Sequence[Rectangle], begin: int, end: int) -> Iterator[Rectangle]:
-    """Yield elements [begin, end) of rectangles that are flattened and concatenated."""
+    """Yield the rectangles of elements [begin, end) of the flattened and concatenated rectangles."""
     before = 0
     for each in rectangles:
         count = math.prod(each.sizes)
         first, last = max(begin - before, 0), min(end - before, count)
         for _, offsets, sizes in split_flat_range(first, last, each.sizes):
-            placed = tuple(a + b for a, b in zip(each.offsets, offsets, strict=True))
-            yield each._replace(offsets=placed, sizes=sizes)
+            global_offsets = tuple(a + b for a, b in zip(each.offsets, offsets, strict=True))
+            yield each._replace(offsets=global_offsets, sizes=sizes)
         before += count
 
 
@@ -274,7 +276,7 @@ class _BucketBuilder:
         return len(lengths) * max(lengths) if _should_all_gather(lengths) else sum(lengths)
 
     def build(self, *, is_last: bool, is_gathered: bool | None = None) -> GatherBucket:
-        # Whatever their order, elements of any of the tensors may begin where a segment does.
+        # Align segments to the largest element size, so that an element of any tensor may start at a segment.
         lengths = [_round_up(end, self._itemsize) for end in self._ends]
         is_gathered = _should_all_gather(lengths) if is_gathered is None else is_gathered
         if is_gathered:
@@ -295,7 +297,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 class _ParameterGatherer:
-    """The parameters of one call, in the order of `kinds`."""
+    """The parameters of one call, in the order of `metas`."""
 
     def __init__(self, pieces: ParameterChunks, kinds: Mapping[str, ParamMeta], device: torch.device) -> None:
         self._chunks = {name: sharded for name, sharded in pieces.items() if sharded is not None}
@@ -312,21 +314,21 @@ class _ParameterGatherer:
     def iter_gathered(
         self, owned: Sequence[Sequence[Rectangle]], group: dist.ProcessGroup, bucket_bytes: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters that the ranks of a group hold together. Between two steps only the bucket is held."""
+        """Yield parameters that the ranks of a group have together. Only the buffer is kept between two steps."""
         names = list(self._metas)
         size = max((each.nbytes for each in plan_buckets(names, owned, bucket_bytes)), default=0)
-        # One for all rounds: a backend may hold what it has sent for a moment longer.
+        # One buffer for all buckets: a backend may keep a sent tensor slightly longer.
         bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
-        started: Tensor | None = None
+        incomplete: Tensor | None = None
         for each in plan_buckets(names, owned, bucket_bytes):
             self._communicate(each, bucket, group)
             for name in each.names:
-                value, started = self._allocate(name) if started is None else started, None
+                value, incomplete = self._allocate(name) if incomplete is None else incomplete, None
                 _copy_rectangles(value, self._get_received(name, each, bucket))
                 if each.is_last:
                     yield name, value
                 else:
-                    started = value
+                    incomplete = value
                 del value
 
     def _communicate(self, bucket_plan: GatherBucket, bucket: Tensor, group: dist.ProcessGroup) -> None:
@@ -361,7 +363,7 @@ class _ParameterGatherer:
 
 
 def _copy_rectangles(value: Tensor, rectangles: Sequence[tuple[Sequence[int], Tensor]]) -> None:
-    """Copy rectangles to their places in a full tensor, rounded to its dtype."""
+    """Copy rectangles into a full tensor at their offsets, rounded to its dtype."""
     if rectangles:
         targets = [
             value[tuple(slice(start, start + size) for start, size in zip(offsets, tensor.shape, strict=True))]

@@ -1,7 +1,7 @@
 """Gradient norms and clipping over parameters with different meshes and placements, and gradient sums in a wider dtype.
 
-Each gradient counts once however it is sharded: squares of local shards are summed over the axes that shard the
-tensor and no others. Partial norms are combined in float64. Definition: torch.nn.utils.clip_grad_norm_.
+Each gradient counts once, however it is sharded: squares of local shards are summed only over the axes that shard the
+tensor. Partial norms are combined in float64. Definition: torch.nn.utils.clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .._compat.torch import foreach_mul_, foreach_norm, is_sharded
 from ..base.errors import ConfigError
 
 ShardGroups: TypeAlias = "tuple[dist.ProcessGroup, ...]"
-"""The process groups over which a tensor is sharded, one after the other."""
+"""The process groups over which a tensor is sharded."""
 
 
 def get_shard_groups(tensor: Tensor) -> ShardGroups:
@@ -51,19 +51,19 @@ def compute_grad_norm(
     Args:
         gradients: on any devices; the same ones in the same order on all ranks.
         norm_type: p > 0, or inf.
-        use_float64: sum in float64 within each tensor too, so that sharding changes only the last bits; several times
+        use_float64: also sum in float64 within each tensor, so that sharding changes only the last bits; several times
             slower.
-        groups: what shards each gradient; default: its placements.
-        device: of the result; default: that of the first gradient.
+        groups: the process groups that shard each gradient; None: those of its placements.
+        device: device of the result; None: that of the first gradient.
     """
-    together: dict[tuple[ShardGroups, torch.device], list[Tensor]] = {}
+    batches: dict[tuple[ShardGroups, torch.device], list[Tensor]] = {}
     for gradient, sharding in zip(map(to_local, gradients), groups or map(get_shard_groups, gradients), strict=True):
-        together.setdefault((sharding, gradient.device), []).append(gradient)
+        batches.setdefault((sharding, gradient.device), []).append(gradient)
     parts = []
-    for (sharding, where), tensors in together.items():
-        # A local shard can be empty, and then has no maximum.
-        kinds = _group_by_dtype_and_device(each for each in tensors if each.numel())
-        norms = [norm for each in kinds for norm in _compute_norms(each, norm_type, use_float64)]
+    for (sharding, where), tensors in batches.items():
+        # Skip empty local shards, which have no maximum.
+        by_dtype = _group_by_dtype_and_device(each for each in tensors if each.numel())
+        norms = [norm for each in by_dtype for norm in _compute_norms(each, norm_type, use_float64)]
         parts.append(_sum_powers(norms, sharding, norm_type, where))
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -72,7 +72,7 @@ def compute_grad_norm(
 
 
 def combine_norms(norms: Sequence[Tensor], norm_type: float, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """Return the p-norm of vectors on several ranks from the norms of this rank's; float64 scalar. Collective."""
+    """Return the p-norm of all ranks' vectors from the norms of this rank's vectors; float64 scalar. Collective."""
     total = _sum_powers([norm.to(device) for norm in norms], (group,), norm_type, device)
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
@@ -97,15 +97,20 @@ def sum_squares_by_part(
     *,
     use_float64: bool = False,
 ) -> Tensor:
-    """Return the sums of squared gradients of each part of a model; float64, (count,), on the CPU. Collective.
+    """Return the sum of squared gradients of each part of a model; float64, (num_parts,), on the CPU. Collective.
 
-    Each parameter belongs to the part, below `num_parts`, that `parts` gives; `groups` shard it. None counts as 0.
+    Args:
+        parameters: the model's parameters; a gradient of None counts as 0.
+        parts: the part of each parameter, from 0 to `num_parts` - 1.
+        num_parts: number of parts.
+        groups: the process groups that shard each parameter.
+        use_float64: see `compute_grad_norm`.
     """
-    together: dict[tuple[ShardGroups, torch.device], list[int]] = {}
+    batches: dict[tuple[ShardGroups, torch.device], list[int]] = {}
     for index, (parameter, sharding) in enumerate(zip(parameters, groups, strict=True)):
-        together.setdefault((sharding, parameter.device), []).append(index)
+        batches.setdefault((sharding, parameter.device), []).append(index)
     totals: dict[torch.device, Tensor] = {}
-    for (sharding, device), mine in together.items():
+    for (sharding, device), mine in batches.items():
         gradients = [(parts[index], grad) for index in mine if (grad := parameters[index].grad) is not None]
         vector = _sum_squares([(part, to_local(grad)) for part, grad in gradients], num_parts, device, use_float64)
         for group in sharding:
@@ -118,17 +123,17 @@ def sum_squares_by_part(
 def _sum_squares(
     gradients: list[tuple[int, Tensor]], num_parts: int, device: torch.device, use_float64: bool
 ) -> Tensor:
-    """Sums of squares of local gradients by part; float64, (count,)."""
+    """Return the sums of squares of local gradients by part; float64, (num_parts,)."""
     norms: list[Tensor] = []
-    places: list[list[int]] = [[] for _ in range(num_parts)]
+    norm_indices: list[list[int]] = [[] for _ in range(num_parts)]
     part_of = {id(gradient): part for part, gradient in gradients}
     for tensors in _group_by_dtype_and_device(gradient for _, gradient in gradients if gradient.numel()):
         for tensor, norm in zip(tensors, _compute_norms(tensors, 2.0, use_float64), strict=True):
-            places[part_of[id(tensor)]].append(len(norms))
+            norm_indices[part_of[id(tensor)]].append(len(norms))
             norms.append(norm.to(device, torch.float64))
-    # Gathered with padding that points at a zero: summed in a fixed order, and an inf or NaN stays in its part.
-    longest = max(map(len, places), default=0)
-    rows = torch.tensor([row + [len(norms)] * (longest - len(row)) for row in places], dtype=torch.int64)
+    # Pad each row with the index of a zero: the sums have a fixed order, and an inf or NaN stays in its part.
+    longest = max(map(len, norm_indices), default=0)
+    rows = torch.tensor([row + [len(norms)] * (longest - len(row)) for row in norm_indices], dtype=torch.int64)
     squares = torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=device)]).square()
     return squares[rows.to(device)].sum(1)
 
@@ -141,7 +146,6 @@ def clip_grads_with_norm(gradients: Iterable[Tensor], total_norm: Tensor, max_no
 
 
 def _group_by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -158,7 +162,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def _sum_powers(norms: Sequence[Tensor], sharding: ShardGroups, norm_type: float, device: torch.device) -> Tensor:
-    """Sum of norm**p, or max for inf, over this rank's norms and the groups; float64 scalar."""
+    """Return the sum of norm**p, or the maximum for inf, over this rank's norms and the groups; float64 scalar."""
     infinite, result = math.isinf(norm_type), torch.zeros((), dtype=torch.float64, device=device)
     if norms:
         stacked = torch.stack([norm.double() for norm in norms])
@@ -171,8 +175,9 @@ def _sum_powers(norms: Sequence[Tensor], sharding: ShardGroups, norm_type: float
 class HighPrecisionAccumulator:
     """Gradients accumulated in a wider dtype until the step ends.
 
-    A float64 sum of a few float32 numbers is exact unless their sizes differ by more than about 2^25, so its rounding
-    to float32 does not depend on the order of the sum, and all strategies and world sizes agree bit for bit.
+    A float64 sum of a few float32 numbers is exact unless their magnitudes differ by a factor of more than about 2^25.
+    So its rounding to float32 does not depend on the order of the sum, and all strategies and world sizes are bitwise
+    identical.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -189,10 +194,10 @@ class HighPrecisionAccumulator:
                 parameter.grad.zero_()
 
     def add_pending(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Add the parameter's sum, if any, to `total` in place, and drop it."""
-        waiting = self._sums.pop(parameter, None)
-        if waiting is not None:
-            total.add_(waiting)
+        """Add the parameter's sum, if any, to `total` in place, and clear it."""
+        pending = self._sums.pop(parameter, None)
+        if pending is not None:
+            total.add_(pending)
 
     def flush(self) -> None:
         """Round every sum to its parameter's dtype and make it the gradient."""

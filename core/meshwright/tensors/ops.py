@@ -1,4 +1,4 @@
-"""Small operations on tensors that several rooms need."""
+"""Small tensor operations that several packages use."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ _INTEGER_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether this build of torch has a runtime for the device, so that its memory and time can be measured."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found is not None and found.type == device.type
+    """Return whether a device is an available accelerator, whose memory and time torch can measure."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type == device.type
 
 
 def make_event_recorder(device: torch.device) -> Callable[[], torch.Event] | None:
-    """Return a function that records a timing event on the device's current stream; None if it is no accelerator."""
+    """Return a function that records a timing event on the device's current stream; None without an accelerator."""
     if not is_accelerator(device):
         return None
 
-    def moment() -> torch.Event:
+    def record() -> torch.Event:
         event = torch.Event(device, enable_timing=True)
         event.record()
         return event
 
-    return moment
+    return record
 
 
 def is_on_meta(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the meta device. Unlike `has_meta_tensors`, this asks no dispatch mode."""
+    """Return whether a tensor is on the meta device. Unlike `has_meta_tensors`, ignores dispatch modes."""
     return tensor.device.type == "meta"
 
 
 @torch.library.custom_op("meshwright::on_host", mutates_args=())
 def copy_to_host(values: Tensor) -> Tensor:
-    """Copy values to the CPU and wait for them. An operator, so that selective recomputation can save its result."""
+    """Copy values to the CPU and wait for them. A custom operator, so that activation checkpointing can save it."""
     return values.to("cpu", copy=True)
 
 
@@ -60,26 +60,26 @@ def _(values: Tensor) -> Tensor:
     return torch.empty_like(values, device="cpu")
 
 
-# -- what stands in place of something for a while
+# -- temporary replacements
 
 
 @contextmanager
 def temporary_parameters(parameters: Iterable[tuple[nn.Module, str, Tensor | None]]) -> Iterator[None]:
-    """Put each tensor in place of the module's own parameter of that name."""
-    placed = [(get_own_parameters(module), name, tensor) for module, name, tensor in parameters]
-    before = [own[name] for own, name, _ in placed]
+    """Replace each module's own parameter of that name by the tensor, within the context."""
+    replacements = [(get_own_parameters(module), name, tensor) for module, name, tensor in parameters]
+    before = [own[name] for own, name, _ in replacements]
     try:
-        for own, name, tensor in placed:
+        for own, name, tensor in replacements:
             own[name] = tensor
         yield
     finally:
-        for (own, name, _), tensor in zip(placed, before, strict=True):
+        for (own, name, _), tensor in zip(replacements, before, strict=True):
             own[name] = tensor
 
 
 @contextmanager
 def temporary_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute, and restore it at the end."""
+    """Set an attribute within the context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -93,9 +93,9 @@ def temporary_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def list_tensors(value: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples and mappings, in order."""
-    found: list[Tensor] = []
-    _collect_tensors((value,), found)
-    return found
+    tensors: list[Tensor] = []
+    _collect_tensors((value,), tensors)
+    return tensors
 
 
 def _collect_tensors(values: Iterable[Any], found: list[Tensor]) -> None:
@@ -113,9 +113,9 @@ def _collect_tensors(values: Iterable[Any], found: list[Tensor]) -> None:
 
 @contextmanager
 def real_compute() -> Iterator[None]:
-    """Compute with real values inside the context, although the run is only planned; see `World.is_planned`.
+    """Compute with real values within the context, although the run is only simulated; see `World.is_real`.
 
-    Values received from other ranks are unknown there.
+    Values received from other ranks are undefined.
     """
     token = _REAL_COMPUTE.set(True)
     try:

@@ -1,8 +1,8 @@
 """Model and optimizer state by parameter name, full or sharded, and moving averages of parameters.
 
-Full state moves between strategies in memory, as plain tensors on the CPU of rank 0: `{"state": {name: values},
-"param_groups": [{..., "params": names}]}` for an optimizer. Tensors are gathered or scattered one at a time. Sharded
-state, of which each rank names its pieces, is what checkpoints are made of.
+Full state moves between strategies in memory, as plain tensors on the CPU of rank 0. An optimizer's is `{"state":
+{name: values}, "param_groups": [{..., "params": names}]}`. Tensors are gathered or broadcast one at a time. Sharded
+state lists the chunks of each rank, from which checkpoints are written.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .ops import copy_all
 
 
 class ShardLayout:
-    """How a strategy shards tensors over ranks; this class describes DTensors.
+    """How a strategy shards tensors over ranks; this base class: as DTensors.
 
-    A strategy with another kind of shards derives from this and sets `DataParallelManager.parts`. `parameter` is what
-    the optimizer holds; `value` is the parameter or an entry of its optimizer state (sharded like it, or a scalar).
+    A strategy with other shards overrides the methods and sets `DataParallelManager.shard_layout`. `parameter` is the
+    optimizer's parameter; `value` is that parameter or an entry of its optimizer state (sharded like it, or a scalar).
     """
 
     def gather(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """Return the full `value` on every rank, at least on the first. Collective."""
+        """Return the full `value`, on rank 0 and possibly on other ranks. Collective."""
         return gather_full_tensor(value)
 
     def shard(self, full: Tensor, parameter: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class ShardLayout:
         return full
 
     def get_full_shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
-        """Return the full shape."""
+        """Return the full shape of `value`."""
         return value.shape
 
     def allocate_shard(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -53,12 +53,12 @@ class ShardLayout:
         return torch.empty_like(parameter.detach(), dtype=dtype)
 
     def get_local_chunks(self, value: Tensor, parameter: Tensor) -> list[LocalChunk]:
-        """Return the rectangles of `value` on this rank, as views. Also for parameters and buffers of the model."""
+        """Return this rank's chunks of `value`, as views. `value` may also be a parameter or buffer of the model."""
         return get_local_chunks(value)
 
     def get_shard_groups(self, parameter: Tensor) -> ShardGroups:
         """Return the groups over which a parameter, and so its gradient, is sharded."""
-        # Not those of the gradient, which torch may cache on an equal mesh that has groups of its own.
+        # Do not use the gradient: torch may put it on an equal mesh that has separate groups.
         return get_shard_groups(parameter)
 
 
@@ -72,9 +72,9 @@ class OptimizerState(Generic[T]):
     """Optimizer state by parameter name.
 
     Attributes:
-        tensors: by name and key such as "exp_avg"; a `ChunkedTensor` on a rank, (shape, dtype) in a checkpoint.
-        values: as well, scalars and what is no tensor.
-        groups: settings, with names under "params". Empty when loading: the optimizer keeps its own.
+        tensors: by name and by key such as "exp_avg"; a `ChunkedTensor` on a rank, (shape, dtype) in a checkpoint.
+        values: scalars and values that are not tensors, by name and key.
+        groups: parameter groups, with names under "params". If empty on loading, the optimizer keeps its own.
     """
 
     tensors: dict[str, dict[str, T]] = field(default_factory=dict)
@@ -88,7 +88,7 @@ TensorMeta = tuple[torch.Size, torch.dtype]
 
 @dataclass
 class ShardedState:
-    """What this rank holds of a model (under first names), its optimizer and averages, as views."""
+    """This rank's chunks of a model (by first names), its optimizer and its EMA weights, as views."""
 
     model: dict[str, ChunkedTensor]
     optimizer: OptimizerState[ChunkedTensor] | None = None
@@ -102,7 +102,7 @@ def get_sharded_model_state(model: nn.Module, shard_layout: ShardLayout) -> dict
 
 
 def _drop_tied(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a model's state, tied ones under their first name alone."""
+    """Return the tensors of a model's state; tied ones only under their first name."""
     first = {id(value): name for name, value in reversed(state.items())}
     return {name: value for name, value in state.items() if isinstance(value, Tensor) and first[id(value)] == name}
 
@@ -111,14 +111,14 @@ def get_sharded_optimizer_state(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], shard_layout: ShardLayout
 ) -> OptimizerState[ChunkedTensor]:
     """Return the optimizer's part of a `ShardedState`; never steps the optimizer."""
-    found: OptimizerState[ChunkedTensor] = OptimizerState(groups=_get_named_groups(optimizer, names))
+    state: OptimizerState[ChunkedTensor] = OptimizerState(groups=_get_named_groups(optimizer, names))
     for parameter in _list_parameters(optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.dim():
-                found.tensors.setdefault(names[parameter], {})[key] = to_chunked_tensor(value, parameter, shard_layout)
+                state.tensors.setdefault(names[parameter], {})[key] = to_chunked_tensor(value, parameter, shard_layout)
             else:
-                found.values.setdefault(names[parameter], {})[key] = value
-    return found
+                state.values.setdefault(names[parameter], {})[key] = value
+    return state
 
 
 def _list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -136,10 +136,10 @@ def load_sharded_optimizer(
     saved: OptimizerState[TensorMeta],
     shard_layout: ShardLayout,
 ) -> Iterator[OptimizerState[ChunkedTensor]]:
-    """Allocate memory for saved state, to be filled inside the context; the optimizer gets it at the end.
+    """Allocate the chunks of a saved optimizer state, to be filled within the context, and load them on exit.
 
     Raises:
-        StrategyError: the state has other parameters or groups; before anything is changed.
+        StrategyError: the state has other parameters or groups. Raised before any change.
     """
     _check_unexpected(optimizer, names, saved.tensors.keys() | saved.values.keys())
     groups = _match_groups(optimizer, names, saved.groups or _get_named_groups(optimizer, names))
@@ -148,23 +148,23 @@ def load_sharded_optimizer(
     for number, parameter in enumerate(_list_parameters(optimizer)):
         name = names[parameter]
         if name in saved.tensors or name in saved.values:
-            # Copies: a step counts in place, and another parameter may have been given the same value.
+            # Clone: step counters are incremented in place, and several parameters may share one tensor.
             values = saved.values.get(name, {})
             state[number] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in values.items()}
-        whole = shard_layout.get_full_shape(parameter, parameter)
+        full_shape = shard_layout.get_full_shape(parameter, parameter)
         for key, (shape, dtype) in saved.tensors.get(name, {}).items():
-            divided = shape == whole
-            value = shard_layout.allocate_shard(parameter, dtype) if divided else torch.empty(shape, dtype=dtype)
+            is_sharded = shape == full_shape
+            value = shard_layout.allocate_shard(parameter, dtype) if is_sharded else torch.empty(shape, dtype=dtype)
             state[number][key] = value
             target.tensors.setdefault(name, {})[key] = to_chunked_tensor(
-                value, parameter, shard_layout if divided else DTENSOR_LAYOUT
+                value, parameter, shard_layout if is_sharded else DTENSOR_LAYOUT
             )
     yield target
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def to_chunked_tensor(value: Tensor, parameter: Tensor, shard_layout: ShardLayout) -> ChunkedTensor:
-    """Return what this rank holds of a tensor; see `Parts.pieces`."""
+    """Return this rank's chunks of a tensor; see `ShardLayout.get_local_chunks`."""
     return ChunkedTensor(
         shard_layout.get_full_shape(value, parameter),
         value.dtype,
@@ -179,7 +179,7 @@ def get_model_state_dict(
     state = model.state_dict(keep_vars=True)
     if not full:
         return {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
-    # Tied names keep sharing one tensor.
+    # Tied names share one tensor.
     copies = {id(value): _gather_to_cpu(value, value, world, shard_layout) for value in _drop_tied(state).values()}
     return {name: copies.get(id(value), value) for name, value in state.items()} if world.rank == 0 else {}
 
@@ -216,7 +216,7 @@ def get_optimizer_state_dict(
     full: bool,
     shard_layout: ShardLayout = DTENSOR_LAYOUT,
 ) -> dict[str, Any]:
-    """Return the optimizer's part of `StrategyManager.state_dict`. Collective if `full`; never steps it."""
+    """Return the optimizer's part of `StrategyManager.state_dict`; never steps the optimizer. Collective if `full`."""
     state = {
         names[each]: {
             k: _gather_to_cpu(value, each, world, shard_layout) if full else value for k, value in values.items()
@@ -264,40 +264,41 @@ def _check_unexpected(optimizer: Optimizer, names: Mapping[nn.Parameter, str], n
 def _match_groups(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the saved settings of each parameter group, with the numbers of its parameters."""
+    """Return the saved settings of each parameter group, with the indices of its parameters."""
     numbers = {names[parameter]: number for number, parameter in enumerate(_list_parameters(optimizer))}
     matched: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         mine = [names[parameter] for parameter in group["params"]]
-        found = [each for each in saved if not set(mine).isdisjoint(each["params"])]
-        # A strategy may step parameters in several groups that another steps in one.
-        settings = [{key: value for key, value in each.items() if key != "params"} for each in found]
+        overlapping = [each for each in saved if not set(mine).isdisjoint(each["params"])]
+        # A strategy may have several groups where another has one.
+        settings = [{key: value for key, value in each.items() if key != "params"} for each in overlapping]
         if not mine:
-            # This rank steps none of the group's parameters.
+            # This rank has none of the group's parameters.
             matched.append(dict(group))
-        elif not found or any(each != settings[0] for each in settings):
+        elif not overlapping or any(each != settings[0] for each in settings):
             raise StrategyError(
-                f"a parameter group meets {len(found)} groups of the optimizer state to load, not one or several of "
+                f"a parameter group meets {len(overlapping)} groups of the optimizer state to load, not one or "
+                "several of "
                 f"equal settings. Group the parameters as they were when the state was saved. The group begins with "
                 f"{', '.join(mine[:3])}."
             )
         else:
-            matched.append({**found[0], "params": [numbers[name] for name in mine]})
+            matched.append({**overlapping[0], "params": [numbers[name] for name in mine]})
     return matched
 
 
 def _gather_to_cpu(value: Any, parameter: Tensor, world: World, shard_layout: ShardLayout) -> Any:
-    """Copy a full tensor to the CPU of rank 0; None elsewhere. Other values stay."""
+    """Gather a tensor to the CPU of rank 0, None on other ranks; return other values unchanged."""
     if not isinstance(value, Tensor):
         return value
-    whole = shard_layout.gather(value.detach(), parameter)
-    return whole.to("cpu", copy=True) if world.rank == 0 else None
+    full = shard_layout.gather(value.detach(), parameter)
+    return full.to("cpu", copy=True) if world.rank == 0 else None
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
-    """Return a full DTensor as a plain tensor on every rank of its mesh; a plain tensor unchanged. Collective."""
-    # One axis at a time, outermost first, which undoes what sharding one dim along `tp` and then along `dp_shard` has
-    # done; `full_tensor` warns of it on every rank, and before torch 2.13 refuses packed parts.
+    """Return a DTensor as a full plain tensor on every rank of its mesh; a plain tensor unchanged. Collective."""
+    # Gather one axis at a time, outermost first, to undo sharding one dim along `tp` and then along `dp_shard`.
+    # `full_tensor` warns about such shards on every rank, and before torch 2.13 it rejects packed ones.
     if not isinstance(tensor, DTensor):
         return tensor
     tensor = gather_packed(tensor) if is_packed_shard(tensor) else tensor
@@ -315,7 +316,7 @@ def _broadcast_and_shard(
     world: World,
     shard_layout: ShardLayout,
 ) -> Tensor:
-    """Return this rank's shard of a full tensor on rank 0."""
+    """Broadcast a full tensor from rank 0 and return this rank's shard."""
     shape, dtype = meta
     if full is None:
         received = torch.empty(shape, dtype=dtype, device=world.device)
@@ -332,13 +333,13 @@ def _broadcast_object(value: Any, world: World) -> Any:
 
 
 def _check_names(kind: str, found: set[str], expected: set[str]) -> None:
-    for names, reported in ((expected - found, "lacks"), (found - expected, "holds what the run does not have:")):
+    for names, problem in ((expected - found, "lacks"), (found - expected, "holds what the run does not have:")):
         if names:
             some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise StrategyError(f"the {kind} state {reported} {some}. Load state of the same architecture.")
+            raise StrategyError(f"the {kind} state {problem} {some}. Load state of the same architecture.")
 
 
-# -- averages
+# -- EMA weights
 
 EMA_COUNTS = "(counts)"
 """Name of `EMAWeights.counts` in saved state; no parameter has it."""
@@ -347,8 +348,8 @@ EMA_COUNTS = "(counts)"
 class EMAWeights:
     """Moving averages of the parameters that this rank steps, in float32 or in the parameter's dtype if wider.
 
-    `names` are those of the optimizer's parameters. The caller keeps `counts`, int64 (2,) on the CPU: optimizer steps
-    and updates, saved with the averages.
+    `names` are those of the optimizer's parameters. The caller updates `counts`, int64 (2,) on the CPU: the numbers of
+    optimizer steps and of updates, which are saved with the averages.
     """
 
     def __init__(self, names: Mapping[nn.Parameter, str], shard_layout: ShardLayout) -> None:
@@ -368,35 +369,35 @@ class EMAWeights:
     def update(self, decay: float) -> None:
         """Set each average to `decay` * average + (1 - `decay`) * weight."""
         pairs = list(zip(*self._get_local_pairs(), strict=True))
-        if alike := [(average, weight) for average, weight in pairs if average.dtype == weight.dtype]:
-            get_ema_multi_avg_fn(decay)(*map(list, zip(*alike, strict=True)), 0)
+        if same_dtype := [(average, weight) for average, weight in pairs if average.dtype == weight.dtype]:
+            get_ema_multi_avg_fn(decay)(*map(list, zip(*same_dtype, strict=True)), 0)
         for average, weight in pairs:
             if average.dtype != weight.dtype:
-                # One at a time: wide copies of all weights would take more memory than the averages.
+                # One at a time: converted copies of all weights would take more memory than the averages.
                 average.lerp_(weight.to(average.dtype), 1 - decay)
 
     @torch.no_grad()
     def swap(self) -> SwappedWeights:
-        """Put the averages, rounded to the parameters' dtypes, in place of the weights until `SwappedWeights.undo`."""
+        """Replace the weights by the averages, rounded to the parameters' dtypes, until `SwappedWeights.restore`."""
         averages, weights = self._get_local_pairs()
-        kept: list[Tensor | None] = []
+        saved: list[Tensor | None] = []
         for average, weight in zip(averages, weights, strict=True):
             if average.dtype == weight.dtype:
                 _swap(average, weight)
-                kept.append(None)
+                saved.append(None)
             else:
-                kept.append(weight.clone())
+                saved.append(weight.clone())
                 weight.copy_(average)
-        return SwappedWeights(averages, weights, kept)
+        return SwappedWeights(averages, weights, saved)
 
     def to_chunked_tensors(self) -> dict[str, ChunkedTensor]:
-        """Return this rank's averages by parameter name, and `COUNTS`, as views."""
-        found = {
+        """Return this rank's averages by parameter name, and `counts` as `EMA_COUNTS`, as views."""
+        averages = {
             name: to_chunked_tensor(self._averages[each], each, self._shard_layout)
             for each, name in self._names.items()
         }
         return {
-            **found,
+            **averages,
             EMA_COUNTS: ChunkedTensor(self.counts.shape, self.counts.dtype, (LocalChunk((0,), self.counts),)),
         }
 
@@ -407,19 +408,19 @@ class EMAWeights:
 
 
 class SwappedWeights:
-    """Averages that stand in place of the weights."""
+    """The state of a swap of averages and weights; see `EMAWeights.swap`."""
 
     def __init__(self, averages: list[Tensor], weights: list[Tensor], saved_weights: list[Tensor | None]) -> None:
         self._entries = list(zip(averages, weights, saved_weights, strict=True))
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore weights and averages, bit for bit."""
-        for average, weight, kept in self._entries:
-            if kept is None:
+        """Restore weights and averages, bitwise identical."""
+        for average, weight, saved in self._entries:
+            if saved is None:
                 _swap(average, weight)
             else:
-                weight.copy_(kept)
+                weight.copy_(saved)
 
 
 def _swap(one: Tensor, other: Tensor) -> None:
