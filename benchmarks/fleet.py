@@ -197,7 +197,7 @@ def measure() -> dict[str, Any]:
         "fleets": {
             str(ranks): {
                 **asdict(replace(fleet, restart_s=0.0)),
-                "copies": asdict(copies),
+                "replicas": asdict(copies),
                 "mtbf_hours": fleet.mtbf_s / HOUR,
                 "daly_s": daly_interval(fleet.checkpoints.blocking_s, fleet.mtbf_s),
             }

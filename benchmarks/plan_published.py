@@ -114,7 +114,7 @@ def _staged(row: Mapping[str, Any], device: DeviceSpec) -> list[int]:
     job = replace(job, num_layers=blocks(row), build_with_layers=lambda layers: job_of(reported, layers).build_model())
     with running(reported):
         found = plan_of(job, device, [0, job.degrees.world_size * (job.degrees.pp - 1) // job.degrees.pp])
-    return [found[name] for name in ("peak_allocated_bytes", "held_bytes", "peak_reserved_bytes")]
+    return [found[name] for name in ("peak_allocated_bytes", "persistent_bytes", "peak_reserved_bytes")]
 
 
 def _numbers(row: Mapping[str, Any], layers: int, device: DeviceSpec, kept: Path | None) -> list[float]:

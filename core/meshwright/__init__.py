@@ -1,7 +1,7 @@
 """Train any Hugging Face causal LM under any parallelism strategy, chosen by name, with one loop.
 
-Names are imported on first use, so that `import meshwright` and listing strategies do not import torch; `__init__.pyi`
-lists them.
+Names are imported on first use, so that `import meshwright` and listing strategies do not import torch. `__init__.pyi`
+lists the names.
 """
 
 from __future__ import annotations

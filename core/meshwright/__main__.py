@@ -3,7 +3,7 @@
 if __name__ == "__main__":
     from .base.safe_path import remove_cwd_from_sys_path
 
-    # Before anything else is imported.
+    # Do this before any other import.
     remove_cwd_from_sys_path()
 
     from .cli.main import main

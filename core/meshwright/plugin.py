@@ -1,8 +1,8 @@
-"""The import surface for authors of strategies, axes, objectives, trackers, launchers and commands.
+"""The API for authors of strategies, axes, objectives, trackers, launchers and commands.
 
-Whatever a plugin needs beyond `meshwright` and `meshwright.testing` is imported from here; modules below may move
-between releases. `plugin.pyi` lists the names, and docs/reference describes them. Each is imported on first use, so
-that a plugin's module can be loaded without torch.
+Plugins import names beyond `meshwright` and `meshwright.testing` from here; submodules may move between releases.
+`plugin.pyi` lists the names, and docs/reference describes them. They are imported on first use, so that a plugin's
+module can be loaded without torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What strategy authors test with: worker ranks, tiny models and parity with `single`.
+"""Test helpers for strategy authors: worker ranks, tiny models and parity with `single`.
 
-The names are those of the plugin meshwright-testing; `testing.pyi` lists them.
+The names come from the plugin meshwright-testing; `testing.pyi` lists them.
 """
 
 from __future__ import annotations

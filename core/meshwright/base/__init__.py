@@ -1,1 +1,1 @@
-"""Errors, types, checks of plain values and the version, used by every other room."""
+"""Errors, types, validation of configs, process helpers and the version, used by every other package."""

@@ -1,6 +1,6 @@
-"""The exceptions that meshwright raises on purpose.
+"""The exceptions that meshwright raises.
 
-Every message says what is wrong, the value, what is allowed, and how to fix it. Each class has a section in
+Every message states the problem, the value, what is allowed, and how to fix it. Each class has a section in
 docs/troubleshooting.md.
 """
 
@@ -12,26 +12,26 @@ from collections.abc import Iterable
 
 
 class MeshwrightError(Exception):
-    """Base of all errors raised on purpose; its message is meant for the user, without a traceback."""
+    """Base class of all errors. Its message is shown to the user without a traceback."""
 
     exit_code = 2
-    """Of the command line: 2 for what the user can correct, 1 for a failure while running."""
+    """Exit code of the command line: 2 for an error that the user can fix, 1 for a failure at run time."""
 
     def __str__(self) -> str:
-        # It may quote what somebody wrote, of which no character is to steer a terminal, or to be half of one.
+        # The message may quote user input, which must not control the terminal or contain unpaired surrogates.
         return escape_unprintable(super().__str__())
 
 
 class ConfigError(MeshwrightError):
-    """A run file, an option or a strategy config holds a bad value."""
+    """A run file, an option or a strategy config has an invalid value."""
 
 
 class MeshError(MeshwrightError):
-    """Sizes, axes and world do not fit together."""
+    """The sizes, axes and world are inconsistent."""
 
 
 class ReplicateSizeError(MeshError, AssertionError):
-    """dp_replicate_size is given to a strategy that does not take it; also an AssertionError, as in the reference."""
+    """dp_replicate_size is set for a strategy without it; also an AssertionError, as in the reference."""
 
 
 class StrategyError(MeshwrightError):
@@ -47,11 +47,11 @@ class ModelError(MeshwrightError):
 
 
 class MissingPlanError(ModelError, AssertionError):
-    """A model has no tensor-parallel plan of its own; also an AssertionError, which the reference raises."""
+    """A model has no tensor-parallel plan; also an AssertionError, as in the reference."""
 
 
 class DataError(MeshwrightError):
-    """Corpus, tokenizer or split cannot be used."""
+    """A corpus, tokenizer or split cannot be used."""
 
 
 class BatchError(MeshwrightError):
@@ -69,11 +69,11 @@ class NonFiniteError(TrainingError):
 
 
 class CheckpointError(MeshwrightError):
-    """A checkpoint cannot be read, or is not of this model or run."""
+    """A checkpoint cannot be read, or belongs to another model or run."""
 
 
 class IncompleteCheckpointError(CheckpointError):
-    """A checkpoint has lost or changed something since it was written, or was never completed."""
+    """A checkpoint was never completed, or its files have changed or are missing."""
 
 
 class CheckpointWriteError(CheckpointError):
@@ -83,29 +83,29 @@ class CheckpointWriteError(CheckpointError):
 
 
 class RankError(MeshwrightError):
-    """A worker process failed (the message carries its own report), or the rendezvous store cannot be reached."""
+    """A worker process failed (the message contains its report), or the rendezvous store cannot be reached."""
 
     exit_code = 1
 
 
 def escape_unprintable(text: str) -> str:
-    """Escape characters that steer a terminal, and halves of characters; line ends and tabs stay."""
+    """Escape terminal control characters and unpaired surrogates, except for line ends and tabs."""
     return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
 
 
 def suggest_match(name: str, candidates: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the closest of `candidates`, or an empty string where none is close."""
+    """Return " Did you mean 'x'?" for the closest of `candidates`, or an empty string if none is close."""
     matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 def format_error(error: MeshwrightError) -> str:
-    """Return its message, and a line that leads to the section about its class."""
-    # A room's own subclass is documented under the class that it derives from.
+    """Return an error's message, with a link to the documentation of its class."""
+    # Subclasses that are defined elsewhere are documented under their base class in this module.
     known = next(cls for cls in type(error).__mro__ if cls.__module__ == __name__)
     return f"error: {error}\nsee docs/troubleshooting.md#{known.__name__.lower()}"
 
 
 def format_exception_only(error: BaseException) -> str:
-    """Return "Type: message" with the notes, as the interpreter ends a traceback."""
+    """Return "Type: message" with the exception's notes, as at the end of a traceback."""
     return "".join(traceback.TracebackException.from_exception(error).format_exception_only()).rstrip("\n")

@@ -1,4 +1,4 @@
-"""Names that are imported on first use: those of a stub, which type checkers read too, and plugins of this project."""
+"""Names that are imported on first use: those of a stub file, which type checkers also read, and plugins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @cache
 def read_stub_names(file: str) -> Mapping[str, tuple[str, str]]:
-    """Return the module and the name there of each name in the stub of `file`; "." begins a module of this package."""
+    """Return module and name of each import in the stub of `file`; modules of this package start with "."."""
     import ast
     from pathlib import Path
 
@@ -23,36 +23,36 @@ def read_stub_names(file: str) -> Mapping[str, tuple[str, str]]:
 
 
 def import_lazily(source_file: str, module: str, name: str) -> object:
-    """Return what the stub of `source_file`, the source of `module`, means by a name.
+    """Import a name that the stub of `source_file`, the source of `module`, lists.
 
     Raises:
         AttributeError: the stub has no such name.
-        ConfigError: it is of a plugin of this project that is not installed.
+        ConfigError: the name belongs to a plugin of this project that is not installed.
     """
     if name not in read_stub_names(source_file):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    place, own = read_stub_names(source_file)[name]
-    if place.startswith("."):
-        return getattr(importlib.import_module(place, "meshwright"), own)
-    extra, _, inner = place.removeprefix("meshwright_").partition(".")
+    target, own = read_stub_names(source_file)[name]
+    if target.startswith("."):
+        return getattr(importlib.import_module(target, "meshwright"), own)
+    extra, _, inner = target.removeprefix("meshwright_").partition(".")
     return getattr(import_plugin(extra, inner), own)
 
 
 def format_install_command(extra: str) -> str:
-    """Return the pip line that installs a plugin of this project, to be run in a clone of it."""
+    """Return the pip command that installs a plugin of this project, run in a clone of it."""
     return f"pip install -c constraints.txt -e '.[{extra}]'"
 
 
 def format_install_hint(extra: str) -> str:
-    """Return a sentence for errors: how to install a plugin of this project."""
+    """Return a sentence for error messages that explains how to install a plugin of this project."""
     return f"Install it from a clone of meshwright: {format_install_command(extra)}"
 
 
 def import_plugin(extra: str, module: str = "") -> ModuleType:
-    """Return the package of a plugin of this project, or a module of it.
+    """Import the package of a plugin of this project, or a module of it.
 
     Raises:
-        ConfigError: it is not installed; the text says how to install it.
+        ConfigError: the plugin is not installed; the message explains how to install it.
     """
     from importlib.util import find_spec
 

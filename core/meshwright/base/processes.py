@@ -1,4 +1,4 @@
-"""Processes of this machine: identity, cores, allocator settings, and how one ends with another."""
+"""Processes of this node: identity, CPU cores, allocator settings, and exit with another process."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _POLL_S = 0.5
 
 
 def count_usable_cores() -> int:
-    """Return how many CPU cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def get_process_identity(pid: int) -> str:
-    """Return a text that no other process of this machine has, nor a later one with the same pid; "" if unknown."""
+    """Return a string that identifies a process on this node, also from later ones with its pid; "" if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-    # The program's name is in parentheses and may hold any character. The 20th field after it is the start time.
+    # The program's name is in parentheses and may contain any character. The 20th field after it is the start time.
     return f"{boot} {namespace} {pid} {stat.rpartition(')')[2].split()[19]}"
 
 
 def get_launcher_pid() -> int:
-    """Return the process id of what has started this process."""
+    """Return the pid of the process that started this one."""
     parent = multiprocessing.parent_process()
     return os.getppid() if parent is None or parent.pid is None else parent.pid
 
 
 class ProcessHandle:
-    """One process, never a later one with the same pid; held by a pidfd where the system has them."""
+    """Handle of one process, never of a later one with the same pid; uses a pidfd if the system supports it."""
 
     def __init__(self, pid: int, identity: str = "") -> None:
         self.pid = pid
@@ -52,7 +52,7 @@ class ProcessHandle:
         except ProcessLookupError:
             self._has_exited = True
         except (OSError, AttributeError):
-            # Not Linux, or an old one.
+            # Not Linux, or an old kernel.
             pass
         if identity and get_process_identity(pid) != identity:
             self.close()
@@ -84,23 +84,23 @@ class ProcessHandle:
 
 
 def wait_for_exit(pid: int, identity: str) -> None:
-    """Wait until a process has ended; `identity` tells it from a later one with its number."""
+    """Wait until a process has ended; `identity` distinguishes it from a later one with the same pid."""
     try:
-        ended = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
     except (OSError, AttributeError):
-        # It has ended, or this is not Linux.
+        # The process has ended, or this is not Linux.
         while get_process_identity(pid) == identity and (identity or os.getppid() == pid):
             threading.Event().wait(_POLL_S)
         return
     try:
-        while get_process_identity(pid) == identity and not select.select([ended], [], [])[0]:
+        while get_process_identity(pid) == identity and not select.select([pidfd], [], [])[0]:
             pass
     finally:
-        os.close(ended)
+        os.close(pidfd)
 
 
 def exit_with_launcher() -> None:
-    """Kill this process when the process that has started it ends, so that no rank trains on without a launcher."""
+    """Kill this process when the one that started it ends, so that no rank continues without its launcher."""
     threading.Thread(target=_kill_self_after_parent, name="meshwright-parent", daemon=True).start()
 
 
@@ -115,12 +115,15 @@ def _kill_self_after_parent() -> None:
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables that torch reads when CUDA starts; the first wins."""
+"""Variables that torch reads when it initializes CUDA; the first one takes precedence."""
 _EXPANDABLE_SEGMENTS = "expandable_segments:True"
 
 
 def prefer_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set `expandable_segments:True` for this process and its children, if nothing is set and torch supports it."""
+    """Set `expandable_segments:True` for this process and its children, unless an allocator setting exists.
+
+    Only on Linux, and not for ROCm, where torch does not support it.
+    """
     if (
         not _get_allocator_setting(environment)
         and sys.platform == "linux"
@@ -130,7 +133,7 @@ def prefer_expandable_segments(environment: MutableMapping[str, str] = os.enviro
 
 
 def uses_expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether runs that are started from this environment have expandable segments."""
+    """Return whether runs that are started from this environment use expandable segments."""
     setting = _get_allocator_setting(environment)
     return not setting or _EXPANDABLE_SEGMENTS.lower() in setting.replace(" ", "").lower()
 
@@ -140,7 +143,7 @@ def _get_allocator_setting(environment: Mapping[str, str]) -> str:
 
 
 def exit_process(exit_code: int) -> NoReturn:
-    """End the process: as usual on success; after a failure at once, past every destructor that waits for peers."""
+    """Exit the process. After a failure, exit at once, without destructors that could wait for peers."""
     if exit_code == 0:
         sys.exit(0)
     sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""Keep Python from importing out of the current directory, where a file `torch.py` may come with a data set.
+"""Keep Python from importing modules from the current directory, where a dataset may contain a file `torch.py`.
 
-`python -c` and `python -m`, with which multiprocessing, torch's compiler and meshwright start processes, look there
-first; `-P` and PYTHONSAFEPATH prevent it.
+Multiprocessing, torch's compiler and meshwright start processes with `python -c` and `python -m`, which import from the
+current directory first. `-P` and PYTHONSAFEPATH prevent it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from contextlib import contextmanager, suppress
 
 SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 SAFE_PYTHON = (sys.executable, "-P")
-"""The command of a Python that imports nothing from the current directory."""
+"""Command that starts a Python that imports nothing from the current directory."""
 
 
 def enable_safe_path() -> None:
-    """Keep all Python processes that this one starts, directly or not, from importing out of the current directory."""
+    """Keep all descendant Python processes from importing modules from the current directory."""
     os.environ[SAFE_PATH_VARIABLE] = "1"
 
 
 @contextmanager
 def safe_path_enabled() -> Iterator[None]:
-    """Apply `enable_safe_path` to processes that are started in the context."""
+    """Apply `enable_safe_path` to processes that are started within the context."""
     before = os.environ.get(SAFE_PATH_VARIABLE)
     enable_safe_path()
     try:
@@ -36,9 +36,9 @@ def safe_path_enabled() -> Iterator[None]:
 
 
 def remove_cwd_from_sys_path() -> None:
-    """Remove the current directory from this process's own path, where `python -m` has put it first."""
+    """Remove the current directory from this process's `sys.path`, where `python -m` puts it first."""
     if not sys.flags.safe_path and sys.path:
         with suppress(OSError):
-            # It may have been removed.
+            # The directory may no longer exist.
             if sys.path[0] in ("", os.getcwd()):
                 del sys.path[0]

@@ -1,11 +1,11 @@
-"""Signals that ask a run to stop: noted when they come, and obeyed at the end of a step.
+"""Signals that ask a run to stop: recorded when received, and handled at the end of a step.
 
-[Note: stopping] A rank notes the signal; before the next step, all agree (`meshwright.train.loop.batches`) to stop,
-save, and leave with `Stopped`. A second signal ends a rank at once. One signal may come twice, from the scheduler and
-from a launcher; within SIGNAL_DEBOUNCE_S they count as one. Python runs handlers in the main thread between two
-instructions, so a rank that waits inside torch would not notice the second: a thread reads the interpreter's wakeup
-pipe. Forked processes share the pipe but not the signals: SIGTERM, which ends a child, keeps its handler; others are
-ignored.
+[Note: stopping] A rank records the signal. Before the next step, all ranks agree (`meshwright.train.loop.batches`) to
+stop, save, and exit with `Stopped`. A second signal ends a rank at once. The same signal may arrive twice, from the
+scheduler and from a launcher; within SIGNAL_DEBOUNCE_S both count as one. Python runs handlers in the main thread
+between two bytecode instructions, so a rank that waits inside torch would not handle the second signal. Therefore a
+thread reads the interpreter's wakeup pipe. Forked processes share the pipe but do not receive the signals: SIGTERM,
+which ends a child, keeps its handler, and others are ignored.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import Any, Literal, get_args
 from .errors import ConfigError
 
 SIGNAL_DEBOUNCE_S = 2.0
-"""A signal that comes again within this time is the same."""
+"""A signal that arrives again within this time counts as the same one."""
 
 StopName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"]
 """Names of the signals that can ask a run to stop."""
 _SIGNAL_NAMES: tuple[StopName, ...] = get_args(StopName)
 _STOP_LISTENING = b"\0"
-"""Ends the listening thread. Closing the pipe would not, if a forked process has it open."""
+"""Stops the listening thread. Closing the pipe would not stop it if a forked process has it open."""
 
 
 class Stopped(SystemExit):
-    """A signal has ended the training after a step; a SystemExit with the exit code that was asked for.
+    """Training has stopped after a step because of a signal; a SystemExit with the configured exit code.
 
     Attributes:
         saved: whether the state after this step is in a checkpoint.
-        has_skipped_save: whether no save was started because it would not have finished in time.
+        has_skipped_save: whether the save was skipped because it would not have finished in time.
     """
 
     def __init__(self, signum: int, *, step: int, saved: bool, exit_code: int, has_skipped_save: bool = False) -> None:
@@ -52,18 +52,23 @@ class Stopped(SystemExit):
 
 
 def format_stop_notice(signum: int) -> str:
-    """Return what is printed once a signal has asked the run to stop."""
+    """Return the message that is printed when a signal asks the run to stop."""
     return f"{signal.Signals(signum).name}: this run stops after its step; a second signal ends it at once"
 
 
 class StopSignals:
-    """Context in which the first of some signals is noted, and does nothing else; see [Note: stopping].
+    """Context in which the first of some signals is only recorded; see [Note: stopping].
 
-    A context in another thread than the main one notes none.
+    Has no effect outside of the main thread.
 
     Args:
-        grace_s: seconds from the first signal until the process is ended; None: unknown.
-        report: called with a message when a signal is noted; in a thread.
+        names: the signals to record.
+        exit_code: exit code of `Stopped`.
+        grace_s: time from the first signal until the process is killed [s]; None: unknown.
+        report: called with a message when a signal is recorded, in another thread.
+
+    Raises:
+        ConfigError: `names` contains something else than names of `StopName`.
     """
 
     def __init__(
@@ -90,18 +95,18 @@ class StopSignals:
 
     @property
     def received_signal(self) -> int:
-        """Number of the signal that has come; 0: none."""
+        """Number of the first signal received; 0: none."""
         return self._received
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the process is ended, after a signal and if that is known; infinite otherwise."""
+        """Time until the process is killed [s]; infinite before a signal, or if unknown."""
         if not self._received or self.grace_s is None:
             return math.inf
         return self._received_at_s + self.grace_s - time.monotonic()
 
     def ignore_further_signals(self) -> None:
-        """Ignore a second signal later: the run is leaving by itself, and other ranks may have left."""
+        """Ignore a second signal: the run is already exiting, and other ranks may have exited."""
         self._is_stopping = True
 
     def __enter__(self) -> StopSignals:
@@ -121,10 +126,10 @@ class StopSignals:
     ) -> None:
         if self._thread is None:
             return
-        # A rank that is leaving must not be killed by what its launcher sends when the first rank has left.
-        late = isinstance(error, Stopped)
+        # Once one rank has exited, the launcher may send signals. They must not kill a rank that is exiting.
+        is_exiting = isinstance(error, Stopped)
         for number, handler in self._previous_handlers.items():
-            signal.signal(number, signal.SIG_IGN if late else signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, signal.SIG_IGN if is_exiting else signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._previous_wakeup_fd)
         os.write(self._writer, _STOP_LISTENING)
         self._thread.join()
@@ -140,12 +145,12 @@ class StopSignals:
                 signal.signal(signal.SIGTERM, self._previous_handlers[signal.SIGTERM] or signal.SIG_DFL)
 
     def _listen(self) -> None:
-        found = b""
-        while _STOP_LISTENING not in found:
-            found = os.read(self._reader, 64)
+        received = b""
+        while _STOP_LISTENING not in received:
+            received = os.read(self._reader, 64)
             if self._previous_wakeup_fd != -1:
-                os.write(self._previous_wakeup_fd, found.rstrip(_STOP_LISTENING))
-            for number in found:
+                os.write(self._previous_wakeup_fd, received.rstrip(_STOP_LISTENING))
+            for number in received:
                 if number in self._signums:
                     self._receive(number)
 
@@ -154,7 +159,7 @@ class StopSignals:
         if not self._received:
             self._received_at_s, self._received = now, signum
             if self._report is not None:
-                with suppress(OSError):  # nobody reads this process's output any more
+                with suppress(OSError):  # the reader of this process's output may be gone
                     self._report(format_stop_notice(signum))
         elif now - self._received_at_s > SIGNAL_DEBOUNCE_S and not self._is_stopping:
             sys.stderr.flush()

@@ -1,8 +1,9 @@
-"""Frozen configs, and errors of them as a ConfigError that names key, value and rule.
+"""Frozen configs, and their validation errors as a ConfigError that states key, value and rule.
 
-[Note: equal configs] A config means what its values say: an option that is left out acts as one that is written as its
-default. Two configs are equal if their data are, and a config read from its own data (`to_dict`, `model_dump_json`)
-equals it. The data of an object, such as a policy or a function, is the mapping or the import path that names it.
+[Note: equal configs] Only the values of a config matter: an omitted option is the same as one that is set to its
+default. Two configs are equal if their data are equal, and a config read from its own data (`to_dict`,
+`model_dump_json`) equals the original. The data of an object, such as a policy or a function, is the mapping or the
+import path that describes it.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from pydantic.fields import FieldInfo
 from .errors import ConfigError, suggest_match
 
 TRAINING_DTYPES = ("float64", "float32", "bfloat16")
-"""In which models are trained, by name."""
+"""Names of the dtypes in which models can be trained."""
 FLOAT16_REFUSAL = "float16 would need a loss that is scaled, or its small gradients are zero, and none scales it here"
-"""Why float16 is refused as a dtype of training."""
+"""Why float16 is rejected as a training dtype."""
 
 
-if TYPE_CHECKING:  # Type checkers know the fields by name.
+if TYPE_CHECKING:  # Type checkers see fields as keyword arguments.
     _PositionalModel = BaseModel
 else:
 
     class _PositionalMeta(type(BaseModel)):
-        """Takes some fields by position. Validation calls no constructor, and takes them by name."""
+        """Accept some fields by position. Validation does not call the constructor, and takes fields by name."""
 
         def __call__(cls, *arguments: Any, **values: Any) -> Any:
             return super().__call__(**_bind_positional(cls, arguments, values))
@@ -48,7 +49,10 @@ else:
 
 
 class FrozenModel(_PositionalModel):
-    """A frozen model that refuses unknown fields and values of another type; `positional` fields go by position."""
+    """A frozen model that rejects unknown fields and values of another type.
+
+    `positional_fields`: fields that the constructor accepts by position.
+    """
 
     positional_fields: ClassVar[tuple[str, ...]] = ()
 
@@ -64,24 +68,24 @@ class FrozenModel(_PositionalModel):
     @field_validator("*", mode="before")
     @classmethod
     def _reject_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # pydantic is strict with numbers, but not with a Literal of them, which True equals.
+        # pydantic's strict mode rejects a bool as a number, but not as a Literal of numbers, since True == 1.
         allowed = _get_literal_values(cls.model_fields[str(info.field_name)].annotation)
-        same = [each for each in allowed if each == value]
-        if isinstance(value, bool) and same and not any(isinstance(each, bool) for each in same):
+        equal = [each for each in allowed if each == value]
+        if isinstance(value, bool) and equal and not any(isinstance(each, bool) for each in equal):
             raise ValueError(f"must be one of {', '.join(map(repr, allowed))}")
         return value
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values by name, objects as they are; not copied in depth."""
+        """Return the values by name, as a shallow copy."""
         return dict(self)
 
     def model_dump_json(self, **options: Any) -> str:
-        """See pydantic; ConfigError if an option holds an object that a file cannot name, such as a lambda."""
+        """See pydantic; ConfigError if a value is, or contains, an object without an import path, such as a lambda."""
         self._check_serializable()
         return super().model_dump_json(**options)
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
-        """See pydantic; in the mode "json" it raises as `model_dump_json` does."""
+        """See pydantic; in mode "json", raises ConfigError as `model_dump_json` does."""
         if options.get("mode") == "json":
             self._check_serializable()
         return super().model_dump(**options)
@@ -104,7 +108,7 @@ class FrozenModel(_PositionalModel):
         )
 
     def __hash__(self) -> int:
-        # What holds other values has no hash; the rest tells most configs apart.
+        # Containers are not hashable; the other values distinguish most configs.
         return hash(
             (type(self), *(each for each in self._to_plain_data().values() if isinstance(each, str | int | float)))
         )
@@ -118,28 +122,28 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def validate_config(model_cls: type[ModelT], values: Mapping[str, Any], *, where: str) -> ModelT:
-    """Build `model_cls` from a mapping; ConfigError with a line for each finding. `where` names the source."""
+    """Build `model_cls` from a mapping. ConfigError lists all errors, one key per line; `where` names the source."""
     try:
         return model_cls.model_validate(dict(values))
     except ValidationError as error:
-        # Dicts keep the order; a key of a union type has one finding for each alternative, which belong on one line.
-        findings: dict[str, list[str]] = {}
-        found = error.errors()
-        for finding in found:
-            if not _is_scalar_mismatch(finding, found):
-                path, message = _format_validation_error(model_cls, finding)
-                findings.setdefault(path, []).append(message)
-        lines = [f"  {path}: {'; or '.join(dict.fromkeys(messages))}" for path, messages in findings.items()]
+        # A key of a union type has one error for each alternative; join them on one line.
+        messages_by_path: dict[str, list[str]] = {}
+        errors = error.errors()
+        for each in errors:
+            if not _is_scalar_mismatch(each, errors):
+                path, message = _format_validation_error(model_cls, each)
+                messages_by_path.setdefault(path, []).append(message)
+        lines = [f"  {path}: {'; or '.join(dict.fromkeys(messages))}" for path, messages in messages_by_path.items()]
         raise ConfigError("\n".join([f"{where} is not valid:", *lines])) from None
 
 
 def coerce_config(config_cls: type[ModelT], config: Any, *, where: str) -> ModelT:
-    """Return a config, or a mapping of its options, as an object of its class; ConfigError if it is none."""
+    """Convert a config, or a mapping of its options, to an object of `config_cls`; ConfigError if it is invalid."""
     if config is None or isinstance(config, Mapping):
         return validate_config(config_cls, config or {}, where=where)
     if isinstance(config, BaseModel):
         try:
-            # Some classes take another's values, such as those of a reference's class.
+            # Some classes accept the values of another class, such as the reference implementation's.
             return config_cls.model_validate(config)
         except ValidationError:
             pass
@@ -153,18 +157,18 @@ def _bind_positional(cls: type[FrozenModel], arguments: Sequence[Any], values: M
     if len(arguments) > len(names):
         listed = f": {', '.join(names)}" if names else ""
         raise TypeError(f"{cls.__name__} takes {len(names)} arguments by position{listed}; {len(arguments)} were given")
-    given = dict(zip(names, arguments, strict=False))
-    twice = [name for name in given if name in values]
-    if twice:
-        raise TypeError(f"{cls.__name__} got several values for {twice[0]!r}")
-    return {**given, **values}
+    positional = dict(zip(names, arguments, strict=False))
+    duplicates = [name for name in positional if name in values]
+    if duplicates:
+        raise TypeError(f"{cls.__name__} got several values for {duplicates[0]!r}")
+    return {**positional, **values}
 
 
 def to_plain_data(value: Any) -> Any:
-    """Return a value of a config as a file would hold it; unchanged if a file cannot.
+    """Convert a config value to JSON-serializable values; return it unchanged if that is not possible.
 
-    A dtype by its name, a class or function by its import path, a dataclass as the mapping of its fields that are not
-    None, with its class as `_target_`.
+    A dtype becomes its name, and a class or function its import path. A dataclass becomes the mapping of its fields
+    that are not None, with its class as `_target_`.
     """
     if isinstance(value, Mapping):
         return {key: to_plain_data(each) for key, each in value.items()}
@@ -173,9 +177,9 @@ def to_plain_data(value: Any) -> Any:
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value).removeprefix("torch.")
     if is_dataclass(value) and not isinstance(value, type):
-        given = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        of_class = {"_target_": _import_path(type(value))}
-        return of_class | {name: to_plain_data(each) for name, each in given.items() if each is not None}
+        arguments = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        target = {"_target_": _import_path(type(value))}
+        return target | {name: to_plain_data(each) for name, each in arguments.items() if each is not None}
     return _import_path(value) if callable(value) else value
 
 
@@ -198,7 +202,7 @@ _SCALAR_ERROR_TYPES = frozenset({"bool_type", "literal_error", "string_type", "i
 
 
 def _is_scalar_mismatch(finding: Any, found: Sequence[Any]) -> bool:
-    """Return whether a finding only says that a mapping is no plain value, where the key also takes mappings."""
+    """Return whether an error only says that a mapping is not a scalar, although the key also accepts mappings."""
     if finding["type"] not in _SCALAR_ERROR_TYPES or not isinstance(finding["input"], dict):
         return False
     depth = len(finding["loc"])
@@ -214,7 +218,7 @@ def _format_validation_error(model_cls: type[BaseModel], error: Any) -> tuple[st
         return path, f"unknown key.{suggest_match(keys[-1], known)} Allowed: {', '.join(sorted(known)) or 'none'}."
     if error["type"] == "missing":
         return path, "required, but not given."
-    # A validator of a whole model has no single value to show; its message carries what matters.
+    # A model-level validator has no single value to show; its message contains what matters.
     got = f" (got {error['input']!r:.200})" if keys and not isinstance(error["input"], dict) else ""
     return path, error["msg"].removeprefix("Value error, ") + got
 
@@ -222,14 +226,14 @@ def _format_validation_error(model_cls: type[BaseModel], error: Any) -> tuple[st
 def _resolve_location(
     model_cls: type[BaseModel], location: Sequence[str | int]
 ) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the user's keys in pydantic's location, and the model of the last key; None for a mapping or list."""
+    """Return the user's keys in pydantic's location, and the model of the last key; None if it is a mapping or list."""
     keys: list[str] = []
     holder: type[BaseModel] | None = model_cls
     inside: list[type[BaseModel]] = [model_cls]
     annotation: Any = None
     for part in location:
         if _is_union(annotation):
-            # The name of an alternative, not a key.
+            # This part is the name of an alternative, not a key.
             inside = [cls for cls in inside if cls.__name__ in re.findall(r"\w+", str(part))]
             annotation = None
             continue

@@ -1,4 +1,4 @@
-"""The version that all of the project's distributions carry."""
+"""The version of all distributions of the project."""
 
 __version__ = "0.1.0"
 """The version of all distributions of the project."""

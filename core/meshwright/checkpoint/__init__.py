@@ -1,7 +1,7 @@
-"""One checkpoint format for every strategy: a checkpoint saved under any layout loads under any other.
+"""One checkpoint format for all strategies: a checkpoint saved under one layout loads under any other.
 
-A checkpoint is a directory of files with tensors, an index, and a manifest. Tensors have the names of the unwrapped
-Hugging Face model and are stored as rectangles of the full tensors.
+A checkpoint is a directory of tensor files, an index and a manifest. Tensors have the names of the unwrapped Hugging
+Face model and are stored as rectangular chunks of the full tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Save checkpoints of model and optimizer, under any strategy and mesh.
+"""Save checkpoints of model and optimizer under any strategy and mesh.
 
-[Note: asynchronous saving] `Checkpointer.save` returns when this rank's part is copied. A thread with a process group
-of its own writes it while training continues. The next `save`, and `close`, wait for it and raise its errors.
+[Note: asynchronous saving] `Checkpointer.save` returns once this rank's shard is copied. A thread with its own process
+group writes the copy while training continues. The next `save`, and `close`, wait for the thread and raise its errors.
 """
 
 from __future__ import annotations
@@ -39,45 +39,46 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     with_optimizer: bool = True,
 ) -> None:
-    """Write a checkpoint. It appears under its name when it is complete. Collective.
+    """Save a checkpoint. It appears under its name only when it is complete. Collective.
 
     Args:
-        manager: whose model, and optimizer if it has one, are saved, with the random generators of all ranks.
-        directory: of the checkpoint, or a URL or place; an existing checkpoint is replaced.
+        manager: its model, its optimizer if it has one, and the random generators of all ranks are saved.
+        directory: directory or URL of the checkpoint, or its storage. An existing checkpoint is replaced.
         step: number of optimizer steps done.
-        scheduler: of the learning rate.
-        tokenizer: of Hugging Face, to be exported with the model.
-        extra: further JSON values, the same on all ranks.
+        scheduler: learning-rate scheduler.
+        tokenizer: Hugging Face tokenizer, exported with the model.
+        extra: further JSON values, equal on all ranks.
         with_optimizer: whether to save the optimizer.
 
     Raises:
-        CheckpointError: it could not be written; on all ranks. Nothing has changed then.
+        CheckpointError: the checkpoint cannot be written. Raised on all ranks; an existing checkpoint is unchanged.
     """
-    place = manager.mesh.world.run_on_all_ranks(lambda: open_storage(directory))
+    storage = manager.mesh.world.run_on_all_ranks(lambda: open_storage(directory))
     with temporary_group() as group:
         content = collect_content(
             manager, group, step=step, scheduler=scheduler, extra=extra, with_optimizer=with_optimizer
         )
-        CheckpointSave(manager, place, group, content, tokenizer).write()
+        CheckpointSave(manager, storage, group, content, tokenizer).write()
 
 
 class Checkpointer:
-    """Saves checkpoints of a run; see [Note: asynchronous saving]. A context manager. All methods are collective.
+    """Save the checkpoints of a run; see [Note: asynchronous saving]. A context manager. All methods are collective.
 
     Args:
-        manager: whose state is saved.
-        root: directory of the checkpoints, which are named by their steps; or a URL or place.
-        keep_last: number of valid checkpoints to keep, of no later step than the one just saved; None keeps all.
-        keep_every: keep also those of steps that are multiples of this.
-        keep_best: keep also this many with the lowest loss.
-        best_eval_set: evaluation set of that loss; see `evaluations` of `save`.
+        manager: manager whose state is saved.
+        root: directory or URL that holds the checkpoints, or its storage. Each checkpoint is named by its step.
+        keep_last: number of valid checkpoints to keep, not counting those of later steps than the one just saved. None
+            keeps all.
+        keep_every: also keep checkpoints whose step is a multiple of this number.
+        keep_best: also keep this many checkpoints with the lowest loss.
+        best_eval_set: evaluation set whose loss `keep_best` compares; see `evaluations` of `save`.
         asynchronous: whether training continues while a checkpoint is written.
-        on_error: whether a checkpoint that cannot be written ends the training, or is reported by a warning. Either way
-            the earlier ones stay as they are.
-        tokenizer: of Hugging Face, to be exported with the model.
+        on_error: whether a checkpoint that cannot be written stops training or only warns. Earlier checkpoints are
+            unchanged either way.
+        tokenizer: Hugging Face tokenizer, exported with the model.
 
     Attributes:
-        last_saved_step: step of the last checkpoint that is complete; None: none yet.
+        last_saved_step: step of the last complete checkpoint; None before the first.
         max_save_s: longest time from a call of `save` until its checkpoint was complete.
     """
 
@@ -120,10 +121,10 @@ class Checkpointer:
         """Save the state after `step` steps; see `save_checkpoint`. Collective.
 
         Args:
-            evaluations: losses of this state by evaluation set; they become part of `extra`.
+            evaluations: losses of this state by evaluation set; stored in `extra`.
 
         Raises:
-            CheckpointError: this checkpoint, or the one before, could not be written and `on_error` is "stop".
+            CheckpointError: this checkpoint or the previous one cannot be written, and `on_error` is "stop".
         """
         self.wait()
         began = time.monotonic()
@@ -145,11 +146,11 @@ class Checkpointer:
         self._thread.start()
 
     def storage_for_step(self, step: int) -> Storage:
-        """Return the place of the checkpoint of a step, which need not exist."""
+        """Return the storage of a step's checkpoint, which need not exist."""
         return self.root.child(format_step_name(step))
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written. Collective. Raises as `save`."""
+        """Wait until the last checkpoint is written. Collective. Raises like `save`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -158,7 +159,7 @@ class Checkpointer:
             self._report(error)
 
     def close(self) -> None:
-        """Wait, and destroy the process group. Collective."""
+        """Wait for the last checkpoint and destroy the process group. Collective."""
         try:
             self.wait()
         finally:
@@ -168,7 +169,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        # After an error the other ranks may never get here.
+        # After an error, other ranks may never get here.
         if error_type is None:
             self.close()
 
@@ -180,7 +181,7 @@ class Checkpointer:
         except CheckpointError as error:
             self._error = error
         except Exception as error:
-            # Another rank is gone.
+            # Another rank has exited.
             self._error = CheckpointWriteError(f"a checkpoint failed: {format_exception(error)}")
 
     def _report(self, error: CheckpointError) -> None:

@@ -1,8 +1,8 @@
-"""Write the model of a checkpoint as a Hugging Face directory, in bounded memory, by one process or many.
+"""Export the model of a checkpoint as a Hugging Face directory, in bounded memory, with one process or many.
 
 The files are those of `save_pretrained`: safetensors with an index, in the format of published models. Each rank writes
-files of its own, and holds the tensors of one file at a time. Adapters become a directory that
-`PeftModel.from_pretrained` loads, bit for bit. Sources: transformers.PreTrainedModel and peft.PeftModel.
+its own files, and holds the tensors of one file at a time. Adapters become a directory that `PeftModel.from_pretrained`
+loads with bitwise identical values. Sources: transformers.PreTrainedModel and peft.PeftModel.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .storage import StorageLike
 from .stored_model import StoredModel, build_model_on_meta, copy_files, map_to_first_names
 
 MIN_FILE_BYTES = 64_000_000
-"""Ranks share the work in files of at least this size."""
+"""Minimum size of the files over which ranks divide the work."""
 
 
 @dataclass
 class _OutputFile:
-    """A file to be written: names of tensors, in groups that transformers converts together, and sizes in bytes."""
+    """A file to write: tensor names, in the groups that transformers converts together, and sizes in bytes."""
 
     groups: list[list[str]] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -58,71 +58,71 @@ def export_checkpoint(
     use_ema: bool = False,
     world: World | None = None,
 ) -> None:
-    """Write the model of a checkpoint, its configuration and its tokenizer as a Hugging Face directory.
+    """Export the model, configuration and tokenizer of a checkpoint as a Hugging Face directory.
 
-    The directory appears under its name when it is complete.
+    The directory appears under its name only when it is complete.
 
     Args:
-        checkpoint: a path, a URL or a place.
-        output: a directory that is missing or empty.
-        dtype: of the weights; None: as they were saved.
-        max_shard_size: of a file, in bytes or as "5GB"; it bounds the memory needed.
-        use_ema: write the averages of the weights, rounded to their dtype; see `meshwright.train.loop.ema`.
-        world: ranks that share the work and a file system; None: this process alone.
+        checkpoint: path, URL or storage of the checkpoint.
+        output: a directory that does not exist or is empty.
+        dtype: dtype of the weights; None: as they were saved.
+        max_shard_size: maximum size of a file, in bytes or as "5GB". It bounds the memory needed.
+        use_ema: export the moving averages of the weights, rounded to their dtype; see `meshwright.train.loop.ema`.
+        world: ranks that divide the work and share a file system; None: this process alone.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, has no configuration or no average, or is not of the model that
-            its configuration gives.
+        CheckpointError: the checkpoint is incomplete, has no configuration or no moving averages, or does not match its
+            configuration.
         ConfigError: the output is not empty, or a size is invalid.
     """
     output = Path(output)
     rank, size = (world.rank, world.size) if world is not None else (0, 1)
 
     def plan() -> ModelExporter | AdapterExporter:
-        place = open_storage(checkpoint)
-        manifest = read_and_verify(place) if world is None else read_and_verify_share(place, world)
+        storage = open_storage(checkpoint)
+        manifest = read_and_verify(storage) if world is None else read_and_verify_share(storage, world)
         if rank == 0:
             check_output_empty(output)
-        stored = StoredModel(place, manifest, use_ema=use_ema)
+        stored = StoredModel(storage, manifest, use_ema=use_ema)
         if has_adapters(stored):
             return AdapterExporter(stored, dtype, build_model_on_meta(stored, is_adapter_base=True))
-        limit, where = parse_size(max_shard_size), f"the checkpoint {place}"
+        limit, where = parse_size(max_shard_size), f"the checkpoint {storage}"
         return ModelExporter(
             build_model_on_meta(stored), stored, stored.metadata_files, dtype, limit, num_ranks=size, where=where
         )
 
-    export = plan() if world is None else world.run_on_all_ranks(plan)
-    with atomic_directory(output, world) as writing:
-        for name in list(export.files)[rank::size]:
-            export.write(name, writing / name)
+    exporter = plan() if world is None else world.run_on_all_ranks(plan)
+    with atomic_directory(output, world) as temporary:
+        for name in list(exporter.files)[rank::size]:
+            exporter.write(name, temporary / name)
         if rank == 0:
-            export.write_metadata(writing)
+            exporter.write_metadata(temporary)
 
 
 @contextmanager
 def atomic_directory(output: Path, world: World | None = None) -> Iterator[Path]:
-    """Yield a directory that gets its name when the context is left without an error. Collective."""
+    """Yield a temporary directory, which is renamed to `output` if the context exits without an error. Collective."""
 
     def wait() -> None:
         if world is not None:
             world.reduce_ints([0])
 
-    writing = output.resolve().with_name(f"{output.resolve().name}.writing")
-    first = world is None or world.rank == 0
-    if first:
-        # An interrupted export may have left it.
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
+    temporary = output.resolve().with_name(f"{output.resolve().name}.writing")
+    is_first = world is None or world.rank == 0
+    if is_first:
+        # Left over from an interrupted export.
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
     wait()
-    yield writing
+    yield temporary
     wait()
-    if first:
-        writing.rename(output.resolve())
+    if is_first:
+        temporary.rename(output.resolve())
     wait()
 
 
 class ModelTensors(Protocol):
-    """The values of a model's parameters and buffers: shapes and dtypes by name, and full tensors on the CPU."""
+    """Parameters and buffers of a model: shapes and dtypes by name, and full tensors on the CPU."""
 
     @property
     def metas(self) -> Mapping[str, TensorMeta]: ...
@@ -131,10 +131,14 @@ class ModelTensors(Protocol):
 
 
 class ModelExporter:
-    """A full model to be written, in files of at most `max_file_bytes` bytes that ranks share.
+    """Write a full model, in files of at most `max_file_bytes` bytes that are divided over ranks.
 
-    The model is on the meta device; its class gives names, shapes and ties. `metadata_files` are files to be copied,
-    each a path and a name in the directory. A dtype of None leaves the weights as they are. `where` names their source.
+    Args:
+        model: model on the meta device; its class gives names, shapes and tied weights.
+        tensors: values of the model.
+        metadata_files: files to copy: the path of each, and its name in the output directory.
+        dtype: dtype of the weights; None: as they are.
+        where: source of the tensors, for errors.
     """
 
     def __init__(
@@ -154,18 +158,18 @@ class ModelExporter:
         self.files = self._plan_files(max_file_bytes, num_ranks)
 
     def _map_sources(self) -> dict[str, str]:
-        """Map each name that is written to its name in the checkpoint.
+        """Map each written name to its name in the checkpoint.
 
-        A tied weight that the checkpoint has under its own name is written on its own: it may have been untied.
+        A tied weight that the checkpoint holds under its own name is written separately: it may have been untied.
         """
-        state, kinds = self._model.state_dict(keep_vars=True), self._tensors.metas
+        state, metas = self._model.state_dict(keep_vars=True), self._tensors.metas
         tied = (getattr(self._model, "all_tied_weights_keys", None) or {}).keys()
         sources = {
-            name: name if name in kinds else first
+            name: name if name in metas else first
             for name, first in map_to_first_names(self._model).items()
-            if name in kinds or (name not in tied and not is_ignored_on_save(self._model, name))
+            if name in metas or (name not in tied and not is_ignored_on_save(self._model, name))
         }
-        shapes = {name: kinds[source][0] for name, source in sources.items() if source in kinds}
+        shapes = {name: metas[source][0] for name, source in sources.items() if source in metas}
         for name, value in state.items():
             if name in sources and shapes.get(name) != value.shape:
                 raise CheckpointError(
@@ -202,13 +206,13 @@ class ModelExporter:
     def write(self, name: str, path: Path) -> None:
         tensors: dict[str, Tensor] = {}
         for group in self.files[name].groups:
-            read = {each: self._tensors.read(self._source_names[each], self._resolve_dtype(each)) for each in group}
-            made = to_saved_format(self._model, read)
-            tensors.update({name: tensor.contiguous() for name, tensor in made.items()})
+            values = {each: self._tensors.read(self._source_names[each], self._resolve_dtype(each)) for each in group}
+            converted = to_saved_format(self._model, values)
+            tensors.update({name: tensor.contiguous() for name, tensor in converted.items()})
         save_file(tensors, path, metadata={"format": "pt"})
 
     def write_metadata(self, output: Path) -> None:
-        """Write the index, the configuration, and the tokenizer."""
+        """Write the index, the configuration and the tokenizer."""
         if len(self.files) > 1:
             index = {
                 "metadata": {"total_size": sum(file.nbytes for file in self.files.values())},
@@ -227,20 +231,20 @@ class ModelExporter:
 
 
 class AdapterExporter:
-    """The adapters of a checkpoint to be written; the tensors of one adapter are in memory together.
+    """Write the adapters of a checkpoint; the tensors of one adapter are in memory at a time.
 
-    The base is on the meta device. A dtype of None leaves the weights as they were saved.
+    `base` is on the meta device. A dtype of None leaves the weights as they were saved.
     """
 
     def __init__(self, stored: StoredModel, dtype: torch.dtype | None, base: nn.Module) -> None:
         self._stored, self._dtype = stored, dtype
         self.configs = load_adapter_configs(stored)
-        noted = stored.manifest.base
-        # peft renames the base in configurations to the model on the meta device.
+        recorded = stored.manifest.base
+        # peft replaces the base's name in configurations by that of the model on the meta device.
         self._bases = {
             name: (each.base_model_name_or_path, each.revision)
-            if noted is None
-            else (noted["path"], noted.get("revision"))
+            if recorded is None
+            else (recorded["path"], recorded.get("revision"))
             for name, each in self.configs.items()
         }
         self._model = add_adapters_on_meta(base, self.configs)
@@ -250,16 +254,18 @@ class AdapterExporter:
 
     def write(self, name: str, path: Path) -> None:
         tensors = {}
-        named = map_file_names(self._model, self.files[name])
+        names = map_file_names(self._model, self.files[name])
         for key, source in self._map_contents(self.files[name]).items():
-            own = self._stored.metas[source][1]
-            value = self._stored.read(source, self._dtype if self._dtype and own.is_floating_point else own)
-            tensors[key] = value.t().contiguous() if is_transposed(named[key]) else value
+            stored_dtype = self._stored.metas[source][1]
+            value = self._stored.read(
+                source, self._dtype if self._dtype and stored_dtype.is_floating_point else stored_dtype
+            )
+            tensors[key] = value.t().contiguous() if is_transposed(names[key]) else value
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path, metadata={"format": "pt"})
 
     def write_metadata(self, output: Path) -> None:
-        """Write the configurations, the name of the base, and the tokenizer."""
+        """Write the configurations, the reference to the base, and the tokenizer."""
         for name, config in self.configs.items():
             config.inference_mode = True
             config.base_model_name_or_path, config.revision = self._bases[name]
@@ -267,23 +273,23 @@ class AdapterExporter:
         if self._stored.manifest.base is not None:
             (output / BASE_FILE).write_text(json.dumps(self._stored.manifest.base, indent=2) + "\n")
         configurations = (ADAPTER_CONFIG, "config.json")
-        kept = [
+        files = [
             (source, name)
             for source, name in self._stored.metadata_files
             if not name.endswith(configurations) or name == "tokenizer_config.json"
         ]
-        copy_files(kept, output)
+        copy_files(files, output)
 
     def _map_contents(self, adapter: str) -> dict[str, str]:
         """Map each tensor in an adapter's file to its name in the checkpoint."""
-        first = map_to_first_names(self._model)
-        named = {key: first[name] for key, name in map_file_names(self._model, adapter).items()}
-        return {key: name for key, name in named.items() if name in self._stored.metas}
+        first_names = map_to_first_names(self._model)
+        sources = {key: first_names[name] for key, name in map_file_names(self._model, adapter).items()}
+        return {key: name for key, name in sources.items() if name in self._stored.metas}
 
     def _check_all_exported(self) -> None:
-        """Refuse trained tensors that peft's format has no place for.
+        """Raise CheckpointError for trained tensors that peft's format cannot hold.
 
-        A checkpoint without a known base holds the base as well, and does not say which part of it was trained.
+        A checkpoint without a known base also holds the base, and does not record which part of it was trained.
         """
         if self._stored.manifest.base is None:
             return
@@ -300,36 +306,36 @@ class AdapterExporter:
 
 
 def has_adapters(stored: StoredModel) -> bool:
-    """Return whether a checkpoint holds adapters, with their base or without."""
+    """Return whether a checkpoint holds adapters, with or without their base."""
     return any(name.rpartition("/")[2] == ADAPTER_CONFIG for _, name in stored.metadata_files)
 
 
 def load_adapter_configs(stored: StoredModel) -> dict[str, Any]:
-    """Return peft's configuration of each adapter in a checkpoint, by the adapter's name. Raises CheckpointError."""
-    found = {}
+    """Return peft's configuration of each adapter in a checkpoint, by adapter name. Raises CheckpointError."""
+    configs = {}
     for path, name in stored.metadata_files:
         *folder, file = name.split("/")
         if file == ADAPTER_CONFIG and len(folder) < 2:
-            found[folder[0] if folder else "default"] = read_adapter_config(path.parent)
-    if not found:
+            configs[folder[0] if folder else "default"] = read_adapter_config(path.parent)
+    if not configs:
         raise CheckpointError(f"the checkpoint {stored.storage} is of adapters, but has no {ADAPTER_CONFIG}.")
-    return found
+    return configs
 
 
 def check_adapter_tensors(model: nn.Module, stored: StoredModel) -> None:
-    """Raise CheckpointError if the tensors of a checkpoint are not those of its adapters."""
+    """Raise CheckpointError if the tensors of a checkpoint do not match its adapters."""
     shapes = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
     for name, (shape, _) in stored.metas.items():
         if shapes.get(name) != shape:
-            own = tuple(shapes[name]) if name in shapes else "nothing"
+            expected = tuple(shapes[name]) if name in shapes else "nothing"
             raise CheckpointError(
                 f"the checkpoint {stored.storage} is not of the adapters that its configuration gives: {name} is "
-                f"{own} there, and {tuple(shape)} here."
+                f"{expected} there, and {tuple(shape)} here."
             )
 
 
 def parse_size(size: str | int) -> int:
-    """Return the number of bytes that "5GB" or 5000000000 stands for. Raises ConfigError."""
+    """Return a size such as "5GB" or 5000000000 in bytes. Raises ConfigError."""
     try:
         return TypeAdapter(Annotated[ByteSize, Field(ge=1)]).validate_python(size)
     except ValidationError:
@@ -338,6 +344,6 @@ def parse_size(size: str | int) -> int:
 
 
 def check_output_empty(output: Path) -> None:
-    """Raise ConfigError if a directory exists and is not empty."""
+    """Raise ConfigError if `output` exists and is not an empty directory."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} is there already and not empty. Name another directory.")

@@ -1,6 +1,6 @@
-"""Types of the values that runs write into `Manifest.extra`.
+"""Types of the values that runs store in `Manifest.extra`.
 
-Scripts may save other values there. A checkpoint belongs to a run if `extra` has an `identity`.
+Scripts may store other values there. A checkpoint belongs to a run if `extra` has the key `identity`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class _ExtraModel(BaseModel):
-    """Values that are not named here are allowed. An alias is the name in the file."""
+    """Base of the schemas. Further fields are allowed. An alias is the field's name in the file."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
@@ -65,18 +65,18 @@ class _RunExtra(_ExtraModel):
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Raise ValueError if a value that a run writes has another type."""
+    """Raise ValueError if a value that runs store has the wrong type."""
     if "identity" in extra:
         validate_with(_RunExtra.model_validate, extra)
 
 
 def check_loop(state: object) -> None:
-    """Raise ValueError if what `fit` remembers has another type."""
+    """Raise ValueError if the state of the training loop has a wrong type."""
     validate_with(_LoopState.model_validate, state)
 
 
 def validate_with(validate: Callable[[Any], T], value: object) -> T:
-    """Return what pydantic makes of a value. Raises ValueError with its first error, in one line."""
+    """Return the value as validated by pydantic. Raises ValueError with its first error, in one line."""
     try:
         return validate(value)
     except ValidationError as error:

@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint: where the bytes of their pieces are, written in sequence and read into any pieces.
+"""The tensor index of a checkpoint: where the bytes of each chunk are stored, and how any rectangle is read from them.
 
-`index.json` is {"files": names, "tensors": {name: {"shape", "dtype", "pieces"}}}. The pieces of a tensor are one list
-of integers: for each rectangle its file number, its first byte, its offsets and its sizes. The bytes are those of the
-elements in row-major order, little-endian, without gaps.
+`index.json` is {"files": names, "tensors": {name: {"shape", "dtype", "pieces"}}}. "pieces" is one list of integers: for
+each chunk its file number, its first byte, its offsets and its sizes. The bytes of a chunk are its elements in
+row-major order, little-endian, without gaps.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .remote_storage import open_storage
 from .storage import StorageLike, StorageReader
 
 INDEX_FILE = "index.json"
-"""Name of the file that says where each tensor of a checkpoint is stored."""
+"""Name of the file that records where each tensor of a checkpoint is stored."""
 _MAX_SHARDED_DIMS = 8
-"""Dims along which a tensor can be in pieces; parallelism divides two."""
+"""Maximum number of dims along which a tensor may be divided; parallelism divides two."""
 
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A full tensor in a checkpoint; `pieces` are int64, (number of pieces, 2 + 2 x dims), see above."""
+    """A full tensor in a checkpoint. `chunks`: int64, (number of chunks, 2 + 2 x dims), as in `index.json`."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -45,11 +45,11 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def intersect(self, piece: LocalChunk) -> list[_ChunkRead]:
-        """Return what stored rectangles have of a piece."""
+        """Return the reads that fill a local chunk from the stored chunks."""
         starts, lengths = self._get_rectangles()
-        wanted = np.array(piece.offsets, np.int64)
-        first = np.maximum(starts, wanted)
-        last = np.minimum(starts + lengths, wanted + np.array(piece.sizes, np.int64))
+        target_start = np.array(piece.offsets, np.int64)
+        first = np.maximum(starts, target_start)
+        last = np.minimum(starts + lengths, target_start + np.array(piece.sizes, np.int64))
         return [
             _ChunkRead(
                 StoredChunk(int(file), int(begin), tuple(starts[row].tolist()), tuple(lengths[row].tolist())),
@@ -63,7 +63,10 @@ class StoredTensor:
         ]
 
     def find_error(self, file_sizes: Sequence[int]) -> str | None:
-        """Say what is wrong with the pieces; None if they hold each element once, within files of these sizes."""
+        """Describe an error of the chunks; return None if they are valid.
+
+        Valid chunks hold each element exactly once and are within files of these sizes in bytes.
+        """
         starts, lengths = self._get_rectangles()
         if min(self.shape, default=0) < 0 or self.nbytes >= 1 << 62:
             return f"is said to have the shape {list(self.shape)}"
@@ -95,7 +98,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A rectangle of a tensor in a checkpoint: its file number, its first byte, its offsets and sizes."""
+    """A rectangle of a tensor in a checkpoint: file number, first byte, offsets and sizes."""
 
     file: int
     first_byte: int
@@ -116,7 +119,7 @@ class Index:
 
 
 def tensors_file_name(rank: int) -> str:
-    """Return the name of the file with the tensors that a rank writes."""
+    """Return the name of the file with a rank's tensors."""
     return f"{TENSORS_PREFIX}{rank:05d}.bin"
 
 
@@ -136,7 +139,7 @@ def build_index(
 
 
 def read_index(checkpoint: StorageLike, manifest: Manifest) -> Index:
-    """Read the index of a checkpoint, and check that its pieces fit its tensors and files. Raises CheckpointError."""
+    """Read the index of a checkpoint, and check that its chunks fit its tensors and files. Raises CheckpointError."""
     try:
         content = json.loads(read_verified_file(checkpoint, manifest, INDEX_FILE))
         files = tuple(str(name) for name in content["files"])
@@ -159,34 +162,34 @@ def read_index(checkpoint: StorageLike, manifest: Manifest) -> Index:
 
 def _parse_tensor(content: Mapping[str, Any]) -> StoredTensor:
     shape = torch.Size(content["shape"])
-    pieces = np.array(content["pieces"], np.int64).reshape(-1, 2 + 2 * len(shape))
-    return StoredTensor(shape, parse_stored_dtype(content["dtype"]), pieces)
+    chunks = np.array(content["pieces"], np.int64).reshape(-1, 2 + 2 * len(shape))
+    return StoredTensor(shape, parse_stored_dtype(content["dtype"]), chunks)
 
 
 def _is_exact_cover(starts: np.ndarray, lengths: np.ndarray, shape: np.ndarray) -> bool:
-    """Return whether rectangles hold each element of a tensor once, given that they have as many elements as it has.
+    """Return whether rectangles with as many elements as a tensor hold each element of it exactly once.
 
-    [Note: corners] The parity of the number of rectangles at each element follows from their corners alone: corners
-    where an even number of rectangles meet cancel. If only the corners of the tensor remain, each element is in an odd
-    number of rectangles, and since they have no more elements than the tensor, in exactly one.
+    [Note: corners] The corners of the rectangles determine the parity of the number of rectangles at each element:
+    corners where an even number of rectangles meet cancel. If only the corners of the tensor remain, each element is in
+    an odd number of rectangles. Since the rectangles have no more elements than the tensor, that number is one.
 
     `starts` and `lengths` are int64, (number of rectangles, dims).
     """
     dims = shape.size
     corners = np.array(np.meshgrid(*[(0, 1)] * dims, indexing="ij"), np.int64).reshape(dims, -1).T
-    of_pieces = (starts[:, None] + corners * lengths[:, None]).reshape(-1, dims)
-    found, counts = np.unique(of_pieces, axis=0, return_counts=True)
-    odd = found[counts % 2 == 1]
+    all_corners = (starts[:, None] + corners * lengths[:, None]).reshape(-1, dims)
+    unique_corners, counts = np.unique(all_corners, axis=0, return_counts=True)
+    odd = unique_corners[counts % 2 == 1]
     return len(odd) == len(corners) and bool((odd == np.unique(corners * shape, axis=0)).all())
 
 
 def format_dtype(dtype: torch.dtype) -> str:
-    """Return the name that files use, such as "float32"."""
+    """Return the name of a dtype in files, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def parse_stored_dtype(name: Any) -> torch.dtype:
-    """Return the dtype of a name that files use. Raises ValueError if there is none."""
+    """Return the dtype of a name in files. Raises ValueError for an unknown name."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype of torch")
@@ -194,32 +197,32 @@ def parse_stored_dtype(name: Any) -> torch.dtype:
 
 
 def write_tensors(writer: CheckpointWriter, name: str, tensors: Sequence[Tensor]) -> StoredFile:
-    """Write tensors into a file of a checkpoint, which is stored when this returns. Raises OSError."""
+    """Write tensors to a file of a checkpoint, which is durable on return. Raises OSError."""
     return writer.write_file(name, lambda: (_view_bytes(each.detach().to("cpu").contiguous()) for each in tensors))
 
 
 def read_tensors(
     checkpoint: StorageLike, manifest: Manifest, index: Index, tensors: Mapping[str, ChunkedTensor]
 ) -> None:
-    """Fill this rank's pieces of tensors, of the shapes in the index, converting dtypes. No communication.
+    """Fill this rank's chunks of tensors from a checkpoint, converting dtypes. No communication.
 
-    Raises CheckpointError if elements are missing, or a file cannot be read.
+    The full shapes must be those of the index. Raises CheckpointError if elements are missing or a file cannot be read.
     """
-    place = open_storage(checkpoint)
-    parts = [part for name, sharded in tensors.items() for part in _plan_reads(place, index, name, sharded)]
-    parts.sort(key=lambda part: (part.stored.file, part.stored.first_byte))
+    storage = open_storage(checkpoint)
+    reads = [read for name, sharded in tensors.items() for read in _plan_reads(storage, index, name, sharded)]
+    reads.sort(key=lambda read: (read.stored.file, read.stored.first_byte))
     try:
-        for number, some in itertools.groupby(parts, key=lambda part: part.stored.file):
-            with open_verified(place, manifest, index.files[number]) as file:
-                for part in some:
-                    part.read(file)
+        for number, file_reads in itertools.groupby(reads, key=lambda read: read.stored.file):
+            with open_verified(storage, manifest, index.files[number]) as file:
+                for read in file_reads:
+                    read.read(file)
     except OSError as error:
-        raise CheckpointError(f"the checkpoint {place} cannot be read: {error}.") from error
+        raise CheckpointError(f"the checkpoint {storage} cannot be read: {error}.") from error
 
 
 @dataclass(frozen=True, eq=False)
 class _ChunkRead:
-    """The intersection of a stored rectangle and a piece: `sizes` elements at `offsets` of the full tensor."""
+    """The intersection of a stored chunk and a local chunk: `sizes` elements at `offsets` of the full tensor."""
 
     stored: StoredChunk
     dtype: torch.dtype
@@ -228,14 +231,14 @@ class _ChunkRead:
     sizes: tuple[int, ...]
 
     def read(self, file: BinaryIO) -> None:
-        """Read the rows that hold the part; straight into the piece where both have the same layout."""
+        """Read the rows that hold the intersection; directly into the target if both have the same layout."""
         shape = (self.sizes[0], *self.stored.sizes[1:]) if self.sizes else ()
-        row = math.prod(self.stored.sizes[1:]) * self.dtype.itemsize
-        first = self.offsets[0] - self.stored.offsets[0] if self.sizes else 0
-        file.seek(self.stored.first_byte + first * row)
+        row_bytes = math.prod(self.stored.sizes[1:]) * self.dtype.itemsize
+        first_row = self.offsets[0] - self.stored.offsets[0] if self.sizes else 0
+        file.seek(self.stored.first_byte + first_row * row_bytes)
         target = self.target.tensor[self._slices(self.target.offsets)]
-        alike = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
-        if alike and shape == self.sizes:
+        has_same_format = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
+        if has_same_format and shape == self.sizes:
             _read_into(file, target)
             return
         rows = torch.empty(shape, dtype=self.dtype)
@@ -247,15 +250,15 @@ class _ChunkRead:
 
 
 def _plan_reads(storage: StorageReader, index: Index, name: str, sharded: ChunkedTensor) -> list[_ChunkRead]:
-    """List what to read for a tensor. Raises CheckpointError if elements are missing."""
-    found: list[_ChunkRead] = []
-    for piece in sharded.chunks:
-        parts = index.tensors[name].intersect(piece)
-        missing = piece.tensor.numel() - sum(math.prod(part.sizes) for part in parts)
-        found += parts
+    """List the reads for one tensor. Raises CheckpointError if elements are missing."""
+    reads: list[_ChunkRead] = []
+    for chunk in sharded.chunks:
+        chunk_reads = index.tensors[name].intersect(chunk)
+        missing = chunk.tensor.numel() - sum(math.prod(read.sizes) for read in chunk_reads)
+        reads += chunk_reads
         if missing:
             raise CheckpointError(f"the checkpoint {storage} is not whole: {name} lacks {missing} elements.")
-    return found
+    return reads
 
 
 def _view_bytes(tensor: Tensor) -> memoryview:
@@ -264,9 +267,9 @@ def _view_bytes(tensor: Tensor) -> memoryview:
 
 
 def _read_into(file: BinaryIO, tensor: Tensor) -> None:
-    rest = _view_bytes(tensor)
-    while rest:
-        count = file.readinto(rest)  # type: ignore[attr-defined]
+    remaining = _view_bytes(tensor)
+    while remaining:
+        count = file.readinto(remaining)  # type: ignore[attr-defined]
         if not count:
             raise OSError(f"{file.name} ends too early")
-        rest = rest[count:]
+        remaining = remaining[count:]

@@ -1,17 +1,17 @@
-"""The checkpoints of a run: written complete or not at all, kept, moved aside, and removed.
+"""Lifecycle of a run's checkpoints: atomic writes, retention, archiving and removal.
 
-[Note: complete or absent] A checkpoint is written into `NAME.writing`. When all files are on disk, the manifest, with
-the size and checksum of each, is added and the directory is renamed to NAME. So a directory of that name was complete
-once. If it lost or changed something since, its manifest shows it, and it is never loaded. The manifest holds its own
-checksum and must be exactly what `json.dumps` writes. Files that it does not name are never read. Object stores have no
-rename: there a checkpoint is complete when it has a manifest, which is written last and removed first.
+[Note: complete or absent] A checkpoint is written to `NAME.writing`. When all files are on disk, the manifest, with the
+size and checksum of each, is added and the directory is renamed to NAME. So a directory of that name was complete at
+that time. If a file is lost or changed later, the manifest shows it, and the checkpoint is never loaded. The manifest
+holds its own checksum and must be exactly what `json.dumps` writes. Files that it does not name are never read. Object
+stores have no rename: there a checkpoint is complete when it has a manifest, which is written last and removed first.
 
-[Note: swap, then remove] A checkpoint that is replaced is renamed to `NAME.replaced`, then the new one gets its name,
-and then the old one is removed. After a crash in between, one of both is complete next to NAME, and `recover` renames
-it. Readers do not: the writer may be alive.
+[Note: swap, then remove] To replace a checkpoint, the old one is renamed to `NAME.replaced`, the new one is renamed to
+NAME, and the old one is removed. After a crash in between, one of the two is complete next to NAME, and
+`recover_interrupted_swap` renames it. Readers do not do so, because the writer may be alive.
 
-After a temporary error a file is written again from its first byte, since a file system reports only once what it could
-not bring to disk. This module imports no torch.
+After a temporary error a file is rewritten from its first byte, because a file system reports a failed flush only once.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from .storage import STEP_PATTERN, LocalStorage, Storage, StorageLike, fsync_dir
 
 CheckpointT = TypeVar("CheckpointT", bound=StorageLike)
 ByteParts = Callable[[], Iterable[Any]]
-"""Yields the bytes of a file, part by part; called for each attempt to write it."""
+"""Yields the bytes of a file in parts; called for each attempt to write it."""
 
 HUGGING_FACE_FOLDER = "huggingface"
-"""Directory of the model's configuration and the tokenizer in a checkpoint."""
+"""Directory in a checkpoint with the model's configuration and the tokenizer."""
 EVALUATIONS_KEY = "evaluations"
-"""Key of `Manifest.extra` with the losses of a checkpoint, by evaluation set."""
+"""Key of `Manifest.extra` with a checkpoint's losses by evaluation set."""
 ARCHIVE_PATTERN = re.compile(r"abandoned-(\d+)")
-"""Name of a place for checkpoints of later steps than the one a run went back to."""
+"""Matches the name of a directory that `archive_after` creates."""
 
 
 @contextmanager
 def _convert_write_errors(failure: str) -> Iterator[None]:
-    """Turn an OSError into a CheckpointWriteError that says what cannot be done."""
+    """Convert an OSError to a CheckpointWriteError that begins with `failure`."""
     try:
         yield
     except OSError as error:
@@ -64,7 +64,7 @@ def _convert_write_errors(failure: str) -> Iterator[None]:
 
 
 def create_writer(storage: Storage) -> CheckpointWriter:
-    """Return a checkpoint to be written at a place."""
+    """Return the writer of a new checkpoint. Raises CheckpointWriteError for a read-only storage."""
     if isinstance(storage, LocalStorage):
         return LocalCheckpointWriter(storage)
     if not hasattr(storage, "write_file"):
@@ -73,22 +73,22 @@ def create_writer(storage: Storage) -> CheckpointWriter:
 
 
 class CheckpointWriter:
-    """A checkpoint that is being written, to an object store.
+    """Write one checkpoint to an object store.
 
-    The first rank calls `begin`, and `commit` or `discard`; all ranks call `write`. The files are written to `target`.
+    Rank 0 calls `prepare`, and `commit` or `discard`; all ranks call `write_file`. The files are written to `target`.
     """
 
     def __init__(self, storage: Storage, target: Storage | None = None) -> None:
         self.storage, self.target = storage, target or storage
 
     def prepare(self) -> None:
-        """Make room for the checkpoint. Raises CheckpointWriteError."""
+        """Remove what is stored under the checkpoint's name. Raises CheckpointWriteError."""
         _reject_wrong_signature(self.storage)
         with _convert_write_errors(f"the checkpoint {self.storage} cannot be written"):
             self.storage.remove()
 
     def write_file(self, name: str, parts: ByteParts) -> StoredFile:
-        """Write a file, which is stored when this returns. Raises OSError."""
+        """Write a file, which is durable on return. Raises OSError."""
         in_chunks = self.storage.options.key is not None and name.startswith(TENSORS_PREFIX)
 
         def write() -> StoredFile:
@@ -99,7 +99,10 @@ class CheckpointWriter:
         return retry(write, self.storage.options, f"writing {self.target}/{name}")
 
     def commit(self, manifest: Manifest) -> None:
-        """Complete the checkpoint. After an OSError one of that name is unchanged, or `recover` restores it."""
+        """Complete the checkpoint.
+
+        After an OSError an existing checkpoint of that name is unchanged, or `recover_interrupted_swap` restores it.
+        """
         sizes = self.storage.list_file_sizes() or {}
         for name, stored in manifest.files.items():
             if sizes.get(name) != stored.size:
@@ -117,31 +120,31 @@ class CheckpointWriter:
         )
 
     def discard(self) -> None:
-        """Remove what could not be completed, as far as possible."""
+        """Remove the incomplete checkpoint as far as possible."""
         try:
             self.storage.remove()
         except OSError:
-            # Without a manifest it is not a checkpoint; the next start removes it.
+            # Without a manifest it is not a checkpoint; the next run removes it.
             return
 
 
 class LocalCheckpointWriter(CheckpointWriter):
-    """A checkpoint that is being written to a directory; see [Note: complete or absent]."""
+    """Write one checkpoint to a directory; see [Note: complete or absent]."""
 
     def __init__(self, storage: LocalStorage) -> None:
         self.final_path, self.temporary_path = storage.path, sibling_path(storage.path, "writing")
         super().__init__(storage, LocalStorage(self.temporary_path, storage.options))
 
     def prepare(self) -> None:
-        access, writing = self.storage.options, self.temporary_path
-        for path in (self.final_path, sibling_path(self.final_path, "replaced"), writing):
-            _reject_wrong_signature(LocalStorage(path, access))
+        options, temporary = self.storage.options, self.temporary_path
+        for path in (self.final_path, sibling_path(self.final_path, "replaced"), temporary):
+            _reject_wrong_signature(LocalStorage(path, options))
         with _convert_write_errors(f"the checkpoint {self.final_path} cannot be written"):
             recover_interrupted_swap(self.final_path)
-            shutil.rmtree(writing, ignore_errors=True)
-            if writing.is_symlink():
-                raise CheckpointError(f"{writing} is a link, through which no checkpoint is written. Remove it.")
-            retry(lambda: writing.mkdir(parents=True, exist_ok=True), access, f"making {writing}")
+            shutil.rmtree(temporary, ignore_errors=True)
+            if temporary.is_symlink():
+                raise CheckpointError(f"{temporary} is a link, through which no checkpoint is written. Remove it.")
+            retry(lambda: temporary.mkdir(parents=True, exist_ok=True), options, f"making {temporary}")
 
     def commit(self, manifest: Manifest) -> None:
         self._write_manifest(manifest)
@@ -154,7 +157,7 @@ class LocalCheckpointWriter(CheckpointWriter):
 
 
 class _HashedParts:
-    """Parts of a file on their way to storage, and the checksums of what was written."""
+    """The parts of a file, and the checksums of those that were written."""
 
     def __init__(self, parts: ByteParts, *, in_blocks: bool) -> None:
         self._parts, self._digest, self._size = parts, hashlib.sha256(), 0
@@ -173,7 +176,7 @@ class _HashedParts:
 
 
 def replace_directory(new: Path, final: Path) -> None:
-    """Give a complete directory its name, replacing one of that name; see [Note: swap, then remove]."""
+    """Rename a complete directory to `final`, replacing an existing one; see [Note: swap, then remove]."""
     old = sibling_path(final, "replaced")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -189,14 +192,14 @@ def replace_directory(new: Path, final: Path) -> None:
 
 
 def recover_interrupted_swap(final: Path) -> None:
-    """Finish an interrupted `replace_directory`, as the writer: the new checkpoint gets the name if it is complete."""
+    """Finish an interrupted `replace_directory`; the new checkpoint gets the name if it is complete."""
     old, new = sibling_path(final, "replaced"), sibling_path(final, "writing")
     if old.exists() and not final.exists():
         (old if read_valid_manifest(new) is None else new).rename(final)
 
 
 def read_valid_manifest(checkpoint: StorageLike) -> Manifest | None:
-    """Return the manifest; None if the checkpoint is incomplete, by the sizes of its files, or cannot be read."""
+    """Return the manifest; None if the checkpoint cannot be read or is incomplete, judging by file sizes."""
     try:
         return read_manifest(checkpoint)
     except CheckpointError:
@@ -204,7 +207,7 @@ def read_valid_manifest(checkpoint: StorageLike) -> Manifest | None:
 
 
 def _has_wrong_signature(checkpoint: StorageLike) -> bool:
-    """Return whether there is a checkpoint that is not signed with the key of its place."""
+    """Return whether a checkpoint exists that is not signed with the key of its storage."""
     try:
         read_manifest(checkpoint)
     except CheckpointError as error:
@@ -229,42 +232,50 @@ def apply_retention(
     keep_best: int | None = None,
     eval_set: str = "",
 ) -> None:
-    """Remove older checkpoints of a run; see `Checkpointer`. Only valid ones are counted and removed.
+    """Remove older checkpoints of a run; see `Checkpointer` for the options. Only valid ones are counted and removed.
 
-    Those of later steps than `newest_step`, which was saved last, are neither: the run went back behind them. Raises
-    CheckpointError.
+    Checkpoints of steps after `newest_step`, the step saved last, are neither counted nor removed: they precede a
+    rollback. Raises CheckpointError.
     """
     if keep_last is None:
         return
-    found = [(int(place.name.rpartition("-")[2]), place) for place in list_checkpoints(open_storage(root))]
-    valid = [(step, place) for step, place in found if step <= newest_step and read_valid_manifest(place) is not None]
-    best = {step for _, step, _ in find_best_checkpoints([place for _, place in valid], eval_set, keep_best or 0)}
+    checkpoints = [
+        (int(checkpoint.name.rpartition("-")[2]), checkpoint) for checkpoint in list_checkpoints(open_storage(root))
+    ]
+    valid = [
+        (step, checkpoint)
+        for step, checkpoint in checkpoints
+        if step <= newest_step and read_valid_manifest(checkpoint) is not None
+    ]
+    best = {
+        step for _, step, _ in find_best_checkpoints([checkpoint for _, checkpoint in valid], eval_set, keep_best or 0)
+    }
     kept = 0
-    for step, place in valid:
+    for step, checkpoint in valid:
         if kept >= keep_last and (step in best or (keep_every is not None and step % keep_every == 0)):
             continue
         kept += 1
         if kept > keep_last:
-            with _convert_write_errors(f"the older checkpoint {place} cannot be removed"):
-                place.remove()
+            with _convert_write_errors(f"the older checkpoint {checkpoint} cannot be removed"):
+                checkpoint.remove()
 
 
 def find_best_checkpoints(
     checkpoints: Sequence[CheckpointT], eval_set: str, count: int
 ) -> list[tuple[float, int, CheckpointT]]:
-    """Return loss, step and place of the `count` checkpoints with the lowest finite losses of a set, the best first."""
-    found = []
-    for place in checkpoints if count else ():
-        manifest = read_valid_manifest(place)
+    """Return loss, step and storage of the checkpoints with the lowest finite losses, best first."""
+    candidates = []
+    for checkpoint in checkpoints if count else ():
+        manifest = read_valid_manifest(checkpoint)
         losses = None if manifest is None else manifest.extra.get(EVALUATIONS_KEY)
         loss = losses.get(eval_set) if isinstance(losses, dict) else None
         if manifest is not None and isinstance(loss, int | float) and math.isfinite(loss):
-            found.append((float(loss), manifest.step, place))
-    return sorted(found, key=lambda each: each[:2])[:count]
+            candidates.append((float(loss), manifest.step, checkpoint))
+    return sorted(candidates, key=lambda each: each[:2])[:count]
 
 
 def cleanup(root: Storage) -> None:
-    """Remove what interrupted runs left incomplete; only the writer of `root` may call this.
+    """Remove incomplete checkpoints of interrupted runs. Only the writer of `root` may call this.
 
     Complete checkpoints that are not signed with the key of `root` stay. Raises CheckpointWriteError.
     """
@@ -272,45 +283,44 @@ def cleanup(root: Storage) -> None:
         _cleanup_directory(root)
         return
     with _convert_write_errors(f"what a run has left in {root} cannot be removed"):
-        for _, place in list_step_checkpoints(root):
-            if MANIFEST_FILE not in (place.list_file_sizes() or {}):
-                place.remove()
+        for _, checkpoint in list_step_checkpoints(root):
+            if MANIFEST_FILE not in (checkpoint.list_file_sizes() or {}):
+                checkpoint.remove()
 
 
 def _cleanup_directory(root: LocalStorage) -> None:
     for path in root.path.glob("step-*.replaced"):
         with _convert_write_errors(f"{path} cannot be given its name back"):
             recover_interrupted_swap(path.with_suffix(""))
-    for kind in TEMPORARY_SUFFIXES:
-        for path in root.path.glob(f"step-*{kind}"):
+    for suffix in TEMPORARY_SUFFIXES:
+        for path in root.path.glob(f"step-*{suffix}"):
             if not _has_wrong_signature(LocalStorage(path, root.options)):
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def archive_after(root: Storage, *, after_step: int, files_to_copy: Sequence[Path] = ()) -> Storage | None:
-    """Move the checkpoints of steps later than `process_result`, -1 for all, to `root`/abandoned-N, with copies of
-    files.
+    """Move the checkpoints of steps after `after_step` (-1: all) to `root`/abandoned-N, and copy files there.
 
-    Returns the new place; None if there was nothing to move. Raises CheckpointWriteError.
+    Returns the storage of the archive; None if there was nothing to move. Raises CheckpointWriteError.
     """
     if not hasattr(root, "write_file"):
         raise CheckpointWriteError(f"{root} cannot be written to. Name a directory or a URL.")
     with _convert_write_errors(f"checkpoints of later steps in {root} cannot be moved"):
-        later = [place for step, place in list_step_checkpoints(root) if step > after_step]
+        later = [checkpoint for step, checkpoint in list_step_checkpoints(root) if step > after_step]
         if not later:
             return None
         numbers = [int(match[1]) for name in root.list_children() if (match := ARCHIVE_PATTERN.fullmatch(name))]
-        aside = root.child(f"abandoned-{max(numbers, default=0) + 1}")
+        archive = root.child(f"abandoned-{max(numbers, default=0) + 1}")
         for file in files_to_copy:
             if file.is_file():
-                aside.write_file(file.name, [file.read_bytes()])
-        for place in later:
-            place.move_to(aside.child(place.name))
-        return aside
+                archive.write_file(file.name, [file.read_bytes()])
+        for checkpoint in later:
+            checkpoint.move_to(archive.child(checkpoint.name))
+        return archive
 
 
 def remove_checkpoints(root: Storage) -> None:
-    """Remove all checkpoints of a run from a place that may hold other things. Raises CheckpointWriteError."""
+    """Remove all checkpoints of a run; other files in `root` stay. Raises CheckpointWriteError."""
     with _convert_write_errors(f"the checkpoints in {root} cannot be removed"):
         for name in root.list_children():
             if STEP_PATTERN.fullmatch(name) or ARCHIVE_PATTERN.fullmatch(name):

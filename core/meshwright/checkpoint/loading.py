@@ -1,4 +1,4 @@
-"""Load a checkpoint, whatever strategy and mesh it was saved under."""
+"""Load a checkpoint that was saved under any strategy and mesh."""
 
 from __future__ import annotations
 
@@ -40,48 +40,50 @@ def load_checkpoint(
     scheduler: LRScheduler | None = None,
     keep_group_settings: bool = False,
 ) -> Manifest:
-    """Load a checkpoint that any strategy on any mesh has saved. Collective.
+    """Load a checkpoint that was saved under any strategy and mesh. Collective.
 
-    The optimizer's state is loaded if the manager has an optimizer, the random generators' if the mesh is the same.
+    The optimizer's state is loaded if the manager has an optimizer. The random generators' states are loaded if the
+    mesh is the same.
 
     Args:
-        manager: with its model; loaded in place.
-        checkpoint: of the checkpoint; a path, a URL or a place.
-        scheduler: of the learning rate; loaded in place.
-        keep_group_settings: keep the settings of the optimizer's groups (rates, decay, ...) and load only the state of
-            each parameter. The groups may then differ from those saved.
+        manager: manager with its model; loaded in place.
+        checkpoint: path, URL or storage of the checkpoint.
+        scheduler: learning-rate scheduler; loaded in place.
+        keep_group_settings: keep the settings of the optimizer's groups (learning rate, weight decay, ...) and load
+            only the state of each parameter. The groups may then differ from the saved ones.
 
     Returns:
         The manifest of the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, foreign, of another model, or lacks the averages that the manager
-            keeps; on all ranks, before anything is changed.
-        StrategyError: the optimizer is another; as well.
+        CheckpointError: the checkpoint is incomplete, not signed with the key, of another model, or lacks the moving
+            averages that the manager keeps. Raised on all ranks, before anything changes.
+        StrategyError: the saved optimizer state does not fit the optimizer. Raised on all ranks, before anything
+            changes.
     """
     world = manager.mesh.world
     checkpoint = world.run_on_all_ranks(lambda: open_storage(checkpoint))
     manifest = world.run_on_all_ranks(lambda: read_and_verify_share(checkpoint, world))
     index = world.run_on_all_ranks(lambda: read_index(checkpoint, manifest))
     stored = index.metas
-    mine = manager.sharded_state()
+    own_state = manager.sharded_state()
     _check_base(checkpoint, manifest, get_base(manager.model_parts))
-    _check_model(checkpoint, mine.model, stored, find_frozen_base_parameters(manager.model_parts), world)
-    _check_averages(checkpoint, mine.ema_weights, stored, world)
-    has_optimizer = mine.optimizer is not None
-    saved = world.run_on_all_ranks(
+    _check_model(checkpoint, own_state.model, stored, find_frozen_base_parameters(manager.model_parts), world)
+    _check_averages(checkpoint, own_state.ema_weights, stored, world)
+    has_optimizer = own_state.optimizer is not None
+    saved_optimizer = world.run_on_all_ranks(
         lambda: read_optimizer_state(checkpoint, manifest, stored) if has_optimizer else None
     )
-    if saved is not None and keep_group_settings:
-        saved = replace(saved, groups=[])
+    if saved_optimizer is not None and keep_group_settings:
+        saved_optimizer = replace(saved_optimizer, groups=[])
     if scheduler is not None and manifest.scheduler is None:
         raise CheckpointError(f"the checkpoint {checkpoint} has no learning-rate schedule. Load it without scheduler.")
-    with manager.load_sharded_state(saved) as target:
+    with manager.load_sharded_state(saved_optimizer) as target:
         same_mesh = manifest.mesh == asdict(manager.mesh.degrees)
-        random = allocate_rng_state(stored, dist.get_rank()) if same_mesh else {}
-        wanted = {name: each for name, each in flatten_state(target).items() if name in stored}
-        world.run_on_all_ranks(lambda: read_tensors(checkpoint, manifest, index, {**wanted, **random}))
-    for sharded in random.values():
+        rng_state = allocate_rng_state(stored, dist.get_rank()) if same_mesh else {}
+        targets = {name: each for name, each in flatten_state(target).items() if name in stored}
+        world.run_on_all_ranks(lambda: read_tensors(checkpoint, manifest, index, {**targets, **rng_state}))
+    for sharded in rng_state.values():
         set_rng_state(sharded.chunks[0].tensor)
     if scheduler is not None and manifest.scheduler is not None:
         saved_schedule = decode_values(manifest.scheduler)
@@ -96,17 +98,18 @@ def find_newest_checkpoint(root: Storage, world: World) -> Storage | None: ...
 @overload
 def find_newest_checkpoint(root: str, world: World) -> Path | Storage | None: ...
 def find_newest_checkpoint(root: str | Path | Storage, world: World) -> Path | Storage | None:
-    """Return the newest valid checkpoint in a directory: its path if `root` is one, else its place. Collective.
+    """Return the newest valid checkpoint in a directory; None if there are no checkpoints. Collective.
 
-    Returns None if there are no checkpoints. Warns, on the first rank, of newer checkpoints that are incomplete.
+    Returns a path if `root` is a path, otherwise a storage. Warns on rank 0 about newer checkpoints that are
+    incomplete.
 
-    Raises CheckpointError, on all ranks, if no checkpoint is valid, or the newest complete one cannot be read, is
-    foreign, or is of another version of meshwright.
+    Raises CheckpointError on all ranks if no checkpoint is valid. Also raises it if the newest complete one cannot be
+    read, is not signed with the key, or is of another version of meshwright.
     """
     folder = world.run_on_all_ranks(lambda: open_storage(root))
-    names = world.run_on_first_rank(lambda: [place.name for place in list_checkpoints(folder)])
-    found, incomplete = find_first_valid([folder.child(name) for name in names], world)
-    if found is not None:
+    names = world.run_on_first_rank(lambda: [checkpoint.name for checkpoint in list_checkpoints(folder)])
+    newest, incomplete = find_first_valid([folder.child(name) for name in names], world)
+    if newest is not None:
         for text in incomplete if world.rank == 0 else ():
             warn(f"{text} An older one is tried.", stacklevel=2)
     elif incomplete:
@@ -117,14 +120,14 @@ def find_newest_checkpoint(root: str | Path | Storage, world: World) -> Path | S
             f"overwrite=true removes them.)"
         )
     is_path = isinstance(root, Path) or (isinstance(root, str) and not is_url(root))
-    return Path(str(found)) if is_path and found is not None else found
+    return Path(str(newest)) if is_path and newest is not None else newest
 
 
 CheckpointT = TypeVar("CheckpointT", bound=StorageLike)
 
 
 def find_first_valid(paths: Sequence[CheckpointT], world: World) -> tuple[CheckpointT | None, list[str]]:
-    """Return the first valid checkpoint, and what is wrong with those before it. Collective. Raises CheckpointError."""
+    """Return the first valid checkpoint, and the errors of those before it. Collective. Raises CheckpointError."""
     incomplete = []
     for path in paths:
         try:
@@ -137,7 +140,7 @@ def find_first_valid(paths: Sequence[CheckpointT], world: World) -> tuple[Checkp
 
 
 def read_and_verify_share(directory: StorageLike, world: World) -> Manifest:
-    """Read the manifest and verify the files; each rank verifies a part of them. Raises CheckpointError."""
+    """Read the manifest and verify this rank's share of the files. Raises CheckpointError."""
     manifest = read_manifest(directory)
     verify_files(directory, manifest, list(manifest.files)[world.rank :: world.size])
     return manifest
@@ -163,7 +166,7 @@ def _check_model(
     optional_names: Collection[str],
     world: World,
 ) -> None:
-    """Raise on all ranks if the checkpoint is not of this model; it may lack what comes from the model's base."""
+    """Raise on all ranks if the checkpoint is of another model; it may lack `optional_names`, which the base has."""
     shapes = {
         name.removeprefix(MODEL_PREFIX): shape for name, (shape, _) in stored.items() if name.startswith(MODEL_PREFIX)
     }
@@ -175,8 +178,8 @@ def _check_model(
             error = f"it lacks {name}"
         if error is not None:
             break
-    known = world.reduce_ints([int(name in model) for name in shapes], dist.ReduceOp.MAX)
-    unknown = [name for name, is_known in zip(shapes, known, strict=True) if not is_known]
+    flags = world.reduce_ints([int(name in model) for name in shapes], dist.ReduceOp.MAX)
+    unknown = [name for name, is_known in zip(shapes, flags, strict=True) if not is_known]
     if unknown:
         error = f"it holds {', '.join(unknown[:3])}{' and more' if unknown[3:] else ''}, which the model has not"
     message = f"the checkpoint {directory} is not of this model: {error}. Build the model that it was saved from."
@@ -186,7 +189,7 @@ def _check_model(
 def _check_averages(
     directory: StorageReader, averages: Mapping[str, ChunkedTensor], stored: Mapping[str, TensorMeta], world: World
 ) -> None:
-    """Raise on all ranks if the checkpoint lacks the averages of trained weights."""
+    """Raise on all ranks if the checkpoint lacks moving averages of trained weights."""
     names = [name for name in averages if f"{EMA_PREFIX}{name}" not in stored]
     has_any = any(name.startswith(EMA_PREFIX) for name in stored)
     lacks = f"lacks the average of {names[0]}" if names and has_any else "has no average of the weights"

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: its files with sizes and checksums, and whether they are as they were written.
+"""The manifest of a checkpoint: its files with sizes and checksums, and their verification.
 
-Whoever can write to a checkpoint's directory may exchange a file after it was verified. Where a key is given, the
-manifest therefore has a checksum for each chunk of the files that are read in part, and a chunk is compared with its
-checksum before its bytes are used. This module imports no torch.
+Any process that can write to a checkpoint's directory may replace a file after it was verified. If a key is given, the
+manifest therefore holds a checksum for each block of the files that are read in part. A block is verified before its
+bytes are used. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ MANIFEST_FILE = "checkpoint.json"
 SIGNATURE_KEY = "hmac_sha256"
 """Key of the signature in the manifest, if there is one."""
 FORMAT, ADAPTER_FORMAT = 2, 3
-"""Formats of full models, and of adapters without their base."""
+"""Format versions of full models, and of adapters without their base."""
 TENSORS_PREFIX = "tensors-"
-"""Prefix of the files that hold tensors, which are read in part."""
+"""Name prefix of the files that hold tensors. These files are read in part."""
 BLOCK_BYTES = 1 << 24
-"""Bytes of a signed file that are verified together where it is read in part."""
+"""Size in bytes of the blocks in which signed tensor files are verified."""
 TEMPORARY_SUFFIXES = (".writing", ".replaced", ".deleting")
-"""Suffixes of checkpoints and models that are incomplete, or about to be removed."""
+"""Name suffixes of checkpoints and models that are incomplete or about to be removed."""
 _MAX_MANIFEST_BYTES = 1 << 28
-"""Bytes of a manifest."""
 _STRICT = ConfigDict(strict=True, revalidate_instances="always")
 
 
 class CheckpointSignatureError(CheckpointError):
-    """A checkpoint is not signed, or not with the key of its place."""
+    """A checkpoint is unsigned or not signed with the key of its storage."""
 
 
 def sibling_path(final: Path, suffix: str) -> Path:
@@ -63,25 +62,28 @@ def format_step_name(step: int) -> str:
 
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:
-    """List step and directory of each checkpoint in `root`, valid or not, the newest first. Raises CheckpointError."""
-    return [(int(place.name.rpartition("-")[2]), root / place.name) for place in list_checkpoints(LocalStorage(root))]
+    """List step and directory of each checkpoint in `root`, valid or not, newest first. Raises CheckpointError."""
+    return [
+        (int(checkpoint.name.rpartition("-")[2]), root / checkpoint.name)
+        for checkpoint in list_checkpoints(LocalStorage(root))
+    ]
 
 
 def list_checkpoints(storage: Storage) -> list[Storage]:
-    """List the checkpoints in a folder, valid or not, the newest first. Raises CheckpointError."""
+    """List the checkpoints in a directory, valid or not, newest first. Raises CheckpointError."""
     with convert_read_errors(storage):
-        return [place for _, place in list_step_checkpoints(storage)]
+        return [checkpoint for _, checkpoint in list_step_checkpoints(storage)]
 
 
 def storage_exists(storage: StorageReader) -> bool:
-    """Return whether a place exists. Raises CheckpointError if it cannot be read."""
+    """Return whether a storage exists. Raises CheckpointError if it cannot be read."""
     with convert_read_errors(storage):
         return storage.list_file_sizes() is not None
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size in bytes and SHA-256 of a file; of each of its chunks, too, if it is signed and read in part."""
+    """Size in bytes and SHA-256 of a file. `chunks`: SHA-256 of each block of a signed tensor file."""
 
     __pydantic_config__: ClassVar = _STRICT
     size: Count
@@ -91,17 +93,17 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself.
+    """Metadata of a checkpoint.
 
     Attributes:
         step: number of optimizer steps done.
         strategy, mesh, world_size: layout it was saved under; `mesh` maps each axis to its degree.
-        versions: of python, torch, transformers and meshwright.
-        scheduler: state of the learning-rate schedule; None without one.
-        extra: values of the caller, JSON.
-        files: by name, relative to the checkpoint.
-        base: of a checkpoint that holds adapters alone: see `meshwright.model.adapter.BaseModelRef`.
-        is_signed: whether it has a signature, which was checked if the place it was read from has a key.
+        versions: versions of python, torch, transformers and meshwright.
+        scheduler: state of the learning-rate scheduler; None without one.
+        extra: JSON values of the caller.
+        files: the files by name, relative to the checkpoint.
+        base: base of a checkpoint that holds only adapters; see `meshwright.model.adapter.BaseModelRef`.
+        is_signed: whether it has a signature. The signature was verified if the storage has a key.
     """
 
     __pydantic_config__: ClassVar = _STRICT
@@ -123,24 +125,24 @@ _MANIFEST_ADAPTER = TypeAdapter(Manifest)
 
 
 def read_manifest(checkpoint: StorageLike) -> Manifest:
-    """Read a checkpoint's manifest, and check that its files exist and have their sizes.
+    """Read a checkpoint's manifest, and check that its files exist and have their recorded sizes.
 
     Raises:
         IncompleteCheckpointError: the checkpoint was never completed, or is no longer complete.
-        CheckpointSignatureError: it is not signed with the key of its place.
+        CheckpointSignatureError: it is not signed with the key of its storage.
         CheckpointError: it does not exist, cannot be read, or is of another version of meshwright.
     """
-    place = open_storage(checkpoint)
-    manifest, sizes = read_manifest_and_sizes(place)
+    storage = open_storage(checkpoint)
+    manifest, sizes = read_manifest_and_sizes(storage)
     for name in manifest.files:
         reason = find_size_error(manifest, sizes, name)
         if reason is not None:
-            raise incomplete_error(place, reason)
+            raise incomplete_error(storage, reason)
     return manifest
 
 
 def read_manifest_and_sizes(storage: StorageReader) -> tuple[Manifest, dict[str, int]]:
-    """Return the manifest, and the size of each file that exists. Raises as `read_manifest`."""
+    """Return the manifest and the size of each existing file. Raises like `read_manifest`."""
     with convert_read_errors(storage):
         sizes = storage.list_file_sizes()
         if sizes is None:
@@ -164,7 +166,7 @@ def read_manifest_and_sizes(storage: StorageReader) -> tuple[Manifest, dict[str,
 def _parse_manifest(storage: StorageReader, text: bytes) -> Manifest:
     try:
         content = json.loads(text.decode())
-        # A text that was altered differs from what is written, though it may mean the same.
+        # An altered text differs from the canonical one, even if both parse to the same values.
         is_as_written = text.decode() == _to_text(content)
         version = content.pop("format")
         if version not in (FORMAT, ADAPTER_FORMAT):
@@ -193,9 +195,9 @@ def _parse_manifest(storage: StorageReader, text: bytes) -> Manifest:
             f"that it was signed with, or none if you trust it; or resume from another. It was neither changed nor "
             f"removed."
         )
-    # Somebody may have put an older checkpoint instead of a newer one.
-    named = STEP_PATTERN.fullmatch(storage.name)
-    if named and int(named[1]) != manifest.step:
+    # An older checkpoint may have been renamed to a newer step.
+    step_match = STEP_PATTERN.fullmatch(storage.name)
+    if step_match and int(step_match[1]) != manifest.step:
         raise CheckpointError(
             f"the checkpoint {storage} is of step {manifest.step}, and not of the step that it is called by. Give it "
             "its "
@@ -212,7 +214,7 @@ def _check_relative_name(name: str) -> str:
 
 
 def find_size_error(manifest: Manifest, sizes: Mapping[str, int], name: str) -> str | None:
-    """Say what is wrong with the size of a file; None if nothing is."""
+    """Describe a missing file or a wrong size; return None if the file has its recorded size."""
     size, expected = sizes.get(name), manifest.files[name].size
     if size == expected:
         return None
@@ -220,44 +222,43 @@ def find_size_error(manifest: Manifest, sizes: Mapping[str, int], name: str) -> 
 
 
 def verify_files(checkpoint: StorageLike, manifest: Manifest, names: Sequence[str]) -> None:
-    """Compare the checksums of some of a checkpoint's files. Raises IncompleteCheckpointError or CheckpointError."""
-    place = open_storage(checkpoint)
+    """Verify the checksums of the named files. Raises IncompleteCheckpointError or CheckpointError."""
+    storage = open_storage(checkpoint)
     for name in names:
-        stored = compute_stored_file(place, name)
+        stored = compute_stored_file(storage, name)
         if stored != manifest.files[name]:
-            raise checksum_error(place, name)
+            raise checksum_error(storage, name)
 
 
 def read_and_verify(checkpoint: StorageLike) -> Manifest:
-    """Read the manifest, and verify all files. Raises as `read_manifest` and `verify`."""
+    """Read the manifest and verify all files. Raises like `read_manifest` and `verify_files`."""
     manifest = read_manifest(checkpoint)
     verify_files(checkpoint, manifest, list(manifest.files))
     return manifest
 
 
 def read_verified_file(checkpoint: StorageLike, manifest: Manifest, name: str) -> bytes:
-    """Read one of a checkpoint's files, and compare its checksum. Raises IncompleteCheckpointError or
-    CheckpointError."""
-    place = open_storage(checkpoint)
+    """Read a file of a checkpoint and verify its checksum. Raises IncompleteCheckpointError or CheckpointError."""
+    storage = open_storage(checkpoint)
     if name not in manifest.files:
-        raise incomplete_error(place, f"{MANIFEST_FILE} names no {name}")
-    with convert_read_errors(place), place.open(name) as file:
+        raise incomplete_error(storage, f"{MANIFEST_FILE} names no {name}")
+    with convert_read_errors(storage), storage.open(name) as file:
         content = file.read()
     if StoredFile(len(content), hashlib.sha256(content).hexdigest()) != manifest.files[name]:
-        raise checksum_error(place, name)
+        raise checksum_error(storage, name)
     return content
 
 
 def compute_stored_file(storage: StorageReader, name: str) -> StoredFile:
-    """Compute size and checksum of a file as it is. Raises CheckpointError if it cannot be read."""
+    """Compute size and checksum of a file. Raises CheckpointError if it cannot be read."""
     with convert_read_errors(storage), storage.open(name) as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         return StoredFile(file.tell(), checksum)
 
 
 def incomplete_error(checkpoint: StorageLike, reason: str) -> IncompleteCheckpointError:
-    place = open_storage(checkpoint)
-    return IncompleteCheckpointError(f"the checkpoint {place} is not whole: {reason}.{place.format_hint()}")
+    storage = open_storage(checkpoint)
+    return IncompleteCheckpointError(f"the checkpoint {storage} is not whole: {reason}.{storage.format_hint()}")
 
 
 def checksum_error(storage: StorageReader, name: str) -> IncompleteCheckpointError:
@@ -265,8 +266,8 @@ def checksum_error(storage: StorageReader, name: str) -> IncompleteCheckpointErr
 
 
 def unreadable_error(checkpoint: StorageLike, error: OSError) -> CheckpointError:
-    """Return the error of a file of a checkpoint that cannot be read."""
-    # Not a IncompleteCheckpointError: the checkpoint may be complete once the file system works again.
+    """Return the error for a checkpoint whose files cannot be read."""
+    # Not an IncompleteCheckpointError: the checkpoint may be complete once the file system works again.
     return CheckpointError(
         f"{checkpoint} cannot be read: {error}. See to it that it can; or move it away, if it is not to be used."
     )
@@ -274,7 +275,7 @@ def unreadable_error(checkpoint: StorageLike, error: OSError) -> CheckpointError
 
 @contextmanager
 def convert_read_errors(checkpoint: StorageLike) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError."""
+    """Convert an OSError to a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -282,7 +283,7 @@ def convert_read_errors(checkpoint: StorageLike) -> Iterator[None]:
 
 
 def serialize_manifest(manifest: Manifest, key: SigningKey | None) -> str:
-    """Return the text of a manifest, with its checksum and, if there is a key, a signature."""
+    """Return the text of a manifest with its checksum and, given a key, its signature."""
     content = asdict(manifest)
     version = content.pop("format")
     del content["is_signed"]
@@ -305,7 +306,7 @@ def _compute_checksum(content: Mapping[str, Any]) -> str:
 
 
 class BlockHasher:
-    """Checksums of the chunks of a file that is written in parts."""
+    """Compute the checksum of each block of a file that is written in parts."""
 
     def __init__(self) -> None:
         self._digests: list[str] = []
@@ -314,14 +315,14 @@ class BlockHasher:
     def update(self, part: Any) -> None:
         rest = memoryview(part).cast("B")
         while rest:
-            some, rest = rest[: self._remaining_bytes], rest[self._remaining_bytes :]
-            self._digest.update(some)
-            self._remaining_bytes -= some.nbytes
+            block_part, rest = rest[: self._remaining_bytes], rest[self._remaining_bytes :]
+            self._digest.update(block_part)
+            self._remaining_bytes -= block_part.nbytes
             if not self._remaining_bytes:
                 self._finish_block()
 
     def digests(self) -> tuple[str, ...]:
-        """Return the checksums of all chunks, the last of which may be shorter. Nothing can be added afterwards."""
+        """Return the checksums of all blocks, of which the last may be shorter. Ends the computation."""
         if self._remaining_bytes < BLOCK_BYTES:
             self._finish_block()
         return tuple(self._digests)
@@ -332,7 +333,7 @@ class BlockHasher:
 
 
 def open_verified(storage: StorageReader, manifest: Manifest, name: str) -> AbstractContextManager[BinaryIO]:
-    """Open a file of a checkpoint to read parts of it; signed chunks are verified as they are read. Raises OSError."""
+    """Open a file for partial reads; blocks of a signed file are verified as they are read. Raises OSError."""
     file, stored = storage.open(name), manifest.files[name]
     if storage.options.key is None or not stored.chunks:
         return file
@@ -340,7 +341,7 @@ def open_verified(storage: StorageReader, manifest: Manifest, name: str) -> Abst
 
 
 class _VerifyingReader(SeekableReader):
-    """A file whose chunks are compared with their checksums; reading one that changed raises CheckpointError."""
+    """A file whose blocks are verified as they are read; a changed block raises CheckpointError."""
 
     def __init__(self, file: BinaryIO, stored: StoredFile, storage: StorageReader, name: str) -> None:
         super().__init__(name)
@@ -356,17 +357,17 @@ class _VerifyingReader(SeekableReader):
             return 0
         if number != self._block_index:
             self._block, self._block_index = self._read_block(number), number
-        some = self._block[begin : begin + buffer.nbytes]
-        buffer[: len(some)] = some
-        return len(some)
+        content = self._block[begin : begin + buffer.nbytes]
+        buffer[: len(content)] = content
+        return len(content)
 
     def _read_block(self, number: int) -> bytes:
         self._file.seek(number * BLOCK_BYTES)
-        found = self._file.read(min(BLOCK_BYTES, self._stored.size - number * BLOCK_BYTES))
+        content = self._file.read(min(BLOCK_BYTES, self._stored.size - number * BLOCK_BYTES))
         expected = self._stored.chunks[number : number + 1]
-        if (hashlib.sha256(found).hexdigest(),) != expected:
+        if (hashlib.sha256(content).hexdigest(),) != expected:
             raise checksum_error(self._storage, self.name)
-        return found
+        return content
 
     def close(self) -> None:
         self._file.close()

@@ -1,11 +1,11 @@
-"""Merge an adapter into its base: write a full model, in bounded memory.
+"""Merge an adapter into its base and write the full model, in bounded memory.
 
-Layers are merged as by `model.merge`, so that the weights are those of `merge_and_unload`, bit for bit. But one layer
-at a time is in memory: tensors of the base are read from its files, those of the adapter from the checkpoint or the
-adapter's directory.
+Layers are merged as in `model.merge`, so the weights are bitwise identical to those of `merge_and_unload`. But only one
+layer at a time is in memory: tensors of the base are read from its files, those of the adapter from the checkpoint or
+the adapter's directory.
 
-[Note: tied weights] Where an adapter changes one of two tied weights, both are written, and the configuration says that
-they are not tied, so that the merged model computes what the adapted one did. `merge_and_unload` changes both.
+[Note: tied weights] If an adapter changes one of two tied weights, both are written, and the configuration declares
+them untied, so that the merged model computes the same as the adapted one. `merge_and_unload` changes both.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from .storage import LocalStorage, StorageLike, StorageReader
 from .stored_model import StoredModel, build_model_on_meta, map_to_first_names
 
 TensorReaders = Mapping[str, Callable[[], Tensor]]
-"""Reads full tensors of a base, or of an adapter's source, into new memory, by their names in the model."""
+"""Functions that read full tensors of a base or adapter into new memory, by name in the model."""
 
 
 def merge_adapter(
@@ -69,46 +69,50 @@ def merge_adapter(
     max_shard_size: str | int = "5GB",
     use_ema: bool = False,
 ) -> None:
-    """Write an adapter merged into its base as a Hugging Face directory, with one process.
+    """Merge an adapter into its base and write the model as a Hugging Face directory, with one process.
 
-    The directory appears under its name when it is complete.
+    The directory appears under its name only when it is complete.
 
     Args:
         source: a checkpoint of adapters, or the directory of one adapter.
-        output: a directory that is missing or empty.
-        base: directory of the base, if it is not where it was in training.
-        dtype: of the base before merging, and of the model; None: as in training.
-        max_shard_size, average: as of `export_checkpoint`; an adapter's directory has no average.
+        output: a directory that does not exist or is empty.
+        base: directory of the base; None: where it was in training.
+        dtype: dtype of the base before merging, and of the model; None: as in training.
+        max_shard_size, use_ema: see `export_checkpoint`. An adapter's directory has no moving averages.
 
     Raises:
         CheckpointError: the source is incomplete, or has no adapter.
-        ModelError: the base is missing, or is another.
+        ModelError: the base is missing, or is not the one that the adapter was trained on.
         ConfigError: the output is not empty, or a size is invalid.
     """
-    place, output = open_storage(source), Path(output)
+    storage, output = open_storage(source), Path(output)
     check_output_empty(output)
     limit = parse_size(max_shard_size)
-    merged, described = _open_source(place, base, dtype, average=use_ema)
+    merged, metadata_files = _open_source(storage, base, dtype, average=use_ema)
     where = f"the base of {source}"
-    export = ModelExporter(merged.full, merged, described, None, limit, num_ranks=1, where=where)
-    with atomic_directory(output) as writing:
-        for name in export.files:
-            export.write(name, writing / name)
-        export.write_metadata(writing)
-        new = {name: path.read_bytes() for path, name in described}
+    exporter = ModelExporter(merged.full, merged, metadata_files, None, limit, num_ranks=1, where=where)
+    with atomic_directory(output) as temporary:
+        for name in exporter.files:
+            exporter.write(name, temporary / name)
+        exporter.write_metadata(temporary)
+        new = {name: path.read_bytes() for path, name in metadata_files}
         for name, content in drop_replaced_files(merged.files, new).items():
-            (writing / name).parent.mkdir(exist_ok=True)
-            (writing / name).write_bytes(content)
+            (temporary / name).parent.mkdir(exist_ok=True)
+            (temporary / name).write_bytes(content)
 
 
 class MergedModel:
-    """A base on the meta device with its adapter; `Tensors` of an export.
+    """A base on the meta device with its adapter merged into it; the `ModelTensors` of an export.
 
-    `weights` are the base's; `values` returns the tensors of the adapter's source for the adapted model.
+    Args:
+        model: the base.
+        weights: tensors of the base.
+        config: peft's configuration of the adapter.
+        values: returns the tensors of the adapter's source, given the adapted model.
 
     Attributes:
-        full: the model as it is to be written.
-        files: of the base, besides its weights.
+        full: the model as it is written, on the meta device.
+        files: files of the base besides its weights.
     """
 
     def __init__(
@@ -122,7 +126,7 @@ class MergedModel:
             if name not in self._adapter_readers and to_base_name(name) not in weights:
                 raise CheckpointError(f"neither the adapter nor its base has {name}. Merge one that is whole.")
         copies = find_active_copies(self._adapted_model)
-        # Maps tensors of the base to their names in the adapted model, or to the trained copy instead.
+        # Maps tensors of the base to their names in the adapted model, or to the trained copies that replace them.
         self._source_names = {
             to_base_name(name): name for name in self._adapted_model.state_dict() if copies.get(name, True)
         }
@@ -167,7 +171,7 @@ class MergedModel:
         )
 
     def _untie_changed(self) -> None:
-        """See [Note: tied weights]."""
+        """Untie weights that differ after merging; see [Note: tied weights]."""
         state = self.full.state_dict(keep_vars=True)
         for name, other in map_to_first_names(self.full).items():
             if other == name or not {name, other} & self._changed_names:
@@ -196,7 +200,7 @@ class MergedModel:
 def _open_source(
     source: StorageReader, base: str | Path | None, dtype: torch.dtype | None, *, average: bool
 ) -> tuple[MergedModel, list[tuple[Path, str]]]:
-    """Return the merged model of a source, and the files that describe it besides the base's configuration."""
+    """Return the merged model of a source, and its metadata files, apart from the base's configuration."""
     if isinstance(source, LocalStorage) and (source.path / ADAPTER_CONFIG).is_file():
         if average:
             raise ConfigError(f"{source} is the directory of an adapter, which has no average. Give a checkpoint.")
@@ -214,7 +218,7 @@ def _open_source(
     if manifest.base is None:
         weights: TensorReaders = {to_base_name(name): partial(stored.read, name) for name in stored.metas}
         model = build_model_on_meta(stored, is_adapter_base=True)
-        # That of the embedding, or what else comes first.
+        # The dtype of the embedding, or of the first floating-point tensor.
         model.to(dtype or next(kind for _, kind in stored.metas.values() if kind.is_floating_point))
     else:
         directory = _find_base_directory(BaseModelRef(**manifest.base), base)
@@ -224,24 +228,24 @@ def _open_source(
 
     def values(adapted: nn.Module) -> TensorReaders:
         check_adapter_tensors(adapted, stored)
-        own = {name: first for name, first in map_to_first_names(adapted).items() if first in stored.metas}
-        return {name: partial(stored.read, kept) for name, kept in own.items()}
+        first_names = {name: first for name, first in map_to_first_names(adapted).items() if first in stored.metas}
+        return {name: partial(stored.read, first_name) for name, first_name in first_names.items()}
 
-    described = [each for each in stored.metadata_files if each[1].rpartition("/")[2] != ADAPTER_CONFIG]
-    return MergedModel(model, weights, configs["default"], values), described
+    metadata_files = [each for each in stored.metadata_files if each[1].rpartition("/")[2] != ADAPTER_CONFIG]
+    return MergedModel(model, weights, configs["default"], values), metadata_files
 
 
 def _open_adapter_directory(
     source: Path, base: str | Path | None, dtype: torch.dtype | None
 ) -> tuple[MergedModel, Any]:
-    config, noted = read_adapter_config(source), read_base(source)
-    if noted is not None:
-        directory = _find_base_directory(noted, base)
+    config, recorded = read_adapter_config(source), read_base(source)
+    if recorded is not None:
+        directory = _find_base_directory(recorded, base)
     else:
-        named = base or config.base_model_name_or_path
-        if not named:
+        path = base or config.base_model_name_or_path
+        if not path:
             raise ModelError(f"{source} names no base. Give it: --base DIR.")
-        directory = find_model_directory(str(named), revision=config.revision if base is None else None)
+        directory = find_model_directory(str(path), revision=config.revision if base is None else None)
     model, pretrained = open_pretrained(directory, config_from_directory(directory, {}), dtype=dtype)
 
     return MergedModel(
@@ -253,7 +257,7 @@ def _open_adapter_directory(
 
 
 def _build_readers(sources: Mapping[str, TensorReader]) -> TensorReaders:
-    # Files are mapped, and merging changes tensors in place.
+    # Files are memory-mapped, and merging modifies tensors in place.
     return {name: lambda each=each: read_full(each).clone() for name, each in sources.items()}  # type: ignore[misc]
 
 
@@ -264,10 +268,10 @@ def _find_base_directory(recorded: BaseModelRef, override: str | Path | None) ->
         )
     except ModelError as error:
         raise ModelError(f"the base of the adapter cannot be found: {error} Say where it is: --base DIR.") from None
-    found = compute_fingerprint(directory)
-    if found != recorded.fingerprint:
+    fingerprint = compute_fingerprint(directory)
+    if fingerprint != recorded.fingerprint:
         raise ModelError(
-            f"{directory} is not the base of the adapter: its fingerprint is {found[:12]}, and that of the base, "
+            f"{directory} is not the base of the adapter: its fingerprint is {fingerprint[:12]}, and that of the base, "
             f"{recorded}. Give the base that it was trained on: --base DIR."
         )
     return directory

@@ -1,8 +1,8 @@
-"""Find the place that a path or a URL names; object stores, such as s3://bucket/prefix, are reached by fsspec.
+"""Open the storage of a path or URL. Object stores, such as s3://bucket/prefix, are accessed through fsspec.
 
-Object stores have no rename, and a file appears when it is complete. Credentials and servers come from the environment
-and the settings files of fsspec's packages; no secret is in a run file. See docs/reference/storage.md.
-Source: fsspec.spec.AbstractFileSystem.
+Object stores have no rename, and a file appears only when it is complete. Credentials and endpoints come from the
+environment and from the configuration files of fsspec's packages. A run file holds no secret. See
+docs/reference/storage.md. Source: fsspec.spec.AbstractFileSystem.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .storage import (
 T = TypeVar("T")
 
 READ_AHEAD_BYTES = 8_000_000
-# Chained URLs, such as "simplecache::s3://bucket", match as well; they are refused.
+# Chained URLs, such as "simplecache::s3://bucket", match as well and are rejected later.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::.*)?://", re.DOTALL)
 _MANIFEST_SUFFIX = "/checkpoint.json"
-# Extra of this distribution that installs what a kind of URL needs.
+# Extra of this distribution that installs the package for a protocol.
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 PROTOCOLS = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "abfs", "az", "hf")
-"""Kinds of URLs that are opened. Other kinds of fsspec are not safe: older versions run what a `reference://` file
-holds."""
+"""URL protocols that are allowed. Others of fsspec are unsafe: older versions execute the content of a
+`reference://` file."""
 
 
 def is_url(location: object) -> bool:
@@ -51,7 +51,7 @@ def open_storage(location: str | Path | Storage, options: StorageOptions = ...) 
 @overload
 def open_storage(location: str | Path | StorageReader, options: StorageOptions = ...) -> StorageReader: ...
 def open_storage(location: str | Path | StorageReader, options: StorageOptions = DEFAULT_OPTIONS) -> StorageReader:
-    """Return the storage that a path or a URL names; a storage is returned unchanged. Raises ConfigError."""
+    """Return the storage of a path or URL; a storage is returned unchanged. Raises ConfigError."""
     if is_url(location):
         return _open_url(str(location), options)
     return LocalStorage(Path(location), options) if isinstance(location, str | Path) else location
@@ -108,7 +108,7 @@ class RemoteStorage:
     options: StorageOptions = DEFAULT_OPTIONS
 
     def __post_init__(self) -> None:
-        # Names that a server lists become part of URLs.
+        # A name listed by the server could form a chained URL.
         _refuse_chains(self.url)
 
     def __str__(self) -> str:
@@ -133,24 +133,24 @@ class RemoteStorage:
 
     def list_children(self) -> list[str]:
         def names() -> list[str]:
-            files, path = self._open_filesystem()
+            filesystem, path = self._open_filesystem()
             try:
-                found = files.ls(path, detail=True)
+                entries = filesystem.ls(path, detail=True)
             except FileNotFoundError:
-                # A run that begins has no such prefix; `find` raises if the bucket is missing.
-                files.find(path)
+                # A new run has no such prefix yet; `find` raises if the bucket is missing.
+                filesystem.find(path)
                 return []
-            names = (each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory")
+            names = (each["name"].rstrip("/").rpartition("/")[2] for each in entries if each["type"] == "directory")
             return [name for name in names if name != self.name]
 
         return self._retry(names, "reading")
 
     def list_file_sizes(self) -> dict[str, int] | None:
         def sizes() -> dict[str, int] | None:
-            files, path = self._open_filesystem()
-            found = files.find(path, detail=True)
+            filesystem, path = self._open_filesystem()
+            entries = filesystem.find(path, detail=True)
             start = len(path.strip("/")) + 1
-            return {name.strip("/")[start:]: int(each["size"]) for name, each in found.items()} or None
+            return {name.strip("/")[start:]: int(each["size"]) for name, each in entries.items()} or None
 
         return self._retry(sizes, "reading")
 
@@ -167,7 +167,7 @@ class RemoteStorage:
                 with _convert_to_os_errors():
                     file.write(part)
         except BaseException:
-            # Closing the file would make it appear.
+            # Closing the file would publish it.
             with suppress(Exception):
                 file.discard()
             file.closed = True
@@ -179,41 +179,42 @@ class RemoteStorage:
         """Remove all files below this prefix, manifests first."""
 
         def remove() -> None:
-            files, path = self._open_filesystem()
-            found = files.find(path)
-            for each in found:
+            """Remove all files under this prefix, manifests first."""
+            filesystem, path = self._open_filesystem()
+            paths = filesystem.find(path)
+            for each in paths:
                 if each.endswith(_MANIFEST_SUFFIX):
-                    files.rm_file(each)
-            if found:
+                    filesystem.rm_file(each)
+            if paths:
                 with suppress(FileNotFoundError):
-                    files.rm(path, recursive=True)
+                    filesystem.rm(path, recursive=True)
 
         self._retry(remove, "removing")
 
     def move_to(self, destination: RemoteStorage) -> None:
-        """Copy all files below this prefix, manifests last, and remove them here."""
+        """Copy all files under this prefix, manifests last, and then remove them here."""
 
         def copy() -> None:
-            files, path = self._open_filesystem()
+            filesystem, path = self._open_filesystem()
             _, target = destination._open_filesystem()
-            for each in sorted(files.find(path), key=lambda name: name.endswith(_MANIFEST_SUFFIX)):
-                files.cp_file(each, f"{target}/{each.strip('/')[len(path.strip('/')) + 1 :]}")
+            for each in sorted(filesystem.find(path), key=lambda name: name.endswith(_MANIFEST_SUFFIX)):
+                filesystem.cp_file(each, f"{target}/{each.strip('/')[len(path.strip('/')) + 1 :]}")
 
         self._retry(copy, "moving")
         self.remove()
 
     def _open(self, name: str, mode: str, **options: Any) -> Any:
         with _convert_to_os_errors():
-            files, path = self._open_filesystem()
-            return files.open(f"{path}/{name}", mode, **options)
+            filesystem, path = self._open_filesystem()
+            return filesystem.open(f"{path}/{name}", mode, **options)
 
     def _open_filesystem(self) -> tuple[Any, str]:
-        """Return the file system and the path in it. Its cache is out of date where other processes write."""
-        files, path = importlib.import_module("fsspec.core").url_to_fs(self.url)
-        files.invalidate_cache()
-        if loop := getattr(files, "loop", None):
+        """Return the file system and the path in it. The listing cache is dropped, since other processes write."""
+        filesystem, path = importlib.import_module("fsspec.core").url_to_fs(self.url)
+        filesystem.invalidate_cache()
+        if loop := getattr(filesystem, "loop", None):
             loop.set_exception_handler(_ignore_os_errors)
-        return files, path
+        return filesystem, path
 
     def _retry(self, work: Callable[[], T], what: str) -> T:
         def attempt() -> T:
@@ -224,13 +225,13 @@ class RemoteStorage:
 
 
 def _ignore_os_errors(loop: Any, context: dict[str, Any]) -> None:
-    """A broken connection fails several tasks of a client, which waits for one and reports that one's error."""
+    """Ignore the further tasks that a broken connection fails; the client reports the error of the one it awaits."""
     if not isinstance(context.get("exception"), OSError):
         loop.default_exception_handler(context)
 
 
 class _RemoteFile:
-    """A file of fsspec whose errors are OSErrors."""
+    """An fsspec file that raises only OSErrors."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -250,7 +251,7 @@ class _RemoteFile:
 
 @contextmanager
 def _convert_to_os_errors() -> Iterator[None]:
-    """Turn the errors that each package defines for failing servers into OSErrors."""
+    """Convert package-specific errors of failing servers to OSErrors."""
     try:
         yield
     except OSError:

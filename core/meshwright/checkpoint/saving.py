@@ -1,9 +1,9 @@
-"""Write one checkpoint: divide the work between ranks, copy the state, write it, complete the checkpoint.
+"""Save one checkpoint: divide the work over ranks, copy the state, write it, and complete the checkpoint.
 
-[Note: agreement] What a rank has of the state changes with the model and the optimizer, not between saves. So ranks
-remember how they divided the work, and a save only asks, by one integer, whether all ranks still have the same. The
-first save, and one after a change, gathers an inventory of each rank to the first one, which divides the work and makes
-the index.
+[Note: agreement] The tensors of a rank's state change when the model or the optimizer changes, not between saves. So
+ranks reuse their division of the work, and a save only checks, with an all-reduce of one integer, that no rank's
+inventory has changed. The first save, and the first after a change, gathers an inventory of each rank on rank 0, which
+divides the work and builds the index.
 """
 
 from __future__ import annotations
@@ -48,9 +48,13 @@ from .training_state import (
 
 
 class SavePlan(NamedTuple):
-    """What one rank writes: rectangles, in this order, groups and values of these parameters, the index if it is first.
+    """What one rank writes.
 
-    `grouped` and `valued` name the parameters whose optimizer groups and values it writes.
+    Attributes:
+        rectangles: rectangles of tensors, in this order.
+        params_with_groups: parameters whose membership in optimizer groups it writes.
+        params_with_values: parameters whose other optimizer values it writes.
+        index_json: the index, on rank 0.
     """
 
     rectangles: tuple[Rectangle, ...]
@@ -60,7 +64,7 @@ class SavePlan(NamedTuple):
 
 
 class SaveInventory(NamedTuple):
-    """What one rank has, in the terms of `Share`; `kinds` are name, shape and dtype of each tensor."""
+    """What one rank has, with the fields of `SavePlan`. `metas`: name, shape and dtype of each tensor."""
 
     rectangles: tuple[Rectangle, ...]
     metas: tuple[tuple[str, tuple[int, ...], str], ...]
@@ -69,7 +73,7 @@ class SaveInventory(NamedTuple):
 
 
 class SavePlanner:
-    """The last division of the work, see [Note: agreement]; `times` is how often it was divided, equal on all ranks."""
+    """The last division of the work, see [Note: agreement]; `num_plans` counts divisions, equal on all ranks."""
 
     def __init__(self) -> None:
         self.num_plans = 0
@@ -82,54 +86,57 @@ class SavePlanner:
         optimizer: OptimizerState[ChunkedTensor] | None,
         group: dist.ProcessGroup,
     ) -> SavePlan:
-        """Return what this rank writes of its tensors, by their names in the checkpoint. Collective."""
-        held = build_inventory(tensors, optimizer)
-        same = torch.tensor([int(held == self._inventory)])
-        dist.all_reduce(same, op=dist.ReduceOp.MIN, group=group)
-        if self._plan is None or not same.item():
-            self._plan, self._inventory = _divide_work(held, group), held
+        """Return what this rank writes of its tensors, which are given by their names in the checkpoint. Collective."""
+        inventory = build_inventory(tensors, optimizer)
+        is_unchanged = torch.tensor([int(inventory == self._inventory)])
+        dist.all_reduce(is_unchanged, op=dist.ReduceOp.MIN, group=group)
+        if self._plan is None or not is_unchanged.item():
+            self._plan, self._inventory = _divide_work(inventory, group), inventory
             self.num_plans += 1
         return self._plan
 
 
 def build_inventory(tensors: Mapping[str, ChunkedTensor], optimizer: OptimizerState[Any] | None) -> SaveInventory:
-    """Return this rank's inventory, which holds names and numbers alone."""
+    """Return this rank's inventory, which holds only names and numbers."""
     rectangles = (
-        Rectangle(name, tuple(piece.offsets), piece.sizes, piece.tensor.element_size())
+        Rectangle(name, tuple(chunk.offsets), chunk.sizes, chunk.tensor.element_size())
         for name, sharded in tensors.items()
-        for piece in sharded.chunks
+        for chunk in sharded.chunks
     )
-    kinds = ((name, tuple(sharded.shape), format_dtype(sharded.dtype)) for name, sharded in tensors.items())
-    grouped = (name for each in (optimizer.groups if optimizer is not None else ()) for name in each["params"])
-    return SaveInventory(tuple(rectangles), tuple(kinds), tuple(grouped), tuple(optimizer.values if optimizer else ()))
+    metas = ((name, tuple(sharded.shape), format_dtype(sharded.dtype)) for name, sharded in tensors.items())
+    grouped_names = (name for each in (optimizer.groups if optimizer is not None else ()) for name in each["params"])
+    return SaveInventory(
+        tuple(rectangles), tuple(metas), tuple(grouped_names), tuple(optimizer.values if optimizer else ())
+    )
 
 
 def _divide_work(inventory: SaveInventory, group: dist.ProcessGroup) -> SavePlan:
-    """Divide the work on the first rank, and send each rank its share. Collective."""
+    """Divide the work on rank 0 and send each rank its plan. Collective."""
     is_first = dist.get_rank(group) == 0
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.gather_object(inventory, found if is_first else None, group=group, group_dst=0)
-    shares, index = build_save_plans(found) if is_first else (None, None)
-    box: list[Any] = [None]
-    dist.scatter_object_list(box, shares, group=group, group_src=0)
-    share: SavePlan = box[0]
-    return share._replace(index_json=index)
+    inventories: list[Any] = [None] * dist.get_world_size(group)
+    dist.gather_object(inventory, inventories if is_first else None, group=group, group_dst=0)
+    plans, index = build_save_plans(inventories) if is_first else (None, None)
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, plans, group=group, group_src=0)
+    plan: SavePlan = received[0]
+    return plan._replace(index_json=index)
 
 
 def build_save_plans(inventories: list[SaveInventory]) -> tuple[list[SavePlan], bytes]:
-    """Return each rank's share, without the index; and the index."""
-    owned = assign_owners([held.rectangles for held in inventories])
-    kinds = {name: (shape, dtype) for held in inventories for name, shape, dtype in held.metas}
-    grouped = _assign_to_first_rank(held.params_with_groups for held in inventories)
-    valued = _assign_to_first_rank(held.params_with_values for held in inventories)
-    shares = [
-        SavePlan(tuple(rows), *names) for rows, names in zip(owned, zip(grouped, valued, strict=True), strict=True)
+    """Return the plan of each rank, without the index, and the index."""
+    owned = assign_owners([inventory.rectangles for inventory in inventories])
+    metas = {name: (shape, dtype) for inventory in inventories for name, shape, dtype in inventory.metas}
+    group_names = _assign_to_first_rank(inventory.params_with_groups for inventory in inventories)
+    value_names = _assign_to_first_rank(inventory.params_with_values for inventory in inventories)
+    plans = [
+        SavePlan(tuple(rectangles), *names)
+        for rectangles, names in zip(owned, zip(group_names, value_names, strict=True), strict=True)
     ]
-    return shares, build_index(owned, kinds)
+    return plans, build_index(owned, metas)
 
 
 def _assign_to_first_rank(named: Iterable[Iterable[str]]) -> list[frozenset[str]]:
-    """Return, for each rank, the names that no rank before it has."""
+    """Return, for each rank, the names that no lower rank has."""
     seen: set[str] = set()
     first = []
     for names in named:
@@ -139,7 +146,7 @@ def _assign_to_first_rank(named: Iterable[Iterable[str]]) -> list[frozenset[str]
 
 
 def encode_optimizer_settings(optimizer: OptimizerState[Any] | None, plan: SavePlan) -> bytes | None:
-    """Return what this rank writes of the optimizer besides tensors; None if nothing. Raises CheckpointError."""
+    """Return this rank's optimizer settings as JSON; None if it has none to write. Raises CheckpointError."""
     if optimizer is None:
         return None
     groups = [
@@ -158,9 +165,9 @@ class CheckpointContent:
     """What one rank writes of a checkpoint.
 
     Attributes:
-        tensors: its part of the state. They are the state itself, which training changes.
-        other_files: its other files, by name.
-        manifest: of the whole checkpoint, without files.
+        tensors: its tensors. Until `copy_to_cpu` they share memory with the state, which training changes.
+        other_files: contents of its other files, by name.
+        manifest: manifest of the checkpoint, without files.
     """
 
     tensors: list[Tensor]
@@ -168,7 +175,7 @@ class CheckpointContent:
     manifest: Manifest
 
     def copy_to_cpu(self) -> None:
-        """Copy the tensors to the CPU, so that training can continue."""
+        """Copy the tensors to the CPU so that training can continue."""
         self.tensors = [each.to("cpu", copy=True, memory_format=torch.contiguous_format) for each in self.tensors]
 
 
@@ -182,9 +189,9 @@ def collect_content(
     with_optimizer: bool = True,
     planner: SavePlanner | None = None,
 ) -> CheckpointContent:
-    """Return what this rank writes of its state as it is now; `planner` is of the run's earlier checkpoints.
+    """Return what this rank writes of its current state. `planner` is reused by later checkpoints of the run.
 
-    Collective. Raises CheckpointError, on all ranks, if a value cannot be written as JSON.
+    Collective. Raises CheckpointError on all ranks if a value cannot be encoded as JSON.
     """
     world = manager.mesh.world
     if scheduler is not None:
@@ -193,17 +200,17 @@ def collect_content(
     if not with_optimizer:
         state = replace(state, optimizer=None)
     parts = manager.model_parts
-    known, skipped = get_base(parts), find_frozen_base_parameters(parts)
+    base, skipped = get_base(parts), find_frozen_base_parameters(parts)
     state.model = {name: each for name, each in state.model.items() if name not in skipped}
     tensors = {**flatten_state(state), f"{RNG_PREFIX}{dist.get_rank()}": get_rng_state()}
-    share = (planner or SavePlanner()).plan(tensors, state.optimizer, group)
+    plan = (planner or SavePlanner()).plan(tensors, state.optimizer, group)
     values = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
     settings, written = world.run_on_all_ranks(
-        lambda: (encode_optimizer_settings(state.optimizer, share), encode_values(values))
+        lambda: (encode_optimizer_settings(state.optimizer, plan), encode_values(values))
     )
-    texts = {settings_file_name(world.rank): settings, INDEX_FILE: share.index_json}
+    texts = {settings_file_name(world.rank): settings, INDEX_FILE: plan.index_json}
     return CheckpointContent(
-        [cut_rectangle(tensors[each.name], each) for each in share.rectangles],
+        [cut_rectangle(tensors[each.name], each) for each in plan.rectangles],
         {name: text for name, text in texts.items() if text is not None},
         Manifest(
             step=step,
@@ -217,23 +224,23 @@ def collect_content(
                 "meshwright": __version__,
             },
             has_optimizer=state.optimizer is not None,
-            format=FORMAT if known is None else ADAPTER_FORMAT,
-            base=None if known is None else asdict(known.base),
+            format=FORMAT if base is None else ADAPTER_FORMAT,
+            base=None if base is None else asdict(base.base),
             **written,
         ),
     )
 
 
 def cut_rectangle(sharded: ChunkedTensor, rectangle: Rectangle) -> Tensor:
-    """Return a rectangle as a view of the piece that holds it."""
-    found = sharded.find_view(rectangle.offsets, rectangle.sizes)
-    if found is None:
+    """Return a rectangle as a view of the local chunk that holds it."""
+    view = sharded.find_view(rectangle.offsets, rectangle.sizes)
+    if view is None:
         raise CheckpointError(f"this rank has not the part of {rectangle.name} that it is to write.")
-    return found
+    return view
 
 
 class CheckpointSave:
-    """One checkpoint to be written at a place by a group of all ranks, with a backend for the CPU."""
+    """The save of one checkpoint by all ranks. `group` has all ranks and a CPU backend."""
 
     def __init__(
         self,
@@ -249,21 +256,21 @@ class CheckpointSave:
         self._model, self._tokenizer = manager.model_parts[0], tokenizer
 
     def write(self) -> None:
-        """Write and complete the checkpoint, or remove it and raise CheckpointError on all ranks. Collective."""
-        refused = run_on_first(self._group, self._writer.prepare)
-        if refused is not None:
-            raise refused
+        """Write and complete the checkpoint. Raises CheckpointError on all ranks after removing it. Collective."""
+        prepare_error = run_on_first(self._group, self._writer.prepare)
+        if prepare_error is not None:
+            raise prepare_error
         problem: str | None = None
         files: dict[str, StoredFile] = {}
         try:
             files = self._write_share()
         except Exception as caught:
-            # File systems raise errors of many kinds.
+            # File systems raise errors of several types.
             problem = format_exception(caught)
         is_first = self._world.rank == 0
-        found: list[Any] = [None] * self._world.size
-        dist.gather_object((problem, files), found if is_first else None, group=self._group, group_dst=0)
-        error = run_on_first(self._group, partial(self._commit, found))
+        results: list[Any] = [None] * self._world.size
+        dist.gather_object((problem, files), results if is_first else None, group=self._group, group_dst=0)
+        error = run_on_first(self._group, partial(self._commit, results))
         if error is not None:
             if is_first:
                 self._writer.discard()
@@ -273,14 +280,14 @@ class CheckpointSave:
         texts = dict(self._content.other_files)
         if self._world.rank == 0:
             texts |= self._build_hugging_face_files()
-        payload = tensors_file_name(self._world.rank)
-        files = {payload: write_tensors(self._writer, payload, self._content.tensors)}
+        tensors_file = tensors_file_name(self._world.rank)
+        files = {tensors_file: write_tensors(self._writer, tensors_file, self._content.tensors)}
         return files | {name: self._writer.write_file(name, partial(list, [text])) for name, text in texts.items()}
 
     def _build_hugging_face_files(self) -> dict[str, bytes]:
-        """Have Hugging Face's classes write their files into a temporary directory, and read them."""
-        with tempfile.TemporaryDirectory(prefix="meshwright-") as made:
-            directory = Path(made)
+        """Let Hugging Face classes write their files to a temporary directory, and read them."""
+        with tempfile.TemporaryDirectory(prefix="meshwright-") as temporary:
+            directory = Path(temporary)
             save_model_code(self._model, directory)
             for each in (getattr(self._model, "config", None), self._tokenizer):
                 if each is not None:
@@ -288,34 +295,34 @@ class CheckpointSave:
             for name, config in get_adapter_configs(self._model).items():
                 config.save_pretrained(directory / get_adapter_subfolder(name))
             paths = sorted(path for path in directory.rglob("*") if path.is_file())
-            found = {path.relative_to(made).as_posix(): path.read_bytes() for path in paths}
+            files = {path.relative_to(temporary).as_posix(): path.read_bytes() for path in paths}
         if self._content.manifest.base is None:
-            found |= drop_replaced_files(get_extra_files(self._model), found)
+            files |= drop_replaced_files(get_extra_files(self._model), files)
             generation = getattr(self._model, "generation_config", None)
             if generation is not None:
-                found[GENERATION_CONFIG] = format_generation_config(generation)
-        return {f"{HUGGING_FACE_FOLDER}/{name}": content for name, content in found.items()}
+                files[GENERATION_CONFIG] = format_generation_config(generation)
+        return {f"{HUGGING_FACE_FOLDER}/{name}": content for name, content in files.items()}
 
     def _commit(self, found: list[tuple[str | None, dict[str, StoredFile]]]) -> None:
         failures = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(found) if problem is not None]
         if failures:
             raise CheckpointWriteError("; ".join(failures[:5]))
-        every = {name: stored for _, files in found for name, stored in files.items()}
-        self._writer.commit(replace(self._content.manifest, files=every))
+        files_by_name = {name: stored for _, files in found for name, stored in files.items()}
+        self._writer.commit(replace(self._content.manifest, files=files_by_name))
 
 
 def run_on_first(group: dist.ProcessGroup, work: Callable[[], None]) -> CheckpointError | None:
-    """Call `work` on the first rank of a group, and return its error on all ranks. Collective."""
-    box: list[CheckpointError | None] = [None]
+    """Call `work` on the first rank of a group and return its error on all ranks. Collective."""
+    result: list[CheckpointError | None] = [None]
     if dist.get_rank(group) == 0:
         try:
             work()
         except CheckpointError as error:
-            box[0] = error
+            result[0] = error
         except OSError as error:
-            box[0] = CheckpointWriteError(str(error))
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]
+            result[0] = CheckpointWriteError(str(error))
+    dist.broadcast_object_list(result, group=group, group_src=0)
+    return result[0]
 
 
 def format_exception(error: BaseException) -> str:
@@ -324,7 +331,7 @@ def format_exception(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def temporary_group() -> Iterator[dist.ProcessGroup]:
-    """Create a gloo group of all ranks for the time of the context."""
+    """Create a gloo group of all ranks for the duration of the context."""
     group = new_group("gloo")
     yield group
     dist.destroy_process_group(group)

@@ -1,8 +1,8 @@
-"""Storage of checkpoints: directories, URLs, and whatever else can list and open files; and the keys that sign them.
+"""Storage of checkpoints: local directories, URLs, or anything else that lists and opens files. And their signing keys.
 
-[Note: places] A `Place` lists its files with their sizes and opens them. Reading, verifying and exporting a checkpoint
-need no more, so that they work alike for directories, object stores and memory. A `Storage` is a place that holds other
-places and can be written to. See docs/decisions/0027-places-of-checkpoints.md.
+[Note: storage] A `StorageReader` lists its files with their sizes and opens them. Reading, verifying and exporting a
+checkpoint need no more, so they work the same for directories, object stores and memory. A `Storage` can also hold
+other storages and be written to. See docs/decisions/0027-places-of-checkpoints.md.
 
 This module imports no torch.
 """
@@ -31,11 +31,11 @@ from ..files.terminal import warn
 T = TypeVar("T")
 
 STEP_PATTERN = re.compile(r"step-(\d+)")
-"""Name of a run's checkpoint."""
+"""Matches the name of a checkpoint of a run."""
 INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 MIN_KEY_BYTES = 32
-"""Of a key."""
-# Errors that may be temporary. A full or read-only disk is not among them.
+"""Minimum size of a signing key."""
+# Errors that may be temporary, unlike a full or read-only disk.
 _TRANSIENT = frozenset(
     {
         *(errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY, errno.EINTR),
@@ -45,7 +45,8 @@ _TRANSIENT = frozenset(
 
 
 class SigningKey:
-    """A secret of at least 32 bytes, never printed or sent. It signs manifests by HMAC-SHA256 of format and checksum.
+    """A secret of at least 32 bytes that signs manifests: HMAC-SHA256 of format version and checksum. Never printed or
+    sent.
 
     The manifest holds checksums of all files and of itself, so the signature covers every byte.
     """
@@ -74,15 +75,15 @@ class SigningKey:
         return self._compute_hmac(f"meshwright checkpoint {version} {checksum}".encode()).hex()
 
     def verify(self, version: int, checksum: str, signature: str | None) -> bool:
-        own = self.sign(version, checksum)
-        return isinstance(signature, str) and hmac.compare_digest(own.encode(), signature.encode())
+        expected = self.sign(version, checksum)
+        return isinstance(signature, str) and hmac.compare_digest(expected.encode(), signature.encode())
 
     def _compute_hmac(self, text: bytes) -> bytes:
         return hmac.new(self._secret, text, hashlib.sha256).digest()
 
 
 def read_signing_key(path: str | Path, *, where: str) -> SigningKey:
-    """Read the key that a file holds: all of its bytes. `where` names the file in errors. Raises ConfigError."""
+    """Read a key, which is the full content of a file. `where` names the setting in errors. Raises ConfigError."""
     make_one = f"openssl rand -out FILE {MIN_KEY_BYTES} makes one."
     try:
         secret = read_regular_file(Path(path).expanduser())
@@ -102,11 +103,12 @@ def read_signing_key(path: str | Path, *, where: str) -> SigningKey:
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """How to reach places.
+    """Options for access to storage.
 
     Attributes:
-        key: signs manifests, and must have signed those that are read; None: signatures are neither made nor checked.
-        max_retries: attempts after the first one that fails with a temporary error.
+        key: signs manifests that are written and verifies those that are read. None: signatures are neither made nor
+            checked.
+        max_retries: further attempts after a temporary error.
     """
 
     key: SigningKey | None = None
@@ -117,57 +119,58 @@ DEFAULT_OPTIONS = StorageOptions()
 
 
 class StorageReader(Protocol):
-    """A checkpoint that can be read. `str()` gives the name that messages use. See [Note: places]."""
+    """A checkpoint that can be read. `str()` gives its name in messages. See [Note: storage]."""
 
     @property
     def name(self) -> str:
-        """Last part of the name, such as "step-00000100"."""
+        """Last component of the name, such as "step-00000100"."""
 
     @property
     def options(self) -> StorageOptions: ...
 
     def list_file_sizes(self) -> dict[str, int] | None:
-        """Size in bytes of each file, by its name with slashes; None if the place does not exist. Raises OSError."""
+        """Return the size in bytes of each file, by name with slashes; None if the storage does not exist. Raises
+        OSError."""
 
     def open(self, name: str) -> BinaryIO:
         """Open a file for `seek`, `read` and `readinto`. Raises OSError."""
 
     def format_hint(self) -> str:
-        """Return sentences, after a space, that help a user who finds the checkpoint broken; or ""."""
+        """Return sentences that help a user whose checkpoint is incomplete, after a leading space; or ""."""
 
 
 class Storage(StorageReader, Protocol):
-    """A place that can hold other places, and be written to."""
+    """A storage that can hold other storages and be written to."""
 
     def child(self, name: str) -> Storage:
-        """Return the place of this name inside; it need not exist."""
+        """Return the storage of this name within this one; it need not exist."""
 
     def list_children(self) -> list[str]:
-        """List the places inside; empty if this one does not exist. Raises OSError."""
+        """List the names of the storages within this one; empty if it does not exist. Raises OSError."""
 
     @property
     def parent(self) -> Storage: ...
 
     def is_same_as(self, other: StorageReader) -> bool:
-        """Return whether both names stand for one place."""
+        """Return whether both names refer to the same location."""
 
     def write_file(self, name: str, parts: Iterable[Any]) -> None:
-        """Write a file from its parts, which is stored when this returns. Raises OSError."""
+        """Write a file from its parts. The file is durable on return. Raises OSError."""
 
     def move_to(self, destination: Any) -> None:
-        """Move this checkpoint to another place of the same kind. Raises OSError."""
+        """Move this checkpoint to another storage of the same kind. Raises OSError."""
 
     def remove(self) -> None:
         """Remove this checkpoint; no part of it stays visible under its name. Raises OSError."""
 
 
 StorageLike: TypeAlias = str | Path | StorageReader
-"""What names a checkpoint: a path, a URL, or a place."""
+"""A checkpoint: its path, its URL, or its storage."""
 
 
 @dataclass(frozen=True)
 class LocalStorage:
-    """A directory of a file system."""
+    """A directory of a local or mounted file system."""
 
     path: Path
     options: StorageOptions = DEFAULT_OPTIONS
@@ -199,7 +202,7 @@ class LocalStorage:
         def sizes() -> dict[str, int] | None:
             if not self.path.is_dir():
                 return None
-            # Links to directories may form a cycle; links to files, as in the hub's cache, cannot.
+            # Follow links to files, as in the Hub's cache, but not links to directories, which may form a cycle.
             walked = os.walk(self.path, onerror=_raise)
             paths = [Path(directory, name) for directory, _, names in walked for name in names]
             return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in paths if path.is_file()}
@@ -211,9 +214,9 @@ class LocalStorage:
         return open_with_retry(lambda: open_regular_file(path, buffering=0), self.options, str(path))
 
     def format_hint(self) -> str:
-        former, hint = self.path.with_name(f"{self.name}.replaced"), ""
-        if former.is_dir() and not self.path.exists():
-            hint = f" A save over it was interrupted: its former contents are {former.name}."
+        replaced, hint = self.path.with_name(f"{self.name}.replaced"), ""
+        if replaced.is_dir() and not self.path.exists():
+            hint = f" A save over it was interrupted: its former contents are {replaced.name}."
         return hint + format_siblings(self)
 
     def write_file(self, name: str, parts: Iterable[Any]) -> None:
@@ -230,10 +233,10 @@ class LocalStorage:
         fsync_directory(self.path.parent)
 
     def remove(self) -> None:
-        doomed = self.path.with_name(f"{self.name}.deleting")
-        shutil.rmtree(doomed, ignore_errors=True)
-        self.path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        deleting = self.path.with_name(f"{self.name}.deleting")
+        shutil.rmtree(deleting, ignore_errors=True)
+        self.path.rename(deleting)
+        shutil.rmtree(deleting, ignore_errors=True)
 
 
 def _raise(error: OSError) -> None:
@@ -241,7 +244,7 @@ def _raise(error: OSError) -> None:
 
 
 def fsync_directory(directory: Path) -> None:
-    """Bring the entries of a directory to disk, where the system can."""
+    """Flush the entries of a directory to disk, if the system can."""
     try:
         handle = os.open(directory, os.O_RDONLY)
     except OSError:
@@ -253,33 +256,33 @@ def fsync_directory(directory: Path) -> None:
 
 
 def list_step_checkpoints(storage: Storage) -> list[tuple[int, Storage]]:
-    """List step and place of the checkpoints in a folder, valid or not, the newest first. Raises OSError."""
-    found = [
+    """List step and storage of the checkpoints in a directory, valid or not, newest first. Raises OSError."""
+    checkpoints = [
         (int(match[1]), storage.child(name))
         for name in storage.list_children()
         if (match := STEP_PATTERN.fullmatch(name))
     ]
-    return sorted(found, key=lambda each: (each[0], each[1].name), reverse=True)
+    return sorted(checkpoints, key=lambda each: (each[0], each[1].name), reverse=True)
 
 
 def to_path_or_url(storage: StorageReader) -> Path | str:
-    """Return the path of a directory, and the name of any other place."""
+    """Return the path of a local directory, or the name of any other storage."""
     return storage.path if isinstance(storage, LocalStorage) else str(storage)
 
 
 def format_siblings(storage: Storage) -> str:
-    """Name the checkpoints next to this one, for the end of a message."""
+    """Return a sentence that names the checkpoints next to this one, or ""."""
     try:
-        names = [place.name for _, place in list_step_checkpoints(storage.parent) if place.name != storage.name]
+        names = [sibling.name for _, sibling in list_step_checkpoints(storage.parent) if sibling.name != storage.name]
     except OSError:
         return ""
     return f" Others beside it: {', '.join(names[:5])}." if names else ""
 
 
 def retry(operation: Callable[[], T], options: StorageOptions, description: str) -> T:
-    """Call `operation`, and call it again after a temporary error, up to `access.retries` times.
+    """Call `operation`, and repeat it after a temporary error up to `options.max_retries` times.
 
-    `description` is done, in the warnings. Raises the OSError of the last attempt.
+    `description` names the operation in warnings. Raises the OSError of the last attempt.
     """
     for attempt in range(options.max_retries):
         try:
@@ -287,17 +290,17 @@ def retry(operation: Callable[[], T], options: StorageOptions, description: str)
         except OSError as error:
             if not isinstance(error, ConnectionError | TimeoutError) and error.errno not in _TRANSIENT:
                 raise
-            # Random, so that ranks do not come back together; not by the generators of training.
-            longest = min(INITIAL_BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
-            wait_s = longest * random.SystemRandom().uniform(0.5, 1.0)
-            again = f"Trying again in {wait_s:.1f} s ({attempt + 1} of {options.max_retries})."
-            warn(f"{description} failed: {error}. {again}", stacklevel=2)
+            # Jitter, so that ranks do not retry at the same time. The generators of training are not used.
+            max_wait_s = min(INITIAL_BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
+            wait_s = max_wait_s * random.SystemRandom().uniform(0.5, 1.0)
+            retry_text = f"Trying again in {wait_s:.1f} s ({attempt + 1} of {options.max_retries})."
+            warn(f"{description} failed: {error}. {retry_text}", stacklevel=2)
             time.sleep(wait_s)
     return operation()
 
 
 class SeekableReader(io.RawIOBase):
-    """A file for reading that keeps its own position. Subclasses define `_size` and `_read_at`."""
+    """A read-only file that keeps its own position. Subclasses implement `_size` and `_read_at`."""
 
     def __init__(self, name: str) -> None:
         self.name, self._position = name, 0
@@ -326,12 +329,12 @@ class SeekableReader(io.RawIOBase):
         raise NotImplementedError
 
     def _read_at(self, position: int, buffer: memoryview) -> int:
-        """Read at most as much as the buffer holds; return the number of bytes, 0 at the end."""
+        """Read at most as many bytes as the buffer holds; return the number read, 0 at the end."""
         raise NotImplementedError
 
 
 def open_with_retry(open_file: Callable[[], BinaryIO], options: StorageOptions, name: str) -> BinaryIO:
-    """Open a file for reading that is reopened after temporary errors, at the position that was reached."""
+    """Open a file for reading. After a temporary error it is reopened at the same position."""
     return io.BufferedReader(_RetryingReader(open_file, options, name))
 
 
@@ -374,7 +377,7 @@ class _RetryingReader(SeekableReader):
 
     def _close_file(self) -> None:
         file, self._file = self._file, None
-        # A file that has failed before may fail to close.
+        # A file that failed before may fail to close.
         with suppress(OSError):
             if file is not None:
                 file.close()

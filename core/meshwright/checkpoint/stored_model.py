@@ -1,4 +1,4 @@
-"""The model in a checkpoint: its tensors, read one at a time, and its class."""
+"""The model in a checkpoint: its tensors, which are read one at a time, and its class."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .training_state import EMA_PREFIX, MODEL_PREFIX
 
 
 class StoredModel:
-    """The model in a checkpoint, or the averages of its trained weights.
+    """The model in a checkpoint, or the moving averages of its trained weights.
 
-    Raises CheckpointError if there are no averages.
+    Raises CheckpointError if `use_ema` is set and there are no averages.
 
     Attributes:
-        directory: of its Hugging Face files, on this machine.
+        directory: local directory of its Hugging Face files.
         metadata_files: path and name of each of these files.
         metas: shape and dtype of each tensor.
     """
@@ -57,9 +57,10 @@ class StoredModel:
         }
 
     def _localize_files(self, names: Iterable[str]) -> Path:
-        """Return a directory with these files: the checkpoint's, or a copy that is removed together with this object.
+        """Return a local directory with these files: the checkpoint itself, or a copy that is removed together with
+        this object.
 
-        Signed files are copied, too: they could be exchanged after they were verified.
+        Signed files are always copied, since they could be replaced after their verification.
         """
         if isinstance(self.storage, LocalStorage) and self.storage.options.key is None:
             return self.storage.path
@@ -72,18 +73,18 @@ class StoredModel:
         return root
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a full tensor to the CPU, in its own dtype unless another is given."""
-        shape, own = self.metas[name]
-        tensor = torch.empty(shape, dtype=dtype or own)
-        averaged = f"{EMA_PREFIX}{name}"
-        stored = averaged if self._uses_ema and averaged in self._index.metas else f"{MODEL_PREFIX}{name}"
+        """Read a full tensor to the CPU, by default in its own dtype."""
+        shape, stored_dtype = self.metas[name]
+        tensor = torch.empty(shape, dtype=dtype or stored_dtype)
+        ema_name = f"{EMA_PREFIX}{name}"
+        stored_name = ema_name if self._uses_ema and ema_name in self._index.metas else f"{MODEL_PREFIX}{name}"
         full = ChunkedTensor(tensor.shape, tensor.dtype, tuple(get_local_chunks(tensor)))
-        read_tensors(self.storage, self.manifest, self._index, {stored: full})
+        read_tensors(self.storage, self.manifest, self._index, {stored_name: full})
         return tensor
 
 
 def copy_files(files: Iterable[tuple[Path, str]], output: Path) -> None:
-    """Copy files into a directory, each to its name there."""
+    """Copy files to a directory, each under the given name."""
     for source, name in files:
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, output / name)
@@ -92,14 +93,14 @@ def copy_files(files: Iterable[tuple[Path, str]], output: Path) -> None:
 def map_to_first_names(model: nn.Module) -> dict[str, str]:
     """Map each name in a model's state to the first name of the same tensor, which checkpoints use."""
     state = model.state_dict(keep_vars=True)
-    first = {id(value): name for name, value in reversed(state.items())}
-    return {name: first[id(value)] for name, value in state.items()}
+    first_names = {id(value): name for name, value in reversed(state.items())}
+    return {name: first_names[id(value)] for name, value in state.items()}
 
 
 def build_model_on_meta(source: StoredModel, *, is_adapter_base: bool = False) -> nn.Module:
-    """Build the model, or the base of adapters, on the meta device: a causal LM, or one with a head over tokens.
+    """Build the model, or the base of adapters, on the meta device: a causal LM, or a token or sequence classifier.
 
-    Raises CheckpointError if transformers cannot build it, or the tensors are of another model.
+    Raises CheckpointError if transformers cannot build it, or the tensors do not match the model.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -114,15 +115,15 @@ def build_model_on_meta(source: StoredModel, *, is_adapter_base: bool = False) -
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         build: Any = functools.partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            # The configuration of the text part of a multimodal model, which the auto class does not know.
-            known: list[Any] = [each for each in MODEL_FOR_CAUSAL_LM_MAPPING.values() if isinstance(each, type)]
-            build = next((each for each in known if each.config_class is type(config)), build)
+            # The auto class does not know the configuration of a multimodal model's text part.
+            model_classes: list[Any] = [each for each in MODEL_FOR_CAUSAL_LM_MAPPING.values() if isinstance(each, type)]
+            build = next((each for each in model_classes if each.config_class is type(config)), build)
         with torch.device("meta"):
             model: nn.Module = build(config)
             if not is_adapter_base and not model.state_dict().keys() >= set(stored):
                 model = _build_with_other_head(config, stored) or model
     except Exception as error:
-        # Configurations and model classes raise errors of many kinds.
+        # Configurations and model classes raise errors of several types.
         raise CheckpointError(
             f"transformers cannot build the model of the checkpoint {checkpoint}: {explain_library_error(error)}"
         ) from error
@@ -136,7 +137,8 @@ def build_model_on_meta(source: StoredModel, *, is_adapter_base: bool = False) -
 
 
 def _build_with_other_head(config: Any, stored: Collection[str]) -> nn.Module | None:
-    """Build the model with a head over tokens or sequences that has these tensors, on the device of the context."""
+    """Build the token or sequence classifier that has these tensors, on the device of the context; None if there is
+    none."""
     import transformers
 
     for kind in ("Token", "Sequence"):

@@ -1,7 +1,7 @@
-"""What a checkpoint holds besides tensors: JSON values, settings of the optimizer, random generators, schedules.
+"""State that a checkpoint holds besides tensors: JSON values, optimizer settings, random generators, schedules.
 
-A rank that has settings or values of the optimizer to save writes a file of its own, so that none are gathered:
-{"groups": settings with the names under "params", "values": {name: {key: value}}}; see `OptimizerState`.
+Each rank with optimizer settings or values writes its own file, so nothing is gathered: {"groups": settings with
+parameter names under "params", "values": {name: {key: value}}}. See `OptimizerState`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .remote_storage import open_storage
 from .storage import StorageLike
 
 MODEL_PREFIX = "model."
-"""Prefix of the names of stored parameters and buffers."""
+"""Name prefix of stored parameters and buffers."""
 OPTIMIZER_PREFIX = "optimizer."
-"""Prefix of the names of stored optimizer state."""
+"""Name prefix of stored optimizer state."""
 EMA_PREFIX, RNG_PREFIX = "ema.", "random."
 _SETTINGS_PREFIX = "optimizer-"
 _GROUP_SETTINGS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
-# Lists by group in a schedule's state that the groups' settings do not hold.
+# Per-group lists in a scheduler's state that the groups' settings do not hold.
 _PER_GROUP_LISTS = ("lr_lambdas", "min_lrs", "max_lrs")
 
 
@@ -44,7 +44,7 @@ def flatten_state(state: ShardedState) -> dict[str, ChunkedTensor]:
 
 
 def encode_values(values: Any) -> Any:
-    """Convert values to JSON, integer tensors and those without dims included. Raises CheckpointError."""
+    """Convert values to JSON-serializable ones, including integer tensors and 0-dim tensors. Raises CheckpointError."""
     encoded = _encode(values)
     try:
         json.dumps(encoded)
@@ -67,7 +67,7 @@ def _encode(value: Any) -> Any:
 
 
 def decode_values(value: Any) -> Any:
-    """Undo `plain`, except for tuples."""
+    """Undo `encode_values`, except that tuples stay lists."""
     if isinstance(value, Mapping):
         if "$tensor" in value:
             return torch.tensor(value["$tensor"], dtype=parse_stored_dtype(value["dtype"]))
@@ -78,40 +78,40 @@ def decode_values(value: Any) -> Any:
 
 
 def settings_file_name(rank: int) -> str:
-    """Return the name of the file with the optimizer's settings that a rank writes."""
+    """Return the name of the file with a rank's optimizer settings."""
     return f"{_SETTINGS_PREFIX}{rank:05d}.json"
 
 
 def read_optimizer_state(
     checkpoint: StorageLike, manifest: Manifest, stored: Mapping[str, TensorMeta]
 ) -> OptimizerState[TensorMeta]:
-    """Read what a checkpoint has of the optimizer besides tensors, and the kinds of its tensors, out of all `stored`.
+    """Read the optimizer's settings and values from a checkpoint, and select its tensors' metadata from `stored`.
 
-    Raises CheckpointError if it has no optimizer, or has changed.
+    Raises CheckpointError if the checkpoint has no optimizer or has changed.
     """
-    place = open_storage(checkpoint)
+    storage = open_storage(checkpoint)
     if not manifest.has_optimizer:
         raise CheckpointError(
-            f"the checkpoint {place} holds a model without an optimizer. Load it before build_optimizer."
+            f"the checkpoint {storage} holds a model without an optimizer. Load it before build_optimizer."
         )
-    found: OptimizerState[TensorMeta] = OptimizerState()
+    state: OptimizerState[TensorMeta] = OptimizerState()
     for name in (name for name in manifest.files if name.startswith(_SETTINGS_PREFIX)):
-        text = read_verified_file(place, manifest, name)
+        text = read_verified_file(storage, manifest, name)
         try:
             content = json.loads(text)
-            found.groups += decode_values(content["groups"])
-            found.values.update(decode_values(content["values"]))
+            state.groups += decode_values(content["groups"])
+            state.values.update(decode_values(content["values"]))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
-            raise incomplete_error(place, f"{name} tells of no optimizer ({type(error).__name__}: {error})") from None
-    for full, kind in stored.items():
-        if full.startswith(OPTIMIZER_PREFIX):
-            name, _, key = full.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
-            found.tensors.setdefault(name, {})[key] = kind
-    return found
+            raise incomplete_error(storage, f"{name} tells of no optimizer ({type(error).__name__}: {error})") from None
+    for full_name, meta in stored.items():
+        if full_name.startswith(OPTIMIZER_PREFIX):
+            name, _, key = full_name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
+            state.tensors.setdefault(name, {})[key] = meta
+    return state
 
 
 def get_rng_state() -> ChunkedTensor:
-    """Return the state of this rank's generators: the CPU's, followed by its accelerator's."""
+    """Return the state of this rank's generators: uint8, 1-D, the CPU's followed by the accelerator's."""
     states = [torch.get_rng_state()]
     if torch.accelerator.is_available():
         states.append(torch.get_device_module().get_rng_state().cpu())
@@ -120,14 +120,14 @@ def get_rng_state() -> ChunkedTensor:
 
 
 def allocate_rng_state(stored: Mapping[str, TensorMeta], rank: int) -> dict[str, ChunkedTensor]:
-    """Return memory for the state of this rank's generators, if the checkpoint has it for the same kind of device."""
+    """Return memory for this rank's generator state; empty if the checkpoint has none of the same size."""
     name = f"{RNG_PREFIX}{rank}"
     expected = get_rng_state()
     return {name: expected} if name in stored and stored[name][0] == expected.shape else {}
 
 
 def set_rng_state(state: Tensor) -> None:
-    """Restore the tensor of `get_rng_state`."""
+    """Restore the state that `get_rng_state` returned."""
     count = torch.get_rng_state().numel()
     torch.set_rng_state(state[:count].clone())
     if state.numel() > count:
@@ -135,18 +135,13 @@ def set_rng_state(state: Tensor) -> None:
 
 
 def store_base_rates(scheduler: LRScheduler) -> None:
-    """Write the base rates into the groups before saving, since a user may have changed them in the schedule."""
+    """Write a scheduler's base rates, which a user may have changed, to the parameter groups before saving."""
     for group, rate in zip(scheduler.optimizer.param_groups, getattr(scheduler, "base_lrs", ()), strict=False):
         group["initial_lr"] = rate
 
 
 def load_scheduler_state(scheduler: LRScheduler, saved: Mapping[str, Any]) -> None:
-    """Load a schedule's state, after its optimizer's, for any parameter groups. Raises CheckpointError.
-
-    torch's schedules keep lists with one entry for each parameter group. Other layouts have other groups in another
-    order. So each group saves its own rates, as `lr` and `initial_lr` among its settings, and the rest of the state is
-    the first rank's. Source: torch.optim.lr_scheduler.LRScheduler.
-    """
+    """Load a scheduler's state, after its optimizer's, for any parameter groups. Raises CheckpointError."""
     scheduler.load_state_dict(_adapt_to_groups(saved, scheduler.optimizer.param_groups))
 
 
@@ -167,7 +162,7 @@ def _adapt_to_groups(saved: Mapping[str, Any], groups: list[dict[str, Any]]) -> 
             )
         state[key] = values[:1] * len(groups)
     if isinstance(state.get("milestones"), Mapping):
-        # MultiStepLR counts by step; JSON has turned the steps into strings.
+        # MultiStepLR's keys are steps, which JSON has converted to strings.
         state["milestones"] = Counter({int(step): times for step, times in state["milestones"].items()})
     if "_schedulers" in state:
         state["_schedulers"] = [_adapt_to_groups(each, groups) for each in state["_schedulers"]]

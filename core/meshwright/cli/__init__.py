@@ -1,1 +1,1 @@
-"""The command line: `main`, and the commands of core. Other rooms have a module `command` of their own."""
+"""The command line: `main`, and the commands of core. Plugins have their commands in a module `command`."""

@@ -1,6 +1,6 @@
-"""The command `meshwright`, whose subcommands plugins add by the hook `register_commands`.
+"""The command `meshwright`. Plugins add subcommands with the hook `register_commands`.
 
-No command's implementation is imported before the command runs, and so no torch.
+The implementation of a command, and torch, are imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ COMMANDS_BY_EXTRA = {
     "diagnose": "replay diff doctor profile",
     "testing": "check",
 }
-"""Commands of plugins of this project, by the extra that installs each."""
+"""Commands of this project's plugins, by the extra that installs them."""
 COMMAND_ORDER = (
     "train launch plan strategies check export schema watch replay diff init explain doctor checkpoint data profile"
 )
-"""The subcommands in the order of the help; those of other plugins follow."""
+"""Order of the subcommands in the help; those of other plugins follow."""
 
 
 class _CommandGroup(TyperGroup):
@@ -82,12 +82,12 @@ def main() -> None:
     prefer_expandable_segments()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            # Characters that its encoding lacks are no reason to fail.
+            # Escape characters that the stream's encoding does not support, instead of failing.
             with suppress(OSError):
                 stream.reconfigure(errors="backslashreplace")
     code = 0
     try:
-        # For the commands of plugins, too.
+        # Also handles errors of plugins' commands.
         with exit_on_error(show_traceback=False):
             _check_current_directory()
             app = build_app()
@@ -101,7 +101,7 @@ def main() -> None:
         if error.filename is not None or error.errno not in _OUTPUT_ERRNOS:
             raise
         code = _report_output_error(error)
-    # Python's own exit would unload torch piece by piece, which takes as long as its import.
+    # Python's normal exit would unload torch, which takes as long as its import.
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -119,7 +119,7 @@ def _check_current_directory() -> None:
 
 
 def _report_output_error(error: OSError) -> int:
-    """Say so, if that is possible; return the exit code."""
+    """Print an output error if possible; return the exit code."""
     with suppress(OSError):
         echo(f"error: the output cannot be written: {error.strerror}.\n", stderr=True)
     return 1
@@ -140,7 +140,7 @@ def strategies() -> None:
         ("installable, from a clone of meshwright", [f"{n}: {line}" for n, line in registry.install_commands.items()]),
     ):
         if lines:
-            # Not wrapped, so that reasons and commands can be copied.
+            # Do not wrap these lines, so that users can copy reasons and commands.
             blocks.append("\n".join([f"{title}:", *(indent(line, "  ") for line in lines)]))
     echo("\n\n".join(blocks) + "\n")
 
@@ -160,7 +160,8 @@ def _format_strategy(spec: StrategySpec, owner: str) -> str:
 def add_commands(app: typer.Typer, registry: Registry) -> None:
     """Add the subcommands of each plugin.
 
-    A plugin that fails, or whose command would hide another, adds none and is listed in the registry's `failures`.
+    If a plugin fails, or one of its commands already exists, none of its commands is added, and the failure is recorded
+    in the registry.
     """
     for name, register in registry.find_implementations("register_commands"):
         own = typer.Typer()
@@ -172,19 +173,19 @@ def add_commands(app: typer.Typer, registry: Registry) -> None:
 
 
 def _find_registration_error(plugin_app: typer.Typer, register: Any, app: typer.Typer) -> str | None:
-    """Let a plugin register its commands in `plugin_app`; return why they cannot be added, if they cannot."""
+    """Register a plugin's commands in `plugin_app`; return why they cannot be added to `app`, or None."""
     try:
         register(app=plugin_app)
         taken = set(get_group(plugin_app).commands) & set(get_group(app).commands)
     except (Exception, SystemExit) as error:
-        # Whatever a plugin raises; see [Note: isolation] in the registry.
+        # A plugin may raise any exception; see [Note: isolation] in `meshwright.strategy.registry`.
         return f"register_commands raised {type(error).__name__}: {error}"
     return f"its commands exist already: {', '.join(sorted(taken))}" if taken else None
 
 
 @cache
 def build_app() -> typer.Typer:
-    """Return the command line, with the commands of the installed plugins."""
+    """Return the command-line app, with the commands of the installed plugins."""
     app = typer.Typer(
         name="meshwright",
         cls=_CommandGroup,

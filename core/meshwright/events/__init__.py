@@ -1,1 +1,1 @@
-"""What observers get to know of a run: its start, steps, evaluations, checkpoints, faults and end; no torch."""
+"""Events of a run for observers: start, steps, evaluations, checkpoints, faults and end. Imports no torch."""

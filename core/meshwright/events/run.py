@@ -1,4 +1,4 @@
-"""A run and its events besides steps, as observers get them; and trackers, observers that a run file names."""
+"""Arguments of observer hooks except steps, and what plugins register: run sections and trackers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class RunInfo:
     """Argument of the hook `on_run_start`.
 
     Attributes:
-        id: unique, and kept when the run is resumed.
-        name: for people.
+        id: unique identifier, kept when the run is resumed.
+        name: display name.
         strategy, mesh: the stack and the degrees, as text.
-        start_step: number of steps done before.
+        start_step: number of steps completed before this attempt.
         num_steps: number of the last step.
-        num_parameters: of the full model, trained or not; None: unknown.
-        device: kind of the ranks' devices, such as cpu or cuda.
-        directory: of the run's files; None: a loop in a script.
+        num_parameters: parameters of the full model, trainable or frozen; None: unknown.
+        device: type of the ranks' devices, such as cpu or cuda.
+        directory: directory of the run's files; None for a loop in a script.
         config: the full run file; empty for a loop in a script.
-        version: of meshwright.
+        version: version of meshwright.
     """
 
     id: str
@@ -51,8 +51,8 @@ class Evaluation:
     """Argument of the hook `on_evaluation`, which precedes `on_step_end` of the same step.
 
     Attributes:
-        losses: of each evaluation set by name, as `StepResult.loss`.
-        seconds: of all sets together.
+        losses: loss of each evaluation set by name, as `StepResult.loss`.
+        seconds: duration of all sets together.
     """
 
     step: int
@@ -64,11 +64,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """Argument of the hook `on_checkpoint`: a checkpoint is saved, or, if asynchronous, its values are copied.
+    """Argument of the hook `on_checkpoint`: a checkpoint has been saved or, if asynchronous, its values are copied.
 
     Attributes:
         path: its directory or URL.
-        seconds: for which the loop waited.
+        seconds: time that the loop waited.
         is_best: whether it was saved because its loss is among the best.
     """
 
@@ -84,10 +84,10 @@ class BadStep:
     """Argument of the hook `on_bad_step`.
 
     Attributes:
-        step: for whose batch the optimizer did not step.
-        reason: what is wrong with it.
+        step: number of the skipped step.
+        reason: why it is bad.
         num_bad_steps: bad steps of the run so far, including this one.
-        rollback_step: step of the checkpoint that the run goes back to; None: it continues after this step.
+        rollback_step: step of the checkpoint that the run rolls back to; None: it continues after this step.
     """
 
     step: int
@@ -103,10 +103,10 @@ class Fault:
     """Argument of the hook `on_fault`, called on each rank that an error ends, before `on_run_end`.
 
     Attributes:
-        step: the last that was done.
+        step: the last completed step.
         error_type: class of the error.
-        message: its text.
-        error_time: time of the error [s since 1970].
+        message: text of the error.
+        error_time: Unix time of the error [s].
     """
 
     step: int
@@ -118,13 +118,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Argument of the hook `on_run_end`, called also when the run has failed.
+    """Argument of the hook `on_run_end`, which is also called for a run that fails.
 
     Attributes:
-        step: the last that was done.
-        seconds: since `on_run_start`.
-        loss: of the last step; None: no step was done.
-        evaluations: the last losses of the evaluation sets since `on_run_start`.
+        step: the last completed step.
+        seconds: time since `on_run_start`.
+        loss: loss of the last step; None: no step was completed.
+        evaluations: the last loss of each evaluation set since `on_run_start`.
     """
 
     run: RunInfo
@@ -139,15 +139,15 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class RunSection:
-    """A section of the run file that a plugin registers by the hook `register_run_sections`.
+    """A section of the run file that a plugin registers with the hook `register_run_sections`.
 
     Attributes:
         name: its key at the top level of the run file.
-        config_cls: its values; at most one section has this class. Code reads them by `RunConfig.section(config_cls)`.
-        description: for the JSON schema and docs.
-        default: of the section if a run file has none; None: the section is null.
-        redact: returns the section as it is written to the run's files and trackers: from the section as
-            plain values, with what looks like a secret hidden, and from the section with all values.
+        config_cls: class of its values, unique among sections. Read them with `RunConfig.section(config_cls)`.
+        description: text for the JSON schema and docs.
+        default: value of the section if a run file omits it; None: null.
+        redact: returns the section as written to the run's files and to trackers. Its arguments are the section as
+            JSON-serializable values, once with apparent secrets hidden and once with all values.
     """
 
     name: str
@@ -159,16 +159,16 @@ class RunSection:
 
 @dataclass(frozen=True)
 class TrackerSpec:
-    """A tracker that a plugin registers by the hook `register_trackers`.
+    """A tracker that a plugin registers with the hook `register_trackers`.
 
     Attributes:
-        name: by which a run file selects it.
-        summary: one line.
-        config_cls: its options.
-        build: returns an observer, an object with implementations of hooks, for the first rank of a run. It may import
-            the tracker's library. The observer's method `close`, if it has one, is called at the end.
-        check: raises ConfigError if the tracker cannot be built with these options, for instance because its library is
-            not installed; called before the ranks start, and imports nothing.
+        name: name by which a run file selects it.
+        summary: one-line description.
+        config_cls: class of its options.
+        build: returns an observer for rank 0 of a run, an object that implements hooks. It may import the tracker's
+            library. If the observer has a method `close`, it is called at the end.
+        check: raises ConfigError if the tracker cannot be built with these options, for example because its library is
+            not installed. It is called before the ranks start and must import nothing.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""Files and text of users and of others: read within bounds, written completely, and printed escaped."""
+"""Files and text from untrusted sources: bounded reads, atomic writes, and escaped output."""

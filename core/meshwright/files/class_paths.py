@@ -1,14 +1,14 @@
-"""Import classes that a configuration names, from an allow-list only. This module imports no torch.
+"""Import classes that a config names, only from an allow-list. Imports no torch.
 
 A run file is data and must not run arbitrary code. It may name:
 
-- Classes of a few modules of torch, transformers and meshwright. Before an option makes an object of one, the class
-  must be a subclass of what the option asks for (`base`).
-- Classes, functions and plans of the user's own modules, which the user, and not the file, allows by
+- Classes of a few modules of torch, transformers and meshwright. Before an option instantiates one, the class is
+  checked to be a subclass of the class that the option requires (`base`).
+- Classes, functions and plans of custom modules. The user, not the file, allows these modules by
   `allow_imports("my_package")` or by the environment variable MESHWRIGHT_ALLOWED_IMPORTS (separated by commas).
 
-What a module has imported from elsewhere is in neither: `torch.optim.optimizer.os.system` is refused.
-tests/security/README.md lists the options that take such names.
+Names that such a module has imported from elsewhere are not allowed: `torch.optim.optimizer.os.system` is rejected.
+tests/security/README.md lists the options that accept import paths.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _BUILT_IN_MODULES = (
     "torch.distributed.tensor.parallel",
     "transformers.models",
 )
-# The loss as configs of pipelines are written to JSON, and the plan of the reference.
+# The loss in the JSON of pipeline configs, and the plan of the reference implementation.
 _allowed_functions = {
     "meshwright.step.tokens.sum_target_loss",
     "meshwright.parallel.tensor.get_hf_tp_shard_plan",
     "meshwright.parallel.tensor.plan_sources.get_hf_tp_shard_plan",
 }
-# Not the scripts that convert checkpoints, which are next to the modelling code.
+# Excludes the checkpoint conversion scripts next to the modeling code.
 _MODELING_CLASS = re.compile(r"transformers\.models\.(\w+\.)+modeling_\w+\.\w+")
 _allowed_modules: set[str] = set()
 
@@ -50,7 +50,7 @@ _KIND_CHECKS: Mapping[ImportKind, Callable[[Any], bool]] = MappingProxyType(
 
 
 def allow_imports(*modules: str) -> None:
-    """Let configurations name classes, functions and plans of these modules, and of modules below them.
+    """Allow configs to name classes, functions and plans of these modules and their submodules.
 
     Args:
         modules: names, such as "my_package.layers".
@@ -62,17 +62,17 @@ def allow_imports(*modules: str) -> None:
 
 
 def allow_functions(*names: str) -> None:
-    """Let configurations name these functions of a plugin, by dotted names; the plugin calls it as it is imported."""
+    """Allow configs to name these functions of a plugin, by import paths. The plugin calls this on import."""
     _allowed_functions.update(_check_module_name(name, "allow_functions") for name in names)
 
 
 def allowed_imports() -> list[str]:
-    """Return the modules that names may come from: built-in, of `allow_imports`, and of the environment."""
+    """Return the allowed modules: built-in ones, those of `allow_imports`, and those of the environment variable."""
     return sorted({*_BUILT_IN_MODULES, *_get_user_modules()})
 
 
 def check_import(name: str) -> None:
-    """Raise ConfigError, without importing anything, if a dotted name is not on the allow-list."""
+    """Raise ConfigError if an import path is not on the allow-list. Imports nothing."""
     if not isinstance(name, str) or "." not in name or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{name!r} is no import path. Give module and name, such as 'torch.optim.AdamW'.")
     if is_from_user_module(name):
@@ -87,7 +87,7 @@ def check_import(name: str) -> None:
 
 
 def is_from_user_module(name: str) -> bool:
-    """Return whether a dotted name is in a module that the user has allowed."""
+    """Return whether an import path is in a module that the user has allowed."""
     return _find_enclosing_module(name, _get_user_modules()) is not None
 
 
@@ -97,51 +97,54 @@ def import_class_from_path(
     """Import a class by its path, such as "torch.optim.AdamW".
 
     Args:
-        kind: what the name may stand for; functions and dicts come from the user's own modules only.
-        base: class that a class outside the user's modules must be derived from; None: any class, which the caller
-            must not make objects of.
+        name: the import path.
+        kind: allowed kinds of objects. Functions and dicts must come from modules that the user has allowed.
+        base: base class that a class outside of these modules must have. None: any class; the caller must then not
+            instantiate it.
 
-    Raises ConfigError if the name is not on the allow-list, does not exist, or is not of this kind.
+    Raises:
+        ConfigError: the name is not on the allow-list, does not exist, or is of another kind.
     """
     check_import(name)
     kinds: Sequence[ImportKind] = (kind,) if isinstance(kind, str) else kind
     module, _, leaf = name.rpartition(".")
-    found = _get_attribute(_import_module(module, name), leaf, name)
-    own = next((each for each, is_one in _KIND_CHECKS.items() if is_one(found)), None)
+    value = _get_attribute(_import_module(module, name), leaf, name)
+    own = next((each for each, is_one in _KIND_CHECKS.items() if is_one(value)), None)
     if own not in kinds:
         wanted = " or ".join(f"a {each}" for each in kinds)
-        raise ConfigError(f"{name!r} is not {wanted}, but a {own or type(found).__name__}. Name {wanted}.")
+        raise ConfigError(f"{name!r} is not {wanted}, but a {own or type(value).__name__}. Name {wanted}.")
     if own != "class" and not is_from_user_module(name) and not (own == "function" and name in _allowed_functions):
         raise ConfigError(
             f"{name!r} is a {own} of {module!r}, but each {own} must be of a module of your own. Define it in one, "
             f"call meshwright.allow_imports with that module's name, and name it there."
         )
-    if isinstance(found, dict):
-        return found
-    # The module may itself have imported it from anywhere.
-    home = f"{getattr(found, '__module__', None) or ''}.{leaf}"
+    if isinstance(value, dict):
+        return value
+    # The module may have imported the object from elsewhere.
+    home = f"{getattr(value, '__module__', None) or ''}.{leaf}"
     if not is_from_user_module(home) and not _is_built_in(home):
         raise ConfigError(
             f"{name!r} is defined in {home.rpartition('.')[0]!r}, which is not to be imported from. If you trust it, "
             f"name it there, and {_format_allow_hint(home)}"
         )
-    if base is not None and inspect.isclass(found) and not is_from_user_module(home) and not issubclass(found, base):
+    if base is not None and inspect.isclass(value) and not is_from_user_module(home) and not issubclass(value, base):
         raise ConfigError(f"{name!r} is no {base.__name__}. Name a subclass of {base.__module__}.{base.__name__}.")
-    return found
+    return value
 
 
 def import_classes_from_paths(class_paths: Sequence[str]) -> list[Any]:
-    """Import classes by their paths, all of which are checked first; see `import_class_from_path`."""
+    """Check all import paths, then import the classes; see `import_class_from_path`."""
     for name in class_paths:
         check_import(name)
     return [import_class_from_path(name) for name in class_paths]
 
 
 def instantiate(mapping: Mapping[str, Any], *, expected: type, default: type | None = None) -> Any:
-    """Make the object that a mapping describes: `{_target_: path of its class, argument: value, ...}`.
+    """Create the object that a mapping describes: `{_target_: path of its class, argument: value, ...}`.
 
-    Its class is a subclass of `expected`, without `_target_` it is `default` or else `expected`. Strings of arguments
-    whose name ends in `dtype` become dtypes. Raises ConfigError if the class or an argument is wrong.
+    The class must be a subclass of `expected`. Without `_target_`, it is `default` or else `expected`. A string
+    argument whose name ends in `dtype` is converted to a dtype. Raises ConfigError if the class or an argument is
+    invalid.
     """
     arguments = dict(mapping)
     target = arguments.pop("_target_", None)
@@ -168,10 +171,10 @@ def parse_dtype(name: str) -> Any:
     """Return the `torch.dtype` of a name such as "bfloat16" or "torch.bfloat16". Raises ConfigError."""
     import torch
 
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"{name!r} is no dtype of torch. Use a name such as 'bfloat16' or 'float32'.")
-    return found
+    return dtype
 
 
 def _is_built_in(name: str) -> bool:
@@ -192,7 +195,7 @@ def _get_user_modules() -> set[str]:
 
 
 def _find_enclosing_module(name: str, modules: Iterable[str]) -> str | None:
-    """Return the module that a name is in; "torchevil.x" is not in "torch"."""
+    """Return the module that contains a name; "torchevil.x" is not in "torch"."""
     return next((module for module in modules if name == module or name.startswith(f"{module}.")), None)
 
 
@@ -205,12 +208,12 @@ def _check_module_name(module: str, source: str) -> str:
 
 
 def _import_module(module: str, name: str) -> Any:
-    """Import a module, or the class that holds a nested name."""
+    """Import a module, or the class that contains a nested name."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         parent, _, leaf = module.rpartition(".")
-        # The last part may be a class; a missing dependency of an existing module is an error.
+        # The last part may be a class. If an existing module lacks a dependency, that is an error.
         if parent and isinstance(error, ModuleNotFoundError) and error.name == module:
             holder = _get_attribute(_import_module(parent, name), leaf, name)
             if inspect.isclass(holder):

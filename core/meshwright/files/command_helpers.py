@@ -1,4 +1,4 @@
-"""What commands share: options, how they show errors and results, and how they import large packages."""
+"""Helpers of commands: common options, output of errors and results, and faster imports."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as tp_size=2 or model.hidden_size=256."),
 ]
-"""Option `--set` of a command: changes of the run file."""
+"""Option `--set` of a command: changes to the run file."""
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the full result to this JSON file.")]
-"""Option `--json` of a command: a file for the results."""
+"""Option `--json` of a command: output file for the results."""
 RunFileArgument = Annotated[Path, typer.Argument(help="A run file (YAML).")]
 """Argument of a command: a run file."""
 TracebackOption = Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")]
@@ -32,10 +32,12 @@ TracebackOption = Annotated[bool, typer.Option("--traceback", help="Show traceba
 
 @contextmanager
 def exit_on_error(show_traceback: bool, *, on_all_ranks: bool = False) -> Iterator[None]:
-    """Show an error of the user's making as one message, with its traceback if asked for, and exit with its code.
+    """Print a MeshwrightError as a message, and exit with its exit code.
 
-    `on_all_ranks` shows it on each rank, since the others may have none, or another; otherwise it is shown once on each
-    node, since each has its own files.
+    Args:
+        show_traceback: also print the traceback.
+        on_all_ranks: print on each rank, since other ranks may have no error or another one. Otherwise print once on
+            each node, since each node has its own files.
     """
     try:
         yield
@@ -48,19 +50,19 @@ def exit_on_error(show_traceback: bool, *, on_all_ranks: bool = False) -> Iterat
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Import large packages faster: collect no garbage meanwhile, and never look through what is there at the end."""
-    was_on = gc.isenabled()
+    """Context in which large packages are imported faster: pauses garbage collection, and calls `gc.freeze` on exit."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
 def create_output_console(width: int = 10_000) -> Console:
-    """Return a console for results, with room for `width` characters where the output is a file."""
+    """Return a console for results, `width` characters wide if the output is not a terminal."""
     console = create_console()
     if not console.is_terminal:
         console.width = width
@@ -68,15 +70,14 @@ def create_output_console(width: int = 10_000) -> Console:
 
 
 def report_results(renderable: Any, values: dict[str, Any], json_file: Path | None) -> None:
-    """Print `renderable` for people, and write the values for machines if there is a file for them. Raises
-    ConfigError."""
+    """Print `renderable`, and write `values` as JSON to `json_file` if it is set. Raises ConfigError."""
     create_output_console().print(renderable, highlight=False)
     if json_file is not None:
         write_output_file(json_file, json.dumps(values, indent=1) + "\n")
 
 
 def write_output_file(path: Path, text: str) -> None:
-    """Write a file; raise ConfigError where it cannot be written."""
+    """Write a text file; ConfigError if that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Read files that others wrote, within bounds of size, depth and time. No torch in this module.
+"""Read untrusted files, with limits on size, depth and time. Imports no torch.
 
-YAML is read by the core schema of YAML 1.2: yes, on, 1:30 and 2024-01-01 are strings, 3e-4 is a number. 010 is a
-string, too: it is eight in YAML 1.1 and ten in 1.2. Source: YAML 1.2.2, section 10.3.
+YAML is parsed by the core schema of YAML 1.2: yes, on, 1:30 and 2024-01-01 are strings, 3e-4 is a number. 010 is also a
+string, since it is eight in YAML 1.1 and ten in 1.2. Source: YAML 1.2.2, section 10.3.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ..base.errors import ConfigError
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 50
 MAX_JSON_BYTES = 1 << 28
-"""Of JSON files of models: an index names each tensor."""
+"""Limit for JSON files of models, whose index lists every tensor."""
 MAX_VALUES = 100_000
-"""Of a YAML file with its aliases expanded: a few short lines can stand for billions of values."""
+"""Limit for values of a YAML file with aliases expanded: a few short lines can represent billions of values."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _TAG_PREFIX = "tag:yaml.org,2002:"
@@ -48,7 +48,7 @@ _CORE_SCHEMA = {
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads the core schema, and refuses duplicate keys and tags."""
+    """Loads the core schema, and rejects duplicate keys and tags."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 the base's is YAML 1.1's
     _depth = 0
@@ -67,7 +67,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, yaml.Node] = {}
         for key, _ in node.value:
-            # `<<` merges other mappings, whose keys may be given again.
+            # `<<` merges another mapping, whose keys may be repeated.
             if isinstance(key, yaml.ScalarNode) and key.tag != f"{_TAG_PREFIX}merge":
                 if key.value in seen:
                     problem = f"the key {key.value!r} is given twice"
@@ -77,7 +77,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes strings that either version of YAML would read as something else."""
+    """Quotes strings that YAML 1.1 or 1.2 would read as another type."""
 
 
 for _name, (_pattern, _first) in _CORE_SCHEMA.items():
@@ -88,7 +88,7 @@ for _name, (_pattern, _first) in _CORE_SCHEMA.items():
 def parse_yaml(text: str) -> Any:
     """Return the value of one YAML document. Raises ValueError."""
     try:
-        # Creating a loader checks for characters that are not allowed.
+        # Creating a loader raises an error for invalid characters.
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
@@ -100,15 +100,15 @@ def parse_yaml(text: str) -> Any:
 
 
 def _check_size(node: yaml.Node, depth: int, sizes_by_node: dict[yaml.Node, tuple[int, int] | None]) -> tuple[int, int]:
-    """Return number of values and depth of a node with its aliases expanded.
+    """Return the number of values and the depth of a node with aliases expanded.
 
-    `sizes_by_node` are results of earlier nodes, None while a node is visited, which then contains itself.
+    `sizes_by_node`: results for earlier nodes; None for nodes in progress, where an alias would contain itself.
     """
     if isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
         raise ValueError(f"{node.value!r:.80} holds half of a surrogate pair, which is no text")
     if node in sizes_by_node:
-        found = sizes_by_node[node]
-        if found is None:
+        size_and_depth = sizes_by_node[node]
+        if size_and_depth is None:
             raise ValueError("an alias (*) stands inside of what it names")
     else:
         sizes_by_node[node] = None
@@ -116,19 +116,19 @@ def _check_size(node: yaml.Node, depth: int, sizes_by_node: dict[yaml.Node, tupl
         if isinstance(node, yaml.MappingNode):
             children = itertools.chain.from_iterable(children)
         parts = [_check_size(child, depth + 1, sizes_by_node) for child in children]
-        found = sizes_by_node[node] = (
+        size_and_depth = sizes_by_node[node] = (
             1 + sum(size for size, _ in parts),
             1 + max((deep for _, deep in parts), default=0),
         )
-    if depth + found[1] - 1 > MAX_DEPTH:
+    if depth + size_and_depth[1] - 1 > MAX_DEPTH:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-    if found[0] > MAX_VALUES:
+    if size_and_depth[0] > MAX_VALUES:
         raise ValueError(f"it holds more than {MAX_VALUES:,} values")
-    return found
+    return size_and_depth
 
 
 class _BlockDumper(_Dumper):
-    """Writes strings of several lines as blocks."""
+    """Writes multi-line strings as block scalars."""
 
 
 _BlockDumper.add_representer(
@@ -137,14 +137,16 @@ _BlockDumper.add_representer(
 
 
 def to_yaml(value: Any, *, use_block_style: bool = False) -> str:
-    """Return YAML that `parse_yaml` and readers of YAML 1.1 read alike; `use_block_style` writes long strings as
-    blocks."""
+    """Return YAML that `parse_yaml` and YAML 1.1 parsers read identically.
+
+    `use_block_style`: write multi-line strings as block scalars.
+    """
     dumper = _BlockDumper if use_block_style else _Dumper
     return yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True)
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError if it is not valid, or nested too deeply."""
+    """Return the value of a JSON text. Raises ValueError if it is invalid or nested too deeply."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -159,7 +161,7 @@ def parse_json(text: str) -> Any:
 
 
 def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
-    """Open a file for reading; refuse a pipe, which could be waited for forever. Raises OSError."""
+    """Open a regular file for reading. Raises OSError, also for a pipe, which could block forever."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -176,7 +178,7 @@ def _read_bounded(file: BinaryIO, max_bytes: int) -> bytes:
 
 
 def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a file. Raises OSError if it is not a regular file, is larger, or cannot be read."""
+    """Return the content of a file. Raises OSError if it is not a regular file, is too large, or cannot be read."""
     try:
         return _read_bounded(open_regular_file(path), max_bytes)
     except ValueError as error:
@@ -189,7 +191,7 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds. Raises OSError or ValueError."""
+    """Return the JSON object in a file. Raises OSError or ValueError."""
     value = parse_json(_read_bounded(open_regular_file(path), MAX_JSON_BYTES).decode("utf-8-sig"))
     if not isinstance(value, dict):
         raise ValueError(f"it holds a JSON {type(value).__name__}, not an object")
@@ -197,7 +199,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_json_object_or_empty(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file, {} if it cannot be read: whoever needs the file reports what is wrong."""
+    """Return the JSON object in a file, or {} if it cannot be read; code that needs the file reports the error."""
     try:
         return read_json_object(path)
     except (OSError, ValueError):
@@ -206,10 +208,10 @@ def read_json_object_or_empty(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def time_limit(seconds: float, action: str) -> Iterator[None]:
-    """Interrupt the context after a time; for patterns and templates of others.
+    """Raise TimeoutError in the context after `seconds`, for untrusted patterns and templates.
 
-    It interrupts Python code and `re` by a TimeoutError that says `action` takes so long. There is no limit in other
-    threads than the main one, where signals are not handled, or if an alarm is set already.
+    Interrupts Python code and `re`; the message says that `action` took too long. There is no limit outside of the main
+    thread, where signals are not handled, or if an alarm is already set.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield
@@ -228,14 +230,14 @@ def time_limit(seconds: float, action: str) -> Iterator[None]:
 
 
 def explain_library_error(error: BaseException) -> str:
-    """Describe another library's error about files that a user has given."""
+    """Describe an error of another library about the user's files."""
     if "trust_remote_code" in str(error):
         return "it brings code of its own (auto_map), which is never run, and is of no class that transformers has"
     return f"{type(error).__name__}: {error}"
 
 
 def apply_assignments(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a run file with changes; see `load_run`."""
+    """Return the values of a run file with "key.of.value=yaml" assignments applied; ConfigError if one is invalid."""
     changed = copy.deepcopy(dict(values))
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -246,17 +248,17 @@ def apply_assignments(values: Mapping[str, Any], assignments: Sequence[str]) -> 
         except ValueError as error:
             raise ConfigError(f"--set {assignment!r}: the value is not valid YAML: {error}") from None
         *parents, last = key.split(".")
-        at = changed
+        section = changed
         for parent in parents:
-            if at.get(parent) is None:
-                at[parent] = {}
-            if not isinstance(child := at[parent], dict):
+            if section.get(parent) is None:
+                section[parent] = {}
+            if not isinstance(child := section[parent], dict):
                 raise ConfigError(f"--set {assignment!r}: {parent!r} holds {child!r}, which has no keys of its own.")
-            at = child
-        at[last] = value
+            section = child
+        section[last] = value
     return changed
 
 
 def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
-    """Return the mapping that "key.of.value=yaml" assignments make."""
+    """Return the nested mapping of "key.of.value=yaml" assignments."""
     return apply_assignments({}, assignments)

@@ -1,7 +1,7 @@
-"""Output to a terminal, with text of files, names and paths escaped so that it cannot control the terminal.
+"""Terminal output that escapes text of files, names and paths, so that it cannot control the terminal.
 
-All output goes through `create_console`, `say` or `warn`; tests/security/test_terminal_escapes.py checks this. rich is
-imported only where it is used, and torch nowhere.
+All output goes through `create_console`, `echo` or `warn`; tests/security/test_terminal_escapes.py checks this. rich is
+imported on first use, torch never.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def echo(text: str, *, stderr: bool = False) -> None:
-    """Write text with its line ends in one piece, so that the lines of two ranks do not mix."""
+    """Write text, including its line ends, in a single call, so that the lines of two ranks do not mix."""
     stream = sys.stderr if stderr else sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(escape_unprintable(text).encode(encoding, "backslashreplace").decode(encoding))
@@ -28,12 +28,12 @@ def echo(text: str, *, stderr: bool = False) -> None:
 
 
 def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
-    """Call `warnings.warn` with text that may quote files."""
+    """Call `warnings.warn` with escaped text."""
     warnings.warn(escape_unprintable(text), category, stacklevel=stacklevel + 1)
 
 
 def install_output_escaping() -> None:
-    """Escape what libraries log and warn of in this process."""
+    """Escape the log messages and warnings of all libraries in this process."""
     logging.setLogRecordFactory(_EscapingLogRecord)
     if not getattr(warnings.formatwarning, "escapes", False):
         warnings.formatwarning = _escape_output(warnings.formatwarning)
@@ -53,29 +53,27 @@ def _escape_output(format_warning: Callable[..., str]) -> Callable[..., str]:
 
 
 def create_console(**options: Any) -> Console:
-    """Return a rich console, with its options, that prints text as it is, without markup and emoji."""
+    """Return a rich console that escapes text and interprets no markup or emoji; `options` are those of rich."""
     from rich.console import Console, RenderHook
 
     class Escaping(RenderHook):
-        """Escapes what renderables produce, just before it is written."""
-
         def process_renderables(self, renderables: list[Any]) -> list[Any]:
             return [_EscapedRenderable(each) for each in renderables]
 
-    made = Console(markup=False, emoji=False, **options)
-    made.push_render_hook(Escaping())
-    return made
+    console = Console(markup=False, emoji=False, **options)
+    console.push_render_hook(Escaping())
+    return console
 
 
 def parse_markup(markup: str) -> Text:
-    """Return text with rich's markup; values of others in it must be escaped by `plain`."""
+    """Parse rich's markup; untrusted values in it must be escaped with `escape_markup`."""
     from rich.text import Text
 
     return Text.from_markup(markup, emoji=False)
 
 
 def escape_markup(text: object) -> str:
-    """Escape a value for `styled`."""
+    """Escape a value for use in `parse_markup`."""
     from rich.markup import escape
 
     return escape(escape_unprintable(str(text)))

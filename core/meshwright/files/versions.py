@@ -1,4 +1,4 @@
-"""Versions: whether the installed torch is supported, and names and options that will be removed. Imports no torch."""
+"""Checks of the installed torch version, and deprecation warnings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .terminal import warn
 
 DISTRIBUTION = "meshwright"
 _INTERNAL_PACKAGES = re.compile(r"(meshwright|pydantic)(?=[._]|$)")
-"""Packages whose frames a deprecation warning skips: ours, and what calls our validators."""
+"""Packages whose frames a deprecation warning skips: meshwright, and pydantic, which calls its validators."""
 
 
 def check_torch_version() -> None:
-    """Refuse a torch that is older than this package supports, from metadata alone. Raises StrategyError."""
+    """Raise StrategyError if the installed torch is older than supported. Reads only package metadata."""
     try:
         installed, oldest = importlib.metadata.version("torch"), get_min_torch_version()
     except importlib.metadata.PackageNotFoundError:
-        # No torch, or a source tree that is not installed: an import says so.
+        # torch is missing, or this source tree is not installed: an import raises the error.
         return
     if Version(installed).release[:2] < Version(oldest).release[:2]:
         raise StrategyError(
@@ -31,18 +31,18 @@ def check_torch_version() -> None:
 
 
 def get_min_torch_version() -> str:
-    """Return the oldest version that the installed package's metadata allows, such as "2.11"."""
+    """Return the oldest torch version that the installed package's metadata allows, such as "2.11"."""
     for each in importlib.metadata.requires(DISTRIBUTION) or ():
-        found = re.match(r"torch\b[^;]*?>=\s*([\d.]+)", each)
-        if found is not None:
-            return found[1]
+        match = re.match(r"torch\b[^;]*?>=\s*([\d.]+)", each)
+        if match is not None:
+            return match[1]
     return "0"
 
 
 def warn_deprecated(name: str, *, since: str, removed_in: str, remedy: str) -> None:
-    """Warn of the use of something deprecated, at the line of the caller's code; see docs/contribute/releasing.md.
+    """Warn about the use of a deprecated name, at the line of the user's code; see docs/contribute/releasing.md.
 
-    `name` is the name with its kind, such as "the option use_custom_fsdp"; a test fails once `removed_in` is due.
+    `name` includes its kind, such as "the option use_custom_fsdp". A test fails once `removed_in` is reached.
     """
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _INTERNAL_PACKAGES.match(frame.f_globals.get("__name__", "")):

@@ -1,7 +1,7 @@
-"""Write files of a run's directory: completely, and never through a link. No torch in this module.
+"""Write files atomically, and never through a symbolic link. Imports no torch.
 
-A directory that came from elsewhere may hold links with the names that a run writes. A file that is written completely
-gets its name by a rename, which replaces a link; one that grows is not opened through a link.
+A directory from elsewhere may contain links with the names of files that a run writes. A complete file gets its name by
+a rename, which replaces a link. A file for appending is not opened through a link.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import AfterValidator
 
 
 def check_path(value: str) -> str:
-    """Raise ValueError if no file can have this name, so that a run does not fail later."""
+    """Raise ValueError if no file can have this path, so that a run does not fail later; else return it."""
     if not value or "\0" in value:
         raise ValueError("is no path: it is empty, or holds a zero byte")
     if any(len(part.encode()) > 255 for part in value.split("/")) or len(value.encode()) > 4000:
@@ -36,9 +36,9 @@ PathStr = Annotated[str, AfterValidator(check_path)]
 
 
 def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
-    """Write a file that exists completely or not at all; text as UTF-8. Raises OSError.
+    """Write a file atomically; text is encoded as UTF-8. Raises OSError.
 
-    `mode` are its permissions, less the process's umask.
+    `mode`: permissions of the file, before the process's umask.
     """
     with atomic_writer(path, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -46,7 +46,7 @@ def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o666) -> 
 
 @contextmanager
 def atomic_writer(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Yield an empty file, which gets its name when the context is left without an error."""
+    """Yield an empty file, which gets its name when the context exits without an error."""
     new = remove_existing(path.with_name(f"{path.name}.tmp"))
     try:
         with open(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w+b") as file:
@@ -58,14 +58,17 @@ def atomic_writer(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def remove_existing(path: Path) -> Path:
-    """Remove a file, and return its path for a library that opens it itself."""
+    """Remove a file if it exists, and return its path, for a library that creates the file."""
     path.unlink(missing_ok=True)
     return path
 
 
 def open_for_append(path: Path) -> int:
-    """Open a file that grows, creating it if needed; the caller closes the descriptor. Raises OSError."""
-    # Without O_NONBLOCK, opening a pipe that nobody reads waits forever.
+    """Open a regular file for appending, creating it if needed; return its descriptor, which the caller closes.
+
+    Raises OSError.
+    """
+    # Without O_NONBLOCK, opening a pipe without a reader blocks forever.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     file = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -75,6 +78,6 @@ def open_for_append(path: Path) -> int:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Add text to a file. Raises OSError as `open_for_append`."""
+    """Append text to a file. Raises OSError."""
     with open(open_for_append(path), "w", encoding="utf-8") as file:
         file.write(text)

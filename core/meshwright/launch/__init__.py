@@ -1,1 +1,1 @@
-"""Join ranks that a launcher has started, and open their world."""
+"""Join the ranks that a launcher has started, and open their world."""

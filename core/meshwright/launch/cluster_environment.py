@@ -1,4 +1,4 @@
-"""What a launcher's variables say of a process that it has started."""
+"""Description of a process that a launcher has started, read from the launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from dataclasses import dataclass
 from ..base.errors import MeshError
 
 DEFAULT_PORT = 29_500
-"""torchrun's; for launchers that name nothing that all ranks of a world share and other worlds do not have."""
+"""torchrun's default port, for launchers that set no variable from which to derive a port that is unique to a world."""
 
 _MIN_PORT, _NUM_PORTS = 10_000, 20_000
-"""Below the ephemeral ports of operating systems."""
+"""A range below the ephemeral ports of operating systems."""
 
 
 @dataclass(frozen=True)
 class ClusterEnvironment:
-    """One launcher's statement about this process.
+    """Rank and world of this process according to one launcher.
 
     Attributes:
-        launcher: its name.
-        evidence: the variables that state it, such as "PMI_RANK=1 and PMI_SIZE=4".
-        identifying_variables: the variables without which it would state nothing; empty if it uses no variables.
-        local_rank, local_world_size: among the ranks of this node; None: not stated.
-        address, port: of the rendezvous store that rank 0 hosts. They raise MeshError if the launcher does not know.
-        is_nested_in: whether the ranks are started inside the processes of another launcher, which is no contradiction.
+        launcher: name of the launcher.
+        evidence: the variables that show it, such as "PMI_RANK=1 and PMI_SIZE=4".
+        identifying_variables: the variables without which the launcher would not be detected; may be empty.
+        local_rank, local_world_size: rank and number of ranks on this node; None: unknown.
+        get_master_address, get_master_port: return the address and port of the rendezvous store that rank 0 hosts. They
+            raise MeshError if the launcher does not know them.
+        is_nested_in: whether the ranks may run inside the processes of another launcher. If so, different ranks are not
+            a contradiction.
     """
 
     launcher: str
@@ -44,10 +46,10 @@ class Launcher:
     """One way to start ranks.
 
     Attributes:
-        name: in errors and docs/reference/launchers.md.
-        variables: the variables that `ask` looks at.
-        detect: returns what it states of a process with this environment; None if it has started none, or a single one.
-            Raises MeshError if it has started several, but does not state enough.
+        name: name in errors and in docs/reference/launchers.md.
+        variables: the variables that `detect` reads.
+        detect: returns the cluster environment of a process with these variables; None if the launcher has started no
+            process, or a single one. Raises MeshError if it has started several, but variables are missing.
     """
 
     name: str
@@ -56,12 +58,12 @@ class Launcher:
 
 
 def format_variables(environment: Mapping[str, str], *names: str) -> str:
-    """Return "A=1 and B=2" of the variables that are set."""
+    """Return the variables that are set, as "A=1 and B=2"."""
     return " and ".join(f"{name}={environment[name]}" for name in names if name in environment)
 
 
 def read_count(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return a variable that is a count, or `default` if it is not set; raise MeshError if it is no count."""
+    """Return a variable as a non-negative integer, or `default` if it is not set; MeshError for another value."""
     if default is not None and name not in environment:
         return default
     value = environment[name].strip()
@@ -71,7 +73,7 @@ def read_count(environment: Mapping[str, str], name: str, default: int | None = 
 
 
 def require_variables(environment: Mapping[str, str], names: tuple[str, ...], subject: str, remedy: str) -> None:
-    """Raise MeshError if the launcher of several processes has not set all of these variables."""
+    """Raise MeshError unless the launcher of several processes has set all of these variables."""
     missing = [name for name in names if name not in environment]
     if missing:
         is_or_are = "is" if len(missing) == 1 else "are"
@@ -83,5 +85,5 @@ def require_variables(environment: Mapping[str, str], names: tuple[str, ...], su
 
 
 def derive_port(seed: int) -> int:
-    """Return a port that other worlds on the node are unlikely to use, from a number that is the same on all ranks."""
+    """Derive a port that other worlds on the node are unlikely to use from a number that is equal on all ranks."""
     return _MIN_PORT + seed % _NUM_PORTS

@@ -1,4 +1,4 @@
-"""What the environment says of this process: its rank, its world, and who has started it. Imports no torch."""
+"""Rank, world and launcher of this process from environment variables. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ StoreHost: TypeAlias = Literal["first rank", "launcher"]
 
 
 def is_launched() -> bool:
-    """Return whether this process is a rank of a launched world, also of `meshwright_run.launch.local.launch`."""
+    """Return whether this process is a rank that a launcher or `meshwright_run.launch.local.launch` started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -26,7 +26,7 @@ def is_launched_by_torchrun() -> bool:
 
 
 def get_rank_variable() -> str:
-    """Return RANK as it is, which may be no number; "0" outside of a world."""
+    """Return the variable RANK unparsed; "0" outside of a world."""
     return os.environ.get("RANK", "0")
 
 
@@ -36,13 +36,13 @@ def get_world_size() -> int:
 
 
 def is_single_node() -> bool:
-    """Return whether all ranks of this process's world are on its machine."""
+    """Return whether all ranks of this process's world are on this node."""
     size = os.environ.get("WORLD_SIZE", "1")
     return not is_launched() or size == "1" or os.environ.get("LOCAL_WORLD_SIZE") == size
 
 
 def get_store_host() -> StoreHost | None:
-    """Return who hosts the store; None: this process, or a launcher of this machine."""
+    """Return which process hosts the store; None: this process, or a launcher on this node."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return "first rank" if get_rank_variable() != "0" else None
     return "launcher" if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") else None

@@ -1,17 +1,17 @@
 """Join the processes that a launcher has started: set torchrun's variables from those of other launchers.
 
-[Note: who counts] From the inside out: a process group that exists; torchrun's RANK and WORLD_SIZE; then `launchers()`
-in their order. The first that states a rank for this process counts. The others must state the same rank and size, or
-must have started what in turn started the ranks:
+[Note: launcher precedence] Innermost first: an existing process group; torchrun's RANK and WORLD_SIZE; then
+`list_launchers()` in order. The first one that gives this process a rank takes precedence. The other launchers must
+give the same rank and size, or be nested outside, that is, have started the process that started the ranks:
 
-- torchrun's own agent (TORCHELASTIC_RUN_ID is set) may run in the tasks, processes or pods of any other launcher;
+- torchrun's agent (TORCHELASTIC_RUN_ID is set) may run in the tasks, processes or pods of any other launcher;
 - so may Ray;
-- RANK, WORLD_SIZE and LOCAL_WORLD_SIZE set by other means may be of ranks that each of the other's processes starts:
-  WORLD_SIZE is LOCAL_WORLD_SIZE times their number;
-- Slurm may have reported mpirun where to run: a Slurm step of a single task on each node is its daemons.
+- RANK, WORLD_SIZE and LOCAL_WORLD_SIZE set by other means may describe ranks that each process of the outer launcher
+  starts: WORLD_SIZE is LOCAL_WORLD_SIZE times the number of these processes;
+- mpirun may run in a Slurm allocation: a Slurm step with a single task on each node is its daemons.
 
-Everything else is two worlds in one process, and refused before any rank waits for another. A rank sees only its own
-variables, so an error may be raised on some ranks alone.
+Everything else means two worlds in one process, and is rejected before any rank waits for another. A rank sees only its
+own variables, so the error may be raised on only some ranks.
 """
 
 from __future__ import annotations
@@ -29,28 +29,31 @@ from .ray_train import RAY_TRAIN
 from .slurm import SLURM
 
 BUILT_IN_LAUNCHERS: tuple[Launcher, ...] = (RAY_TRAIN, OPEN_MPI, MPICH, PMIX, SLURM, KUBERNETES)
-"""The built-in ones, from the inside out; see [Note: who counts]."""
+"""The built-in launchers, innermost first; see [Note: launcher precedence]."""
 
 _MANUAL = "the environment"
-"""Name of whoever has set RANK and WORLD_SIZE, if it is not torchrun."""
+"""Launcher name if RANK and WORLD_SIZE were not set by torchrun."""
 
 
 def list_launchers() -> list[Launcher]:
-    """Return those of plugins, by the hook `register_launchers`, then the built-in ones."""
-    return [*(each for found in get_registry().hook.register_launchers() for each in found), *BUILT_IN_LAUNCHERS]
+    """Return the launchers of plugins (hook `register_launchers`), then the built-in ones."""
+    return [
+        *(each for launchers in get_registry().hook.register_launchers() for each in launchers),
+        *BUILT_IN_LAUNCHERS,
+    ]
 
 
 def join_launcher(*, has_store: bool = False) -> None:
-    """In one of several processes that a launcher has started, set torchrun's variables that are not set.
+    """Set torchrun's variables that are missing, if a launcher has started this process as one of several.
 
-    With Ray Train and no torch backend it is collective over the workers.
+    With Ray Train and no torch backend, this is collective over the workers.
 
     Args:
-        has_store: the caller brings a rendezvous store, so the address of rank 0 is not needed.
+        has_store: the caller has a rendezvous store, so the address of rank 0 is not needed.
 
     Raises:
-        MeshError: several processes were started, but cannot find each other, or two launchers contradict each other.
-            Without this error each would train by itself, or wait for ranks that do not exist.
+        MeshError: several processes were started but cannot find each other, or two launchers contradict each other.
+            Without this error, each process would train separately, or wait for ranks that do not exist.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -60,13 +63,13 @@ def join_launcher(*, has_store: bool = False) -> None:
 
 
 def resolve_torchrun_variables(environment: Mapping[str, str], *, has_store: bool = False) -> dict[str, str]:
-    """Return what `join` sets; nothing in a process that is the only one. See [Note: who counts]."""
+    """Return the variables that `join_launcher` sets; none in a single process. See [Note: launcher precedence]."""
     has_rank, has_size = "RANK" in environment, "WORLD_SIZE" in environment
     if has_rank and has_size and "TORCHELASTIC_RUN_ID" in environment:
         return {}
     own = [_detect_manual(environment)] if has_rank and has_size else []
-    claims = [*own, *_detect_environments(environment, may_fail=bool(own))]
-    if not claims:
+    environments = [*own, *_detect_environments(environment, may_fail=bool(own))]
+    if not environments:
         if has_rank or environment.get("WORLD_SIZE", "1") != "1":
             one, other = ("RANK", "WORLD_SIZE") if has_rank else ("WORLD_SIZE", "RANK")
             raise MeshError(
@@ -74,9 +77,9 @@ def resolve_torchrun_variables(environment: Mapping[str, str], *, has_store: boo
                 f"and MASTER_PORT, or unset {one}, or start the ranks with torchrun, which sets all of them."
             )
         return {}
-    inner = claims[0]
-    same = [each for each in claims if (each.rank, each.world_size) == (inner.rank, inner.world_size)]
-    for outer in claims[1:]:
+    inner = environments[0]
+    same = [each for each in environments if (each.rank, each.world_size) == (inner.rank, inner.world_size)]
+    for outer in environments[1:]:
         if outer not in same and not inner.is_nested_in(outer):
             raise _conflict_error(inner.evidence, inner.launcher, inner.identifying_variables, outer)
     for name, value in (("RANK", inner.rank), ("WORLD_SIZE", inner.world_size)):
@@ -86,10 +89,10 @@ def resolve_torchrun_variables(environment: Mapping[str, str], *, has_store: boo
 
 
 def get_local_rank(num_devices: int) -> int:
-    """Return the number of this rank on its node, by which one of `num_devices` is chosen.
+    """Return this rank's index on its node, which selects one of `num_devices`.
 
     Raises:
-        MeshError: it is one of several, there are several devices, and LOCAL_RANK is not set; or it is no count.
+        MeshError: LOCAL_RANK is not a count, or not set although there are several ranks and several devices.
     """
     if "LOCAL_RANK" not in os.environ and num_devices > 1 and read_count(os.environ, "WORLD_SIZE", 1) > 1:
         raise MeshError(
@@ -101,7 +104,7 @@ def get_local_rank(num_devices: int) -> int:
 
 
 def _variables_for_group(environment: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
-    """The variables of launchers that agree with the process group; others have not made it."""
+    """Return the missing variables from launchers that agree with the process group."""
     claims = [
         each
         for each in _detect_environments(environment, may_fail=True)
@@ -111,22 +114,22 @@ def _variables_for_group(environment: Mapping[str, str], rank: int, size: int) -
 
 
 def _detect_environments(environment: Mapping[str, str], *, may_fail: bool) -> list[ClusterEnvironment]:
-    """The claims of all launchers. An incomplete one is an error only if there is no other."""
-    found, errors = [], []
+    """Return the environments that all launchers detect. An incomplete one is an error only if there is no other."""
+    detected, errors = [], []
     for launcher in list_launchers():
         try:
             claim = launcher.detect(environment)
         except MeshError as error:
             errors.append(error)
         else:
-            found += [claim] if claim is not None else []
-    if errors and not found and not may_fail:
+            detected += [claim] if claim is not None else []
+    if errors and not detected and not may_fail:
         raise errors[0]
-    return found
+    return detected
 
 
 def _detect_manual(environment: Mapping[str, str]) -> ClusterEnvironment:
-    """The claim of RANK and WORLD_SIZE, which something other than torchrun's agent has set."""
+    """Return the environment that RANK and WORLD_SIZE describe, if they were not set by torchrun's agent."""
     rank, size = read_count(environment, "RANK"), read_count(environment, "WORLD_SIZE")
     if rank >= size:
         raise MeshError(f"RANK={rank}, but WORLD_SIZE={size}: ranks are 0 to {size - 1}.")
@@ -158,27 +161,29 @@ def _detect_manual(environment: Mapping[str, str]) -> ClusterEnvironment:
 def _build_missing_variables(
     environment: Mapping[str, str], claims: list[ClusterEnvironment], *, has_store: bool
 ) -> dict[str, str]:
-    """torchrun's variables that are not set, from claims to the same rank; see `join`."""
-    found = {"RANK": claims[0].rank, "WORLD_SIZE": claims[0].world_size}
+    """Return torchrun's variables that are not set, from environments with the same rank; see `join_launcher`."""
+    values = {"RANK": claims[0].rank, "WORLD_SIZE": claims[0].world_size}
     for claim in claims:
         local = {"LOCAL_RANK": claim.local_rank, "LOCAL_WORLD_SIZE": claim.local_world_size}
-        found = {**{name: value for name, value in local.items() if value is not None}, **found}
-    texts = {name: str(value) for name, value in found.items() if name not in environment}
+        values = {**{name: value for name, value in local.items() if value is not None}, **values}
+    variables = {name: str(value) for name, value in values.items() if name not in environment}
     if not has_store:
-        # RANK and WORLD_SIZE name no address; the nearest launcher may, and is the same on all ranks.
-        knows = next((each for each in claims if each.launcher != _MANUAL), claims[0])
+        # RANK and WORLD_SIZE give no address. The innermost launcher may, and it is the same on all ranks.
+        source = next((each for each in claims if each.launcher != _MANUAL), claims[0])
         if "MASTER_ADDR" not in environment:
-            texts["MASTER_ADDR"] = knows.get_master_address()
+            variables["MASTER_ADDR"] = source.get_master_address()
         if "MASTER_PORT" not in environment:
-            texts["MASTER_PORT"] = str(knows.get_master_port())
-    return texts
+            variables["MASTER_PORT"] = str(source.get_master_port())
+    return variables
 
 
 def _conflict_error(
     evidence: str, launcher_name: str, identifying_variables: tuple[str, ...], other: ClusterEnvironment
 ) -> MeshError:
-    """The error of two contradicting statements: `launcher_name` states `evidence`, and would not without the variables
-    `identifying_variables`."""
+    """Return the error about two launchers that contradict each other.
+
+    `evidence` and `identifying_variables` are those of the launcher `launcher_name`, as in `ClusterEnvironment`.
+    """
     pairs = ((identifying_variables, other.launcher), (other.identifying_variables, launcher_name))
     remedies = [f"{' and '.join(names)} if the ranks are those of {launcher}" for names, launcher in pairs if names]
     return MeshError(

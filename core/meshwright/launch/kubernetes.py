@@ -1,9 +1,9 @@
-"""Ranks in pods of Kubernetes: of an indexed Job, alone or in a JobSet, and of Kubeflow's TrainJob and PyTorchJob.
+"""Ranks in Kubernetes pods: of an indexed Job, alone or in a JobSet, and of Kubeflow's TrainJob and PyTorchJob.
 
-[Note: pods] A container has one environment for all that runs in it, so the variables of a manifest or an operator make
-its process a rank, or the pod a node. It is a node where torchrun's own arguments (PET_*) ask for several ranks; there
-a process that torchrun has not started is no rank. The index of a pod is given (JOB_COMPLETION_INDEX), the number of
-pods is not: the manifest has to state it.
+[Note: pods] All processes of a container have the same environment. So the variables of a manifest or an operator
+describe either the container's process as a rank, or the pod as a node. It is a node if torchrun's arguments (PET_*)
+request several ranks; a process that torchrun has not started is then not a rank. Kubernetes sets the index of a pod
+(JOB_COMPLETION_INDEX) but not the number of pods, which the manifest has to set.
 
 Source: kubernetes.io/docs, "Indexed Job"; kubeflow/training-operator, pkg/controller.v1/pytorch/envvar.go;
 kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go; torch.distributed.run (PET_*).
@@ -36,7 +36,7 @@ _START_TORCHRUN = (
 
 def _detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        # A container whose process is the only rank of its node.
+        # The container's process is the only rank of its node.
         is_pod = _INDEX_VARIABLE in environment or environment.get(_NODE_RANK_VARIABLE) == environment["RANK"]
         return _build_environment(environment, "RANK", "WORLD_SIZE") if is_pod else None
     if _NUM_NODES_VARIABLE in environment:
@@ -81,7 +81,7 @@ KUBERNETES = Launcher(
 
 
 def reject_node_rank(environment: Mapping[str, str]) -> None:
-    """Raise where RANK counts pods and WORLD_SIZE processes, or all pods have the same RANK.
+    """Raise MeshError if RANK counts pods but WORLD_SIZE counts processes, or if all pods have the same RANK.
 
     A PyTorchJob with `nprocPerNode` above 1 sets RANK to the index of the pod.
     """
@@ -122,7 +122,7 @@ def _build_node_environment(environment: Mapping[str, str]) -> ClusterEnvironmen
 def _build_environment(
     environment: Mapping[str, str], rank_name: str, size_name: str, prefix: str = ""
 ) -> ClusterEnvironment:
-    """The claim of two variables; `prefix` is that of MASTER_ADDR and MASTER_PORT."""
+    """Return the environment that two variables describe; `prefix` is that of MASTER_ADDR and MASTER_PORT."""
     rank, size = read_count(environment, rank_name), read_count(environment, size_name)
     address, port = (f"{prefix}{name}" for name in _MASTER_VARIABLES)
 

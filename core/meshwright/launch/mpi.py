@@ -1,10 +1,10 @@
-"""Ranks that an mpirun started: Open MPI's, or that of MPICH and its kin; and PMIx processes of unknown number.
+"""Ranks that the mpirun of Open MPI or of MPICH and its derivatives started, and PMIx processes of unknown number.
 
-[Note: where mpirun runs] mpirun tells its processes the node where it runs, but not that of rank 0; they are the same
-unless its hosts were chosen otherwise. So the store is looked for on that node. If rank 0 is on another node, it raises
-an error that says what to set, and mpirun ends its peers.
+[Note: where mpirun runs] mpirun passes its processes the node where it runs, but not the node of rank 0. These are the
+same unless the hosts were chosen differently. So ranks connect to the store on that node. If rank 0 is on another node,
+it raises an error that says what to set, and mpirun ends its peers.
 
-Read off mpirun of Open MPI 4.1.4 and 5.0.11, and mpiexec of MPICH 5.0.2 and Intel MPI 2021.18.
+Observed with mpirun of Open MPI 4.1.4 and 5.0.11, and mpiexec of MPICH 5.0.2 and Intel MPI 2021.18.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OPEN_MPI_VARIABLES = (
 )
 _MPICH_VARIABLES = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _WORLD_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""If one of these is set, PMIx is only how the processes of that launcher communicate."""
+"""If one of these is set, the processes of that launcher only communicate by PMIx."""
 
 _REMEDY = (
     "Start the ranks with torchrun, srun or `meshwright train`, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
@@ -54,7 +54,7 @@ def _detect_mpich(environment: Mapping[str, str]) -> ClusterEnvironment | None:
 
 
 def _reject_pmix(environment: Mapping[str, str]) -> None:
-    """Raise in one of several processes whose launcher gives their number to PMIx's library alone."""
+    """Raise MeshError for one of several processes whose launcher passes rank and size only to the PMIx library."""
     size = environment.get("PMIX_SIZE", "")
     if (
         size == "1"
@@ -79,8 +79,10 @@ PMIX = Launcher("PMIx", ("PMIX_SIZE", "PMIX_RANK", *_WORLD_SIZE_VARIABLES), _rej
 def _build_environment(
     launcher: str, environment: Mapping[str, str], names: tuple[str, ...], job_variable: str, address: Callable[[], str]
 ) -> ClusterEnvironment | None:
-    """The claim of the variables `names`: size, rank, local rank and local size; `job_variable` is the variable of its
-    id."""
+    """Return the environment that the variables `names` describe: size, rank, local rank and local size.
+
+    `job_variable`: the variable with the job's id.
+    """
     if environment.get(names[0], "") in ("", "1"):
         return None
     require_variables(environment, names, f"one of {environment[names[0]]} processes ({names[0]})", _REMEDY)
@@ -96,27 +98,27 @@ def _build_environment(
         local_world_size=local_size,
         get_master_address=address if local_size < size else lambda: "127.0.0.1",
         get_master_port=lambda: derive_port(zlib.crc32(world.encode())) if world else DEFAULT_PORT,
-        # In an allocation of Slurm, mpirun lets srun start its daemons, one on each further node.
+        # In a Slurm allocation, mpirun starts its daemons by srun, one on each other node.
         is_nested_in=lambda outer: outer.local_world_size == 1 and outer.world_size <= size,
     )
 
 
 def _find_mpirun_node(environment: Mapping[str, str]) -> str:
-    """The node where mpirun runs; see [Note: where mpirun runs]."""
+    """Return the node where mpirun runs; see [Note: where mpirun runs]."""
     # Open MPI 4: "1237647360.0;tcp://10.0.0.1,10.1.0.1:34999;tcp6://..."; 5: "prterun-node1-9562@1".
     contact = re.search(r"tcp://([^,:;]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
-    named = re.fullmatch(r"prterun-(.+)-\d+@\d+", environment.get("PMIX_NAMESPACE", ""))
-    found = contact or named
+    namespace = re.fullmatch(r"prterun-(.+)-\d+@\d+", environment.get("PMIX_NAMESPACE", ""))
+    match = contact or namespace
     remedy = "mpirun -x MASTER_ADDR=HOST"
-    if found is None:
+    if match is None:
         raise _unknown_address_error("mpirun does not say where it runs", remedy)
-    # "1237647360.1;tcp4://..." and "prterun-node1-9562@0.1;tcp4://...": the number of this node's daemon, 0 by mpirun.
+    # "1237647360.1;tcp4://..." and "prterun-node1-9562@0.1;tcp4://...": index of this node's daemon, 0 next to mpirun.
     daemon = re.match(r"[^;]*\.(\d+);", environment.get("PMIX_SERVER_URI2", ""))
     if read_count(environment, "OMPI_COMM_WORLD_RANK") == 0 and daemon is not None and daemon[1] != "0":
         raise _unknown_address_error(
-            f"rank 0 is not on {found[1]}, where mpirun runs and its peers would look for it", remedy
+            f"rank 0 is not on {match[1]}, where mpirun runs and its peers would look for it", remedy
         )
-    return found[1]
+    return match[1]
 
 
 def _unknown_address_error(why: str, remedy: str) -> MeshError:

@@ -1,4 +1,4 @@
-"""Open the world of a process: join its launcher, choose its device, connect it to its peers."""
+"""Open the world of a process: join its launcher, choose its device, and connect it to its peers."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ from .store import CONNECT_TIMEOUT_S, connect_store, create_world_store, restric
 def open_world(
     device: str | torch.device | None = None, *, store: dist.Store | None = None, timeout_s: float = 600.0
 ) -> World:
-    """Join the process group that exists, or start one.
+    """Use the existing process group, or start one.
 
-    Without a process group, the launcher that has started this process is joined (see docs/reference/launchers.md);
-    where none has, this process is a world of one.
+    To start one, the process joins the launcher that has started it (see docs/reference/launchers.md). Without a
+    launcher, the world has one rank.
 
     Args:
-        device: "cpu", "cuda" or "cuda:1"; None takes the accelerator if there is one. Each rank of a node gets the
-            device of its LOCAL_RANK unless an index is given.
-        store: a store to start the group with, instead of the one that the environment names.
-        timeout_s: how long a collective may wait for peers, in seconds.
+        device: "cpu", "cuda" or "cuda:1"; None: the accelerator if there is one. Without an index, each rank of a node
+            gets the device of its LOCAL_RANK.
+        store: store to start the group with, instead of the one that the environment describes.
+        timeout_s: time that a collective may wait for peers [s].
 
     Raises:
-        MeshError: there is no such device, the existing group cannot serve it, or launchers contradict each other.
+        MeshError: there is no such device, the existing group does not support it, or launchers contradict each other.
+        RankError: the rendezvous store cannot be reached.
     """
     join_launcher(has_store=store is not None)
     prefer_expandable_segments()
-    chosen = find_device(device)
+    resolved = find_device(device)
     if dist.is_initialized():
-        return get_existing_world(chosen)
+        return get_existing_world(resolved)
     restrict_to_loopback()
     if not is_launched():
-        return start_world(chosen, store=dist.HashStore(), rank=0, size=1, timeout_s=timeout_s)
+        return start_world(resolved, store=dist.HashStore(), rank=0, size=1, timeout_s=timeout_s)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = create_world_store(store or connect_store(max(timeout_s, CONNECT_TIMEOUT_S)), rank, size)
     ranks_here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
     world = start_world(
-        chosen,
+        resolved,
         store=store,
         rank=rank,
         size=size,
@@ -71,8 +72,8 @@ def find_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cpu")
     if accelerator is None or accelerator.type != chosen.type:
         have = accelerator.type if accelerator else "cpu"
-        said = f"device {str(device)!r} is not available here. Available: {have}. Set device={have}."
-        raise MeshError(f"{said}{describe_missing_driver(' ')}")
+        message = f"device {str(device)!r} is not available here. Available: {have}. Set device={have}."
+        raise MeshError(f"{message}{describe_missing_driver(' ')}")
     count = torch.accelerator.device_count()
     index = chosen.index if chosen.index is not None else get_local_rank(count) % count
     if index >= count:
@@ -81,7 +82,7 @@ def find_device(device: str | torch.device | None) -> torch.device:
 
 
 def describe_missing_driver(prefix: str = "") -> str:
-    """Return why a torch built for GPUs finds none, after `prefix`; "" where it finds some, or is built for CPUs."""
+    """Return `prefix` and the reason why a GPU build of torch finds no GPU; "" if it finds one, or for a CPU build."""
     built = (
         f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
     )

@@ -1,7 +1,8 @@
 """Workers of Ray Train.
 
-Those of a TorchTrainer have a process group and torchrun's variables before their loop begins. Those of other trainers
-have neither: Ray Train gives them their ranks, and lets rank 0 broadcast its address. Ray is never imported here.
+Workers of a TorchTrainer have a process group and torchrun's variables before their loop starts. Workers of other
+trainers have neither: they get their ranks from Ray Train, and rank 0 broadcasts its address. This module never imports
+Ray.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ def _detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
         context = train.get_context()
         rank, size = context.get_world_rank(), context.get_world_size()
     except (RuntimeError, DeprecationWarning):
-        # A driver, a task or an actor of Ray, or a trial of Tune.
+        # A driver, task or actor of Ray, or a trial of Tune.
         return None
     if size in (None, 1):
         return None
 
-    meeting = cache(lambda: _broadcast_master_address(rank))
+    master = cache(lambda: _broadcast_master_address(rank))
     return ClusterEnvironment(
         RAY_TRAIN.name,
         f"ray.train.get_context() with rank {rank} of {size}",
@@ -39,9 +40,9 @@ def _detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
         world_size=size,
         local_rank=context.get_local_rank(),
         local_world_size=context.get_local_world_size(),
-        get_master_address=lambda: meeting()[0],
-        get_master_port=lambda: meeting()[1],
-        # The launcher of Ray's own processes has left its variables in the workers.
+        get_master_address=lambda: master()[0],
+        get_master_port=lambda: master()[1],
+        # Workers inherit the variables of the launcher that started Ray's processes.
         is_nested_in=lambda outer: True,
     )
 
@@ -50,7 +51,7 @@ RAY_TRAIN = Launcher("Ray Train", (), _detect)
 
 
 def _broadcast_master_address(rank: int) -> tuple[str, int]:
-    """Address and a free port of rank 0; collective over the workers."""
+    """Return the address and a free port of rank 0. Collective over the workers."""
     try:
         collective = importlib.import_module("ray.train.collective")
     except ImportError:

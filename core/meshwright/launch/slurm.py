@@ -1,7 +1,7 @@
 """Ranks that Slurm's srun started.
 
-[Note: steps] srun starts a step of one task or several; only several are a world. The step's own variables count
-(SLURM_STEP_*), since those of the job are also set where a batch script runs a single process.
+[Note: steps] srun starts a step of one or several tasks. Only several tasks form a world. The variables of the step
+(SLURM_STEP_*) are used, since those of the job are also set if a batch script runs a single process.
 Source: man srun, OUTPUT ENVIRONMENT VARIABLES.
 """
 
@@ -76,18 +76,18 @@ SLURM = Launcher(
 
 
 def count_step_devices() -> int:
-    """Return how many accelerators of this node Slurm gave to the step, of which a task may see fewer; 0: unknown."""
+    """Return the number of this node's accelerators in the Slurm step, of which a task may see fewer; 0: unknown."""
     return len([each for each in os.environ.get("SLURM_STEP_GPUS", "").split(",") if each])
 
 
 def parse_first_host(nodes: str) -> str:
-    """The first of "gpu[001-003,7],login": gpu001."""
+    """Return the first host of a node list: gpu001 for "gpu[001-003,7],login"."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
 
 
 def _parse_tasks_per_node(per_node: str) -> list[int]:
-    """Tasks of each node: "2(x3),1" is 2, 2, 2, 1."""
+    """Return the number of tasks of each node: [2, 2, 2, 1] for "2(x3),1"."""
     counts = []
     for part in per_node.split(","):
         count, _, times = part.rstrip(")").partition("(x")

@@ -1,1 +1,1 @@
-"""The part that strategies share in which each rank runs the whole model on its own microbatches."""
+"""Shared implementation of strategies in which each rank runs the full model on its own micro-batches."""

@@ -1,6 +1,6 @@
-"""The base of strategies in which each rank runs the whole model on its own microbatches.
+"""The base class of strategies in which each rank runs the full model on its own micro-batches.
 
-One thing, since a strategy may replace any method, and finds all of them here: steps, the optimizer, and the state.
+Steps, the optimizer and the state are in a single class because a strategy may override any method.
 """
 
 from __future__ import annotations
@@ -55,20 +55,19 @@ if TYPE_CHECKING:
 
 
 class DataParallelManager(StrategyManager):
-    """Trains one model, or one stage of a pipeline, of which every rank runs all layers.
+    """Train one model, or one pipeline stage, of which every rank runs all layers.
 
-    A subclass implements `shard`, which lays out the model, and may replace the other hooks, which come first below.
-    One thing, since a strategy may replace any method, and finds all steps here.
+    A subclass implements `shard`, which lays out the model, and may override the other hooks, which come first below.
 
     Attributes:
-        model: the Hugging Face model, unwrapped; its parameters may have been sharded in place.
-        module: what `parallelize` returned: `model`, or a wrapper around it.
+        model: the unwrapped Hugging Face model; `shard` may have sharded its parameters in place.
+        module: the module that `parallelize` returned: `model`, or a wrapper around it.
         layout: the structure of the model before sharding.
-        axes: axes along which ranks share microbatches or the model, besides data parallelism; `shard` appends them in
-            the order in which they divide a microbatch.
-        shard_layout: how parameters and optimizer state are divided over ranks; set it if they are not DTensors.
-        checkpointed_blocks: what `checkpoint_blocks` returned.
-        is_pipeline_stage: the model is one stage of a pipeline; see `parallelize_stage`.
+        axes: axes besides data parallelism along which ranks share micro-batches or the model. `shard` appends them in
+            the order in which they divide a micro-batch.
+        shard_layout: how parameters and optimizer state are sharded; set it if they are not DTensors.
+        checkpointed_blocks: the result of `checkpoint_blocks`.
+        is_pipeline_stage: whether the model is one stage of a pipeline; see `parallelize_stage`.
         parameter_names: name of each parameter that the optimizer trains; set by `build_optimizer`.
     """
 
@@ -85,7 +84,7 @@ class DataParallelManager(StrategyManager):
     forward_runner: ForwardRunner
     gradients: Gradients
     supports_meta_device: ClassVar[bool] = False
-    """Whether `shard` takes a model on the meta device, which gets memory and values afterwards."""
+    """Whether `shard` accepts a model on the meta device, which is materialized and loaded afterwards."""
     supports_pipeline: ClassVar[bool] = False
     """Whether the strategy supports `is_pipeline_stage`."""
     _optimizer: Optimizer | None = None
@@ -100,10 +99,11 @@ class DataParallelManager(StrategyManager):
 
     @abstractmethod
     def shard(self, model: nn.Module) -> nn.Module:
-        """Lay `model` out over the mesh, gradients reduced by SUM, and return the module to call."""
+        """Shard or replicate `model` over the mesh, with gradients reduced by SUM, and return the module to call."""
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse a model, before anything is changed, with the same ModelError on all ranks; once for all stages."""
+        """Raise ModelError, the same on all ranks, for an unsupported model; called before anything changes, once
+        for all stages."""
 
     @property
     def parameter_device(self) -> torch.device:
@@ -111,40 +111,41 @@ class DataParallelManager(StrategyManager):
         return self.mesh.device
 
     def iter_trainable(self) -> Iterator[nn.Parameter]:
-        """The parameters that may train, each once, as they are after sharding; see [Note: frozen later]."""
+        """Iterate over the trainable parameters as they are after sharding, each once; see [Note: frozen later]."""
         return (parameter for _, parameter in self.trainable_parameters.named_parameters())
 
     # -- hooks: steps
 
     def check_microbatches(self, microbatches: Sequence[Batch]) -> None:
-        """Refuse microbatches of this rank with a BatchError, which all ranks raise; no collective."""
+        """Raise BatchError for invalid micro-batches of this rank; the caller raises it on all ranks. No collective."""
         self.forward_runner.check_microbatches(microbatches)
 
     def step_context(self, microbatches: Sequence[Batch]) -> AbstractContextManager[None]:
-        """Context of all forwards and backwards of a step or evaluation."""
+        """Return the context of all forwards and backwards of a step or evaluation."""
         return nullcontext()
 
     def microbatch_context(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Context of forward and backward of one microbatch; defers the reduction unless `is_last`."""
+        """Return the context of a micro-batch's forward and backward. It defers the reduction unless `is_last`."""
         return nullcontext()
 
     def after_backward(self, *, is_last: bool) -> None:
-        """Called after each microbatch's backward, and after each part of one that a pipeline runs by itself."""
+        """Hook called after the backward of each micro-batch, and after each part of it that a pipeline runs
+        separately."""
 
     def report_gradients(self) -> GradientReport | None:
-        """Called when the gradients of a step are reduced; return what this rank has found, if anything."""
+        """Hook called when the gradients of a step are reduced. Returns this rank's report, if it has one."""
         return None
 
     def after_eval(self) -> None:
-        """Called after forwards that no backward follows."""
+        """Hook called after forwards that no backward follows."""
 
     @property
     def accumulation_dtype(self) -> str | None:
-        """Dtype in which gradients are summed; None: their own."""
+        """Dtype in which gradients are summed; None: their own dtype."""
         return getattr(self.config, "reduce_dtype", None)
 
     def build_gradients(self) -> Gradients:
-        # Sums that do not depend on the layout need a clip factor that does not, either.
+        # If sums do not depend on the layout, neither may the clip factor.
         return Gradients(
             self.iter_trainable, self.shard_layout, self.mesh, use_float64=self.accumulation_dtype is not None
         )
@@ -152,7 +153,7 @@ class DataParallelManager(StrategyManager):
     # -- hooks: the optimizer and its state
 
     def named_trainable_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """What the optimizer trains, by name, as `parts` knows it."""
+        """Return what the optimizer trains, with names, in the form that `shard_layout` expects."""
         return list(self.trainable_parameters.named_parameters())
 
     def optimizer_state_dict(self, *, full: bool) -> dict[str, Any]:
@@ -170,13 +171,13 @@ class DataParallelManager(StrategyManager):
         )
 
     def after_load(self) -> None:
-        """Called when parameters and optimizer state have been written in place."""
+        """Hook called after parameters or optimizer state were written in place."""
 
     # -- hooks: in a pipeline
 
     @property
     def reduces_once_per_step(self) -> bool:
-        """Whether gradients are reduced in the last backward of a step only."""
+        """Whether gradients are reduced only in the last backward of a step."""
         return True
 
     @property
@@ -185,14 +186,14 @@ class DataParallelManager(StrategyManager):
         return False
 
     def reduce_gradients(self) -> None:
-        """Reduce gradients of which all backwards ran with `is_last=False`. Collective."""
+        """Reduce gradients whose backwards all ran with `is_last=False`. Collective."""
 
     def input_backward_context(self) -> AbstractContextManager[None]:
-        """Context of a backward that leaves out gradients of weights, which follow later."""
+        """Return the context of a backward that defers weight gradients."""
         return self.microbatch_context(is_last=False)
 
     def after_weight_backward(self) -> None:
-        """Called after each deferred weight-gradient pass except the last, which is followed by the reduction."""
+        """Hook called after each deferred weight-gradient pass except the last, which the reduction follows."""
         self.after_backward(is_last=False)
 
     # -- the model
@@ -237,7 +238,8 @@ class DataParallelManager(StrategyManager):
         return self.module
 
     def parallelize_stage(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
-        """Parallelize one stage of a pipeline, which calls the other methods by itself; the stage may train nothing."""
+        """Parallelize one stage of a pipeline; the pipeline calls the other methods. The stage may have no trainable
+        parameters."""
         self.is_pipeline_stage = True
         return self.parallelize(model, weights)
 
@@ -258,9 +260,9 @@ class DataParallelManager(StrategyManager):
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:
         self._require_model()
-        with ExitStack() as whole:
+        with ExitStack() as contexts:
             for axis in self.axes:
-                whole.enter_context(axis.unsharded())
+                contexts.enter_context(axis.unsharded())
             yield [self.model]
 
     # -- steps
@@ -270,33 +272,33 @@ class DataParallelManager(StrategyManager):
     ) -> Tensor:
         self._require_model()
         self._bookkeeping.finalize()
-        given = self._bind_objective(objective)
-        agreed = finish_step_sync(microbatches, num_tokens, self.mesh, self._build_requirements(given))
+        bound = self._bind_objective(objective)
+        synced = finish_step_sync(microbatches, num_tokens, self.mesh, self._build_requirements(bound))
         check_no_pending_gradients(self.iter_trainable())
         if not self.module.training:
             self.module.train()
-        microbatches, losses = agreed.microbatches, list[Tensor]()
-        inputs, count = model_inputs(given, microbatches), len(microbatches)
-        with self.enter_step(inputs, agreed.max_length):
-            tally = self._start_accumulator(given, microbatches)
+        microbatches, losses = synced.microbatches, list[Tensor]()
+        inputs, count = model_inputs(bound, microbatches), len(microbatches)
+        with self.enter_step(inputs, synced.max_length):
+            accumulator = self._start_accumulator(bound, microbatches)
             self._choose_activations(inputs)
             for index, batch in enumerate(microbatches):
                 is_last = index == len(microbatches) - 1
                 with self.microbatch_context(is_last=is_last):
-                    loss = self.forward_runner.compute_loss(batch, agreed.num_tokens, count, tally)
+                    loss = self.forward_runner.compute_loss(batch, synced.num_tokens, count, accumulator)
                     loss.backward()
                 self.after_backward(is_last=is_last)
                 losses.append(loss.detach())
-        findings = self.finish_gradients()
+        report = self.finish_gradients()
         self.drop_frozen_gradients()
-        return self._reduce_losses(losses, tally, self._bookkeeping.start_reduction([findings], None, tally))
+        return self._reduce_losses(losses, accumulator, self._bookkeeping.start_reduction([report], None, accumulator))
 
     def eval_loss(
         self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
     ) -> Tensor:
         self._require_model()
-        losses, tally = self._run_eval(microbatches, num_tokens, self._bind_objective(objective))
-        return self._reduce_losses(losses, tally, self._bookkeeping.build_eval_reduction(tally))
+        losses, accumulator = self._run_eval(microbatches, num_tokens, self._bind_objective(objective))
+        return self._reduce_losses(losses, accumulator, self._bookkeeping.build_eval_reduction(accumulator))
 
     def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
         self._require_model()
@@ -319,7 +321,8 @@ class DataParallelManager(StrategyManager):
 
     @contextmanager
     def enter_step(self, microbatches: Sequence[Batch], max_length: int) -> Iterator[None]:
-        """Context of all forwards and backwards of a step or evaluation whose longest row has `max_length` tokens."""
+        """Enter the context of all forwards and backwards of a step or evaluation; `max_length`: tokens of its
+        longest row."""
         with (
             self.trainable_parameters.temporarily_unfrozen(),
             self.forward_runner.step_context(max_length),
@@ -328,25 +331,26 @@ class DataParallelManager(StrategyManager):
             yield
 
     def check_step(self, microbatches: Sequence[Batch]) -> None:
-        """Refuse a step that this rank cannot run, with a BatchError or StrategyError; no collective."""
+        """Raise BatchError or StrategyError if this rank cannot run a step; no collective."""
         self.trainable_parameters.check_unfrozen()
         self.check_microbatches(microbatches)
 
     def finish_gradients(self) -> GradientReport:
-        """Complete the gradients after the last backward of a step. Collective; StrategyError on all ranks."""
+        """Complete the gradients after the last backward of a step. Collective; raises StrategyError on all ranks."""
         for axis in self.axes:
             axis.reduce_gradients(self.iter_trainable())
-        filled = self.gradients.take_report()
-        findings = self.report_gradients() or filled
+        default_report = self.gradients.take_report()
+        report = self.report_gradients() or default_report
         self.check_reduced_gradients()
-        return findings
+        return report
 
     def check_reduced_gradients(self) -> None:
-        """Check once that reduced gradients fit how axes divide the model. Collective; StrategyError on all ranks."""
+        """Check once that the reduced gradients fit the sharding of the axes. Collective; raises StrategyError on
+        all ranks."""
         if self.axes and not self._has_checked_gradients:
             self._has_checked_gradients = True
-            defects = [axis.find_gradient_error(self.shard_layout) for axis in self.axes]
-            self.mesh.world.raise_on_all_ranks(next((defect for defect in defects if defect is not None), None))
+            errors = [axis.find_gradient_error(self.shard_layout) for axis in self.axes]
+            self.mesh.world.raise_on_all_ranks(next((error for error in errors if error is not None), None))
 
     def gradient_norms(self) -> dict[str, float]:
         self._require_model()
@@ -362,23 +366,25 @@ class DataParallelManager(StrategyManager):
     def _run_eval(
         self, microbatches: Sequence[Batch], num_tokens: Tensor | None, objective: BoundObjective | None
     ) -> tuple[list[Tensor], ObjectiveAccumulator | None]:
-        agreed = finish_step_sync(microbatches, num_tokens, self.mesh, self._build_requirements(objective))
-        microbatches = agreed.microbatches
+        synced = finish_step_sync(microbatches, num_tokens, self.mesh, self._build_requirements(objective))
+        microbatches = synced.microbatches
         inputs, count = model_inputs(objective, microbatches), len(microbatches)
-        with self.forward_runner.eval_mode(), self.enter_step(inputs, agreed.max_length), torch.no_grad():
-            tally = self._start_accumulator(objective, microbatches)
+        with self.forward_runner.eval_mode(), self.enter_step(inputs, synced.max_length), torch.no_grad():
+            accumulator = self._start_accumulator(objective, microbatches)
             return [
-                self.forward_runner.compute_loss(batch, agreed.num_tokens, count, tally) for batch in microbatches
-            ], tally
+                self.forward_runner.compute_loss(batch, synced.num_tokens, count, accumulator) for batch in microbatches
+            ], accumulator
 
     def _reduce_losses(
         self, losses: Sequence[Tensor], accumulator: ObjectiveAccumulator | None, reduction: StepReduction
     ) -> Tensor:
-        """Add up the losses of all microbatches and ranks. Scalar, equal on all ranks. Collective."""
-        alike = self.mesh.group("tp") if self.mesh.degrees.tp > 1 else None
-        further = None if accumulator is None else accumulator.sums / self.forward_runner.replicas
-        over = self.mesh.group("dp_cp")
-        total = reduction.all_reduce(losses, losses[0].device, extra_sums=further, group=over, replica_group=alike)
+        """Sum the losses of all micro-batches and ranks. Scalar, equal on all ranks. Collective."""
+        replica_group = self.mesh.group("tp") if self.mesh.degrees.tp > 1 else None
+        extra_sums = None if accumulator is None else accumulator.sums / self.forward_runner.replicas
+        group = self.mesh.group("dp_cp")
+        total = reduction.all_reduce(
+            losses, losses[0].device, extra_sums=extra_sums, group=group, replica_group=replica_group
+        )
         for axis in self.axes:
             axis.reduce_losses(total)
         return self._bookkeeping.unpack_loss(total, accumulator, reduction).to(losses[0].dtype)
@@ -389,8 +395,8 @@ class DataParallelManager(StrategyManager):
     def _start_accumulator(
         self, objective: BoundObjective | None, microbatches: Sequence[Batch]
     ) -> ObjectiveAccumulator | None:
-        takes_loss = objective is None or objective.input_kind == "tokens"
-        self.forward_runner.probe(model_inputs(objective, microbatches), needs_token_loss=takes_loss)
+        needs_token_loss = objective is None or objective.input_kind == "tokens"
+        self.forward_runner.probe(model_inputs(objective, microbatches), needs_token_loss=needs_token_loss)
         return self._bookkeeping.start_accumulator(
             objective, functools.partial(self.forward_runner.probe_objective, microbatches[0])
         )
@@ -400,7 +406,7 @@ class DataParallelManager(StrategyManager):
         return self.forward_runner.build_requirements(self.check_step, objective, frozen)
 
     def _choose_activations(self, microbatches: Sequence[Batch]) -> None:
-        """Choose, under a memory budget, which activations blocks keep. Collective, once."""
+        """Choose once, under a memory budget, which activations blocks save. Collective."""
         if self.checkpointed_blocks is None:
             return
         from ..model.activation_budget import SINGLE_STAGE, choose_saved_activations, find_undecided
@@ -414,7 +420,7 @@ class DataParallelManager(StrategyManager):
     # -- the optimizer
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        """Make the optimizer, and check that it steps what it gets as it would step whole parameters. Collective."""
+        """Build the optimizer, and check that it steps sharded parameters as it would step full ones. Collective."""
         from ..optim.shard_check import call_optimizer_factory, check_optimizer
 
         self._require_model()
@@ -445,7 +451,7 @@ class DataParallelManager(StrategyManager):
         return self._optimizer is not None
 
     def drop_frozen_gradients(self) -> None:
-        """Drop the gradients of parameters that are frozen now; see [Note: frozen later]."""
+        """Drop the gradients of parameters that are currently frozen; see [Note: frozen later]."""
         frozen = self.trainable_parameters.find_frozen()
         for name, trained in self.named_trainable_parameters() if frozen else ():
             if name in frozen:
@@ -459,10 +465,11 @@ class DataParallelManager(StrategyManager):
         self._bookkeeping.finalize()
         self.optimizer.zero_grad(set_to_none=True)
 
-    # -- averages
+    # -- moving averages
 
     def enable_ema(self) -> Sequence[EMAWeights]:
-        """Begin moving averages of the weights; see `meshwright.train.loop.ema.Averaging`."""
+        """Start moving averages of the weights; see `meshwright.train.loop.ema.EMA`. Raises StrategyError if they
+        exist."""
         require_optimizer(self._optimizer)
         if self.ema_weights is not None:
             raise StrategyError("this manager keeps an average of its weights already. Use that one.")
@@ -471,16 +478,17 @@ class DataParallelManager(StrategyManager):
 
     @contextmanager
     def swap_ema(self) -> Iterator[None]:
-        """Put the averages in place of the weights. Collective. StrategyError if none are kept."""
+        """Replace the weights by their moving averages within the context. Collective. Raises StrategyError without
+        averages."""
         if self.ema_weights is None:
             raise StrategyError("this manager keeps no average of its weights. Make one first (mw.EMA).")
         with self.load_sharded_state(None):
-            exchanged = self.ema_weights.swap()
+            swapped = self.ema_weights.swap()
         try:
             yield
         finally:
             with self.load_sharded_state(None):
-                exchanged.restore()
+                swapped.restore()
 
     # -- state
 
@@ -528,5 +536,5 @@ class DataParallelManager(StrategyManager):
 
     def _get_sharded_weights(self) -> ShardedState:
         self._require_model()
-        averages = self.ema_weights.to_chunked_tensors() if self.ema_weights is not None else {}
-        return ShardedState(states.get_sharded_model_state(self.model, self.shard_layout), ema_weights=averages)
+        ema_weights = self.ema_weights.to_chunked_tensors() if self.ema_weights is not None else {}
+        return ShardedState(states.get_sharded_model_state(self.model, self.shard_layout), ema_weights=ema_weights)

@@ -1,6 +1,6 @@
-"""The forward of a microbatch: division by the axes, the call of the model, and its share of the loss.
+"""The forward of a micro-batch: sharding along the axes, the call of the model, and this rank's share of the loss.
 
-Shapes: B sequences of a microbatch, S positions of each, K ids at each position.
+Shapes: B sequences of a micro-batch, S positions of each, K ids at each position.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .model_setup import fork_rng, has_router_loss
 _NUM_PROBE_TOKENS = 8
 
 CompleteBatch = Callable[[Batch], Batch]
-"""Turns a divided batch, on this rank's device, into what the module is called with."""
+"""Converts a sharded batch, on this rank's device, to the arguments of the module."""
 
 
 class ForwardRunner:
-    """Calls one model with microbatches; made before sharding, since its hooks must be the innermost.
+    """Call one model with micro-batches. Create it before sharding, since its hooks must be innermost.
 
-    One thing, since each method is a part of the same forward. `taken` holds the names of the forward's arguments.
+    `argument_names` are the names of the forward's arguments.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ForwardRunner:
         )
 
     def attach(self, module: nn.Module) -> None:
-        """Call `module`, the sharded model or a wrapper around it, later."""
+        """Set the module to call: the sharded model or a wrapper around it."""
         self._module = module
         in_parts = self._is_pipeline_stage or any(axis.shards_sequences for axis in self._axes)
         self._options = self._options_if_partial[in_parts]
@@ -83,12 +83,12 @@ class ForwardRunner:
 
     @property
     def sequence_multiple(self) -> int:
-        """Divisor that the length of every sequence must have."""
+        """Number that the length of every sequence must be a multiple of."""
         return math.prod(axis.sequence_multiple for axis in self._axes)
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that compute the same value of an objective, and whose losses are added up."""
+        """Number of ranks that compute the same value of an objective and whose losses are summed."""
         return math.prod(axis.replicas for axis in self._axes)
 
     def build_requirements(
@@ -99,12 +99,12 @@ class ForwardRunner:
         )
 
     def check_microbatches(self, microbatches: Sequence[Batch]) -> None:
-        """Refuse microbatches that an axis cannot divide; BatchError on this rank, no collective."""
+        """Raise BatchError on this rank for micro-batches that an axis cannot shard; no collective."""
         for axis, batch in itertools.product(self._axes, microbatches):
             axis.check_batch(batch)
 
     def shard_batch(self, batch: Batch, objective: BoundObjective | None = None) -> Batch:
-        """Return this rank's part of a microbatch, as `compute_local_loss` takes it."""
+        """Return this rank's shard of a micro-batch, the input of `compute_local_loss`."""
         inputs = batch if objective is None else objective.get_model_inputs(batch)
         part = functools.reduce(lambda part, axis: axis.shard_batch(part), self._axes, inputs)
         return part if objective is None else {**part, **objective.get_unsharded_columns(batch)}
@@ -128,7 +128,7 @@ class ForwardRunner:
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Context of forwards in evaluation mode, which no backward follows."""
+        """Context of forwards in evaluation mode that no backward follows."""
         was_training = self._module.training
         self._module.eval()
         try:
@@ -138,19 +138,20 @@ class ForwardRunner:
             self._after_probe()
 
     def call_model(self, inputs: Batch, **options: Any) -> Any:
-        """Call the module with a divided microbatch without labels, on this rank's device; `options` go to forward."""
+        """Call the module with a sharded micro-batch without labels, on this rank's device; `options` are passed to
+        forward."""
         with ExitStack() as contexts:
-            given: Mapping[str, Any] = inputs
+            arguments: Mapping[str, Any] = inputs
             for axis in self._axes:
-                given = contexts.enter_context(axis.forward_context(given))
-            return self._module(**given, **{**self._options, **options})
+                arguments = contexts.enter_context(axis.forward_context(arguments))
+            return self._module(**arguments, **{**self._options, **options})
 
     def compute_loss(
         self, batch: Batch, num_tokens: Tensor, num_microbatches: int, accumulator: ObjectiveAccumulator | None
     ) -> Tensor:
         self._mesh.world.progress.tick()
-        divided = self.shard_batch(batch, None if accumulator is None else accumulator.objective)
-        return self.compute_local_loss(divided, num_tokens, num_microbatches=num_microbatches, accumulator=accumulator)
+        sharded = self.shard_batch(batch, None if accumulator is None else accumulator.objective)
+        return self.compute_local_loss(sharded, num_tokens, num_microbatches=num_microbatches, accumulator=accumulator)
 
     def compute_local_loss(
         self,
@@ -160,23 +161,25 @@ class ForwardRunner:
         num_microbatches: int = 1,
         accumulator: ObjectiveAccumulator | None = None,
     ) -> Tensor:
-        """Run the forward of a divided microbatch; return its share of the step's loss, router loss included."""
-        part, whole = split_unsharded_columns(self.to_device(batch))
-        inputs, targets_BS = split_targets(part)
+        """Run the forward of a sharded micro-batch; return its share of the step's loss, router loss included."""
+        columns, full_columns = split_unsharded_columns(self.to_device(batch))
+        inputs, targets_BS = split_targets(columns)
         run = functools.partial(self.call_model, inputs)
-        with nullcontext() if self._router_logits is None else self._router_logits.record() as noted:
+        with nullcontext() if self._router_logits is None else self._router_logits.record() as recorded_logits:
             if accumulator is None:
                 loss, outputs = self._token_loss.compute_token_loss(run, targets_BS, num_tokens, self._check_logits)
             else:
-                value, outputs = self._evaluate_objective(accumulator, run, targets_BS, whole)
+                value, outputs = self._evaluate_objective(accumulator, run, targets_BS, full_columns)
                 loss = value / (num_tokens * self.replicas)
         if self._router_loss is None:
             return loss
         router_loss, mask = self._router_loss, self.local_mask(inputs)
-        if noted is None and not self._has_checked_router_loss:
+        if recorded_logits is None and not self._has_checked_router_loss:
             self._mesh.world.run_on_all_ranks(lambda: router_loss.check(outputs, mask))
             self._has_checked_router_loss = True
-        sums = router_loss.compute_statistics(outputs.router_logits if noted is None else noted, mask)
+        sums = router_loss.compute_statistics(
+            outputs.router_logits if recorded_logits is None else recorded_logits, mask
+        )
         return loss + router_loss.compute_local_loss(
             sums, group=self._mesh.group("dp_cp"), num_microbatches=num_microbatches
         )
@@ -188,32 +191,32 @@ class ForwardRunner:
     def _evaluate_objective(
         self, accumulator: ObjectiveAccumulator, run: RunModel, targets_BS: Tensor, full_columns: Batch
     ) -> tuple[Tensor, Any]:
-        """Return an objective's value for one microbatch, scalar, and the model's outputs."""
+        """Return an objective's value for one micro-batch, scalar, and the model's outputs."""
         columns = dict(full_columns)
-        targets_whole, positions = shift_labels(columns.pop("labels")), columns.pop("position_ids", None)
+        full_targets, positions = shift_labels(columns.pop("labels")), columns.pop("position_ids", None)
         if accumulator.objective.input_kind == "outputs":
             outputs = run()
-            wide = outputs.logits.to(torch.promote_types(outputs.logits.dtype, torch.float32))
-            # Logits of whole sequences, (B, K), are not divided as `Axis.parted` divides.
-            wide = self._gather(wide, is_per_sequence=wide.dim() == 2)
-            return accumulator(Outputs(targets_whole, wide, positions_BS=positions), columns), outputs
+            logits = outputs.logits.to(torch.promote_types(outputs.logits.dtype, torch.float32))
+            # Logits per sequence, (B, K), are not sharded like tokens; see `Axis.shard`.
+            logits = self._gather(logits, is_per_sequence=logits.dim() == 2)
+            return accumulator(Outputs(full_targets, logits, positions_BS=positions), columns), outputs
 
-        def value(ask: GetStatistics) -> Tensor:
-            def ask_whole(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
-                own_BSK = functools.reduce(lambda part, axis: axis.shard(part), self._axes, ids_BSK)
-                return {name: self._gather(found) for name, found in ask(own_BSK, names).items()}
+        def evaluate(ask: GetStatistics) -> Tensor:
+            def get_full_statistics(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> Mapping[str, Tensor]:
+                local_BSK = functools.reduce(lambda part, axis: axis.shard(part), self._axes, ids_BSK)
+                return {name: self._gather(statistic) for name, statistic in ask(local_BSK, names).items()}
 
             return accumulator(
                 Tokens(
-                    targets_whole,
-                    ask_whole,
+                    full_targets,
+                    get_full_statistics,
                     positions_BS=positions,
                     usual_statistics=accumulator.objective.usual_statistics,
                 ),
                 columns,
             )
 
-        return self._token_loss.compute_objective(run, targets_BS, value, self._check_logits)
+        return self._token_loss.compute_objective(run, targets_BS, evaluate, self._check_logits)
 
     def _gather(self, part: Tensor, *, is_per_sequence: bool = False) -> Tensor:
         for axis in reversed(self._axes):
@@ -225,7 +228,7 @@ class ForwardRunner:
     def probe_objective(
         self, microbatch: Batch, objective: BoundObjective, *, complete_batch: CompleteBatch = lambda batch: batch
     ) -> tuple[str, ...]:
-        """Check, before its first step, that the model can serve an objective and that it is a sum. Collective."""
+        """Check, before its first step, that an objective is a sum and that the model supports it. Collective."""
         for axis in self._axes:
             if axis.shards_batches and type(axis).gather is Axis.gather:
                 raise ModelError(
@@ -249,26 +252,27 @@ class ForwardRunner:
         needs_token_loss: bool = True,
         complete_batch: CompleteBatch = lambda batch: batch,
     ) -> None:
-        """Run a few tokens through the model before the first step, to learn what only that can tell. Collective."""
-        is_open = [axis for axis in self._axes if axis.needs_probe()]
-        loss_is_open = needs_token_loss and self._token_loss.needs_probe
-        if not is_open and not loss_is_open:
+        """Run a few tokens through the model before the first step, to learn how it behaves. Collective."""
+        unprobed = [axis for axis in self._axes if axis.needs_probe()]
+        must_probe_loss = needs_token_loss and self._token_loss.needs_probe
+        if not unprobed and not must_probe_loss:
             return
         with self.eval_mode():
-            for axis in is_open:
+            for axis in unprobed:
                 multiple = math.prod(other.sequence_multiple for other in self._axes if other is not axis)
-                trial = ProbeInputs(self.to_device(microbatches[0]), self.call_model, multiple)
-                self._mesh.world.raise_on_all_ranks(axis.probe(trial))
-            if any(axis.shards_sequences for axis in is_open) and self._router_loss is not None:
+                inputs = ProbeInputs(self.to_device(microbatches[0]), self.call_model, multiple)
+                self._mesh.world.raise_on_all_ranks(axis.probe(inputs))
+            if any(axis.shards_sequences for axis in unprobed) and self._router_loss is not None:
                 self._mesh.world.raise_on_all_ranks(self._find_routers(microbatches[0], self._router_loss))
-            if loss_is_open:
-                few = complete_batch(self._build_probe_batch(microbatches[0]))
-                self._token_loss.probe(functools.partial(self.call_model, few), self._mesh.world)
-        # Again, now that more is known of the model.
+            if must_probe_loss:
+                probe_batch = complete_batch(self._build_probe_batch(microbatches[0]))
+                self._token_loss.probe(functools.partial(self.call_model, probe_batch), self._mesh.world)
+        # Repeat the check, now that more is known about the model.
         self._mesh.world.run_on_all_ranks(lambda: self.check_microbatches(microbatches))
 
     def dry_run(self, microbatch: Batch, complete_batch: CompleteBatch = lambda batch: batch) -> None:
-        """Run the forward of a microbatch without gradients, side effects, and logits if possible. Collective."""
+        """Run the forward of a micro-batch without gradients, without side effects and, if possible, without logits.
+        Collective."""
         try:
             with fork_rng(self._mesh.device), torch.no_grad():
                 inputs, targets_BS = split_targets(complete_batch(self.to_device(self.shard_batch(microbatch))))
@@ -277,20 +281,21 @@ class ForwardRunner:
             self._after_probe()
 
     def _build_probe_batch(self, batch: Batch, *, num_sequences: int = 1) -> Batch:
-        """Return a few tokens of some sequences (of all, if an axis divides them), divided, without labels."""
-        (rows, whole), multiple = batch["input_ids"].shape, self.sequence_multiple
-        length = min(whole, multiple * -(-_NUM_PROBE_TOKENS // multiple))
-        divides_rows = any(axis.shards_batches and not axis.shards_sequences for axis in self._axes)
+        """Return a few tokens of `num_sequences` sequences (all, if an axis shards sequences), sharded, without
+        labels."""
+        (batch_size, full_length), multiple = batch["input_ids"].shape, self.sequence_multiple
+        length = min(full_length, multiple * -(-_NUM_PROBE_TOKENS // multiple))
+        shards_rows = any(axis.shards_batches and not axis.shards_sequences for axis in self._axes)
 
-        def few(tensor: Tensor) -> Tensor:
+        def shorten(tensor: Tensor) -> Tensor:
             for dim in range(1, tensor.dim()):
-                tensor = tensor.narrow(dim, 0, length) if tensor.shape[dim] == whole else tensor
-            return tensor[: rows if divides_rows else num_sequences]
+                tensor = tensor.narrow(dim, 0, length) if tensor.shape[dim] == full_length else tensor
+            return tensor[: batch_size if shards_rows else num_sequences]
 
-        return split_targets(self.to_device(self.shard_batch({name: few(each) for name, each in batch.items()})))[0]
+        return split_targets(self.to_device(self.shard_batch({name: shorten(each) for name, each in batch.items()})))[0]
 
     def _find_routers(self, batch: Batch, loss: RouterLoss) -> ModelError | None:
-        """Find the routers, whose logits are recorded later; return what is wrong with them."""
+        """Find the routers and record their logits in later forwards; return an error if that fails."""
         multiple = math.prod(axis.sequence_multiple for axis in self._axes if not axis.shards_sequences)
         ids_BS = batch["input_ids"][:1, : multiple * -(-_NUM_PROBE_TOKENS // multiple)].to(self._mesh.device)
         try:
@@ -305,7 +310,7 @@ class ForwardRunner:
 
 
 def _call_checked(call: Callable[[Batch], Any], inputs: Batch) -> Any:
-    """Call a model whose own code may fail, as that of some heads does with several sequences."""
+    """Call a model and convert errors of its own code to ModelError: some heads fail with several sequences."""
     try:
         return call(inputs)
     except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):

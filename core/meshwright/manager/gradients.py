@@ -1,8 +1,8 @@
-"""The gradients of a step after its last backward: what ranks tell each other about them, norm, and scale.
+"""The gradients of a step after its last backward: reports of all ranks, norm, and clipping.
 
-[Note: one wait] One all-reduce on the device sums the loss, which parameters were used, and whether something is wrong.
-The host reads it once, with what else it wants to know (`StrategyManager.read`), or when the optimizer steps; not at
-all if nothing can be wrong. Until then a parameter that no rank has used has a gradient of zeros.
+[Note: one wait] One all-reduce on the device sums the loss, the flags of used parameters, and an error flag. The host
+reads the result once, together with other scalars (`StrategyManager.read_scalars`), or when the optimizer steps. It
+does not read it if no error is possible. Until then the gradient of a parameter that no rank has used is zero.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from ..tensors.state import ShardLayout
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What one rank has found in the gradients of a step.
+    """What one rank reports about the gradients of a step.
 
     Attributes:
-        trained: of each parameter what the optimizer trains here, in the same order on all ranks that sum findings.
+        trained: for each parameter, the tensors that the optimizer trains here; in the same order on all ranks that sum
+            reports.
         is_used: whether this rank has used each parameter in the step.
-        has_error: whether something is wrong, as bool or scalar on the device; None, on all ranks: nothing can be.
-        error_values: floating point, 1-D, on the device: argument of `error`, which returns what is wrong, or None.
-        on_error: called if a rank has found something wrong, after gradients were dropped.
+        has_error: whether there is an error, as bool or scalar on the device; None, on all ranks: no error is possible.
+        error_values: argument of `build_error`. Floating point, 1-D, on the device.
+        build_error: returns the error, or None.
+        on_error: called if any rank has an error, after gradients were dropped.
     """
 
     trained: Sequence[Sequence[nn.Parameter]] = ()
@@ -44,7 +46,7 @@ class GradientReport:
     on_error: Callable[[], None] | None = None
 
     def iter_unused(self, used_flags: Sequence[float] | None = None) -> Iterator[nn.Parameter]:
-        """Iterate over what is trained of unused parameters, of this rank's or those that `used_flags` says."""
+        """Iterate over the trained tensors of unused parameters. `used_flags` replaces this rank's `is_used`."""
         for each, is_used in zip(self.trained, self.is_used if used_flags is None else used_flags, strict=True):
             if not is_used:
                 yield from each
@@ -56,10 +58,11 @@ class GradientReport:
             self.on_error()
 
     def finalize(self, world: World) -> None:
-        """Settle at once, by a control-plane message, for loops by hand; raise any rank's error on all. Collective."""
+        """Resolve the report at once through the control plane, for custom training loops. Raise any rank's error on
+        all. Collective."""
         error = self.build_error(self.error_values.tolist() if self.error_values is not None else ())
-        (wrong,), used = world.reduce_sum_and_max([error is not None], self.is_used)
-        if wrong:
+        (num_errors,), used = world.reduce_sum_and_max([error is not None], self.is_used)
+        if num_errors:
             self.discard()
             world.raise_first_error(error)
         for parameter in self.iter_unused(used):
@@ -67,7 +70,7 @@ class GradientReport:
 
 
 class StepReduction:
-    """The end of one step on this rank, with findings for each stage, and in parameters that several stages train."""
+    """The reduction at the end of a step: reports of each stage, and one of parameters that several stages train."""
 
     def __init__(self, reports: Sequence[GradientReport] = (), shared_report: GradientReport | None = None) -> None:
         self._reports, self._shared_report = reports, shared_report or GradientReport()
@@ -86,16 +89,21 @@ class StepReduction:
         replica_group: dist.ProcessGroup | None = None,
         stage_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Add up the loss, the further sums and the findings; return the first two, float64, 1-D. Collective."""
+        """Sum the losses, the extra sums and the reports. Collective.
+
+        Returns the sum of the losses followed by the extra sums: float64, 1-D.
+        """
         count = 1 + (0 if extra_sums is None else extra_sums.numel())
-        wrong = [part.has_error for part in self._reports if part.has_error is not None]
-        known = float(sum(each for each in wrong if isinstance(each, bool)))
-        sums = torch.tensor([0.0] * count + [known, *self._is_used], dtype=torch.float64).to(device, non_blocking=True)
+        errors = [part.has_error for part in self._reports if part.has_error is not None]
+        num_known_errors = float(sum(each for each in errors if isinstance(each, bool)))
+        sums = torch.tensor([0.0] * count + [num_known_errors, *self._is_used], dtype=torch.float64).to(
+            device, non_blocking=True
+        )
         if losses:
             sums[0] += torch.stack(list(losses)).sum(dtype=torch.float64)
         if extra_sums is not None:
             sums[1:count] += extra_sums
-        for each in wrong:
+        for each in errors:
             if isinstance(each, Tensor):
                 sums[count] += each
         dist.all_reduce(sums, group=group)
@@ -107,34 +115,34 @@ class StepReduction:
         return sums[:count]
 
     def finalize(self, world: World, extra_scalars: Sequence[Tensor] = ()) -> list[float]:
-        """Drop, once, the gradients that no rank has used; return the values of `extra_scalars`, read with the same
+        """Drop, once, gradients that no rank has used; return the values of `extra_scalars`, read with the same
         wait."""
         sums, self._sums = self._sums, None
         unused = (each for part in self._all for each in part.iter_unused())
-        asks = self._can_fail or any(part.error_values is not None for part in self._reports)
-        if sums is None or (not asks and next(unused, None) is None):
+        must_read = self._can_fail or any(part.error_values is not None for part in self._reports)
+        if sums is None or (not must_read and next(unused, None) is None):
             return _read_scalars([each.detach().reshape(1) for each in extra_scalars]) if extra_scalars else []
-        own = [part.error_values for part in self._reports if part.error_values is not None]
-        read = iter(_read_scalars([each.detach().reshape(1) for each in extra_scalars] + [sums, *own]))
-        values, wrong = [next(read) for _ in extra_scalars], next(read)
-        used = [next(read) for _ in range(sums.numel() - 1)]
-        # In a planned world the sums have no values, since losses are among them.
+        error_values = [part.error_values for part in self._reports if part.error_values is not None]
+        scalars = iter(_read_scalars([each.detach().reshape(1) for each in extra_scalars] + [sums, *error_values]))
+        values, num_errors = [next(scalars) for _ in extra_scalars], next(scalars)
+        used = [next(scalars) for _ in range(sums.numel() - 1)]
+        # In a planned world the sums have no values, since they include losses.
         used = world.select(used, self._is_used)
         errors = [
             part.build_error(
-                [next(read) for _ in range(part.error_values.numel())] if part.error_values is not None else ()
+                [next(scalars) for _ in range(part.error_values.numel())] if part.error_values is not None else ()
             )
             for part in self._reports
         ]
-        if wrong:
+        if num_errors:
             for part in self._all:
                 part.discard()
             world.raise_first_error(next((error for error in errors if error is not None), None))
-        # A parameter that another stage has used has its gradient here, too.
+        # A parameter that another stage has used also has its gradient here.
         shared = {parameter for each in self._shared_report.trained for parameter in each}
         for part in self._all:
-            mine, used = used[: len(part.is_used)], used[len(part.is_used) :]
-            for parameter in part.iter_unused(mine):
+            part_used, used = used[: len(part.is_used)], used[len(part.is_used) :]
+            for parameter in part.iter_unused(part_used):
                 if part is self._shared_report or parameter not in shared:
                     parameter.grad = None
         return values
@@ -148,8 +156,10 @@ def _read_scalars(tensors: Sequence[Tensor]) -> list[float]:
 
 
 class Gradients:
-    """The gradients of what one manager trains; `use_float64`: norms are taken in float64, and do not depend on the
-    layout."""
+    """The gradients of the parameters that one manager trains.
+
+    With `use_float64`, norms are computed in float64 and do not depend on the layout.
+    """
 
     def __init__(
         self,
@@ -169,9 +179,9 @@ class Gradients:
         self._groups: dict[nn.Parameter, ShardGroups] = {}
 
     def compute_total_norm(self, norm_type: float, *, excluded: Collection[nn.Parameter] = ()) -> Tensor:
-        """Return the norm of all gradients but those of some parameters; float64, equal on all ranks. Collective."""
-        left_out = set(excluded)
-        counted = [each for each in self._iter_trainable() if each.grad is not None and each not in left_out]
+        """Return the norm of all gradients except those of `excluded`; float64, equal on all ranks. Collective."""
+        excluded_set = set(excluded)
+        counted = [each for each in self._iter_trainable() if each.grad is not None and each not in excluded_set]
         gradients = [each.grad for each in counted if each.grad is not None]
         groups = [self.get_shard_groups(each) for each in counted]
         return compute_grad_norm(
@@ -184,7 +194,7 @@ class Gradients:
         return dict(zip(names, self.sum_squares(parts, names).sqrt().tolist(), strict=True))
 
     def sum_squares(self, parts: Mapping[nn.Parameter, str], names: Sequence[str]) -> Tensor:
-        """Return the sum of squares of each part's gradients, float64, (names,), on the CPU. Collective."""
+        """Return the sum of squares of each part's gradients: float64, (names,), on the CPU. Collective."""
         groups = [self.get_shard_groups(parameter) for parameter in parts]
         numbers = [names.index(name) for name in parts.values()]
         return sum_squares_by_part(list(parts), numbers, len(names), groups, use_float64=self._use_float64)
@@ -198,7 +208,7 @@ class Gradients:
         clip_grads_with_norm([p.grad for p in self._iter_trainable() if p.grad is not None], norm, max_norm)
 
     def fill_missing(self) -> None:
-        """Give zero gradients to unused parameters, for strategies that reduce each by itself; see [Note: one wait]."""
+        """Give unused parameters zero gradients, for strategies that reduce each separately; see [Note: one wait]."""
         parameters = list(self._iter_trainable())
         self._report = GradientReport([[each] for each in parameters], [each.grad is not None for each in parameters])
         for parameter in parameters:
@@ -206,23 +216,23 @@ class Gradients:
                 parameter.grad = torch.zeros_like(parameter)
 
     def take_report(self) -> GradientReport:
-        findings, self._report = self._report, GradientReport()
-        return findings
+        report, self._report = self._report, GradientReport()
+        return report
 
     # -- in a pipeline
 
     def get_optimizer_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what the optimizer trains of a parameter of the model."""
+        """Return the tensor that the optimizer trains for a parameter of the model."""
         return parameter
 
     def get_local_gradient(self, trained: nn.Parameter) -> Tensor:
-        """Return the gradient as it is added to those of copies on other stages, of the same shape on each."""
+        """Return the gradient that is summed with those of copies on other stages; of equal shape on each stage."""
         gradient = trained.grad if trained.grad is not None else torch.zeros_like(trained)
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
     def set_summed_gradient(self, trained: nn.Parameter, total: Tensor) -> None:
-        """Replace the gradient by the sum of `get_local_gradient` over stages, which may be modified. Collective on the
-        stage."""
+        """Replace the gradient by `total`, the sum of `get_local_gradient` over stages, which may be modified.
+        Collective on the stage."""
         if trained.grad is None:
             trained.grad = torch.zeros_like(trained)
         self.get_local_gradient(trained).copy_(total)

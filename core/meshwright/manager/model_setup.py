@@ -1,4 +1,4 @@
-"""Checks before a model is sharded, before an optimizer is used and before a step, and equal weights on all ranks."""
+"""Checks of models, options and the order of calls, and equal initial weights on all ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ..model.weights import Weights, build_deferred_weights, has_meta_tensors
 
 T = TypeVar("T")
 _OWNED_MODULES: WeakSet[nn.Module] = WeakSet()
-"""Modules with parameters or buffers that belong to a manager."""
+"""Modules with parameters or buffers that a manager owns."""
 
 # -- the order of calls
 
 
 def check_not_owned(model: nn.Module, *, has_model: bool) -> None:
-    """Refuse a second model for a manager (StrategyError), and one that another manager has (ModelError)."""
+    """Raise StrategyError for a second model of a manager, and ModelError for a model that another manager owns."""
     if has_model:
         raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
     if any(each in _OWNED_MODULES for each in model.modules()):
@@ -40,7 +40,7 @@ def check_not_owned(model: nn.Module, *, has_model: bool) -> None:
 
 
 def mark_owned(modules: Iterable[nn.Module]) -> None:
-    """Mark modules as those of a manager. Models of one class may share modules that hold nothing."""
+    """Mark modules as owned by a manager, except those without tensors, which models of one class may share."""
     _OWNED_MODULES.update(each for each in modules if any(True for _ in (*each.parameters(), *each.buffers())))
 
 
@@ -59,7 +59,7 @@ def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
 
 
 def check_no_pending_gradients(trainable: Iterable[nn.Parameter]) -> None:
-    """Refuse gradients of an earlier call, which a second reduction would reduce again. Raises StrategyError."""
+    """Raise StrategyError for gradients of an earlier call, which would be reduced a second time."""
     if any(parameter.grad is not None for parameter in trainable):
         raise StrategyError(
             "forward_backward was called while gradients of the last call are pending. Give all microbatches of a "
@@ -71,12 +71,12 @@ def check_no_pending_gradients(trainable: Iterable[nn.Parameter]) -> None:
 
 
 def has_router_loss(model: nn.Module) -> bool:
-    """Return whether the model's config asks for the auxiliary loss of routers."""
+    """Return whether the model's config requests the auxiliary router loss."""
     return bool(getattr(getattr(model, "config", None), "output_router_logits", False))
 
 
 def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, supports_router_loss: bool = False) -> None:
-    """Refuse a model that would train wrongly or not at all (ModelError); tie adapters that peft ties by memory."""
+    """Raise ModelError for a model that cannot be trained correctly. Tie adapters that peft ties by sharing memory."""
     if "peft" in sys.modules:
         from .._compat.peft import tie_adapters
 
@@ -98,7 +98,7 @@ def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, supports_r
 
 
 def check_reduce_dtype(model: nn.Module, reduce_dtype: str | None) -> None:
-    """Refuse a `reduce_dtype` coarser than a gradient; ModelError, the same on all ranks."""
+    """Raise ModelError, the same on all ranks, for a `reduce_dtype` coarser than a gradient."""
     if reduce_dtype is None:
         return
     dtype = getattr(torch, reduce_dtype)
@@ -113,30 +113,35 @@ def check_reduce_dtype(model: nn.Module, reduce_dtype: str | None) -> None:
 def warn_unused_options(
     config: BaseModel, mesh: Mesh, *, by_axis: Mapping[str, Sequence[str]], unsupported: Mapping[str, str] | None = None
 ) -> None:
-    """Warn on the first rank of options that act on nothing: `by_axis` an axis of one rank, or `unsupported` for a
-    reason."""
+    """Warn on rank 0 about options that have no effect.
+
+    Args:
+        by_axis: names of options that have no effect if the size of this axis is 1.
+        unsupported: names of options that have no effect here, with the reason.
+    """
     if dist.get_rank() != 0:
         return
     fields = type(config).model_fields
 
-    def given(name: str) -> bool:
+    def is_set(name: str) -> bool:
         return name in fields and getattr(config, name) != fields[name].default
 
     for name, reason in (unsupported or {}).items():
-        if given(name):
+        if is_set(name):
             warn(f"{name}={getattr(config, name)} acts on nothing here: {reason}.", stacklevel=2)
     for axis, options in by_axis.items():
-        idle = [f"{name}={getattr(config, name)}" for name in options if given(name)]
-        if idle and getattr(mesh.degrees, axis) == 1:
-            verb = "acts" if len(idle) == 1 else "act"
-            warn(f"{' and '.join(idle)} {verb} on nothing here: {axis}_size is 1.", stacklevel=2)
+        unused = [f"{name}={getattr(config, name)}" for name in options if is_set(name)]
+        if unused and getattr(mesh.degrees, axis) == 1:
+            verb = "acts" if len(unused) == 1 else "act"
+            warn(f"{' and '.join(unused)} {verb} on nothing here: {axis}_size is 1.", stacklevel=2)
 
 
 # -- equal weights
 
 
 def sync_initial_weights(model: nn.Module, weights: Weights | None, mesh: Mesh) -> Weights | None:
-    """Return the values that all ranks give an unsharded model; None: those it has, made equal here. Collective."""
+    """Return the initial weights of an unsharded model; None: its own, which are made equal on all ranks.
+    Collective."""
     if weights is None and has_meta_tensors(model):
         weights = build_deferred_weights(model, mesh)
     if weights is None:
@@ -145,7 +150,7 @@ def sync_initial_weights(model: nn.Module, weights: Weights | None, mesh: Mesh) 
 
 
 def _copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:
-    """Copy parameters and buffers from the first of the ranks that train the same part of the model."""
+    """Broadcast parameters and buffers from the lowest rank that trains the same part of the model."""
     for axis in ("pp", "dp", "cp", "tp"):
         if getattr(mesh.degrees, axis) == 1:
             continue
@@ -158,13 +163,13 @@ def _copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:
 
 
 def fork_rng(device: torch.device) -> AbstractContextManager[None]:
-    """Restore the random state of the CPU, and of `device` if it is an accelerator, when the context is left."""
+    """Restore the random state of the CPU, and of `device` if it is an accelerator, on exit of the context."""
     devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
     return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
 
 
 def sync_tp_rng(mesh: Mesh) -> None:
-    """Give ranks along `tp` the random state of the first, so that dropout falls on the same elements."""
+    """Give ranks along `tp` the same random state, so that dropout masks are equal."""
     if mesh.degrees.tp == 1:
         return
     seed = torch.randint(2**62, (1,)).to(mesh.device)

@@ -1,8 +1,9 @@
-"""The steps of a manager: how they end, their objectives, and what they may train.
+"""State of a manager between steps: pending reductions, known objectives, and trainable parameters.
 
-[Note: frozen later] Strategies lay out units and hooks for the parameters that train when `parallelize` is called. A
-parameter that is frozen later still gets a gradient, since within a step all have the flags of `parallelize`; it is
-dropped before the norm is taken and the optimizer steps. One that was frozen in `parallelize` cannot be trained.
+[Note: frozen later] Strategies create units and hooks for the parameters that are trainable when `parallelize` is
+called. A parameter that is frozen later still gets a gradient, because within a step all parameters have the flags of
+`parallelize`. That gradient is dropped before the norm is computed and the optimizer steps. A parameter that was frozen
+in `parallelize` cannot be trained.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .gradients import GradientReport, StepReduction
 
 
 class TrainableParameters:
-    """The parameters of one model that may train, by name; see [Note: frozen later]."""
+    """The trainable parameters of one model by name; see [Note: frozen later]."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -36,7 +37,8 @@ class TrainableParameters:
         return {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
 
     def check_unfrozen(self) -> None:
-        """Refuse a parameter that requires a gradient now, but did not in `parallelize`; StrategyError on this rank."""
+        """Raise StrategyError on this rank for a parameter that was frozen in `parallelize` and requires a gradient
+        now."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and name not in self._names:
                 raise StrategyError(
@@ -47,7 +49,7 @@ class TrainableParameters:
 
     @contextmanager
     def temporarily_unfrozen(self) -> Iterator[None]:
-        """Give all parameters the flags of `parallelize` within the context."""
+        """Restore the `requires_grad` flags of `parallelize` within the context."""
         frozen = [parameter for _, parameter in self.named_parameters() if not parameter.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -59,11 +61,11 @@ class TrainableParameters:
 
 
 _MAX_KNOWN_OBJECTIVES = 8
-"""Number of recent objectives that are not tried again."""
+"""Number of recent objectives that are not probed again."""
 
 
 class StepBookkeeping:
-    """The steps of one manager; `iter_trainable` yields what it trains on this rank."""
+    """State of one manager between steps. `iter_trainable` yields what it trains on this rank."""
 
     def __init__(self, mesh: Mesh, iter_trainable: Callable[[], Iterable[nn.Parameter]]) -> None:
         self._mesh, self._iter_trainable, self._reduction = mesh, iter_trainable, StepReduction()
@@ -79,31 +81,32 @@ class StepBookkeeping:
         return next((known for known, _ in self._known_objectives if known == new), new)
 
     def bind_recorder(self, recorder: StatisticsRecorder, argument_names: frozenset[str]) -> BoundObjective | None:
-        """Return the `BoundObjective` of a recorder, which asks for the statistics it records and no others."""
-        if (given := self.bind_objective(recorder, argument_names)) is not None:
-            given.expect_statistics(recorder.names)
-        return given
+        """Return the `BoundObjective` of a recorder, which requests only the statistics that it records."""
+        if (bound := self.bind_objective(recorder, argument_names)) is not None:
+            bound.expect_statistics(recorder.names)
+        return bound
 
     def start_accumulator(
         self, objective: BoundObjective | None, probe: Callable[[BoundObjective], tuple[str, ...]] | None
     ) -> ObjectiveAccumulator | None:
-        """Return the tally of an objective for one step; try the objective first if it is new. Collective then."""
+        """Return the accumulator of an objective for one step. Probe the objective first if it is new; collective
+        then."""
         if objective is None:
             return None
         names = next((names for known, names in self._known_objectives if known is objective), None)
         if names is None:
             world = self._mesh.world
-            own = world.run_on_all_ranks(lambda: probe(objective) if probe is not None else None)
-            every: list[tuple[str, ...] | None] = [None] * world.size
-            dist.all_gather_object(every, own, group=world.group)
-            found = {each for each in every if each is not None}
-            if len(found) != 1:
-                raise ConfigError(f"the {objective.name} returns other sums on different ranks: {sorted(found)}.")
-            names = found.pop()
+            own_names = world.run_on_all_ranks(lambda: probe(objective) if probe is not None else None)
+            all_names: list[tuple[str, ...] | None] = [None] * world.size
+            dist.all_gather_object(all_names, own_names, group=world.group)
+            distinct = {each for each in all_names if each is not None}
+            if len(distinct) != 1:
+                raise ConfigError(f"the {objective.name} returns other sums on different ranks: {sorted(distinct)}.")
+            names = distinct.pop()
             self._known_objectives = [*self._known_objectives[1 - _MAX_KNOWN_OBJECTIVES :], (objective, names)]
         return ObjectiveAccumulator(objective, names, self._mesh.device)
 
-    # -- the end of a step
+    # -- end of a step
 
     def start_reduction(
         self,
@@ -111,7 +114,7 @@ class StepBookkeeping:
         shared_report: GradientReport | None,
         accumulator: ObjectiveAccumulator | None,
     ) -> StepReduction:
-        """Return the end of a step, to be added up, with the findings of its parts; see `StepReduction`."""
+        """Return the reduction of a step with the reports of its parts; see `StepReduction`."""
         self._reduction = StepReduction([*reports, *self._build_objective_reports(accumulator)], shared_report)
         return self._reduction
 
@@ -119,7 +122,7 @@ class StepBookkeeping:
         return StepReduction([replace(each, on_error=None) for each in self._build_objective_reports(accumulator)])
 
     def unpack_loss(self, total: Tensor, accumulator: ObjectiveAccumulator | None, reduction: StepReduction) -> Tensor:
-        """Return the loss, scalar, and keep the further sums; `total` is added up over all ranks."""
+        """Return the loss, a scalar, and store the extra sums; `total` is summed over all ranks."""
         self.last_sums = {} if accumulator is None else dict(zip(accumulator.names, total[1:].unbind(), strict=True))
         if reduction is not self._reduction:
             reduction.finalize(self._mesh.world)
@@ -129,21 +132,26 @@ class StepBookkeeping:
         return self._reduction.finalize(self._mesh.world, values)
 
     def finalize(self) -> None:
-        """Settle the last step before anything is made of it."""
+        """Finalize the last step's reduction before its gradients are used."""
         self._reduction.finalize(self._mesh.world)
 
     def _build_objective_reports(self, accumulator: ObjectiveAccumulator | None) -> list[GradientReport]:
         if accumulator is None:
             return []
-        is_wrong = accumulator.has_nonfinite | (accumulator.error is not None)
+        has_error = accumulator.has_nonfinite | (accumulator.error is not None)
 
-        def error(values: Sequence[float]) -> MeshwrightError | None:
+        def build_error(values: Sequence[float]) -> MeshwrightError | None:
             return accumulator.get_error(bool(values[0]))
 
-        def drop() -> None:
+        def drop_gradients() -> None:
             for parameter in self._iter_trainable():
                 parameter.grad = None
 
         return [
-            GradientReport(has_error=is_wrong, error_values=is_wrong.double()[None], build_error=error, on_error=drop)
+            GradientReport(
+                has_error=has_error,
+                error_values=has_error.double()[None],
+                build_error=build_error,
+                on_error=drop_gradients,
+            )
         ]

@@ -122,10 +122,10 @@ class MeshSizes(FrozenModel):
         return Degrees(pp=sizes["pp_size"], dp_replicate=replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=self.ep_size)
 
     def _infer_sizes(self, world_size: int) -> dict[str, int]:
-        given = {name: getattr(self, name) for name in ("pp_size", "dp_size", "cp_size", "tp_size")}
-        unset = [name for name, size in given.items() if size is None]
+        sizes = {name: getattr(self, name) for name in ("pp_size", "dp_size", "cp_size", "tp_size")}
+        unset = [name for name, size in sizes.items() if size is None]
         product = self.known_product()
-        text = " x ".join(f"{name}={size}" for name, size in given.items() if size is not None)
+        text = " x ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
         if len(unset) > 1:
             raise MeshError(
                 f"only one size can be inferred from the world size {world_size}, but {len(unset)} are left open: "
@@ -137,10 +137,10 @@ class MeshSizes(FrozenModel):
                     f"sizes do not fill the world: {text} = {product} does not divide the world size {world_size}, "
                     f"so {unset[0]} cannot be inferred. Start a multiple of {product} ranks, or change the sizes."
                 )
-            return {**given, unset[0]: world_size // product}
+            return {**sizes, unset[0]: world_size // product}
         if product == world_size:
-            return given
-        others = product // given["dp_size"]
+            return sizes
+        others = product // sizes["dp_size"]
         remedy = f"Start a multiple of {others} ranks, or change the sizes."
         if world_size % others == 0:
             remedy = f"Set dp_size={world_size // others}, leave dp_size out to infer it, or start other ranks."

@@ -1,6 +1,6 @@
-"""Training objectives, chosen by name: each a frozen config that is called with token statistics and a batch.
+"""Training objectives by name: frozen configs that are called with token statistics and a batch.
 
-Those of the project, such as `DPO`, are in the plugin meshwright-objectives, and can be imported from here, too.
+The project's objectives, such as `DPO`, are in the plugin meshwright-objectives. They can also be imported from here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Base classes of objectives; imports no torch.
+"""Base classes of objectives. Imports no torch.
 
-[Note: sums] An objective returns a sum over a microbatch's tokens, sequences or pairs, and the manager divides it by
-the number of these in the whole step, over all microbatches and ranks. `count` says what is counted. A mean within a
-sequence is taken inside the sum; no mean is taken over a microbatch. A row whose labels are all masked adds nothing.
+[Note: sums] An objective returns a sum over a microbatch's tokens, sequences or pairs. The manager divides it by their
+number in the entire step, over all microbatches and ranks; `count` returns that of one microbatch. An objective may
+take a mean within a sequence, but not over a microbatch. A row whose labels are all masked adds 0.
 
 [Note: columns] A column (B, S) is aligned with positions: entry s belongs to the prediction of token s + 1. The last
 entry, and those of masked labels, are never read.
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BatchColumns: TypeAlias = "Mapping[str, Tensor]"
-"""A microbatch, or its further columns, by name."""
+"""A microbatch, or its additional columns, by name."""
 ExtraSums: TypeAlias = "dict[str, Tensor]"
-"""Further sums of an objective, scalars, by name."""
+"""Extra sums of an objective, scalars, by name."""
 NumberKind = Literal["float", "int", "bool"]
 InputKind = Literal["tokens", "outputs"]
-"""What an objective is called with: token statistics, or the outputs of the model."""
+"""First argument of an objective: token statistics, or the outputs of the model."""
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""An option that is finite and above 0."""
+"""A finite option above 0."""
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-"""An option that is finite and at least 0."""
+"""A finite option of at least 0."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 """An option from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the batch: name, allowed shapes such as "B" or "B S", kind of numbers, whether it is required."""
+    """A column of the batch: name, allowed shapes such as "B" or "B S", number type, and whether it is required."""
 
     name: str
     shapes: tuple[str, ...]
@@ -51,7 +51,7 @@ class Column:
     is_required: bool = True
 
     def find_error(self, tensor: Tensor, num_rows: int, num_positions: int) -> str | None:
-        """Describe what is wrong with a tensor, or return None."""
+        """Return an error about the shape or dtype of a tensor, or None."""
         sizes = {"B": num_rows, "S": num_positions}
         allowed = [[sizes.get(each) for each in shape.split()] for shape in self.shapes]
         if not any(_matches_shape(tuple(tensor.shape), shape) for shape in allowed):
@@ -64,12 +64,14 @@ class Column:
 
 
 class ObjectiveConfig(FrozenModel):
-    """Base of registered objectives, called as `objective(tokens, batch)`; see [Note: sums] and [Note: columns].
+    """Base class of registered objectives, called as `objective(tokens, batch)`.
+
+    See [Note: sums] and [Note: columns].
 
     Attributes:
-        name: by which `get_objective` finds it.
-        input_kind: the first argument: token statistics, or the outputs of a model with another head.
-        group_size: how many consecutive rows belong together.
+        name: name for `get_objective`.
+        input_kind: the first argument: token statistics, or the outputs of a model without a vocabulary head.
+        group_size: number of consecutive rows that belong together.
     """
 
     name: ClassVar[str]
@@ -78,11 +80,11 @@ class ObjectiveConfig(FrozenModel):
 
     @abstractmethod
     def __call__(self, tokens: Any, batch: BatchColumns) -> Tensor | tuple[Tensor, ExtraSums]:
-        """Return the sum over a microbatch, scalar, and further sums by name."""
+        """Return the sum over a microbatch, scalar, and optionally extra sums by name."""
 
     @property
     def accepted_columns(self) -> tuple[Column, ...]:
-        """The columns that these options read, required or not."""
+        """The columns that the objective reads with these options, required or not."""
         return ()
 
     @property
@@ -91,11 +93,11 @@ class ObjectiveConfig(FrozenModel):
         return tuple(each.name for each in self.accepted_columns if each.is_required)
 
     def count(self, batch: BatchColumns) -> int:
-        """Return what a whole microbatch adds to the divisor, on the host: by default its number of targets."""
+        """Return what a full microbatch adds to the divisor; default: its number of targets. Runs on the host."""
         return int(get_target_mask(batch).sum())
 
     def check(self, batch: BatchColumns) -> None:
-        """Raise BatchError if a column of a whole microbatch is missing or has another shape or dtype, on the host."""
+        """Raise BatchError if a column of a full microbatch is missing or has a wrong shape or dtype."""
         rows, positions = batch["labels"].shape
         if rows % self.group_size:
             raise BatchError(
@@ -111,20 +113,20 @@ class ObjectiveConfig(FrozenModel):
                         f"{', '.join(sorted(batch))}."
                     )
                 continue
-            wrong = column.find_error(batch[column.name], rows, positions)
-            if wrong:
-                raise BatchError(f"column {column.name!r} of objective {self.name!r} {wrong}.")
+            error = column.find_error(batch[column.name], rows, positions)
+            if error:
+                raise BatchError(f"column {column.name!r} of objective {self.name!r} {error}.")
 
 
 class SequenceObjective(ObjectiveConfig):
-    """An objective that is divided by the number of sequences (or pairs) with any unmasked target."""
+    """An objective whose sum is divided by the number of sequences (or pairs) with at least one unmasked target."""
 
     def count(self, batch: BatchColumns) -> int:
         return int(get_target_mask(batch).any(1).unflatten(0, (-1, self.group_size)).any(1).sum())
 
 
 def get_target_mask(batch: BatchColumns) -> Tensor:
-    """Return which positions predict a label, bool, (B, S - 1)."""
+    """Return the mask of positions that predict a label; bool, (B, S - 1)."""
     return batch["labels"][:, 1:] != IGNORE_INDEX
 
 

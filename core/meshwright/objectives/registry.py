@@ -1,4 +1,4 @@
-"""Look objectives up by name among those that plugins register; imports no torch."""
+"""Look up registered objectives by name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from .base import ObjectiveConfig
 
 
 def list_objectives(registry: Registry | None = None) -> Mapping[str, type[ObjectiveConfig]]:
-    """Return the registered objectives by name: each a frozen config whose fields are its options.
+    """Return the registered objectives by name: config classes whose fields are the options.
 
     Raises:
-        ConfigError: two plugins register one name, or something that is no objective.
+        ConfigError: two plugins register the same name, or a plugin registers something else than an objective.
     """
-    found: dict[str, type[ObjectiveConfig]] = {}
+    objectives: dict[str, type[ObjectiveConfig]] = {}
     for plugin, register in (registry or get_registry()).find_implementations("register_objectives"):
         for cls in (cls for classes in register() for cls in classes):
             if not (isinstance(cls, type) and issubclass(cls, ObjectiveConfig) and hasattr(cls, "name")):
                 raise ConfigError(f"plugin {plugin} brings {cls!r}, which is no meshwright.plugin.ObjectiveConfig.")
-            if cls.name in found:
+            if cls.name in objectives:
                 raise ConfigError(f"two plugins bring an objective {cls.name!r}; one is {plugin}. Uninstall one.")
-            found[cls.name] = cls
-    return MappingProxyType(found)
+            objectives[cls.name] = cls
+    return MappingProxyType(objectives)
 
 
 def get_objective(value: Any, registry: Registry | None = None) -> Callable[..., Any]:
-    """Return the objective that a value stands for.
+    """Return an objective from its name or config.
 
     Args:
         value: a callable, returned unchanged; the name of a registered objective; or a mapping of `name` and options.
-        registry: whose plugins are asked; default: the installed ones.
+        registry: where objectives are looked up; None: the installed plugins.
 
     Raises:
-        ConfigError: there is no objective of that name, or its options are wrong.
+        ConfigError: there is no objective of that name, or its options are invalid.
     """
     if callable(value):
-        found: Callable[..., Any] = value
-        return found
+        objective: Callable[..., Any] = value
+        return objective
     known = list_objectives(registry)
     names = ", ".join(sorted(known)) or "none"
     name: Any = value
@@ -65,5 +65,5 @@ def get_objective(value: Any, registry: Registry | None = None) -> Callable[...,
 
 
 def check_objective(value: Any) -> None:
-    """Raise what `get_objective` does."""
+    """Raise ConfigError if `get_objective` does."""
     get_objective(value)

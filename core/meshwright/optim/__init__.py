@@ -1,1 +1,1 @@
-"""Optimizers, their groups of parameters, and learning-rate schedules, from plain configs."""
+"""Optimizers, parameter groups, and learning-rate schedules from configs."""

@@ -35,7 +35,7 @@ from .groups import (
 
 @dataclass(frozen=True)
 class _GroupSettings:
-    """How the parameters of one group are stepped; `where` names the group in the run file."""
+    """Optimizer settings of one group; `key` is the group's key in the run file."""
 
     key: str
     cls: type[Optimizer]
@@ -46,7 +46,7 @@ class _GroupSettings:
 
     def build(self, named: Sequence[tuple[str, nn.Parameter]], trained: Mapping[str, ParamTraits]) -> Optimizer:
         cls, name = cast("Callable[..., Optimizer]", self.cls), self.cls.__name__
-        # The groups say who is decayed; an optimizer's own default (0.01 for AdamW) must not decay the others.
+        # The groups set weight decay; an optimizer's default (0.01 for AdamW) must not apply to the other parameters.
         decay = {"weight_decay": 0.0} if "weight_decay" in inspect.signature(cls).parameters else {}
 
         def decays(name: str) -> bool:
@@ -68,38 +68,35 @@ class _GroupSettings:
                     f"alike, or a strategy or options under which it has whole parameters (fsdp2, or ddp without "
                     f"use_distributed_optimizer)."
                 ) from error
-            reported = "" if self.key == "optimizer" else f"{self.key}: "
-            raise ConfigError(f"{reported}optimizer {name!r} refuses its parameters or options: {error}") from error
+            prefix = "" if self.key == "optimizer" else f"{self.key}: "
+            raise ConfigError(f"{prefix}optimizer {name!r} refuses its parameters or options: {error}") from error
 
     def try_steps(self, named_parameters: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> Optimizer:
-        """Make the optimizer of copies of some parameters, and step it twice on the CPU; ConfigError if that fails."""
-        # One that only a CPU refuses is left to the ranks, each of which tries it with its own device.
-        left = {"capturable"} if device.type != "cpu" else set()
-        settings = replace(self, options={key: value for key, value in self.options.items() if key not in left})
+        """Build the optimizer for copies of parameters, and step it twice on the CPU; ConfigError if that fails."""
+        # Drop options that only a CPU rejects. Each rank checks them on its own device.
+        dropped = {"capturable"} if device.type != "cpu" else set()
+        settings = replace(self, options={key: value for key, value in self.options.items() if key not in dropped})
         named = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in named_parameters]
-        made = settings.build(named, describe_params_by_name(named))
-        reported, how = f"{self.key}: optimizer {self.cls.__name__!r}", f"with lr={self.lr} and options {self.options}"
+        optimizer = settings.build(named, describe_params_by_name(named))
+        prefix, how = f"{self.key}: optimizer {self.cls.__name__!r}", f"with lr={self.lr} and options {self.options}"
         try:
             for _ in range(2):
                 for _, parameter in named:
                     parameter.grad = torch.ones_like(parameter)
-                made.step()
+                optimizer.step()
         except Exception as error:
-            text = (
-                f"{reported} cannot step {how}: {format_exception_line(error)}. Change them, or use another optimizer."
-            )
+            text = f"{prefix} cannot step {how}: {format_exception_line(error)}. Change them, or use another optimizer."
             raise ConfigError(text) from error
         if not all(bool(parameter.isfinite().all()) for _, parameter in named):
             raise ConfigError(
-                f"{reported} {how} makes parameters infinite or NaN in its first two steps. Lower the rate, or change "
-                "the "
-                f"options."
+                f"{prefix} {how} makes parameters infinite or NaN in its first two steps. "
+                f"Lower the rate, or change the options."
             )
-        return made
+        return optimizer
 
 
 class ConfiguredOptimizer:
-    """The factory of `optimizer_factory`. Without `for_model` it knows no blocks."""
+    """The factory of `optimizer_factory`. Groups with `matrices_only` need `bind_to_model`."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
@@ -121,55 +118,57 @@ class ConfiguredOptimizer:
 
         def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
             named = list(named_parameters)
-            made = []
+            optimizers = []
             for number, settings in enumerate(self._settings):
                 mine = [each for each in named if numbers[each[0]] == number]
-                # Without any, the last says itself that there is nothing.
+                # Without any parameters, build the last optimizer, which raises an error.
                 if mine or (not named and number == len(self._settings) - 1):
-                    made.append(settings.build(mine, trained))
-            return made[0] if len(made) == 1 else ChainedOptimizer(made)
+                    optimizers.append(settings.build(mine, trained))
+            return optimizers[0] if len(optimizers) == 1 else ChainedOptimizer(optimizers)
 
         return factory
 
 
 def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
-    """Return a factory for `StrategyManager.build_optimizer`; ConfigError for what no optimizer takes."""
+    """Return a factory for `StrategyManager.build_optimizer`; ConfigError for an unknown optimizer or options."""
     return ConfiguredOptimizer(config)
 
 
 def _resolve_settings(config: OptimizerConfig) -> list[_GroupSettings]:
-    """Return what each group says, or the top level where it says nothing; and, last, the settings of the rest."""
-    spared = None if config.no_decay is None else tuple(config.no_decay)
-    cls, found = resolve_optimizer_class(config.name, "optimizer.name"), []
+    """Return the settings of each group, with defaults of the top level, and last those of all other parameters."""
+    excluded = None if config.no_decay is None else tuple(config.no_decay)
+    cls, resolved = resolve_optimizer_class(config.name, "optimizer.name"), []
     for number, group in enumerate(config.groups):
         where, name = f"optimizer.groups[{number}]", group.name or config.name
         own = resolve_optimizer_class(name, f"{where}.name")
         options = {**config.options, **group.options} if own is cls else group.options
-        # A decay that is given for some parameters is meant for all of them.
-        is_given = group.weight_decay is not None
-        decay, no_decay = (group.weight_decay or 0.0, ()) if is_given else (config.weight_decay, spared)
+        # A group's own weight decay applies to all of its parameters.
+        is_set = group.weight_decay is not None
+        decay, no_decay = (group.weight_decay or 0.0, ()) if is_set else (config.weight_decay, excluded)
         _check_options(own, name, options, decay, where)
-        found.append(_GroupSettings(where, own, config.lr if group.lr is None else group.lr, decay, no_decay, options))
+        resolved.append(
+            _GroupSettings(where, own, config.lr if group.lr is None else group.lr, decay, no_decay, options)
+        )
     _check_options(cls, config.name, config.options, config.weight_decay, "optimizer")
-    return [*found, _GroupSettings("optimizer", cls, config.lr, config.weight_decay, spared, config.options)]
+    return [*resolved, _GroupSettings("optimizer", cls, config.lr, config.weight_decay, excluded, config.options)]
 
 
 def choose_fused(
     cls: type[Optimizer], options: Mapping[str, Any], parameters: Sequence[nn.Parameter]
 ) -> dict[str, Any]:
-    """Return the option with which an optimizer steps all parameters of an accelerator in one kernel, if it can.
+    """Return `{"fused": True}` if the optimizer has a fused step for these accelerator tensors, else an empty dict.
 
-    torch's default steps DTensors one by one, in a dozen kernels each, and others with temporary tensors as large as
-    all of them. On a CPU there are no launches to save. A user who chooses an implementation in `options` gets it.
+    torch's default steps DTensors one at a time, with a dozen kernels each, and other tensors with temporary tensors as
+    large as all of them. On a CPU, fusing saves no launches. An implementation that `options` selects is kept.
     """
     kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
-    is_open = {"fused", "foreach", "capturable", "differentiable"}.isdisjoint(options) and bool(kinds)
-    pays = is_open and all(device.type != "cpu" and has_fused_step(cls, device, dtype) for device, dtype in kinds)
-    return {"fused": True} if pays else {}
+    is_unset = {"fused", "foreach", "capturable", "differentiable"}.isdisjoint(options) and bool(kinds)
+    is_useful = is_unset and all(device.type != "cpu" and has_fused_step(cls, device, dtype) for device, dtype in kinds)
+    return {"fused": True} if is_useful else {}
 
 
 def has_fused_step(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch has a fused step of an optimizer for such tensors, by trying one of one element."""
+    """Return whether an optimizer has a fused step for such tensors, by stepping one element."""
     if "fused" not in inspect.signature(cls).parameters:
         return False
     parameter, make = nn.Parameter(torch.zeros(1, device=device, dtype=dtype)), cast("Callable[..., Optimizer]", cls)
@@ -183,32 +182,32 @@ def has_fused_step(cls: type[Optimizer], device: torch.device, dtype: torch.dtyp
 def probe_optimizer(
     optimizer: OptimizerConfig, schedule: ScheduleConfig, num_steps: int, *, device: torch.device
 ) -> None:
-    """Make and step optimizer and schedule for a stand-in, so that errors come before anything is started."""
-    # One of several may be for matrices alone.
+    """Build and step the optimizer and schedule for tiny parameters, to raise ConfigError before ranks start."""
+    # With several optimizers, one may accept only matrices.
     shapes = {"weight": (2, 2)} if optimizer.groups else {"weight": (2, 2), "bias": (2,)}
-    stand_in = [(name, nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
+    parameters = [(name, nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
     for settings in _resolve_settings(optimizer):
         check_schedule_rates(
-            schedule, build_scheduler(schedule, settings.try_steps(stand_in, device), num_steps), num_steps
+            schedule, build_scheduler(schedule, settings.try_steps(parameters, device), num_steps), num_steps
         )
 
 
 def split_groups_by_mesh(optimizer: Optimizer) -> None:
-    """Split, in place, groups stepped as a whole by the mesh of their DTensors: torch cannot stack those of several."""
+    """Split fused and foreach groups in place by the mesh of their DTensors: torch cannot combine several meshes."""
     for member in get_members(optimizer):
         groups: list[dict[str, Any]] = []
         for group in member.param_groups:
             meshes: dict[Any, list[nn.Parameter]] = {}
             for parameter in group["params"]:
-                is_whole = group.get("foreach") or group.get("fused")
-                mesh = parameter.device_mesh if is_whole and isinstance(parameter, DTensor) else None
+                is_batched = group.get("foreach") or group.get("fused")
+                mesh = parameter.device_mesh if is_batched and isinstance(parameter, DTensor) else None
                 meshes.setdefault(mesh, []).append(parameter)
             groups += [{**group, "params": parameters} for parameters in meshes.values()]
         member.param_groups[:] = groups
 
 
 def resolve_optimizer_class(name: str, where: str) -> type[Optimizer]:
-    """Return the optimizer of a name in torch.optim, or at an import path on the allow-list; ConfigError otherwise."""
+    """Return the optimizer class by its name in torch.optim, or by an allowed import path; ConfigError otherwise."""
     classes = {name: each for name, each in vars(torch.optim).items() if inspect.isclass(each)}
     known = {name: cls for name, cls in classes.items() if issubclass(cls, Optimizer) and cls is not Optimizer}
     if "." not in name and name not in known:
@@ -244,20 +243,20 @@ _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def check_argument_types(function: Callable[..., Any], values: Mapping[str, Any], *, where: str) -> None:
-    """Refuse values of another type than that of an argument's annotation or default: "no" would be true."""
+    """Raise ConfigError for values that do not match an argument's annotation or default: "no" would be true."""
     hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
     parameters = inspect.signature(function).parameters
     for name, value in values.items():
-        # A default of 0 is often written for 0.0.
+        # A default of 0 often means 0.0.
         default = type(parameters[name].default) if name in parameters else object
         wanted = hints.get(name, {bool: bool, int: float, float: float}.get(default, Any))
         try:
             TypeAdapter(wanted, config=_STRICT).validate_python(_to_tuples(value))
         except ValidationError as error:
-            said = "; or ".join(dict.fromkeys(finding["msg"] for finding in error.errors()))
-            # Files have lists, and no tuples.
-            said = said.replace("Tuple", "List").replace("tuple", "list")
-            raise ConfigError(f"{where}.{name}: {said} (got {value!r:.200})") from None
+            message = "; or ".join(dict.fromkeys(finding["msg"] for finding in error.errors()))
+            # Run files have lists, not tuples.
+            message = message.replace("Tuple", "List").replace("tuple", "list")
+            raise ConfigError(f"{where}.{name}: {message} (got {value!r:.200})") from None
 
 
 def _to_tuples(value: Any) -> Any:
@@ -265,7 +264,7 @@ def _to_tuples(value: Any) -> Any:
 
 
 def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, num_steps: int) -> LRScheduler:
-    """Return the learning-rate scheduler of an optimizer for so many steps."""
+    """Return the learning-rate scheduler of an optimizer for `num_steps` steps; ConfigError for invalid options."""
     from transformers import SchedulerType, get_scheduler
 
     # These two are driven by a metric at each step, not by the step number.
@@ -284,12 +283,12 @@ def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, num_steps: int
             scheduler_specific_kwargs=dict(config.options),
         )
     except Exception as error:
-        # Each schedule checks its options in its own way, or at its first value.
+        # Each schedule checks its options in its own way, some of them on the first step.
         raise ConfigError(f"schedule {config.name!r} refuses its options {config.options}: {error}") from error
 
 
 def set_scheduler_step(scheduler: LRScheduler, step: int) -> None:
-    """Set a schedule of `build_scheduler`, and the rates of its optimizer, to where they are after `step` steps."""
+    """Set a scheduler of `build_scheduler`, and the learning rates of its optimizer, to their state after `step`."""
     state, rates = scheduler.state_dict(), _compute_rates(scheduler, step)
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         if isinstance(group["lr"], torch.Tensor):
@@ -315,25 +314,26 @@ def _check_schedule_options(config: ScheduleConfig) -> None:
             f"Remove them, or use another schedule."
         )
     for name, value in config.options.items():
-        # None of the schedules has a switch, and their arithmetic makes zero of what is not finite.
+        # No schedule has a boolean option, and their arithmetic turns non-finite values into 0.
         if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
             raise ConfigError(f"schedule.options.{name}={value!r} is no finite number. Change it, or leave it out.")
 
 
 def check_schedule_rates(config: ScheduleConfig, scheduler: LRScheduler, num_steps: int) -> None:
-    reported = f"schedule {config.name!r} with options {config.options}"
+    description = f"schedule {config.name!r} with options {config.options}"
     for step in sorted(
         {*range(0, num_steps, max(1, num_steps // 64)), 1, config.warmup_steps, num_steps - 1, num_steps}
     ):
         after = f"after step {step} of {num_steps}"
         try:
             rates = _compute_rates(scheduler, step)
-            usable = all(math.isfinite(rate) and rate >= 0 for rate in rates)
+            is_usable = all(math.isfinite(rate) and rate >= 0 for rate in rates)
         except Exception as error:
             raise ConfigError(
-                f"{reported} has no rate {after}: {format_exception_line(error)}. Change the options."
+                f"{description} has no rate {after}: {format_exception_line(error)}. Change the options."
             ) from error
-        if not usable:
+        if not is_usable:
             raise ConfigError(
-                f"{reported} gives the rates {rates} {after}, which must be finite and not below 0. Change the options."
+                f"{description} gives the rates {rates} {after}, which must be finite and not below 0. "
+                f"Change the options."
             )

@@ -1,4 +1,4 @@
-"""Sections of the run file about optimizer, schedule and averaged weights. Imports no torch."""
+"""Sections of the run file for the optimizer, the learning-rate schedule and EMA weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..files.class_paths import check_import
 from ..mesh.sizes import Size
 
 FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""A number that is finite and above 0."""
+"""A finite number above 0."""
 
 
 def _check_importable(name: str) -> str:
@@ -28,12 +28,12 @@ def _check_importable(name: str) -> str:
 
 OptimizerName = Annotated[str, AfterValidator(_check_importable)]
 EMA_SUFFIX = "_ema"
-"""What the name of a set ends with on which averaged weights are evaluated."""
+"""Suffix of the name of an evaluation set in results of the EMA weights."""
 _DEFAULT_NOTE = "null: as at the top level."
 
 
 class OptimizerGroup(FrozenModel):
-    """Parameters that are stepped otherwise than the rest."""
+    """Parameters with their own optimizer settings."""
 
     match: list[str] | None = Field(default=None, description="Shell patterns of parameter names; null: all names.")
     matrices_only: bool = Field(
@@ -66,7 +66,7 @@ class OptimizerGroup(FrozenModel):
 
 
 class OptimizerConfig(FrozenModel):
-    """Any optimizer of torch.optim, or of your own, or several of them."""
+    """One or several optimizers of torch.optim, or custom ones."""
 
     name: OptimizerName = Field(
         default="AdamW", description="Class name in torch.optim, or an import path, such as my_package.Lion."
@@ -109,16 +109,16 @@ class ScheduleConfig(FrozenModel):
         return self
 
     def resolve_warmup(self, num_steps: int) -> ScheduleConfig:
-        """Return the same with its warm-up in steps, for a run of so many."""
+        """Return a copy with `warmup_ratio` converted to `warmup_steps`, for a run of `num_steps`."""
         if self.warmup_ratio is None:
             return self
-        # As it is written: 0.07 of 100 steps are 7, and not 8.
+        # Use the decimal value: 0.07 of 100 steps are 7, not 8.
         warmup_steps = math.ceil(Fraction(str(self.warmup_ratio)) * num_steps)
         return self.model_copy(update={"warmup_steps": warmup_steps, "warmup_ratio": None})
 
 
 class EMAConfig(FrozenModel):
-    """An exponential moving average of the weights, kept beside them."""
+    """An exponential moving average of the weights."""
 
     decay: float = Field(default=0.999, ge=0, lt=1, description="What is left of the average in an update.")
     every: Size = Field(default=1, description="Optimizer steps between updates.")

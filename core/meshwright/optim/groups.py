@@ -1,11 +1,11 @@
-"""Groups of parameters of an optimizer, which of them are decayed, and several optimizers as one.
+"""Parameter groups of an optimizer, which parameters get weight decay, and several optimizers as one.
 
-[Note: the whole model] A rank has a part of the model's parameters, so the factory gets a description of all trained
-parameters first: each rank forms the same groups, and an empty group is an error on all ranks.
+[Note: the full model] A rank has only some of the model's parameters. So the factory first gets a description of all
+trainable parameters: every rank forms the same groups, and an empty group is an error on all ranks.
 
-[Note: what decides] Weight decay spares norms, biases, other vectors, and rates of a recurrence. The module that owns a
-parameter, the unsharded shape, and the last component of the name decide: `blocks.0.norm_attn_norm.attn.Wqkv.weight` is
-a matrix.
+[Note: weight decay] Norms, biases, other vectors, and the rates of a recurrence are excluded from weight decay. This
+depends on the module that owns a parameter, the unsharded shape, and the last component of the name. For example,
+`blocks.0.norm_attn_norm.attn.Wqkv.weight` is a matrix and is decayed.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _NORM_NAME = re.compile(r"(norms?|(^|_)ln)(_?[a-z]?\d*)?$", re.IGNORECASE)
 _BIAS_NAME = re.compile(r"(^|_)bias(es)?(_|$)", re.IGNORECASE)
 _WEIGHT_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NO_DECAY_NAMES = re.compile(r"A_log|D|time_decay|time_first|(.*_)?(sinks?|scales?)|.*bias", re.DOTALL)
-"""Last components of names that are spared whatever their shape: rates and skips of a recurrence, sinks of attention,
-scales, and biases, of which experts have a matrix."""
+"""Last name components without weight decay, for any shape: rates and skips of a recurrence, attention sinks, scales,
+and biases, which are matrices in experts."""
 
 
 def is_decayed(name: str, shape: Sequence[int], owner: nn.Module | None = None) -> bool:
-    """Return whether weight decay shrinks a parameter; see [Note: what decides]."""
+    """Return whether a parameter gets weight decay; see [Note: weight decay]."""
     path, _, last = name.rpartition(".")
-    # A vector may be kept in the shape in which it is broadcast. A linear map may have one output.
+    # A vector may be stored in the shape to which it is broadcast. But a linear layer's weight may have one output.
     is_vector = len(shape) < 2 or (last != "weight" and sum(size > 1 for size in shape) < 2)
     if is_vector or _NO_DECAY_NAMES.fullmatch(last) or (owner is not None and _NORM_CLASS.search(type(owner).__name__)):
         return False
-    # Numbers are of lists, and `_orig_mod` and `_checkpoint_wrapped_module` of wrappers.
+    # Skip indices of lists, and the names `_orig_mod` and `_checkpoint_wrapped_module` of wrappers.
     module = next((each for each in reversed(path.split(".")) if each[:1].isalpha()), "")
     return not _BIAS_NAME.search(module) and (isinstance(owner, _WEIGHT_MODULES) or not _NORM_NAME.search(module))
 
 
 def matches_pattern(name: str, pattern: str) -> bool:
-    """Return whether a pattern of `no_decay` selects a parameter, in any case of letters."""
+    """Return whether a pattern of `no_decay` matches a parameter name; case-insensitive."""
     part = name if "." in pattern else name.rpartition(".")[2]
     return fnmatchcase(part.lower(), pattern.lower())
 
@@ -59,7 +59,7 @@ def matches_pattern(name: str, pattern: str) -> bool:
 def split_by_decay(
     named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, is_decayed: Callable[[str], bool]
 ) -> list[dict[str, Any]]:
-    """Split parameters into decayed and others; without decay, one group without the key `weight_decay`."""
+    """Return parameter groups with and without weight decay; if it is 0, one group without the key `weight_decay`."""
     named = list(named_parameters)
     if not weight_decay:
         return [{"params": [parameter for _, parameter in named]}]
@@ -71,7 +71,7 @@ def split_by_decay(
 
 
 class ParamTraits(NamedTuple):
-    """What the groups of an optimizer ask about a parameter."""
+    """Properties of a parameter that determine its optimizer group."""
 
     num_dims: int
     is_matrix: bool
@@ -84,42 +84,48 @@ def describe_trained_params(
     named: Sequence[tuple[str, nn.Parameter]],
     shape: Callable[[nn.Parameter], torch.Size],
 ) -> dict[str, ParamTraits]:
-    """Describe the trained parameters of a model, or of a stage of one, as they are before sharding."""
+    """Describe the trainable parameters of a model, or of a pipeline stage, as they are before sharding.
+
+    `shape` returns the full shape of a parameter.
+    """
     owners = dict(model.named_modules(remove_duplicate=False))
     blocks = tuple(f"{block}." for block in layout.blocks)
 
-    def known(name: str, whole: torch.Size) -> ParamTraits:
+    def describe(name: str, whole: torch.Size) -> ParamTraits:
         owner = owners.get(name.rpartition(".")[0])
         is_weight = name.startswith(blocks) and name.endswith(".weight") and not isinstance(owner, nn.Embedding)
         return ParamTraits(len(whole), len(whole) == 2 and is_weight, is_decayed(name, whole, owner))
 
-    return {name: known(name, shape(parameter)) for name, parameter in named}
+    return {name: describe(name, shape(parameter)) for name, parameter in named}
 
 
 def describe_params_by_name(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, ParamTraits]:
-    """Describe parameters on their own and their names, for a factory that is called by hand."""
+    """Describe parameters only by their names and shapes, for a factory without a model."""
     return {name: ParamTraits(p.dim(), is_matrix=False, is_decayed=is_decayed(name, p.shape)) for name, p in named}
 
 
 def check_groups(config: OptimizerConfig, model: nn.Module, layout: ModelLayout) -> None:
-    """Raise ConfigError if a group of the config fits no parameter of the model."""
+    """Raise ConfigError if a group of the config matches no trainable parameter of the model."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     assign_groups(config, describe_trained_params(model, layout, named, lambda parameter: parameter.shape))
 
 
 def bind_to_model(factory: OptimizerFactory, trained: Mapping[str, ParamTraits]) -> OptimizerFactory:
-    """Return the factory for a model of which these are trained; see [Note: the whole model]."""
-    reported: Callable[[Mapping[str, ParamTraits]], OptimizerFactory] | None = getattr(factory, "bind_to_model", None)
-    return factory if reported is None else reported(trained)
+    """Bind a factory to a model's trainable parameters; see [Note: the full model]."""
+    bind: Callable[[Mapping[str, ParamTraits]], OptimizerFactory] | None = getattr(factory, "bind_to_model", None)
+    return factory if bind is None else bind(trained)
 
 
 def assign_groups(config: OptimizerConfig, trained: Mapping[str, ParamTraits]) -> dict[str, int]:
-    """Return the number of each parameter's group; the number of groups for the rest."""
+    """Return the index of each parameter's group; for parameters without a group, the number of groups.
+
+    ConfigError if a group or a pattern of `no_decay` matches no parameter.
+    """
     groups = config.groups
     for pattern in config.no_decay or ():
         if not any(matches_pattern(name, pattern) for name in trained):
-            found = [name for name in trained if fnmatchcase(name.lower(), pattern.lower())]
-            paths = f" It would match {len(found)} whole names, such as {found[0]!r}." if found else ""
+            matches = [name for name in trained if fnmatchcase(name.lower(), pattern.lower())]
+            paths = f" It would match {len(matches)} whole names, such as {matches[0]!r}." if matches else ""
             raise ConfigError(
                 f"optimizer.no_decay: {pattern!r} matches no parameter that is trained. A pattern is of the last "
                 f"component of a name, such as 'weight', or, with a dot in it, of the whole name.{paths} Norms, biases "
@@ -137,8 +143,8 @@ def assign_groups(config: OptimizerConfig, trained: Mapping[str, ParamTraits]) -
     }
     for number, group in enumerate(groups):
         if number not in numbers.values():
-            taken = [name for name in trained if fits(name, group)]
-            raise ConfigError(f"optimizer.groups[{number}] {_why_empty(group, taken, trained)}")
+            fitting = [name for name in trained if fits(name, group)]
+            raise ConfigError(f"optimizer.groups[{number}] {_why_empty(group, fitting, trained)}")
     return numbers
 
 
@@ -150,11 +156,11 @@ def _why_empty(group: OptimizerGroup, taken: Sequence[str], trained: Mapping[str
         )
     if group.match is None:
         return "is of matrices, and the model trains no weight of two dims within a block. Remove it."
-    found = [name for name in trained if any(fnmatchcase(name, pattern) for pattern in group.match)]
-    if found:
+    matches = [name for name in trained if any(fnmatchcase(name, pattern) for pattern in group.match)]
+    if matches:
         return (
-            f"fits no parameter: match={group.match} fits {len(found)}, such as {found[0]!r}, and none of them is a "
-            f"weight of two dims within a block. Set matrices_only: false."
+            f"fits no parameter: match={group.match} fits {len(matches)}, such as {matches[0]!r}, and none of them is "
+            f"a weight of two dims within a block. Set matrices_only: false."
         )
     hints = "".join(dict.fromkeys(_suggest_pattern(pattern, trained) for pattern in group.match))
     some = ", ".join(list(trained)[:3])
@@ -165,7 +171,7 @@ def _why_empty(group: OptimizerGroup, taken: Sequence[str], trained: Mapping[str
 
 
 def _suggest_pattern(pattern: str, names: Collection[str]) -> str:
-    """Suggest what a pattern may have meant: the closest part of a name with as many words."""
+    """Suggest the part of a name, with as many components, that is closest to a pattern."""
     words = pattern.strip("*.").split(".")
     windows = {
         ".".join(parts[start : start + len(words)])
@@ -176,7 +182,7 @@ def _suggest_pattern(pattern: str, names: Collection[str]) -> str:
 
 
 class ChainedOptimizer(Optimizer):
-    """Steps each of its members, one after the other."""
+    """Several optimizers that step as one."""
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
         if not members:
@@ -187,12 +193,12 @@ class ChainedOptimizer(Optimizer):
             raise StrategyError(
                 "two optimizers that are to step as one have the same parameter. Give each parameter to one of them."
             )
-        # A group without parameters passes torch's checks and is given to no member.
+        # An empty group passes torch's checks and is not added to any member.
         super().__init__([{"params": []}], dict(members[0].defaults))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all members; set values in them, not the list."""
+        """The groups of all members. Change values in the groups; the list itself is a copy."""
         return [group for member in self.optimizers for group in member.param_groups]
 
     @param_groups.setter
@@ -217,7 +223,7 @@ class ChainedOptimizer(Optimizer):
             member.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse a group with parameters, since it does not say whose it is, with a StrategyError."""
+        """Raise StrategyError for a group with parameters, since it is unknown to which member it belongs."""
         if param_group["params"]:
             raise StrategyError(
                 "a group to be added to several optimizers does not say to which. Use add_param_group of one of "
@@ -225,7 +231,7 @@ class ChainedOptimizer(Optimizer):
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give each member its own groups and state; the end of torch's load_state_dict."""
+        """Give each member its groups and state; called last by torch's load_state_dict."""
         groups, values = iter(state["param_groups"]), state["state"]
         for member in self.optimizers:
             mine = [next(groups) for _ in member.param_groups]
@@ -234,7 +240,7 @@ class ChainedOptimizer(Optimizer):
 
 
 class _ChainedState(Mapping[Tensor, Any]):
-    """The states of several optimizers; a look-up adds no entry."""
+    """The states of several optimizers; unlike that of a single one, a look-up adds no entry."""
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
         self._members = members

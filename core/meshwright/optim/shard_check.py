@@ -1,8 +1,8 @@
-"""Check that an optimizer does to sharded tensors what it would do to whole parameters.
+"""Check that an optimizer has the same effect on sharded tensors as on full parameters.
 
-[Note: trial] An optimizer of the same class and settings steps small stand-ins, in float64: once whole, and once cut as
-the strategy cuts parameters. Of pieces, one that treats every element alike is right; of DTensors, one that does what
-it does to the whole tensor; of whole parameters, any that can step.
+[Note: trial] An optimizer of the same class and settings steps small test parameters, in float64: once full, and once
+sharded as the strategy shards parameters. On flat parts of parameters, an optimizer is accepted if it is elementwise.
+On DTensors, it must give the same result as on the full tensor. On full parameters, it only has to step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ..tensors.state import ShardLayout, gather_full_tensor
 from .groups import format_exception_line, get_members, needs_closure
 
 _EXACT_TOLERANCE, _ROUNDING_TOLERANCE = 1e-6, 0.05
-"""What may differ, relative to the largest change of an element: nothing, or what an optimizer that computes in
-bfloat16 (Muon) rounds away. One that takes a part for the whole is off by more."""
+"""Tolerated differences, relative to the largest change of an element: no difference, or the rounding of an optimizer
+that computes in bfloat16 (Muon). An optimizer that mistakes a shard for the full tensor differs by more."""
 _ALTERNATIVES = "Use AdamW, Adam, SGD, Adagrad or another optimizer that treats every element alike"
 
 
@@ -43,7 +43,7 @@ class _ParamKind:
 
     @property
     def needs_all_ranks(self) -> bool:
-        """Whether a step may need all ranks of the mesh, which then all have parameters of this kind."""
+        """Whether a step may communicate over the mesh, all of whose ranks have parameters of this kind."""
         return self.mesh is not None and not self.is_partial
 
 
@@ -62,9 +62,10 @@ def call_optimizer_factory(factory: OptimizerFactory, named: Sequence[tuple[str,
 
 
 def check_optimizer(optimizer: Optimizer, parts: ShardLayout, world: World) -> None:
-    """Refuse an optimizer that cannot step its parameters, or does it wrongly; StrategyError on all ranks. Collective.
+    """Raise StrategyError on all ranks for an optimizer that steps its parameters incorrectly or fails. Collective.
 
-    A class that takes more than parameters and settings is accepted untried, with a warning if it gets parts.
+    A class whose constructor needs more than parameters and settings is not tested; if parameters are sharded, this
+    warns.
     """
     kinds = [(type(member), *each) for member in get_members(optimizer) for each in _collect_kinds(member, parts)]
 
@@ -79,7 +80,7 @@ def check_optimizer(optimizer: Optimizer, parts: ShardLayout, world: World) -> N
                 _check_kind(cls, kind, settings)
 
     with real_compute():
-        # Ranks may have different pieces.
+        # Ranks may have different kinds of parameters.
         world.run_on_all_ranks(check_alone)
         for cls, kind, settings in world.select(kinds, []):
             if kind.needs_all_ranks:
@@ -87,26 +88,26 @@ def check_optimizer(optimizer: Optimizer, parts: ShardLayout, world: World) -> N
 
 
 def _collect_kinds(optimizer: Optimizer, parts: ShardLayout) -> list[tuple[_ParamKind, dict[str, Any]]]:
-    found: dict[tuple[_ParamKind, str], tuple[_ParamKind, dict[str, Any]]] = {}
+    kinds: dict[tuple[_ParamKind, str], tuple[_ParamKind, dict[str, Any]]] = {}
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for parameter in group["params"]:
-            shape, is_piece = parts.get_full_shape(parameter, parameter), False
+            shape, is_partial = parts.get_full_shape(parameter, parameter), False
             if type(parts) is not ShardLayout:
-                held = sum(piece.tensor.numel() for piece in parts.get_local_chunks(parameter.detach(), parameter))
-                is_divided = parameter.shape != shape or held < shape.numel()
-                is_piece = is_divided or any(True for _ in parts.get_shard_groups(parameter))
+                numel = sum(chunk.tensor.numel() for chunk in parts.get_local_chunks(parameter.detach(), parameter))
+                is_split = parameter.shape != shape or numel < shape.numel()
+                is_partial = is_split or any(True for _ in parts.get_shard_groups(parameter))
             device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
-            place = (parameter.device_mesh, tuple(parameter.placements)) if isinstance(parameter, DTensor) else ()
-            kind = _ParamKind(len(shape), is_piece, device, *place)
-            found.setdefault((kind, repr(settings)), (kind, settings))
-    return list(found.values())
+            sharding = (parameter.device_mesh, tuple(parameter.placements)) if isinstance(parameter, DTensor) else ()
+            kind = _ParamKind(len(shape), is_partial, device, *sharding)
+            kinds.setdefault((kind, repr(settings)), (kind, settings))
+    return list(kinds.values())
 
 
 def _check_kind(cls: type[Optimizer], kind: _ParamKind, settings: dict[str, Any]) -> None:
     values = _create_stand_in(kind)
     try:
-        whole = _run_two_steps(cls, settings, values, lambda value: [value])
+        full_result = _run_two_steps(cls, settings, values, lambda value: [value])
     except Exception as error:
         if f"{cls.__module__}.".startswith("torch.optim."):
             raise StrategyError(
@@ -122,7 +123,7 @@ def _check_kind(cls: type[Optimizer], kind: _ParamKind, settings: dict[str, Any]
                 f"single."
             )
         return
-    is_elementwise = _is_elementwise(cls, settings, values, whole)
+    is_elementwise = _is_elementwise(cls, settings, values, full_result)
     if kind.is_partial and not is_elementwise:
         raise StrategyError(
             f"{cls.__name__} looks at whole parameters, and under this strategy each rank steps pieces of them. "
@@ -134,7 +135,7 @@ def _check_kind(cls: type[Optimizer], kind: _ParamKind, settings: dict[str, Any]
     try:
         stepped = _run_two_steps(cls, settings, values, lambda value: [_to_dtensor(value, kind)])
         if is_elementwise:
-            agrees = _is_close([each.to_local() for each in stepped], whole, values, _EXACT_TOLERANCE)
+            agrees = _is_close([each.to_local() for each in stepped], full_result, values, _EXACT_TOLERANCE)
         else:
             full = [gather_full_tensor(_to_dtensor(value, kind)) for value in values]
             expected = _run_two_steps(cls, settings, full, lambda value: [value])
@@ -154,40 +155,40 @@ def _check_kind(cls: type[Optimizer], kind: _ParamKind, settings: dict[str, Any]
 
 
 def _create_stand_in(kind: _ParamKind) -> list[Tensor]:
-    """Return this rank's part of a stand-in, and its gradients in two steps; float64, equal where placements are."""
+    """Return this rank's shard of a test parameter and of its gradients in two steps; float64, equal on replicas."""
     shape = tuple(4 + 2 * dim for dim in range(kind.num_dims))
     generator = torch.Generator().manual_seed(0)
     values = torch.randn((3, *shape), generator=generator, dtype=torch.float64).view(3, -1)
-    # No two parts are alike, in their norms neither.
-    place = () if kind.mesh is None else kind.mesh.get_coordinate() or ()
-    unlike = 1.0 + sum(index for index, each in zip(place, kind.placements, strict=True) if is_sharded(each))
-    scale = torch.linspace(1, 9, values.shape[1], dtype=torch.float64) * unlike
+    # Scale the shards differently, so that no two are equal or have equal norms.
+    coordinate = () if kind.mesh is None else kind.mesh.get_coordinate() or ()
+    shard_scale = 1.0 + sum(index for index, each in zip(coordinate, kind.placements, strict=True) if is_sharded(each))
+    scale = torch.linspace(1, 9, values.shape[1], dtype=torch.float64) * shard_scale
     return [each.view(shape) for each in (values * scale).to(kind.device)]
 
 
 def _to_dtensor(local: Tensor, kind: _ParamKind) -> DTensor:
-    """Make the DTensor of which each rank has a part as large as `local`. No communication."""
+    """Return the DTensor whose shard on each rank has the size of `local`. No communication."""
     if kind.mesh is None:
         raise TypeError("the parameter is no DTensor")
     shape = list(local.shape)
     for placement, size in zip(kind.placements, kind.mesh.shape, strict=True):
         if is_sharded(placement):
             shape[placement.dim] *= size
-    whole = torch.empty(shape, device="meta")
+    full = torch.empty(shape, device="meta")
     return DTensor.from_local(
-        local.clone(), kind.mesh, kind.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        local.clone(), kind.mesh, kind.placements, run_check=False, shape=full.shape, stride=full.stride()
     )
 
 
 def _run_two_steps(
     cls: type[Optimizer], settings: dict[str, Any], values: Sequence[Tensor], split: Callable[[Tensor], list[Tensor]]
 ) -> list[Tensor]:
-    """Return a stand-in, cut, after two steps."""
+    """Return the parts of a test parameter after two steps."""
     start, *gradients = values
     trained = [nn.Parameter(part.clone()) for part in split(start)]
     make: Callable[..., Optimizer] = cls
     optimizer = make([{**settings, "params": trained}])
-    # Torch asks these, not the group, whether a step is differentiable.
+    # torch reads `differentiable` from the defaults, not from the group.
     optimizer.defaults.update({key: settings[key] for key in optimizer.defaults if key in settings})
     for gradient in gradients:
         for parameter, part in zip(trained, split(gradient), strict=True):
@@ -200,19 +201,19 @@ def _is_elementwise(
     cls: type[Optimizer], settings: dict[str, Any], values: Sequence[Tensor], full: Sequence[Tensor]
 ) -> bool:
     def cut(value: Tensor) -> list[Tensor]:
-        # Within a row, if there are rows; and the last one is empty, as a rank's may be.
+        # Split within a row, if there are rows. The last part is empty, as that of a rank may be.
         third = value.numel() // 3
         return list(value.flatten().split([third, value.numel() - third, 0]))
 
     try:
         parts = _run_two_steps(cls, settings, values, cut)
     except Exception:
-        # An optimizer that steps whole parameters and fails on their parts needs whole ones, whatever it raises.
+        # An optimizer that steps full parameters but fails on their parts, with any exception, needs full parameters.
         return False
     return _is_close([torch.cat(parts).view(full[0].shape)], full, values, _EXACT_TOLERANCE)
 
 
 def _is_close(found: Sequence[Tensor], expected: Sequence[Tensor], values: Sequence[Tensor], tolerance: float) -> bool:
     change = (expected[0] - values[0]).abs().max()
-    # A NaN agrees with nothing.
+    # False for NaN.
     return bool((found[0] - expected[0]).abs().max() <= tolerance * change)

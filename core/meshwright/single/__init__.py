@@ -1,1 +1,1 @@
-"""The strategy `single`: one part on every rank, and the reference that every other one is compared with."""
+"""The strategy `single`: one rank without sharding, the reference for all other strategies."""

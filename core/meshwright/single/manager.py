@@ -1,4 +1,4 @@
-"""The manager of `single`: nothing is sharded and nothing is reduced."""
+"""The manager of `single`, which shards and reduces nothing."""
 
 from __future__ import annotations
 

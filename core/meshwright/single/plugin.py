@@ -1,4 +1,4 @@
-"""`single`: the built-in strategy of one rank, and the reference that every other strategy must equal."""
+"""Plugin of the built-in strategy `single`: one rank, the reference that every other strategy must equal."""
 
 from __future__ import annotations
 

@@ -385,17 +385,17 @@ class _ChunkedStatistics(torch.autograd.Function):
         hidden_NH: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        found, kept = [], []
+        statistics, saved = [], []
         for part in _iter_chunks(hidden_NH.shape[0], chunk_rows):
             chunk = _LogitsChunk(projection, hidden_NH[part], tensors, [False] * (1 + len(tensors)))
             measures, _ = compute_row_statistics(chunk.take_logits(), ids_NK[part], projection.vocabulary, names)
             del chunk, _
-            found.append([measures.get_statistic(name, ids_NK[part]) for name in names])
+            statistics.append([measures.get_statistic(name, ids_NK[part]) for name in names])
             expected_C = measures.logsumexp if measures.expected_logit is None else measures.expected_logit
-            kept.append(torch.stack([measures.logsumexp, expected_C]))
+            saved.append(torch.stack([measures.logsumexp, expected_C]))
         ctx.projection, ctx.names, ctx.chunk_rows = projection, names, chunk_rows
-        ctx.save_for_backward(ids_NK, torch.cat(kept, 1), hidden_NH, *tensors)
-        values = tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(ids_NK, torch.cat(saved, 1), hidden_NH, *tensors)
+        values = tuple(torch.cat(parts) for parts in zip(*statistics, strict=True))
         ctx.mark_non_differentiable(*(each for each in values if not each.is_floating_point()))
         ctx.set_materialize_grads(False)
         return values
@@ -403,15 +403,15 @@ class _ChunkedStatistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ids_NK, kept, hidden_NH, *tensors = ctx.saved_tensors
+        ids_NK, saved, hidden_NH, *tensors = ctx.saved_tensors
         needs = ctx.needs_input_grad[4:]
         vocabulary, sums = ctx.projection.vocabulary, ChunkGradients(hidden_NH, needs)
-        given = {name: grad for name, grad in zip(ctx.names, grads, strict=True) if grad is not None}
+        grads_by_name = {name: grad for name, grad in zip(ctx.names, grads, strict=True) if grad is not None}
         for part in _iter_chunks(hidden_NH.shape[0], ctx.chunk_rows):
             chunk = _LogitsChunk(ctx.projection, hidden_NH[part], tensors, needs)
             # Use the values exchanged in forward; the gradient does not need the logits of the ids.
-            measures = RowStatistics(kept[0, part], kept[0, part], kept[0, part, None], kept[1, part])
-            weights = {name: grad[part] for name, grad in given.items()}
+            measures = RowStatistics(saved[0, part], saved[0, part], saved[0, part, None], saved[1, part])
+            weights = {name: grad[part] for name, grad in grads_by_name.items()}
             exponentials = ShiftedExponentials(chunk.take_logits())
             chunk.add_gradients(
                 exponentials.compute_gradient(measures, ids_NK[part], vocabulary, weights, chunk.dtype), part, sums

@@ -141,10 +141,10 @@ def _has_packed_documents(batch: Batch) -> bool:
 
 
 def _find_length_error(microbatches: Sequence[Batch], length_multiple: int, cp_size: int) -> str | None:
-    beside = " and sequence_parallel" if length_multiple > 2 * cp_size else ""
+    suffix = " and sequence_parallel" if length_multiple > 2 * cp_size else ""
     ranks, remedy = f"{length_multiple} ranks (sequence_parallel)", "set sequence_parallel=false"
     if cp_size > 1:
-        ranks, remedy = f"the ranks of cp_size={cp_size}{beside}", "choose another cp_size"
+        ranks, remedy = f"the ranks of cp_size={cp_size}{suffix}", "choose another cp_size"
     for index, length in enumerate(batch["input_ids"].shape[1] for batch in microbatches):
         if length % length_multiple:
             return (
@@ -238,21 +238,21 @@ def finish_step_sync(
     if isinstance(num_tokens, TokenCount) and num_tokens.requirements == requirements:
         if microbatches is not num_tokens.microbatches:
             raise BatchError("the microbatches are others than those that were announced with this num_tokens.")
-        answer = num_tokens.get_result()
-        total = answer.num_tokens
+        result = num_tokens.get_result()
+        total = result.num_tokens
     else:
         total = _NO_LOSS if num_tokens is None else int(num_tokens)
         defect = find_batch_error(microbatches, requirements, mesh.degrees.cp)
-        answer = _build_handshake(microbatches, mesh, requirements, defect, num_tokens=total).send()
-    answer.check()
+        result = _build_handshake(microbatches, mesh, requirements, defect, num_tokens=total).send()
+    result.check()
     total = 1 if num_tokens is None else total
     if total < 1:
         own = requirements.objective
         counted = "an unmasked target" if own is None else f"anything for the {own.name} to count"
         raise BatchError(f"num_tokens is 0: no rank has {counted} in this step. Leave the step out, or unmask labels.")
-    if answer.checksum_sum:
+    if result.checksum_sum:
         _check_shared_batches(microbatches, mesh)
-    return SyncedStep(drop_redundant_mask(microbatches), torch.tensor(total), answer.max_count, answer.max_length)
+    return SyncedStep(drop_redundant_mask(microbatches), torch.tensor(total), result.max_count, result.max_length)
 
 
 # -- the message

@@ -82,18 +82,18 @@ class DeferredLogits(Tensor):
         if func == Tensor.device.__get__:
             return args[0].source.hidden.device
         if name in _METADATA_OPS:
-            answer = super().__torch_function__(func, types, tuple(args), options)
-            if not isinstance(answer, Tensor):
-                return answer
+            result = super().__torch_function__(func, types, tuple(args), options)
+            if not isinstance(result, Tensor):
+                return result
         if name == "view_as" and all(each is args[0] for each in args):
             # Strategies call this to distinguish a module's outputs from its inputs.
             return args[0]
-        places = [index for index, each in enumerate(args) if isinstance(each, DeferredLogits)]
-        rest = [each for index, each in enumerate(args) if index not in places] + list(options.values())
+        positions = [index for index, each in enumerate(args) if isinstance(each, DeferredLogits)]
+        rest = [each for index, each in enumerate(args) if index not in positions] + list(options.values())
         operation = name.removeprefix("__").removesuffix("__")
-        if operation not in _ELEMENTWISE_OPS or len(places) != 1 or not all(map(_is_scalar, rest)):
+        if operation not in _ELEMENTWISE_OPS or len(positions) != 1 or not all(map(_is_scalar, rest)):
             raise ChunkedLogitsError(f"what {name} makes of its logits is not known row by row")
-        return _apply_deferred(func, list(args), places[0], options, is_lossless=operation in _CAST_OPS)
+        return _apply_deferred(func, list(args), positions[0], options, is_lossless=operation in _CAST_OPS)
 
     def __repr__(self, **_: Any) -> str:
         return f"DeferredLogits({tuple(self.shape)}, {self.dtype})"
@@ -111,8 +111,8 @@ def _apply_deferred(
     before: DeferredLogits = args[index]
 
     def step(logits: Tensor) -> Tensor:
-        made: Tensor = func(*args[:index], logits, *args[index + 1 :], **options)
-        return made
+        result: Tensor = func(*args[:index], logits, *args[index + 1 :], **options)
+        return result
 
     # Run on one entry to find the dtype.
     dtype = step(torch.zeros((1, 1), dtype=before.dtype, device=before.source.hidden.device)).dtype
@@ -194,10 +194,10 @@ class DeferredHead:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._consume is None:
-                answer = forward(*args, **kwargs)
-                if isinstance(answer, Tensor):
-                    self._logits_meta = answer.shape[-1], answer.dtype
-                return answer
+                output = forward(*args, **kwargs)
+                if isinstance(output, Tensor):
+                    self._logits_meta = output.shape[-1], output.dtype
+                return output
             if self._logits_meta is None or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
                 raise ChunkedLogitsError(f"{self._name} takes more than hidden states")
             return DeferredLogits.from_source(LogitsSource(args[0], forward), *self._logits_meta)

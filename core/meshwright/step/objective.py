@@ -117,9 +117,9 @@ class BoundObjective:
             counts = [own(batch) for batch in microbatches]
         except Exception as error:
             raise BatchError(f"the count of {self.name} fails: {type(error).__name__}: {error}") from error
-        for found in counts:
-            if not isinstance(found, int) or found < 0:
-                raise BatchError(f"the count of {self.name} must be an int, at least 0, not {found!r}.")
+        for count in counts:
+            if not isinstance(count, int) or count < 0:
+                raise BatchError(f"the count of {self.name} must be an int, at least 0, not {count!r}.")
         return sum(counts)
 
     def check(self, microbatches: Sequence[Batch], *, rows_per_chunk: int | None = None) -> None:

@@ -62,12 +62,12 @@ class RouterLoss:
         if not tokens:
             # The model's own loss divides by 0.
             return
-        mine, theirs = self._compute_loss(chosen_E, probable_E, tokens).item(), own.item()
-        if not abs(mine - theirs) <= 1e-3 * abs(theirs):
+        expected, theirs = self._compute_loss(chosen_E, probable_E, tokens).item(), own.item()
+        if not abs(expected - theirs) <= 1e-3 * abs(theirs):
             raise ModelError(
                 f"config.output_router_logits=True: the model's router loss is {theirs:.6g}, where [Note: the router "
-                f"loss] gives {mine:.6g}, so its statistics over ranks are not known. Set it to False to train on the "
-                f"token loss alone."
+                f"loss] gives {expected:.6g}, so its statistics over ranks are not known. "
+                f"Set it to False to train on the token loss alone."
             )
 
     def compute_statistics(self, logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:

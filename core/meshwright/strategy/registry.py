@@ -170,9 +170,9 @@ class Registry:
         for spec in specs:
             defects = _find_spec_errors(spec)
             if defects:
-                named = isinstance(spec, StrategySpec) and isinstance(spec.name, str)
+                has_name = isinstance(spec, StrategySpec) and isinstance(spec.name, str)
                 self.record_failure(
-                    PluginFailure(owner, "; ".join(defects), normalize_name(spec.name) if named else expected)
+                    PluginFailure(owner, "; ".join(defects), normalize_name(spec.name) if has_name else expected)
                 )
             else:
                 self._add_strategy(spec, owner)
@@ -293,8 +293,8 @@ def model_layout(model: nn.Module, registry: Registry | None = None) -> ModelLay
     """Return the layout of an unsharded model: from a plugin's hook, else inferred from its modules."""
     from ..model.layout import infer_layout
 
-    answer: ModelLayout | None = (registry or get_registry()).hook.model_layout(model=model)
-    return answer if answer is not None else infer_layout(model)
+    layout: ModelLayout | None = (registry or get_registry()).hook.model_layout(model=model)
+    return layout if layout is not None else infer_layout(model)
 
 
 # -- plugin validation

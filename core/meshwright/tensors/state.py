@@ -277,9 +277,9 @@ def _match_groups(
             matched.append(dict(group))
         elif not overlapping or any(each != settings[0] for each in settings):
             raise StrategyError(
-                f"a parameter group meets {len(overlapping)} groups of the optimizer state to load, not one or "
-                "several of "
-                f"equal settings. Group the parameters as they were when the state was saved. The group begins with "
+                f"a parameter group meets {len(overlapping)} groups of the optimizer state to load, "
+                f"not one or several of equal settings. "
+                f"Group the parameters as they were when the state was saved. The group begins with "
                 f"{', '.join(mine[:3])}."
             )
         else:

@@ -1,1 +1,1 @@
-"""Observe the operations, memory and collectives of a piece of code, by dispatch modes of torch."""
+"""Observe the operations, memory and collectives of a piece of code with torch's dispatch modes."""

@@ -14,9 +14,9 @@ from torch.distributed.tensor import _redistribute
 
 
 def bind_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by the names of the operation's schema, without those left out.
+    """Return the arguments of a call by the names in the operation's schema; omitted arguments are not included.
 
-    Private because torch has no public call for an operation's schema.
+    Uses a private name because torch has no public function for an operation's schema.
     """
     return {**dict(zip(_get_argument_names(operation), args, strict=False)), **kwargs}
 
@@ -27,18 +27,18 @@ def _get_argument_names(operation: Any) -> tuple[str, ...]:
 
 
 def resolve_process_group(value: Any) -> dist.ProcessGroup:
-    """Return the group of a collective from what its operation carries: a name, or a group in TorchScript's box."""
+    """Return the process group of a collective from the argument of its operation: a name, or a boxed group."""
     if isinstance(value, dist.ProcessGroup):
         return value
     return _resolve_process_group(value) if isinstance(value, str) else dist.ProcessGroup.unbox(value)
 
 
 def is_wrapper_subclass(tensor_type: type) -> bool:
-    """Whether a tensor class wraps plain tensors and runs operations on them, as DTensor does."""
-    found = _WRAPPER_SUBCLASSES.get(tensor_type)
-    if found is None:
-        found = _WRAPPER_SUBCLASSES[tensor_type] = hasattr(tensor_type, "__tensor_flatten__")
-    return found
+    """Return whether a tensor class wraps plain tensors and runs operations on them, as DTensor does."""
+    is_wrapper = _WRAPPER_SUBCLASSES.get(tensor_type)
+    if is_wrapper is None:
+        is_wrapper = _WRAPPER_SUBCLASSES[tensor_type] = hasattr(tensor_type, "__tensor_flatten__")
+    return is_wrapper
 
 
 _WRAPPER_SUBCLASSES: dict[type, bool] = {}
@@ -49,17 +49,16 @@ _FROZEN_CACHES: list[Any] = []
 
 
 def freeze_gc() -> None:
-    """Exclude what exists by now from garbage collection, as `gc.freeze`; `clear_mesh_caches` still finds its
-    caches."""
+    """Call `gc.freeze`, and remember the caches that `clear_mesh_caches` has to clear."""
     _FROZEN_CACHES.extend(_find_caches())
     gc.freeze()
 
 
 def clear_mesh_caches() -> None:
-    """Empty the caches in which torch keeps the layouts of DTensors, and with them meshes whose groups are gone.
+    """Clear torch's caches of DTensor layouts, which keep meshes of destroyed groups alive.
 
-    Each gloo group has threads of its own that keep polling. Private because torch, which expects one mesh in the life
-    of a process, has no public call for it.
+    Otherwise the threads of each gloo group would continue to poll. Uses private names because torch expects one mesh
+    per process and has no public function for this.
     """
     for cache in (*_FROZEN_CACHES, *_find_caches()):
         cache.cache_clear()

@@ -1,8 +1,8 @@
 """Count and measure the collectives of a piece of code.
 
-[Note: bytes of a collective] The bytes of a call are those of the full tensor, padding included: what an all-gather
-returns, what a reduce-scatter takes, what an all-reduce or broadcast passes. How many of them a rank sends depends on
-the backend; a ring sends (n - 1) / n for an all-gather or reduce-scatter, and twice that for an all-reduce.
+[Note: bytes of a collective] The bytes of a call are those of the full tensor, including padding: the output of an
+all-gather, the input of a reduce-scatter, the tensor of an all-reduce or broadcast. The share of them that a rank sends
+depends on the backend; a ring sends (n - 1) / n for an all-gather or reduce-scatter, and twice that for an all-reduce.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ._compat import bind_arguments, resolve_process_group
 from .observers import OperationObserver
 
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-"""Namespaces of torch's operators that communicate."""
+"""Namespaces of torch's communication operators."""
 NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan")
 COLLECTIVE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 
 
 def count_collectives(work: Callable[[], object]) -> Counter[str]:
-    """Run `work` and count this rank's collectives, in Python, C++ and autograd threads alike.
+    """Run `work` and count this rank's collectives, including those of C++ code and autograd threads.
 
     Returns:
-        Calls by kind: all_gather, reduce_scatter, all_reduce, broadcast, or torch's own name for others.
+        Number of calls by kind: one of `COLLECTIVE_KINDS`, or torch's name for other collectives.
     """
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         work()
@@ -40,7 +40,11 @@ def count_collectives(work: Callable[[], object]) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Collective:
-    """One call on this rank: of `KINDS`, or by torch's own name, in a named group or one such as "mesh_dp_shard"."""
+    """One call on this rank.
+
+    `kind` is one of `COLLECTIVE_KINDS`, or torch's name for other collectives. `group` is the caller's name for the
+    group, or torch's description of it, such as "mesh_dp_shard".
+    """
 
     kind: str
     group: str
@@ -83,12 +87,15 @@ class CollectiveTrace:
 def record_collectives(
     work: Callable[[], object], groups: Mapping[str, dist.ProcessGroup] | None = None
 ) -> CollectiveTrace:
-    """Run `work` and record each of this rank's collectives: torch.distributed's own, DTensor's, FSDP's and DDP's.
+    """Run `work` and record this rank's collectives: those of torch.distributed, DTensor, FSDP and DDP.
 
-    Backward belongs to `work`: on a CPU it runs in the calling thread, and autograd's threads for other devices inherit
-    its modes. Not seen: other threads that `work` starts, symmetric memory (async tensor parallelism), and what torch
-    has compiled before; code that is first called here runs uncompiled. Names for process groups may be given, such as
-    {"tp": mesh.group("tp")}; of several names for one group the first counts.
+    Collectives in backward are recorded: on a CPU, backward runs in the calling thread, and autograd's threads for
+    other devices inherit its dispatch modes. Not recorded: other threads that `work` starts, symmetric memory (async
+    tensor parallelism), and code that is already compiled. Code that is first called here runs uncompiled.
+
+    Args:
+        work: the function to run.
+        groups: names of process groups, such as {"tp": mesh.group("tp")}. If a group has several, the first is used.
     """
     mode = CollectiveRecorder(groups or {})
     with mode:
@@ -97,7 +104,10 @@ def record_collectives(
 
 
 class CollectiveRecorder(OperationObserver):
-    """Record each collective in `calls`, but no messages between two ranks of some tags; see `record_collectives`."""
+    """Record each collective in `calls`; see `record_collectives`.
+
+    `ignored_tags`: tags of point-to-point messages that are not recorded.
+    """
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], *, ignored_tags: Collection[int] = ()) -> None:
         super().__init__()
@@ -117,14 +127,14 @@ class CollectiveRecorder(OperationObserver):
         sizes = [sum(t.numel() * t.element_size() for t in side) for side in sides if side]
         dtypes = [t.dtype for side in sides for t in side]
         kind = _classify_collective(name)
-        # Only the root of a gather or scatter holds the full tensor; all ranks hold a part.
+        # Only the root of a gather or scatter has the full tensor; all ranks have a part.
         size = min(sizes) * group.size() if kind in ("gather", "scatter") else max(sizes, default=0)
-        named = self._names.get(group.group_name, group.group_desc)
-        self.calls.append(Collective(kind, named, group.size(), dtypes[0], size))
+        group_name = self._names.get(group.group_name, group.group_desc)
+        self.calls.append(Collective(kind, group_name, group.size(), dtypes[0], size))
 
 
 def _classify_collective(name: str) -> str:
     plain = name.strip("_").removeprefix("shard_dim_")
-    for run_together in ("all_gather", "all_reduce", "all_to_all"):
-        plain = plain.replace(run_together.replace("_", ""), run_together)
+    for compound in ("all_gather", "all_reduce", "all_to_all"):
+        plain = plain.replace(compound.replace("_", ""), compound)
     return next((kind for kind in COLLECTIVE_KINDS if plain.startswith(kind)), plain)

@@ -1,8 +1,8 @@
-"""Observe every operation of a piece of code, and the memory that its tensors hold.
+"""Observe every operation of a piece of code, and the memory of its tensors.
 
-[Note: watched storages] Storages are counted, each once and by its present size, whichever tensors view it. It is
-known once an operation takes or returns a tensor over it. A weak reference reports its end, and while the meter runs
-its class is `_WatchedStorage`, which reports a resize. So nothing of torch is replaced, and the cost of an operation
+[Note: watched storages] Each storage counts once, with its current size, however many tensors view it. A storage is
+known once an operation takes or returns a tensor over it. A weak reference reports when it is freed. While the meter
+runs, its class is `_WatchedStorage`, which reports resizes. So nothing in torch is patched, and the cost per operation
 does not grow with the number of tensors.
 """
 
@@ -32,9 +32,9 @@ def get_operation_name(operation: Any) -> str:
 
 
 class OperationObserver(TorchDispatchMode):
-    """Context manager that sees each operation on plain tensors, those of autograd's backward included.
+    """Context manager that observes each operation on plain tensors, including those of backward.
 
-    DTensors and the like count by what they run on the tensors inside.
+    For DTensors and other wrappers, it observes the operations on their inner tensors.
     """
 
     @abstractmethod
@@ -51,10 +51,10 @@ class OperationObserver(TorchDispatchMode):
     ) -> Any:
         """Run an operation, observe it, and return its result."""
         if any(map(is_wrapper_subclass, types)):
-            # torch asks the mode again for each operation on the tensors inside.
+            # torch calls the mode again for each operation on the inner tensors.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        # Neither attributes of tensors without memory nor what is only asked for shapes.
+        # Skip attribute access, and operations that only propagate shapes.
         if func.namespace != "prim" and not is_propagating_shapes():
             self.observe(func, args, kwargs or {}, result)
         return result
@@ -72,7 +72,7 @@ class _WatchedStorage(torch.UntypedStorage):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.UntypedStorage:
-        # torch takes its own class alone; a copy is watched when it is next seen.
+        # torch's deepcopy supports only its own class. The copy is watched once an operation uses it.
         self.__class__ = torch.UntypedStorage
         try:
             copied = copy.deepcopy(self, memo)
@@ -84,7 +84,7 @@ class _WatchedStorage(torch.UntypedStorage):
 
 @dataclass
 class StorageRecord:
-    """The memory of one storage, numbered in the order in which the meter has seen them; its present bytes."""
+    """One storage: its index in the order in which the meter has seen storages, and its current size [bytes]."""
 
     index: int
     nbytes: int
@@ -92,9 +92,10 @@ class StorageRecord:
 
 
 class MemoryMeter(OperationObserver):
-    """Bytes of all known storages, rounded to multiples as allocators return them; see [Note: watched storages].
+    """Measure the bytes of all known storages; see [Note: watched storages].
 
-    `total` is the sum of present bytes, `live` has the blocks by the identity of their storage.
+    `round_to`: round each size up to a multiple, as allocators do [bytes]; `total_bytes`: sum of the current sizes;
+    `live_storages`: records by the `id` of the storage.
     """
 
     def __init__(self, *, round_to: int = 1) -> None:
@@ -104,9 +105,9 @@ class MemoryMeter(OperationObserver):
         self._round_to, self._num_storages, self._is_running = round_to, 0, False
 
     def track(self, tensors: Iterable[Tensor]) -> None:
-        """Count the storages of tensors later, by their present sizes."""
+        """Start counting the storages of tensors."""
         for tensor in tensors:
-            # A wrapper other than a DTensor has no memory besides that of the tensors inside.
+            # A wrapper other than a DTensor has no memory besides that of its inner tensors.
             is_wrapper = is_wrapper_subclass(type(tensor)) and not isinstance(tensor, DTensor)
             if tensor.layout is not torch.strided or is_on_meta(tensor) or is_wrapper:
                 continue
@@ -120,14 +121,14 @@ class MemoryMeter(OperationObserver):
                     self._watch(storage)
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        # The memory of a view has been seen.
+        # The result of a view has the storage of its input.
         self.track(list_tensors((args, kwargs) if operation.is_view else (args, kwargs, result)))
 
     def on_size_change(self, block: StorageRecord, change: int) -> None:
-        """Called when a block has grown or shrunk by so many bytes, its first and its last included."""
+        """Called when a storage has grown or shrunk by `change` bytes, including its allocation and release."""
 
     def track_storage(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage later."""
+        """Start counting a storage."""
         key = id(storage)
         block = StorageRecord(self._num_storages, 0, weakref.ref(storage, lambda _: self._on_freed(key)))
         self._num_storages += 1
@@ -175,14 +176,14 @@ class MemoryMeter(OperationObserver):
             storage.watchers.append(self._on_resized)
 
     def _list_live_storages(self) -> list[torch.UntypedStorage]:
-        found = (block.reference() for block in list(self.live_storages.values()))
-        return [storage for storage in found if storage is not None]
+        storages = (block.reference() for block in list(self.live_storages.values()))
+        return [storage for storage in storages if storage is not None]
 
 
 def get_storage(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor, or of this rank's part of a DTensor."""
+    """Return the storage of a tensor, or of the local tensor of a DTensor."""
     if isinstance(tensor, DTensor):
-        # Without gradients, the local part is the tensor itself, not a view that autograd follows.
+        # Under no_grad, to_local returns the tensor itself, not a view that autograd tracks.
         with torch.no_grad():
             tensor = tensor.to_local()
     return tensor.untyped_storage()

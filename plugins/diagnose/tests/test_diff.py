@@ -171,5 +171,5 @@ def test_the_command_prints_and_ends_with_1_where_runs_part(plain: Path, workpla
     assert done.returncode == 1, done.stderr
     assert "seed is 0 against 1" in done.stdout
     found = json.loads(file.read_text())
-    assert found["replayed"]["step"] == found["parted"][0]["step"]
+    assert found["replayed"]["step"] == found["divergences"][0]["step"]
     assert run_command("diff", str(plain), str(plain), "--no-replay").returncode == 0

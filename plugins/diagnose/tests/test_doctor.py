@@ -30,19 +30,19 @@ def by_name(findings: list[CheckResult]) -> dict[str, CheckResult]:
 
 def test_the_exit_code_is_that_of_what_is_wrong():
     ok, warning = CheckResult("a", "b", "ok", "c"), CheckResult("a", "b", "warning", "c", "d")
-    wrong, tried = CheckResult("a", "b", "wrong", "c", "d"), checks.make_failure("a", "b", "c", "d")
+    wrong, tried = CheckResult("a", "b", "error", "c", "d"), checks.make_failure("a", "b", "c", "d")
     assert [find_exit_code([ok, warning]), find_exit_code([ok, tried]), find_exit_code([tried, wrong])] == [0, 1, 2]
-    assert checks.format_results([ok, wrong])[-3:] == ["  wrong    b: c", "           d", "1 wrong, 0 warning, 1 ok"]
+    assert checks.format_results([ok, wrong])[-3:] == ["  error    b: c", "           d", "1 error, 0 warning, 1 ok"]
 
 
 @pytest.mark.parametrize(
     ("requires", "python", "state", "said"),
     [
-        ("torch>=99", ">=3.11", "wrong", "outside of >=99"),
-        ("nothing-of-that-name>=1", ">=3.11", "wrong", "not installed"),
+        ("torch>=99", ">=3.11", "error", "outside of >=99"),
+        ("nothing-of-that-name>=1", ">=3.11", "error", "not installed"),
         ('torch>=99; extra == "more"', ">=3.11", "warning", "outside of >=99"),
         ('torch>=99; python_version < "3"', ">=3.11", "", ""),
-        ("pluggy", ">=99", "wrong", "needs >=99"),
+        ("pluggy", ">=99", "error", "needs >=99"),
     ],
 )
 def test_versions_are_held_against_what_is_declared(requires, python, state, said, tmp_path, monkeypatch):
@@ -61,12 +61,12 @@ def test_a_plugin_that_cannot_be_loaded_is_wrong_and_the_others_are_reported():
     broken = EntryPoint("odd", "no_such_module_at_all", "meshwright")
     strategies, failure = checks.check_plugins(Registry([broken]))
     assert (strategies.status, strategies.message) == ("ok", "single")
-    assert (failure.name, failure.status, "no_such_module_at_all" in failure.message) == ("odd", "wrong", True)
+    assert (failure.name, failure.status, "no_such_module_at_all" in failure.message) == ("odd", "error", True)
 
 
 def test_threads_that_are_no_number_or_too_many_are_reported():
     many = "warning" if count_usable_cores() > 1 else "ok"
-    for value, state in ((None, "ok"), ("1", "ok"), ("none", "wrong"), ("0", "wrong"), ("64", many)):
+    for value, state in ((None, "ok"), ("1", "ok"), ("none", "error"), ("0", "error"), ("64", many)):
         environment = {} if value is None else {"OMP_NUM_THREADS": value}
         assert by_name(list(checks.check_settings(environment, 4)))["OMP_NUM_THREADS"].status == state
 
@@ -98,12 +98,12 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path):
 def test_a_directory_that_cannot_be_made_or_holds_no_locks_or_is_full_is_reported(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine", encoding="utf-8")
     (found,) = check_directory(tmp_path / "file")
-    assert (found.status, find_exit_code([found])) == ("wrong", 2)
+    assert (found.status, find_exit_code([found])) == ("error", 2)
     monkeypatch.setattr(checks, "MIN_FREE_BYTES", 1 << 62)
     monkeypatch.setattr(checks, "MIN_WRITE_SPEED", 1e15)
     monkeypatch.setattr(checks, "FileLock", lambda *_, **__: nullcontext())
     states = {name: each.status for name, each in by_name(list(check_directory(tmp_path))).items()}
-    assert (states["locks"], states["free"], states["speed"]) == ("wrong", "warning", "warning")
+    assert (states["locks"], states["free"], states["speed"]) == ("error", "warning", "warning")
 
 
 def _as_two_nodes(place: str, ahead_s: float) -> list[tuple[str, str, str]]:
@@ -134,9 +134,9 @@ def test_nodes_compare_their_clocks_and_what_they_see_of_a_directory(ahead_s, st
 def test_alone_it_starts_two_ranks_and_tells_all_as_json(tmp_path):
     done = run_command("doctor", "--json", "--dir", str(tmp_path / "runs"))
     reported = json.loads(done.stdout)
-    wrong = [each for each in reported["findings"] if each["state"] == "wrong"]
+    wrong = [each for each in reported["findings"] if each["status"] == "error"]
     assert done.returncode == reported["exit_code"] == (2 if wrong else 0), wrong
-    areas = {each["area"] for each in reported["findings"]}
+    areas = {each["category"] for each in reported["findings"]}
     assert {"versions", "plugins", "devices", "limits", "backends", "clocks", "directory", "ranks", "links"} <= areas
 
 

@@ -45,13 +45,17 @@ def test_a_step_gives_the_same_result_bits_on_healthy_ranks_and_the_run_stays_as
         assert {each.name for each in found.values} == {"num_tokens", "learning_rate", "loss", "grad_norm"}
         assert all(each.is_same for each in found.values), found.values
         assert found.exit_code == 0
-    assert (found.rank_comparison["suspects"], found.rank_comparison["shares"], found.rank_comparison["unsteady"]) == (
+    assert (
+        found.rank_comparison["suspects"],
+        found.rank_comparison["mismatches"],
+        found.rank_comparison["inconsistent_ranks"],
+    ) == (
         [],
         {},
         [],
     )
     # 21 parameters, and the outputs of all modules but the head.
-    assert found.rank_comparison["compared"] >= 21 + 21
+    assert found.rank_comparison["num_compared"] >= 21 + 21
     assert _contents(plain) == before
 
 
@@ -185,9 +189,9 @@ def test_of_three_data_ranks_the_one_that_flips_a_bit_is_named(workplace: Path, 
     for rank in (0, 2) if strategy == "ddp" else (1,):
         found = replay_in_pool(directory, 3, f"rank {rank} flips", compare_rank=1)
         assert (found.rank_comparison["suspects"], found.exit_code) == ([rank], 1)
-        assert set(found.rank_comparison["shares"]) == {str(rank), str((rank + 1) % 3)}
+        assert set(found.rank_comparison["mismatches"]) == {str(rank), str((rank + 1) % 3)}
         assert (
-            found.rank_comparison["shares"][str(rank)]["tensor"]
+            found.rank_comparison["mismatches"][str(rank)]["tensor"]
             == f"{GRADIENT_PREFIX} model.layers.1.mlp.down_proj.weight"
         )
 
@@ -197,7 +201,7 @@ def test_of_two_data_ranks_both_are_named_but_one_that_disagrees_with_itself_alo
     both = replay_in_pool(plain, 2, "rank 1 flips", compare_rank=0).rank_comparison
     assert both["suspects"] == [0, 1]
     one = replay_in_pool(plain, 2, "rank 1 flips at times", compare_rank=0).rank_comparison
-    assert (one["suspects"], one["unsteady"]) == ([1], [1])
+    assert (one["suspects"], one["inconsistent_ranks"]) == ([1], [1])
 
 
 @pytest.mark.slow

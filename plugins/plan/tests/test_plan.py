@@ -124,12 +124,12 @@ def test_a_run_file_is_planned_for_more_ranks_than_there_are(tmp_path):
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
     assert [each["rank"] for each in found["ranks"]] == [0, 127]
-    for key in ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes"):
+    for key in ("peak_allocated_bytes", "peak_reserved_bytes", "persistent_bytes"):
         assert found[key] == max(each[key] for each in found["ranks"]) > 0
     assert found["tokens_per_second_per_device"] == pytest.approx(128 * 16 / found["step_seconds"] / 128)
     for each in found["ranks"]:
         assert sum(each["peak_by_owner"].values()) == each["peak_allocated_bytes"]
-        assert each["peak_by_owner"]["libraries"] == each["held_by_owner"]["libraries"] == 2 * (32 << 20)
+        assert each["peak_by_owner"]["libraries"] == each["persistent_by_owner"]["libraries"] == 2 * (32 << 20)
     assert {"dp_shard", "tp"} <= {row["group"] for row in found["collectives"]}
     assert found["failures"]["mtbf_hours"] == pytest.approx(1 / 1280)
     assert "Recommended: checkpoint.every=" in " ".join(done.output.split())
@@ -251,7 +251,7 @@ def _made(of: Callable[[int], RankReport]) -> RankReport | None:
 def test_what_does_not_grow_evenly_is_not_reported(elsewhere, held, is_reported):
     def report(layers: int) -> RankReport:
         phases = {"forward": 20 * layers, "optimizer": elsewhere(layers)}
-        return {"peak_allocated_bytes": max(phases.values()), "peak_by_phase": phases, "held_bytes": held(layers)}
+        return {"peak_allocated_bytes": max(phases.values()), "peak_by_phase": phases, "persistent_bytes": held(layers)}
 
     made = _made(report)
     assert (made is not None) == is_reported

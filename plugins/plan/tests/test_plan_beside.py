@@ -96,7 +96,12 @@ def test_a_plan_of_the_token_loss_refuses_no_run_of_another_objective_and_none_i
 
 def test_where_a_plan_was_off_is_reported():
     row = {"kind": "all_gather", "group": "dp_shard", "ranks": 2, "dtype": "float32", "calls": 3, "bytes": 3_000_000}
-    rank = {"peak_allocated_bytes": 10_000_000, "held_bytes": 5_000_000, "collectives": [row], "step_seconds": 1.0}
+    rank = {
+        "peak_allocated_bytes": 10_000_000,
+        "persistent_bytes": 5_000_000,
+        "collectives": [row],
+        "step_seconds": 1.0,
+    }
     comparison = PlanMonitor({"ranks": [rank]}, has_device_times=True)
     comparison.measured = copy.deepcopy(rank) | {"peak_allocated_bytes": 12_000_000}
     comparison.measured["collectives"] = [{**row, "calls": 4, "bytes": 4_000_000}, {**row, "kind": "send"}]

@@ -65,11 +65,8 @@ def measured(node: NodeSpec, world: int) -> list[CollectiveSample]:
 
 
 def numbers(node: NodeSpec, levels: list[str]) -> dict[str, float]:
-    names = [(level, name) for level in levels for name in ("rate", "ring_step_latency_s", "tree_step_latency_s")]
-    of_links = {
-        f"{level}.{name}": getattr(getattr(node, level), "effective_bandwidth" if name == "rate" else name)
-        for level, name in names
-    }
+    fields = ("effective_bandwidth", "ring_step_latency_s", "tree_step_latency_s")
+    of_links = {f"{level}.{name}": getattr(getattr(node, level), name) for level in levels for name in fields}
     return {
         **of_links,
         "ring_base_latency_s": node.ring_base_latency_s,

@@ -277,7 +277,7 @@ def test_a_glance_tells_nearly_what_a_plan_does(tmp_path):
             whole["step_seconds"], rel=0.05
         )
         assert glance.predict_reserved_bytes(space.num_layers) == pytest.approx(whole["peak_reserved_bytes"], rel=0.1)
-        assert glance.persistent_bytes.at(space.num_layers) == pytest.approx(whole["held_bytes"], rel=0.02)
+        assert glance.persistent_bytes.at(space.num_layers) == pytest.approx(whole["persistent_bytes"], rel=0.02)
 
 
 def test_a_pipeline_is_reported_by_one_stage_its_bubbles_and_what_it_holds(tmp_path):
@@ -344,6 +344,6 @@ def test_what_was_looked_at_is_reported_when_time_is_up(tmp_path):
         _file(tmp_path), kept, 32, "h100-80gb", max_nodes=1, num_processes=1, num_best=3, time_limit_s=0.0
     )
     # Those with which it begins, of which one is planned.
-    assert (found["world_size"], found["traced"], found["planned"], found["is_certain"]) == (8, 4, 1, False)
+    assert (found["world_size"], found["num_traced"], found["num_planned"], found["is_certain"]) == (8, 4, 1, False)
     assert found["best"][0]["plan"] is not None
-    assert found["open"][0]["expected_seconds"] > 0
+    assert found["untraced"][0]["expected_seconds"] > 0

@@ -32,9 +32,9 @@ def _which(rule: dict[str, Any]) -> str:
         text = f"all but {', '.join(map(_code, rule['except']))}"
     else:
         text = ", ".join(map(_code, rule["values"]))
-    for name, value in rule.get("together_with", {}).items():
+    for name, value in rule.get("only_with", {}).items():
         text += f", with `{name}={value!r}`"
-    return text + (", on several ranks" if rule.get("several_ranks") else "")
+    return text + (", on several ranks" if rule.get("multi_rank_only") else "")
 
 
 def _table(head: str, rows: list[tuple[str, ...]]) -> str:
@@ -45,17 +45,17 @@ def _table(head: str, rows: list[tuple[str, ...]]) -> str:
 def page() -> str:
     known = load_argument_rules()
     refused = [
-        (f"`{name}`", _which(rule), rule["because"], rule["instead"], rule.get("otherwise", "no effect"))
-        for name, rule in known["refused"].items()
+        (f"`{name}`", _which(rule), rule["reason"], rule["remedy"], rule.get("otherwise", "no effect"))
+        for name, rule in known["rejected"].items()
     ]
     parts = [_HEAD, "## Rejected\n"]
     parts.append(_table("| argument | rejected values | reason | instead | other values |", refused))
     parts.append("## Ignored\n")
-    parts.append(_table("| argument | why |", [(f"`{name}`", text) for name, text in known["no effect"].items()]))
+    parts.append(_table("| argument | why |", [(f"`{name}`", text) for name, text in known["ignored"].items()]))
     parts.append("## Supported\n")
-    parts.append(_table("| argument | how |", [(f"`{name}`", text) for name, text in known["acts"].items()]))
+    parts.append(_table("| argument | how |", [(f"`{name}`", text) for name, text in known["supported"].items()]))
     parts.append("## Other parameters of a trainer\n")
-    parts.append(_table("| parameter | effect |", [(f"`{name}`", text) for name, text in known["outside"].items()]))
+    parts.append(_table("| parameter | effect |", [(f"`{name}`", text) for name, text in known["constructor"].items()]))
     return "\n".join(parts)
 
 

@@ -93,10 +93,10 @@ def test_an_argument_that_acts_does_so_on_two_ranks(tp_size, cases, tmp_path, tm
 
 def test_the_list_has_every_argument_and_no_other():
     known = load_argument_rules()
-    sections = [list(known[name]) for name in ("acts", "no effect", "refused")]
+    sections = [list(known[name]) for name in ("supported", "ignored", "rejected")]
     names = [name for section in sections for name in section]
     assert len(names) == len(set(names)), "an argument is in two tables"
-    listed = {name for name in names if "." not in name} - set(known["outside"])
+    listed = {name for name in names if "." not in name} - set(known["constructor"])
     fields = {field.name for config in CONFIGS for field in dataclasses.fields(config)}
     installed = Version(transformers.__version__)
     newer = {name for name, since in known["since"].items() if installed < Version(since)}
@@ -152,12 +152,12 @@ def arguments_with(name: str, value: Any, directory: Path, world_size: int = 2) 
     return args, {}
 
 
-@pytest.mark.parametrize("name", load_argument_rules()["refused"])
+@pytest.mark.parametrize("name", load_argument_rules()["rejected"])
 def test_a_refused_argument_is_refused_by_name_with_the_way_to_go(name, tmp_path):
-    rule = load_argument_rules()["refused"][name]
+    rule = load_argument_rules()["rejected"][name]
     value = BAD[name] if name in BAD else rule["values"][0]
     args, passed = arguments_with(name, value, tmp_path)
-    for other, each in rule.get("together_with", {}).items():
+    for other, each in rule.get("only_with", {}).items():
         setattr(args, other, False)
         check_arguments(args, MeshTrainer, passed)
         setattr(args, other, each)
@@ -165,9 +165,9 @@ def test_a_refused_argument_is_refused_by_name_with_the_way_to_go(name, tmp_path
         check_arguments(args, MeshTrainer, passed)
     text = str(raised.value)
     assert text.startswith(f"{name}={getattr(value, 'value', value)!r}")
-    assert rule["because"] in text
-    assert rule["instead"] in text
-    if rule.get("several_ranks"):
+    assert rule["reason"] in text
+    assert rule["remedy"] in text
+    if rule.get("multi_rank_only"):
         args, passed = arguments_with(name, value, tmp_path, world_size=1)
         check_arguments(args, MeshTrainer, passed)
 
@@ -175,7 +175,7 @@ def test_a_refused_argument_is_refused_by_name_with_the_way_to_go(name, tmp_path
 @pytest.mark.parametrize("name", [each.value for each in OptimizerNames])
 def test_each_optimizer_of_transformers_is_taken_or_refused(name, tmp_path):
     args = TrainingArguments(**trainer_cases.arguments(tmp_path, 1, optim=name))
-    if name not in load_argument_rules()["refused"]["optim"]["except"]:
+    if name not in load_argument_rules()["rejected"]["optim"]["except"]:
         with pytest.raises(ConfigError, match=f"optim='{name}' cannot be honoured"):
             check_arguments(args, MeshTrainer)
         return

@@ -160,12 +160,12 @@ def test_the_first_differing_step_and_the_first_that_has_parted() -> None:
         _column([1.0, 2.0, 3.0, math.nan, 5.0]), _column([1.0, 2.0 + 1e-9, 3.0, math.nan, 5.1]), *span
     )
     assert (found["steps"], found["first"]) == (5, {"step": 2, "one": 2.0, "other": 2.0 + 1e-9})
-    assert (found["parted"]["step"], found["largest"]) == (5, pytest.approx(0.1 / 5.1))
+    assert (found["diverged"]["step"], found["max_difference"]) == (5, pytest.approx(0.1 / 5.1))
     assert (found["x"], found["y"][0]) == ([1, 2, 3, 4, 5], 0.0)
     # A lost value is a difference, and steps of one run alone are not compared.
     found = compare_columns(_column([1.0, 2.0, 3.0]), _column([2.0, math.nan], first=2), *span)
-    assert found["first"] == found["parted"] == {"step": 3, "one": 3.0, "other": None}
-    assert (found["steps"], found["largest"], found["x"]) == (2, None, [2, 3])
+    assert found["first"] == found["diverged"] == {"step": 3, "one": 3.0, "other": None}
+    assert (found["steps"], found["max_difference"], found["x"]) == (2, None, [2, 3])
 
 
 # -- ranks
@@ -258,7 +258,7 @@ def test_a_run_is_followed_while_it_continues(tmp_path: Path) -> None:
         ),
         ([build_event_line("exit", 5, code=-9)], None, "failed", "exit code -9"),
         ([build_event_line("end", 5, reason="signal")], None, "stopped", "signal"),
-        ([], {"pid": 2**22 + 1, "host": socket.gethostname()}, "gone", "without a word"),
+        ([], {"pid": 2**22 + 1, "host": socket.gethostname()}, "lost", "without a word"),
         ([], None, "stopped", ""),
         (
             [build_event_line("end", 5, reason="done"), build_start_event(10, begin=5)],
@@ -276,7 +276,7 @@ def test_how_a_run_has_ended(events, holder, expected, why, tmp_path):
     run = WatchedRun(tmp_path, "run")
     run.refresh()
     assert run.get_state()["state"] == expected
-    assert why in run.get_state()["why"]
+    assert why in run.get_state()["reason"]
 
 
 def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:

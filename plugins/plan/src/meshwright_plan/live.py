@@ -84,7 +84,7 @@ class PlanMonitor:
         took = f"; a step of {self.plan['step_seconds']:.3g} s" if self.has_device_times else ""
         return (
             f"planned: a rank holds {_format_mb(largest['peak_allocated_bytes'])} at the peak of a step ({parts}), "
-            f"{_format_mb(self.plan['held_bytes'])} between steps, and passes {_format_mb(passed)} a step{took}"
+            f"{_format_mb(self.plan['persistent_bytes'])} between steps, and passes {_format_mb(passed)} a step{took}"
         )
 
     def observe_setup(self) -> AbstractContextManager[None]:
@@ -112,13 +112,13 @@ class PlanMonitor:
             with meter, recorder:
                 yield
             meter.phase = "other"
-            self.measured = {"peak_allocated_bytes": meter.peak, "held_bytes": meter.total_bytes}
+            self.measured = {"peak_allocated_bytes": meter.peak, "persistent_bytes": meter.total_bytes}
             self.measured["collectives"] = summarize_collectives(recorder.calls)
         else:
             yield
         if device.type == "cuda":
             self.measured["peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
-            self.measured["held_bytes"] = torch.cuda.memory_allocated(device)
+            self.measured["persistent_bytes"] = torch.cuda.memory_allocated(device)
             self._has_device_stats = True
         if step == COMPARED_STEP:
             self._meter = None
@@ -140,8 +140,8 @@ class PlanMonitor:
         reported = (self.plan or {}).get("ranks", [{}])[0]
         lines = []
         # Operators show no workspaces; a device's allocator has them.
-        left_out = 0 if self._has_device_stats else reported.get("library_bytes", 0)
-        for name, key in (("at the peak", "peak_allocated_bytes"), ("between steps", "held_bytes")):
+        left_out = 0 if self._has_device_stats else reported.get("library_workspace_bytes", 0)
+        for name, key in (("at the peak", "peak_allocated_bytes"), ("between steps", "persistent_bytes")):
             if key in self.measured:
                 lines.append(
                     f"memory {name}: {_format_deviation(reported[key] - left_out, self.measured[key], _format_mb)}"

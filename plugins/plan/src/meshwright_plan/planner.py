@@ -58,7 +58,7 @@ from .pipeline_extrapolation import StageCostModel, extrapolate_ranks
 from .timeline import Timeline, find_pipeline_ranks, simulate_timelines
 from .trace import NoWeights, StepTrace, TrainingJob, trace_job_steps
 
-MAX_OVER_RANKS = ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes")
+MAX_OVER_RANKS = ("peak_allocated_bytes", "peak_reserved_bytes", "persistent_bytes")
 
 
 def plan_job(job: TrainingJob, device: DeviceSpec, ranks: Sequence[int] | None = None) -> dict[str, Any]:
@@ -229,12 +229,12 @@ def _build_report(trace: StepTrace, timeline: Timeline, device: DeviceSpec) -> d
         "rank": trace.rank,
         "peak_allocated_bytes": trace.peak.bytes + library,
         "peak_reserved_bytes": get_reserved_bytes(trace, device),
-        "held_bytes": trace.between_steps.bytes + library,
+        "persistent_bytes": trace.between_steps.bytes + library,
         "peak_operator": trace.peak.operator,
-        "library_bytes": library,
+        "library_workspace_bytes": library,
         "peak_by_phase": {phase: most + library for phase, most in trace.peak.peak_by_phase.items()},
         "peak_by_owner": {**trace.peak.bytes_by_owner, **libraries},
-        "held_by_owner": {**trace.between_steps.bytes_by_owner, **libraries},
+        "persistent_by_owner": {**trace.between_steps.bytes_by_owner, **libraries},
         "activations_by_module": dict(trace.peak.activations_by_module),
         "flops": sum(by_dtype.values()),
         "flops_by_dtype": by_dtype,
@@ -242,7 +242,7 @@ def _build_report(trace: StepTrace, timeline: Timeline, device: DeviceSpec) -> d
         "busy_seconds": {
             name: timeline.busy_seconds(name) for name in dict.fromkeys(span.stream for span in timeline.spans)
         },
-        "gradients_bytes": compute_owner_peak(trace, "gradients"),
+        "peak_gradient_bytes": compute_owner_peak(trace, "gradients"),
         "collectives": summarize_collectives(trace.collectives),
         "collectives_by_phase": [
             {"phase": phase, **row} for phase, calls in phases.items() for row in summarize_collectives(calls)

@@ -44,7 +44,7 @@ def _memory_table(plan: Mapping[str, Any]) -> Table:
     made = new_table(title, ("rank", *shown, "peak", "reserved", "between steps", "operator at the peak"))
     for each in plan["ranks"]:
         owners = [_format_mib(each["peak_by_owner"].get(owner, 0)) for owner in shown]
-        sizes = [_format_mib(each[key]) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes")]
+        sizes = [_format_mib(each[key]) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "persistent_bytes")]
         made.add_row(str(each["rank"]), *owners, *sizes, each["peak_operator"])
     fits = "fits" if plan["fits"] else "DOES NOT FIT"
     made.caption = f"{fits} into the {plan['memory_bytes'] / 2**30:,.1f} GiB of {plan['device']}"

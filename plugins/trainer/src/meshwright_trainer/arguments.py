@@ -40,7 +40,7 @@ _MISSING = object()
 
 @cache
 def load_argument_rules() -> dict[str, dict[str, Any]]:
-    """`arguments.yaml`: "acts", "no effect", "outside" and "since" with texts by name, "refused" with rules by name."""
+    """`arguments.yaml`: "supported", "ignored", "constructor", "since": texts by name; "rejected": rules by name."""
     text = files(__package__).joinpath("arguments.yaml").read_text(encoding="utf-8")
     return dict(yaml.safe_load(text))
 
@@ -53,18 +53,18 @@ def check_arguments(args: Any, trainer: type, constructor_arguments: Mapping[str
     """Refuse the first argument (`constructor_arguments` by name, or in `args`) or overridden method that cannot be
     honoured; on every rank.
     """
-    for name, rule in load_argument_rules()["refused"].items():
+    for name, rule in load_argument_rules()["rejected"].items():
         value = _get_argument((constructor_arguments or {}, args), name)
-        if value is _MISSING or (rule.get("several_ranks") and args.world_size == 1):
+        if value is _MISSING or (rule.get("multi_rank_only") and args.world_size == 1):
             continue
-        if all(getattr(args, other, None) == each for other, each in rule.get("together_with", {}).items()):
+        if all(getattr(args, other, None) == each for other, each in rule.get("only_with", {}).items()):
             for each in _list_elements(value):
                 if (each not in rule["except"]) if "except" in rule else (each in rule["values"]):
-                    beside = "".join(f" with {key}={text!r}" for key, text in rule.get("together_with", {}).items())
+                    beside = "".join(f" with {key}={text!r}" for key, text in rule.get("only_with", {}).items())
                     raise ConfigError(
                         f"{name}={_unwrap_enum(value)!r:.200}{beside} cannot be honoured over a mesh: "
-                        f"{rule['because']}. "
-                        f"{rule['instead']}."
+                        f"{rule['reason']}. "
+                        f"{rule['remedy']}."
                     )
     _check_trainer(trainer)
     _check_methods(trainer)

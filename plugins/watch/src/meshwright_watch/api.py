@@ -52,11 +52,11 @@ def compare_columns(one: Column, other: Column, low: int | None, high: int | Non
             return None
         return {"step": int(at[place]), "one": to_json_list(a)[place], "other": to_json_list(b)[place]}
 
-    summary = {"steps": len(at), "first": first(differs), "parted": first(relative > DIVERGENCE_TOLERANCE)}
+    summary = {"steps": len(at), "first": first(differs), "diverged": first(relative > DIVERGENCE_TOLERANCE)}
     part = slice_steps(at, low, high)
     shown = choose_points(at[part], relative[part], min(points, MAX_POINTS))
     line = {"x": at[part][shown].tolist(), "y": to_json_list(relative[part][shown])}
-    return {**summary, "largest": largest if np.isfinite(largest) else None, **line}
+    return {**summary, "max_difference": largest if np.isfinite(largest) else None, **line}
 
 
 _WINDOW = 1 << 18

@@ -213,7 +213,7 @@ class WatchedRun:
         return self._empty_state() | {
             **texts,
             "state": state,
-            "why": why,
+            "reason": why,
             "step": metrics.last_step,
             "steps": _int_or_none(start.get("steps")) or _int_or_none(settings.get("steps")),
             "strategy": texts["strategy"] or _to_text(settings.get("strategy")),
@@ -224,8 +224,8 @@ class WatchedRun:
             "last": {
                 name: _finite_or_none(metrics.get_last(name)) for name in metrics.names if not name.startswith("norms/")
             },
-            "left_out": metrics.has_omitted_columns,
-            "unread": self._num_unreadable,
+            "has_omitted_columns": metrics.has_omitted_columns,
+            "num_unreadable": self._num_unreadable,
             "read": [self._metrics_tail.offset, self._metrics_tail.size],
             "versions": versions,
             "has_ranks": RunDirectory(self.directory).rank_logs.is_dir(),
@@ -234,28 +234,28 @@ class WatchedRun:
 
     def get_error_state(self, error: Exception) -> dict[str, Any]:
         """Return the state of a run one of whose files is broken in an unexpected way, as values of JSON."""
-        return self._empty_state() | {"state": "failed", "why": f"its files cannot be read ({type(error).__name__})"}
+        return self._empty_state() | {"state": "failed", "reason": f"its files cannot be read ({type(error).__name__})"}
 
     def _empty_state(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "directory": str(self.directory),
-            **dict.fromkeys(("state", "why", "strategy", "mesh", "device", "meshwright"), ""),
+            **dict.fromkeys(("state", "reason", "strategy", "mesh", "device", "meshwright"), ""),
             **dict.fromkeys(("steps", "world_size", "parameters")),
             "step": 0,
             "names": [],
             "last": {},
-            "unread": 0,
+            "num_unreadable": 0,
             "read": [0, 0],
             "versions": {"metrics": 0, "events": 0, "timeline": 0},
-            **dict.fromkeys(("left_out", "has_ranks", "has_timeline"), False),
+            **dict.fromkeys(("has_omitted_columns", "has_ranks", "has_timeline"), False),
         }
 
     def _last_event(self, *events: str) -> dict[str, Any]:
         return next((each for each in reversed(self.events) if each["event"] in events), {})
 
     def _find_status(self) -> tuple[str, str]:
-        """Whether the run is waiting, running, done, stopped, failed or gone, and why."""
+        """Whether the run is waiting, running, done, stopped, failed or lost, and why."""
         end = self._last_event("start", "end", "fault", "exit")
         holder = self._read(LOCK_OWNER, parse_json)
         is_held = isinstance(holder, dict)
@@ -274,7 +274,7 @@ class WatchedRun:
         if self._read(SUMMARY, parse_json) is not None:
             return "done", ""
         if is_dead:
-            return "gone", "its process ended without a word"
+            return "lost", "its process ended without a word"
         return ("stopped", "") if self.metrics.names else ("waiting", "nothing is written yet")
 
 

@@ -24,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 
 from meshwright.plugin import MeshwrightError, RankError, Registry, count_usable_cores
 
-Status = Literal["ok", "warning", "wrong"]
+Status = Literal["ok", "warning", "error"]
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class CheckResult:
 
 def make_failure(category: str, name: str, message: str, fix: str) -> CheckResult:
     """Return a finding about something that failed when it was tried."""
-    return CheckResult(category, name, "wrong", message, fix, RankError.exit_code)
+    return CheckResult(category, name, "error", message, fix, RankError.exit_code)
 
 
 def find_exit_code(findings: Iterable[CheckResult]) -> int:
-    return max((each.exit_code for each in findings if each.status == "wrong"), default=0)
+    return max((each.exit_code for each in findings if each.status == "error"), default=0)
 
 
 def to_dict(findings: Iterable[CheckResult]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def format_results(findings: Iterable[CheckResult]) -> list[str]:
             if each.category == area:
                 lines.append(f"  {each.status:<8} {each.name}: {each.message}")
                 lines += [f"           {each.fix}"] if each.fix else []
-    counts = {state: sum(each.status == state for each in found) for state in ("wrong", "warning", "ok")}
+    counts = {state: sum(each.status == state for each in found) for state in ("error", "warning", "ok")}
     return [*lines, ", ".join(f"{count} {state}" for state, count in counts.items())]
 
 
@@ -119,13 +119,13 @@ def check_backends() -> Iterator[CheckResult]:
         yield CheckResult(_BACKENDS, "gloo", "ok", "available")
     else:
         mend = "Install a build of torch with it: every rank needs it for small agreements and checkpoints."
-        yield CheckResult(_BACKENDS, "gloo", "wrong", "this build of torch has none", mend)
+        yield CheckResult(_BACKENDS, "gloo", "error", "this build of torch has none", mend)
     has_nccl = dist.is_available() and dist.is_nccl_available()
     if has_nccl and torch.cuda.is_available():
         yield CheckResult(_BACKENDS, "nccl", "ok", ".".join(map(str, torch.cuda.nccl.version())))
     elif torch.cuda.is_available():
         mend = "Install a build of torch for CUDA with NCCL."
-        yield CheckResult(_BACKENDS, "nccl", "wrong", "there are GPUs, but this build of torch has no NCCL", mend)
+        yield CheckResult(_BACKENDS, "nccl", "error", "there are GPUs, but this build of torch has no NCCL", mend)
     else:
         yield CheckResult(_BACKENDS, "nccl", "ok", "not needed without GPUs")
 
@@ -172,7 +172,7 @@ def _check_python(ours: Mapping[str, Distribution]) -> Iterator[CheckResult]:
         (wanted, *_) = found.metadata.get_all("Requires-Python") or [""]
         if not SpecifierSet(wanted).contains(own, prereleases=True):
             yield CheckResult(
-                _VERSIONS, "python", "wrong", f"{own}, but {name} needs {wanted}", f"Use Python {wanted}."
+                _VERSIONS, "python", "error", f"{own}, but {name} needs {wanted}", f"Use Python {wanted}."
             )
             return
     yield CheckResult(_VERSIONS, "python", "ok", own)
@@ -197,14 +197,14 @@ def _check_requirement(needed: Requirement, is_optional: bool) -> Iterator[Check
         own = version(needed.name)
     except PackageNotFoundError:
         if not is_optional:
-            yield CheckResult(_VERSIONS, needed.name, "wrong", "not installed", mend)
+            yield CheckResult(_VERSIONS, needed.name, "error", "not installed", mend)
         return
     wanted = f" ({needed.specifier})" if needed.specifier else ""
     if needed.specifier.contains(own, prereleases=True):
         yield CheckResult(_VERSIONS, needed.name, "ok", f"{own}{wanted}")
     else:
         said = f"{own}, which is outside of {needed.specifier}"
-        yield CheckResult(_VERSIONS, needed.name, "warning" if is_optional else "wrong", said, mend)
+        yield CheckResult(_VERSIONS, needed.name, "warning" if is_optional else "error", said, mend)
 
 
 def check_plugins(registry: Registry) -> Iterator[CheckResult]:
@@ -213,7 +213,7 @@ def check_plugins(registry: Registry) -> Iterator[CheckResult]:
     for failure in registry.failures:
         name = failure.strategy or failure.plugin
         mend = f"Install it again, or remove the package that brings {name}."
-        yield CheckResult(_PLUGINS, name, "wrong", str(failure), mend)
+        yield CheckResult(_PLUGINS, name, "error", str(failure), mend)
 
 
 def check_settings(environment: Mapping[str, str], ranks: int) -> Iterator[CheckResult]:
@@ -236,7 +236,7 @@ def _check_threads(environment: Mapping[str, str], ranks: int) -> CheckResult:
         return CheckResult(_SETTINGS, name, "ok", f"not set: each rank takes its share of {cores} cores")
     if not value.isdecimal() or not int(value):
         mend = f"Unset {name}, or set it to a number of threads."
-        return CheckResult(_SETTINGS, name, "wrong", f"{value!r} is no number of threads", mend)
+        return CheckResult(_SETTINGS, name, "error", f"{value!r} is no number of threads", mend)
     if int(value) * ranks > cores > 1 and int(value) > 1:
         mend = f"Unset {name}, or set threads_per_rank in the run file."
         said = f"{value} threads of {ranks} ranks are more than {cores} cores, and wait for each other"
@@ -273,7 +273,7 @@ def check_directory(directory: Path) -> Iterator[CheckResult]:
             yield _check_write_speed(own)
     except OSError as error:
         mend = "Name a directory that this user may write to, on a disk that is not full."
-        yield CheckResult(_AREA, "writable", "wrong", f"{directory}: {error.strerror or error}", mend)
+        yield CheckResult(_AREA, "writable", "error", f"{directory}: {error.strerror or error}", mend)
 
 
 def _check_renames(directory: Path) -> CheckResult:

@@ -94,7 +94,7 @@ def _check_same_versions(ranks: Sequence[RankInfo]) -> CheckResult:
         return CheckResult(_RANKS, "ranks", "ok", f"{said}; all have {ranks[0].versions}")
     reported = "; ".join(f"rank {each.rank} on {each.host}: {text}" for text, each in versions.items())
     return CheckResult(
-        _RANKS, "ranks", "wrong", f"{said}, but differ: {reported}", "Install the same versions on all nodes."
+        _RANKS, "ranks", "error", f"{said}, but differ: {reported}", "Install the same versions on all nodes."
     )
 
 
@@ -169,7 +169,7 @@ def _check_shared_directory(world: World, directory: Path, leaders: Sequence[Ran
     mend = "Name a directory of a file system that all nodes have mounted at the same place."
     if blind:
         said = f"{directory} of rank 0 is not seen within {VISIBILITY_TIMEOUT_S:g} s on {', '.join(blind)}"
-        yield CheckResult(_DIRECTORY, "shared", "wrong", said, mend)
+        yield CheckResult(_DIRECTORY, "shared", "error", said, mend)
         return
     yield CheckResult(_DIRECTORY, "shared", "ok", f"all {len(leaders)} nodes see the same")
     unlocked = [host for host, (_, is_locked) in others.items() if not is_locked]

@@ -109,7 +109,7 @@ class StepComparison:
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
-        return {"from": values.pop("beginnings"), **values, "is_same": self.is_same}
+        return {"from": values.pop("starts"), **values, "is_same": self.is_same}
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,9 @@ class RunDiff:
     layout: tuple[tuple[str, str, str], ...]
     metrics: MetricComparison
     resumed_after: tuple[int | None, int | None]
-    replayed: StepComparison | None  # the first differing step, done again; None: it was not, and `why_not` may say why
+    replayed: (
+        StepComparison | None
+    )  # the first differing step, done again; None: it was not, and `unavailable_reason` may say why
     unavailable_reason: str
     precision: str  # the coarser dtype of both
 
@@ -137,12 +139,13 @@ class RunDiff:
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
-        course, resumed = values.pop("course"), values.pop("resumed")
+        metrics = values.pop("metrics")
         return {
             **values,
-            **course,
-            "parted": [{**asdict(each), "apart": each.relative_difference} for each in self.metrics.divergences],
-            "resumed_after": resumed,
+            **metrics,
+            "divergences": [
+                {**asdict(each), "relative_difference": each.relative_difference} for each in self.metrics.divergences
+            ],
             "replayed": None if self.replayed is None else self.replayed.to_dict(),
             "is_same": self.exit_code == 0,
         }

@@ -203,26 +203,26 @@ def find_suspects(digests: Sequence[RankDigests], data_size: int) -> dict[str, A
     found: dict[str, Any] = {
         "suspects": [],
         "data_ranks": [],
-        "unsteady": sorted(each.rank for each in unsteady),
-        "shares": {
+        "inconsistent_ranks": sorted(each.rank for each in unsteady),
+        "mismatches": {
             str(share): {"tensor": tensor, "ranks": [own.rank, other.rank]}
             for share, (own, other, tensor) in shares.items()
         },
-        "why": "",
-        "compared": min(len(each.own) for each in digests),
+        "reason": "",
+        "num_compared": min(len(each.own) for each in digests),
     }
     if not shares and not unsteady:
         return found
     suspects = {each.data_rank for each in unsteady}
     if len(suspects) == data_size:
-        return {**found, "why": "each data rank disagrees with itself: kernels of this run sum in no fixed order"}
+        return {**found, "reason": "each data rank disagrees with itself: kernels of this run sum in no fixed order"}
     if not suspects:
         # One that was wrong once only has spoilt one share, which two ranks have done.
         suspects = {share for share in shares if (share + 1) % data_size in shares} or {
             each for share in shares for each in (share, (share - 1) % data_size)
         }
     ranks = {each.rank for own, other, _ in shares.values() for each in (own, other) if each.data_rank in suspects}
-    return {**found, "suspects": sorted(ranks or found["unsteady"]), "data_ranks": sorted(suspects)}
+    return {**found, "suspects": sorted(ranks or found["inconsistent_ranks"]), "data_ranks": sorted(suspects)}
 
 
 def _first_mismatch(one: Sequence[Digest], other: Sequence[Digest]) -> int | None:

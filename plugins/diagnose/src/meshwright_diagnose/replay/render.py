@@ -90,18 +90,18 @@ def _describe_ranks(replayed: ReplayResult) -> Iterator[str]:
         yield (
             f"The work of data rank {replayed.compared_rank}, and of all others, gives the same result bits on "
             "another rank: "
-            f"{found['compared']} outputs and gradients on each. No rank is suspect."
+            f"{found['num_compared']} outputs and gradients on each. No rank is suspect."
         )
         return
-    for share, reported in found["shares"].items():
+    for share, reported in found["mismatches"].items():
         one, other = reported["ranks"]
         where = escape_markup(reported["tensor"])
         yield f"the work of data rank {share} differs between ranks {one} and {other}, first in the {where}"
-    if found["unsteady"]:
-        yield f"ranks that do not agree with themselves: {', '.join(map(str, found['unsteady']))}"
+    if found["inconsistent_ranks"]:
+        yield f"ranks that do not agree with themselves: {', '.join(map(str, found['inconsistent_ranks']))}"
     suspects = ", ".join(map(str, found["suspects"]))
-    if found["why"]:
-        yield f"No rank is named: {escape_markup(found['why'])}."
+    if found["reason"]:
+        yield f"No rank is named: {escape_markup(found['reason'])}."
     elif len(found["suspects"]) == 1:
         yield f"[bold]Suspect: the hardware of rank {suspects}[/bold]. Take it out, and test it."
     else:

@@ -110,7 +110,9 @@ class ReplayResult:
     @property
     def has_consistent_ranks(self) -> bool:
         """Whether no share of a rank has come out in two ways."""
-        return self.rank_comparison is None or not (self.rank_comparison["shares"] or self.rank_comparison["unsteady"])
+        return self.rank_comparison is None or not (
+            self.rank_comparison["mismatches"] or self.rank_comparison["inconsistent_ranks"]
+        )
 
     @property
     def exit_code(self) -> int:
@@ -118,17 +120,17 @@ class ReplayResult:
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
-        step, checkpoint = values.pop("beginning")
-        asked = values.pop("asked")
+        step, checkpoint = values.pop("start")
+        compared_rank = values.pop("compared_rank")
         return {
             **values,
             "from": {"step": step, "checkpoint": checkpoint or None},
             "values": {
-                each.name: {"written": each.recorded, "replayed": each.replayed, "is_same": each.is_same}
+                each.name: {"recorded": each.recorded, "replayed": each.replayed, "is_same": each.is_same}
                 for each in self.values
             },
             "is_same": self.is_same,
-            "compared_rank": asked,
+            "compared_rank": compared_rank,
         }
 
 
@@ -171,7 +173,7 @@ def replay_step(
         values=tuple(ReplayedValue(name, written.get(name), replayed.get(name)) for name in {**written, **replayed}),
         tolerance=TOLERANCES[precision] if single or note else 0.0,
         precision=precision,
-        rank_comparison=found.get("shares"),
+        rank_comparison=found.get("rank_comparison"),
         compared_rank=compare_rank,
         note=note,
     )
@@ -231,7 +233,7 @@ def _replay_steps(request: ReplayRequest, plan: PreparedRun, world: World) -> di
                 each.skipped_batches for each in request.rollbacks if each.to_step == step
             )
             if is_last and setting.peer_sampler is not None:
-                found["shares"] = compare_ranks(
+                found["rank_comparison"] = compare_ranks(
                     manager, loop, step + bad_steps.num_skipped_batches, setting.peer_sampler
                 )
             result = (_run_and_save_step if is_last and request.saves_tensors else _run_step)(

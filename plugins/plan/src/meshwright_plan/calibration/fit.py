@@ -23,7 +23,7 @@ _STEP = 1e-6  # Step of a logarithm to see what depends on it
 _MAX_RATIO, _MAX_FACTOR_RATIO = 1e3, 20.0
 """Bounds of numbers and factors by where their search begins: what noisy samples do not tell goes nowhere."""
 _TREE_COLLECTIVES = ("all_reduce", "broadcast")
-_LINK_FIELDS = ("rate", "ring_step_latency_s", "tree_step_latency_s")
+_LINK_FIELDS = ("effective_bandwidth", "ring_step_latency_s", "tree_step_latency_s")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _initial_value(name: str, samples: Sequence[CollectiveSample], node: NodeSpe
     if owner == "slowdown_factors":
         return node.slowdown_factors.get(last, 1.0)
     here = [each for each in samples if owner in ("", _find_level(each, node))]
-    if last == "rate":
+    if last == "effective_bandwidth":
         return max(each.bytes / each.seconds for each in here)
     return min(each.seconds for each in here) / 4
 
@@ -100,7 +100,7 @@ def _build_node(node: NodeSpec, names: Sequence[str], values: Sequence[float]) -
     changes: dict[str, object] = {}
     for level in ("intra_node", "inter_node"):
         link: LinkSpec = getattr(node, level)
-        rate = given.get(f"{level}.rate", link.effective_bandwidth)
+        rate = given.get(f"{level}.effective_bandwidth", link.effective_bandwidth)
         bandwidth = max(rate, link.bandwidth)
         reported = {
             name: given.get(f"{level}.{name}", getattr(link, name))

@@ -154,9 +154,9 @@ def _break_down_memory(
 
     return {
         each["rank"]: {
-            "parameters": held(each["held_by_owner"].get("parameters", 0), size_of(all_parameters), along),
-            "gradients": held(each["gradients_bytes"], size_of(trainable), along),
-            "optimizer": held(each["held_by_owner"].get("optimizer", 0), state, along_optimizer),
+            "parameters": held(each["persistent_by_owner"].get("parameters", 0), size_of(all_parameters), along),
+            "gradients": held(each["peak_gradient_bytes"], size_of(trainable), along),
+            "optimizer": held(each["persistent_by_owner"].get("optimizer", 0), state, along_optimizer),
         }
         for each in plan["ranks"]
     }

@@ -110,7 +110,7 @@ def _describe_rank_memory(report: Mapping[str, Any], facts: RunFacts) -> Iterato
         f"at the peak of a step: {format_decimal_size(report['peak_allocated_bytes'])}, of which {activations} are "
         "activations."
     )
-    yield f"between steps: {format_decimal_size(report['held_bytes'])}."
+    yield f"between steps: {format_decimal_size(report['persistent_bytes'])}."
 
 
 def _format_share(share: MemoryShare, facts: RunFacts) -> str:

@@ -78,7 +78,7 @@ def compute_checkpoint_costs(
     """Return the costs of saving, from what a rank holds and what disks and links carry."""
     world, per_node = job.degrees.world_size, min(device.node.ranks, job.degrees.world_size)
     whole = compute_state_bytes(job)
-    held = (each["held_by_owner"] for each in plan["ranks"])
+    held = (each["persistent_by_owner"] for each in plan["ranks"])
     own = max(each.get("parameters", 0) + each.get("optimizer", 0) for each in held)
     between = device.node.inter_node.effective_bandwidth
 

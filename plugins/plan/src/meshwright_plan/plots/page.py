@@ -136,7 +136,7 @@ def _render_facts(plot_data: PlotData) -> dict[str, str]:
     facts = [
         ("good" if fits else "bad", "on " + plot_data.device.name, "fits" if fits else "does not fit", ""),
         ("", "reserved at the peak", format_size(plan["peak_reserved_bytes"]), usable),
-        ("", "held between steps", format_size(plan["held_bytes"]), "the largest of the ranks"),
+        ("", "held between steps", format_size(plan["persistent_bytes"]), "the largest of the ranks"),
         ("", "a step", format_seconds(plan["step_seconds"]), ""),
         ("", "tokens", f"{plan['tokens_per_second_per_device']:,.0f}", "a second and device"),
         ("", "ranks", f"{plot_data.degrees.world_size:,}", f"nodes of {plot_data.device.node.ranks}"),
@@ -194,7 +194,7 @@ def _render_timeline(plot_data: PlotData) -> dict[str, str]:
         rows.append([f"{lane.rank}", lane.stream, link, f"{count:,}", format_seconds(busy), f"{share:.1%}"])
     head = ["rank", "stream", "link", "operators", "works", "of its step"]
     return {
-        "timeline_said": "Streams of one rank of each stage; what a stage waits for is empty: the bubble."
+        "timeline_description": "Streams of one rank of each stage; what a stage waits for is empty: the bubble."
         if len(plot_data.timelines) > 1
         else "Streams of a rank: what it computes, and each group's collectives, beside each other.",
         "timeline_height": str(34 + 19 * len(plot_data.lanes) + 26 * len(plot_data.timelines)),

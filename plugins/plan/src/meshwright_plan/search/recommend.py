@@ -181,17 +181,17 @@ def _build_result(search: LayoutSearch, assignments: Sequence[str], batch_tokens
         "batch_size": space.values["batch_size"],
         "best": [_describe_best(each, space, lines) for each in best],
         "layouts": [_summarize_layout(each, fits=fits) for each, fits in points],
-        "lost": _list_rejections(search, best, len(still_open)),
+        "rejected": _list_rejections(search, best, len(still_open)),
         "is_certain": not still_open,
-        "open": [
+        "untraced": [
             {"expected_seconds": seconds, "mesh": str(each.degrees), **_layout_options(each, assignments)}
             for seconds, each in still_open[:NUM_UNTRACED_SHOWN]
         ],
-        "open_layouts": len(still_open),
-        "deviation": search.rms_error,
-        "enumerated": space.num_enumerated,
-        "traced": search.num_traced,
-        "planned": search.num_planned,
+        "num_untraced": len(still_open),
+        "rms_error": search.rms_error,
+        "num_enumerated": space.num_enumerated,
+        "num_traced": search.num_traced,
+        "num_planned": search.num_planned,
         "seconds": search.elapsed,
     }
 
@@ -220,7 +220,7 @@ def _describe_best(layout: EvaluatedLayout, space: SearchSpace, assignments: Seq
 def _layout_options(candidate: Candidate, assignments: Sequence[str]) -> dict[str, Any]:
     return {
         "micro_batch_size": candidate.micro_batch_size,
-        "recomputation": candidate.activation_checkpointing,
+        "activation_checkpointing": candidate.activation_checkpointing,
         "options": str(candidate),
         "assignments": [*assignments, *candidate.assignments],
     }
@@ -279,10 +279,10 @@ def build_tables(result: Mapping[str, Any]) -> list[Any]:
     return [
         _best_table(result),
         _rejection_table(result),
-        *([_untraced_table(result)] if result["open"] else []),
+        *([_untraced_table(result)] if result["untraced"] else []),
         f"\nThe best: meshwright plan RUN --world {result['world_size']} {command}",
-        f"\n{result['enumerated']:,} layouts, {result['traced']} looked at, {result['planned']} planned, in "
-        f"{result['seconds']:.0f} s. What was expected of those lay {result['deviation']:.0%} off.",
+        f"\n{result['num_enumerated']:,} layouts, {result['num_traced']} looked at, {result['num_planned']} planned, "
+        f"in {result['seconds']:.0f} s. What was expected of those lay {result['rms_error']:.0%} off.",
     ]
 
 
@@ -299,24 +299,24 @@ def _best_table(result: Mapping[str, Any]) -> Table:
 
 
 def _format_options(layout: Mapping[str, Any]) -> tuple[str, ...]:
-    recomputed = layout["recomputation"]
+    recomputed = layout["activation_checkpointing"]
     words = "none" if recomputed in (False, None) else str(recomputed)
     return str(layout["micro_batch_size"]), layout["mesh"], words, layout["options"]
 
 
 def _rejection_table(result: Mapping[str, Any]) -> Table:
     made = new_table("why others are not among them", ("layouts", "for instance"), _LEFT_ALIGNED)
-    for row in result["lost"][:NUM_REASONS_SHOWN]:
+    for row in result["rejected"][:NUM_REASONS_SHOWN]:
         made.add_row(f"{row['layouts']:,}", row["reason"])
-    others = result["lost"][NUM_REASONS_SHOWN:]
+    others = result["rejected"][NUM_REASONS_SHOWN:]
     if others:
         made.add_row(f"{sum(row['layouts'] for row in others):,}", f"{len(others)} other reasons")
     return made
 
 
 def _untraced_table(result: Mapping[str, Any]) -> Table:
-    title = f"not looked at: {result['open_layouts']:,} that could be as fast, the likeliest first"
+    title = f"not looked at: {result['num_untraced']:,} that could be as fast, the likeliest first"
     made = new_table(title, ("expected [s]", "rows", "mesh", "recomputed", "strategy"), _LEFT_ALIGNED)
-    for each in result["open"]:
+    for each in result["untraced"]:
         made.add_row(f"{each['expected_seconds']:.3g}", *_format_options(each))
     return made

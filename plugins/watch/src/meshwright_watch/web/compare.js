@@ -29,8 +29,8 @@ export class Compare {
     const rows = [], series = [], parted = new Map();
     others.forEach((other, place) => {
       for (const [name, said] of Object.entries(found[place].columns)) {
-        rows.push([this.name(other), NAMES[name], count(said.steps), this.at(said.first, said.steps), this.at(said.parted, said.steps),
-          said.largest === 0 ? "0" : said.largest === null ? "not finite" : said.largest.toExponential(2)]);
+        rows.push([this.name(other), NAMES[name], count(said.steps), this.at(said.first, said.steps), this.at(said.diverged, said.steps),
+          said.max_difference === 0 ? "0" : said.max_difference === null ? "not finite" : said.max_difference.toExponential(2)]);
         if (said.x.length) series.push({label: `${other.state.name}: ${NAMES[name]}`, colour: other.variable, dashed: name !== "loss", x: said.x, y: said.y});
       }
       const first = Object.values(found[place].columns).map(each => each.first).filter(Boolean).sort((a, b) => a.step - b.step)[0];

@@ -11,7 +11,7 @@ const byId = id => document.getElementById(id);
 const PARTS = [["data", "part-data"], ["forward_backward", "part-forward"], ["norms", "run-2"], ["clip", "part-clip"],
   ["read", "part-communication"], ["optimizer", "part-optimizer"],
   ["rest", "part-rest"], ["save", "part-save"], ["evaluation", "part-evaluation"]];
-const STATES = {running: "running", done: "done", failed: "failed", gone: "ended", stopped: "stopped", waiting: "waiting"};
+const STATES = {running: "running", done: "done", failed: "failed", lost: "ended", stopped: "stopped", waiting: "waiting"};
 
 const view = new View();
 const runs = [];
@@ -149,7 +149,7 @@ class Run {
     this.about.textContent = [state.strategy, state.mesh, state.world_size && `${count(state.world_size)} rank${state.world_size > 1 ? "s" : ""}`,
       state.parameters && `${short(state.parameters)} parameters`, state.device].filter(Boolean).join(" · ") || state.directory;
     this.about.title = state.directory;
-    this.why.textContent = ["failed", "gone", "waiting"].includes(state.state) ? state.why : "";
+    this.why.textContent = ["failed", "lost", "waiting"].includes(state.state) ? state.reason : "";
     this.why.hidden = !this.why.textContent;
     this.bar.max = state.steps || Math.max(1, state.step);
     this.bar.value = state.step;
@@ -158,8 +158,8 @@ class Run {
       last.mfu !== undefined ? ["MFU", percent(last.mfu)] : ["tokens/s", short(last.tokens_per_second)], left !== null ? ["left", seconds(left)] : ["step takes", seconds(last.seconds)]];
     this.facts.replaceChildren(...facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
     const [read, size] = state.read;
-    this.note.textContent = [size - read > 1 << 20 && `reading: ${percent(read / size)}`, state.unread && `${count(state.unread)} lines of metrics cannot be read, and are left out`,
-      state.left_out && "there are more columns than can be shown"].filter(Boolean).join("; ");
+    this.note.textContent = [size - read > 1 << 20 && `reading: ${percent(read / size)}`, state.num_unreadable && `${count(state.num_unreadable)} lines of metrics cannot be read, and are left out`,
+      state.has_omitted_columns && "there are more columns than can be shown"].filter(Boolean).join("; ");
     this.note.hidden = !this.note.textContent;
   }
 
