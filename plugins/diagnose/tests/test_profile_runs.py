@@ -183,7 +183,7 @@ def test_each_rank_that_a_fault_ends_leaves_its_last_collectives_and_stacks(tmp_
         name = f"rank-{rank:05}"
         assert {f"{name}.json", f"{name}-gloo.pickle", f"{name}-stacks.txt"} <= names
         reported = json.loads((tmp_path / "faults" / f"{name}.json").read_text())
-        assert (reported["fault"]["kind"], reported["fault"]["rank"]) == (kind, rank)
+        assert (reported["fault"]["error_type"], reported["fault"]["rank"]) == (kind, rank)
         entries = reported["collectives"]["gloo"]["entries"]
         assert any(each["input_sizes"] == [[5]] and each["profiling_name"] == "gloo:all_reduce" for each in entries)
         assert "_faulty" in (tmp_path / "faults" / f"{name}-stacks.txt").read_text()

@@ -240,8 +240,8 @@ def test_the_stage_where_a_share_goes_wrong_is_named(wrong: dict[int, str], susp
 
 def test_kernels_that_sum_in_no_order_are_no_hardware_that_is_wrong() -> None:
     found = find_suspects([_work(rank, f"{rank}000", f"{rank + 7}000"[-4:], "9000") for rank in range(6)], 3)
-    assert (found["suspects"], len(found["unsteady"])) == ([], 6)
-    assert "no fixed order" in found["why"]
+    assert (found["suspects"], len(found["inconsistent_ranks"])) == ([], 6)
+    assert "no fixed order" in found["reason"]
 
 
 def test_bad_input_is_reported_before_a_rank_is_started(plain: Path, workplace: Path, tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_the_command_prints_and_writes_what_it_has_found(plain, tmp_path, launch
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("The step is the same, bit for bit.") == 1
     found = json.loads(file.read_text())
-    assert (found["is_same"], found["from"]["step"], found["shares"]["suspects"]) == (True, 3, [])
+    assert (found["is_same"], found["from"]["step"], found["rank_comparison"]["suspects"]) == (True, 3, [])
 
 
 @pytest.mark.slow

@@ -251,7 +251,7 @@ def test_a_run_is_followed_while_it_continues(tmp_path: Path) -> None:
     ("events", "holder", "expected", "why"),
     [
         (
-            [build_event_line("fault", 5, rank=1, kind="OSError", message="no <b>disk</b>")],
+            [build_event_line("fault", 5, rank=1, error_type="OSError", message="no <b>disk</b>")],
             None,
             "failed",
             "OSError: no",
@@ -300,7 +300,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
     write_rank_files(one, 6, slow=2)
     write_timelines(one)
     write_lines(
-        one / "events.jsonl", [build_event_line("fault", 300, rank=0, kind="E", message="</script>", ended=math.nan)]
+        one / "events.jsonl", [build_event_line("fault", 300, rank=0, error_type="E", message="</script>", error_time=math.nan)]
     )
     page = server.build_application(open_runs([one, other]), host="127.0.0.1", port=1, token="t")
     return TestClient(page, base_url="http://127.0.0.1:1", cookies={"meshwright-1": "t"})
@@ -379,7 +379,7 @@ def test_only_addresses_and_localhost_are_names_of_this_machine(status, hosts, c
 @pytest.mark.slow
 def test_the_command_starts_without_torch_and_ends_by_a_signal(tmp_path: Path) -> None:
     write_run_directory(tmp_path / "x", 3)
-    modules = "server, run, answers; import meshwright_watch.plugin"
+    modules = "server, run, api; import meshwright_watch.plugin"
     code = f"import sys; from meshwright_watch import {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
     command = [sys.executable, "-m", "meshwright", "watch", str(tmp_path / "x"), "--port", "0", "--no-browser"]

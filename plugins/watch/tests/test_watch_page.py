@@ -85,7 +85,7 @@ def two(tmp_path_factory) -> tuple[Path, Path]:
     (other / "run.yaml").write_text("strategy: ddp\nsteps: 300\n", encoding="utf-8")
     write_rank_files(one, 8, slow=3)
     write_timelines(one)
-    fault = build_event_line("fault", 120, rank=2, kind="OSError", message=HOSTILE)
+    fault = build_event_line("fault", 120, rank=2, error_type="OSError", message=HOSTILE)
     write_lines(
         one / "events.jsonl",
         [fault, build_start_event(300, begin=100), build_event_line("end", 300, reason="done", seconds=3.0)],

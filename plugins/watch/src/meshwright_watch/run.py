@@ -215,10 +215,10 @@ class WatchedRun:
             "state": state,
             "reason": why,
             "step": metrics.last_step,
-            "steps": _int_or_none(start.get("steps")) or _int_or_none(settings.get("steps")),
+            "steps": _int_or_none(start.get("num_steps")) or _int_or_none(settings.get("steps")),
             "strategy": texts["strategy"] or _to_text(settings.get("strategy")),
             "world_size": _int_or_none(start.get("world_size")),
-            "parameters": _int_or_none(start.get("parameters")),
+            "parameters": _int_or_none(start.get("num_parameters")),
             "meshwright": _to_text(start.get("version")),
             "names": metrics.names,
             "last": {
@@ -340,7 +340,7 @@ def _last_write_ms(directory: Path) -> int:
 
 
 def _format_fault(event: dict[str, Any]) -> str:
-    return f"{_to_text(event.get('kind'))}: {_to_text(event.get('message'))}"
+    return f"{_to_text(event.get('error_type'))}: {_to_text(event.get('message'))}"
 
 
 def _int_or_none(value: Any) -> int | None:

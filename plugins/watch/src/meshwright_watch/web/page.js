@@ -188,7 +188,7 @@ class Run {
     for (const event of this.events) {
       if (event.event === "checkpoint") this.marks.push({kind: "checkpoint", step: event.step});
       if (event.event === "fault") this.marks.push({kind: "fault", step: event.step});
-      if (event.event === "start" && event.start > 0) this.marks.push({kind: "restart", step: event.start});
+      if (event.event === "start" && event.start_step > 0) this.marks.push({kind: "restart", step: event.start_step});
     }
   }
 }
@@ -290,14 +290,14 @@ const drawEvents = visible => {
   if (mark === panels.events.mark) return;
   panels.events.mark = mark;
   const rows = reported.slice(0, 200).map(({run, event}) => [new Date(1000 * (event.time || 0)).toLocaleString(), h("span", {class: "name"}, h("span", {class: "swatch", colour: `var(--${run.variable})`}), run.state.name),
-    event.event === "start" && event.start > 0 ? "restart" : event.event, typeof (event.step ?? event.start) === "number" ? count(event.step ?? event.start) : "", words(event)]);
+    event.event === "start" && event.start_step > 0 ? "restart" : event.event, typeof (event.step ?? event.start_step) === "number" ? count(event.step ?? event.start_step) : "", words(event)]);
   place(panels.events, rows.length ? [h("figure", {class: "card"}, table(reported.length > 200 ? `The latest 200 of ${count(reported.length)}` : `${count(reported.length)} event${reported.length > 1 ? "s, the latest first" : ""}`, ["when", "run", "what", "step", ""], rows, {texts: [0, 1, 2, 4], wraps: [4]}))] : []);
 };
 const words = event => {
   if (event.event === "evaluation") return Object.entries(event.losses || {}).map(([name, loss]) => `${name} ${plain(loss)}`).join(", ");
   if (event.event === "checkpoint") return [event.path, typeof event.seconds === "number" && `held the loop up for ${seconds(event.seconds)}`, event.is_best && "among the best"].filter(Boolean).join("; ");
-  if (event.event === "fault") return `rank ${event.rank}: ${event.kind}: ${event.message}`;
-  if (event.event === "start") return `${event.strategy}, ${event.mesh}, after step ${event.start} of ${event.steps}`;
+  if (event.event === "fault") return `rank ${event.rank}: ${event.error_type}: ${event.message}`;
+  if (event.event === "start") return `${event.strategy}, ${event.mesh}, after step ${event.start_step} of ${event.num_steps}`;
   if (event.event === "end") return `${event.reason}, after ${seconds(event.seconds)}`;
   return event.event === "exit" ? `code ${event.code}` : "";
 };
