@@ -300,7 +300,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
     write_rank_files(one, 6, slow=2)
     write_timelines(one)
     write_lines(
-        one / "events.jsonl", [build_event_line("fault", 300, rank=0, error_type="E", message="</script>", error_time=math.nan)]
+        one / "events.jsonl",
+        [build_event_line("fault", 300, rank=0, error_type="E", message="</script>", error_time=math.nan)],
     )
     page = server.build_application(open_runs([one, other]), host="127.0.0.1", port=1, token="t")
     return TestClient(page, base_url="http://127.0.0.1:1", cookies={"meshwright-1": "t"})
