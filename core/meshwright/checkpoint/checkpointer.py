@@ -51,7 +51,8 @@ def save_checkpoint(
         with_optimizer: whether to save the optimizer.
 
     Raises:
-        CheckpointError: the checkpoint cannot be written. Raised on all ranks; an existing checkpoint is unchanged.
+        CheckpointError: the checkpoint cannot be written. Raised on all ranks. In a directory, an existing checkpoint
+            is unchanged; in an object store, it may be gone.
     """
     storage = manager.mesh.world.run_on_all_ranks(lambda: open_storage(directory))
     with temporary_group() as group:

@@ -99,10 +99,7 @@ class CheckpointWriter:
         return retry(write, self.storage.options, f"writing {self.target}/{name}")
 
     def commit(self, manifest: Manifest) -> None:
-        """Complete the checkpoint.
-
-        After an OSError an existing checkpoint of that name is unchanged, or `recover_interrupted_swap` restores it.
-        """
+        """Complete the checkpoint. Raises OSError."""
         sizes = self.storage.list_file_sizes() or {}
         for name, stored in manifest.files.items():
             if sizes.get(name) != stored.size:
@@ -147,6 +144,10 @@ class LocalCheckpointWriter(CheckpointWriter):
             retry(lambda: temporary.mkdir(parents=True, exist_ok=True), options, f"making {temporary}")
 
     def commit(self, manifest: Manifest) -> None:
+        """Complete the checkpoint. Raises OSError.
+
+        After an error an existing checkpoint is unchanged, or `recover_interrupted_swap` restores it.
+        """
         self._write_manifest(manifest)
         for directory in {(self.temporary_path / name).parent for name in (MANIFEST_FILE, *manifest.files)}:
             fsync_directory(directory)

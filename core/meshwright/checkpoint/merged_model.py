@@ -5,7 +5,7 @@ layer at a time is in memory: tensors of the base are read from its files, those
 the adapter's directory.
 
 [Note: tied weights] If an adapter changes one of two tied weights, both are written, and the configuration declares
-them untied, so that the merged model computes the same as the adapted one. `merge_and_unload` changes both.
+them untied. So the merged model computes the same as the adapted one. `merge_and_unload` changes both.
 """
 
 from __future__ import annotations

@@ -37,8 +37,7 @@ _MANIFEST_SUFFIX = "/checkpoint.json"
 # Extra of this distribution that installs the package for a protocol.
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 PROTOCOLS = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "abfs", "az", "hf")
-"""URL protocols that are allowed. Others of fsspec are unsafe: older versions execute the content of a
-`reference://` file."""
+"""Allowed URL protocols. Others are unsafe: older fsspec versions execute the content of a `reference://` file."""
 
 
 def is_url(location: object) -> bool:
@@ -155,10 +154,10 @@ class RemoteStorage:
         return self._retry(sizes, "reading")
 
     def open(self, name: str) -> BinaryIO:
-        def open_it() -> Any:
+        def open_file() -> Any:
             return _RemoteFile(self._open(name, "rb", block_size=READ_AHEAD_BYTES))
 
-        return open_with_retry(open_it, self.options, f"{self}/{name}")
+        return open_with_retry(open_file, self.options, f"{self}/{name}")
 
     def write_file(self, name: str, parts: Iterable[Any]) -> None:
         file = self._open(name, "wb")

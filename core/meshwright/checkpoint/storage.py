@@ -45,10 +45,10 @@ _TRANSIENT = frozenset(
 
 
 class SigningKey:
-    """A secret of at least 32 bytes that signs manifests: HMAC-SHA256 of format version and checksum. Never printed or
-    sent.
+    """A secret of at least 32 bytes that signs manifests. It is never printed or sent.
 
-    The manifest holds checksums of all files and of itself, so the signature covers every byte.
+    The signature is an HMAC-SHA256 of format version and checksum. The manifest holds checksums of all files and of
+    itself, so the signature covers every byte.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -129,8 +129,7 @@ class StorageReader(Protocol):
     def options(self) -> StorageOptions: ...
 
     def list_file_sizes(self) -> dict[str, int] | None:
-        """Return the size in bytes of each file, by name with slashes; None if the storage does not exist. Raises
-        OSError."""
+        """Return size [bytes] by POSIX path for all files; None if the storage does not exist. Raises OSError."""
 
     def open(self, name: str) -> BinaryIO:
         """Open a file for `seek`, `read` and `readinto`. Raises OSError."""

@@ -57,8 +57,7 @@ class StoredModel:
         }
 
     def _localize_files(self, names: Iterable[str]) -> Path:
-        """Return a local directory with these files: the checkpoint itself, or a copy that is removed together with
-        this object.
+        """Return a local directory with these files: the checkpoint, or a copy that lives as long as this object.
 
         Signed files are always copied, since they could be replaced after their verification.
         """
@@ -137,8 +136,7 @@ def build_model_on_meta(source: StoredModel, *, is_adapter_base: bool = False) -
 
 
 def _build_with_other_head(config: Any, stored: Collection[str]) -> nn.Module | None:
-    """Build the token or sequence classifier that has these tensors, on the device of the context; None if there is
-    none."""
+    """Return the token or sequence classifier that has these tensors, on the device of the context."""
     import transformers
 
     for kind in ("Token", "Sequence"):

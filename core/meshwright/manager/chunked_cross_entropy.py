@@ -1,9 +1,9 @@
-"""The token loss of a model without its whole logits, if the model allows it.
+"""The token loss of a model without its full logits, if the model allows it.
 
-[Note: whole logits] A model is tried once: its logits for a few tokens, row by row, must equal those of its forward.
-Otherwise the loss takes whole logits; all ranks decide alike, and the first one warns.
+[Note: full logits] A model is probed once: its logits for a few tokens, computed in chunks of rows, must equal those of
+its forward. Otherwise the loss uses full logits. All ranks decide the same, and rank 0 warns.
 
-Shapes: B sequences of a microbatch, S tokens each, N rows in all, K ids for each; V entries of the vocabulary.
+Shapes: B sequences of a micro-batch, S tokens each, N rows in all, K ids for each; V entries of the vocabulary.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from ..step.tokens import GetStatistics, sum_target_loss
 from .model_setup import fork_rng
 
 RunModel = Callable[[], Any]
-"""Calls a model, and gives what it returns, with `logits`."""
+"""Calls a model and returns its outputs, which have `logits`."""
 CheckLogits = Callable[[torch.Size, Tensor], None]
-"""Is given the shape of the logits, and the targets, to refuse those of other positions."""
+"""Called with the shape of the logits and the targets; raises an error if their positions differ."""
 
 _MIN_CHUNKED_LOGITS = 2**25
-"""Rows x entries from which logits are computed in chunks: 128 MiB in float32, of which a step would hold three."""
+"""Rows x vocabulary from which logits are computed in chunks: 128 MiB in float32, of which a step would hold three."""
 _MIN_VOCAB_SIZE = 2**13
-"""Entries from which that can come about, so that a model is tried."""
+"""Vocabulary size from which logits can become that large, so that a model is probed."""
 _MIN_CHUNK_ROWS = 512
-"""Of a chunk. Each chunk adds to the gradient of the whole weight, which fewer rows would not make up for."""
+"""Minimum rows of a chunk. Each chunk adds to the full weight's gradient, which is slow for fewer rows."""
 _NUM_PROBE_ROWS = 3
 
 
 class ChunkedCrossEntropy:
+    """Token loss and token statistics of one model, from chunks of rows if `head` allows it."""
+
     def __init__(
         self,
         head: DeferredHead | None,
@@ -55,11 +57,11 @@ class ChunkedCrossEntropy:
             model_name,
         )
         self._vocab_size = vocab_size
-        entries = head.vocab_size if head is not None else None
-        self._is_requested = chunk_rows > 0 if chunk_rows is not None else (entries or 0) >= _MIN_VOCAB_SIZE
-        # A model without a head that is known may have another than that of a vocabulary.
-        is_open = self._is_requested or vocab_size is not None if head is None else self._is_requested or is_sharded
-        self._is_chunked: bool | None = None if is_open else False
+        head_vocab_size = head.vocab_size if head is not None else None
+        self._is_requested = chunk_rows > 0 if chunk_rows is not None else (head_vocab_size or 0) >= _MIN_VOCAB_SIZE
+        # A model whose head is unknown may have one without a vocabulary.
+        needs_probe = self._is_requested or vocab_size is not None if head is None else self._is_requested or is_sharded
+        self._is_chunked: bool | None = None if needs_probe else False
         self._dtype = torch.float32
 
     # -- before the first step
@@ -69,20 +71,20 @@ class ChunkedCrossEntropy:
         return self._is_chunked is None
 
     def probe(self, run: RunModel, world: World) -> None:
-        """Try the model on a few tokens; see [Note: whole logits]. Collective. ModelError if it has no vocabulary."""
+        """Probe the model; see [Note: full logits]. Collective. Raises ModelError for logits without a vocabulary."""
 
-        def alike() -> Any:
-            # What a run draws, such as the hidden states that a stage of a pipeline is tried with, it draws again.
+        def run_reproducibly() -> Any:
+            # Each run samples the same random numbers, such as hidden states with which a pipeline stage is probed.
             with fork_rng(world.device):
                 return run()
 
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            defect = self._find_error(alike)
-        self._is_chunked = bool(world.reduce_ints([defect is None], dist.ReduceOp.MIN)[0])
+            error = self._find_error(run_reproducibly)
+        self._is_chunked = bool(world.reduce_ints([error is None], dist.ReduceOp.MIN)[0])
         if not self._is_chunked and self._is_requested and world.rank == 0:
             warn(
                 f"the loss of {self._model_name} needs whole logits, rows x vocabulary "
-                f"({defect or 'on another rank'}): loss_chunk_rows acts on nothing.",
+                f"({error or 'on another rank'}): loss_chunk_rows acts on nothing.",
                 stacklevel=2,
             )
 
@@ -96,25 +98,25 @@ class ChunkedCrossEntropy:
                     f"'outputs', which is over what its head returns, or train a causal LM."
                 )
             return "which layer makes them is not known"
-        whole_BSV = run().logits
-        # What a strategy makes of the dtype of outputs is made of each row.
-        self._dtype = whole_BSV.dtype
+        full_BSV = run().logits
+        # Rows are converted to the dtype that a strategy gives outputs.
+        self._dtype = full_BSV.dtype
         try:
-            rows_BSV, _ = self._head.run_with_deferred_logits(run, self._compute_logits_in_chunks)
-            difference = (rows_BSV - whole_BSV).abs().max().item()
+            chunked_BSV, _ = self._head.run_with_deferred_logits(run, self._compute_logits_in_chunks)
+            difference = (chunked_BSV - full_BSV).abs().max().item()
         except (torch.OutOfMemoryError, dist.DistError):
             raise
         except Exception as error:
-            # Whatever a model's own code does with logits that are not there.
+            # A model's own code may fail in any way without logits.
             return (str(error).strip().splitlines() or [type(error).__name__])[0]
-        limit = torch.finfo(self._dtype).eps ** 0.5 * whole_BSV.abs().max().item()
+        limit = torch.finfo(self._dtype).eps ** 0.5 * full_BSV.abs().max().item()
         return None if difference <= limit else f"row by row, they differ by {difference:.3g}"
 
     def _compute_logits_in_chunks(self, logits: DeferredLogits) -> Tensor:
         rows = self._build_rows(logits)
-        few = rows.hidden_NH.split(_NUM_PROBE_ROWS)
-        found_NL = torch.cat([rows.projection.compute_logits(rows_CH, rows.tensors) for rows_CH in few])
-        return rows.projection.vocabulary.gather_logits(found_NL).unflatten(0, logits.shape[:-1])
+        chunks = rows.hidden_NH.split(_NUM_PROBE_ROWS)
+        local_NL = torch.cat([rows.projection.compute_logits(rows_CH, rows.tensors) for rows_CH in chunks])
+        return rows.projection.vocabulary.gather_logits(local_NL).unflatten(0, logits.shape[:-1])
 
     def _build_rows(self, logits: DeferredLogits) -> HiddenRows:
         if self._head is None:
@@ -126,7 +128,7 @@ class ChunkedCrossEntropy:
     def compute_token_loss(
         self, run: RunModel, targets_BS: Tensor, num_tokens: Tensor, check: CheckLogits
     ) -> tuple[Tensor, Any]:
-        """Return the cross entropy of unmasked targets [nats], summed and divided by `num_tokens`; and the outputs."""
+        """Return the cross entropy of unmasked targets [nats], summed and divided by `num_tokens`, and the outputs."""
         head = self._select_head(targets_BS.numel())
         if head is None:
             outputs = run()
@@ -149,30 +151,30 @@ class ChunkedCrossEntropy:
     def compute_objective(
         self, run: RunModel, targets_BS: Tensor, consume: Callable[[GetStatistics], Tensor], check: CheckLogits
     ) -> tuple[Tensor, Any]:
-        """Return what `consume`, called once within the forward, makes of token statistics; and the outputs."""
+        """Return the result of `consume`, called once in the forward with a source of statistics, and the outputs."""
         head, shape = self._select_head(targets_BS.numel()), targets_BS.shape
 
-        def answer(rows: HiddenRows, chunk_rows: int) -> Tensor:
-            def ask(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> dict[str, Tensor]:
-                found = compute_token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=chunk_rows)
-                return {name: each.unflatten(0, shape) for name, each in found.items()}
+        def evaluate(rows: HiddenRows, chunk_rows: int) -> Tensor:
+            def get_statistics(ids_BSK: Tensor, names: Sequence[TokenStatistic]) -> dict[str, Tensor]:
+                statistics = compute_token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=chunk_rows)
+                return {name: each.unflatten(0, shape) for name, each in statistics.items()}
 
             with torch.autocast(targets_BS.device.type, enabled=False):
-                return consume(ask)
+                return consume(get_statistics)
 
         if head is None:
             outputs = run()
             self._check_logits(outputs.logits.shape, targets_BS, check)
-            return answer(
+            return evaluate(
                 HiddenRows.from_logits(outputs.logits), self._requested_chunk_rows or _MIN_CHUNK_ROWS
             ), outputs
 
-        def by_rows(logits: DeferredLogits) -> Tensor:
+        def evaluate_in_chunks(logits: DeferredLogits) -> Tensor:
             self._check_logits(logits.shape, targets_BS, check)
             rows = self._build_rows(logits)
-            return answer(rows, self._choose_chunk_rows(rows))
+            return evaluate(rows, self._choose_chunk_rows(rows))
 
-        return self._run_with_head(head, run, by_rows)
+        return self._run_with_head(head, run, evaluate_in_chunks)
 
     def _check_logits(self, shape: torch.Size, targets_BS: Tensor, check: CheckLogits) -> None:
         check(shape, targets_BS)
@@ -180,14 +182,14 @@ class ChunkedCrossEntropy:
             raise ModelError(f"{self._model_name} gives logits {tuple(shape)} for targets {tuple(targets_BS.shape)}.")
 
     def dry_run(self, run: RunModel, num_rows: int) -> None:
-        """Run the model, without gradients, as for the loss of `num_rows` rows, of which none is computed."""
+        """Run the model without gradients, as for the loss of `num_rows` rows, but compute no logits if chunked."""
         if (head := self._select_head(num_rows)) is None:
             run()
         else:
             self._run_with_head(head, run, lambda logits: logits.source.hidden.new_zeros(()))
 
     def _select_head(self, num_rows: int) -> DeferredHead | None:
-        """Return the head, unless the logits of so many rows may be whole."""
+        """Return the head if logits for this many rows must be chunked, else None."""
         head = self._head
         if head is None or not self._is_chunked or head.local_vocab_size is None:
             return None
@@ -200,7 +202,7 @@ class ChunkedCrossEntropy:
         count, features = rows.hidden_NH.shape
         if self._requested_chunk_rows is not None:
             return self._requested_chunk_rows or count
-        # Logits half as large as the weight, or all.
+        # Chunks of logits are half as large as the weight; small logits are one chunk.
         is_large = self._head is not None and count * (self._head.local_vocab_size or 0) >= _MIN_CHUNKED_LOGITS
         return max(_MIN_CHUNK_ROWS, features // 2) if is_large else count
 

@@ -1,6 +1,6 @@
 """The base class of strategies in which each rank runs the full model on its own micro-batches.
 
-Steps, the optimizer and the state are in a single class because a strategy may override any method.
+One thing, since a strategy may override any method: steps, the optimizer and the state are in a single class.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 class DataParallelManager(StrategyManager):
     """Train one model, or one pipeline stage, of which every rank runs all layers.
 
-    A subclass implements `shard`, which lays out the model, and may override the other hooks, which come first below.
+    One thing, since a strategy may override any method. A subclass implements `shard`, which lays out the model, and may override the other hooks, which come first below.
 
     Attributes:
         model: the unwrapped Hugging Face model; `shard` may have sharded its parameters in place.
@@ -102,8 +102,10 @@ class DataParallelManager(StrategyManager):
         """Shard or replicate `model` over the mesh, with gradients reduced by SUM, and return the module to call."""
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise ModelError, the same on all ranks, for an unsupported model; called before anything changes, once
-        for all stages."""
+        """Raise ModelError, the same on all ranks, for an unsupported model.
+
+        Called before anything changes, once for all stages.
+        """
 
     @property
     def parameter_device(self) -> torch.device:
@@ -129,8 +131,10 @@ class DataParallelManager(StrategyManager):
         return nullcontext()
 
     def after_backward(self, *, is_last: bool) -> None:
-        """Hook called after the backward of each micro-batch, and after each part of it that a pipeline runs
-        separately."""
+        """Hook called after the backward of each micro-batch.
+
+        In a pipeline it is also called after each part of a backward that runs separately.
+        """
 
     def report_gradients(self) -> GradientReport | None:
         """Hook called when the gradients of a step are reduced. Returns this rank's report, if it has one."""
@@ -238,8 +242,10 @@ class DataParallelManager(StrategyManager):
         return self.module
 
     def parallelize_stage(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
-        """Parallelize one stage of a pipeline; the pipeline calls the other methods. The stage may have no trainable
-        parameters."""
+        """Parallelize one stage of a pipeline, which may have no trainable parameters.
+
+        The pipeline calls the other methods itself.
+        """
         self.is_pipeline_stage = True
         return self.parallelize(model, weights)
 
@@ -321,8 +327,10 @@ class DataParallelManager(StrategyManager):
 
     @contextmanager
     def enter_step(self, microbatches: Sequence[Batch], max_length: int) -> Iterator[None]:
-        """Enter the context of all forwards and backwards of a step or evaluation; `max_length`: tokens of its
-        longest row."""
+        """Enter the context of all forwards and backwards of a step or evaluation.
+
+        `max_length` is the number of tokens in its longest row.
+        """
         with (
             self.trainable_parameters.temporarily_unfrozen(),
             self.forward_runner.step_context(max_length),
@@ -345,8 +353,7 @@ class DataParallelManager(StrategyManager):
         return report
 
     def check_reduced_gradients(self) -> None:
-        """Check once that the reduced gradients fit the sharding of the axes. Collective; raises StrategyError on
-        all ranks."""
+        """Check once that reduced gradients fit the axes. Collective; raises StrategyError on all ranks."""
         if self.axes and not self._has_checked_gradients:
             self._has_checked_gradients = True
             errors = [axis.find_gradient_error(self.shard_layout) for axis in self.axes]
@@ -468,8 +475,7 @@ class DataParallelManager(StrategyManager):
     # -- moving averages
 
     def enable_ema(self) -> Sequence[EMAWeights]:
-        """Start moving averages of the weights; see `meshwright.train.loop.ema.EMA`. Raises StrategyError if they
-        exist."""
+        """Start moving averages of the weights; see `meshwright.train.loop.ema.EMA`."""
         require_optimizer(self._optimizer)
         if self.ema_weights is not None:
             raise StrategyError("this manager keeps an average of its weights already. Use that one.")
@@ -478,8 +484,7 @@ class DataParallelManager(StrategyManager):
 
     @contextmanager
     def swap_ema(self) -> Iterator[None]:
-        """Replace the weights by their moving averages within the context. Collective. Raises StrategyError without
-        averages."""
+        """Replace the weights by their averages within the context. Collective. Raises StrategyError without EMA."""
         if self.ema_weights is None:
             raise StrategyError("this manager keeps no average of its weights. Make one first (mw.EMA).")
         with self.load_sharded_state(None):

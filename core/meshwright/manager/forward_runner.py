@@ -138,8 +138,10 @@ class ForwardRunner:
             self._after_probe()
 
     def call_model(self, inputs: Batch, **options: Any) -> Any:
-        """Call the module with a sharded micro-batch without labels, on this rank's device; `options` are passed to
-        forward."""
+        """Call the module with a sharded micro-batch without labels, on this rank's device.
+
+        `options` are passed to its forward.
+        """
         with ExitStack() as contexts:
             arguments: Mapping[str, Any] = inputs
             for axis in self._axes:
@@ -271,8 +273,7 @@ class ForwardRunner:
         self._mesh.world.run_on_all_ranks(lambda: self.check_microbatches(microbatches))
 
     def dry_run(self, microbatch: Batch, complete_batch: CompleteBatch = lambda batch: batch) -> None:
-        """Run the forward of a micro-batch without gradients, without side effects and, if possible, without logits.
-        Collective."""
+        """Run a forward without gradients and side effects, and without logits if possible. Collective."""
         try:
             with fork_rng(self._mesh.device), torch.no_grad():
                 inputs, targets_BS = split_targets(complete_batch(self.to_device(self.shard_batch(microbatch))))
@@ -281,8 +282,7 @@ class ForwardRunner:
             self._after_probe()
 
     def _build_probe_batch(self, batch: Batch, *, num_sequences: int = 1) -> Batch:
-        """Return a few tokens of `num_sequences` sequences (all, if an axis shards sequences), sharded, without
-        labels."""
+        """Return a few tokens of some sequences (all, if an axis shards the batch dim), sharded, without labels."""
         (batch_size, full_length), multiple = batch["input_ids"].shape, self.sequence_multiple
         length = min(full_length, multiple * -(-_NUM_PROBE_TOKENS // multiple))
         shards_rows = any(axis.shards_batches and not axis.shards_sequences for axis in self._axes)

@@ -58,8 +58,10 @@ class GradientReport:
             self.on_error()
 
     def finalize(self, world: World) -> None:
-        """Resolve the report at once through the control plane, for custom training loops. Raise any rank's error on
-        all. Collective."""
+        """Resolve the report at once through the control plane, for custom training loops. Collective.
+
+        Raises any rank's error on all ranks.
+        """
         error = self.build_error(self.error_values.tolist() if self.error_values is not None else ())
         (num_errors,), used = world.reduce_sum_and_max([error is not None], self.is_used)
         if num_errors:
@@ -115,8 +117,10 @@ class StepReduction:
         return sums[:count]
 
     def finalize(self, world: World, extra_scalars: Sequence[Tensor] = ()) -> list[float]:
-        """Drop, once, gradients that no rank has used; return the values of `extra_scalars`, read with the same
-        wait."""
+        """Drop, once, the gradients that no rank has used.
+
+        Returns the values of `extra_scalars`, which are read with the same wait for the device.
+        """
         sums, self._sums = self._sums, None
         unused = (each for part in self._all for each in part.iter_unused())
         must_read = self._can_fail or any(part.error_values is not None for part in self._reports)
@@ -231,8 +235,10 @@ class Gradients:
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
     def set_summed_gradient(self, trained: nn.Parameter, total: Tensor) -> None:
-        """Replace the gradient by `total`, the sum of `get_local_gradient` over stages, which may be modified.
-        Collective on the stage."""
+        """Replace the gradient by `total`, the sum of `get_local_gradient` over stages. Collective on the stage.
+
+        `total` may be modified.
+        """
         if trained.grad is None:
             trained.grad = torch.zeros_like(trained)
         self.get_local_gradient(trained).copy_(total)

@@ -140,8 +140,10 @@ def warn_unused_options(
 
 
 def sync_initial_weights(model: nn.Module, weights: Weights | None, mesh: Mesh) -> Weights | None:
-    """Return the initial weights of an unsharded model; None: its own, which are made equal on all ranks.
-    Collective."""
+    """Return the initial weights of an unsharded model. Collective.
+
+    None: the model keeps its own weights, which are made equal on all ranks.
+    """
     if weights is None and has_meta_tensors(model):
         weights = build_deferred_weights(model, mesh)
     if weights is None:

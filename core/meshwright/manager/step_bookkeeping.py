@@ -37,8 +37,7 @@ class TrainableParameters:
         return {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
 
     def check_unfrozen(self) -> None:
-        """Raise StrategyError on this rank for a parameter that was frozen in `parallelize` and requires a gradient
-        now."""
+        """Raise StrategyError for a parameter that requires a gradient but was frozen in `parallelize`."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and name not in self._names:
                 raise StrategyError(
@@ -89,8 +88,7 @@ class StepBookkeeping:
     def start_accumulator(
         self, objective: BoundObjective | None, probe: Callable[[BoundObjective], tuple[str, ...]] | None
     ) -> ObjectiveAccumulator | None:
-        """Return the accumulator of an objective for one step. Probe the objective first if it is new; collective
-        then."""
+        """Return an objective's accumulator for one step. A new objective is probed first, which is collective."""
         if objective is None:
             return None
         names = next((names for known, names in self._known_objectives if known is objective), None)

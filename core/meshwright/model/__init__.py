@@ -1,1 +1,1 @@
-"""A model as structure and values: its blocks, how it is made, filled, recomputed and compiled. Knows no mesh axis."""
+"""Structure and values of a model: blocks, construction, loading, recomputation, compilation. Knows no mesh axis."""

@@ -1,22 +1,21 @@
-"""Hold what a budget of bytes allows of the activations of blocks, and recompute the rest.
+"""Save as many activations of blocks as a budget of bytes allows, and recompute the rest.
 
-Blocks are called once on trial, with the microbatch of the first step, which shows what each computes and holds (see
-`operators`). What each then holds is chosen for all blocks of a rank together, and carried out by torch's selective
-checkpointing.
+A dry run with the micro-batch of the first step measures what each block computes and saves (see `operators`). What to
+save is then chosen for all blocks of a rank together, and applied by torch's selective checkpointing.
 
-[Note: the choice] This is a multiple-choice knapsack. Each block goes along the lower convex hull of (bytes held, cost
-of recomputation), the step that saves most per byte first, whichever block it belongs to; a step that does not fit ends
-its block. Then single operators fill what is left. The result costs more than the best one by less than one step.
+[Note: the choice] This is a multiple-choice knapsack. Each block follows the lower convex hull of (bytes saved, cost of
+recomputation). Of all blocks, the step that saves most cost per byte is taken first; a step that does not fit ends its
+block. Then single operators fill the remaining bytes. The result costs more than the optimum by less than one step.
 Source: Sinha and Zoltners 1979, "The multiple-choice knapsack problem"; for the budget of bytes against operations,
 Jain et al. 2020, arXiv:1910.02653.
 
-[Note: what a budget counts] Bytes that blocks hold for backward, of all microbatches in flight, and what the block
-whose backward runs has recomputed. Not counted: temporaries of a block, gradients of activations, what lies outside of
+[Note: what a budget counts] Bytes that blocks save for backward, of all micro-batches in flight, and what the block
+whose backward runs has recomputed. Not counted: temporaries of a block, activation gradients, everything outside of
 blocks (embedding, head, logits), parameters, their gradients, optimizer state.
 
-[Note: equal communication] Ranks may hold different things, but must recompute the same communication: a rank that
-gathers again waits for one that does not. Results of collectives are held where all ranks that train the same part can
-hold them.
+[Note: equal communication] Ranks may save different results, but must recompute the same communication: a rank that
+repeats a gather waits for its peers. Results of collectives are saved if all ranks that train the same part can save
+them.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from .operators import (
 )
 
 Recompute = Callable[..., Any]
-"""Called with a forward, contexts in which it holds some results, and its arguments; all else is recomputed."""
+"""Called with a forward, contexts that save some of its results, and its arguments; the rest is recomputed."""
 
 
 # -- the choice; see [Note: the choice]
@@ -59,21 +58,25 @@ Recompute = Callable[..., Any]
 
 @dataclass(frozen=True)
 class BackwardStart:
-    """The start of a backward of `stage`; `num_in_flight` counts, for each stage of this rank, the microbatches whose
-    forward is done and whose backward is not."""
+    """The start of a backward of `stage`.
+
+    `num_in_flight` counts, for each stage of this rank, the micro-batches between forward and backward.
+    """
 
     num_in_flight: tuple[int, ...]
     stage: int
 
 
 SINGLE_STAGE = (BackwardStart((1,), 0),)
-"""Moments of forwards and backwards in turn."""
+"""Backward starts of a single stage whose forwards and backwards alternate."""
 
 
 @dataclass
 class SavedActivations:
-    """What one call of a block holds besides its inputs: everything, or results of the operators with these keys.
-    `cost` is that of what is recomputed."""
+    """What one call of a block saves besides its inputs: everything, or results of the operators with these keys.
+
+    `nbytes` is the size of these results, `recompute_cost` the cost of the rest.
+    """
 
     saves_all: bool
     operator_keys: frozenset[Hashable]
@@ -90,7 +93,7 @@ class SavedActivations:
 
 
 class ActivationPlan:
-    """The choices `made` for all blocks of a rank, by stage and in the order of calls; at first, inputs alone."""
+    """What each block of a rank saves: `saved`, by stage and in call order. Initially only inputs."""
 
     def __init__(self, stages: Sequence[Sequence[BlockProfile]], moments: Sequence[BackwardStart]) -> None:
         self.stages, self.moments = stages, moments
@@ -99,10 +102,11 @@ class ActivationPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes held at any moment: of all microbatches in flight, and of the block whose backward runs."""
-        held, on_top = zip(*map(self._get_stage_bytes, range(len(self.stages))), strict=True)
+        """Maximum bytes at any time: of all micro-batches in flight, and of the block whose backward runs."""
+        saved_bytes, extra_bytes = zip(*map(self._get_stage_bytes, range(len(self.stages))), strict=True)
         return max(
-            sum(count * each for count, each in zip(moment.num_in_flight, held, strict=True)) + on_top[moment.stage]
+            sum(count * each for count, each in zip(moment.num_in_flight, saved_bytes, strict=True))
+            + extra_bytes[moment.stage]
             for moment in self.moments
         )
 
@@ -118,22 +122,22 @@ class ActivationPlan:
         self.fill_remaining(limit)
 
     def release_operator(self, stage: int, key: Hashable, is_saved: Sequence[int]) -> None:
-        """Let calls of blocks for which `is_saved` has a 0 recompute an operator; `fill_remaining` will not hold it."""
-        for block, (profile, is_held) in enumerate(zip(self.stages[stage], is_saved, strict=True)):
-            released = next((each for each in profile.operators if each.key == key), None)
-            if released is None:
+        """Let the calls whose `is_saved` is 0 recompute an operator; `fill_remaining` will not save it again."""
+        for block, (profile, may_save) in enumerate(zip(self.stages[stage], is_saved, strict=True)):
+            operator = next((each for each in profile.operators if each.key == key), None)
+            if operator is None:
                 continue
             self._released.add(key)
-            now = self.saved[stage][block]
-            if not is_held and now.saves_all:
+            current = self.saved[stage][block]
+            if not may_save and current.saves_all:
                 self.saved[stage][block] = _save_inputs_only(profile)
-            elif not is_held and key in now.operator_keys:
-                size, cost = now.nbytes - released.nbytes, now.recompute_cost + released.recompute_cost
-                self.saved[stage][block] = SavedActivations(False, now.operator_keys - {key}, size, cost)
+            elif not may_save and key in current.operator_keys:
+                size, cost = current.nbytes - operator.nbytes, current.recompute_cost + operator.recompute_cost
+                self.saved[stage][block] = SavedActivations(False, current.operator_keys - {key}, size, cost)
 
     def fill_remaining(self, limit: int) -> None:
-        """Hold single operators of blocks that are not whole, the one that saves most per byte first."""
-        rest = [
+        """Save single operators of blocks that are recomputed in part, best cost per byte first."""
+        candidates = [
             (operator.recompute_cost / operator.nbytes, block, stage, operator)
             for stage, profiles in enumerate(self.stages)
             for block, profile in enumerate(profiles)
@@ -141,19 +145,21 @@ class ActivationPlan:
             for operator in profile.operators
             if operator.key not in self.saved[stage][block].operator_keys | self._released
         ]
-        for _, block, stage, operator in sorted(rest, key=_sort_key):
-            more = self.saved[stage][block].with_operator(operator)
-            if more.nbytes < self.stages[stage][block].saved_bytes:
-                self._try_saving(stage, block, more, limit)
+        for _, block, stage, operator in sorted(candidates, key=_sort_key):
+            extended = self.saved[stage][block].with_operator(operator)
+            if extended.nbytes < self.stages[stage][block].saved_bytes:
+                self._try_saving(stage, block, extended, limit)
 
     def _get_stage_bytes(self, stage: int) -> tuple[int, int]:
-        """Return the bytes that a stage holds of one microbatch, and what its backward adds at most: before a block
-        recomputes what it has not held, the blocks behind it are freed."""
-        behind = on_top = 0
+        """Return the bytes that a stage saves for one micro-batch, and the maximum that its backward adds.
+
+        Before a block recomputes, the blocks behind it are freed.
+        """
+        later_bytes = extra_bytes = 0
         for profile, choice in zip(reversed(self.stages[stage]), reversed(self.saved[stage]), strict=True):
-            on_top = max(on_top, profile.saved_bytes - choice.nbytes - behind)
-            behind += profile.input_bytes + choice.nbytes
-        return behind, on_top
+            extra_bytes = max(extra_bytes, profile.saved_bytes - choice.nbytes - later_bytes)
+            later_bytes += profile.input_bytes + choice.nbytes
+        return later_bytes, extra_bytes
 
     def _try_saving(self, stage: int, block: int, choice: SavedActivations, limit: int) -> bool:
         before, self.saved[stage][block] = self.saved[stage][block], choice
@@ -163,17 +169,17 @@ class ActivationPlan:
         return False
 
     def _sort_hull_steps(self) -> Iterator[tuple[int, int, SavedActivations]]:
-        """Return the steps of all blocks, the one that saves most per byte first; of equal ones, the last block's."""
+        """Return the hull steps of all blocks, best cost per byte first; of equal ones, the last block's."""
         steps: list[tuple[float, int, int, SavedActivations]] = []
         for stage, profiles in enumerate(self.stages):
-            weight = max(moment.num_in_flight[stage] for moment in self.moments)
+            max_in_flight = max(moment.num_in_flight[stage] for moment in self.moments)
             for block, profile in enumerate(profiles):
                 for before, choice in itertools.pairwise([self.saved[stage][block], *_build_hull(profile)]):
-                    worth = (before.recompute_cost - choice.recompute_cost) / max(
-                        1, (choice.nbytes - before.nbytes) * weight
+                    value = (before.recompute_cost - choice.recompute_cost) / max(
+                        1, (choice.nbytes - before.nbytes) * max_in_flight
                     )
-                    steps.append((worth, block, stage, choice))
-        # Steps of one block come with falling worth, and the sort is stable.
+                    steps.append((value, block, stage, choice))
+        # Steps of one block are in order of decreasing value, and the sort is stable.
         return ((stage, block, choice) for _, block, stage, choice in sorted(steps, key=_sort_key))
 
 
@@ -186,18 +192,18 @@ def _save_inputs_only(profile: BlockProfile) -> SavedActivations:
 
 
 def _build_hull(profile: BlockProfile) -> list[SavedActivations]:
-    """Return what a block may hold beyond its inputs, up to everything, with falling worth of each further byte."""
+    """Return the choices for a block beyond its inputs, up to everything, in order of decreasing value per byte."""
     hull = [_save_inputs_only(profile)]
     for operator in sorted(profile.operators, key=lambda each: -each.recompute_cost / each.nbytes):
         point = hull[-1].with_operator(operator)
         if point.nbytes >= profile.saved_bytes:
             break
         hull.append(point)
-    whole = SavedActivations(True, frozenset(), profile.saved_bytes, 0.0)
-    # Operators come by falling worth, so only the last point can lie above a line to another.
-    while len(hull) > 1 and _slope(hull[-1], whole) > _slope(hull[-2], hull[-1]):
+    everything = SavedActivations(True, frozenset(), profile.saved_bytes, 0.0)
+    # Operators are in order of decreasing value, so only the last point can be above the line to another.
+    while len(hull) > 1 and _slope(hull[-1], everything) > _slope(hull[-2], hull[-1]):
         hull.pop()
-    return [*hull[1:], whole]
+    return [*hull[1:], everything]
 
 
 def _slope(first: SavedActivations, second: SavedActivations) -> float:
@@ -208,10 +214,12 @@ def _slope(first: SavedActivations, second: SavedActivations) -> float:
 
 
 class BudgetedBlocks:
-    """The blocks of one model, or of one stage of it, under a budget [10^9 bytes].
+    """The blocks of one model or pipeline stage under a budget [10^9 bytes].
 
-    `profiles` are those of the calls of blocks in one forward, in order, each with one of `choices`. While `is_open`,
-    nothing is chosen yet.
+    Attributes:
+        profiles: profiles of the block calls in one forward, in order.
+        saved: what each of these calls saves.
+        needs_choice: whether nothing has been chosen yet.
     """
 
     def __init__(self, budget_gb: float) -> None:
@@ -220,13 +228,13 @@ class BudgetedBlocks:
         self.saved: list[SavedActivations] = []
         self.needs_choice = True
         self._is_measuring, self._max_elements = False, 0
-        # Each block has hidden states of its own; masks and the like are one for all.
+        # Each block has its own hidden states; masks and similar inputs are shared.
         self._inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._block_indices: list[int] = []
         self._upcoming: list[Iterator[SavedActivations]] = []
 
     def wrap_block(self, block: nn.Module, recompute: Recompute, original: ForwardMethod) -> ForwardMethod:
-        """Return a forward of the block that holds what is chosen for it, call by call."""
+        """Return a forward of the block that saves what is chosen for each call."""
         index = len(self._upcoming)
         self._upcoming.append(iter(()))
 
@@ -243,7 +251,7 @@ class BudgetedBlocks:
                     f"full or selective."
                 )
             if (elements := _count_elements(args, kwargs)) > self._max_elements:
-                # Once for each size.
+                # Warn once for each size.
                 warn(
                     f"a microbatch is {elements / self._max_elements:.2f} times as large as those of the first step, "
                     "for "
@@ -259,7 +267,7 @@ class BudgetedBlocks:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure blocks in one forward without gradients, of a microbatch as large as those of the run."""
+        """Measure blocks in one forward without gradients, of a micro-batch as large as those of the run."""
         self.profiles, self._block_indices = [], []
         self._inputs, self._is_measuring = weakref.WeakSet(), True
         try:
@@ -276,13 +284,13 @@ class BudgetedBlocks:
     def _measure(
         self, index: int, block: nn.Module, original: ForwardMethod, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        new = set(map(get_storage, iter_allocated_tensors((args, kwargs)))) - set(self._inputs)
-        self._inputs.update(new)
+        new_storages = set(map(get_storage, iter_allocated_tensors((args, kwargs)))) - set(self._inputs)
+        self._inputs.update(new_storages)
         self._max_elements = max(self._max_elements, _count_elements(args, kwargs))
         hidden: Tensor | None = None
 
-        def given(value: Any) -> Any:
-            # As in training, the first floating-point tensor carries a gradient, that of the block before.
+        def track_hidden(value: Any) -> Any:
+            # As in training, the first floating-point tensor, the hidden states, requires a gradient.
             nonlocal hidden
             if hidden is not None or not (isinstance(value, Tensor) and value.is_floating_point()):
                 return value
@@ -290,9 +298,9 @@ class BudgetedBlocks:
             return value.detach().requires_grad_()
 
         with torch.enable_grad(), OperatorRecorder(block) as recorder:
-            positional = [given(each) for each in args]
-            result = original(*positional, **{name: given(each) for name, each in kwargs.items()})
-        self.profiles.append(recorder.build_profile(sum(each.nbytes() for each in new), hidden))
+            positional = [track_hidden(each) for each in args]
+            result = original(*positional, **{name: track_hidden(each) for name, each in kwargs.items()})
+        self.profiles.append(recorder.build_profile(sum(each.nbytes() for each in new_storages), hidden))
         self._block_indices.append(index)
         return _detach(result)
 
@@ -309,7 +317,7 @@ def _make_contexts(choice: SavedActivations) -> Any:
 
 
 def find_undecided(parts: Sequence[object]) -> list[BudgetedBlocks]:
-    """Return those parts that have a budget of which nothing is chosen yet; the same on all ranks."""
+    """Return the parts with a budget for which nothing has been chosen; the same on all ranks."""
     return [each for each in parts if isinstance(each, BudgetedBlocks) and each.needs_choice]
 
 
@@ -320,32 +328,38 @@ def choose_saved_activations(
     backward_starts: Sequence[BackwardStart],
     world: World,
 ) -> None:
-    """Choose what all blocks of a rank hold; see [Note: equal communication]. Collective over `world`, all ranks.
+    """Choose what all blocks of a rank save; see [Note: equal communication]. Collective over `world`, all ranks.
 
-    Each of the `stages` of this rank has a rehearsal, which runs a forward without gradients of a microbatch as large
-    as those of the run, and the ranks that train it. Most may be held at `backward_starts`.
+    Args:
+        stages: blocks of each pipeline stage of this rank.
+        dry_runs: for each stage, runs a forward without gradients of a micro-batch as large as those of the run.
+        worlds: for each stage, the ranks that train it.
+        backward_starts: the times at which most bytes may be saved.
+
+    Raises:
+        ConfigError: the budget is too small, even if everything is recomputed.
     """
-    for stage, rehearse in zip(stages, dry_runs, strict=True):
+    for stage, dry_run in zip(stages, dry_runs, strict=True):
         with stage.measure():
-            rehearse()
+            dry_run()
     budget_gb = stages[0].budget_gb
     limit = int(budget_gb * 1e9)
-    choices = ActivationPlan([each.profiles for each in stages], backward_starts)
-    (smallest,) = world.reduce_ints([choices.peak_bytes], dist.ReduceOp.MAX)
-    if smallest > limit:
+    plan = ActivationPlan([each.profiles for each in stages], backward_starts)
+    (min_bytes,) = world.reduce_ints([plan.peak_bytes], dist.ReduceOp.MAX)
+    if min_bytes > limit:
         raise ConfigError(
             f"activation_checkpointing: budget_gb={budget_gb:g} cannot be met: where all is computed again, blocks "
-            f"still hold their inputs, and one of them all its backward needs; a rank has {_format_gb(smallest)} GB "
+            f"still hold their inputs, and one of them all its backward needs; a rank has {_format_gb(min_bytes)} GB "
             "then. "
-            f"Set budget_gb to at least {_format_gb(smallest)}, or use smaller microbatches or shorter sequences."
+            f"Set budget_gb to at least {_format_gb(min_bytes)}, or use smaller microbatches or shorter sequences."
         )
-    choices.fill_budget(limit)
-    for index, own in enumerate(worlds):
-        holds = [int(each.saves_all or COMMUNICATION_KEY in each.operator_keys) for each in choices.saved[index]]
-        choices.release_operator(index, COMMUNICATION_KEY, own.reduce_ints(holds, dist.ReduceOp.MIN))
-    choices.fill_remaining(limit)
-    for stage, made in zip(stages, choices.saved, strict=True):
-        stage.set_saved(made)
+    plan.fill_budget(limit)
+    for index, stage_world in enumerate(worlds):
+        can_save = [int(each.saves_all or COMMUNICATION_KEY in each.operator_keys) for each in plan.saved[index]]
+        plan.release_operator(index, COMMUNICATION_KEY, stage_world.reduce_ints(can_save, dist.ReduceOp.MIN))
+    plan.fill_remaining(limit)
+    for stage, stage_saved in zip(stages, plan.saved, strict=True):
+        stage.set_saved(stage_saved)
 
 
 def _format_gb(size: int) -> str:

@@ -1,4 +1,4 @@
-"""What `activation_checkpointing` may be besides false, true, "full" and "selective". No torch in this module."""
+"""Values of `activation_checkpointing` besides false, true, "full" and "selective". Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..base.validation import FrozenModel
 
 
 class ActivationOptions(FrozenModel):
-    """Activations within a budget, or in host memory."""
+    """Activations within a memory budget, or in host memory."""
 
     budget_gb: float | None = Field(
         default=None,
@@ -32,11 +32,11 @@ class ActivationOptions(FrozenModel):
 
 
 ActivationCheckpointing: TypeAlias = bool | Literal["full", "selective"] | ActivationOptions
-"""The option of strategies."""
+"""Type of the option `activation_checkpointing` of strategies."""
 
 
 def activation_field(saved: str = "every second matrix product and attention") -> Any:
-    """Return a config's field `activation_checkpointing`; `saved` is what "selective" does not recompute."""
+    """Return a config's field `activation_checkpointing`; `saved` names what "selective" does not recompute."""
     return Field(
         default=False,
         description="Compute the activations of each block again in backward: true or full: all; selective: all but "
@@ -53,5 +53,5 @@ def format_activation_option(value: ActivationCheckpointing) -> str:
 
 
 def needs_identical_operators(value: ActivationCheckpointing) -> bool:
-    """Return whether the recomputation of a block must call the operators of its forward, since results are held."""
+    """Return whether recomputation must call the same operators as the forward, because some results are saved."""
     return value == "selective" or (isinstance(value, ActivationOptions) and value.budget_gb is not None)

@@ -1,14 +1,15 @@
-"""A model with an adapter of peft, where its values come from, and which base lies below it.
+"""A model with a peft adapter: the source of its values, and its base.
 
-peft draws the adapter, whatever the base is: for a base on the meta device its parameters are replaced meanwhile by
-tensors on the CPU that are NaN everywhere and take no memory. So an adapter that starts from values of the base is
-recognized by NaN in it, and is refused, except for copies of whole modules, which are read as the base's, and the
-magnitudes of DoRA, which are computed from the base's rows, a few at a time. A rank holds all of what is drawn.
+peft initializes the adapter without values of the base. For a base on the meta device, the base's parameters are
+replaced during initialization by CPU tensors that are NaN everywhere and take no memory. An adapter that starts from
+values of the base then contains NaN, and is rejected. Two cases are supported: copies of full modules, which are read
+as the base's, and the magnitudes of DoRA, which are computed from a few rows of the base at a time. Each rank holds the
+full initialized adapter.
 
-[Note: the base] An adapter is of use only with the base that it was trained on. A base is identified by where its files
-are, and by a fingerprint of what they hold, so that it may be moved. What comes from it and does not train is in no
-checkpoint. A model of an unknown base (made by a script, with weights of its own) is saved in full.
-Source: Hu et al. 2021, arXiv:2106.09685; Liu et al. 2024, arXiv:2402.09353 (DoRA); peft.
+[Note: the base] An adapter is useful only with the base that it was trained on. A base is identified by the location of
+its files and by a fingerprint of their content, so it may be moved. Frozen weights of the base are not stored in
+checkpoints. A model of an unknown base (built by a script, with its own weights) is saved in full. Source: Hu et al.
+2021, arXiv:2106.09685; Liu et al. 2024, arXiv:2402.09353 (DoRA); peft.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from .model_files import InMemoryReader, TensorReader, open_safetensors, open_we
 from .weights import Weights, has_meta_tensors, load_weights, move_to_meta, replace_parameters
 
 BASE_FILE = "meshwright_base.json"
-"""The file of an adapter's directory that names its base; peft ignores it."""
+"""File in an adapter's directory that names its base; peft ignores it."""
 ADAPTER_CONFIG = "adapter_config.json"
-"""Name of the file with an adapter's config, as peft has it."""
+"""peft's name of the file with an adapter's configuration."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _ELEMENTS_AT_ONCE = 1 << 24
-"""So many elements of a base weight are read together."""
+"""Number of elements of a base weight that are read at a time."""
 _NUM_SAMPLED_ROWS, _NUM_SAMPLED_ELEMENTS = 4, 512
-"""Of each tensor, so many rows go into a fingerprint, and of each so many elements."""
+"""Number of rows of each tensor, and of elements of each row, that a fingerprint samples."""
 _INIT_HINT = (
     "Values of the base are read only when the model has been sharded: use an adapter that is drawn without them "
     "(init_lora_weights=true, gaussian or orthogonal), or resume from one that is saved."
@@ -59,7 +60,7 @@ _INIT_HINT = (
 
 @dataclass(frozen=True)
 class BaseModelRef:
-    """The model below adapters: its absolute directory, or its hub id and revision; see `compute_fingerprint`."""
+    """Reference to the base of adapters: absolute directory, or Hub id and revision; see `compute_fingerprint`."""
 
     path: str
     revision: str | None
@@ -72,46 +73,48 @@ class BaseModelRef:
 
 @dataclass(frozen=True)
 class BaseParameters:
-    """The base of an adapted model, and the name in its files of each parameter that has its values from there."""
+    """The base of an adapted model. `names`: parameters with values from the base, and their names in its files."""
 
     base: BaseModelRef
     names: Mapping[str, str]
 
 
 def attach_base(model: nn.Module, base: BaseModelRef, names: Iterable[str]) -> None:
-    """Attach its base to an adapted model, given the names of the base's own parameters."""
-    known = set(names)
-    named = {name: to_base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    model.meshwright_base = BaseParameters(base, {name: below for name, below in named.items() if below in known})
+    """Attach its base to an adapted model; `names` are those of the base's own parameters."""
+    base_names = set(names)
+    all_names = {name: to_base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    model.meshwright_base = BaseParameters(
+        base, {name: base_name for name, base_name in all_names.items() if base_name in base_names}
+    )
 
 
 def get_base(model_parts: Sequence[nn.Module]) -> BaseParameters | None:
-    """Return what `attach_base` has attached to the model of these parts; None for others."""
-    found: BaseParameters | None = getattr(model_parts[0], "meshwright_base", None) if model_parts else None
-    return found
+    """Return what `attach_base` attached to the model; None if nothing."""
+    base: BaseParameters | None = getattr(model_parts[0], "meshwright_base", None) if model_parts else None
+    return base
 
 
 def find_frozen_base_parameters(model_parts: Sequence[nn.Module]) -> frozenset[str]:
-    """Return the names of parameters that a checkpoint need not hold: those of the base that do not train."""
-    found = get_base(model_parts)
-    if found is None:
+    """Return the names of frozen parameters of the base, which a checkpoint may omit."""
+    base = get_base(model_parts)
+    if base is None:
         return frozenset()
     trained = {name for part in model_parts for name, value in part.named_parameters() if value.requires_grad}
-    return frozenset(found.names.keys() - trained)
+    return frozenset(base.names.keys() - trained)
 
 
 def get_adapter_configs(model: nn.Module) -> dict[str, Any]:
-    found = getattr(model, "peft_config", None)
-    return dict(found) if isinstance(found, dict) else {}
+    configs = getattr(model, "peft_config", None)
+    return dict(configs) if isinstance(configs, dict) else {}
 
 
 def get_adapter_subfolder(name: str) -> str:
-    """Return the folder of an adapter below that of all: peft has no folder for "default"."""
+    """Return an adapter's folder relative to that of all adapters; peft has none for "default"."""
     return "." if name == "default" else name
 
 
 def compute_fingerprint(directory: Path, *, allow_pickle: bool = False) -> str:
-    """Return a digest of the weight files of a directory: each tensor's name, shape, dtype, and values of four rows."""
+    """Return a digest of a directory's weight files: each tensor's name, shape, dtype, and values of four rows."""
     digest = hashlib.sha256()
     for name, source in sorted(open_weights(directory, allow_pickle=allow_pickle).items()):
         digest.update(json.dumps([name, list(source.shape), str(source.dtype)]).encode())
@@ -121,7 +124,7 @@ def compute_fingerprint(directory: Path, *, allow_pickle: bool = False) -> str:
 
 
 def _iter_samples(source: TensorReader) -> Iterator[bytes]:
-    # A vector is one row.
+    # A vector is a single row.
     outer, inner = (source.shape[:1], source.shape[1:]) if len(source.shape) > 1 else ([], source.shape)
     if 0 in source.shape:
         return
@@ -135,7 +138,7 @@ def _iter_samples(source: TensorReader) -> Iterator[bytes]:
 
 
 def read_base(directory: Path) -> BaseModelRef | None:
-    """Return the base that a run has recorded with an adapter; None if it has not."""
+    """Return the base that a run recorded with an adapter; None if there is no record."""
     path = directory / BASE_FILE
     if not path.is_file():
         return None
@@ -149,11 +152,11 @@ def read_base(directory: Path) -> BaseModelRef | None:
 
 
 ReadRectangle = Callable[[Sequence[int], Sequence[int]], Tensor]
-"""Reads the rectangle at offsets, of sizes."""
+"""Reads the rectangle of given sizes at given offsets."""
 
 
 class AdapterWeights:
-    """Values of an adapted model by peft's names: those of the base, and `adapter` ones; `Weights` of it."""
+    """Values of an adapted model by peft's names: those of `base` and those of `adapter`. Implements `Weights`."""
 
     def __init__(self, base: Weights | None, adapter: Mapping[str, ReadRectangle]) -> None:
         self.base, self._adapter = base, adapter
@@ -177,11 +180,17 @@ def add_adapter(
     seed: int,
     adapter_dir: str | Path | None = None,
 ) -> tuple[nn.Module, Weights | None]:
-    """Put an adapter into a model, in place, trainable, under peft's name for it, "default". No communication.
+    """Add a trainable adapter to a model in place, under peft's name "default". No communication.
 
-    Values are those that one process gets from `torch.manual_seed(seed)` and `peft.get_peft_model`. Without
-    `peft_config` it is that of `adapter_dir`, a saved adapter to continue. Return the `PeftModel`, on the meta device
-    where the model was, and its values; like `weights`, None for a model that has its values.
+    Values are those of `torch.manual_seed(seed)` and `peft.get_peft_model` in one process.
+
+    Args:
+        weights: values of a model on the meta device; None for a model that has its values.
+        peft_config: peft's configuration; None: that of `adapter_dir`.
+        adapter_dir: directory of a saved adapter to continue.
+
+    Returns:
+        The `PeftModel`, on the meta device if the model was, and its values; None if `weights` is None.
     """
     import_peft()
     directory = None if adapter_dir is None else Path(adapter_dir)
@@ -210,21 +219,28 @@ def add_adapter(
 
 
 def collect_adapter_weights(adapted: nn.Module, weights: Weights, files: Mapping[str, TensorReader]) -> Weights:
-    """Return the values of a model whose adapter was drawn over stand-ins, or is in `files`; leave it on meta."""
-    own: dict[str, ReadRectangle] = {
+    """Return the values of a model whose adapter was initialized over NaN placeholders, or is in `files`.
+
+    The model is on the meta device afterwards.
+    """
+    readers: dict[str, ReadRectangle] = {
         name: partial(_compute_row_norms, weights, path, each) for name, path, each in iter_dora_magnitudes(adapted)
     }
-    drawn = {
+    initialized = {
         name: parameter.detach()
         for name, parameter in adapted.named_parameters(remove_duplicate=False)
-        if name not in own and to_base_name(name) not in weights
+        if name not in readers and to_base_name(name) not in weights
     }
-    wrong = next((name for name, value in drawn.items() if name not in files and bool(value.isnan().any())), None)
-    if wrong is not None:
-        raise ModelError(f"{wrong} starts from values of the base model. {_explain_base_dependence(adapted, wrong)}")
+    invalid = next(
+        (name for name, value in initialized.items() if name not in files and bool(value.isnan().any())), None
+    )
+    if invalid is not None:
+        raise ModelError(
+            f"{invalid} starts from values of the base model. {_explain_base_dependence(adapted, invalid)}"
+        )
     move_to_meta(adapted)
-    own |= {name: InMemoryReader(value).read for name, value in drawn.items()}
-    return AdapterWeights(weights, own | {name: each.read for name, each in files.items()})
+    readers |= {name: InMemoryReader(value).read for name, value in initialized.items()}
+    return AdapterWeights(weights, readers | {name: each.read for name, each in files.items()})
 
 
 def _explain_base_dependence(adapted: nn.Module, name: str) -> str:
@@ -242,20 +258,20 @@ def _explain_base_dependence(adapted: nn.Module, name: str) -> str:
 def _compute_row_norms(
     base: Weights, path: str, factors: DoraFactors, offsets: Sequence[int], sizes: Sequence[int]
 ) -> Tensor:
-    """Return norms of rows of a weight with its adapter, as peft takes them, in the dtype of the base."""
+    """Return row norms of a weight with its adapter, as peft computes them, in the dtype of the base."""
     (start,), (size,), columns = offsets, sizes, factors.right.shape[1]
-    found = []
+    norms = []
     step = max(1, _ELEMENTS_AT_ONCE // columns)
     for begin in range(start // step * step, start + size, step):
         first, end = max(begin, start), min(begin + step, start + size)
-        turn = -1 if factors.is_transposed else 1
-        rows = base.read(f"{path}.weight", (first, 0)[::turn], (end - first, columns)[::turn]).to(factors.dtype)
-        found.append(factors.compute_norms(rows, first, slice(begin, begin + step)))
-    return torch.cat(found)
+        order = -1 if factors.is_transposed else 1
+        rows = base.read(f"{path}.weight", (first, 0)[::order], (end - first, columns)[::order]).to(factors.dtype)
+        norms.append(factors.compute_norms(rows, first, slice(begin, begin + step)))
+    return torch.cat(norms)
 
 
 def read_adapter_config(directory: Path) -> Any:
-    """Return peft's configuration of a saved adapter, to be trained."""
+    """Return peft's configuration of a saved adapter, set to training mode."""
     peft = import_peft()
     path = directory / ADAPTER_CONFIG
     if not path.is_file():
@@ -268,7 +284,7 @@ def read_adapter_config(directory: Path) -> Any:
         read_json_object(path)
         config: Any = peft.PeftConfig.from_pretrained(str(directory))
     except Exception as error:
-        # peft raises whatever the values meet.
+        # peft raises errors of any type for invalid values.
         raise ModelError(
             f"{path} is no configuration of an adapter: {explain_library_error(error)}. Write it again."
         ) from None
@@ -277,7 +293,7 @@ def read_adapter_config(directory: Path) -> Any:
 
 
 def open_adapter_tensors(directory: Path, adapted: nn.Module) -> dict[str, TensorReader]:
-    """Return the tensors of a saved adapter by the names of the model; refuse another adapter or base."""
+    """Return the tensors of a saved adapter by name in the model. Raises ModelError for another adapter or base."""
     path = directory / ADAPTER_WEIGHTS
     if not path.is_file():
         raise ModelError(
@@ -292,15 +308,15 @@ def open_adapter_tensors(directory: Path, adapted: nn.Module) -> dict[str, Tenso
             f"{path} lacks {len(lost)} tensors of the adapter that its configuration describes, such as {lost[0]}."
             f"{suggest_match(lost[0], stored)} Give the configuration that it was saved with, and the same base model."
         )
-    # Whole embeddings may be saved with the adapter, instead of the base's.
+    # The adapter's file may hold full embeddings that replace the base's.
     names |= {key: key for key in stored.keys() & shapes.keys()}
-    foreign = sorted(stored.keys() - names.keys())
-    if foreign:
+    unexpected = sorted(stored.keys() - names.keys())
+    if unexpected:
         raise ModelError(
-            f"{path} holds {len(foreign)} tensors that this adapter has no place for, such as {foreign[0]}."
-            f"{suggest_match(foreign[0], names)} It belongs to another base model or configuration."
+            f"{path} holds {len(unexpected)} tensors that this adapter has no place for, such as {unexpected[0]}."
+            f"{suggest_match(unexpected[0], names)} It belongs to another base model or configuration."
         )
-    # What is tied is read once, as the embedding has it.
+    # Tied weights are read once, in the embedding's layout.
     names = {key: name for key, name in names.items() if not is_transposed(name)}
     for key, name in names.items():
         if stored[key].shape != shapes[name]:
@@ -308,7 +324,7 @@ def open_adapter_tensors(directory: Path, adapted: nn.Module) -> dict[str, Tenso
                 f"{path}: {key} is {tuple(stored[key].shape)}, and that of this base model {tuple(shapes[name])}. The "
                 f"adapter belongs to another base model or configuration."
             )
-    found = {id(adapted.get_parameter(name)): stored[key] for key, name in names.items() if name in parameters}
+    readers = {id(adapted.get_parameter(name)): stored[key] for key, name in names.items() if name in parameters}
     buffers = {name: stored[key] for key, name in names.items() if name not in parameters}
-    # What is tied is known by each of its names.
-    return buffers | {name: found[id(each)] for name, each in parameters.items() if id(each) in found}
+    # Tied parameters have all of their names.
+    return buffers | {name: readers[id(each)] for name, each in parameters.items() if id(each) in readers}

@@ -1,8 +1,8 @@
-"""Read what a run file says of adapters: `model.peft`, and a directory that holds one to resume from.
+"""Read the adapter options of a run file: `model.peft`, and the directory of a saved adapter to resume from.
 
-Options are those of peft's own configuration, and peft checks their values. Refused are initialisations that change the
-base (PiSSA, OLoRA, ...), so that an adapter would be of no use with the base that everybody has; and names that nothing
-bears, which peft ignores.
+Options are the fields of peft's configuration, and peft checks their values. Initializations that change the base
+(PiSSA, OLoRA, ...) are rejected, because such an adapter would be useless with the published base. Names that match
+nothing in the model, which peft ignores, are rejected too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _EXCLUDED_FIELDS = {"peft_type", "auto_mapping", "peft_version", "inference_mode
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """Adapters of a run: peft's configuration, the directory of a saved adapter to resume from, dtype of the base."""
+    """Adapter options of a run: peft's configuration, a saved adapter to resume from, dtype of the base."""
 
     config: Any
     directory: Path | None = None
@@ -49,7 +49,7 @@ class AdapterOptions:
 
 
 def parse_adapter_options(section: Any, *, where: str = "model.peft") -> AdapterOptions:
-    """Read `{type: lora, r: 16, adapter: ..., base_dtype: ...}` or a configuration of peft; errors name it `where`."""
+    """Read `{type: lora, r: 16, adapter: ..., base_dtype: ...}` or a peft configuration; errors name it `where`."""
     import_peft()
     if not isinstance(section, Mapping):
         from peft import PeftConfig
@@ -58,15 +58,17 @@ def parse_adapter_options(section: Any, *, where: str = "model.peft") -> Adapter
             raise ConfigError(f"{where} must be a mapping of options or a configuration of peft, not {section!r:.200}.")
         _find_config_class(_get_peft_type(section), where)
         return AdapterOptions(_check_config(copy.deepcopy(section), where))
-    given = {str(key): value for key, value in section.items()}
-    own = {key: given.pop(key) for key in ADAPTER_KEYS if key in given}
+    fields = {str(key): value for key, value in section.items()}
+    own_options = {key: fields.pop(key) for key in ADAPTER_KEYS if key in fields}
     directory = None
-    if own.get("adapter") is None:
-        config = _build_config(_find_config_class(own.get("type"), where), given, where)
+    if own_options.get("adapter") is None:
+        config = _build_config(_find_config_class(own_options.get("type"), where), fields, where)
     else:
-        directory = Path(str(own["adapter"])).expanduser()
-        config = _merge_options(read_adapter_config(directory), own.get("type"), given, directory, where)
-    return AdapterOptions(_check_config(config, where), directory, _parse_base_dtype(own.get("base_dtype"), where))
+        directory = Path(str(own_options["adapter"])).expanduser()
+        config = _merge_options(read_adapter_config(directory), own_options.get("type"), fields, directory, where)
+    return AdapterOptions(
+        _check_config(config, where), directory, _parse_base_dtype(own_options.get("base_dtype"), where)
+    )
 
 
 def apply_adapter(
@@ -78,15 +80,15 @@ def apply_adapter(
     seed: int,
     where: str,
 ) -> tuple[nn.Module, Weights | None]:
-    """Put the adapter of a run into a model; see `add_adapter`. Without a known base the model is saved in full."""
-    own, config = _prepare_config(options, model, base, where)
+    """Add the adapter of a run to a model; see `add_adapter`. Without a known base the model is saved in full."""
+    base_names, config = _prepare_config(options, model, base, where)
     adapted, values = add_adapter(model, weights, config, seed=seed, adapter_dir=options.directory)
-    _record_base(adapted, base, own)
+    _record_base(adapted, base, base_names)
     return adapted, values
 
 
 class ExternalAdapterInjection:
-    """An adapter that other code injects into a base on the meta device, whose parameters are stand-ins until then."""
+    """An adapter that other code injects into a base on the meta device, with placeholders as parameters until then."""
 
     def __init__(
         self, model: nn.Module, weights: Weights, options: AdapterOptions, base: BaseModelRef | None, *, where: str
@@ -96,7 +98,7 @@ class ExternalAdapterInjection:
         replace_parameters(model, create_nan_placeholder)
 
     def finish(self, adapted: nn.Module) -> Weights:
-        """Return the values of the adapted model, and leave it on the meta device."""
+        """Return the values of the adapted model, and move it to the meta device."""
         values = collect_adapter_weights(tie_adapters(adapted), self._weights, {})
         _record_base(adapted, self._base, self._base_names)
         return values
@@ -105,7 +107,7 @@ class ExternalAdapterInjection:
 def _prepare_config(
     options: AdapterOptions, model: nn.Module, base: BaseModelRef | None, where: str
 ) -> tuple[list[str], Any]:
-    """Return the names of a base's parameters, and a copy of the configuration, which peft may change."""
+    """Return the names of a base's parameters, and a copy of the configuration, which peft may modify."""
     check_target_names(options.config, model, where=where)
     if base is not None:
         check_adapter_base(options, base, where=where)
@@ -116,19 +118,19 @@ def _prepare_config(
 
 def _record_base(adapted: nn.Module, base: BaseModelRef | None, base_names: list[str]) -> None:
     if base is not None:
-        # peft has given it the name that the model bears.
+        # peft set it to the name of the model.
         for config in get_adapter_configs(adapted).values():
             config.base_model_name_or_path, config.revision = base.path, base.revision
         attach_base(adapted, base, base_names)
 
 
 def check_target_names(config: Any, model: nn.Module, *, where: str) -> None:
-    """Refuse names that nothing in the base bears: peft passes over them where another of a list is found."""
+    """Raise ModelError for target names that match nothing in the base; peft ignores them if another one matches."""
     modules = [name for name, _ in model.named_modules()]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for key, known in (("target_modules", modules), ("modules_to_save", modules), ("target_parameters", parameters)):
-        wanted = getattr(config, key, None)
-        for each in sorted(map(str, wanted)) if isinstance(wanted, list | tuple | set) else ():
+        targets = getattr(config, key, None)
+        for each in sorted(map(str, targets)) if isinstance(targets, list | tuple | set) else ():
             if not any(name == each or name.endswith(f".{each}") for name in known):
                 leaves = {name.rpartition(".")[2] for name in known} - {""}
                 raise ModelError(
@@ -139,18 +141,21 @@ def check_target_names(config: Any, model: nn.Module, *, where: str) -> None:
 
 
 def check_adapter_base(options: AdapterOptions, base: BaseModelRef, *, where: str = "model.peft") -> None:
-    """Refuse to continue an adapter of another base, which a run's own adapter knows by fingerprint. Others name one;
-    the user says with `base_model_name_or_path` that a copy is the same."""
+    """Raise ModelError for an adapter of another base.
+
+    An adapter of a run records the fingerprint of its base. Other adapters name their base. With
+    `base_model_name_or_path` the user declares that a copy is the same base.
+    """
     if options.directory is None:
         return
-    given, noted = f"{where}.adapter={str(options.directory)!r}", read_base(options.directory)
-    if noted is not None and noted.fingerprint != base.fingerprint:
+    given, known = f"{where}.adapter={str(options.directory)!r}", read_base(options.directory)
+    if known is not None and known.fingerprint != base.fingerprint:
         raise ModelError(
-            f"{given} is an adapter of another base: {noted}, and the model is {base}. Set model.path to the base that "
+            f"{given} is an adapter of another base: {known}, and the model is {base}. Set model.path to the base that "
             f"it was trained on."
         )
     named, is_same = options.config.base_model_name_or_path, options.config.__dict__.get("_same_base")
-    if noted is None and named and not is_same and not _is_same_path(str(named), base.path):
+    if known is None and named and not is_same and not _is_same_path(str(named), base.path):
         raise ModelError(
             f"{given} is an adapter of the base {named!r}, and model.path is {base.path!r}. Set model.path to that "
             f"base; or, if it is a copy of it, say so: {where}.base_model_name_or_path={named}."
@@ -193,7 +198,7 @@ def _build_config(config_cls: type, options: Mapping[str, Any], where: str) -> A
     try:
         return config_cls(**copy.deepcopy(dict(options)))
     except Exception as error:
-        # Each configuration of peft checks its own, with errors of all kinds.
+        # peft's configurations check their fields with errors of several types.
         raise ConfigError(f"{where}: peft refuses {dict(options)}: {explain_library_error(error)}") from None
 
 
@@ -203,9 +208,9 @@ def _merge_options(saved: Any, kind: Any, options: Mapping[str, Any], directory:
         raise ConfigError(
             f"{where}.type={kind!r}, but {str(directory)!r} holds an adapter of type {_get_peft_type(saved)!r}."
         )
-    fresh = _build_config(type(saved), options, where)
+    new = _build_config(type(saved), options, where)
     for key in options:
-        before, now = _to_comparable(getattr(saved, key)), _to_comparable(getattr(fresh, key))
+        before, now = _to_comparable(getattr(saved, key)), _to_comparable(getattr(new, key))
         if before != now:
             raise ConfigError(
                 f"{where}.{key}={options[key]!r} is in conflict with the adapter {str(directory)!r}, which was made "
@@ -224,16 +229,16 @@ def _to_comparable(value: Any) -> Any:
 
 
 def _check_config(config: Any, where: str) -> Any:
-    """Return the configuration, if a causal LM on an unchanged base can train it."""
+    """Return the configuration if it trains a causal LM on an unchanged base; else raise ConfigError."""
     task = getattr(config.task_type, "value", config.task_type)
     if task not in (None, "CAUSAL_LM"):
         raise ConfigError(f"{where}.task_type={task!r} is not CAUSAL_LM, which is what is trained. Leave it out.")
     config.task_type = "CAUSAL_LM"
-    start = config.init_lora_weights
-    # Those that leave the base as it is.
-    if not isinstance(start, bool) and start not in ("gaussian", "orthogonal"):
+    init = config.init_lora_weights
+    # Initializations that leave the base unchanged.
+    if not isinstance(init, bool) and init not in ("gaussian", "orthogonal"):
         raise ConfigError(
-            f"{where}.init_lora_weights={start!r} is none of true, false, gaussian and orthogonal: it would change the "
+            f"{where}.init_lora_weights={init!r} is none of true, false, gaussian and orthogonal: it would change the "
             f"base or needs data, and the adapter would be of no use with the base that everybody has. Make the "
             f"adapter with peft, save it converted to the base, and resume from it: {where}.adapter."
         )

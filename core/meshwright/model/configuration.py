@@ -1,9 +1,9 @@
-"""Make and check the configuration of a run's model, without what builds models; and trust its code, or refuse it.
+"""Build and check the configuration of a run's model, and run its code only if the user trusts it. Builds no model.
 
-[Note: trust] A model on the hub may need classes that transformers lacks, in files beside its weights. To run them is
-to run whatever their author has written. So they run only where the run file names what has been read: a commit on the
-hub, or the digest of a directory's files. Those classes are registered with transformers' auto classes in this process;
-everywhere else nothing is trusted (`trust_remote_code=False`), and finds those classes.
+[Note: trust] A model on the Hub may need classes that transformers lacks, in files next to its weights. Running them
+means running any code that their author wrote. So they run only if the run file names the version that the user has
+read: a commit on the Hub, or the digest of a directory's files. The classes are then registered with transformers' auto
+classes in this process. All other calls pass `trust_remote_code=False`, and find the registered classes.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ..files.parsing import explain_library_error, read_json_object, read_json_o
 DTYPE_NAMES = ("float32", "bfloat16", "float64")
 PARALLEL_INIT = "parallel"
 INIT_METHODS = (PARALLEL_INIT, "transformers")
-"""How new weights are drawn; see `meshwright.model.pretrained.init_model_on_meta`."""
+"""Ways to initialize new weights; see `meshwright.model.pretrained.init_model_on_meta`."""
 SECTION_KEYS = (
     *("path", "revision", "model_type", "checkpoint", "dtype", "init", "allow_pickle", "trust_remote_code", "peft"),
 )
-"""Keys of the run file's section that are no fields of the configuration."""
+"""Keys of the run file's section that are not fields of the configuration."""
 MAX_LAYERS = 10_000
 
 
 def build_model_config(
     section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, directory: Path | None = None
 ) -> Any:
-    """Make the configuration of the run file's `model`; its positions must hold `seq_len` tokens.
+    """Build the configuration of a run file's section `model`; the model must support `seq_len` positions.
 
-    A tokenizer gives vocabulary and end-of-text id where the section leaves them out; without one the model type's own
-    vocabulary stays. Without a directory the section has a `model_type`.
+    A tokenizer gives the vocabulary size and the end-of-text id if the section omits them. Without one the model type's
+    default vocabulary stays. Without a directory the section must have a `model_type`.
     """
     fields = {key: value for key, value in section.items() if key not in SECTION_KEYS}
     check_choice(DTYPE_NAMES, section.get("dtype", "float32"), "model.dtype")
@@ -47,7 +47,7 @@ def build_model_config(
     if directory is not None:
         config = config_from_directory(directory, fields, with_weights="path" in section)
     else:
-        # The ids of a trained tokenizer replace those that the defaults of a published model name.
+        # The ids of a trained tokenizer replace those of a published model's defaults.
         ids = {"bos_token_id": None, "eos_token_id": getattr(tokenizer, "eos_token_id", None), "pad_token_id": None}
         size = {} if tokenizer is None else {"vocab_size": len(tokenizer)}
         config = config_from_mapping({"model_type": section["model_type"], **fields}, defaults=ids | size)
@@ -96,24 +96,26 @@ def check_model_type(model_type: str, *, where: str = "model") -> None:
 def config_from_mapping(
     fields: Mapping[str, Any], *, where: str = "model", defaults: Mapping[str, Any] | None = None
 ) -> Any:
-    """Make the Hugging Face configuration of fields, one of which is `model_type`; `defaults` replace those of the
-    type that has them."""
+    """Build the Hugging Face configuration of some fields, one of which is `model_type`.
+
+    `defaults` replace the type's own defaults, for fields that the type has.
+    """
     from transformers import CONFIG_MAPPING, AutoConfig
 
     model_type = str(fields.get("model_type"))
-    given = {key: value for key, value in fields.items() if key != "model_type"}
+    overrides = {key: value for key, value in fields.items() if key != "model_type"}
     check_model_type(model_type, where=where)
     _check_causal_lm(CONFIG_MAPPING[model_type], model_type)
     default = _call_transformers(partial(AutoConfig.for_model, model_type), {})
-    _check_fields(default, given, where)
-    values = {key: value for key, value in (defaults or {}).items() if hasattr(default, key) and key not in given}
-    return _call_transformers(partial(AutoConfig.for_model, model_type, **values), given)
+    _check_fields(default, overrides, where)
+    values = {key: value for key, value in (defaults or {}).items() if hasattr(default, key) and key not in overrides}
+    return _call_transformers(partial(AutoConfig.for_model, model_type, **values), overrides)
 
 
 def config_from_directory(
     path: Path, fields: Mapping[str, Any], *, where: str = "model", with_weights: bool = True
 ) -> Any:
-    """Return the configuration of a directory with some fields changed; errors name their source `where`."""
+    """Return the configuration of a directory with some fields changed; errors name the section as `where`."""
     from transformers import AutoConfig
 
     if not path.is_dir():
@@ -136,7 +138,7 @@ def config_from_directory(
     check_no_custom_code(path)
 
     def load(**changes: Any) -> Any:
-        # See [Note: trust]; transformers would ask on the terminal.
+        # See [Note: trust]; by default transformers would ask on the terminal.
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **changes)
 
     config = _call_transformers(load, {})
@@ -159,13 +161,13 @@ def _check_causal_lm(config_cls: type, model_type: str) -> None:
 def _check_fields(config: Any, fields: Mapping[str, Any], where: str = "model") -> None:
     from transformers import PreTrainedConfig
 
-    # A configuration takes any keyword, so a misspelt one would be kept and ignored.
+    # A configuration accepts any keyword, so a misspelled one would be stored and ignored.
     known = {key for key in config.to_dict() if not key.startswith("_")}
     known |= {*inspect.signature(type(config)).parameters, *config.attribute_map, "attn_implementation"} - {"kwargs"}
     _check_num_layers(fields, where)
     _check_kernel_names(fields, where, "name an implementation of transformers, such as 'sdpa'")
     if "rope_parameters" in known:
-        # Older names, which transformers reads into rope_parameters.
+        # Older names, which transformers converts to rope_parameters.
         known |= {"rope_theta", "rope_scaling"}
     for key, value in fields.items():
         if key not in known:
@@ -173,11 +175,11 @@ def _check_fields(config: Any, fields: Mapping[str, Any], where: str = "model") 
                 f"{where}.{key} is not a field of the {config.model_type} configuration.{suggest_match(key, known)} "
                 f"Fields: {', '.join(sorted(known))}."
             )
-        # Not by getattr: of fields that differ between layers, some configurations refuse to give one value.
+        # Not getattr: some configurations raise for fields that differ between layers.
         nested = vars(config).get(key)
         if isinstance(value, Mapping) and isinstance(nested, PreTrainedConfig):
             _check_fields(nested, value, f"{where}.{key}")
-        # Of these, transformers checks no types, and "no" would be true.
+        # transformers does not check these types, and "no" would be true.
         if isinstance(getattr(PreTrainedConfig, key, None), bool) and not isinstance(value, bool):
             raise ModelError(f"{where}.{key}={value!r:.200} must be true or false.")
 
@@ -191,7 +193,7 @@ def _iter_leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def _check_num_layers(fields: Mapping[str, Any], where: str) -> None:
-    """Refuse numbers of layers that would be made forever, whatever they are called in the configuration."""
+    """Raise ModelError for any number of layers that would take forever to build."""
     for key, value in _iter_leaves(fields):
         if key.endswith(("layer", "layers")) and isinstance(value, int) and value > MAX_LAYERS:
             raise ModelError(f"{where}.{key}={value} is more than {MAX_LAYERS:,} layers. Lower it.")
@@ -199,10 +201,10 @@ def _check_num_layers(fields: Mapping[str, Any], where: str) -> None:
 
 def _call_transformers(factory: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
     try:
-        # transformers adds to mappings that it is given, and a run is identified by those in its file.
+        # transformers modifies mappings that it is given, and a run is identified by those in its file.
         return factory(**copy.deepcopy(dict(fields)))
     except Exception as error:
-        # Each configuration class validates in its own way, with errors of several libraries.
+        # Configuration classes validate with errors from several libraries.
         raise ModelError(
             f"transformers refuses the model configuration {dict(fields)}: {explain_library_error(error)}"
         ) from error
@@ -214,18 +216,21 @@ _MAX_CODE_BYTES = 1 << 26
 
 
 def check_no_hub_kernels(path: Path, *, overridden: Iterable[str] = ()) -> None:
-    """Refuse a `config.json` with kernels of the hub, which transformers would run, except in fields `overridden`."""
-    given = set(overridden)
-    # transformers says what is wrong with a file that is no object.
+    """Raise ModelError for a `config.json` that names kernels of the Hub, which transformers would run.
+
+    Fields in `overridden` are not checked.
+    """
+    skipped = set(overridden)
+    # transformers reports a file that is not a JSON object.
     _check_kernel_names(
-        {key: value for key, value in read_json_object_or_empty(path).items() if key not in given},
+        {key: value for key, value in read_json_object_or_empty(path).items() if key not in skipped},
         str(path),
         f"set model.KEY in the run file, for instance to 'sdpa', or take it out of {path.name}",
     )
 
 
 def _check_kernel_names(values: Mapping[str, Any], source: str, remedy: str) -> None:
-    """Refuse kernels of the Hugging Face hub, "owner/name", as an implementation; KEY in `remedy` is replaced."""
+    """Raise ModelError for a Hub kernel, "owner/name", as an implementation; KEY in `remedy` is replaced."""
     for key, value in _iter_leaves(values):
         if "implementation" in key and isinstance(value, str) and "/" in value:
             raise ModelError(
@@ -235,50 +240,50 @@ def _check_kernel_names(values: Mapping[str, Any], source: str, remedy: str) -> 
 
 
 def is_commit(trusted: str | None) -> bool:
-    """Return whether what a user trusts is a commit on the hub, and not the digest of a directory."""
+    """Return whether the trusted version is a Hub commit, and not the digest of a directory."""
     return trusted is not None and len(trusted) == 40
 
 
 def register_trusted_code(
     directory: Path, trusted_version: str, *, commit: str | None, where: str = "model.trust_remote_code"
 ) -> None:
-    """Run the code that comes with a model, if it is that of the trusted commit or digest; register its classes."""
+    """Run the code that comes with a model and register its classes. Raises ModelError for another version."""
     if is_commit(trusted_version) and commit is None:
         raise ModelError(
             f"{where}={trusted_version!r} is a commit, and {directory} is a local directory. "
             f"{_format_trust_hint(directory, where)}"
         )
-    found = commit if is_commit(trusted_version) else compute_code_digest(directory)
-    if found != trusted_version:
+    actual = commit if is_commit(trusted_version) else compute_code_digest(directory)
+    if actual != trusted_version:
         raise ModelError(
-            f"{where}={trusted_version!r} is not what is there: the code in {directory} is {found}. Read it, and name "
+            f"{where}={trusted_version!r} is not what is there: the code in {directory} is {actual}. Read it, and name "
             "that."
         )
     from transformers.utils import HF_MODULES_CACHE
 
     Path(HF_MODULES_CACHE).mkdir(parents=True, exist_ok=True)
-    # Ranks copy the same files to one place, and import them from there.
+    # Ranks copy the same files to one directory, and import them from there.
     with FileLock(Path(HF_MODULES_CACHE) / ".meshwright.lock"):
         try:
             _register_classes(directory)
         except ModelError:
             raise
         except Exception as error:
-            # It is anybody's code.
+            # Arbitrary code may raise any error.
             raise ModelError(
                 f"the code of the model in {directory} cannot be run: {explain_library_error(error)}"
             ) from error
 
 
 def check_no_custom_code(directory: Path, *, where: str = "model.trust_remote_code") -> None:
-    """Refuse a model of a type that transformers does not know, which brings code of its own."""
+    """Raise ModelError for a model whose type transformers does not know, which comes with its own code."""
     from transformers import CONFIG_MAPPING
 
     values = read_json_object_or_empty(directory / "config.json")
     if isinstance(values.get("auto_map"), Mapping) and values.get("model_type") not in CONFIG_MAPPING:
-        named = ", ".join(sorted(path.name for path in directory.glob("*.py"))) or "no file of which is there"
+        file_names = ", ".join(sorted(path.name for path in directory.glob("*.py"))) or "no file of which is there"
         raise ModelError(
-            f"{directory} needs code of its own ({named}): transformers has no model type "
+            f"{directory} needs code of its own ({file_names}): transformers has no model type "
             f"{values.get('model_type')!r}. What comes with a model is not run. {_format_trust_hint(directory, where)}"
         )
 
@@ -313,22 +318,22 @@ def _register_classes(directory: Path) -> None:
         return get_class_from_dynamic_module(reference, str(directory))
 
     values = read_json_object_or_empty(directory / "config.json")
-    named = values.get("auto_map") or {}
-    if not {"AutoConfig", "AutoModelForCausalLM"} <= named.keys():
+    refs = values.get("auto_map") or {}
+    if not {"AutoConfig", "AutoModelForCausalLM"} <= refs.keys():
         raise ModelError(
-            f"{directory / 'config.json'} names no code of a causal LM (auto_map: {', '.join(named) or 'none'}). Take "
+            f"{directory / 'config.json'} names no code of a causal LM (auto_map: {', '.join(refs) or 'none'}). Take "
             f"trust_remote_code out, if transformers has the model itself."
         )
-    config_cls, model_cls = load(named["AutoConfig"]), load(named["AutoModelForCausalLM"])
+    config_cls, model_cls = load(refs["AutoConfig"]), load(refs["AutoModelForCausalLM"])
     AutoConfig.register(values.get("model_type"), config_cls, exist_ok=True)
     AutoModelForCausalLM.register(config_cls, model_cls, exist_ok=True)
-    # So that what is written brings the code along.
+    # So that `save_pretrained` also writes the code.
     config_cls.register_for_auto_class("AutoConfig")
     model_cls.register_for_auto_class("AutoModelForCausalLM")
     tokenizer = (read_json_object_or_empty(directory / "tokenizer_config.json").get("auto_map") or {}).get(
         "AutoTokenizer"
     )
-    found = [load(each) for each in (tokenizer if isinstance(tokenizer, list) else [tokenizer]) if each]
-    for tokenizer_cls in found[:1]:
+    tokenizer_classes = [load(each) for each in (tokenizer if isinstance(tokenizer, list) else [tokenizer]) if each]
+    for tokenizer_cls in tokenizer_classes[:1]:
         AutoTokenizer.register(config_cls, tokenizer_class=tokenizer_cls, exist_ok=True)
         tokenizer_cls.register_for_auto_class("AutoTokenizer")

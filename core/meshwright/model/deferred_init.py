@@ -1,14 +1,16 @@
-"""Give a model on the meta device its initial weights, without ever holding them all.
+"""Initialize a model on the meta device without ever holding all of its weights.
 
-A model of transformers draws its weights while it is built. Here it is built a second time, on the CPU, and each
+A model of transformers initializes its weights while it is built. Here it is built a second time, on the CPU, and each
 operator on a large tensor is recorded. So the memory of any tensor can be freed, and its value, or that of a shard,
-computed again from its own operators alone.
+recomputed from its own operators.
 
-With a seed of its own, an operator that fills a large tensor is recorded and not run: its values are drawn by tiles
-([Note: tiles] in `random_tiles`) when they are read, the same on every device and under every layout, but not those of
-transformers. What depends on other values (orthogonal matrices, say) is computed in full, from the same tiles. Without
-a seed, operators run at once on torch's own generator, whose state is recorded: values are those of transformers, bit
-for bit, at the price of drawing all of them on every rank, and once more when they are read.
+With a seed, an operator that fills a large tensor is recorded but not run: its values are sampled in tiles ([Note:
+tiles] in `random_tiles`) when they are read. They are the same on every device and under every layout, but differ from
+those of transformers. Values that depend on others (such as orthogonal matrices) are computed in full, from the same
+tiles.
+
+Without a seed, operators run immediately on torch's own generator, whose state is recorded. Values are bitwise
+identical to those of transformers, but every rank samples all of them, and samples them again when they are read.
 Source: the deferred initialization of torchdistx (Meta, 2022).
 """
 
@@ -35,9 +37,9 @@ from .model_files import to_slices
 from .random_tiles import FillOp, FillRecipe, TileGrid
 
 MIN_TRACKED_BYTES = 1 << 14
-"""Memory below this is never freed."""
+"""Smaller storages are never freed."""
 MAX_RESIDENT_BYTES = 1 << 28
-"""Large memory beyond this is freed, the least recently used first."""
+"""Maximum total size of large storages in memory; beyond it, the least recently used are freed."""
 _ELEMENTWISE_NAMES = (
     "abs",
     "add",
@@ -55,7 +57,7 @@ _ELEMENTWISE_NAMES = (
     "zero",
 )
 _ELEMENTWISE_OPS = frozenset(f"aten::{name}_" for name in _ELEMENTWISE_NAMES)
-"""Operators that write each element of a tensor by itself, if all other arguments are numbers."""
+"""Operators that write each element of a tensor independently, if all other arguments are numbers."""
 _CONSTANT_OPS = ("aten::fill_", "aten::zero_")
 
 
@@ -78,30 +80,27 @@ class _RecordedOp:
     reads: set[int]
     writes: set[int]
     outputs: tuple[_TensorRef | None, ...]
-    """Its results that are new large memory."""
+    """Its results that are new large storages."""
     rng_state: Tensor | None
-    """State of the random generator before."""
+    """State of the random generator before the call."""
     first_tile: int | None = None
-    """Number of its first tile, if it draws by tiles."""
+    """Number of its first tile, if it samples in tiles."""
     filled_storage: int | None = None
-    """The storage of which it writes all elements."""
+    """The storage that it fills completely."""
 
 
 class _InitRecorder(TorchDispatchMode):
-    """Records how large tensors get their values, and frees their memory until it is needed again.
-
-    One thing, since what is recorded, what is freed and what is drawn again are three sides of one table of tensors.
-    """
+    """Record how large tensors get their values, and free their memory until it is needed again."""
 
     def __init__(self, seed: int | None) -> None:
         super().__init__()
         self._seed, self._num_tiles = seed, 0
         self._ops_by_storage: dict[int, list[_RecordedOp]] = {}
         self._ops: list[_RecordedOp] = []
-        # Held, since a freed storage's key may come again; and how many elements it has, of which dtype.
+        # Kept alive, since the key of a deleted storage may be reused; and its number of elements and dtype.
         self._storages: dict[int, Any] = {}
         self._lengths: dict[int, tuple[int, torch.dtype]] = {}
-        # In the order of their last use.
+        # In the order of last use.
         self._resident: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,7 +116,10 @@ class _InitRecorder(TorchDispatchMode):
         state = torch.get_rng_state() if is_random else None
         result = func(*args, **kwargs)
         outputs = tuple(self._track(each) if isinstance(each, Tensor) else None for each in _to_tuple(result))
-        written = (args[place] if isinstance(place, int) else kwargs[place] for place in get_mutated_arguments(func))
+        written = (
+            args[argument] if isinstance(argument, int) else kwargs[argument]
+            for argument in get_mutated_arguments(func)
+        )
         writes = {get_storage_key(each)[0] for each in written} & used
         writes |= {ref.key for ref in outputs if ref is not None}
         if writes:
@@ -136,7 +138,7 @@ class _InitRecorder(TorchDispatchMode):
         return tensor[to_slices(offsets, sizes)]
 
     def _can_defer(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Return whether an operator fills a large tensor by itself, from numbers alone."""
+        """Return whether an operator fills a large tensor from numbers alone."""
         if not args or not isinstance(args[0], Tensor):
             return False
         key = get_storage_key(args[0])[0]
@@ -144,7 +146,7 @@ class _InitRecorder(TorchDispatchMode):
             return False
         if torch.Tag.nondeterministic_seeded in func.tags:
             return "generator" in get_schema_argument_names(func) and kwargs.get("generator") is None
-        # A tensor that has its values is changed at once.
+        # A tensor whose values are in memory is modified immediately.
         return get_operator_name(func) in _ELEMENTWISE_OPS and (
             key not in self._resident or get_operator_name(func) in _CONSTANT_OPS
         )
@@ -166,7 +168,7 @@ class _InitRecorder(TorchDispatchMode):
             self._ops_by_storage.setdefault(key, []).append(step)
 
     def _find_recipe(self, key: int) -> FillRecipe | None:
-        """Return how a storage is filled tile by tile; None if it is not."""
+        """Return how a storage is filled in tiles; None if it is not."""
         steps = self._ops_by_storage.get(key, [])
         first = max((index for index, step in enumerate(steps) if step.filled_storage == key), default=None)
         if self._seed is None or first is None:
@@ -178,9 +180,9 @@ class _InitRecorder(TorchDispatchMode):
         return FillRecipe(shape, self._lengths[key][1], tuple(fills), self._seed)
 
     def _track(self, tensor: Tensor) -> _TensorRef | None:
-        """Take up new large memory; return None for a view of what is known, or a small tensor."""
+        """Track a new large storage; return None for a small one or a view of a known one."""
         key, storage = get_storage_key(tensor)
-        # Memory of others (arrays of numpy) cannot be freed.
+        # Memory that torch does not own (numpy arrays) cannot be freed.
         if key in self._storages or storage.nbytes() < MIN_TRACKED_BYTES or not storage.resizable():
             return None
         self._storages[key] = storage
@@ -210,44 +212,44 @@ class _InitRecorder(TorchDispatchMode):
         if recipe is not None:
             return recipe.read([0] * len(recipe.shape), recipe.shape).flatten()
         needed, involved = {wanted}, {wanted}
-        chosen = []
+        needed_ops = []
         for step in reversed(self._ops):
             if step.writes & needed:
-                chosen.append(step)
-                # What was in a storage before all of it is filled is not needed.
+                needed_ops.append(step)
+                # The contents of a storage before it is filled completely are not needed.
                 needed = needed - {step.filled_storage} if step.filled_storage is not None else needed | step.reads
                 involved |= needed
         memory = {key: torch.empty(self._lengths[key][0], dtype=self._lengths[key][1]) for key in involved}
 
-        def real(value: Any) -> Any:
+        def resolve(value: Any) -> Any:
             return value.view(memory[value.key]) if isinstance(value, _TensorRef) else value
 
         state = torch.get_rng_state()
-        for step in reversed(chosen):
+        for step in reversed(needed_ops):
             if step.first_tile is not None and self._seed is not None:
-                target: Tensor = real(step.args[0])
+                target: Tensor = resolve(step.args[0])
                 fill = FillOp(step.operator, step.args[1:], step.kwargs, step.first_tile)
-                drawn = FillRecipe(tuple(target.shape), target.dtype, (fill,), self._seed)
-                target.copy_(drawn.read([0] * target.dim(), target.shape))
+                fill_recipe = FillRecipe(tuple(target.shape), target.dtype, (fill,), self._seed)
+                target.copy_(fill_recipe.read([0] * target.dim(), target.shape))
                 continue
             if step.rng_state is not None:
                 torch.set_rng_state(step.rng_state)
-            result = step.operator(*_map(real, step.args), **_map(real, step.kwargs))
+            result = step.operator(*_map(resolve, step.args), **_map(resolve, step.kwargs))
             for ref, each in zip(step.outputs, _to_tuple(result), strict=True):
                 if ref is not None and ref.key in memory:
-                    real(ref).copy_(each)
+                    resolve(ref).copy_(each)
         torch.set_rng_state(state)
         return memory[wanted]
 
     def _replace_by_refs(self, value: Any) -> Any:
-        """Replace large tensors by references, others by copies, since they may change afterwards."""
+        """Replace large tensors by references, and small ones by copies, since they may change later."""
 
-        def refer(each: Any) -> Any:
+        def replace(each: Any) -> Any:
             if not isinstance(each, Tensor):
                 return each
             return self._make_ref(each) if get_storage_key(each)[0] in self._storages else each.detach().clone()
 
-        return _map(refer, value)
+        return _map(replace, value)
 
     def _make_ref(self, tensor: Tensor) -> _TensorRef:
         key, _ = get_storage_key(tensor)
@@ -261,12 +263,15 @@ class _InitRecorder(TorchDispatchMode):
 
 
 class DeferredWeights:
-    """The initial values of all parameters and buffers of a model on the meta device; `Weights` of it.
+    """Initial values of all parameters and buffers of a model on the meta device; implements `Weights`.
 
     Args:
-        model: as built under `torch.device("meta")`, before anything changes it.
-        seed: of large tensors, which are drawn by tiles. None: all have the values of transformers, and the CPU's
-            generator advances as if the model had been built with memory.
+        model: as built under `torch.device("meta")`, before any change.
+        seed: seed of large tensors, which are sampled in tiles. None: all values are those of transformers, and the
+            CPU's generator advances as if the model had been built with memory.
+
+    Raises:
+        ModelError: the model cannot be initialized this way.
     """
 
     def __init__(self, model: nn.Module, *, seed: int | None = None) -> None:
@@ -289,7 +294,7 @@ class DeferredWeights:
             with self._recorder:
                 built = type(model)(copy.deepcopy(config))
         except Exception as error:
-            # Each class is built in its own way, and may read values that are not there.
+            # A class may read values that do not exist, and raise any error.
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
             raise ModelError(
                 f"{type(model).__name__} cannot be built from the meta device ({reason}). "
@@ -314,7 +319,7 @@ class DeferredWeights:
 
 
 def _to_fill(step: _RecordedOp, shape: tuple[int, ...]) -> FillOp | None:
-    """Return a recorded operator that writes elements of a tensor of this shape on their own; None for all others."""
+    """Return a recorded operator as an elementwise fill of a tensor of this shape; None if it is not one."""
     args, target = step.args[1:], step.args[0]
     if (
         step.first_tile is None and get_operator_name(step.operator) not in _ELEMENTWISE_OPS
@@ -326,7 +331,7 @@ def _to_fill(step: _RecordedOp, shape: tuple[int, ...]) -> FillOp | None:
         return None
     if tuple(target.size) == shape:
         return FillOp(step.operator, args, step.kwargs, step.first_tile)
-    # Rows of it, such as that of a padding token.
+    # Some rows, such as that of a padding token.
     columns, elements = shape[-1], target.size.numel()
     if step.first_tile is not None or len(shape) < 2 or target.offset % columns or elements % columns:
         return None
@@ -348,9 +353,9 @@ def _map(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _list_leaves(value: Any) -> list[Any]:
-    found: list[Any] = []
-    _map(found.append, value)
-    return found
+    leaves: list[Any] = []
+    _map(leaves.append, value)
+    return leaves
 
 
 def _to_tuple(result: Any) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
-"""The structure and size of a model, found from its modules and not from class names.
+"""Structure and size of a model, inferred from its modules and not from class names.
 
-A plugin answers for a model that these rules would get wrong through the hook `model_layout`.
+For a model that these rules describe wrongly, a plugin implements the hook `model_layout`.
 """
 
 from __future__ import annotations
@@ -16,59 +16,59 @@ from torch import nn
 from ..base.errors import ModelError
 
 EMBEDDING, HEAD, OTHER = "embedding", "head", "other"
-"""Parts of a model besides its blocks, as error texts and reports name them."""
+"""Parts of a model besides its blocks, as named in error texts and reports."""
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Fully qualified names in the unwrapped Hugging Face model."""
+    """The structure of a model. All names are fully qualified names in the unwrapped Hugging Face model."""
 
     stacks: tuple[tuple[str, ...], ...]
-    """The stacks of blocks, each a tuple of module names in the order in which they run."""
+    """The stacks of blocks, each a tuple of module names in execution order."""
     embedding: str | None
     head: str | None
-    """The output projection onto the vocabulary."""
+    """The output projection to the vocabulary."""
     tied: tuple[tuple[str, ...], ...]
-    """Groups of parameter names that are one parameter."""
+    """Groups of names that refer to the same parameter."""
 
     @property
     def blocks(self) -> tuple[str, ...]:
         return tuple(block for stack in self.stacks for block in stack)
 
     def find_part(self, name: str) -> str:
-        """Return the part (a block, `EMBEDDING`, `HEAD`, `OTHER`) of a parameter, given its first name."""
-        blocks, steps = frozenset(self.blocks), name.split(".")
-        around = [".".join(steps[:count]) for count in range(1, len(steps))]
-        other = EMBEDDING if self.embedding in around else HEAD if self.head in around else OTHER
-        return next((each for each in around if each in blocks), other)
+        """Return the part (a block, `EMBEDDING`, `HEAD` or `OTHER`) of a parameter, given its first name."""
+        blocks, components = frozenset(self.blocks), name.split(".")
+        ancestors = [".".join(components[:count]) for count in range(1, len(components))]
+        default = EMBEDDING if self.embedding in ancestors else HEAD if self.head in ancestors else OTHER
+        return next((each for each in ancestors if each in blocks), default)
 
 
 def sort_parts(parts: Iterable[str]) -> list[str]:
-    """Return each part once, in the order of a forward: the embedding, blocks as given, the head, all else."""
-    place = {EMBEDDING: 0, HEAD: 2, OTHER: 3}
-    return sorted(dict.fromkeys(parts), key=lambda part: place.get(part, 1))
+    """Return each part once, in forward order: embedding, blocks in the given order, head, others."""
+    rank = {EMBEDDING: 0, HEAD: 2, OTHER: 3}
+    return sorted(dict.fromkeys(parts), key=lambda part: rank.get(part, 1))
 
 
 def infer_layout(model: nn.Module) -> ModelLayout:
-    """Find stacks, embedding, head and tied parameters.
+    """Find the stacks, embedding, head and tied parameters of a model.
 
-    A stack is an outermost ModuleList whose members have submodules: lists inside a block (experts) and of plain layers
-    are none. Members without parameters are passed over: blocks that a stage of a pipeline does not hold.
+    A stack is an outermost ModuleList whose members have submodules. So lists inside a block (experts) and lists of
+    plain layers are not stacks. Members without parameters are skipped: they are blocks of other pipeline stages.
     """
     names: dict[Any, str] = {module: name for name, module in model.named_modules()}
     groups: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(parameter, []).append(name)
 
-    def named(accessor: str) -> str | None:
+    def find_name(accessor: str) -> str | None:
         with suppress(NotImplementedError, AttributeError):
             return names.get(getattr(model, accessor)())
         return None
 
     return ModelLayout(
         stacks=tuple(_find_stacks(model, "")),
-        embedding=named("get_input_embeddings"),
-        head=named("get_output_embeddings"),
+        embedding=find_name("get_input_embeddings"),
+        head=find_name("get_output_embeddings"),
         tied=tuple(tuple(group) for group in groups.values() if len(group) > 1),
     )
 
@@ -85,7 +85,7 @@ def _find_stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Elements of all parameters, a tied weight counted once, and of those that train."""
+    """Number of elements of all parameters, tied weights counted once, and of the trainable ones."""
 
     num_parameters: int
     num_trainable: int
@@ -93,7 +93,7 @@ class ModelSize:
 
 
 def compute_model_size(model: nn.Module) -> ModelSize:
-    """Return how many elements and bytes the parameters of a model have."""
+    """Return the number of elements of a model's parameters, and the bytes of an element of the first."""
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     width = parameters[0].element_size() if parameters else 0
@@ -110,7 +110,7 @@ def check_not_empty(model: nn.Module) -> None:
             )
 
 
-# -- tied weights: with a configuration that contradicts the modules, a saved model would load as another one
+# -- tied weights: if the configuration contradicts the modules, a saved model loads as a different one
 
 
 def set_tie_word_embeddings(config: Any, is_tied: bool) -> None:
@@ -119,21 +119,28 @@ def set_tie_word_embeddings(config: Any, is_tied: bool) -> None:
 
 
 def sync_tie_config(model: nn.Module) -> None:
-    """Set `tie_word_embeddings` in a configuration to what the modules are, unless only some of several are tied."""
+    """Set `tie_word_embeddings` in the configuration to match the modules.
+
+    It is unchanged if only some of several pairs of weights are tied.
+    """
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     config: Any = base.config if hasattr(base, "get_expanded_tied_weights_keys") else None
     if not hasattr(config, "tie_word_embeddings"):
         return
-    tied, wanted = copy.deepcopy(config), not config.tie_word_embeddings
-    set_tie_word_embeddings(tied, True)
+    tied_config, new_value = copy.deepcopy(config), not config.tie_word_embeddings
+    set_tie_word_embeddings(tied_config, True)
     try:
-        # Pairs of weights that the class ties if its configuration says so.
-        base.config = tied
+        # Pairs of weights that the class ties if configured to.
+        base.config = tied_config
         pairs = base.get_expanded_tied_weights_keys(all_submodels=False)
     finally:
         base.config = config
-    named = dict(base.named_parameters(remove_duplicate=False))
-    are_one = [named[name] is named[other] for name, other in pairs.items() if name in named and other in named]
-    if are_one and all(is_one is wanted for is_one in are_one):
-        set_tie_word_embeddings(config, wanted)
+    parameters = dict(base.named_parameters(remove_duplicate=False))
+    is_tied = [
+        parameters[name] is parameters[other]
+        for name, other in pairs.items()
+        if name in parameters and other in parameters
+    ]
+    if is_tied and all(is_one is new_value for is_one in is_tied):
+        set_tie_word_embeddings(config, new_value)
         base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)

@@ -1,10 +1,10 @@
-"""Tensors that remember how they come from stored ones, so that any rectangle can be read without the rest.
+"""Tensors that record how they are computed from stored ones, so that any rectangle can be read without the rest.
 
-A `Recorded` has a shape and a dtype but no values; results of torch functions on it are `Recorded` again. Reading a
-rectangle goes back through the functions: those that move values about (stack, concatenate, split, transpose, reshape)
-read the rectangles of their arguments that they need, any other reads its arguments whole. So transformers' own
-loading, which renames, merges, splits and casts what is in the files, runs on tensors that nobody has read yet.
-Source: https://pytorch.org/docs/stable/notes/extending.html#subclassing-torch-tensor.
+A `LazyTensor` has a shape and a dtype but no values; results of torch functions on it are `LazyTensor`s too. Reading a
+rectangle traverses the functions backwards. Functions that only move values (stack, concatenate, split, transpose,
+reshape) read the rectangles of their arguments that they need; all others read their arguments in full. So
+transformers' own loading, which renames, merges, splits and casts stored tensors, runs on tensors that have not been
+read. Source: https://pytorch.org/docs/stable/notes/extending.html#subclassing-torch-tensor.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import Tensor
 from .model_files import InMemoryReader, TensorReader, to_slices
 
 COMPARE_CHUNK_BYTES = 16 * 2**20
-"""Two recorded tensors are compared in pieces of about this size."""
+"""Approximate size of the chunks in which two lazy tensors are compared."""
 
 
 class LazyTensor(Tensor):
-    """A tensor on the meta device with a source of its values; it says that it is on the CPU, where they are read."""
+    """A tensor on the meta device with a source of its values. It reports the CPU, where they are read, as device."""
 
     source: TensorReader
 
     @staticmethod
     def from_source(source: TensorReader) -> LazyTensor:
-        recorded = torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(LazyTensor)
-        recorded.source = source
-        return recorded
+        lazy = torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(LazyTensor)
+        lazy.source = source
+        return lazy
 
     @property
     def device(self) -> torch.device:
@@ -52,18 +52,18 @@ class LazyTensor(Tensor):
         if name in _VALUE_OPS:
             return func(*_materialize(args), **_materialize(kwargs))
         if name.endswith("_like"):
-            # Made of the shape alone, with values of its own.
+            # Depends only on the shape, and gets its own values.
             blank = (
                 torch.empty(each.shape, dtype=each.dtype) if isinstance(each, LazyTensor) else each for each in args
             )
             return func(*blank, **kwargs)
-        # Wherever it is to go, it is read on the CPU. Strings are devices: functions of weights take no others.
+        # Ignore devices: values are read on the CPU. Functions on weights take no strings but devices.
         args = tuple(each for each in args if not isinstance(each, torch.device | str))
         kwargs.pop("device", None)
         try:
             result = super().__torch_function__(func, types, args, kwargs)
         except RuntimeError:
-            # What asks for values gets them, or shows its error.
+            # A function that needs values gets them, or raises its own error.
             return func(*_materialize(args), **_materialize(kwargs))
         if func is Tensor.data.__set__:
             args[0].source = _get_source(args[1])
@@ -75,14 +75,14 @@ class LazyTensor(Tensor):
             if any(each is argument for argument in args):
                 if name.endswith("_") and name not in _METADATA_OPS:
                     raise TypeError(f"{name} writes into weights that are still in their files")
-                continue  # `to` of the dtype that it has, `contiguous`
-            place = index if outputs is result else None
-            each.source = LazyCall(func, args, kwargs, place, each.shape, each.dtype, tuple(shapes))
+                continue  # `to` with the same dtype, `contiguous`
+            output_index = index if outputs is result else None
+            each.source = LazyCall(func, args, kwargs, output_index, each.shape, each.dtype, tuple(shapes))
         return result
 
 
 _METADATA_OPS = ("requires_grad_",)
-# On the meta device some of these fail, and some give what lies in memory that is not theirs.
+# On the meta device some of these fail, and some return values of unrelated memory.
 _VALUE_OPS = {"item", "tolist", "numpy", "allclose", "is_nonzero"}
 _VALUE_OPS |= {"__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
 
@@ -113,13 +113,13 @@ def _equal(one: Tensor, two: Tensor) -> bool:
         return torch.equal(*map(read_full, sources))
     length, *rest = one.shape
     rows = max(1, COMPARE_CHUNK_BYTES // max(1, one[0].numel() * one.element_size()))
-    places = (([start, *[0] * len(rest)], [min(rows, length - start), *rest]) for start in range(0, length, rows))
-    return all(torch.equal(*(each.read(*place) for each in sources)) for place in places)
+    rectangles = (([start, *[0] * len(rest)], [min(rows, length - start), *rest]) for start in range(0, length, rows))
+    return all(torch.equal(*(each.read(*rectangle) for each in sources)) for rectangle in rectangles)
 
 
 @dataclass(frozen=True)
 class LazyCall:
-    """One output of a torch function: number `index` of outputs with these `shapes`, or the only one (None)."""
+    """One output of a torch function: output `index` of several with these `shapes`, or the only one (None)."""
 
     func: Callable[..., Any]
     args: Sequence[Any]
@@ -135,12 +135,12 @@ class LazyCall:
         rule = _RULES.get(getattr(self.func, "__name__", ""))
         value = rule(self, list(offsets), list(sizes)) if rule is not None and self.shape else None
         if value is None:
-            whole = self.func(*_materialize(self.args), **_materialize(self.kwargs))
-            value = (whole if self.index is None else whole[self.index])[to_slices(offsets, sizes)]
+            result = self.func(*_materialize(self.args), **_materialize(self.kwargs))
+            value = (result if self.index is None else result[self.index])[to_slices(offsets, sizes)]
         return value
 
 
-# -- rules: each returns a rectangle of a call's output, or None if it cannot be cut
+# -- rules: each returns a rectangle of a call's output, or None if the output must be computed in full
 
 
 def _read_same(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor:
@@ -156,7 +156,7 @@ def _read_getitem(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tenso
 
 
 def _get_dim(call: LazyCall, ndim: int, position: int = 1) -> int:
-    """Return the argument `dim` of a call, which stands at a position."""
+    """Return the argument `dim` of a call, whose position is given."""
     dim = call.args[position] if len(call.args) > position else call.kwargs.get("dim", 0)
     return int(dim) % ndim
 
@@ -168,7 +168,7 @@ def _get_tensors(call: LazyCall) -> Any:
 def _read_cat(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor | None:
     dim, tensors = _get_dim(call, len(call.shape)), _get_tensors(call)
     if any(len(tensor.shape) != len(call.shape) for tensor in tensors):
-        return None  # empty ones of one dim are passed over
+        return None  # empty 1-D tensors are ignored
     start, parts = 0, []
     for tensor in tensors:
         first = max(offsets[dim], start)
@@ -183,16 +183,16 @@ def _read_cat(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor | 
 
 def _read_stack(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor:
     dim = _get_dim(call, len(call.shape))
-    chosen = _get_tensors(call)[offsets[dim] : offsets[dim] + sizes[dim]]
+    sources = _get_tensors(call)[offsets[dim] : offsets[dim] + sizes[dim]]
     result = torch.empty(sizes, dtype=call.dtype)
     del offsets[dim], sizes[dim]
-    for place, tensor in zip(result.unbind(dim), chosen, strict=True):
-        place.copy_(_read(tensor, offsets, sizes))
+    for target, tensor in zip(result.unbind(dim), sources, strict=True):
+        target.copy_(_read(tensor, offsets, sizes))
     return result
 
 
 def _read_split(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor:
-    """`chunk`, `split` and `tensor_split`, however the sizes were given: they follow from the outputs."""
+    """`chunk`, `split` and `tensor_split`, for any form of their sizes: offsets follow from the outputs."""
     dim = _get_dim(call, len(call.shape), position=2)
     offsets[dim] += sum(shape[dim] for shape in call.shapes[: call.index])
     return _read_same(call, offsets, sizes)
@@ -206,23 +206,23 @@ def _read_unbind(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor
 
 
 def _read_transpose(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor:
-    """`transpose`, and `t`, which has no arguments."""
-    given = [*call.args[1:], *(call.kwargs[name] for name in ("dim0", "dim1") if name in call.kwargs)] or (0, -1)
-    one, two = (int(dim) % len(call.shape) for dim in given)
+    """`transpose`, and `t`, which takes no dims."""
+    dims = [*call.args[1:], *(call.kwargs[name] for name in ("dim0", "dim1") if name in call.kwargs)] or (0, -1)
+    one, two = (int(dim) % len(call.shape) for dim in dims)
     for values in (offsets, sizes):
         values[one], values[two] = values[two], values[one]
     return _read_same(call, offsets, sizes).transpose(one, two)
 
 
 def _read_reshape(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tensor | None:
-    """Read dims that are merged or split in a reshape in whole rows of the group that they form."""
+    """Read full rows of each group of dims that a reshape merges or splits."""
     if any(isinstance(each, torch.dtype) for each in call.args):
-        return None  # `view` of the same bits as another dtype
+        return None  # `view` as another dtype
     source, shape = call.args[0].shape, call.shape
     if 0 in source:
         return None
     read_offsets, read_sizes = [0] * len(source), [1] * len(source)
-    # Of each group the first dim is cut as it is read; the others are whole then.
+    # The first dim of each group is cut when it is read; the others are read in full.
     lengths, cuts, rows, begin = list[int](), list[slice](), list(shape), list(offsets)
     for ins, outs in _group_dims(source, shape):
         in_row, out_row = (math.prod(of[dim] for dim in dims[1:]) for of, dims in ((source, ins), (shape, outs)))
@@ -239,18 +239,18 @@ def _read_reshape(call: LazyCall, offsets: list[int], sizes: list[int]) -> Tenso
 
 
 def _group_dims(source: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the smallest groups of dims with equally many elements before and after a reshape, without dims of 1."""
+    """Yield the smallest groups of dims with equal element counts before and after a reshape, without dims of 1."""
     before, after = (deque(dim for dim, size in enumerate(sizes) if size > 1) for sizes in (source, shape))
     while before:
         ins, outs = [before.popleft()], [after.popleft()]
-        have, want = source[ins[0]], shape[outs[0]]
-        while have != want:
-            if have < want:
+        size_before, size_after = source[ins[0]], shape[outs[0]]
+        while size_before != size_after:
+            if size_before < size_after:
                 ins.append(before.popleft())
-                have *= source[ins[-1]]
+                size_before *= source[ins[-1]]
             else:
                 outs.append(after.popleft())
-                want *= shape[outs[-1]]
+                size_after *= shape[outs[-1]]
         yield ins, outs
 
 

@@ -1,8 +1,8 @@
-"""The parameters of a base model with its adapters merged into them, one after the other, in bounded memory.
+"""Parameters of a base model with its adapters merged, yielded one at a time in bounded memory.
 
-peft's own code merges each wrapped layer alone: a copy of its wrapper without memory gets the full tensors of this
-layer, and gives the base's. So the result is that of `merge_and_unload`, bit for bit, in the memory of one layer. But
-of two tied weights of which one is adapted, both are given, as the adapted model computes with them;
+peft's own code merges each wrapped layer separately: a copy of the wrapper without memory gets the full tensors of this
+layer and returns the base's. So the result is bitwise identical to `merge_and_unload`, in the memory of one layer.
+There is one exception: if one of two tied weights is adapted, both are yielded, as the adapted model uses them.
 `merge_and_unload` adds the change to both.
 """
 
@@ -29,33 +29,33 @@ from ..tensors.gather_parameters import ParameterChunks, iter_full_parameters
 from .weights import set_tensor
 
 AdapterMode: TypeAlias = Literal["apart", "merged"]
-"""Whether adapters are given besides the base, by peft's names, or merged into it, by the base's."""
+"""Whether adapters are yielded separately by peft's names, or merged into the base by the base's names."""
 
 
 class AdapterMerger:
-    """How the active adapters of a model are merged, made before sharding; `names` are of the parameters needed."""
+    """Merge the active adapters of a model; created before sharding. `needed_names`: parameters that merging needs."""
 
     def __init__(self, model: nn.Module) -> None:
         layers = dict(iter_tuner_layers(model, outermost=True))
-        # Without memory; what is tied stays so.
+        # Without memory; tied parameters stay tied.
         empty: dict[int, Any] = {
             id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=False)
             for each in model.parameters()
         }
         self._layers: dict[str, Any] = copy.deepcopy(layers, empty)
-        first: dict[int, str] = {}
-        everywhere = dict(model.named_parameters(remove_duplicate=False))
-        self._first_names = {name: first.setdefault(id(each), name) for name, each in everywhere.items()}
-        # Heads that merging leaves tied to the embedding.
+        first_names: dict[int, str] = {}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._first_names = {name: first_names.setdefault(id(each), name) for name, each in parameters.items()}
+        # Heads that stay tied to the embedding after merging.
         self._unchanged_layers = find_tied_after_merge(model)
-        self._layer_by_parameter = {name: path for path in layers for name in everywhere if name.startswith(f"{path}.")}
-        # Layers that need the same parameters are merged together.
+        self._layer_by_parameter = {name: path for path in layers for name in parameters if name.startswith(f"{path}.")}
+        # Layers that share parameters are merged together.
         self._groups: list[list[str]] = []
         for path in self._layers:
-            needed = set(self._list_needed([path]))
-            meeting = [group for group in self._groups if needed & set(self._list_needed(group))]
-            apart = [group for group in self._groups if group not in meeting]
-            self._groups = [*apart, [*(each for group in meeting for each in group), path]]
+            path_names = set(self._list_needed([path]))
+            overlapping = [group for group in self._groups if path_names & set(self._list_needed(group))]
+            disjoint = [group for group in self._groups if group not in overlapping]
+            self._groups = [*disjoint, [*(each for group in overlapping for each in group), path]]
         self._group_by_parameter = {
             name: index for index, group in enumerate(self._groups) for name in self._list_needed(group)
         }
@@ -67,20 +67,23 @@ class AdapterMerger:
         )
 
     def merge(self, pairs: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[Any]:
-        """Yield the base model's parameters, merged, from full tensors of `names` in order, which are written into."""
-        waiting: dict[int, dict[str, Tensor]] = {}
+        """Yield the base model's parameters, merged, with their names.
+
+        `pairs` are names and full tensors of `needed_names` in order. The tensors are modified in place.
+        """
+        pending: dict[int, dict[str, Tensor]] = {}
         for name, tensor in pairs:
             index = self._group_by_parameter.get(name)
             if index is None:
                 yield to_base_name(name), _convert(tensor, dtype)
                 continue
-            have = waiting.setdefault(index, {})
-            have[name] = tensor
+            tensors = pending.setdefault(index, {})
+            tensors[name] = tensor
             del tensor
-            if len(have) == len(self._list_needed(self._groups[index])):
-                for merged, value in self._merge_group(self._groups[index], waiting.pop(index)):
+            if len(tensors) == len(self._list_needed(self._groups[index])):
+                for merged, value in self._merge_group(self._groups[index], pending.pop(index)):
                     yield merged, _convert(value, dtype)
-                del have
+                del tensors
 
     def _list_needed(self, group: list[str]) -> list[str]:
         return list(
@@ -89,22 +92,22 @@ class AdapterMerger:
 
     @torch.no_grad()
     def _merge_group(self, group: list[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-        # What is tied changes in one place alone.
+        # Only one of several tied tensors changes.
         values = {
             name: tensors[first] if first == name else tensors[first].clone()
             for name, first in self._first_names.items()
             if first in tensors
         }
-        found = {to_base_name(name): value for name, value in values.items() if name not in self._layer_by_parameter}
+        result = {to_base_name(name): value for name, value in values.items() if name not in self._layer_by_parameter}
         for path in group:
             if path not in self._unchanged_layers:
                 merged = build_merged_layer(self._layers[path], path, values).named_parameters()
-                found |= {f"{to_base_name(path)}.{name}": each.detach() for name, each in merged}
-        return list(found.items())
+                result |= {f"{to_base_name(path)}.{name}": each.detach() for name, each in merged}
+        return list(result.items())
 
 
 def build_merged_layer(layer: nn.Module, path: str, values: Mapping[str, Tensor]) -> nn.Module:
-    """Merge a copy of a wrapper, named `path`, with the values of its tensors, which are written into."""
+    """Merge a copy of a wrapper, named `path`, given the values of its tensors, which are modified in place."""
     layer = copy.deepcopy(layer)
     for name, _ in list(layer.named_parameters(remove_duplicate=False)):
         set_tensor(layer, name, nn.Parameter(values[f"{path}.{name}"], requires_grad=False))
@@ -120,34 +123,36 @@ class ParameterOwner(Protocol):
 
 
 def build_merger(model: nn.Module) -> AdapterMerger | None:
-    """Return how adapters are merged into the weights of a model; None: it has none."""
+    """Return the merger of a model's adapters; None if it has none."""
     return AdapterMerger(model) if is_peft_model(model) else None
 
 
 def iter_parameters(
     manager: ParameterOwner, *, bucket_bytes: int, dtype: torch.dtype | None, adapters: AdapterMode
 ) -> Iterator[tuple[str, Tensor]]:
-    """See `iter_full_parameters`; collective like it. A manager without `adapter_merger` gives the same in both
-    ways."""
+    """Iterate over full parameters; see `iter_full_parameters`. Collective like it.
+
+    For a manager without `adapter_merger`, both values of `adapters` give the same result.
+    """
 
     def check() -> None:
         if adapters not in ("apart", "merged"):
             raise ConfigError(f"adapters={adapters!r} must be 'apart' or 'merged'.")
 
-    held, mesh = manager.parameter_chunks, manager.mesh
-    merging: AdapterMerger | None = getattr(manager, "adapter_merger", None)
+    get_chunks, mesh = manager.parameter_chunks, manager.mesh
+    merger: AdapterMerger | None = getattr(manager, "adapter_merger", None)
     mesh.world.run_on_all_ranks(check)
-    if adapters == "apart" or merging is None:
-        return iter_full_parameters(held, mesh, bucket_bytes=bucket_bytes, dtype=dtype)
+    if adapters == "apart" or merger is None:
+        return iter_full_parameters(get_chunks, mesh, bucket_bytes=bucket_bytes, dtype=dtype)
 
-    def needed() -> ParameterChunks:
-        pieces = held()
-        missing = sorted(set(merging.needed_names) - pieces.keys())
+    def get_needed_chunks() -> ParameterChunks:
+        chunks = get_chunks()
+        missing = sorted(set(merger.needed_names) - chunks.keys())
         if missing:
             raise StrategyError(f"{missing[0]} is needed to merge adapters, and not among parameter_chunks.")
-        return {name: pieces[name] for name in merging.needed_names}
+        return {name: chunks[name] for name in merger.needed_names}
 
-    return merging.merge(iter_full_parameters(needed, mesh, bucket_bytes=bucket_bytes, dtype=None), dtype)
+    return merger.merge(iter_full_parameters(get_needed_chunks, mesh, bucket_bytes=bucket_bytes, dtype=None), dtype)
 
 
 def _convert(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

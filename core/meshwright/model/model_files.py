@@ -1,12 +1,13 @@
-"""The files of a Hugging Face directory: tensors in its weight files, of which any rectangle is read, and all others.
+"""Files of a Hugging Face directory: weight files, of which any rectangle of a tensor can be read, and all others.
 
-Opening weights reads headers alone. Files are safetensors, mapped into memory, so that a rank reads what it asks for;
-pickles (`.bin`) are opened only on request, and only what `torch.load(weights_only=True)` takes.
-Source: https://huggingface.co/docs/safetensors (format); transformers' order of preference of file names.
+Opening weights reads only headers. safetensors files are memory-mapped, so a rank reads only what it requests. Pickles
+(`.bin`) are opened only on request, with `torch.load(weights_only=True)`. Source:
+https://huggingface.co/docs/safetensors (format); transformers' order of preference of file names.
 
-[Note: other files] Licence, chat template, processors, tokenizer and code are read once, with the model; a checkpoint
-holds them, and an export writes them again. Training replaces some: the configuration, the generation configuration
-and, where a run gives one, the tokenizer. Files that describe the weights are not copied: a model card, evaluations.
+[Note: other files] License, chat template, processors, tokenizer and code are read once, with the model. Checkpoints
+store them, and an export writes them again. Training replaces some of them: the configuration, the generation
+configuration and, if a run gives one, the tokenizer. Files that describe the weights are not copied: model card,
+evaluations.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class TensorReader(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return the rectangle of `sizes` at `offsets`, on the CPU; not to be written to."""
+        """Return the rectangle of shape `sizes` at `offsets`, on the CPU. Callers must not modify it."""
 
 
 class SafetensorsReader(NamedTuple):
@@ -83,20 +84,20 @@ def to_slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]
 def open_weights(
     directory: Path, *, extra_files: Iterable[str] = (), allow_pickle: bool = False
 ) -> dict[str, TensorReader]:
-    """Return the tensors in a directory's weight files by key; `extra_files` names further files, if they exist."""
+    """Return readers of the tensors in a directory's weight files and, if they exist, in `extra_files`, by key."""
     extra = [directory / name for name in extra_files if (directory / name).is_file()]
-    is_one, is_indexed = (directory / SAFETENSORS).is_file(), (directory / SAFETENSORS_INDEX).is_file()
-    if is_one or is_indexed:
-        index = {} if is_one else _read_index(directory / SAFETENSORS_INDEX)
-        files = [directory / SAFETENSORS] if is_one else _list_weight_files(index, directory, SAFETENSORS_INDEX)
-        found = {key: each for path in [*files, *extra] for key, each in open_safetensors(path).items()}
-        lost = sorted(index.keys() - found.keys())
-        if lost:
+    is_single_file, is_indexed = (directory / SAFETENSORS).is_file(), (directory / SAFETENSORS_INDEX).is_file()
+    if is_single_file or is_indexed:
+        index = {} if is_single_file else _read_index(directory / SAFETENSORS_INDEX)
+        files = [directory / SAFETENSORS] if is_single_file else _list_weight_files(index, directory, SAFETENSORS_INDEX)
+        tensors = {key: each for path in [*files, *extra] for key, each in open_safetensors(path).items()}
+        missing = sorted(index.keys() - tensors.keys())
+        if missing:
             raise ModelError(
-                f"{directory / SAFETENSORS_INDEX} names {len(lost)} tensors that its files do not hold: "
-                f"{', '.join(lost[:3])} should be in {index[lost[0]]}. Write or download the directory again."
+                f"{directory / SAFETENSORS_INDEX} names {len(missing)} tensors that its files do not hold: "
+                f"{', '.join(missing[:3])} should be in {index[missing[0]]}. Write or download the directory again."
             )
-        return found
+        return tensors
     pickles = [directory / PICKLE] if (directory / PICKLE).is_file() else []
     if not pickles and (directory / PICKLE_INDEX).is_file():
         pickles = _list_weight_files(_read_index(directory / PICKLE_INDEX), directory, PICKLE_INDEX)
@@ -116,19 +117,19 @@ def open_weights(
 def open_safetensors(path: Path) -> dict[str, TensorReader]:
     try:
         file = safe_open(path, framework="pt", device="cpu")
-        found: dict[str, TensorReader] = {}
+        tensors: dict[str, TensorReader] = {}
         for key in file.keys():  # noqa: SIM118 - the file is no mapping
             part = file.get_slice(key)
             dtype = _DTYPES.get(part.get_dtype())
             if dtype is None:
                 raise ModelError(f"{path}: {key} has the dtype {part.get_dtype()}, which torch does not know.")
-            found[key] = SafetensorsReader(file, path, key, torch.Size(part.get_shape()), dtype)
+            tensors[key] = SafetensorsReader(file, path, key, torch.Size(part.get_shape()), dtype)
     except (SafetensorError, OSError) as error:
         size = f"{path.stat().st_size:,} bytes" if path.is_file() else "not a file"
         raise ModelError(
             f"{path} is not a whole safetensors file ({error}; {size}). Write or download it again."
         ) from error
-    return found
+    return tensors
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -167,11 +168,11 @@ def _open_pickle(path: Path) -> dict[str, TensorReader]:
         try:
             values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:
-            # Files of torch before 1.6 cannot be mapped.
+            # Files written by torch before 1.6 cannot be memory-mapped.
             values = torch.load(path, map_location="cpu", weights_only=True)
         return {str(key): InMemoryReader(value) for key, value in values.items() if isinstance(value, Tensor)}
     except Exception as error:
-        # The unpickler fails in many ways on what is no pickle, or on one that holds more than tensors.
+        # The unpickler raises many types of errors for invalid pickles and for objects other than tensors.
         raise ModelError(f"{path} holds no plain weights: {type(error).__name__}: {error}") from error
 
 
@@ -198,7 +199,7 @@ _TOKENIZER_PATTERNS += ["chat_template.jinja", "additional_chat_templates/*"]
 
 
 def attach_extra_files(model: nn.Module, directory: Path) -> tuple[str, ...]:
-    """Read the files besides the weights, keep them with the model, and return remarks on those that are left out."""
+    """Read the files besides the weights, attach them to the model, and return warnings about skipped ones."""
     generation = directory / GENERATION_CONFIG
     if generation.is_file() and hasattr(model, "generation_config"):
         from transformers import GenerationConfig
@@ -207,71 +208,73 @@ def attach_extra_files(model: nn.Module, directory: Path) -> tuple[str, ...]:
             read_json_object(generation)
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
         except Exception as error:
-            # transformers raises whatever its values meet.
+            # transformers raises errors of any type for invalid values.
             raise ModelError(
                 f"{generation} is no generation configuration: {explain_library_error(error)}. Mend it, or remove it: "
                 "it is not "
                 f"needed."
             ) from error
-    # Where the configuration is a link, the others may be, to the same directory: the hub's cache, mounted volumes.
+    # If the configuration is a link, other files may be links to the same directory: the Hub's cache, mounted volumes.
     allowed = {directory.resolve(), (directory / "config.json").resolve().parent}
-    remarks: list[str] = []
-    found: dict[str, bytes] = {}
+    warnings: list[str] = []
+    files: dict[str, bytes] = {}
     for path, name in _iter_files(directory):
         if not _matches(name, _COPIED_PATTERNS) or _matches(name, _EXCLUDED_PATTERNS):
             continue
         if not any(path.resolve().is_relative_to(each) for each in allowed):
-            remarks.append(f"{path} is a link to another directory, and is left out of checkpoints and exports.")
+            warnings.append(f"{path} is a link to another directory, and is left out of checkpoints and exports.")
             continue
         try:
-            found[name] = read_regular_file(path, max_bytes=MAX_FILE_BYTES)
+            files[name] = read_regular_file(path, max_bytes=MAX_FILE_BYTES)
         except OSError as error:
-            remarks.append(f"{path} is left out of checkpoints and exports, since it cannot be read: {error.strerror}")
-    model.meshwright_files = found
-    return tuple(remarks)
+            warnings.append(f"{path} is left out of checkpoints and exports, since it cannot be read: {error.strerror}")
+    model.meshwright_files = files
+    return tuple(warnings)
 
 
 def get_extra_files(model: nn.Module) -> dict[str, bytes]:
-    """Return the files that `attach_extra_files` has read, by name; none of a model that was made of no directory."""
-    found: dict[str, bytes] = getattr(model, "meshwright_files", {})
-    return found
+    """Return the files that `attach_extra_files` read, by name; empty if the model is not from a directory."""
+    files: dict[str, bytes] = getattr(model, "meshwright_files", {})
+    return files
 
 
 def drop_replaced_files(files: Mapping[str, bytes], new: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files of a base that remain true next to new ones, such as a tokenizer's of the same vocabulary."""
+    """Return the files of a base that stay valid next to new ones, such as a tokenizer's of the same vocabulary."""
     kept = {name: content for name, content in files.items() if name not in new}
     if not any(_matches(name, _VOCABULARY_PATTERNS) for name in new):
         return kept
-    both = sorted(files.keys() & new.keys(), key=lambda each: (each != "tokenizer.json", each))
-    shared = next((each for each in both if _matches(each, _VOCABULARY_PATTERNS)), None)
-    further = (
+    common = sorted(files.keys() & new.keys(), key=lambda each: (each != "tokenizer.json", each))
+    vocabulary = next((each for each in common if _matches(each, _VOCABULARY_PATTERNS)), None)
+    kept_patterns = (
         _SAME_VOCABULARY_PATTERNS
-        if shared is not None and _read_vocabulary(files[shared]) == _read_vocabulary(new[shared])
+        if vocabulary is not None and _read_vocabulary(files[vocabulary]) == _read_vocabulary(new[vocabulary])
         else ()
     )
     return {
-        name: each for name, each in kept.items() if _matches(name, further) or not _matches(name, _TOKENIZER_PATTERNS)
+        name: each
+        for name, each in kept.items()
+        if _matches(name, kept_patterns) or not _matches(name, _TOKENIZER_PATTERNS)
     }
 
 
 def _iter_files(directory: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the files of a model's directory and their names in it, those of further chat templates included."""
+    """Yield path and name of each file of a model's directory, including additional chat templates."""
     paths = sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")])
     return ((path, path.relative_to(directory).as_posix()) for path in paths if path.is_file())
 
 
 def list_tokenizer_files(directory: Path) -> list[tuple[Path, str]]:
-    """List those files that tokenizers of transformers write, or have written in earlier versions."""
+    """List path and name of the files that transformers' tokenizers write now, or wrote in earlier versions."""
     return [(path, name) for path, name in _iter_files(directory) if _matches(name, _TOKENIZER_PATTERNS)]
 
 
 def format_generation_config(config: Any) -> bytes:
-    """Return the file of a generation configuration; `save_pretrained` refuses some that it has itself read."""
+    """Return a generation configuration as JSON. `save_pretrained` rejects some that it can read."""
     return (config.to_json_string() + "\n").encode()
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a name matches a pattern, regardless of case; `*` matches no `/`."""
+    """Return whether a name matches any pattern, ignoring case; `*` does not match `/`."""
     folded = name.casefold()
     return any(fnmatchcase(folded, pattern) and folded.count("/") == pattern.count("/") for pattern in patterns)
 

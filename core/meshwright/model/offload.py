@@ -1,12 +1,12 @@
-"""Hold in host memory what blocks save for backward.
+"""Offload what blocks save for backward to host memory.
 
-Results of a block, and the hidden states that it is given, go to host memory when autograd saves them, each storage
-once, and come back when backward asks for the first tensor in it. Parameters, and what blocks are given besides
-(masks, positions), stay: others hold them anyway.
+Results of a block and its hidden states are copied to host memory when autograd saves them, each storage once. They are
+copied back when backward requests the first tensor in it. Parameters and other inputs of blocks (masks, positions) stay
+on the device, because they are kept elsewhere anyway.
 
-On an accelerator host memory is pinned, and copies are ordered with the computation: no other stream runs ahead. On a
-CPU, where both memories are one, tensors are copied all the same, so that what is proved there holds elsewhere.
-Source: torch.autograd.graph.save_on_cpu, which copies each saved view by itself, and parameters, too.
+On an accelerator, host memory is pinned, and copies are ordered with the computation on the same stream. On a CPU,
+where both memories are the same, tensors are copied too, so that tests on a CPU cover the same code. Source:
+torch.autograd.graph.save_on_cpu, which copies each saved view separately, and also parameters.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .operators import find_hidden_states, get_storage, is_parameter_storage, it
 
 
 class OffloadedBlocks:
-    """The blocks of one model; `bytes_offloaded` and `bytes_restored` were copied to host memory and back so far."""
+    """The blocks of one model. `bytes_offloaded` and `bytes_restored` count bytes copied to host memory and back."""
 
     def __init__(self) -> None:
         self.bytes_offloaded = self.bytes_restored = 0
 
     def wrap_block(self, block: nn.Module, original: ForwardMethod) -> ForwardMethod:
-        """Return the forward of a block whose saved tensors go to host memory."""
+        """Return the forward of a block whose saved tensors are offloaded."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (block.training and torch.is_grad_enabled()):
@@ -47,43 +47,45 @@ class OffloadedBlocks:
 class _OffloadedCall:
     def __init__(self, blocks: OffloadedBlocks, block: nn.Module, inputs: Any) -> None:
         self._blocks, self._block = blocks, block
-        stays = [each for module in block.modules() for each in (*module.parameters(False), *module.buffers(False))]
+        excluded = [each for module in block.modules() for each in (*module.parameters(False), *module.buffers(False))]
         hidden = find_hidden_states(inputs)
-        stays += [each for each in iter_allocated_tensors(inputs) if each is not hidden]
-        self._excluded_storages = set(map(get_storage, stays))
-        # By autograd's count of writes.
+        excluded += [each for each in iter_allocated_tensors(inputs) if each is not hidden]
+        self._excluded_storages = set(map(get_storage, excluded))
+        # By autograd's version counter.
         self._offloaded: WeakKeyDictionary[torch.UntypedStorage, dict[int, _OffloadedStorage]] = WeakKeyDictionary()
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return what autograd holds instead of a tensor: a function that gives it back."""
+        """Return what autograd saves instead of a tensor: a function that restores it."""
         if isinstance(tensor, DTensor):
             with torch.no_grad():
                 local = self.pack(tensor.to_local())
-            place, shape, stride = (tensor.device_mesh, tensor.placements), tensor.shape, tensor.stride()
-            return lambda: DTensor.from_local(local(), *place, run_check=False, shape=shape, stride=stride)
+            placement, shape, stride = (tensor.device_mesh, tensor.placements), tensor.shape, tensor.stride()
+            return lambda: DTensor.from_local(local(), *placement, run_check=False, shape=shape, stride=stride)
         storage = tensor.untyped_storage()
-        stays = isinstance(tensor, nn.Parameter) or not is_plain_tensor(tensor) or tensor.layout is not torch.strided
-        # Memory that this dtype does not divide was made for another.
-        if stays or self._is_excluded(storage) or storage.nbytes() % tensor.itemsize:
-            kept = tensor.detach() if tensor.grad_fn is not None else tensor
-            return lambda: kept
-        moved, version = self._offloaded.setdefault(storage, {}), get_version(tensor)
-        if version not in moved:
+        is_excluded = (
+            isinstance(tensor, nn.Parameter) or not is_plain_tensor(tensor) or tensor.layout is not torch.strided
+        )
+        # A storage whose size is not a multiple of this dtype's was allocated for another.
+        if is_excluded or self._is_excluded(storage) or storage.nbytes() % tensor.itemsize:
+            detached = tensor.detach() if tensor.grad_fn is not None else tensor
+            return lambda: detached
+        versions, version = self._offloaded.setdefault(storage, {}), get_version(tensor)
+        if version not in versions:
             count = storage.nbytes() // tensor.itemsize
-            moved[version] = _OffloadedStorage(
+            versions[version] = _OffloadedStorage(
                 self._blocks, tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
             )
-        return moved[version].make_unpack(tensor)
+        return versions[version].make_unpack(tensor)
 
     def _is_excluded(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether a storage stays; that of parameters may have been gathered since the call began."""
+        """Return whether a storage stays; parameters may have been gathered since the call began."""
         if storage not in self._excluded_storages and is_parameter_storage(self._block, storage):
             self._excluded_storages.add(storage)
         return storage in self._excluded_storages
 
 
 class _OffloadedStorage:
-    """A storage of a device, given as a 1-D uint8 tensor, in host memory, with a count of tensors not asked for."""
+    """Copy of a device storage, given as 1-D uint8, in host memory. Counts the tensors not yet restored."""
 
     def __init__(self, blocks: OffloadedBlocks, storage: Tensor) -> None:
         self._blocks, self._device, self._num_pending = blocks, storage.device, 0
@@ -93,25 +95,25 @@ class _OffloadedStorage:
         blocks.bytes_offloaded += storage.numel()
 
     def make_unpack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return a function that gives back a tensor in this storage."""
+        """Return a function that restores a tensor in this storage."""
         self._num_pending += 1
-        dtype, place = tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset())
-        was_asked_for = False
+        dtype, geometry = tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset())
+        was_restored = False
 
-        def back() -> Tensor:
-            nonlocal was_asked_for
-            self._num_pending -= not was_asked_for
-            was_asked_for = True
-            return self._restore().view(dtype).as_strided(*place)
+        def unpack() -> Tensor:
+            nonlocal was_restored
+            self._num_pending -= not was_restored
+            was_restored = True
+            return self._restore().view(dtype).as_strided(*geometry)
 
-        return back
+        return unpack
 
     def _restore(self) -> Tensor:
         """Return the storage on the device, copied once for all tensors in it."""
-        whole = self._restored
-        if whole is None:
-            whole = torch.empty_like(self._host, device=self._device, pin_memory=False)
-            whole.copy_(self._host, non_blocking=True)
-            self._blocks.bytes_restored += whole.numel()
-        self._restored = whole if self._num_pending > 0 else None
-        return whole
+        restored = self._restored
+        if restored is None:
+            restored = torch.empty_like(self._host, device=self._device, pin_memory=False)
+            restored.copy_(self._host, non_blocking=True)
+            self._blocks.bytes_restored += restored.numel()
+        self._restored = restored if self._num_pending > 0 else None
+        return restored

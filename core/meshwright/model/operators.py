@@ -1,12 +1,11 @@
-"""Measure what a block computes, what autograd holds of it, and what each operator costs.
+"""Measure what a block computes, what autograd saves of it, and the cost of each operator.
 
 A dispatch mode records the operators of one call with gradients, as torch's selective checkpointing will see them. It
-runs on real tensors, since the number of an expert's tokens and the length of a message depend on values.
+runs on real tensors, because the token counts of experts and the sizes of messages depend on values.
 
-[Note: cost] An operator costs its floating-point operations, or the bytes that it moves where these take longer; both
-in operations. An accelerator does some hundred of them (bfloat16) while a byte comes from its memory, and thousands
-while one comes from another rank.
-Source: Williams et al. 2009, "Roofline".
+[Note: cost] The cost of an operator, in floating-point operations, is the number that it computes or, if that takes
+longer, the equivalent of the bytes that it moves. An accelerator performs some hundred bfloat16 operations while a byte
+comes from its memory, and thousands while a byte comes from another rank. Source: Williams et al. 2009, "Roofline".
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from .._compat.torch import TorchDispatchMode, count_flops, draws_random_numbers
 from ..tensors.ops import list_tensors
 
 COMMUNICATION_KEY = "communication"
-"""Key of all that a block gets from other ranks, which is held together or not at all, the same on all ranks."""
+"""Key of all results received from other ranks. They are saved together or not at all, equally on all ranks."""
 _FLOPS_PER_BYTE, _FLOPS_PER_BYTE_SENT = 200, 5000
 
 
 @dataclass(frozen=True)
 class Operator:
-    """Something that a block computes and may hold: bytes (at least 1) of its results, cost of recomputing it."""
+    """An operator whose results a block may save: their bytes, at least 1, and the cost of recomputing them."""
 
     key: Hashable
     nbytes: int
@@ -40,15 +39,15 @@ class Operator:
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """What one call of a block holds and computes; `cost` is that of recomputing all."""
+    """What one call of a block saves and computes. `recompute_cost` is the cost of recomputing everything."""
 
     input_bytes: int
-    """Bytes of what it is given, which are held in any case."""
+    """Bytes of the inputs, which are always saved."""
     saved_bytes: int
-    """Bytes that it holds besides if nothing is recomputed."""
+    """Bytes saved besides the inputs if nothing is recomputed."""
     recompute_cost: float
     operators: tuple[Operator, ...]
-    """What may be held; all else is recomputed unless the block is held whole."""
+    """Operators whose results may be saved. All others are recomputed unless the block saves everything."""
 
 
 @dataclass
@@ -62,11 +61,11 @@ class _RecordedCall:
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Records one call of a block with gradients on.
+    """Record one call of a block with gradients enabled.
 
-    Within a block, a strategy may gather parameters and free them. Their memory is no activation; and since
-    recomputation may find them gathered, operators that run without gradients and compute nothing cannot be held: they
-    are known by how often they were called.
+    A strategy may gather and free parameters within a block. Their memory is not an activation. Operators that run
+    without gradients and compute nothing cannot be saved: they are identified by their call count, and the
+    recomputation may find parameters already gathered.
     """
 
     supports_higher_order_operators = True
@@ -77,7 +76,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._gather_ops: set[Any] = set()
         self._calls: list[_RecordedCall] = []
         self._counts: Counter[Any] = Counter()
-        # Of each storage that lives: the operator that has made it, or None where it was there before.
+        # For each live storage, the operator that created it; None if it existed before.
         self._makers: WeakKeyDictionary[torch.UntypedStorage, int | None] = WeakKeyDictionary()
         self._saved: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
         self._num_needed = 0
@@ -94,24 +93,28 @@ class OperatorRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = list(iter_allocated_tensors((args, kwargs)))
-        for tensor in given:
+        inputs = list(iter_allocated_tensors((args, kwargs)))
+        for tensor in inputs:
             self._record_storage(get_storage(tensor), None)
         result = func(*args, **kwargs)
         operations = count_flops(func, args, kwargs, result)
         if not torch.is_grad_enabled() and not operations:
             self._gather_ops.add(func)
         results = list(iter_allocated_tensors(result))
-        made = sum(self._record_storage(get_storage(tensor), len(self._calls)) for tensor in results)
-        moved = sum(tensor.nbytes for tensor in (*given, *results)) if made else 0
-        sends = is_collective(func)
-        cost = max(operations, (_FLOPS_PER_BYTE_SENT if sends else _FLOPS_PER_BYTE) * moved)
-        can_be_held = made > 0 and not draws_random_numbers(func, args, kwargs)
-        self._calls.append(_RecordedCall(func, (func, self._counts[func]), made, cost, sends, can_be_held))
+        new_bytes = sum(self._record_storage(get_storage(tensor), len(self._calls)) for tensor in results)
+        moved_bytes = sum(tensor.nbytes for tensor in (*inputs, *results)) if new_bytes else 0
+        is_communication = is_collective(func)
+        cost = max(operations, (_FLOPS_PER_BYTE_SENT if is_communication else _FLOPS_PER_BYTE) * moved_bytes)
+        can_save = new_bytes > 0 and not draws_random_numbers(func, args, kwargs)
+        self._calls.append(_RecordedCall(func, (func, self._counts[func]), new_bytes, cost, is_communication, can_save))
         self._counts[func] += 1
-        # What is written into cannot be held, for the recomputation would write into it again.
-        for where in get_mutated_arguments(func):
-            value = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
+        # A tensor that is modified in place cannot be saved, because the recomputation would modify it again.
+        for argument in get_mutated_arguments(func):
+            value = (
+                kwargs.get(argument)
+                if isinstance(argument, str)
+                else (args[argument] if argument < len(args) else None)
+            )
             for tensor in iter_allocated_tensors(value):
                 maker = self._makers[get_storage(tensor)]
                 if maker is not None:
@@ -119,23 +122,25 @@ class OperatorRecorder(TorchDispatchMode):
         return result
 
     def build_profile(self, input_bytes: int, hidden: Tensor | None) -> BlockProfile:
-        """Return what was recorded, for a block that alone was given so many bytes of `input_bytes`, `hidden` among
-        them."""
-        # Recomputation stops where nothing is left that backward needs.
+        """Return the profile of the recorded call.
+
+        `input_bytes` counts the inputs that only this block uses, including `hidden`.
+        """
+        # Recomputation stops after the last operator that backward needs.
         needed = self._calls[: self._num_needed]
-        sent = [each for each in needed if each.is_communication]
+        communication = [each for each in needed if each.is_communication]
         operators = [
             Operator(each.key, each.nbytes, each.cost)
             for each in needed
             if each.can_save and not each.is_communication and each.func not in self._gather_ops
         ]
-        if sent:
-            size, cost = sum(each.nbytes for each in sent), sum(each.cost for each in sent)
+        if communication:
+            size, cost = sum(each.nbytes for each in communication), sum(each.cost for each in communication)
             operators.append(Operator(COMMUNICATION_KEY, max(1, size), cost))
-        whole = sum(size for storage, size in self._saved.items() if self._makers[storage] is not None)
+        saved_bytes = sum(size for storage, size in self._saved.items() if self._makers[storage] is not None)
         if hidden is not None and get_storage(hidden) not in self._saved:
-            whole = max(0, whole - get_storage(hidden).nbytes())
-        return BlockProfile(input_bytes, whole, sum(each.cost for each in needed), tuple(operators))
+            saved_bytes = max(0, saved_bytes - get_storage(hidden).nbytes())
+        return BlockProfile(input_bytes, saved_bytes, sum(each.cost for each in needed), tuple(operators))
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = get_storage(tensor)
@@ -143,7 +148,7 @@ class OperatorRecorder(TorchDispatchMode):
         if not is_parameter_storage(self._block, storage):
             self._saved[storage] = storage.nbytes()
         self._num_needed = len(self._calls)
-        # The graph of a result that holds the result itself would never be freed.
+        # A graph that holds its own result would never be freed.
         return tensor.detach()
 
     def _record_storage(self, storage: torch.UntypedStorage, maker: int | None) -> int:
@@ -159,17 +164,17 @@ def iter_allocated_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def find_hidden_states(inputs: Any) -> Tensor | None:
-    """Return the hidden states that a block works on: the first floating-point tensor in what it is given."""
+    """Return the hidden states that a block processes: the first floating-point tensor of its inputs."""
     return next((each for each in iter_allocated_tensors(inputs) if each.is_floating_point()), None)
 
 
 def is_parameter_storage(module: nn.Module, storage: torch.UntypedStorage) -> bool:
-    """Return whether a storage is that of one of the module's parameters as they are now."""
+    """Return whether one of the module's parameters currently uses a storage."""
     return any(storage is get_storage(each) for each in module.parameters() if not each.is_meta)
 
 
 def get_storage(tensor: Tensor) -> torch.UntypedStorage:
-    # Without gradients, the local part is the tensor itself, not a view that autograd follows.
+    # Without gradients, the local tensor is returned itself, not as a view that autograd tracks.
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()

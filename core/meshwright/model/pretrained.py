@@ -1,7 +1,7 @@
-"""Find, open and build Hugging Face models: without weights first, then with a reader of their values.
+"""Find, open and build Hugging Face models: first without weights, then with a reader of their values.
 
-transformers does the loading (names, prefixes, conversions of checkpoints, ties, dtypes, what is missing), on tensors
-that remember where their values are (`recorded`). So a directory means here what it means to `from_pretrained`.
+transformers does the loading (names, prefixes, checkpoint conversions, ties, dtypes, missing weights), on tensors that
+record where their values are (`lazy_tensor`). So a directory loads as in `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .weights import Weights, move_to_meta
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 MAX_NAMES_SHOWN = 5
-"""At most this many names of a list appear in a text."""
+"""Maximum number of names listed in a message."""
 
-# -- the directory of a path or hub id
+# -- the directory of a path or Hub id
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -47,7 +47,7 @@ _FILES += ["LICENSE*", "NOTICE*", "USE_POLICY*"]
 def find_model_directory(
     path: str | Path, *, revision: str | None = None, allow_pickle: bool = False, include_code: bool = False
 ) -> Path:
-    """Return the local directory of a path or hub id; what the hub has is downloaded, once, to its cache."""
+    """Return the local directory of a path or Hub id. Files from the Hub are downloaded to its cache once."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
@@ -56,13 +56,13 @@ def find_model_directory(
             f"{str(path)!r} is not a directory. Give a local Hugging Face model directory, or a hub id such as "
             f"'Qwen/Qwen3-0.6B'."
         )
-    # What begins with a directory of the user is a path, and no model of the hub may take its place.
-    above = directory.parent
-    if above != Path(".") and above.is_dir():
+    # A path that starts with a local directory must not resolve to a Hub model.
+    parent = directory.parent
+    if parent != Path(".") and parent.is_dir():
         raise ModelError(
-            f"{str(path)!r} is not a directory: {above.absolute()} holds no {directory.name!r}. Name one that is "
+            f"{str(path)!r} is not a directory: {parent.absolute()} holds no {directory.name!r}. Name one that is "
             f"there; or, to have the model of that id from the Hugging Face hub, download it and give its "
-            f"directory, since {str(above)!r} is a directory here."
+            f"directory, since {str(parent)!r} is a directory here."
         )
     from huggingface_hub import snapshot_download
 
@@ -73,16 +73,16 @@ def find_model_directory(
     try:
         return Path(download())
     except Exception as error:
-        # Offline, huggingface_hub 1.33 does not look for a commit in its cache; a commit cannot have changed.
+        # Offline, huggingface_hub 1.33 does not look up a commit in its cache, although a commit cannot change.
         if revision is not None and _COMMIT.fullmatch(revision):
             with contextlib.suppress(Exception):
                 return Path(download(local_files_only=True))
-        # No network, no such model, no permission, offline mode: each has an error of its own, of several libraries.
+        # No network, no such model, no permission, offline mode: each has its own error, from several libraries.
         first_line = str(error).strip().split("\n")[0]
-        at = f" at revision {revision!r}" if revision else ""
+        suffix = f" at revision {revision!r}" if revision else ""
         raise ModelError(
             f"{path!r} is no local directory, and it cannot be had from the Hugging Face "
-            f"hub{at} ({type(error).__name__}: {first_line}). Give a directory that exists, or check the id, the "
+            f"hub{suffix} ({type(error).__name__}: {first_line}). Give a directory that exists, or check the id, the "
             f"network and your access to the model."
         ) from error
 
@@ -95,27 +95,30 @@ def find_model_directory_on_all_ranks(
     allow_pickle: bool = False,
     include_code: bool = False,
 ) -> Path:
-    """Call `find_model_directory` on all ranks: the same commit of the hub, downloaded once on each node.
-    Collective."""
+    """Call `find_model_directory` on all ranks, for the same commit of the Hub. Collective.
+
+    Files are downloaded once on each node.
+    """
 
     find = functools.partial(find_model_directory, path, allow_pickle=allow_pickle, include_code=include_code)
     commit = world.run_on_first_rank(lambda: get_hub_commit(path, find(revision=revision)))
     if commit is not None:
-        # Further nodes have caches of their own; the ranks of one share it.
+        # Each node has its own cache, which its ranks share.
         world.run_on_all_ranks(lambda: find(revision=commit) if os.environ.get("LOCAL_RANK", "0") == "0" else None)
     return world.run_on_all_ranks(lambda: find(revision=commit or revision))
 
 
 def get_hub_commit(path: str | Path, directory: Path) -> str | None:
-    """Return the commit that `find_model_directory` has found in the hub's cache; None of a directory of the user."""
-    is_own = Path(path).expanduser().is_dir()
-    return directory.name if not is_own and _COMMIT.fullmatch(directory.name) else None
+    """Return the Hub commit that `find_model_directory` found in the cache; None for a user's directory."""
+    is_local = Path(path).expanduser().is_dir()
+    return directory.name if not is_local and _COMMIT.fullmatch(directory.name) else None
 
 
 class PretrainedWeights:
-    """Values of a model's parameters and persistent buffers, read from files that stay open; `Weights` of them.
+    """Values of a model's parameters and persistent buffers, read from files that stay open; implements `Weights`.
 
-    `missing` names weights that the directory lacks; `remarks` tell the user of them, and of those without a place.
+    `missing` names the weights that the directory lacks. `warnings` describe them for the user, and weights that the
+    model does not use.
     """
 
     def __init__(
@@ -125,9 +128,9 @@ class PretrainedWeights:
         self.warnings, self.missing = remarks, missing
 
     def compute_fingerprint(self) -> int:
-        """Return a number of 62 bits of names, shapes and dtypes, to be compared between ranks."""
-        described = sorted((name, tuple(each.shape), str(each.dtype)) for name, each in self.sources.items())
-        return int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:8]) >> 2
+        """Return a 62-bit number of names, shapes and dtypes, which ranks compare."""
+        description = sorted((name, tuple(each.shape), str(each.dtype)) for name, each in self.sources.items())
+        return int.from_bytes(hashlib.sha256(repr(description).encode()).digest()[:8]) >> 2
 
     def __contains__(self, name: object) -> bool:
         return name in self.sources
@@ -140,13 +143,14 @@ class PretrainedWeights:
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         source = self._get_source(name)
-        whole = tuple(source.shape)
-        is_inside = len(offsets) == len(sizes) == len(whole) and all(
-            0 <= offset <= offset + size <= length for offset, size, length in zip(offsets, sizes, whole, strict=True)
+        full_shape = tuple(source.shape)
+        is_inside = len(offsets) == len(sizes) == len(full_shape) and all(
+            0 <= offset <= offset + size <= length
+            for offset, size, length in zip(offsets, sizes, full_shape, strict=True)
         )
         if not is_inside:
             raise ModelError(
-                f"no rectangle of {name}, whose shape is {whole}: offsets={tuple(offsets)}, sizes={tuple(sizes)}."
+                f"no rectangle of {name}, whose shape is {full_shape}: offsets={tuple(offsets)}, sizes={tuple(sizes)}."
             )
         return torch.empty(tuple(sizes), dtype=source.dtype) if 0 in sizes else source.read(offsets, sizes)
 
@@ -159,11 +163,14 @@ class PretrainedWeights:
 def open_pretrained(
     directory: Path, config: Any, *, dtype: torch.dtype | None = None, allow_pickle: bool = False, seed: int = 0
 ) -> tuple[nn.Module, PretrainedWeights]:
-    """Make the model of a directory with its parameters on the meta device, and a reader of their values.
+    """Build the model of a directory on the meta device, and return it with a reader of its values.
 
-    Buffers have their values: those that the model computes are computed, those that it saves are read. `dtype` is that
-    of the parameters, except those that the model keeps in float32; None takes the configuration's, or that of the
-    files where it has none. `seed` is of the values of weights which the directory lacks, equal on every rank.
+    Buffers have values: those that the model computes are computed, those that it saves are read.
+
+    Args:
+        dtype: dtype of the parameters, except those that the model keeps in float32. None: the configuration's or,
+            without one, that of the files.
+        seed: seed of the weights that the directory lacks, equal on all ranks.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
@@ -175,23 +182,24 @@ def open_pretrained(
             f"{directory} holds an adapter (adapter_config.json), not a whole model. Merge it first: meshwright export "
             f"--merge {directory} OUT."
         )
-    # Further files that a few classes name are looked up by transformers beside the usual ones.
-    also = [str(name) for name in getattr(type(config), "extra_files", None) or ()]
-    sources = open_weights(directory, extra_files=also, allow_pickle=allow_pickle)
-    recorded = {key: LazyTensor.from_source(source) for key, source in sources.items()}
+    # transformers also looks up the extra files that a few classes name.
+    extra_files = [str(name) for name in getattr(type(config), "extra_files", None) or ()]
+    sources = open_weights(directory, extra_files=extra_files, allow_pickle=allow_pickle)
+    lazy_state = {key: LazyTensor.from_source(source) for key, source in sources.items()}
     with torch.random.fork_rng(devices=[]), _capture_load_report() as report:
         torch.manual_seed(seed)
         try:
-            model, found = load_state_dict_as_pretrained(copy.deepcopy(config), recorded, dtype or "auto")
+            model, load_info = load_state_dict_as_pretrained(copy.deepcopy(config), lazy_state, dtype or "auto")
         except Exception as error:
-            # Model classes and conversions raise errors of all kinds. transformers logs a report with the reasons of
-            # conversions.
+            # Model classes and conversions raise errors of any type; transformers logs why a conversion failed.
             pairs = re.findall(r"^(.+)\nError: (.+)$", "\n".join(report), re.MULTILINE)
-            why = "".join(f"\n  {where}: {cause}" for cause, where in pairs[:MAX_NAMES_SHOWN])
-            raise ModelError(f"transformers cannot load {directory}: {type(error).__name__}: {error}{why}") from error
+            reasons = "".join(f"\n  {where}: {cause}" for cause, where in pairs[:MAX_NAMES_SHOWN])
+            raise ModelError(
+                f"transformers cannot load {directory}: {type(error).__name__}: {error}{reasons}"
+            ) from error
     model.config.name_or_path = str(directory)
     sync_tie_config(model)
-    remarks = (*_format_load_warnings(found, directory), *attach_extra_files(model, directory))
+    warnings = (*_format_load_warnings(load_info, directory), *attach_extra_files(model, directory))
     values = {
         name: value.source if isinstance(value, LazyTensor) else InMemoryReader(value.detach())
         for name, value in model.state_dict(keep_vars=True).items()
@@ -202,19 +210,19 @@ def open_pretrained(
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if isinstance(buffer, LazyTensor):
                 setattr(module, name, read_full(buffer.source).clone())
-    return model, PretrainedWeights(values, directory, remarks, tuple(sorted(found["missing_keys"])))
+    return model, PretrainedWeights(values, directory, warnings, tuple(sorted(load_info["missing_keys"])))
 
 
 @contextmanager
 def _capture_load_report() -> Iterator[list[str]]:
-    """Keep transformers' warnings and progress bar off the terminal; yield all warnings, whatever the user's level."""
+    """Keep transformers' warnings and progress bar off the terminal; yield all warnings at any log level."""
     from transformers.utils import logging as transformers_logging
 
     lines: list[str] = []
     keep = logging.Handler(logging.WARNING)
     keep.emit = lambda record: lines.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))  # type: ignore[method-assign]
     logger = logging.getLogger("transformers")
-    # A program that sets up its logging, such as by `logging.config.dictConfig`, disables those that are there.
+    # A program that configures logging, such as by `logging.config.dictConfig`, disables existing loggers.
     disabled = [
         each
         for name, each in logging.root.manager.loggerDict.items()
@@ -239,16 +247,16 @@ def _capture_load_report() -> Iterator[list[str]]:
 
 
 def _format_load_warnings(found: dict[str, Any], directory: Path) -> list[str]:
-    def some(names: Any, separator: str = ", ") -> str:
+    def join(names: Any, separator: str = ", ") -> str:
         return separator.join(names[:MAX_NAMES_SHOWN]) + (
             f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
         )
 
     mismatched = sorted(found["mismatched_keys"])
     if mismatched:
-        described = [f"{name} is {tuple(is_)}, not {tuple(wanted)}" for name, is_, wanted in mismatched]
+        shapes = [f"{name} is {tuple(is_)}, not {tuple(wanted)}" for name, is_, wanted in mismatched]
         raise ModelError(
-            f"{directory} holds {len(mismatched)} weights of another shape than the model's: {some(described, '; ')}. "
+            f"{directory} holds {len(mismatched)} weights of another shape than the model's: {join(shapes, '; ')}. "
             f"Load it with the configuration that it was saved with."
         )
     texts = (
@@ -256,7 +264,7 @@ def _format_load_warnings(found: dict[str, Any], directory: Path) -> list[str]:
         ("unexpected_keys", "holds {} weights that the model has no place for, which are not read"),
     )
     return [
-        f"{directory} {text.format(len(found[key]))}: {some(sorted(found[key]))}" for key, text in texts if found[key]
+        f"{directory} {text.format(len(found[key]))}: {join(sorted(found[key]))}" for key, text in texts if found[key]
     ]
 
 
@@ -271,10 +279,14 @@ def build_model(
     directory: Path | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[nn.Module, Weights | None]:
-    """Make the model of a run file's `model` on the meta device, the same on every rank, and return it with its values.
+    """Build the model of a run file's section `model` on the meta device, and return it with its values.
 
-    Those are at the section's `path`, or new ones from `seed`, as its `init` says; weights of a `checkpoint` are loaded
-    later. `directory` is where the path or checkpoint was found; `dtype` replaces the section's.
+    The result is the same on every rank. The values are those at the section's `path`, or new ones from `seed` as its
+    `init` says. Weights of a `checkpoint` are loaded later.
+
+    Args:
+        directory: local directory of the path or checkpoint.
+        dtype: overrides the section's dtype.
     """
     if "path" not in section:
         model, values = init_model_on_meta(
@@ -297,14 +309,14 @@ def build_model(
 
 
 def init_model(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
-    """Build the causal LM of a Hugging Face configuration, with the weights that transformers draws for `seed`."""
+    """Build the causal LM of a Hugging Face configuration, as transformers initializes it for `seed`."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:
-        # Each model class checks its configuration in its own way, with errors of all kinds.
+        # Model classes check their configurations with errors of several types.
         raise ModelError(
             f"transformers cannot build the model {getattr(config, 'model_type', config)!r}: "
             f"{explain_library_error(error)}"
@@ -314,10 +326,11 @@ def init_model(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
 def init_model_on_meta(
     config: Any, dtype: torch.dtype, seed: int, *, init: str = PARALLEL_INIT
 ) -> tuple[nn.Module, Weights | None]:
-    """Build the causal LM of a configuration with its parameters on the meta device, and return it with initial values.
+    """Build the causal LM of a configuration on the meta device, and return it with its initial values.
 
-    With init="parallel" each rank draws what it holds, and every layout the same; "transformers" gives the values of
-    `init_model`, bit for bit. A few classes read values while they are built: such a model has its values, and None.
+    With init="parallel" each rank samples only its shards, and every layout gets the same values. "transformers" gives
+    values that are bitwise identical to those of `init_model`. A few classes read values while they are built: such a
+    model has memory and values, and the second result is None.
     """
     check_choice(INIT_METHODS, init, "init")
     with torch.device("meta"):
@@ -330,10 +343,10 @@ def init_model_on_meta(
 
 
 def get_model_dtype(section: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of parameters that the section `model` of a run file asks for."""
+    """Return the parameter dtype that a run file's section `model` requests."""
     return DTYPES[check_choice(DTYPE_NAMES, section.get("dtype", "float32"), "model.dtype")]
 
 
 def to_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype of parameters, given by itself or by its name; None stays None."""
+    """Return a parameter dtype given as a dtype or a name; None stays None."""
     return None if value is None else DTYPES[check_choice(DTYPE_NAMES, str(value).removeprefix("torch."), "dtype")]

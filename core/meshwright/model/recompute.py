@@ -1,16 +1,16 @@
-"""Recompute activations of blocks in backward instead of holding them, and compile blocks.
+"""Recompute activations of blocks in backward (activation checkpointing), and compile blocks.
 
 [Note: instance forwards] A block keeps its class, name and hooks: only `block.forward`, as an attribute of the
-instance, is replaced. So no parameter gets another name, hooks of sharding run around the recomputation and not in it,
-and what wraps later (compile, then sharding) wraps this.
+instance, is replaced. So no parameter is renamed, hooks of sharding run around the recomputation and not within it, and
+later wrappers (compile, then sharding) wrap this one.
 
-[Note: no cache] A recomputed block would fill a key-value cache twice. transformers fills one by default, also in
-training, where nobody reads it. So a checkpointed block gets None in its place, as under transformers' own
-checkpointing; a cache that holds tokens already is refused.
+[Note: no cache] A recomputed block would fill a key-value cache twice. transformers creates a cache by default, also in
+training, where nothing reads it. So a checkpointed block gets None instead, as with transformers' own checkpointing. A
+cache that already holds tokens is rejected.
 
-"full" holds a block's inputs only. "selective" holds, besides, the results that cost most for their size: every second
-matrix product, all of attention, and results of collectives.
-Source: Chen et al. 2016, arXiv:1604.06174; torch.utils.checkpoint; the policy of torchtitan's selective per-op mode.
+"full" saves only a block's inputs. "selective" also saves the results that are most expensive for their size: every
+second matrix product, all attention, and results of collectives. Source: Chen et al. 2016, arXiv:1604.06174;
+torch.utils.checkpoint; the policy of torchtitan's selective per-op mode.
 """
 
 from __future__ import annotations
@@ -50,26 +50,28 @@ from .layout import ModelLayout
 from .offload import OffloadedBlocks
 
 CheckpointMode = Literal["full", "selective"]
-"""What is recomputed in backward: whole blocks, or all but the expensive operators."""
+"""What backward recomputes: full blocks, or all but the expensive operators."""
 MakeContexts: TypeAlias = "Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]"
-"""Makes the context of a block's forward, and that of its recomputation."""
+"""Creates the context of a block's forward and that of its recomputation."""
 
 
 def checkpoint_blocks(
     model: nn.Module, layout: ModelLayout, mode: ActivationCheckpointing, *, save_routing: bool = False
 ) -> BudgetedBlocks | OffloadedBlocks | None:
-    """Let every block recompute its activations in backward, or hold them in host memory; in place.
+    """Let every block recompute its activations in backward, or offload them to host memory; in place.
 
-    Acts while a block trains and gradients are on. Random numbers (dropout) are drawn again as they were.
+    Takes effect while a block is in training mode and gradients are enabled. The recomputation samples the same random
+    numbers (dropout).
 
     Args:
-        model: before compile and before sharding.
-        mode: "full" or True, "selective", options with a budget or host memory, or False for nothing.
-        save_routing: hold what routers choose, too, so that no token is routed again by numbers that a kernel computes
-            a little differently the second time; and how many tokens go where, which the host need not read again.
+        model: model before compilation and sharding.
+        mode: "full" or True, "selective", options with a budget or offloading, or False for nothing.
+        save_routing: also save the choices of routers, so that no token is routed differently because a kernel's
+            results vary slightly. The token counts of the experts are saved too, so the host does not read them again.
 
     Returns:
-        With a budget, the blocks, for which `choose` must be called; with host memory, what counts the bytes moved.
+        With a budget, the blocks, for which `choose_saved_activations` must be called; with offloading, the counters of
+        moved bytes; otherwise None.
     """
     if mode is False:
         return None
@@ -85,39 +87,39 @@ def checkpoint_blocks(
             "no stack of blocks. Set activation_checkpointing=false, or describe the model through the hook "
             "model_layout."
         )
-    held: BudgetedBlocks | OffloadedBlocks | None = None
+    managed: BudgetedBlocks | OffloadedBlocks | None = None
     if isinstance(mode, ActivationOptions):
-        held = OffloadedBlocks() if mode.budget_gb is None else BudgetedBlocks(mode.budget_gb)
-    keeping: list[MakeContexts] = [_make_routing_contexts] * save_routing
+        managed = OffloadedBlocks() if mode.budget_gb is None else BudgetedBlocks(mode.budget_gb)
+    routing_contexts: list[MakeContexts] = [_make_routing_contexts] * save_routing
 
     def recompute(
         original: ForwardMethod, contexts: MakeContexts, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        return _run_checkpointed([contexts, *keeping], original, args, kwargs)
+        return _run_checkpointed([contexts, *routing_contexts], original, args, kwargs)
 
-    # One block may stand in several places.
+    # A block may occur several times.
     for block in dict.fromkeys(map(model.get_submodule, layout.blocks)):
-        if held is None:
-            contexts = [_make_selective_contexts] * (mode == "selective") + keeping
+        if managed is None:
+            contexts = [_make_selective_contexts] * (mode == "selective") + routing_contexts
             wrap = functools.partial(_wrap_recompute, block, contexts)
-        elif isinstance(held, BudgetedBlocks):
-            wrap = functools.partial(held.wrap_block, block, recompute)
+        elif isinstance(managed, BudgetedBlocks):
+            wrap = functools.partial(managed.wrap_block, block, recompute)
         else:
-            wrap = functools.partial(held.wrap_block, block)
+            wrap = functools.partial(managed.wrap_block, block)
         wrap_forward(block, WrapOrder.RECOMPUTED, wrap)
         wrap_forward(block, WrapOrder.RECOMPUTED, functools.partial(_drop_cache, block))
-    # Caches are refused where they enter the model; see [Note: no cache].
+    # Filled caches are rejected where they enter the model; see [Note: no cache].
     parents = {name[:index] for name in layout.blocks for index, letter in enumerate(name) if letter == "."} | {""}
     for module in map(model.get_submodule, parents):
         if _is_transformers_instance(module, "PreTrainedModel"):
             module.register_forward_pre_hook(_reject_filled_cache, with_kwargs=True)
-    return held
+    return managed
 
 
 def _reject_filled_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if module.training and torch.is_grad_enabled():
         for value in filter(_is_cache, (*args, *kwargs.values())):
-            # A cache that holds states alone has no length.
+            # A cache that holds only states has no length.
             with suppress(ValueError):
                 if value.get_seq_length():
                     raise ModelError(
@@ -128,17 +130,17 @@ def _reject_filled_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
 
 
 def _drop_cache(block: nn.Module, original: ForwardMethod) -> ForwardMethod:
-    """Let a block take no key-value cache while it trains; see [Note: no cache]."""
+    """Let a block ignore key-value caches during training; see [Note: no cache]."""
     names = list(inspect.signature(original).parameters)
 
-    def dropped(name: str | None, value: Any) -> Any:
+    def drop(name: str | None, value: Any) -> Any:
         return False if name == "use_cache" else None if _is_cache(value) else value
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if block.training and torch.is_grad_enabled():
-            args = tuple(dropped(name, value) for name, value in zip_longest(names[: len(args)], args))
-            kwargs = {name: dropped(name, value) for name, value in kwargs.items()}
+            args = tuple(drop(name, value) for name, value in zip_longest(names[: len(args)], args))
+            kwargs = {name: drop(name, value) for name, value in kwargs.items()}
         return original(*args, **kwargs)
 
     return forward
@@ -166,7 +168,7 @@ def _wrap_recompute(block: nn.Module, contexts: Sequence[MakeContexts], original
 def _run_checkpointed(
     contexts: Sequence[MakeContexts], original: ForwardMethod, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    # torch.compile takes the modes themselves and nothing around them.
+    # torch.compile supports the modes themselves, but no wrapper around them.
     function = functools.partial(_combine_contexts, contexts) if len(contexts) > 1 else next(iter(contexts), None)
     options = {} if function is None else {"context_fn": function}
     return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)
@@ -175,8 +177,8 @@ def _run_checkpointed(
 def _combine_contexts(
     contexts: Sequence[MakeContexts],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    forwards, again = zip(*(each() for each in contexts), strict=True)
-    return _nest_contexts(forwards), _nest_contexts(again)
+    forwards, recomputations = zip(*(each() for each in contexts), strict=True)
+    return _nest_contexts(forwards), _nest_contexts(recomputations)
 
 
 @contextmanager
@@ -188,30 +190,30 @@ def _nest_contexts(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[
 
 
 def _make_selective_contexts() -> Any:
-    """Make the two contexts of one forward of one block, which counts its own matrix products."""
+    """Create the two contexts of one forward of one block, which counts its own matrix products."""
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_held = is_collective(op)
+        is_saved = is_collective(op)
         if is_attention(op):
-            # Were its dropout not drawn again, the dropout behind it would get its random numbers.
-            is_held = not draws_random_numbers(op, args, kwargs)
+            # If its dropout were not recomputed, later dropout would get its random numbers.
+            is_saved = not draws_random_numbers(op, args, kwargs)
         elif is_matmul(op):
-            # Forward and recomputation count alike, each on its own.
+            # Forward and recomputation count separately.
             counts[context.is_recompute] += 1
-            is_held = counts[context.is_recompute] % 2 == 0
-        return CheckpointPolicy.MUST_SAVE if is_held else CheckpointPolicy.PREFER_RECOMPUTE
+            is_saved = counts[context.is_recompute] % 2 == 0
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
 def _make_routing_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    kept: list[Any] = []
-    return _SavedRouting(kept, is_recompute=False), _SavedRouting(kept, is_recompute=True)
+    results: list[Any] = []
+    return _SavedRouting(results, is_recompute=False), _SavedRouting(results, is_recompute=True)
 
 
 class _SavedRouting(TorchDispatchMode):
-    """Keeps what operators chose, and gives it again; as copies, since models write into it (to norm weights)."""
+    """Save the results of data-dependent operators and replay them; as copies, since models modify them in place."""
 
     def __init__(self, results: list[Any], *, is_recompute: bool) -> None:
         super().__init__()
@@ -223,11 +225,11 @@ class _SavedRouting(TorchDispatchMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        depends = _is_data_dependent(func)
-        if depends and self._is_recompute:
+        is_data_dependent = _is_data_dependent(func)
+        if is_data_dependent and self._is_recompute:
             return _clone(next(self._remaining))
         result = func(*args, **(kwargs or {}))
-        if depends:
+        if is_data_dependent:
             self._results.append(_clone(result))
         return result
 
@@ -242,7 +244,7 @@ def _clone(result: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
 
 # -- compilation
 
-# Training and evaluation, two lengths each, and shapes that have become symbolic.
+# Training and evaluation, two lengths each, and symbolic shapes.
 _MAX_COMPILATIONS_PER_BLOCK = 8
 
 
@@ -256,12 +258,12 @@ def compile_blocks(
 ) -> None:
     """Compile the forward of every block; in place, after activation checkpointing and before sharding.
 
-    Blocks of one stack are alike, so one compilation serves many.
+    Blocks of one stack usually share one compilation.
 
     Args:
-        device: where the model will run.
-        excluded: names of modules that cannot be traced (experts, whose counts of tokens only values tell). A block
-            that holds one is compiled in parts: each of its modules that holds none, as large as can be.
+        device: device on which the model will run.
+        excluded: names of modules that cannot be traced (experts, whose token counts depend on values). A block that
+            contains one is compiled in parts: its largest modules that contain none.
     """
     if not layout.blocks:
         raise ModelError(
@@ -269,16 +271,16 @@ def compile_blocks(
             f"Set enable_compile=false, or describe the model through the hook model_layout."
         )
     check_compiler(str(device), backend)
-    left = set(map(model.get_submodule, excluded))
+    excluded_modules = set(map(model.get_submodule, excluded))
     blocks = dict.fromkeys(map(model.get_submodule, layout.blocks))
-    parts = [part for block in blocks for part in _iter_compilable(block, left)]
-    # Where blocks differ in what compile takes for constants (their index, a window), each is compiled again.
+    parts = [part for block in blocks for part in _iter_compilable(block, excluded_modules)]
+    # Blocks that differ in what compile treats as constants (index, attention window) are compiled separately.
     compile_one = functools.partial(
         compile_function, backend=backend, max_versions=_MAX_COMPILATIONS_PER_BLOCK * len(parts)
     )
     for part in dict.fromkeys(parts):
         is_float64 = torch.device(device).type == "cpu" and any(p.dtype == torch.float64 for p in part.parameters())
-        # Within what is compiled: around it, torch 2.11 does not respect the choice.
+        # Inside the compiled function: around it, torch 2.11 ignores the choice.
         if is_float64 and not compiles_attention_in_float64():
             wrap_forward(part, WrapOrder.COMPILED, lambda forward: compile_one(_use_math_attention(forward)))
         else:
@@ -286,7 +288,7 @@ def compile_blocks(
 
 
 def _use_math_attention(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute attention as matrix products and a softmax; see `compiles_attention_in_float64`."""
+    """Compute attention by matrix products and a softmax; see `compiles_attention_in_float64`."""
 
     @functools.wraps(function)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -297,7 +299,7 @@ def _use_math_attention(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _iter_compilable(module: nn.Module, excluded: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the largest modules within one that are called and hold none of those left out."""
+    """Yield the largest callable modules that contain no excluded one."""
     if module in excluded:
         return
     # A list of modules is not called itself.
@@ -310,21 +312,21 @@ def _iter_compilable(module: nn.Module, excluded: set[nn.Module]) -> Iterator[nn
 
 @functools.cache
 def check_compiler(device: str, backend: str) -> None:
-    """Compile a small function, or say why that does not work."""
+    """Compile a small function; raise StrategyError with the reason if that fails."""
 
     try:
         compile_function(lambda x: (x.sin() + 1).sum(), backend=backend, max_versions=1)(torch.ones(3, device=device))
     except Exception as error:
-        # Anything from a missing compiler to a broken installation.
+        # Causes range from a missing compiler to a broken installation.
         reason = str(error).strip().split("\n")[0]
         if torch.device(device).type != "cpu":
-            is_there = importlib.util.find_spec("triton") is not None
-            missing = "Install Triton (it comes with torch's CUDA builds),"
+            is_installed = importlib.util.find_spec("triton") is not None
+            remedy = "Install Triton (it comes with torch's CUDA builds),"
         else:
-            is_there = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++")))
-            missing = "Install a C++ compiler such as g++,"
+            is_installed = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++")))
+            remedy = "Install a C++ compiler such as g++,"
         raise StrategyError(
             f"enable_compile=true, but torch.compile (backend {backend}) of torch {torch.__version__} does not work on "
-            f"{device}: {type(error).__name__}: {reason} {'See the error above,' if is_there else missing} or set "
+            f"{device}: {type(error).__name__}: {reason} {'See the error above,' if is_installed else remedy} or set "
             f"enable_compile=false."
         ) from error

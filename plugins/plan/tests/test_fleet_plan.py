@@ -66,11 +66,11 @@ def _saved(layout: PlannedLayout, directory: Path) -> int:
     """Bytes of model and optimizer in a checkpoint that real ranks have written after a step."""
     job = layout.build_job()
     manager = job.stack.build(Mesh(job.degrees, open_world("cpu")))
-    model = job.model()
-    batches = [job.batch(model) for _ in range(job.microbatches)]
+    model = job.build_model()
+    batches = [job.make_batch(model) for _ in range(job.num_microbatches)]
     manager.parallelize(model)
     manager.build_optimizer(job.optimizer)
-    manager.forward_backward(batches, num_tokens=manager.announce(batches))
+    manager.forward_backward(batches, num_tokens=manager.begin_step_sync(batches))
     manager.optimizer_step()
     save_checkpoint(manager, directory, step=1)
     stored = read_index(directory, read_manifest(directory)).tensors
@@ -92,7 +92,7 @@ OF_RANKS = [
 @pytest.mark.parametrize("layout", OF_RANKS, ids=str)
 def test_a_checkpoint_is_as_large_as_planned(layout, tmp_path):
     first, _ = pool(2).run(_saved, layout, tmp_path / "saved")
-    assert compute_state_bytes(layout.deep_job()) == first
+    assert compute_state_bytes(layout.build_deep_job()) == first
 
 
 def test_failures_of_few_ranks_hardly_matter(planned):

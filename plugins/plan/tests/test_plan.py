@@ -192,7 +192,7 @@ def traced(monkeypatch) -> list[tuple[int, int, int, list[int]]]:
 def test_few_blocks_and_microbatches_tell_what_many_hold_and_send(
     layout, layers, microbatches, steps, traced, monkeypatch
 ):
-    job, device, rank = layout.deep_job(layers, microbatches), load_device_spec("h100-80gb"), layout.ranks - 1
+    job, device, rank = layout.build_deep_job(layers, microbatches), load_device_spec("h100-80gb"), layout.ranks - 1
     (few,) = plan_job(job, device, [rank])["ranks"]
     assert [each[2:] for each in traced] == steps
     monkeypatch.setattr(planned_module, "extrapolate_report", lambda *_: None)

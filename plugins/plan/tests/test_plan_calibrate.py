@@ -178,9 +178,9 @@ def test_nodes_of_different_sizes_are_refused_on_all_ranks():
 PROGRAM = """
 import sys
 from meshwright_plan.calibration.calibrate import calibrate_to_file
-from meshwright_plan.calibration.measure import Effort
+from meshwright_plan.calibration.measure import MeasurementBudget
 if __name__ == "__main__":
-    effort = Effort(0.001, 1, 1, (64, 128), 64, 64, 1 << 16, 3, (1 << 10, 1 << 16))
+    effort = MeasurementBudget(0.001, 1, 1, (64, 128), 64, 64, 1 << 16, 3, (1 << 10, 1 << 16))
     sys.exit(calibrate_to_file(sys.argv[1], ranks=2, device="cpu", effort=effort))
 """
 

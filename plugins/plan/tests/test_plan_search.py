@@ -228,7 +228,7 @@ def test_where_nothing_fits_the_nearest_is_reported_and_what_to_change(tmp_path)
 @pytest.mark.slow
 def test_a_process_that_dies_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr("meshwright_plan.search.search.handle_request", os._exit)
-    monkeypatch.setattr("meshwright_plan.search.search.LayoutSearch._request", lambda *_, **__: 9)
+    monkeypatch.setattr("meshwright_plan.search.search.LayoutSearch._build_request", lambda *_, **__: 9)
     with pytest.raises(TrainingError, match="one of the 2 processes that trace layouts has died"):
         recommend_layouts(_file(tmp_path), [*SHARDED, "tp_size=1"], 2, "h100-80gb", num_processes=2)
 
