@@ -81,9 +81,13 @@ class PlannedLayout:
     def build_deep_job(self, layers: int | None = None, microbatches: int | None = None) -> TrainingJob:
         """Return the job with so many blocks and microbatches, which knows how to have fewer."""
         make = functools.partial(build_model, self.model, self.dtype, is_adapted=self.is_adapted)
-        sizes = {"layers": layers or self.layers, "microbatches": microbatches or self.microbatches}
+        num_layers = layers or self.layers
         return replace(
-            self.build_job(), build_model=functools.partial(make, sizes["layers"]), build_with_layers=make, **sizes
+            self.build_job(),
+            build_model=functools.partial(make, num_layers),
+            build_with_layers=make,
+            num_layers=num_layers,
+            num_microbatches=microbatches or self.microbatches,
         )
 
 

@@ -57,7 +57,9 @@ if TYPE_CHECKING:
 class DataParallelManager(StrategyManager):
     """Train one model, or one pipeline stage, of which every rank runs all layers.
 
-    One thing, since a strategy may override any method. A subclass implements `shard`, which lays out the model, and may override the other hooks, which come first below.
+    One thing, since a strategy may override any method.
+
+    A subclass implements `shard`, which lays out the model, and may override the other hooks, which come first below.
 
     Attributes:
         model: the unwrapped Hugging Face model; `shard` may have sharded its parameters in place.

@@ -107,9 +107,9 @@ def compared(layout: PlannedLayout) -> dict[str, Any]:
         max(
             (100 * (getattr(reported, name).bytes / getattr(real, name).bytes - 1) for reported, real in pairs), key=abs
         )
-        for name in ("peak", "after")
+        for name in ("peak", "between_steps")
     )
-    names = {"peak": "peak", "after": "held", "collectives": "collectives"}
+    names = {"peak": "peak", "between_steps": "held", "collectives": "collectives"}
     other = {
         text
         for name, text in names.items()

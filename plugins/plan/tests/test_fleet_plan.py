@@ -69,7 +69,7 @@ def _saved(layout: PlannedLayout, directory: Path) -> int:
     model = job.build_model()
     batches = [job.make_batch(model) for _ in range(job.num_microbatches)]
     manager.parallelize(model)
-    manager.build_optimizer(job.optimizer)
+    manager.build_optimizer(job.optimizer_factory)
     manager.forward_backward(batches, num_tokens=manager.begin_step_sync(batches))
     manager.optimizer_step()
     save_checkpoint(manager, directory, step=1)

@@ -134,7 +134,7 @@ def test_traffic_is_that_of_all_collectives(subject):
     assert reported == {key: pytest.approx(size) for key, size in wanted.items()}
     for each in collect_traffic(subject):
         line = next(line for line in subject.timelines if line.rank == each.rank)
-        assert each.seconds == pytest.approx(line.busy(each.stream))
+        assert each.seconds == pytest.approx(line.busy_seconds(each.stream))
         assert 0 <= each.overlap_fraction <= 1 + 1e-9
     # Of a rank that is not in the plan the trace tells, unless it is of fewer blocks.
     without = replace(subject, plan={**subject.plan, "ranks": []})

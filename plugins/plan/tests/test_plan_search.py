@@ -277,7 +277,7 @@ def test_a_glance_tells_nearly_what_a_plan_does(tmp_path):
             whole["step_seconds"], rel=0.05
         )
         assert glance.predict_reserved_bytes(space.num_layers) == pytest.approx(whole["peak_reserved_bytes"], rel=0.1)
-        assert glance.persistent_bytes.at(space.num_layers) == pytest.approx(whole["persistent_bytes"], rel=0.02)
+        assert glance.persistent_bytes.predict(space.num_layers) == pytest.approx(whole["persistent_bytes"], rel=0.02)
 
 
 def test_a_pipeline_is_reported_by_one_stage_its_bubbles_and_what_it_holds(tmp_path):

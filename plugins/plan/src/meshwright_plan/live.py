@@ -49,9 +49,9 @@ SUGGESTED_CHANGES: tuple[tuple[str, ...], ...] = (
 
 @dataclass
 class PlanMonitor:
-    """A run's monitor; see `meshwright_run.run_rank.Companion`."""
+    """A run's monitor; see `meshwright_run.run_rank.RunMonitor`."""
 
-    plan: dict[str, Any] | None  # from `planned.plan`; None, with `why_not`: the run cannot be planned
+    plan: dict[str, Any] | None  # from `planner.plan_job`; None, with `unavailable_reason`: the run cannot be planned
     unavailable_reason: str = ""
     refusal_error: MeshwrightError | None = None
     model_flops: ModelFlops = field(default_factory=lambda: ModelFlops(None))
