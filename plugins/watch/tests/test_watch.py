@@ -236,6 +236,7 @@ def test_a_run_is_followed_while_it_continues(tmp_path: Path) -> None:
     write_lines(tmp_path / "events.jsonl", [build_start_event(10)])
     (tmp_path / ".lock.json").write_text('{"pid": 1, "host": "elsewhere", "started": "now"}', encoding="utf-8")
     assert state() == ("running", 5)
+    assert (run.get_state()["steps"], run.get_state()["parameters"]) == (10, 1_234_567)
     versions = run.get_state()["versions"]
     write_lines(metrics, [build_metrics_line(6, seed=2)])
     assert state() == ("running", 6)

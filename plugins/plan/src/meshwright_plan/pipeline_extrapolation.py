@@ -231,7 +231,7 @@ class _SmallPipelines:
             self.device,
             is_compiled=job.is_compiled,
             chunked_groups=job.chunked_groups,
-            waits=waits_for_messages,
+            waits_for_messages=waits_for_messages,
         )
 
     def _simulate_alone(self, point: Point, rank: int) -> Timeline:

@@ -72,7 +72,7 @@ export class Ranks {
       ? table(`Stragglers: ${all.length === 100 ? "the first 100" : count(all.length)}. A median that is more than 3.5 scaled median absolute deviations, and 2 % of a step, above that of all ranks`,
         ["rank", "part of the step", "its median", "of all ranks", "deviations"],
         all.map(each => [h("button", {type: "button", title: "show over its steps", onclick: () => this.choose(each.rank, each.phase)}, count(each.rank)), words(each.phase), seconds(each.seconds), seconds(each.median), each.deviations === null ? "all others are equal" : each.deviations.toFixed(1)]), {texts: [1]})
-      : h("p", {class: "said"}, ranks.length < 4 ? "Stragglers are reported four ranks or more." : `No stragglers among ${count(ranks.length)} ranks.`));
+      : h("p", {class: "said"}, ranks.length < 4 ? "Stragglers are reported for four ranks or more." : `No stragglers among ${count(ranks.length)} ranks.`));
     if (focused) [...this.slow.querySelectorAll("button")].find(button => button.textContent === focused)?.focus({preventScroll: true});
   }
 
