@@ -1,6 +1,6 @@
 """What watching a run costs: a step with everything on beside the same step with nothing, alternated.
 
-Off: the manager's own calls, with no clock read, no record made and nobody reported. On: `train_step` of the loop,
+Off: the manager's own calls, with no clock read, no record made and no observer called. On: `train_step` of the loop,
 which times its parts and reads memory, and all observers of a run: the report with its line of JSON, the journal, the
 file of the rank, the picture, and the trackers that are named. Norms by block and exposed communication are asked for
 in few steps, and not here. The method is that of `benchmarks/step.py`, whose README says how to read it.
@@ -41,7 +41,7 @@ from meshwright_run.run_directory import RunDirectory
 from meshwright_run.run_logs import EventLog, RankLog
 
 CALLS = 2000
-"""Records that observers are reported to see what one costs by itself."""
+"""Records that observers get, to see what one costs by itself."""
 
 
 @dataclass(frozen=True)

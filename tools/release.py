@@ -94,7 +94,7 @@ def set_version(new: str, root: Path = ROOT) -> None:
 
 
 def find_version_mismatches(root: Path = ROOT, tag: str | None = None) -> list[str]:
-    """What does not agree with the version, in prose; with a tag also what a release would lack."""
+    """What does not agree with the version, as text; with a tag also what a release would lack."""
     wanted = read_version(root)
     found = [
         f"{path.relative_to(root)}: {words} {other}, but {wanted} is the version"
@@ -147,7 +147,7 @@ def build_distributions(output: Path, names: list[str] | None = None, root: Path
 
 
 def find_build_defects(distribution: Distribution, built_files: list[Path]) -> list[str]:
-    """What is wrong with the wheel and the source distribution of one, in prose."""
+    """What is wrong with the wheel and the source distribution of one, as text."""
     stem = f"{distribution.name.replace('-', '_')}-{distribution.project['version']}"
     files = {path.name: path for path in built_files}
     wheel, source = files.get(f"{stem}-py3-none-any.whl"), files.get(f"{stem}.tar.gz")

@@ -350,6 +350,8 @@ from .tensors.chunks import ChunkedTensor as ChunkedTensor
 from .tensors.chunks import LocalChunk as LocalChunk
 from .tensors.chunks import get_flat_range_chunks as get_flat_range_chunks
 from .tensors.chunks import get_local_chunks as get_local_chunks
+from .tensors.ema_weights import EMA_COUNTS as EMA_COUNTS
+from .tensors.ema_weights import EMAWeights as EMAWeights
 from .tensors.gather_parameters import iter_full_parameters as iter_full_parameters
 from .tensors.norms import HighPrecisionAccumulator as HighPrecisionAccumulator
 from .tensors.norms import ShardGroups as ShardGroups
@@ -361,8 +363,6 @@ from .tensors.ops import is_real_compute as is_real_compute
 from .tensors.ops import list_tensors as list_tensors
 from .tensors.ops import make_event_recorder as make_event_recorder
 from .tensors.ops import real_compute as real_compute
-from .tensors.state import EMA_COUNTS as EMA_COUNTS
-from .tensors.state import EMAWeights as EMAWeights
 from .tensors.state import OptimizerState as OptimizerState
 from .tensors.state import ShardedState as ShardedState
 from .tensors.state import ShardLayout as ShardLayout

@@ -1,6 +1,6 @@
 """Bits that change on their own: found within an interval, with the rank, under every stack; no false alarms.
 
-How often replicas are compared in a run is reported by `RunConfig.verify_every`.
+How often replicas are compared in a run is documented in `RunConfig.verify_every`.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def test_a_model_that_is_not_causal_is_refused_padding() -> None:
 
 
 def _reported(model_type: str, strategy: str, sizes: dict[str, int]) -> list[str]:
-    """The task of a rank: what is reported documents and of padding in a model as it runs."""
+    """The task of a rank: what is reported about documents and padding in a model as it runs."""
     manager = build_manager(strategy, {}, sizes, Case(model_type=model_type, tied=None))
 
     def statistics(batches: list[Batch]) -> list[Tensor]:

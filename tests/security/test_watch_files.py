@@ -169,6 +169,6 @@ def test_a_run_of_which_nobody_has_thought_leaves_the_others(
     original = server.WatchedRun.get_state
     monkeypatch.setattr(server.WatchedRun, "get_state", fail)
     found = client.get("/api/state").json()["runs"]
-    assert (found[0]["state"], "ZeroDivisionError" in found[0]["why"]) == ("failed", True)
+    assert (found[0]["state"], "ZeroDivisionError" in found[0]["reason"]) == ("failed", True)
     assert found[0].keys() == found[1].keys()
     assert found[1]["step"] == 20

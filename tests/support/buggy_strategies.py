@@ -295,11 +295,9 @@ class IgnoresReplicas(RowsAxis):
         self.replicas = 1
 
 
-SHARDED_AXES, REPLICATED_AXES, ROW_AXES = (
-    frozenset({"dp_replicate", "dp_shard"}),
-    frozenset({"dp_replicate"}),
-    frozenset({"tp"}),
-)
+SHARDED_AXES = frozenset({"dp_replicate", "dp_shard"})
+REPLICATED_AXES = frozenset({"dp_replicate"})
+ROW_AXES = frozenset({"tp"})
 FSDP2_BUGS = (AveragesGradients, DividesTwice, WatchesFirstModuleOnly, ClipsByLocalNorm)
 DDP_BUGS = (
     *(

@@ -299,10 +299,8 @@ class SweptLayout:
         return kill
 
     def _kill_export(self) -> KillRecord:
-        source, output = (
-            str(self.baseline.find_newest_checkpoint()),
-            self.baseline.directory.with_name(f"{self.baseline.directory.name}-export"),
-        )
+        source = str(self.baseline.find_newest_checkpoint())
+        output = self.baseline.directory.with_name(f"{self.baseline.directory.name}-export")
         process = CommandProcess("export", source, str(output))
         came = wait_for_moment(
             process, lambda: any(p.name.startswith(output.name) for p in _list_directory(self.workplace))

@@ -34,7 +34,7 @@ class NamespaceNode:
         return [int(each) for each in inside.stdout.split()]
 
     def unplug(self) -> None:
-        """Pull the cable: what is sent later is lost, and nobody is reported."""
+        """Pull the cable: what is sent later is lost, and no process learns of it."""
         _run("ip", "-n", self.switch, "link", "set", self.port, "down")
 
     def plug(self) -> None:

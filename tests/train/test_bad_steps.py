@@ -1,6 +1,6 @@
 """Steps that are not made: every stack leaves them out, or goes back, as one process that never saw their batches.
 
-What is bad, and what is done then, is reported by `BadStepConfig`.
+What is bad, and what is done then, is documented in `BadStepConfig`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a run file says of how long, how patiently and how often: each as the plain thing that it stands for.
 
-When a run stops is reported by `EarlyStoppingConfig`, and what is best by `KeepBestConfig`.
+When a run stops is documented in `EarlyStoppingConfig`, and what is best by `KeepBestConfig`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What observers are reported a run, and what a run leaves behind of it: events, files of ranks, and pictures."""
+"""What observers learn of a run, and what a run leaves behind of it: events, files of ranks, and pictures."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Options(FrozenModel):
 
 
 class _Plugin:
-    """Brings a tracker that writes what it is reported into the directory of the run."""
+    """Brings a tracker that writes what it gets into the directory of the run."""
 
     @hookimpl
     def register_trackers(self) -> list[TrackerSpec]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.checkpoints import flip_file_bit, step_directory
+from support.checkpoints import flip_file_bit, rewrite_manifest, step_directory
 from support.runs import EVERY, STEPS, TOLERANCE, RunWorkspace
 from transformers import AutoModelForCausalLM
 
@@ -298,6 +298,18 @@ def _cosine(peak: float, warmup: int = 1, steps: int = STEPS) -> Any:
         return float(scheduler.get_last_lr()[0])
 
     return rate
+
+
+def test_a_checkpoint_with_earlier_names_of_settings_is_of_the_same_run(place: RunWorkspace) -> None:
+    changes: dict[str, Any] = {"ema": {"decay": 0.9, "start_step": 2}}
+    assert place.run(kill_after=5, **changes)[1] == "killed"
+    directory = step_directory(place.root, 4)
+    extra = json.loads((directory / MANIFEST_FILE).read_text())["extra"]
+    extra["identity"]["ema"]["start"] = extra["identity"]["ema"].pop("start_step")
+    rewrite_manifest(directory, extra=extra)
+    refused = place.run(ema={"decay": 0.9, "start_step": 3})
+    assert (refused[2], "the run differs" in refused[1], "ema.start_step" in refused[1]) == (2, True, True)
+    assert "resuming from" in place.run_successfully(**changes)
 
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

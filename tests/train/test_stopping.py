@@ -1,6 +1,6 @@
 """A run that a signal asks to stop saves, leaves with the code that was asked for, and continues as if it had not.
 
-Which signals do so in a run, and how much time they leave it, is reported by `OnSignalConfig`.
+Which signals do so in a run, and how much time they leave it, is documented in `OnSignalConfig`.
 """
 
 from __future__ import annotations

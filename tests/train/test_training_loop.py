@@ -167,7 +167,7 @@ def test_a_step_is_started_before_the_one_before_it_is_reported_and_is_the_step_
 
 
 def _undrawn(kind: str, culprits: tuple[int, ...]) -> tuple[str, int]:
-    """What a rank is reported where some ranks have nothing sound for the third step; and what was trained until
+    """The error of a rank where some ranks have nothing sound for the third step; and what was trained until
     then."""
     case = Case()
     manager = build_manager("fsdp2", {}, {}, case)

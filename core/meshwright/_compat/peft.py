@@ -340,9 +340,8 @@ def tie_adapters(model: Any) -> nn.Module:
             if copied.bias is None and module.original_module.bias is not None:
                 raise ModelError(
                     f"ensure_weight_tying=True ties a trained copy of {to_base_name(path)} to that of the embedding, "
-                    "and "
-                    f"peft leaves its bias out, so that the model computes something else. Set "
-                    f"ensure_weight_tying=False, or leave the embedding and the head out of modules_to_save."
+                    "and peft leaves its bias out, so that the model computes something else. Set "
+                    "ensure_weight_tying=False, or leave the embedding and the head out of modules_to_save."
                 )
     for path, name, head in _iter_tied_heads(model):
         # Already tied, or on another pipeline stage.

@@ -43,12 +43,10 @@ class Stopped(SystemExit):
 
     def __init__(self, signum: int, *, step: int, saved: bool, exit_code: int, has_skipped_save: bool = False) -> None:
         super().__init__(exit_code)
-        self.signal, self.step, self.saved, self.has_skipped_save = (
-            signal.Signals(signum).name,
-            step,
-            saved,
-            has_skipped_save,
-        )
+        self.signal = signal.Signals(signum).name
+        self.step = step
+        self.saved = saved
+        self.has_skipped_save = has_skipped_save
 
 
 def format_stop_notice(signum: int) -> str:

@@ -15,7 +15,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class _ExtraModel(BaseModel):
-    """Base of the schemas. Further fields are allowed. An alias is the field's name in the file."""
+    """Base of the schemas. Fields have the names of the file; further ones are allowed."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
@@ -24,26 +24,26 @@ class _RunIdentity(_ExtraModel):
     batch_size: Count
     model: dict[str, Any] = {}
     data: dict[str, Any] = {}
-    order_version: Count = Field(default=0, alias="order")
+    order: Count = 0
     ema: dict[str, Any] | None = None
 
 
 class _EarlyStoppingState(_ExtraModel):
-    eval_set: str = Field(alias="set")
+    set: str
     lowest: float | None
-    num_bad_evaluations: Count = Field(alias="waited")
+    waited: Count
 
 
 class _BestState(_ExtraModel):
-    eval_set: str = Field(alias="set")
+    set: str
     values: list[Annotated[tuple[float, Count], Strict(False)]]
 
 
 class _BadStepsState(_ExtraModel):
-    num_skipped_batches: Count = Field(default=0, alias="left_out")
-    num_bad_steps: Count = Field(default=0, alias="count")
-    num_since_good: Count = Field(default=0, alias="since_good")
-    last_good_step: Count = Field(default=0, alias="furthest")
+    left_out: Count = 0
+    count: Count = 0
+    since_good: Count = 0
+    furthest: Count = 0
     losses: list[float] = []
     norms: list[float] = []
 
@@ -57,7 +57,7 @@ class _LoopState(_ExtraModel):
 class _RunExtra(_ExtraModel):
     identity: _RunIdentity
     run: dict[str, Any] = {}
-    resumed_from: str | None = Field(default=None, alias="named")
+    named: str | None = None
     position: Count = 0
     streams: list[dict[str, Any]] | None = None
     loop: _LoopState = _LoopState()

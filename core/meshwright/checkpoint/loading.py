@@ -195,7 +195,6 @@ def _check_averages(
     lacks = f"lacks the average of {names[0]}" if names and has_any else "has no average of the weights"
     message = (
         f"the checkpoint {directory} {lacks}. Load it before the average is started (mw.EMA), which then begins with "
-        "its "
-        f"weights; in a run file: resume: {{from: ..., allow: [ema]}}."
+        f"its weights; in a run file: resume: {{from: ..., allow: [ema]}}."
     )
     world.raise_on_all_ranks(CheckpointError(message) if names else None)

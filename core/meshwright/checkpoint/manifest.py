@@ -172,8 +172,7 @@ def _parse_manifest(storage: StorageReader, text: bytes) -> Manifest:
         if version not in (FORMAT, ADAPTER_FORMAT):
             raise CheckpointError(
                 f"{storage} has format {version!r:.20}, but this meshwright reads {FORMAT} and {ADAPTER_FORMAT}. Load "
-                "it "
-                f"with the version that has written it: {content.get('versions')!r:.200}."
+                f"it with the version that has written it: {content.get('versions')!r:.200}."
             )
         signature = content.pop(SIGNATURE_KEY, None)
         checksum = content.pop("sha256")
@@ -200,8 +199,7 @@ def _parse_manifest(storage: StorageReader, text: bytes) -> Manifest:
     if step_match and int(step_match[1]) != manifest.step:
         raise CheckpointError(
             f"the checkpoint {storage} is of step {manifest.step}, and not of the step that it is called by. Give it "
-            "its "
-            f"own name, {format_step_name(manifest.step)}, if you have renamed it; else somebody has replaced it."
+            f"its own name, {format_step_name(manifest.step)}, if you have renamed it; else somebody has replaced it."
         )
     return manifest
 

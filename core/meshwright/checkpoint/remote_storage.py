@@ -67,8 +67,7 @@ def _open_url(url: str, options: StorageOptions) -> Storage:
     if protocol not in PROTOCOLS:
         raise ConfigError(
             f"{url!r} is of a kind of URL that is not opened: {protocol!r}.{suggest_match(protocol, PROTOCOLS)} "
-            "Allowed: "
-            f"{', '.join(PROTOCOLS)}; a path without :// is a directory."
+            f"Allowed: {', '.join(PROTOCOLS)}; a path without :// is a directory."
         )
     if protocol in ("file", "local"):
         return LocalStorage(Path(rest), options)

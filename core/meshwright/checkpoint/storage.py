@@ -95,8 +95,7 @@ def read_signing_key(path: str | Path, *, where: str) -> SigningKey:
     if len(secret) < MIN_KEY_BYTES:
         raise ConfigError(
             f"{where}={str(path)!r} holds {len(secret)} bytes, which are too few for a secret: at least "
-            f"{MIN_KEY_BYTES}. "
-            f"{make_one}"
+            f"{MIN_KEY_BYTES}. {make_one}"
         )
     return SigningKey(secret)
 

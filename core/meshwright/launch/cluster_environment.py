@@ -79,8 +79,7 @@ def require_variables(environment: Mapping[str, str], names: tuple[str, ...], su
         is_or_are = "is" if len(missing) == 1 else "are"
         raise MeshError(
             f"this is {subject}, but {', '.join(missing)} {is_or_are} not set, so the processes cannot find each "
-            "other. "
-            f"{remedy}"
+            f"other. {remedy}"
         )
 
 

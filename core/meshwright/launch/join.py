@@ -97,8 +97,7 @@ def get_local_rank(num_devices: int) -> int:
     if "LOCAL_RANK" not in os.environ and num_devices > 1 and read_count(os.environ, "WORLD_SIZE", 1) > 1:
         raise MeshError(
             f"LOCAL_RANK is not set, so this rank cannot tell which of the {num_devices} devices here is its own. Set "
-            "it "
-            f"to the number of the rank on its node, from 0, or give the device with its index."
+            "it to the number of the rank on its node, from 0, or give the device with its index."
         )
     return read_count(os.environ, "LOCAL_RANK", 0)
 
@@ -188,8 +187,6 @@ def _conflict_error(
     remedies = [f"{' and '.join(names)} if the ranks are those of {launcher}" for names, launcher in pairs if names]
     return MeshError(
         f"two say what rank this is: {evidence} ({launcher_name}), and {other.evidence} ({other.launcher}). A process "
-        "is one rank of one "
-        f"world. Unset {', or '.join(remedies)}. If each of the {other.world_size} is to start several ranks, let it "
-        "start "
-        f"torchrun."
+        f"is one rank of one world. Unset {', or '.join(remedies)}. If each of the {other.world_size} is to start "
+        "several ranks, let it start torchrun."
     )

@@ -23,12 +23,10 @@ from .cluster_environment import (
     require_variables,
 )
 
-_INDEX_VARIABLE, _NUM_NODES_VARIABLE, _NODE_RANK_VARIABLE, _RANKS_PER_NODE_VARIABLE = (
-    "JOB_COMPLETION_INDEX",
-    "PET_NNODES",
-    "PET_NODE_RANK",
-    "PET_NPROC_PER_NODE",
-)
+_INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
+_NUM_NODES_VARIABLE = "PET_NNODES"
+_NODE_RANK_VARIABLE = "PET_NODE_RANK"
+_RANKS_PER_NODE_VARIABLE = "PET_NPROC_PER_NODE"
 _START_TORCHRUN = (
     "Start torchrun in the pod, which reads them: `torchrun -m meshwright train run.yaml`, `torchrun script.py`"
 )
@@ -47,11 +45,9 @@ def _detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
     if "WORLD_SIZE" not in environment:
         raise MeshError(
             f"this is pod {index} of an indexed Job ({_INDEX_VARIABLE}), but nothing says of how many. If they train "
-            "together, "
-            f"set WORLD_SIZE (spec.completions) and MASTER_ADDR (the name of pod 0) in the manifest; where a pod has "
-            f"several devices, {_NUM_NODES_VARIABLE}, {_NODE_RANK_VARIABLE}, {_RANKS_PER_NODE_VARIABLE} and "
-            "PET_MASTER_ADDR instead, for torchrun. If each "
-            f"trains by itself, set WORLD_SIZE=1."
+            "together, set WORLD_SIZE (spec.completions) and MASTER_ADDR (the name of pod 0) in the manifest; where a "
+            f"pod has several devices, {_NUM_NODES_VARIABLE}, {_NODE_RANK_VARIABLE}, {_RANKS_PER_NODE_VARIABLE} and "
+            "PET_MASTER_ADDR instead, for torchrun. If each trains by itself, set WORLD_SIZE=1."
         )
     size = read_count(environment, "WORLD_SIZE")
     if index >= size:
@@ -90,9 +86,8 @@ def reject_node_rank(environment: Mapping[str, str]) -> None:
     is_node = per_node.isdecimal() and int(per_node) > 1 and environment.get(_NODE_RANK_VARIABLE) == environment["RANK"]
     if is_node and "LOCAL_RANK" not in environment:
         raise MeshError(
-            f"RANK={rank} is the index of this pod ({_NODE_RANK_VARIABLE}), not of a rank: WORLD_SIZE={size} ranks "
-            f"are {per_node} in "
-            f"each pod ({_RANKS_PER_NODE_VARIABLE}), which torchrun has to start. {_START_TORCHRUN}."
+            f"RANK={rank} is the index of this pod ({_NODE_RANK_VARIABLE}), not of a rank: WORLD_SIZE={size} ranks are "
+            f"{per_node} in each pod ({_RANKS_PER_NODE_VARIABLE}), which torchrun has to start. {_START_TORCHRUN}."
         )
     if size > 1 and read_count(environment, _INDEX_VARIABLE, 0) > rank:
         raise MeshError(

@@ -64,8 +64,7 @@ def _reject_pmix(environment: Mapping[str, str]) -> None:
         return
     raise MeshError(
         f"this is one of {size or 'several'} processes ({format_variables(environment, 'PMIX_SIZE', 'PMIX_RANK')}), "
-        "but RANK and "
-        f"WORLD_SIZE are not set, so each would train by itself. {_REMEDY}"
+        f"but RANK and WORLD_SIZE are not set, so each would train by itself. {_REMEDY}"
     )
 
 

@@ -235,9 +235,8 @@ def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
         values = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in names)
         raise RankError(
             f"no rendezvous store reached within {timeout_s:g} s: {format_exception_only(error)}. The environment has "
-            f"{values}. "
-            "Start the ranks with `meshwright train` or torchrun, which set these, or set them to an address that "
-            "every rank can reach."
+            f"{values}. Start the ranks with `meshwright train` or torchrun, which set these, or set them to an "
+            "address that every rank can reach."
         ) from error
     if not is_launched_by_torchrun():
         return store

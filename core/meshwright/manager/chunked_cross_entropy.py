@@ -50,12 +50,10 @@ class ChunkedCrossEntropy:
         model_name: str,
         vocab_size: int | None = None,
     ) -> None:
-        self._head, self._requested_chunk_rows, self._is_sharded, self._model_name = (
-            head,
-            chunk_rows,
-            is_sharded,
-            model_name,
-        )
+        self._head = head
+        self._requested_chunk_rows = chunk_rows
+        self._is_sharded = is_sharded
+        self._model_name = model_name
         self._vocab_size = vocab_size
         head_vocab_size = head.vocab_size if head is not None else None
         self._is_requested = chunk_rows > 0 if chunk_rows is not None else (head_vocab_size or 0) >= _MIN_VOCAB_SIZE

@@ -32,8 +32,9 @@ from ..strategy.contract import StrategyManager
 from ..strategy.registry import model_layout
 from ..tensors import state as states
 from ..tensors.chunks import ChunkedTensor
+from ..tensors.ema_weights import EMAWeights
 from ..tensors.norms import check_clip_options
-from ..tensors.state import DTENSOR_LAYOUT, EMAWeights, OptimizerState, ShardedState, ShardLayout, TensorMeta
+from ..tensors.state import DTENSOR_LAYOUT, OptimizerState, ShardedState, ShardLayout, TensorMeta
 from .forward_runner import ForwardRunner
 from .gradients import GradientReport, Gradients, StepReduction
 from .model_setup import (

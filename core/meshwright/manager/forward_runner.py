@@ -179,12 +179,9 @@ class ForwardRunner:
         if recorded_logits is None and not self._has_checked_router_loss:
             self._mesh.world.run_on_all_ranks(lambda: router_loss.check(outputs, mask))
             self._has_checked_router_loss = True
-        sums = router_loss.compute_statistics(
-            outputs.router_logits if recorded_logits is None else recorded_logits, mask
-        )
-        return loss + router_loss.compute_local_loss(
-            sums, group=self._mesh.group("dp_cp"), num_microbatches=num_microbatches
-        )
+        logits = outputs.router_logits if recorded_logits is None else recorded_logits
+        sums, group = router_loss.compute_statistics(logits, mask), self._mesh.group("dp_cp")
+        return loss + router_loss.compute_local_loss(sums, group=group, num_microbatches=num_microbatches)
 
     def _check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
         for axis in self._axes:
@@ -208,15 +205,9 @@ class ForwardRunner:
                 local_BSK = functools.reduce(lambda part, axis: axis.shard(part), self._axes, ids_BSK)
                 return {name: self._gather(statistic) for name, statistic in ask(local_BSK, names).items()}
 
-            return accumulator(
-                Tokens(
-                    full_targets,
-                    get_full_statistics,
-                    positions_BS=positions,
-                    usual_statistics=accumulator.objective.usual_statistics,
-                ),
-                columns,
-            )
+            usual = accumulator.objective.usual_statistics
+            tokens = Tokens(full_targets, get_full_statistics, positions_BS=positions, usual_statistics=usual)
+            return accumulator(tokens, columns)
 
         return self._token_loss.compute_objective(run, targets_BS, evaluate, self._check_logits)
 
@@ -233,9 +224,7 @@ class ForwardRunner:
         """Check, before its first step, that an objective is a sum and that the model supports it. Collective."""
         for axis in self._axes:
             if axis.shards_batches and type(axis).gather is Axis.gather:
-                raise ModelError(
-                    f"{type(axis).__name__} divides batches and brings no `joined`: it takes no objective."
-                )
+                raise ModelError(f"{type(axis).__name__} shards batches but has no `gather`: no objective can be used.")
         with self.eval_mode(), torch.no_grad():
             logits = _call_checked(
                 self.call_model,
@@ -265,7 +254,7 @@ class ForwardRunner:
                 inputs = ProbeInputs(self.to_device(microbatches[0]), self.call_model, multiple)
                 self._mesh.world.raise_on_all_ranks(axis.probe(inputs))
             if any(axis.shards_sequences for axis in unprobed) and self._router_loss is not None:
-                self._mesh.world.raise_on_all_ranks(self._find_routers(microbatches[0], self._router_loss))
+                self._router_logits = self._mesh.world.run_on_all_ranks(lambda: self._record_routers(microbatches[0]))
             if must_probe_loss:
                 probe_batch = complete_batch(self._build_probe_batch(microbatches[0]))
                 self._token_loss.probe(functools.partial(self.call_model, probe_batch), self._mesh.world)
@@ -286,27 +275,28 @@ class ForwardRunner:
         (batch_size, full_length), multiple = batch["input_ids"].shape, self.sequence_multiple
         length = min(full_length, multiple * -(-_NUM_PROBE_TOKENS // multiple))
         shards_rows = any(axis.shards_batches and not axis.shards_sequences for axis in self._axes)
+        rows = batch_size if shards_rows else num_sequences
+        short = {name: _narrow_lengths(each[:rows], full_length, length) for name, each in batch.items()}
+        return split_targets(self.to_device(self.shard_batch(short)))[0]
 
-        def shorten(tensor: Tensor) -> Tensor:
-            for dim in range(1, tensor.dim()):
-                tensor = tensor.narrow(dim, 0, length) if tensor.shape[dim] == full_length else tensor
-            return tensor[: batch_size if shards_rows else num_sequences]
-
-        return split_targets(self.to_device(self.shard_batch({name: shorten(each) for name, each in batch.items()})))[0]
-
-    def _find_routers(self, batch: Batch, loss: RouterLoss) -> ModelError | None:
-        """Find the routers and record their logits in later forwards; return an error if that fails."""
+    def _record_routers(self, batch: Batch) -> RouterLogitsRecorder | None:
+        """Find the routers, and record their logits in later forwards."""
+        if self._router_loss is None:
+            return None
         multiple = math.prod(axis.sequence_multiple for axis in self._axes if not axis.shards_sequences)
         ids_BS = batch["input_ids"][:1, : multiple * -(-_NUM_PROBE_TOKENS // multiple)].to(self._mesh.device)
-        try:
-            with ExitStack() as contexts:
-                for axis in self._axes:
-                    contexts.enter_context(axis.isolated())
-                run = functools.partial(self.call_model, {"input_ids": ids_BS}, **enable_router_logits(self._options))
-                self._router_logits = find_routers(self._module, loss, run).register_hooks(self._module)
-        except ModelError as error:
-            return error
-        return None
+        run = functools.partial(self.call_model, {"input_ids": ids_BS}, **enable_router_logits(self._options))
+        with ExitStack() as contexts:
+            for axis in self._axes:
+                contexts.enter_context(axis.isolated())
+            return find_routers(self._module, self._router_loss, run).register_hooks(self._module)
+
+
+def _narrow_lengths(tensor: Tensor, full_length: int, length: int) -> Tensor:
+    """Cut every dim but the first that has the full length, such as both of a mask (B, S, S)."""
+    for dim in range(1, tensor.dim()):
+        tensor = tensor.narrow(dim, 0, length) if tensor.shape[dim] == full_length else tensor
+    return tensor
 
 
 def _call_checked(call: Callable[[Batch], Any], inputs: Batch) -> Any:

@@ -173,12 +173,10 @@ class Gradients:
         *,
         use_float64: bool,
     ) -> None:
-        self._iter_trainable, self._shard_layout, self._mesh, self._use_float64 = (
-            iter_trainable,
-            shard_layout,
-            mesh,
-            use_float64,
-        )
+        self._iter_trainable = iter_trainable
+        self._shard_layout = shard_layout
+        self._mesh = mesh
+        self._use_float64 = use_float64
         self._report = GradientReport()
         self._groups: dict[nn.Parameter, ShardGroups] = {}
 

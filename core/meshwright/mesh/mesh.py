@@ -80,8 +80,7 @@ class Mesh:
         if describe(device_mesh) != describe(self.expert_mesh):
             raise MeshError(
                 f"the given mesh for experts, {device_mesh}, is not the one that the sizes give: {self.expert_mesh}. "
-                "Leave "
-                f"moe_mesh out, or give Mesh.expert_mesh."
+                "Leave moe_mesh out, or give Mesh.expert_mesh."
             )
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:

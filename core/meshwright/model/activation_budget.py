@@ -254,8 +254,7 @@ class BudgetedBlocks:
                 # Warn once for each size.
                 warn(
                     f"a microbatch is {elements / self._max_elements:.2f} times as large as those of the first step, "
-                    "for "
-                    f"which budget_gb={self.budget_gb:g} was divided: blocks may hold as much more.",
+                    f"for which budget_gb={self.budget_gb:g} was divided: blocks may hold as much more.",
                     stacklevel=2,
                 )
                 self._max_elements = elements
@@ -350,8 +349,8 @@ def choose_saved_activations(
         raise ConfigError(
             f"activation_checkpointing: budget_gb={budget_gb:g} cannot be met: where all is computed again, blocks "
             f"still hold their inputs, and one of them all its backward needs; a rank has {_format_gb(min_bytes)} GB "
-            "then. "
-            f"Set budget_gb to at least {_format_gb(min_bytes)}, or use smaller microbatches or shorter sequences."
+            f"then. Set budget_gb to at least {_format_gb(min_bytes)}, or use smaller microbatches or shorter "
+            "sequences."
         )
     plan.fill_budget(limit)
     for index, stage_world in enumerate(worlds):

@@ -192,8 +192,7 @@ def _build_config(config_cls: type, options: Mapping[str, Any], where: str) -> A
         if key not in known:
             raise ConfigError(
                 f"{where}.{key} is no option of {config_cls.__name__}.{suggest_match(key, [*known, *ADAPTER_KEYS])} "
-                "Options: "
-                f"{', '.join([*ADAPTER_KEYS, *known])}."
+                f"Options: {', '.join([*ADAPTER_KEYS, *known])}."
             )
     try:
         return config_cls(**copy.deepcopy(dict(options)))
@@ -214,8 +213,7 @@ def _merge_options(saved: Any, kind: Any, options: Mapping[str, Any], directory:
         if before != now:
             raise ConfigError(
                 f"{where}.{key}={options[key]!r} is in conflict with the adapter {str(directory)!r}, which was made "
-                "with "
-                f"{before!r}. Leave it out: what a saved adapter is, its own {ADAPTER_CONFIG} says."
+                f"with {before!r}. Leave it out: what a saved adapter is, its own {ADAPTER_CONFIG} says."
             )
     if "base_model_name_or_path" in options:
         saved.__dict__["_same_base"] = True

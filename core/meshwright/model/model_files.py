@@ -211,8 +211,7 @@ def attach_extra_files(model: nn.Module, directory: Path) -> tuple[str, ...]:
             # transformers raises errors of any type for invalid values.
             raise ModelError(
                 f"{generation} is no generation configuration: {explain_library_error(error)}. Mend it, or remove it: "
-                "it is not "
-                f"needed."
+                "it is not needed."
             ) from error
     # If the configuration is a link, other files may be links to the same directory: the Hub's cache, mounted volumes.
     allowed = {directory.resolve(), (directory / "config.json").resolve().parent}

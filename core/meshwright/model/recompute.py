@@ -83,8 +83,7 @@ def checkpoint_blocks(
     if not layout.blocks:
         raise ModelError(
             f"activation_checkpointing={format_activation_option(mode)!r} acts on blocks, but {type(model).__name__} "
-            "has "
-            "no stack of blocks. Set activation_checkpointing=false, or describe the model through the hook "
+            "has no stack of blocks. Set activation_checkpointing=false, or describe the model through the hook "
             "model_layout."
         )
     managed: BudgetedBlocks | OffloadedBlocks | None = None

@@ -102,8 +102,7 @@ class ObjectiveConfig(FrozenModel):
         if rows % self.group_size:
             raise BatchError(
                 f"objective {self.name!r} takes {self.group_size} consecutive rows together, and a microbatch has "
-                f"{rows} "
-                f"rows. Give a multiple of {self.group_size}."
+                f"{rows} rows. Give a multiple of {self.group_size}."
             )
         for column in self.accepted_columns:
             if column.name not in batch:

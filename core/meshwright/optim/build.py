@@ -64,9 +64,8 @@ class _GroupSettings:
                 raise StrategyError(
                     f"{self.key}: {name} refuses the pieces of parameters that it has under this strategy: "
                     f"{format_exception_line(error)}. Use AdamW, Adam, SGD, Adagrad or another optimizer that treats "
-                    "every element "
-                    f"alike, or a strategy or options under which it has whole parameters (fsdp2, or ddp without "
-                    f"use_distributed_optimizer)."
+                    "every element alike, or a strategy or options under which it has whole parameters (fsdp2, or ddp "
+                    "without use_distributed_optimizer)."
                 ) from error
             prefix = "" if self.key == "optimizer" else f"{self.key}: "
             raise ConfigError(f"{prefix}optimizer {name!r} refuses its parameters or options: {error}") from error
@@ -107,8 +106,9 @@ class ConfiguredOptimizer:
         for number, group in enumerate(self._config.groups):
             if group.matrices_only:
                 raise ConfigError(
-                    f"optimizer.groups[{number}].matrices needs the model, whose blocks tell what its matrices are, "
-                    f"and this factory was reported none. Give it to manager.build_optimizer as it is, not within "
+                    f"optimizer.groups[{number}].matrices_only needs the model, whose blocks show which parameters "
+                    f"are matrices, and this factory got no model. Pass it to manager.build_optimizer as it is, not "
+                    "within "
                     f"another function; or name the matrices by match."
                 )
         return self.bind_to_model(describe_params_by_name(named))(named)

@@ -186,7 +186,7 @@ class ChainedOptimizer(Optimizer):
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
         if not members:
-            raise StrategyError("Optimizers was given none. Give at least one optimizer.")
+            raise StrategyError("ChainedOptimizer got no optimizer. Give at least one optimizer.")
         self.optimizers = tuple(members)
         parameters = [id(each) for group in self.param_groups for each in group["params"]]
         if len(set(parameters)) < len(parameters):

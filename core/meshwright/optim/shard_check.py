@@ -56,8 +56,8 @@ def call_optimizer_factory(factory: OptimizerFactory, named: Sequence[tuple[str,
         dims = ", ".join(map(str, sorted({parameter.dim() for _, parameter in named})))
         raise StrategyError(
             f"the optimizer cannot be made: {format_exception_line(error)}. Under this strategy it has {len(named)} "
-            "tensors here, of "
-            f"{dims} dimensions; where it has pieces of parameters, these have 1. {_ALTERNATIVES}, or another strategy."
+            f"tensors here, of {dims} dimensions; where it has pieces of parameters, these have 1. {_ALTERNATIVES}, or "
+            "another strategy."
         ) from error
 
 
@@ -112,15 +112,13 @@ def _check_kind(cls: type[Optimizer], kind: _ParamKind, settings: dict[str, Any]
         if f"{cls.__module__}.".startswith("torch.optim."):
             raise StrategyError(
                 f"{cls.__name__} cannot step with these settings: {format_exception_line(error)}. Change them, or use "
-                "another "
-                f"optimizer."
+                "another optimizer."
             ) from error
         if kind.is_partial or kind.mesh is not None:
             warn(
                 f"{cls.__name__} could not be tried ({format_exception_line(error)}), so it is not known whether it "
-                "steps the parts "
-                f"of parameters that it has under this strategy as it would step whole ones. Compare with strategy "
-                f"single."
+                "steps the parts of parameters that it has under this strategy as it would step whole ones. Compare "
+                "with strategy single."
             )
         return
     is_elementwise = _is_elementwise(cls, settings, values, full_result)
@@ -144,8 +142,7 @@ def _check_kind(cls: type[Optimizer], kind: _ParamKind, settings: dict[str, Any]
         raise StrategyError(
             f"{cls.__name__} cannot step sharded parameters (DTensors), which it has under this strategy: "
             f"{format_exception_line(error)}. Use AdamW, Adam, SGD, Adagrad or another one, or a strategy under which "
-            "the optimizer "
-            f"has whole parameters (ddp)."
+            "the optimizer has whole parameters (ddp)."
         ) from error
     if not agrees:
         raise StrategyError(

@@ -201,10 +201,8 @@ def count_tokens(microbatches: Sequence[Batch], mesh: Mesh, objective: Objective
     Returns an int64 scalar on the CPU, equal on all ranks. Raises BatchError on all ranks if any microbatch is
     malformed.
     """
-    requirements, error = (
-        BatchRequirements(objective=None if objective is None else BoundObjective(objective)),
-        find_format_error(microbatches),
-    )
+    requirements = BatchRequirements(objective=None if objective is None else BoundObjective(objective))
+    error = find_format_error(microbatches)
     result = _build_handshake(
         microbatches, mesh, requirements, BatchError(error) if error else None, num_tokens=_COUNT_ONLY
     ).send()
@@ -218,11 +216,9 @@ def begin_step_sync(microbatches: Sequence[Batch], mesh: Mesh, requirements: Bat
     message = _build_handshake(microbatches, mesh, requirements, defect, num_tokens=_STARTED_SYNC)
     wait = mesh.world.begin_reduce_sum_and_max(message.sums, message.maxima)
     count: TokenCount = torch.zeros((), dtype=torch.int64).as_subclass(TokenCount)
-    count.microbatches, count.requirements, count.get_result = (
-        microbatches,
-        requirements,
-        lambda: _HandshakeResult(message, wait()),
-    )
+    count.microbatches = microbatches
+    count.requirements = requirements
+    count.get_result = lambda: _HandshakeResult(message, wait())
     return count
 
 
@@ -315,7 +311,8 @@ class _HandshakeResult:
         if low < 0 and low != high:
             raise BatchError(
                 "ranks do not call alike: some announce a step, count tokens or ask for token_stats, while others do "
-                "something else. Call announce, count_tokens, forward_backward, eval_loss and token_stats on all "
+                "something else. Call begin_step_sync, count_tokens, forward_backward, eval_loss and token_stats on "
+                "all "
                 "ranks, in the same order."
             )
         if self._signature_range[0] != self._signature_range[1]:

@@ -26,7 +26,8 @@ from .._compat.torch import get_own_parameters
 from ..base.errors import ModelError
 from ..model.forward_order import ForwardMethod, WrapOrder, wrap_forward
 from ..tensors.ops import temporary_attribute, temporary_parameters
-from .chunked_loss import UNSHARDED_VOCABULARY, HiddenRows, Projection, Vocabulary
+from .chunked_loss import HiddenRows, Projection
+from .row_statistics import UNSHARDED_VOCABULARY, Vocabulary
 
 _CAST_OPS = frozenset({"to", "float", "double", "half", "bfloat16", "contiguous"})
 _ELEMENTWISE_OPS = _CAST_OPS | {"mul", "rmul", "div", "truediv", "true_divide", "add", "radd", "sub", "neg", "tanh"}

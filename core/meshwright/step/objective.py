@@ -127,7 +127,7 @@ class BoundObjective:
         if not callable(self.objective):
             raise BatchError(f"objective must be callable as objective(tokens, batch), not {self.objective!r}.")
         if self.input_kind not in ("tokens", "outputs"):
-            raise BatchError(f"the {self.name} has on={self.input_kind!r}; it must be 'tokens' or 'outputs'.")
+            raise BatchError(f"the {self.name} has input_kind={self.input_kind!r}; it must be 'tokens' or 'outputs'.")
         if not isinstance(self.group_size, int) or self.group_size < 1:
             raise BatchError(f"the {self.name} has rows={self.group_size!r}; it must be an int, at least 1.")
         for index, batch in enumerate(microbatches):
@@ -152,9 +152,8 @@ class BoundObjective:
                 if size % self.group_size:
                     raise BatchError(
                         f"{about}: {size} sequences at a time cannot be taken {self.group_size} by {self.group_size}, "
-                        "as the "
-                        f"{self.name} takes them. Let microbatches, and those of a pipeline (pp_microbatch_size), have "
-                        f"a multiple of {self.group_size} sequences."
+                        f"as the {self.name} takes them. Let microbatches, and those of a pipeline "
+                        f"(pp_microbatch_size), have a multiple of {self.group_size} sequences."
                     )
 
 
@@ -209,8 +208,7 @@ class ObjectiveAccumulator:
             return self.error
         return NonFiniteError(
             f"the {self.objective.name} is not finite. No parameter was changed by this step. Look at the batch, and "
-            "at "
-            f"what the objective divides by, exponentiates or takes the logarithm of."
+            "at what the objective divides by, exponentiates or takes the logarithm of."
         )
 
 
@@ -251,8 +249,7 @@ def check_logits_shape(objective: BoundObjective, shape: Sequence[int], vocab_si
     if objective.input_kind == "tokens" and (len(shape) != 3 or shape[-1] < (vocab_size or 0)):
         raise ModelError(
             f"the {objective.name} is over tokens, but the model gives logits {tuple(shape)}, which are not those of "
-            "its "
-            f"vocabulary. Set input_kind = 'outputs', for an objective over what the model's head returns."
+            "its vocabulary. Set input_kind = 'outputs', for an objective over what the model's head returns."
         )
 
 

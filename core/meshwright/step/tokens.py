@@ -110,10 +110,8 @@ class Tokens(Sequences):
         usual_statistics: set[TokenStatistic] | None = None,
     ) -> None:
         super().__init__(targets_BS, positions_BS)
-        self._get_statistics, self._usual_statistics = (
-            get_statistics,
-            set() if usual_statistics is None else usual_statistics,
-        )
+        self._get_statistics = get_statistics
+        self._usual_statistics = set() if usual_statistics is None else usual_statistics
         self._statistics: dict[str, Tensor] = {}
 
     @classmethod

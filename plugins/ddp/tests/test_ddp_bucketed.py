@@ -436,7 +436,7 @@ def test_large_gradients_are_reported_only_after_a_hundred_norms_have_been_seen(
         _look(GradChecker(check_nonfinite=False, check_large=False), math.nan)
     with pytest.warns(UserWarning, match=r"bucket 0 \(b to a\) have norm 501 .* largest of the first 100 norms \(50\)"):
         _look(checks, 501.0)
-    # What was reported has not become what is expected.
+    # What was announced has not become what is expected.
     with pytest.warns(UserWarning, match="norm 501"):
         _look(checks, 501.0)
 

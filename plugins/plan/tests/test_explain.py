@@ -18,7 +18,7 @@ SIZES |= {"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings"
 RUN: dict[str, Any] = {"model": {"model_type": "llama", **SIZES}, "data": {"corpus": "nothing/*.txt", "seq_len": 16}}
 RUN |= {"steps": 100, "batch_size": 8, "micro_batch_size": 2, "output_dir": "out", "device": "cpu"}
 HOLDS, SENT = "Who holds what, of each rank", "What is sent in a step, of each rank"
-STEP, SAVED = "A step", "Checkpoints, signals, and continuing"
+STEP, SAVED = "A step", "Checkpoints, signals, and resuming"
 
 
 def config(*changes: str) -> RunConfig:

@@ -213,7 +213,7 @@ PIPELINES = [
     (build_deep_layout("ddp", 2, "Interleaved1F1B", 16, 6), _shallow(6)),
     (build_deep_layout("ddp", 2, "ZBVZeroBubble", 16, 5), _shallow(5)),
     (build_deep_layout("ddp", 2, "DualPipeV", 16, 5), _shallow(5)),
-    # Six stages are reported by three and four.
+    # Six stages are extrapolated from three and four.
     (build_deep_layout("ddp", 6, "1F1B", 24, 7), None),
 ]
 

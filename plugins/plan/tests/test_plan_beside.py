@@ -50,7 +50,7 @@ def test_a_run_holds_and_sends_what_was_planned(changes, tmp_path):
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("plan beside step 3: ")]
     assert line.count("as planned") == 3, line
-    # Times are reported devices that are named.
+    # Times are reported for devices that are named.
     assert "time: " not in line
 
 

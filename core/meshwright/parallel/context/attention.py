@@ -350,8 +350,7 @@ def _check_mask(module: nn.Module, query: Tensor, key: Tensor, mask: Any) -> Pos
     if query.shape[2] != mask.local_length or key.shape[2] != mask.local_length:
         raise ModelError(
             f"{name} attends from {query.shape[2]} to {key.shape[2]} positions where this rank has "
-            f"{mask.local_length}, as "
-            f"cross-attention does, which context parallelism cannot divide. Set cp_size=1."
+            f"{mask.local_length}, as cross-attention does, which context parallelism cannot divide. Set cp_size=1."
         )
     return mask
 

@@ -117,15 +117,13 @@ class ContextParallel(Axis):
             if name not in _SHARDED_KEYS:
                 raise BatchError(
                     f"the batch holds {name}, of which it is not known how cp_size={self.sequence_shard.num_ranks} "
-                    "divides it. "
-                    f"Leave it out, or set cp_size=1."
+                    "divides it. Leave it out, or set cp_size=1."
                 )
             shapes = [(count, length)] + [(1, length)] * (name == "position_ids")
             if tuple(tensor.shape) not in shapes:
                 raise BatchError(
                     f"{name} has the shape {tuple(tensor.shape)}, but with cp_size={self.sequence_shard.num_ranks} it "
-                    "must be that "
-                    f"of input_ids, {(count, length)}."
+                    f"must be that of input_ids, {(count, length)}."
                 )
         follows_mask = self._probe_result is not None and self._probe_result.positions_follow_mask
         if follows_mask and "attention_mask" in batch and "position_ids" not in batch:
@@ -180,10 +178,8 @@ class ContextParallel(Axis):
         local_length = inputs["input_ids"].shape[1]
         length = inputs["attention_mask"].shape[1] if "attention_mask" in inputs else local_length
         has_masked_tokens = bool(inputs[_HAS_MASKED_TOKENS].numel()) if _HAS_MASKED_TOKENS in inputs else None
-        outer, _current_forward = (
-            _current_forward,
-            _ForwardState(self, length, local_length, inputs.get(_FULL_POSITION_IDS), has_masked_tokens),
-        )
+        outer = _current_forward
+        _current_forward = _ForwardState(self, length, local_length, inputs.get(_FULL_POSITION_IDS), has_masked_tokens)
         try:
             yield model_inputs
         finally:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._compat.torch import all_gather, all_reduce, all_to_all, reduce_scatter
-from ...step.chunked_loss import Vocabulary
+from ...step.row_statistics import Vocabulary
 
 
 def chunk_sizes(size: int, count: int) -> list[int]:

@@ -234,10 +234,8 @@ def find_shared_heads(model: nn.Module, plan: TensorParallelPlan, size: int, ran
         if heads is None and not any(hasattr(attention, each) for each in ("num_key_value_groups", "head_dim")):
             # Not an attention module.
             continue
-        queries_per_kv_head, head_dim = (
-            getattr(attention, "num_key_value_groups", None),
-            getattr(attention, "head_dim", None),
-        )
+        queries_per_kv_head = getattr(attention, "num_key_value_groups", None)
+        head_dim = getattr(attention, "head_dim", None)
         key, kv_heads = f"{name}.k_proj", 0
         if (
             isinstance(queries_per_kv_head, int)

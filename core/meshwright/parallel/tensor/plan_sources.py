@@ -147,12 +147,8 @@ def _expand_plan(
             raise ConfigError(
                 f"{source} gives {name!r} a {type(style).__name__}, not a style's name or a ParallelStyle of torch."
             )
-    plan, matched = (
-        TensorParallelPlan(
-            source, uses_sequence_parallel=uses_sequence_parallel(values.values()), is_user_provided=is_strict
-        ),
-        set(),
-    )
+    uses_sp, matched = uses_sequence_parallel(values.values()), set()
+    plan = TensorParallelPlan(source, uses_sequence_parallel=uses_sp, is_user_provided=is_strict)
     for name, module in model.named_modules():
         key = next((each for each in iter_aliases(name) if each in values), None)
         if key is not None and name:
@@ -191,8 +187,7 @@ def _expand_plan(
         ):
             raise ModelError(
                 f"{source} gives {name} ({type(module).__name__}) the style {plan.module_styles[name]!r}, which needs "
-                "a "
-                f"module with {' or '.join(style.required_attributes)}. Change the plan."
+                f"a module with {' or '.join(style.required_attributes)}. Change the plan."
             )
     if is_strict:
         check_layers_have_styles(plan, model)

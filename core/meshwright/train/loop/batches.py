@@ -75,11 +75,9 @@ class EpochBatches:
         state: Mapping[str, Any] | None = None,
         seed_for_step: Callable[[int], int] | None = None,
     ) -> None:
-        self._source, self._gradient_accumulation_steps, self._seed_for_step = (
-            source,
-            gradient_accumulation_steps,
-            seed_for_step,
-        )
+        self._source = source
+        self._gradient_accumulation_steps = gradient_accumulation_steps
+        self._seed_for_step = seed_for_step
         self._state = state
         self._epoch, self._num_drawn = 0, 0
         self._iterator: Iterator[Batch] | None = None

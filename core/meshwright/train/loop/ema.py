@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from ...base.errors import StrategyError
 from ...optim.config import EMA_SUFFIX, EMAConfig
 from ...strategy.contract import StrategyManager
-from ...tensors.state import EMAWeights
+from ...tensors.ema_weights import EMAWeights
 from .extension import LoopExtension
 
 

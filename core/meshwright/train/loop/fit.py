@@ -82,7 +82,7 @@ class _TrainingLoop:
         self.bad_step_detector = BadStepDetector(loop.on_bad_step, (loop.resume_state or {}).get(BAD_STEPS_KEY))
         self.prefetcher = build_prefetcher(manager, loop)
         self.rollback_points = RollbackPoints(manager, loop)
-        self.extensions = self._build_extensions()
+        self.extensions = _build_extensions(manager, loop, self.rollback_points)
         for each in self.extensions:
             each.on_start(self.state_dict())
         self.last_save_time = clock()
@@ -94,18 +94,6 @@ class _TrainingLoop:
         self.stopwatch = Stopwatch(make_event_recorder(manager.mesh.device), self.progress)
         self.save_times: dict[str, float] = {}
         self.busy_s = 0.0
-
-    def _build_extensions(self) -> list[LoopExtension]:
-        loop = self.loop
-        own: list[LoopExtension | None] = [
-            Verifier(self.manager, loop.verify_every) if loop.verify_every is not None else None,
-            self.rollback_points if loop.on_bad_step.action == "rollback" else None,
-            loop.ema,
-            StepContext(loop.step_context, loop.extra_times)
-            if loop.step_context is not None or loop.extra_times is not None
-            else None,
-        ]
-        return [*(each for each in own if each is not None), *loop.extensions]
 
     def run(self) -> list[StepResult]:
         """Run the steps, and notify observers of the start and of the end, even after an error."""
@@ -293,10 +281,8 @@ class _TrainingLoop:
         if not callable(self.loop.batches):
             state["batches"] = gather_loader_states(self.prefetcher.loader_state, self.manager.mesh)
         if (build_extra := self.loop.checkpoint_extra) is not None:
-            num_fetched, failure = (
-                step + self.bad_step_detector.num_skipped_batches,
-                f"extra of the loop fails after step {step}",
-            )
+            num_fetched = step + self.bad_step_detector.num_skipped_batches
+            failure = f"extra of the loop fails after step {step}"
             extra = dict(run_on_all_ranks(self.world, lambda: build_extra(num_fetched), CheckpointError, failure))
         return {**extra, LOOP_STATE_KEY: state}
 
@@ -317,6 +303,16 @@ class _TrainingLoop:
         # A rank that exits early would close connections that other ranks still use.
         self.world.reduce_ints([0])
         return Stopped(signum, step=step, saved=saved, exit_code=signals.exit_code, has_skipped_save=is_late)
+
+
+def _build_extensions(manager: StrategyManager, loop: Loop, rollback_points: RollbackPoints) -> list[LoopExtension]:
+    own: list[LoopExtension | None] = [
+        Verifier(manager, loop.verify_every) if loop.verify_every is not None else None,
+        rollback_points if loop.on_bad_step.action == "rollback" else None,
+        loop.ema,
+        StepContext(loop.step_context, loop.extra_times) if loop.step_context or loop.extra_times else None,
+    ]
+    return [*(each for each in own if each is not None), *loop.extensions]
 
 
 class RollbackPoints(LoopExtension):

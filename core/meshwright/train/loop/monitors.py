@@ -46,12 +46,12 @@ class BadStepConfig(FrozenModel):
     action: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
         description="stop: the run ends with an error; skip: the optimizer does not step, and the run continues; "
-        "rollback: "
-        "the run goes back to its newest checkpoint, and leaves out all batches since then.",
+        "rollback: the run goes back to its newest checkpoint, and leaves out all batches since then.",
     )
     max_deviations: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="Bad is also a loss or norm that is so many standard deviations, reported by the median absolute "
+        description="Bad is also a loss or norm that is so many standard deviations, estimated from the median "
+        "absolute "
         "deviation, above the median of the good steps before; null: only what is not finite.",
     )
     window: Annotated[Size, Field(ge=MIN_GOOD_STEPS)] = Field(default=100, description="How many good steps count.")
@@ -119,9 +119,8 @@ class BadStepDetector:
         if self._num_since_good > self.config.max_bad_steps:
             raise TrainingError(
                 f"step {step}: {reason}. There were {self._num_since_good} bad steps without a good one that is "
-                "further, "
-                f"and on_bad_step.limit={self.config.max_bad_steps}. Lower optimizer.lr, look at the data, or raise "
-                "the limit."
+                f"further, and on_bad_step.max_bad_steps={self.config.max_bad_steps}. Lower optimizer.lr, look at the "
+                "data, or raise the limit."
             )
         return BadStepInfo(step, reason)
 

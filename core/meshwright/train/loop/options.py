@@ -140,8 +140,7 @@ class Loop:
         except ValueError as error:
             raise CheckpointError(
                 f"the manifest of step {manifest.step} has values of other types: {LOOP_STATE_KEY}.{error}. Resume "
-                "from another "
-                f"checkpoint."
+                "from another checkpoint."
             ) from None
         return replace(self, start_step=manifest.step, resume_state=state)
 

@@ -52,17 +52,15 @@ def train_step(
     *,
     on_gradients: Callable[[GradientStage], None] = lambda _: None,
 ) -> StepResult:
-    """Run one optimizer step, counted from 0; see `fit`.
+    """Run one optimizer step, counted from 0; see `fit`. `prefetcher` fetches the next batch during this step.
 
-    Args:
-        prefetcher: fetches the batch of the next step during this one.
-        bad_step_detector: checks the loss and the norm. None: a bad step raises an error.
-        on_gradients: called with "whole" after the backward pass, and with "clipped" after clipping.
+    `on_gradients` is called with "whole" after backward and "clipped" after clipping. A bad step raises an error
+    without `bad_step_detector`.
     """
     stopwatch = stopwatch or Stopwatch(make_event_recorder(manager.mesh.device), manager.mesh.world.progress)
     stopwatch.begin_step(step + 1)
-    bad_step_detector = bad_step_detector or BadStepDetector(BadStepConfig())
-    draw = step + bad_step_detector.num_skipped_batches
+    detector = bad_step_detector or BadStepDetector(BadStepConfig())
+    draw = step + detector.num_skipped_batches
     microbatches, num_tokens = (prefetcher or build_prefetcher(manager, loop)).get_step(draw)
     stopwatch.end_phase("data", "forward_backward")
     loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)
@@ -80,15 +78,10 @@ def train_step(
         if step + 1 < loop.num_steps:
             prefetcher.prefetch(draw + 1)
         stopwatch.end_phase("data", "read")
-    loss_value, norm_value, sum_values, bad = _read_and_check(
-        manager, bad_step_detector, step + 1, loss, grad_norm, sums
-    )
+    loss_value, norm_value, sum_values, bad = _read_and_check(manager, detector, step + 1, loss, grad_norm, sums)
     stopwatch.end_phase("read", "optimizer")
-    scheduled = _step_optimizer(manager, loop, step + 1, bad, rolls_back=bad_step_detector.config.action == "rollback")
+    scheduled = _step_optimizer(manager, loop, step + 1, bad, rolls_back=detector.config.action == "rollback")
     stopwatch.end_phase("optimizer")
-    # A parameter group is reported under its name if that is unique, and otherwise under its index.
-    names = [group.get("name") for group in manager.optimizer.param_groups]
-    group_names = [name if name and names.count(name) == 1 else str(number) for number, name in enumerate(names)]
     return StepResult(
         step=step + 1,
         num_steps=loop.num_steps,
@@ -101,12 +94,18 @@ def train_step(
         sums=sum_values,
         end_time=time.time(),
         times=stopwatch.pop_times(),
-        learning_rates=dict(zip(group_names, map(float, scheduled), strict=False)),
+        learning_rates=dict(zip(_name_groups(manager.optimizer), map(float, scheduled), strict=False)),
         block_grad_norms=norms,
         memory=read_memory_usage(manager.mesh.device),
         skip_reason="" if bad is None else bad.reason,
         world_size=manager.mesh.world.size,
     )
+
+
+def _name_groups(optimizer: Optimizer) -> list[str]:
+    """Return the name of each parameter group, or its index if it has none or shares it."""
+    names = [group.get("name") for group in optimizer.param_groups]
+    return [name if name and names.count(name) == 1 else str(number) for number, name in enumerate(names)]
 
 
 def _read_and_check(

@@ -27,7 +27,7 @@ RUN_FILE = "run.yaml"
 MASTER_PORT = 29500  # torchrun's default; where the first machine listens
 _NODE_LOCAL_PATHS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 _LAUNCHER_STOP_S = 30  # Time for a launcher to end, besides the grace period
-_SLURM_SIGNAL_EARLY_S = 60  # Slurm may signal so much earlier than it is reported to (man sbatch)
+_SLURM_SIGNAL_EARLY_S = 60  # Slurm may signal up to this much earlier than requested (man sbatch)
 
 
 @dataclass(frozen=True)
@@ -178,14 +178,12 @@ def _check_resumable(config: RunConfig, target: Target) -> None:
     if target in ("slurm", "kubernetes") and "SIGTERM" not in saving.stop_config.signals:
         raise ConfigError(
             f"checkpoint.on_signal.signals={saving.stop_config.signals}, but {target} announces the end of a job by "
-            "SIGTERM. "
-            f"Add it, or leave on_signal out."
+            "SIGTERM. Add it, or leave on_signal out."
         )
     if target == "slurm" and saving.stop_config.exit_code in (0, 1, 2, 128 + signal.SIGKILL):
         raise ConfigError(
             f"checkpoint.on_signal.exit_code={saving.stop_config.exit_code} is also that of a run that has ended, "
-            "failed "
-            f"or been killed; the job could not tell whether to queue again. Leave it out: it is 143 then."
+            "failed or been killed; the job could not tell whether to queue again. Leave it out: it is 143 then."
         )
 
 

@@ -88,8 +88,7 @@ def check_can_submit(command: list[str]) -> None:
     if shutil.which(command[0]) is None:
         raise ConfigError(
             f"{command[0]} is not installed here, so the job cannot be submitted. {_INSTALL_HINTS[command[0]]}; or "
-            "leave "
-            f"--submit out, and submit the files from where it is."
+            "leave --submit out, and submit the files from where it is."
         )
 
 

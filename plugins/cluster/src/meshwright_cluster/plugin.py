@@ -48,33 +48,27 @@ def launch(
     with exit_on_error(traceback):
         from meshwright_run.run_file import load_run, read_values
 
+        from . import job_files
         from .job import build_job, is_node_local
-        from .job_files import (
-            build_submit_command,
-            check_can_submit,
-            render_job_files,
-            run_submit_command,
-            write_job_files,
-        )
 
         given = [f"launch.{name}={value}" for name, value in short.items() if value is not None]
         changes = [*(assignments or []), *given]
         config = load_run(run_file, changes)
         job = build_job(read_values(run_file, changes), config, target, output_dir)
-        files, command = render_job_files(job, target), build_submit_command(job, target)
+        files, command = job_files.render_job_files(job, target), job_files.build_submit_command(job, target)
         if dry_run:
-            for name, text in render_job_files(job.redact(), target).items():
+            for name, text in job_files.render_job_files(job.redact(), target).items():
                 echo(f"# {job.directory / name}\n{text}\n")
             return
         if is_node_local(config.output_dir):
             echo(f"note: {config.output_dir} is this machine's own; the job can continue only here\n", stderr=True)
         if submit:
-            check_can_submit(command)
-        write_job_files(job, files)
+            job_files.check_can_submit(command)
+        job_files.write_job_files(job, files)
         echo(f"{job.launch.nodes} x {job.ranks_per_node} ranks: {config.strategy} on {job.degrees}\n")
         echo(f"written {', '.join(str(job.directory / name) for name in files)}\n")
         if submit:
-            raise SystemExit(run_submit_command(command))
+            raise SystemExit(job_files.run_submit_command(command))
         echo(f"submit  {shlex.join(command)}\n")
 
 

@@ -121,9 +121,8 @@ class OptimizerShardLayout(ShardLayout):
             return full
         if full.dim() == 0:
             raise StrategyError(
-                f"{shard.name} has no dimensions, so its optimizer state cannot be reported from counters of steps. "
-                "Give "
-                f"it the shape (1,), or set use_distributed_optimizer=false."
+                f"{shard.name} has no dimensions, so its optimizer state cannot be distinguished from counters of "
+                "steps. Give it the shape (1,), or set use_distributed_optimizer=false."
             )
         return full.reshape(-1)[shard.start : shard.end].clone()
 

@@ -85,8 +85,7 @@ class GradChecker:
             warn(
                 f"check_for_large_grads: the gradients of bucket {bucket} ({names[-1]} to {names[0]}) have norm "
                 f"{norm:.3g} on this rank before the data-parallel collective, at least {LARGE_NORM_FACTOR:g} times "
-                "the largest "
-                f"of the first {NUM_REFERENCE_NORMS} norms ({self._largest_reference_norm:.3g}).",
+                f"the largest of the first {NUM_REFERENCE_NORMS} norms ({self._largest_reference_norm:.3g}).",
                 stacklevel=2,
             )
 

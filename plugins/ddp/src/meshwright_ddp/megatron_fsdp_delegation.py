@@ -62,8 +62,7 @@ def delegate_to_megatron_fsdp(config: DDPConfig, mesh: Mesh) -> StrategyManager:
         raise StrategyError(
             f"outer_dp_sharding_strategy={config.outer_dp_sharding_strategy} shards over instances of the distributed "
             f"optimizer, of which there is one. Set {_INSTANCES_OPTION} to a divisor of the {ranks} data-parallel "
-            "ranks, or "
-            f"leave outer_dp_sharding_strategy out."
+            "ranks, or leave outer_dp_sharding_strategy out."
         )
     degrees = MeshSizes(dp_size=ranks, dp_replicate_size=instances).resolve(mesh.world.size, spec.axes)
     target_config = validate_config(spec.config_cls, options, where=f"options of {TARGET!r}")

@@ -293,9 +293,8 @@ def _check_options(config: FSDP2Config, mesh: Mesh) -> None:
     if config.enable_compile and isinstance(config.activation_checkpointing, ActivationOptions):
         raise StrategyError(
             f"activation_checkpointing={format_activation_option(config.activation_checkpointing)} acts on operators "
-            "one "
-            f"by one, but with enable_compile=true a compiled block decides by itself what it holds. Set "
-            f"enable_compile=false, or activation_checkpointing to full or selective."
+            "one by one, but with enable_compile=true a compiled block decides by itself what it holds. Set "
+            "enable_compile=false, or activation_checkpointing to full or selective."
         )
     if config.enable_compile and config.activation_checkpointing and mesh.degrees.ep > 1:
         # torch may recompile a part between a forward and its recomputation, which would then save different tensors.

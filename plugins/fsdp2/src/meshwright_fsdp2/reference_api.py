@@ -58,11 +58,9 @@ def fsdp2_strategy_parallelize(
     """Shard `model` in place along the named axes of a mesh.
 
     Args:
-        model: the model to train, with the same weights on all ranks; or on the meta device, in which case all ranks
-            initialize it like rank 0.
+        model: with the same weights on all ranks; on the meta device, all ranks initialize it like rank 0.
         device_mesh: a mesh with an axis named `dp_mesh_name`, and optionally the other axes.
-        param_dtype: compute dtype if `mp_policy` is None. Reductions and outputs are float32, or float64 for a float64
-            `param_dtype`.
+        param_dtype: compute dtype if `mp_policy` is None. Reductions and outputs are at least float32.
         mp_policy: mixed precision; its `output_dtype` applies to the full model.
         offload_policy: keep shards in CPU memory.
         sequence_parallel: see FSDP2Config; needs an axis `tp_mesh_name` with 2 or more ranks.

@@ -222,10 +222,8 @@ class _PolicyLoss:
         else:
             ratio = (self._sum_by_sequence(log_ratio_BS) / self._lengths_D).exp()
             once_D, clipped_D = self._clip_ratio(ratio)
-            up_D, down_D = (
-                self._sum_by_sequence(advantages_BS.clamp(min=0)),
-                self._sum_by_sequence(advantages_BS.clamp(max=0)),
-            )
+            up_D = self._sum_by_sequence(advantages_BS.clamp(min=0))
+            down_D = self._sum_by_sequence(advantages_BS.clamp(max=0))
             surrogate_D = -(once_D.minimum(clipped_D) * up_D + once_D.maximum(clipped_D) * down_D)
             # The sign of the sequence's total advantage: its tokens usually share one.
             mean_D = self._sum_by_sequence(self._advantages_BS)

@@ -66,6 +66,8 @@ from .state.stateful_manager import StagedStateManager
 class PipelineManager(StagedStateManager):
     """Pipeline parallelism around another strategy; see `StrategyManager`.
 
+    One thing, since every method of a step runs over the managers of this rank's stages.
+
     Args:
         config: options, or a mapping of them.
         device_mesh: of all ranks; a `meshwright.Mesh`, or a DeviceMesh of torch with an axis `pp`, see
@@ -95,10 +97,8 @@ class PipelineManager(StagedStateManager):
         mesh = from_device_mesh(device_mesh, axes)
         check_options(config, mesh.degrees)
         self.config, self.mesh = config, mesh
-        self._stage_factory, self._loss_objective = (
-            StageFactory(config, mesh, inner),
-            build_loss_objective(config.loss_fn),
-        )
+        self._stage_factory = StageFactory(config, mesh, inner)
+        self._loss_objective = build_loss_objective(config.loss_fn)
         if self._loss_objective is not None and mesh.degrees.tp > 1:
             raise ConfigError(
                 f"loss_fn with tp_size={mesh.degrees.tp}: the logits are divided over the ranks of tp, and only the "

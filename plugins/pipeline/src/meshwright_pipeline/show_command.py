@@ -88,13 +88,12 @@ class PipelineSummary:
         schedule = self.schedule
         return (
             f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} "
-            "microbatches "
-            f"of {self.microbatch_size} sequence{'s' if self.microbatch_size > 1 else ''}"
+            f"microbatches of {self.microbatch_size} sequence{'s' if self.microbatch_size > 1 else ''}"
         )
 
     @property
     def bubble_text(self) -> str:
-        """How much of all ranks' time is waiting, in prose."""
+        """How much of all ranks' time is waiting, as text."""
         equal = bubble_fraction(self.schedule)
         divided = bubble_fraction(self.schedule, stage_costs=self.costs)
         return f"bubble: {divided:.1%} of all ranks' time with this split, {equal:.1%} if stages were equal"
@@ -152,7 +151,7 @@ def _summarize_stages(model: Any, layout: Any, blocks: Sequence[Sequence[str]]) 
 
 
 def render_tables(summary: PipelineSummary) -> list[Any]:
-    """What rich prints before the timeline: tables of the split and of the ranks, and the bubbles in prose."""
+    """What rich prints before the timeline: tables of the split and of the ranks, and the bubbles as text."""
     from rich.table import Table
 
     split = Table("stage", "rank", "blocks", "parameters", "cost", title=summary.headline, title_justify="left")

@@ -39,7 +39,7 @@ class PlanConfig(FrozenModel):
     device: str | None = Field(
         default=None,
         description="What the run is on: a name, such as h100-80gb, or a YAML file of your own; null: what is found. "
-        "Times are reported devices that are known or named.",
+        "Times are reported for devices that are known or named.",
     )
     on_oom: Literal["error", "warn"] = Field(
         default="error", description="What becomes of a run that would not fit into the memory of its device."
@@ -49,8 +49,7 @@ class PlanConfig(FrozenModel):
         ge=0,
         allow_inf_nan=False,
         description="Failures of a rank in an hour, each of which ends the run; see docs/reference/goodput.md. "
-        "Default: those of "
-        "Llama 3's GPUs, 419 of 16,384 in 54 days (arXiv:2407.21783, section 3.3.4).",
+        "Default: those of Llama 3's GPUs, 419 of 16,384 in 54 days (arXiv:2407.21783, section 3.3.4).",
     )
     detection_s: Seconds | None = Field(
         default=None, description="Seconds until a failure is noticed. null: watchdog_s, or 60, assumed, without one."
@@ -188,8 +187,7 @@ def load_device_spec(name: str) -> DeviceSpec:
         known = list_device_specs()
         raise ConfigError(
             f"there is no device {name!r}.{suggest_match(name, known)} Devices: {', '.join(known)}; or the path of a "
-            "YAML "
-            f"file."
+            "YAML file."
         )
     try:
         values = parse_yaml(read_text(path))

@@ -37,7 +37,7 @@ from .trace import TrainingJob, get_process_groups
 COMPARED_STEP = 2  # The step that is compared, from 0: the first makes what is kept, and the second may still settle
 MIN_REPORTED_PERCENT = 1.0  # Smaller deviations count as none
 FALLBACK_DEVICE = (
-    "h100-80gb"  # Device whose figures stand for an accelerator that no file describes; its times are not reported
+    "h100-80gb"  # Device whose figures stand in for an accelerator that no file describes; its times are not reported
 )
 SUGGESTED_CHANGES: tuple[tuple[str, ...], ...] = (
     ("strategy_config.activation_checkpointing=full",),

@@ -1,4 +1,4 @@
-"""Hooks and commands: `meshwright plan` (a run, or its best layout) and `explain` (it in prose). Imports no torch."""
+"""Hooks and commands: `meshwright plan` (a run, or its best layout) and `explain` (it as text). Imports no torch."""
 
 from __future__ import annotations
 
@@ -57,26 +57,16 @@ def plan(
     ranks: Annotated[
         list[int] | None, typer.Option("--rank", help="Trace this rank; default: one rank of each kind.")
     ] = None,
-    expert_imbalance: Annotated[
-        float, typer.Option(min=1.0, help="Load of the busiest experts, relative to the average.")
-    ] = 1.0,
-    gpus: Annotated[
-        int | None, typer.Option(help="Search for the fastest layouts that fit on this many devices.")
-    ] = None,
+    expert_imbalance: Annotated[float, typer.Option(min=1.0, help="Load of the busiest experts over the mean.")] = 1.0,
+    gpus: Annotated[int | None, typer.Option(help="Find the fastest layouts that fit on this many devices.")] = None,
     batch_tokens: Annotated[
-        str | None,
-        typer.Option(help="With --gpus: tokens per step, such as 4M for 4 * 2**20; default: the run file's."),
+        str | None, typer.Option(help="With --gpus: tokens per step, such as 4M (4 * 2**20); default: the run file's.")
     ] = None,
     max_nodes: Annotated[int | None, typer.Option(help="With --gpus: use at most this many nodes.")] = None,
-    run_out: Annotated[
-        Path | None, typer.Option("--write", help="With --gpus: write the best layout as a run file.")
-    ] = None,
-    calibrate: Annotated[
-        Path | None, typer.Option(help="Measure this machine and write its device file (YAML) here.")
-    ] = None,
+    run_out: Annotated[Path | None, typer.Option("--write", help="With --gpus: write the best as a run file.")] = None,
+    calibrate: Annotated[Path | None, typer.Option(help="Measure this machine; write its device file here.")] = None,
     calibrated_ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", min=1, help="With --calibrate: number of ranks that compute at the same time."),
+        int | None, typer.Option("--ranks", min=1, help="With --calibrate: ranks that compute at the same time.")
     ] = None,
     traceback: TracebackOption = False,
 ) -> None:
@@ -100,10 +90,8 @@ def plan(
             exit_process(calibrate_to_file(calibrate, base=device, ranks=calibrated_ranks, show_traceback=traceback))
         device = device or DEFAULT_DEVICE
         if gpus is None:
-            _write_json(
-                _plan_and_print(load_job_config(file, changes), world or 1, device, ranks, expert_imbalance, pictures),
-                json_file,
-            )
+            job = load_job_config(file, changes)
+            _write_json(_plan_and_print(job, world or 1, device, ranks, expert_imbalance, pictures), json_file)
         else:
             options = {"batch_tokens": batch_tokens, "max_nodes": max_nodes, "expert_imbalance": expert_imbalance}
             _search(file, changes, gpus, device, options, (json_file, run_out), pictures)

@@ -1,4 +1,4 @@
-"""A plan as tables for a terminal; sizes and times in prose."""
+"""A plan as tables for a terminal; sizes and times with units."""
 
 from __future__ import annotations
 

@@ -179,8 +179,8 @@ class StateReplicator:
         needed = _NUM_STEPS_HELD * sum(every[rank] for number in held for rank in nodes[number].ranks)
         wrong = (
             f"checkpoint.replicate holds {_NUM_STEPS_HELD} copies of the state of ranks, {needed / 1e9:,.1f} GB on "
-            "this node, "
-            f"which has {self._memory_bytes / 1e9:,.1f} GB of memory. Use more nodes, or checkpoint.replicate=null."
+            f"this node, which has {self._memory_bytes / 1e9:,.1f} GB of memory. Use more nodes, or "
+            "checkpoint.replicate=null."
         )
         world.raise_on_all_ranks(ConfigError(wrong) if needed > self._memory_bytes else None)
 

@@ -118,10 +118,8 @@ class ReplicaServer:
         self._token = ""
         self._port = 0
         self._lock = threading.Lock()
-        self._unauthenticated, self._authenticated = (
-            threading.Semaphore(MAX_UNAUTHENTICATED),
-            threading.Semaphore(MAX_AUTHENTICATED),
-        )
+        self._unauthenticated = threading.Semaphore(MAX_UNAUTHENTICATED)
+        self._authenticated = threading.Semaphore(MAX_AUTHENTICATED)
 
     def listen(self, listener: socket.socket, *, is_local: bool) -> None:
         """Accept connections, in the background."""

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -162,8 +162,7 @@ def export(
         str, typer.Option(help="Largest size of a file, such as 5GB; it also bounds the memory used.")
     ] = "5GB",
     ema: Annotated[
-        bool,
-        typer.Option("--ema", help="Export the exponential moving average of the weights, if the run kept one (ema)."),
+        bool, typer.Option("--ema", help="Export the exponential moving average of the weights; needs a run with ema.")
     ] = False,
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge an adapter into its base and write the full model.")
@@ -191,11 +190,11 @@ def export(
             export_checkpoint,
             is_url,
             merge_adapter,
+            parse_dtype,
             register_trusted_code,
         )
-        from meshwright.plugin import parse_dtype as dtype_of
 
-        chosen = None if dtype is None else dtype_of(dtype)
+        chosen = None if dtype is None else parse_dtype(dtype)
         if base is not None and not merge:
             raise ConfigError("--base is of --merge: what is written without it holds no base. Leave it out.")
         if trust_remote_code is not None:
@@ -204,14 +203,14 @@ def export(
                     f"--trust-remote-code is of code that you have read, and {checkpoint} is elsewhere. Copy the "
                     f"checkpoint into a directory, and export it from there."
                 )
-            register_trusted_code(
-                Path(checkpoint) / HUGGING_FACE_FOLDER, trust_remote_code, commit=None, where="--trust-remote-code"
-            )
-        place = _open_storage(checkpoint, key_file)
+            folder = Path(checkpoint) / HUGGING_FACE_FOLDER
+            register_trusted_code(folder, trust_remote_code, commit=None, where="--trust-remote-code")
+        storage = _open_storage(checkpoint, key_file)
+        options: Any = {"dtype": chosen, "max_shard_size": max_shard_size, "use_ema": ema}
         if merge:
-            merge_adapter(place, output, base=base, dtype=chosen, max_shard_size=max_shard_size, use_ema=ema)
+            merge_adapter(storage, output, base=base, **options)
         else:
-            export_checkpoint(place, output, dtype=chosen, max_shard_size=max_shard_size, use_ema=ema)
+            export_checkpoint(storage, output, **options)
     echo(f"written {output}\n")
 
 
@@ -337,6 +336,6 @@ def init(
         name = shlex.quote(str(file))
         echo(
             f"written {file}: {answers.strategy} on {answers.num_ranks} rank{'s' if answers.num_ranks > 1 else ''}\n"
-            f"  meshwright explain {name}    # what it will do, in prose\n"
+            f"  meshwright explain {name}    # what it will do\n"
             f"  meshwright train {name}      # do it\n"
         )

@@ -302,8 +302,7 @@ def print_stopped(stopped: Stopped, *, num_steps: int) -> None:
     if stopped.has_skipped_save:
         saved = (
             "not saved: that would take longer than is left of checkpoint.on_signal.grace_s; the same command "
-            "continues "
-            "from the newest checkpoint"
+            "continues from the newest checkpoint"
         )
     if not stopped.step:
         saved = "so there is nothing to save"

@@ -135,9 +135,8 @@ def check_memory(degrees: Degrees, size: ModelSize, memory_bytes: int) -> None:
     if held > memory_bytes:
         raise ModelError(
             f"the model does not fit: a rank would hold {held / 1e9:,.1f} GB of its {size.num_parameters:,} "
-            "parameters, "
-            f"and this node has {memory_bytes / 1e9:,.1f} GB of memory. Make it smaller (model.vocab_size, "
-            f"model.hidden_size, ...), or use more ranks under a strategy that shards it."
+            f"parameters, and this node has {memory_bytes / 1e9:,.1f} GB of memory. Make it smaller (model.vocab_size, "
+            "model.hidden_size, ...), or use more ranks under a strategy that shards it."
         )
 
 
@@ -227,8 +226,7 @@ def check_document_isolation(
     if not leak <= limit * scale:
         raise ModelError(
             f"{name} {_DEFECT_TEXT[packing]}: other tokens there move log-probabilities by {leak:.3g}, where it may "
-            "see them "
-            f"by {scale:.3g}. {_REMEDY_TEXT[packing]}"
+            f"see them by {scale:.3g}. {_REMEDY_TEXT[packing]}"
         )
 
 
@@ -250,19 +248,16 @@ def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets
         reported = "cross entropy" if given is None else given.name
         raise ConfigError(
             f"the rows of these data belong together, {group} by {group} (chosen and rejected), and the {reported} "
-            "takes "
-            f"each by itself, so that rejected answers would be supervised. Set objective to orpo, simpo or dpo, or "
-            "give "
-            f"data of another format."
+            "takes each by itself, so that rejected answers would be supervised. Set objective to orpo, simpo or dpo, "
+            "or give data of another format."
         )
     if given is None:
         return False
     if given.group_size != group:
         raise ConfigError(
             f"the {given.name} takes rows {given.group_size} by {given.group_size}, and those of these data do not "
-            "belong "
-            f"together. Give data of format preference; or microbatches in which they do in a script: see "
-            f"docs/reference/objectives.md."
+            "belong together. Give data of format preference; or microbatches in which they do in a script: see "
+            "docs/reference/objectives.md."
         )
     missing = [name for name in getattr(objective, "columns", ()) if name not in first.column_specs]
     takes_sums = any(each.name == REFERENCE_COLUMN and "B" in each.shapes for each in _requested_columns(objective))
@@ -271,8 +266,7 @@ def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets
         raise ConfigError(
             f"the {given.name} needs {', '.join(missing)} beside the tokens, and the data have "
             f"{', '.join(first.column_specs) or 'no columns'}. Name fields of a source that hold it in its `columns`; "
-            "or "
-            f"give it microbatches that have it in a script: see docs/reference/objectives.md."
+            "or give it microbatches that have it in a script: see docs/reference/objectives.md."
         )
     sample = dict(first.read_batch(range(group)))
     if computes:

@@ -1,8 +1,8 @@
 """Observers of a run: seconds of its startup, stragglers, and trackers. No torch in this module.
 
-[Note: a rank's own seconds] Ranks wait for each other in every step. A slow one is reported from the others by what it
-does without them: drawing microbatches, stepping the optimizer, observers and callbacks. A rank is named only when it
-has been slow for as many steps more, since other work on its machine makes any rank slow for a moment.
+[Note: a rank's own seconds] Ranks wait for each other in every step. A slow one is distinguished from the others by
+what it does without them: drawing microbatches, stepping the optimizer, observers and callbacks. A rank is named only
+when it has been slow for as many steps more, since other work on its machine makes any rank slow for a moment.
 """
 
 from __future__ import annotations

@@ -246,17 +246,15 @@ def describe_run(prepared: PreparedRun, model: nn.Module, mesh: Mesh) -> list[st
     return [
         *([no_driver] if no_driver else []),
         f"{prepared.strategy_stack} on {prepared.degrees} ({mesh.device.type}): {prepared.model_config.model_type} "
-        "with "
-        f"{size.num_parameters:,} parameters in {len(model_layout(model).blocks)} blocks"
+        f"with {size.num_parameters:,} parameters in {len(model_layout(model).blocks)} blocks"
         + (
             f"; {size.num_trainable:,} of them train, over {prepared.model.base}"
             if prepared.model.base is not None
             else ""
         ),
         f"{prepared.data.num_documents:,} documents: {' and '.join(found)} sequences of {config.data.seq_len} tokens "
-        "to train "
-        f"on, {len(held_out.get(HELD_OUT, ())):,} held out{others}; {config.batch_size} a step, {prepared.num_steps} "
-        "steps",
+        f"to train on, {len(held_out.get(HELD_OUT, ())):,} held out{others}; {config.batch_size} a step, "
+        f"{prepared.num_steps} steps",
     ]
 
 

@@ -138,8 +138,7 @@ def find_resume_point(
         if started := world.run_on_first_rank(lambda: str(find_previously_named(directory) or "")):
             raise CheckpointError(
                 f"the run in output_dir={directory.configured_path!r} began with {started}, and has saved no "
-                "checkpoint since. "
-                f"Give resume={started} again; or start over, with resume=never and overwrite=true."
+                f"checkpoint since. Give resume={started} again; or start over, with resume=never and overwrite=true."
             )
         return None
     if place is None:
@@ -213,8 +212,7 @@ def find_changed_settings(
     if saved is None:
         raise CheckpointError(
             f"the checkpoint {checkpoint} is not of a run of `meshwright train`. Load it in a script, or begin with "
-            "its "
-            f"weights alone: model.checkpoint={checkpoint}."
+            f"its weights alone: model.checkpoint={checkpoint}."
         )
     changed = _find_differences(saved, identity)
     allow = set(config.resume_config.allow)
@@ -233,9 +231,8 @@ def find_changed_settings(
         )
     if manifest.step + min_steps_left > num_steps:
         raise CheckpointError(
-            f"{checkpoint} is of step {manifest.step}, but the run is to have {num_steps} steps. Raise steps, or "
-            "start over "
-            f"with resume=never."
+            f"{checkpoint} is of step {manifest.step}, but the run is to have {num_steps} steps. Raise steps, or start "
+            "over with resume=never."
         )
     return tuple(changed)
 
@@ -272,7 +269,7 @@ def _use_current_names(value: Any, section: str) -> Any:
         return [_use_current_names(each, section) for each in value]
     if not isinstance(value, dict):
         return value
-    names = _EARLIER_NAMES.get(section, {})
+    names = {old: new for old, new in _EARLIER_NAMES.get(section, {}).items() if new not in value}
     return {names.get(key, key): _use_current_names(each, section) for key, each in value.items()}
 
 

@@ -41,8 +41,8 @@ def check_restarts(config: RunConfig) -> None:
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if config.checkpoint.replicate is not None and is_launched_externally() and restarts in ("", "0"):
         raise ConfigError(
-            "checkpoint.replicate copies state for ranks that are restarted by the same launcher, and this one begins "
-            "none again. Start them with torchrun --max-restarts=3, or by `meshwright train` with max_restarts; or "
+            "checkpoint.replicate copies state for ranks that are restarted by the same launcher, and this one "
+            "restarts none. Start them with torchrun --max-restarts=3, or by `meshwright train` with max_restarts; or "
             "leave checkpoint.replicate out."
         )
     why_not = find_resume_obstacle(config)
@@ -125,10 +125,9 @@ def _should_extend_finished(config: RunConfig, directory: RunDirectory, num_step
         if has_some:
             return True
         raise ConfigError(
-            f"steps={num_steps}, but the run in output_dir={config.output_dir!r} has finished with {planned_steps} "
-            "and has "
-            f"left no checkpoint to resume from. To train again, name another directory, or set resume=never and "
-            f"overwrite=true to replace it."
+            f"steps={num_steps}, but the run in output_dir={config.output_dir!r} has finished with {planned_steps} and "
+            "has left no checkpoint to resume from. To train again, name another directory, or set resume=never and "
+            "overwrite=true to replace it."
         )
     before, eval_section = _load_previous_config(directory), EvalConfig()
     return (

@@ -103,8 +103,7 @@ class RunDirectory:
         if str(self.checkpoint_storage).startswith("memory:") and world_size > 1:
             raise ConfigError(
                 f"checkpoint.path={self.checkpoint.path!r} is in the memory of one process, and the run has "
-                f"{world_size} ranks. "
-                f"Give what all of them reach: a directory, or s3://bucket/prefix."
+                f"{world_size} ranks. Give what all of them reach: a directory, or s3://bucket/prefix."
             )
 
     def check_same_key(self, world: World) -> None:
@@ -133,8 +132,7 @@ class RunDirectory:
         except Timeout:
             raise ConfigError(
                 f"output_dir={str(self.path)!r} is in use by another run{self._describe_lock_owner()}. Wait until it "
-                "has ended, end "
-                f"it, or name another directory."
+                "has ended, end it, or name another directory."
             ) from None
         except (OSError, NotImplementedError) as error:
             raise ConfigError(

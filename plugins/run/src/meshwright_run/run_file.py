@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
@@ -353,27 +353,6 @@ def to_redacted_dict(config: RunConfig) -> dict[str, Any]:
 def redact(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a run file without secrets; see `secrets`."""
     return redact_run_file(values, PLUGIN_SECTIONS)
-
-
-def diff_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the keys of two run files whose values differ, with both as texts."""
-    left, right = dict(_flatten(one)), dict(_flatten(other))
-    pairs = {name: (left.get(name, "(not set)"), right.get(name, "(not set)")) for name in {**left, **right}}
-    return [
-        (name, _format_value(mine), _format_value(theirs)) for name, (mine, theirs) in pairs.items() if mine != theirs
-    ]
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _format_value(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 UNBOUNDED_STEPS = 2**31 - 1

@@ -228,15 +228,13 @@ class CheckpointConfig(FrozenModel):
     replicate: Literal["neighbor"] | ReplicateConfig | None = Field(
         default=None,
         description="Copy the state of each rank after its steps to the memory of its node and of the next one, from "
-        "which ranks that are restarted continue (max_restarts): neighbor, or {every: 1, max_bandwidth: 1GB/s}; null: "
-        "continue "
-        "from checkpoints alone. See docs/reference/memory-replicas.md.",
+        "which restarted ranks resume (max_restarts): neighbor, or {every: 1, max_bandwidth: 1GB/s}; null: "
+        "resume from checkpoints alone. See docs/reference/memory-replicas.md.",
     )
     on_signal: OnSignalConfig | None = Field(
         default=None,
         description="Save when a signal asks the run to stop; the same command continues. null: on SIGTERM, SIGUSR1 "
-        "and "
-        "SIGINT, if checkpoints are saved otherwise.",
+        "and SIGINT, if checkpoints are saved otherwise.",
     )
 
     @property

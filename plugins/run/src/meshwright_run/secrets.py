@@ -56,8 +56,7 @@ def resolve_environment(value: Any, option: str) -> Any:
             if name not in os.environ:
                 raise ConfigError(
                     f"{option} is to be taken from the environment variable {name} (from_env), which is not set. Set "
-                    "it "
-                    f"where you start the command."
+                    "it where you start the command."
                 )
             return os.environ[name]
         return {key: resolve_environment(each, f"{option}.{key}") for key, each in value.items()}

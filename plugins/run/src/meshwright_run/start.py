@@ -79,7 +79,7 @@ def find_rank_counts(config: RunConfig) -> list[int]:
     """Return on how many ranks of this machine the run can be, the most first."""
     if not config.max_restarts and config.checkpoint.replicate is not None:
         raise ConfigError(
-            "checkpoint.replicate copies state for ranks that are restarted, and max_restarts=0 begins none again. "
+            "checkpoint.replicate copies state for ranks that are restarted, and max_restarts=0 restarts none. "
             "Set max_restarts, or leave checkpoint.replicate out."
         )
     if config.max_restarts and (why_not := find_resume_obstacle(config)) is not None:
@@ -144,10 +144,8 @@ class RestartPolicy:
                 f"allow it\n"
             )
             return False
-        before, self._count_index = (
-            self.world_size,
-            0 if has_trained else min(self._count_index + 1, len(self._rank_counts) - 1),
-        )
+        before = self.world_size
+        self._count_index = 0 if has_trained else min(self._count_index + 1, len(self._rank_counts) - 1)
         self._num_restarts += 1
         ranks = "" if self.world_size == before else f", on {self.world_size} ranks instead of {before}"
         write_stderr(f"starting over: restart {self._num_restarts} of {limit}{ranks}\n")

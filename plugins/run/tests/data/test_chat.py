@@ -447,7 +447,7 @@ ASKED = build_conversation("a", "b")
         (
             read_template("deepseek_r1").replace("if think_first else ''", ""),
             ASKED,
-            r"it cannot be reported where the answer of turn 2 begins: .* writes '<think>\\n'",
+            r"the start of the answer of turn 2 is unknown: .* writes '<think>\\n'",
         ),
     ],
 )
@@ -519,7 +519,7 @@ def test_an_eos_token_that_the_tokenizer_adds_is_not_added_twice(in_python):
         (
             "preference",
             {"chosen": build_conversation("a", "b"), "rejected": build_conversation("c", "d")},
-            "cannot be reported what .* answer",
+            "the prompt of chosen and rejected is unknown",
         ),
         (
             "preference",

@@ -66,7 +66,7 @@ class Rank(subprocess.Popen):
         assert self.stdout.readline() == "started\n"
         (self.companion,) = companions_of(self.pid)
         assert come(lambda: all(map(ignored_by(self.companion), IGNORED)), SLACK_S)
-        # It is reported a patience.
+        # It is given a patience.
         time.sleep(3 * INTERVAL_S)
 
     def continues(self) -> None:

@@ -89,19 +89,8 @@ def conformance(
         # Of the layouts that divide the data alone, where there are some, the one with the most axes.
         data = [each for each in layouts if set(each[2]) <= {"dp_size", "dp_replicate_size"} and each[1] > 1]
         place = (spec.name, *(data or layouts)[-1][:3])
-        return [
-            Cell(
-                *place,
-                name,
-                Case(name, tied=None),
-                fixed,
-                "architecture",
-                device,
-                plugin,
-                find_unsupported_reason(name),
-            )
-            for name in models
-        ]
+        found = ((name, Case(name, tied=None), find_unsupported_reason(name)) for name in models)
+        return [Cell(*place, name, case, fixed, "architecture", device, plugin, why) for name, case, why in found]
     return [
         Cell(spec.name, layout, count, sizes, name, case, {**fixed, **extra}, kind, device, plugin, reason)
         for layout, count, sizes, main in layouts
@@ -203,10 +192,8 @@ def _iter_cases(
     few = None if uneven else "there are shares for 2 to 4 data ranks only"
     dense = "its model has no experts" if has_experts else None
     wide = "its model's float32 is made float64 in forwards" if has_experts else None
-    empty, more = (
-        replace(base, num_masked_sequences=12 // data_ranks),
-        replace(base, num_masked_sequences=24 // data_ranks, sequences=24),
-    )
+    empty = replace(base, num_masked_sequences=12 // data_ranks)
+    more = replace(base, num_masked_sequences=24 // data_ranks, sequences=24)
     yield _build_entry("a rank without tokens", empty, reason=alone)
     yield _build_entry("a rank without tokens, accumulating", replace(more, microbatches=2), reason=alone)
     yield _build_entry("uneven shares", replace(base, shares=uneven), reason=alone or few)
@@ -216,9 +203,8 @@ def _iter_cases(
     yield _build_entry("state to single and back", replace(base, steps=4), kind="state")
     yield _build_entry("state to single and back, tied", replace(base, steps=4, tied=True), kind="state")
     yield _build_entry("checkpoint to single and back", replace(base, steps=4, tied=True), kind="resume")
-    yield _build_entry(
-        "norms in float32", replace(base, steps=4, float32_parameters=("*norm*",)), kind="resume", reason=wide
-    )
+    norms = replace(base, steps=4, float32_parameters=("*norm*",))
+    yield _build_entry("norms in float32", norms, kind="resume", reason=wide)
     yield _build_entry("bad input", replace(base, microbatches=2, sequences=24), kind="bad input", reason=lonely)
     for option, value, reason in _iter_option_values(spec.config_cls, fixed):
         case = replace(base, microbatches=2, sequences=24, tied=True)

@@ -63,8 +63,7 @@ def check_arguments(args: Any, trainer: type, constructor_arguments: Mapping[str
                     beside = "".join(f" with {key}={text!r}" for key, text in rule.get("only_with", {}).items())
                     raise ConfigError(
                         f"{name}={_unwrap_enum(value)!r:.200}{beside} cannot be honoured over a mesh: "
-                        f"{rule['reason']}. "
-                        f"{rule['remedy']}."
+                        f"{rule['reason']}. {rule['remedy']}."
                     )
     _check_trainer(trainer)
     _check_methods(trainer)

@@ -79,9 +79,8 @@ def load_trainer_checkpoint(manager: StrategyManager, directory: Path, scheduler
     if not inner.is_dir():
         raise CheckpointError(
             f"{directory} holds no checkpoint of meshwright (a directory {MESH_DIRECTORY!r}): it was written by a "
-            "trainer "
-            f"without a mesh, or with save_only_model. Begin with its weights: model={str(directory)!r}, without "
-            f"resume_from_checkpoint."
+            f"trainer without a mesh, or with save_only_model. Begin with its weights: model={str(directory)!r}, "
+            "without resume_from_checkpoint."
         )
     manifest = load_checkpoint(manager, inner, scheduler=scheduler)
     _set_library_rng_state((manifest.extra or {}).get("generators"))

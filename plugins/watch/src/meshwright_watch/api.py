@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwright.plugin import read_json_object
 from meshwright_run.run_directory import PLANNED_SCHEDULE
-from meshwright_run.run_file import diff_settings
+from meshwright_run.settings_diff import diff_settings
 
 from .metric_columns import (
     MAX_POINTS,

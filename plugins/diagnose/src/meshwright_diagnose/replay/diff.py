@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.plugin import CheckpointError, ConfigError, StepResult, is_launched
-from meshwright_run.run_file import diff_settings, to_redacted_dict
+from meshwright_run.run_file import to_redacted_dict
+from meshwright_run.settings_diff import diff_settings
 
 from .replay import relative_difference, run_request
 from .request import (

@@ -88,9 +88,8 @@ def _describe_ranks(replayed: ReplayResult) -> Iterator[str]:
         return
     if replayed.has_consistent_ranks:
         yield (
-            f"The work of data rank {replayed.compared_rank}, and of all others, gives the same result bits on "
-            "another rank: "
-            f"{found['num_compared']} outputs and gradients on each. No rank is suspect."
+            f"The work of data rank {replayed.compared_rank}, and of all others, gives the same result bits on another "
+            f"rank: {found['num_compared']} outputs and gradients on each. No rank is suspect."
         )
         return
     for share, reported in found["mismatches"].items():
@@ -231,9 +230,8 @@ def _describe_conclusion(step: StepComparison) -> str:
         )
     if step.gradients.first is not None:
         return (
-            f"Forward is the same, and the gradient of {escape_markup(step.gradients.first.name)} is not: backward, "
-            "or how "
-            f"gradients are summed over ranks and microbatches, differs."
+            f"Forward is the same, and the gradient of {escape_markup(step.gradients.first.name)} is not: backward, or "
+            "how gradients are summed over ranks and microbatches, differs."
         )
     if step.parameters_after.first is not None:
         return (
@@ -242,4 +240,4 @@ def _describe_conclusion(step: StepComparison) -> str:
     if step.is_same:
         parted = "; what parted the runs is dropout" if "dropout" in step.mode else ""
         return f"Step {step.step}, done again, is the same in both, to {step.tolerance:g}{parted}."
-    return "All tensors are the same; what the step was reported to be is not."
+    return "All tensors are the same; the metrics of the step are not."

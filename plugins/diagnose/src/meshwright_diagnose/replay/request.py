@@ -82,7 +82,7 @@ class RecordedRun:
         results = read_metrics(paths.metrics, last_step=1 << 62, num_steps=self.config.steps or 0)
         self.results: Mapping[int, StepResult] = {each.step: each for each in results}
         if not self.results:
-            raise ConfigError(f"{paths.metrics} tells of no step: nothing of the run in {directory} can be reported.")
+            raise ConfigError(f"{paths.metrics} has no step, so there is nothing to replay in {directory}.")
 
     @property
     def checkpoints(self) -> Storage:
@@ -274,8 +274,7 @@ def _check_can_start(config: RunConfig, ranks: int, directory: Path) -> None:
         raise ConfigError(
             f"the run in {directory} was done on {ranks} ranks, and this machine has "
             f"{torch.accelerator.device_count()} accelerators ({count_local_ranks(config)} ranks would be started). "
-            "Start "
-            f"{ranks} by torchrun, or give --single."
+            f"Start {ranks} by torchrun, or give --single."
         )
 
 

@@ -201,7 +201,6 @@ class PartitionAnalyzer:
         if not torch.equal(received, trial.logits):
             return ModelError(
                 f"cut before {' and '.join(cut.blocks[start] for start in cut.boundary_tensors)}, its logits change, "
-                "so it "
-                f"passes on more than goes through its blocks."
+                "so it passes on more than goes through its blocks."
             )
         return None

@@ -25,11 +25,9 @@ class RankSchedule:
         # What does not depend on the number of microbatches, with some number that the schedule takes.
         sequences = config.sequences_per_run or config.pp_microbatch_size
         schedule = self.build_schedule(compute_num_microbatches(config, num_sequences=sequences))
-        self.placement, self.local_stages, self.splits_backward = (
-            schedule.placement,
-            schedule.stages_on_rank(pp_rank),
-            schedule.splits_backward,
-        )
+        self.placement = schedule.placement
+        self.local_stages = schedule.stages_on_rank(pp_rank)
+        self.splits_backward = schedule.splits_backward
 
     def microbatches_per_run(self, num_microbatches: int) -> int:
         """Microbatches of one run of the schedule, where a step has so many of `pp_microbatch_size` sequences."""

@@ -241,14 +241,12 @@ def _describe_sources(
     backend = dist.distributed_c10d.get_backend_config() if world.size > 1 else "none"
     said = {
         "measured": f"{date.today().isoformat()}, {describe_hardware(world.device)}, torch {torch.__version__}, "
-        f"{world.size} "
-        f"ranks at the same time with {torch.get_num_threads()} threads each, over {backend}; the slowest rank's best "
-        f"of {effort.num_passes} x {effort.num_windows} windows of {effort.window_seconds:g} s",
+        f"{world.size} ranks at the same time with {torch.get_num_threads()} threads each, over {backend}; the slowest "
+        f"rank's best of {effort.num_passes} x {effort.num_windows} windows of {effort.window_seconds:g} s",
         "products": "forward and both gradients of a linear layer; best seen: "
         + ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {dtype}" for dtype, rate in best.items()),
         "attention": f"causal, {effort.attention_seq_len} tokens, in {rates.attention_dtype}; other dtypes are taken "
-        "to reach as "
-        f"large a part of their peak",
+        "to reach as large a part of their peak",
         "bandwidth": f"tensors of {effort.stream_bytes / 2**20:g} MiB; "
         + ", ".join(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in rates.memory_bandwidth.items()),
         "host": "the least kernel; operators of small blocks, forward and backward",
@@ -293,8 +291,7 @@ def _find_nearest_device_file(device: torch.device) -> str:
     if not alike:
         raise ConfigError(
             f"no device file is known for {describe_hardware(device)!r}, and not everything can be measured. Name the "
-            "one that "
-            f"is nearest as base: {', '.join(list_device_specs())}; or the path of a YAML file."
+            f"one that is nearest as base: {', '.join(list_device_specs())}; or the path of a YAML file."
         )
     return min(alike, key=lambda each: abs(find_file(each).memory_bytes - size))
 

@@ -1,1 +1,1 @@
-"""Explain a run in prose before it begins: every sentence follows from the plan, the mesh or the run file."""
+"""Explain a run as text before it begins: every sentence follows from the plan, the mesh or the run file."""

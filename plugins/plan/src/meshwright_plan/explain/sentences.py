@@ -49,7 +49,7 @@ def build_sections(facts: RunFacts) -> dict[str, list[str]]:
         "The data": _describe_data(facts),
         "The learning rate": _describe_learning_rate(facts),
         "Evaluation": _describe_evaluation(facts),
-        "Checkpoints, signals, and continuing": _describe_checkpoints(facts),
+        "Checkpoints, signals, and resuming": _describe_checkpoints(facts),
         "What is written down": _describe_outputs(facts),
     }
     return {title: lines for title, text in sections.items() if (lines := list(text))}
@@ -144,8 +144,7 @@ def _format_calls(row: Mapping[str, Any]) -> str:
         name = name.replace("messages", "message").removesuffix("s")
     return (
         f"{row['calls']} {name} among the {row['ranks']} ranks of {row['group']}, {format_decimal_size(row['bytes'])} "
-        "of "
-        f"{row['dtype']}"
+        f"of {row['dtype']}"
     )
 
 
@@ -164,7 +163,7 @@ def _describe_step(facts: RunFacts) -> Iterator[str]:
     yield f"Of these {share} takes {own}, in {passes}{added}."
     if config.objective is not None:
         name = config.objective if isinstance(config.objective, str) else config.objective.get("name")
-        yield f"What is minimized is {name}; memory and traffic are reported the token loss."
+        yield f"What is minimized is {name}; memory and communication are those of the token loss."
     else:
         yield "The loss is the mean over all tokens that are supervised, of all ranks together."
     clip = config.max_grad_norm

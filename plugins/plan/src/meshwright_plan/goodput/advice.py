@@ -23,12 +23,10 @@ MIN_REPORTED_GAIN = 0.01  # Least part of the time that is worth reporting
 REPLICA_LINK_FRACTION = 0.1
 """Part of the links between nodes that copies may take, so that no collective waits for them: assumed."""
 BLOCKS_PER_STAGE = 2  # Blocks of each stage of the model that shows what the optimizer keeps of a parameter
-RECOMMENDED, THIS_RUN, RECOMMENDED_REPLICATED, THIS_RUN_REPLICATED = (
-    "recommended",
-    "this run",
-    "recommended, copied",
-    "this run, copied",
-)
+RECOMMENDED = "recommended"
+THIS_RUN = "this run"
+RECOMMENDED_REPLICATED = "recommended, copied"
+THIS_RUN_REPLICATED = "this run, copied"
 
 
 def estimate_failure_cost(
@@ -207,7 +205,7 @@ def simulate_scenarios(scenarios: Mapping[str, FailureScenario]) -> list[dict[st
     ]
 
 
-# -- in prose
+# -- as text
 
 
 def render_failure_cost(failures: Mapping[str, Any], config: RunConfig) -> list[Any]:
@@ -220,9 +218,8 @@ def render_failure_cost(failures: Mapping[str, Any], config: RunConfig) -> list[
         return [f"{often}, so they hardly matter"]
     saves = failures["checkpoints"]
     title = (
-        f"{often}; a save of {format_size(failures['state_bytes'])} holds up {format_seconds(saves['blocking_s'])} "
-        "and is "
-        f"written in {format_seconds(saves['write_s'])}"
+        f"{often}; a save of {format_size(failures['state_bytes'])} holds up {format_seconds(saves['blocking_s'])} and "
+        f"is written in {format_seconds(saves['write_s'])}"
     )
     names = ("every [steps]", "[min]", "copied every [steps]", "useful", "redone", "saving", "waiting")
     made = new_table(title, ("checkpoints", *names), left=("checkpoints",))

@@ -91,8 +91,7 @@ class FailureScenario:
         if self.checkpoints.every % self.replicas.every:
             raise ConfigError(
                 f"saves every {self.checkpoints.every} steps and copies every {self.replicas.every} do not meet; make "
-                "the "
-                f"first a multiple of the second."
+                "the first a multiple of the second."
             )
         if self.replicas.send_s > self.replicas.every * self.step_s:
             raise ConfigError(
@@ -241,10 +240,8 @@ class _Simulation:
         self.replica_blocking = column(lambda each: each.replicas.blocking_s if each.replicas else 0.0)
         self.replica_send = column(lambda each: each.replicas.send_s if each.replicas else 0.0)
         self.rounds_per_checkpoint = column(lambda each: each.checkpoints.every // each.recovery_interval)
-        self.checkpoint_blocking, self.checkpoint_wait = (
-            column(lambda each: each.checkpoints.blocking_s),
-            column(lambda each: each.checkpoint_wait_s),
-        )
+        self.checkpoint_blocking = column(lambda each: each.checkpoints.blocking_s)
+        self.checkpoint_wait = column(lambda each: each.checkpoint_wait_s)
         self.checkpoint_write = column(lambda each: each.checkpoints.write_s)
         self.round_s = self.steps_s + self.replica_blocking
         self.period = self.rounds_per_checkpoint * self.round_s + self.checkpoint_blocking + self.checkpoint_wait
@@ -252,10 +249,8 @@ class _Simulation:
         self.detection, self.restart = column(lambda each: each.detection_s), column(lambda each: each.restart_s)
         self.disk_downtime = column(lambda each: each.downtime_s(from_disk=True))
         self.memory_downtime = column(lambda each: each.downtime_s(from_disk=False))
-        self.node_fraction, self.pair_fraction = (
-            column(lambda each: each.node_failure_fraction),
-            column(lambda each: each.pair_failure_fraction),
-        )
+        self.node_fraction = column(lambda each: each.node_failure_fraction)
+        self.pair_fraction = column(lambda each: each.pair_failure_fraction)
         self.has_replicas = column(lambda each: each.replicas is not None) > 0
         self.num_other_nodes = np.maximum(column(lambda each: each.nodes - 1), 1)
         self.spent = {name: zeros() for name in TIME_PARTS}

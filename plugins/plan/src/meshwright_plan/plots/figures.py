@@ -184,10 +184,8 @@ LINK_LEGEND = [(f"link-{find_link}", LINK_NAMES[find_link]) for find_link in LIN
 _AXIS, _GRID = MarkStyle(stroke="quiet"), MarkStyle(stroke="line")
 _LIMIT = MarkStyle(stroke="limit", width=2, dash=(7, 4))
 _FITS, _BEST = MarkStyle(stroke="fit-fits", width=1.6), MarkStyle(fill="fit-fits", stroke="fit-fits", width=1.6)
-_TOO_LARGE, _FRONTIER = (
-    MarkStyle(stroke="fit-too-large", width=1.6),
-    MarkStyle(stroke="fit-fits", width=1.5, dash=(3, 3)),
-)
+_TOO_LARGE = MarkStyle(stroke="fit-too-large", width=1.6)
+_FRONTIER = MarkStyle(stroke="fit-fits", width=1.5, dash=(3, 3))
 _BOXES = {
     "node": MarkStyle("panel", "quiet", 2),
     "rank": MarkStyle("ground", "quiet", 1.4),

@@ -147,8 +147,7 @@ def _render_facts(plot_data: PlotData) -> dict[str, str]:
     )
     note = (
         f'<p class="note">Memory over the step and the timeline are of {escape(plot_data.depth_note)}, which are '
-        "alike. "
-        f"The numbers above, bytes over links and layouts are of all {plot_data.layers}.</p>"
+        f"alike. The numbers above, bytes over links and layouts are of all {plot_data.layers}.</p>"
     )
     depth = f", {escape(plot_data.depth_note)}" if plot_data.depth_note else ""
     return {"facts": "".join(rows), "depth_note": note if plot_data.depth_note else "", "depth": depth}
@@ -235,10 +234,8 @@ def _render_traffic(plot_data: PlotData) -> str:
         return '<p class="quiet">Nothing is sent.</p>'
     said = (
         f"What one device sends in a step, by group: to others of its node ({node.intra_node.bandwidth / 1e9:,.0f} "
-        "GB/s), "
-        f"and to other nodes ({node.inter_node.bandwidth / 1e9:,.0f} GB/s). Seconds are those in which it is under "
-        "way, "
-        f"and how much of that is hidden behind computing. Of collectives on rings."
+        f"GB/s), and to other nodes ({node.inter_node.bandwidth / 1e9:,.0f} GB/s). Seconds are those in which it is "
+        "under way, and how much of that is hidden behind computing. Of collectives on rings."
     )
     cells = []
     for each in rows:

@@ -76,9 +76,8 @@ def recommend_layouts(
         except BrokenExecutor as error:
             raise TrainingError(
                 f"one of the {num_processes} processes that trace layouts has died, perhaps for lack of memory: each "
-                "takes "
-                f"about half a GiB, and more for many experts or long sequences. Free some, or keep what you know, "
-                f"such as --set pp_size=1."
+                "takes about half a GiB, and more for many experts or long sequences. Free some, or keep what you "
+                "know, such as --set pp_size=1."
             ) from error
     if not search.fitting:
         raise ConfigError(_format_no_layout_error(search))
@@ -249,8 +248,7 @@ def _format_no_layout_error(search: LayoutSearch) -> str:
     if search.list_untraced():
         return (
             f"no layout was planned within {search.time_limit_s:.0f} s, of {space.num_enumerated}. Keep some of it, "
-            "such as "
-            f"--set strategy=fsdp2 or --set pp_size=1."
+            "such as --set strategy=fsdp2 or --set pp_size=1."
         )
     if candidate is None:
         reported = "\n".join(

@@ -214,10 +214,8 @@ class LayoutSearch:
         self._done.add(number)
         if candidate.degrees.pp == 1:
             layers = self.space.num_layers
-            seconds, size = (
-                result.predict_seconds(layers, candidate.num_microbatches),
-                result.predict_reserved_bytes(layers),
-            )
+            seconds = result.predict_seconds(layers, candidate.num_microbatches)
+            size = result.predict_reserved_bytes(layers)
             self._record(candidate, seconds, size)
         else:
             seconds, size = self._evaluate_schedules(candidate, result)

@@ -136,8 +136,7 @@ def _render_with_timeout(conversation: Conversation, render: Callable[[], Result
         advice = _ADVICE.get(kind, " Change the record, or set another chat_template.")
         raise DataError(
             f"{conversation.location}: the chat template cannot write this conversation (roles: {roles}): {kind}: "
-            f"{error}."
-            f"{advice.format(line=getattr(error, 'lineno', '?'))}"
+            f"{error}.{advice.format(line=getattr(error, 'lineno', '?'))}"
         ) from error
 
 
@@ -192,8 +191,7 @@ class AnswerExtractor:
         if not kept:
             raise DataError(
                 f"{conversation.location}: an answer of no tokens: the chat template writes nothing of it inside of "
-                "its "
-                "{% generation %} marks. Correct the template, or the record."
+                f"its {{% generation %}} marks. Correct the template, or the record."
             )
         return self._build_document(text, kept)
 
@@ -216,10 +214,9 @@ class AnswerExtractor:
         if not text.startswith(asked):
             place = _count_common_prefix(asked, text)
             raise DataError(
-                f"{conversation.location}: it cannot be reported where the answer of turn {index + 1} begins: where "
-                "the chat "
+                f"{conversation.location}: the start of the answer of turn {index + 1} is unknown: where the chat "
                 f"template asks for it, it writes {asked[place:][:60]!r}, but where it is given {text[place:][:60]!r}. "
-                "Set chat_template to one that has answers inside of {% generation %} marks, or, if this one has a "
+                f"Set chat_template to one that has answers inside of {{% generation %}} marks, or, if this one has a "
                 "switch for it, chat_template_kwargs in the records."
             )
         self._check_turns(until, text)
@@ -283,8 +280,7 @@ class AnswerExtractor:
 def _omission_error(conversation: Conversation, what: str) -> DataError:
     return DataError(
         f"{conversation.location}: the chat template leaves out {what}. Remove it from the record, or set "
-        "chat_template "
-        "to one that writes it."
+        "chat_template to one that writes it."
     )
 
 

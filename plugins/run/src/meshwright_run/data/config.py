@@ -98,8 +98,7 @@ class SourceConfig(FrozenModel):
             if name not in known:
                 raise ValueError(
                     f"fields: {name!r} is nothing that format={self.format} reads.{suggest_match(name, known)} Write "
-                    "our "
-                    f"name first, then the source's. Ours: {', '.join(known)}"
+                    f"our name first, then the source's. Ours: {', '.join(known)}"
                 )
         for name in self.columns:
             taken = name in _BATCH_KEYS or name in FIELDS[self.format]
@@ -149,8 +148,7 @@ class DataConfig(FrozenModel):
     too_long: TooLongAction | None = Field(
         default=None,
         description="What becomes of an example longer than seq_len: truncate keeps its beginning, split makes "
-        "several of "
-        "it. null: split for text and tokens, else error.",
+        "several of it. null: split for text and tokens, else error.",
     )
     eval_fraction: float = Field(
         default=0.05,
@@ -221,14 +219,12 @@ class DataConfig(FrozenModel):
             if (source.format == "preference") != (first.format == "preference"):
                 raise ValueError(
                     f"{where} ({source.location!r}) is of format {source.format}, and others are of {first.format}: "
-                    "pairs "
-                    "and single examples do not go into one run"
+                    "pairs and single examples do not go into one run"
                 )
             if set(source.columns) != set(first.columns):
                 raise ValueError(
                     f"{where} ({source.location!r}) has columns {source.columns}, but sources.0 has {first.columns}: "
-                    "an "
-                    "objective is given the same of each example. Give all the same, or none"
+                    "an objective is given the same of each example. Give all the same, or none"
                 )
 
     def _check_held_out(self) -> None:

@@ -153,10 +153,8 @@ class MessageReader:
     def build_conversation(
         self, record: Record, messages: Sequence[Message], num_prompt_messages: int = 0
     ) -> Conversation:
-        tools, variables = (
-            self._fields.read_mappings(record, "tools"),
-            self._fields.read_mapping(record, "chat_template_kwargs"),
-        )
+        tools = self._fields.read_mappings(record, "tools")
+        variables = self._fields.read_mapping(record, "chat_template_kwargs")
         found = Conversation(tuple(messages), tools, variables, record.location, num_prompt_messages)
         found._check_roles()
         return found
@@ -171,8 +169,7 @@ class MessageReader:
         if not value:
             raise DataError(
                 f"{record.location}: field {self._fields.get_source_name(field)!r} holds an empty conversation. It "
-                "must hold at "
-                "least one message; leave such records out."
+                "must hold at least one message; leave such records out."
             )
         return [self._read_message(record, field, number, each) for number, each in enumerate(value, start=1)]
 

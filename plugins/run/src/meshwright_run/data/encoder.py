@@ -162,8 +162,7 @@ class Encoder:
         raise DataError(
             f"{where}: {length:,} tokens, but seq_len={seq_len:,}. Set seq_len to at least {length}, or say what "
             "becomes of what is longer: too_long: truncate keeps the beginning, split makes several of it, drop "
-            "leaves it "
-            "out."
+            "leaves it out."
         )
 
 
@@ -205,8 +204,7 @@ def _build_token_parser(fields: FieldReader, tokenizer: PreTrainedTokenizerBase)
         if len(outside):
             raise DataError(
                 f"{record.location}: token {outside[0]} is none of the tokenizer, which has {vocab_size:,}. Set "
-                "tokenizer "
-                "to the one that made these tokens."
+                "tokenizer to the one that made these tokens."
             )
         labelled = np.ones(len(ids), bool)
         for name, read in (("labels", _mask_from_labels), ("loss_mask", _mask_from_loss_mask)):
@@ -215,8 +213,7 @@ def _build_token_parser(fields: FieldReader, tokenizer: PreTrainedTokenizerBase)
                 if len(values) != len(ids):
                     raise DataError(
                         f"{record.location}: field {fields.get_source_name(name)!r} holds {len(values)} values for "
-                        f"{len(ids)} "
-                        "tokens. It must hold one for each."
+                        f"{len(ids)} tokens. It must hold one for each."
                     )
                 labelled &= read(record, ids, values)
         return [(ids.astype(dtype), labelled)]
@@ -230,8 +227,7 @@ def _mask_from_labels(record: Record, ids: np.ndarray, labels: np.ndarray) -> np
         place = wrong[0]
         raise DataError(
             f"{record.location}: label {labels[place]} of token {place} is neither {IGNORE_INDEX}, not to be "
-            "supervised, nor "
-            f"the token itself, {ids[place]}. Labels are not moved by one: the model's loss does that."
+            f"supervised, nor the token itself, {ids[place]}. Labels are not moved by one: the model's loss does that."
         )
     return labels != IGNORE_INDEX
 
@@ -304,7 +300,7 @@ class _ChatParser:
         if given is not None and not common:
             return [{"role": "user", "content": given}]
         raise DataError(
-            f"{record.location}: it cannot be reported what chosen and rejected answer: "
+            f"{record.location}: the prompt of chosen and rejected is unknown: "
             + (
                 "they do not begin with the same messages, and there is no field 'prompt'. Add one, or say under "
                 "`fields` what the source calls it."
@@ -321,8 +317,7 @@ class _ChatParser:
         if not answer:
             raise DataError(
                 f"{record.location}: an answer of no tokens: field {self._fields.get_source_name(field)!r} is empty. "
-                "Leave such "
-                "records out."
+                "Leave such records out."
             )
         text = prompt + answer
         span = None if self._loss_on == "all" else ((len(prompt), len(text)),)

@@ -99,9 +99,9 @@ class _BoundedReader(io.RawIOBase):
         self._bytes_read += count
         if self._bytes_read > ALWAYS_ALLOWED_BYTES and self._bytes_read > MAX_EXPANSION_RATIO * self._file.tell():
             raise DataError(
-                f"{getattr(self._file, 'name', 'the file')}: the compressed content is more than "
-                f"{MAX_EXPANSION_RATIO} times "
-                f"as large as the file. Give the file as it is, without its compression, if that is what it holds."
+                f"{getattr(self._file, 'name', 'the file')}: the compressed content is more than {MAX_EXPANSION_RATIO} "
+                "times as large as the file. Give the file as it is, without its compression, if that is what it "
+                "holds."
             )
         return count
 
@@ -245,8 +245,7 @@ def _check_expansion(metadata: Any, path: Path) -> None:
             ):
                 raise DataError(
                     f"{path}: {column.path_in_schema} is more than {MAX_EXPANSION_RATIO} times as large as its bytes "
-                    "in the "
-                    f"file. Write the file again, without compression, if that is what it holds."
+                    "in the file. Write the file again, without compression, if that is what it holds."
                 )
 
 

@@ -168,10 +168,8 @@ class SourceMixture:
 
     def _get_block(self, number: int) -> tuple[int, np.ndarray, np.ndarray]:
         if self._block is None or self._block[0] != number:
-            before, after = (
-                self.count_by_source(number * MIXTURE_BLOCK_SIZE),
-                self.count_by_source((number + 1) * MIXTURE_BLOCK_SIZE),
-            )
+            before = self.count_by_source(number * MIXTURE_BLOCK_SIZE)
+            after = self.count_by_source((number + 1) * MIXTURE_BLOCK_SIZE)
             own = np.repeat(range(len(before)), np.subtract(after, before))
             own = own[
                 shuffle_indices(
@@ -219,12 +217,10 @@ class StreamingSource:
     ) -> None:
         """Open nothing yet; `open_loader` makes a loader as `build_record_loader` does."""
         self.location, self.group_size = location, group_size
-        self._open_loader, self._encode, self._make_rows, self._records = (
-            open_loader,
-            encode,
-            make_rows,
-            records_per_block,
-        )
+        self._open_loader = open_loader
+        self._encode = encode
+        self._make_rows = make_rows
+        self._records = records_per_block
         self._seed = 0
         self._loader: Any = None
         self._iterator: Iterator[list[Record]] = iter(())
@@ -293,8 +289,7 @@ class StreamingSource:
             if not self._groups_in_epoch:
                 raise DataError(
                     f"{self.location!r} is empty: it holds no example that is short enough, with something to be "
-                    "supervised "
-                    f"in its first seq_len tokens. Set data.seq_len to more, or name another source."
+                    "supervised in its first seq_len tokens. Set data.seq_len to more, or name another source."
                 )
             self._groups_in_epoch = 0
             self._iterator = iter(self._loader)

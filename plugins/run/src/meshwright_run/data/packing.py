@@ -178,9 +178,8 @@ class ConcatDataset(RowDataset):
             ):
                 raise DataError(
                     f"sources do not go together: one has the columns {sorted(first.column_specs)} and rows "
-                    f"{self.group_size} by "
-                    f"{self.group_size}, another {sorted(part.column_specs)} and {part.group_size} by "
-                    f"{part.group_size}."
+                    f"{self.group_size} by {self.group_size}, another {sorted(part.column_specs)} and "
+                    f"{part.group_size} by {part.group_size}."
                 )
         self.column_specs = {
             name: (np.result_type(*(part.column_specs[name][0] for part in datasets)), each)

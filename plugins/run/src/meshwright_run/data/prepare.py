@@ -161,9 +161,8 @@ def _check_fills_sequence(source: ResolvedSource, entry: CacheEntry, config: Dat
         raise DataError(
             f"the {split} split does not fill one sequence: its {documents} documents hold {tokens} tokens "
             f"({source.config.location!r}), but seq_len={config.seq_len}. Give more documents{shorter}, or a {share} "
-            f"eval_fraction "
-            f"(now {config.eval_fraction}: {len(sides['train'])} documents for training, {len(sides['held_out'])} held "
-            f"out)."
+            f"eval_fraction (now {config.eval_fraction}: {len(sides['train'])} documents for training, "
+            f"{len(sides['held_out'])} held out)."
         )
 
 
@@ -298,9 +297,8 @@ def _write_splits(
         if kept == 1 and tokenization.held_out_fraction > 0:
             raise DataError(
                 f"{source.config.location!r} holds 1 document, but needs at least 2: whole documents are held out for "
-                "the "
-                "eval loss. Cut it into several .txt files, or into the lines of a .jsonl file; or set eval_fraction: "
-                "0, and name eval_sets."
+                "the eval loss. Cut it into several .txt files, or into the lines of a .jsonl file; or set "
+                "eval_fraction: 0, and name eval_sets."
             )
         if tokenization.held_out_fraction > 0:
             for full, empty in (SPLITS, SPLITS[::-1]):
@@ -331,8 +329,7 @@ def _describe_empty_source(source: ResolvedSource, counts: EncodingCounts, seq_l
         )
     return (
         f"{place!r} is empty: it holds {counts.records:,} records, and in none of them is anything to be supervised. "
-        "Name "
-        f"a source with texts, answers or labels that are not empty."
+        "Name a source with texts, answers or labels that are not empty."
     )
 
 

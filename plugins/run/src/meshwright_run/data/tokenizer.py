@@ -148,8 +148,7 @@ def _check_loaded(tokenizer: Any, path: Path) -> None:
     if get_vocab_size(tokenizer) > 2**20 + 2 * entries:
         raise DataError(
             f"the tokenizer in {path} has {entries:,} tokens, and numbers up to {get_vocab_size(tokenizer) - 1:,}. "
-            "Each "
-            f"number is a row of the model's embedding. Number the tokens without large gaps."
+            "Each number is a row of the model's embedding. Number the tokens without large gaps."
         )
 
 

@@ -181,10 +181,8 @@ def read_eval_microbatches(dataset: RowDataset, shard: DataShard, *, num_rows: i
     check_group_size(
         dataset.group_size, batch_size=num_rows or dataset.group_size, micro_batch_size=shard.micro_batch_size
     )
-    available, per_step = (
-        len(dataset) // dataset.group_size,
-        shard.data_size * shard.micro_batch_size // dataset.group_size,
-    )
+    available = len(dataset) // dataset.group_size
+    per_step = shard.data_size * shard.micro_batch_size // dataset.group_size
     num_rows = available if num_rows is None else num_rows // dataset.group_size
     padded = -(-num_rows // per_step) * per_step
     numbers = np.arange(padded)

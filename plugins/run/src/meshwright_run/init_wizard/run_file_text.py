@@ -41,7 +41,7 @@ def render_run_file(answers: InitAnswers, facts: ModelFacts, machine: Machine, *
     """Return a whole run file, to be written as `name`."""
     parts = (
         [
-            f"# A run of meshwright. Train it: meshwright train {name}. What it will do, in prose: meshwright explain "
+            f"# A run of meshwright. Train it: meshwright train {name}. What it will do: meshwright explain "
             f"{name}. What a rank holds, sends and takes: meshwright train {name} --plan-only. Any value can be "
             f"changed on the command line: --set steps=10. All keys, for an editor: meshwright schema."
         ],
@@ -168,8 +168,7 @@ def _render_output(answers: InitAnswers, name: str) -> list[str]:
         "# Losses on rows that are held out from training, every so many steps and at the end.",
         f"eval: {{every: {every}{sequences}}}",
         "# Checkpoints, of which the last two are kept. A run that was interrupted continues by the same command, "
-        "under "
-        "any other strategy and number of ranks, too.",
+        "under any other strategy and number of ranks, too.",
         f"checkpoint: {{every: {every}, keep_last: 2}}",
         "# Where metrics, the picture of the loss, checkpoints and the trained model go.",
         f"output_dir: {_format_value(f'runs/{directory}')}",

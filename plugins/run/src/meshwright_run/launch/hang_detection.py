@@ -135,8 +135,7 @@ def format_disconnect(rank: int, heartbeat: HeartbeatRecord, duration: str, opti
     """Return the message of a rank that gets no answer from a launcher's store; arguments as of `format_silence`."""
     return (
         f"rank {rank} ({heartbeat.process}) gets no answer from the rendezvous store for {duration}: its machine is "
-        "cut "
-        f"off from that of the launcher that hosts it, or that one is stopped. It ends, since others will continue "
+        "cut off from that of the launcher that hosts it, or that one is stopped. It ends, since others will continue "
         f"without it. If such pauses are to be tolerated, raise {option}."
     )
 
@@ -175,6 +174,5 @@ def describe_hung_rank(
         return None
     return (
         f"{'rank' if len(busy) == 1 else 'ranks'} {', '.join(map(str, busy))} did not come to where rank {own_rank} "
-        "waits: "
-        f"{_format_locations(busy, after)}. If that may take so long, raise timeout_s."
+        f"waits: {_format_locations(busy, after)}. If that may take so long, raise timeout_s."
     )

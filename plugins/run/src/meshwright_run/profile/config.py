@@ -80,8 +80,7 @@ def check_profile(config: ProfileConfig | None, *, num_steps: int, world_size: i
     if beyond:
         raise ConfigError(
             f"profile.steps={', '.join(beyond)} ends behind the last step of the run, {num_steps}. Name steps from 1 "
-            "to "
-            f"{num_steps}."
+            f"to {num_steps}."
         )
     if config.ranks != "all" and max(config.ranks) >= world_size:
         raise ConfigError(
@@ -108,6 +107,5 @@ def find_traces(directory: Path) -> list[Path]:
             return found
     raise ConfigError(
         f"{directory} holds no profile: there is no {PROFILE_DIRECTORY}/rank-*.json.gz. Set profile.steps in the run "
-        "file, "
-        f"such as --set profile.steps=[4,6], and run it."
+        "file, such as --set profile.steps=[4,6], and run it."
     )

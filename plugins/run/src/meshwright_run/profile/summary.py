@@ -262,10 +262,8 @@ def _summarize_phases(marked: Sequence[TraceSpan], activity: Activity, window: I
 
 def _summarize_phase(name: str, calls: int, covered: Intervals, activity: Activity) -> PhaseTime:
     seconds = total_length(covered)
-    computing, exposed = (
-        total_length(intersect_intervals(activity.computing, covered)),
-        total_length(intersect_intervals(activity.exposed, covered)),
-    )
+    computing = total_length(intersect_intervals(activity.computing, covered))
+    exposed = total_length(intersect_intervals(activity.exposed, covered))
     return PhaseTime(name, calls, seconds, computing, exposed, max(0.0, seconds - computing - exposed))
 
 
