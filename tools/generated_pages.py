@@ -162,39 +162,6 @@ def _name_outcome(reported: str) -> str:
     return reported
 
 
-FAULT_NAMES = {
-    "agent": "torchrun agent killed",
-    "bit in a copy": "bit flip in a replica",
-    "bit in memory": "bit flip in memory",
-    "bit on disk": "bit flip in a checkpoint",
-    "cut": "network cut, temporary",
-    "cut for good": "network cut, permanent",
-    "full disk": "disk full",
-    "node": "node lost",
-    "parent": "launcher killed",
-    "pre-emption": "preemption",
-    "rank": "rank killed",
-    "stop": "rank stopped (SIGSTOP)",
-}
-"""Kinds of faults in benchmarks/results/faults.json, as the page names them."""
-
-
-def _name_source(where: str) -> str:
-    """Name where a run resumed from."""
-    if where == "on":
-        return "not interrupted"
-    return where.replace("the beginning", "step 0")
-
-
-def _name_outcome(reported: str) -> str:
-    """Name the result of a stack or layout."""
-    for of_run in ("that nothing has happened to", "that was not killed"):
-        reported = reported.replace(
-            f"metrics and weights of a run {of_run}, bit for bit", "bitwise equal to an undisturbed run"
-        )
-    return reported
-
-
 def _render_fault_chain() -> list[str]:
     found = load_results("faults")
     every, of_stack = found["faults"], Counter(each["stack"] for each in found["faults"])

@@ -55,7 +55,7 @@ class SigningKey:
         self._secret = secret
 
     def __repr__(self) -> str:
-        return "Key(...)"
+        return "SigningKey(...)"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a key is sent to nobody: each process reads the file")
