@@ -271,7 +271,7 @@ def test_what_is_no_trace_is_refused_with_what_to_give_instead(tmp_path: Path) -
         "odd.json": (b'{"traceEvents": [3]}', "an event is malformed"),
         "cut.json.gz": (gzip.compress(b'{"traceEvents": []}')[:-9], "cannot decompress"),
         "summary.json": (b'{"strategy": "ddp"}', "is not a profile summary"),
-        "summary-steps-1-2.json": (b'{"profile_summary": 99}', "of format 99"),
+        "summary-steps-1-2.json": (b'{"profile_summary": 99}', "has summary format 99"),
         "summary-steps-3-4.json": (b'{"profile_summary": 2}', "is not a valid profile summary"),
     }
     for name, (content, wrong) in files.items():
