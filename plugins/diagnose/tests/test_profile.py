@@ -309,5 +309,7 @@ def test_windows_are_in_order_within_the_run_and_on_ranks_that_are_there() -> No
         with pytest.raises(ValueError, match=wrong):
             ProfileConfig(steps=steps, ranks=ranks)
     check_profile(several, num_steps=5, world_size=4)
-    with pytest.raises(ConfigError, match=r"profile\.ranks=\[3, 1\] names a rank that does not exist: the run has 3 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"profile\.ranks=\[3, 1\] names a rank that does not exist: the run has 3 ranks"
+    ):
         check_profile(several, num_steps=5, world_size=3)

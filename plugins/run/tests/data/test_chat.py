@@ -408,7 +408,11 @@ def test_what_is_wrong_with_a_conversation_is_reported_with_its_place():
             assistant,
         ],
         r"roles out of order: turn 3 has role 'system', after 'assistant'": [user, assistant, system],
-        r"roles out of order: turn 1 has role 'tool', at the start": [{"role": "tool", "content": "4"}, user, assistant],
+        r"roles out of order: turn 1 has role 'tool', at the start": [
+            {"role": "tool", "content": "4"},
+            user,
+            assistant,
+        ],
         r"there is no answer to supervise.*\(roles: system, user\)": [system, user],
     }
     for reason, messages in wrong.items():

@@ -197,7 +197,10 @@ def test_an_example_without_an_end_is_refused_before_memory_is_full(name, tmp_pa
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "a"}, r"a\.jsonl:1: no field 'points', which is listed under columns\. Fields of this record: text\."),
+        (
+            {"text": "a"},
+            r"a\.jsonl:1: no field 'points', which is listed under columns\. Fields of this record: text\.",
+        ),
         ({"text": "a", "points": "1"}, r"a\.jsonl:1: column 'points' holds '1', a str, but must hold a finite number"),
         ({"text": "a", "points": 2**63}, r"column 'points' holds 9223372036854775808"),
     ],
@@ -505,7 +508,10 @@ PAIRS = {"files": "a.jsonl", "format": "preference"}
         ({"sources": [{**TEXT, "split": "test"}]}, "split applies only to a dataset, not to files"),
         ({"sources": [{"files": "stdlib", "format": "tokens"}]}, "'stdlib' can be text, messages or"),
         ({"sources": [{**TEXT, "fields": {"txt": "b"}}]}, "fields: 'txt' is not a field of format=text.*'text'"),
-        ({"sources": [{**TEXT, "columns": ["labels"]}]}, "columns: 'labels' is empty, given twice, or already the name"),
+        (
+            {"sources": [{**TEXT, "columns": ["labels"]}]},
+            "columns: 'labels' is empty, given twice, or already the name",
+        ),
         ({"sources": [{**TEXT, "weight": 2.0}]}, "weight has no effect: there is only one source"),
         ({"sources": [{**TEXT, "weight": 2.0}, TEXT]}, "weight is given for some sources"),
         ({"sources": [TEXT, {**TEXT, "columns": ["a"]}]}, "sources.1 .* has columns .*'a'.*, but sources.0 has"),

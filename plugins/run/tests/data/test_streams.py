@@ -157,7 +157,9 @@ def test_a_stream_and_files_at_hand_mix_by_weight_and_continue(config: Any, tmp_
     steps, states = read(whole, 40)
     again = resumed(given, whole, 17, states[17], 2)
     assert steps_of(again, range(17, 40)) == steps[17:]
-    with pytest.raises(CheckpointError, match="1 sources are read during training, but the checkpoint has the state of 0"):
+    with pytest.raises(
+        CheckpointError, match="1 sources are read during training, but the checkpoint has the state of 0"
+    ):
         again[0].load_state_dict(None)
 
 
