@@ -76,7 +76,7 @@ def test_what_is_compressed_well_is_read(suffix: str, tmp_path: Path) -> None:
     assert found[-1][0] == {"text": "29999 is even or odd"}
     # Cut, it is reported as before.
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match="broken or cut off"):
+    with pytest.raises(DataError, match="corrupt or truncated"):
         list(read_file(path, ReadProgress()))
 
 
@@ -85,5 +85,5 @@ def test_a_document_that_is_too_long_is_reported(tmp_path: Path, monkeypatch: py
     (tmp_path / "a.txt").write_text("x" * 10)
     assert next(read_file(tmp_path / "a.txt", ReadProgress()))[0] == {"text": "x" * 10}
     (tmp_path / "a.txt").write_text("x" * 11)
-    with pytest.raises(DataError, match=r"more than 10 bytes\. Cut it into several"):
+    with pytest.raises(DataError, match=r"more than 10 bytes\. Split it into several"):
         list(read_file(tmp_path / "a.txt", ReadProgress()))

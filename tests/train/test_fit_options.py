@@ -226,7 +226,7 @@ def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_continues(
             {"corpus": True},
             "objective 'orpo' takes rows 2 by 2, and those of these data do not belong together",
         ),
-        ("orpo", {"micro_batch_size": 1}, "micro_batch_size=1 counts rows, of which 2 belong together"),
+        ("orpo", {"micro_batch_size": 1}, "micro_batch_size=1 must be a multiple of 2, since 2 rows belong together"),
     ],
     ids=str,
 )

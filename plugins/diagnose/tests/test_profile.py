@@ -267,25 +267,25 @@ def test_what_is_no_trace_is_refused_with_what_to_give_instead(tmp_path: Path) -
     files = {
         "text.json.gz": (b"step: 1", "it is not JSON"),
         "other.json": (b'{"traceEvents": 3}', "it has no list traceEvents"),
-        "empty.json": (b'{"traceEvents": []}', "holds no event that lasts"),
-        "odd.json": (b'{"traceEvents": [3]}', "an event of it is malformed"),
-        "cut.json.gz": (gzip.compress(b'{"traceEvents": []}')[:-9], "cannot unpack"),
-        "summary.json": (b'{"strategy": "ddp"}', "is no summary of a profile"),
-        "summary-steps-1-2.json": (b'{"profile_summary": 99}', "of format 99"),
-        "summary-steps-3-4.json": (b'{"profile_summary": 2}', "is no whole summary"),
+        "empty.json": (b'{"traceEvents": []}', "has no event with a duration"),
+        "odd.json": (b'{"traceEvents": [3]}', "an event is malformed"),
+        "cut.json.gz": (gzip.compress(b'{"traceEvents": []}')[:-9], "cannot decompress"),
+        "summary.json": (b'{"strategy": "ddp"}', "is not a profile summary"),
+        "summary-steps-1-2.json": (b'{"profile_summary": 99}', "has summary format 99"),
+        "summary-steps-3-4.json": (b'{"profile_summary": 2}', "is not a valid profile summary"),
     }
     for name, (content, wrong) in files.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=wrong) as caught:
             load_summary(tmp_path / name)
         assert name in str(caught.value)
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         load_summary(tmp_path / "nothing")
     (tmp_path / "run").mkdir()
     with pytest.raises(ConfigError, match=r"holds no profile.*profile\.steps"):
         load_summary(tmp_path / "run")
     _trace_file(tmp_path / "run" / "rank-00002.json.gz", TWO_STEPS)
-    with pytest.raises(ConfigError, match=r"no profile of rank 1\. It has those of 2\."):
+    with pytest.raises(ConfigError, match=r"no profile of rank 1\. It has ranks 2\."):
         load_summary(tmp_path / "run", rank=1)
     assert invoke_in_process("profile", "show", tmp_path / "nothing")[0] == 2
 
@@ -301,13 +301,15 @@ def test_windows_are_in_order_within_the_run_and_on_ranks_that_are_there() -> No
     assert ProfileConfig(steps=[10, 12]).windows == [(10, 12)]
     assert ProfileConfig(steps=[1, 1], ranks="all").includes_rank(7)
     for steps, ranks, wrong in (
-        ([3, 2], [0], "ends before it begins"),
-        ([[1, 4], [4, 5]], [0], "share no step"),
+        ([3, 2], [0], "ends before it starts"),
+        ([[1, 4], [4, 5]], [0], "must not overlap"),
         ([], [0], "names no step"),
         ([1, 1], [], "names no rank"),
     ):
         with pytest.raises(ValueError, match=wrong):
             ProfileConfig(steps=steps, ranks=ranks)
     check_profile(several, num_steps=5, world_size=4)
-    with pytest.raises(ConfigError, match=r"profile\.ranks=\[3, 1\] names a rank that is not there: 3 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"profile\.ranks=\[3, 1\] names a rank that does not exist: the run has 3 ranks"
+    ):
         check_profile(several, num_steps=5, world_size=3)

@@ -100,7 +100,7 @@ def test_a_resumed_run_profiles_what_is_left_of_its_windows(workplace: Path, tmp
 def test_a_window_beyond_the_last_step_is_refused_before_anything_starts(workplace: Path, tmp_path: Path) -> None:
     place = RunWorkspace(workplace, tmp_path)
     config = load_run(place.write_run_file(steps=4, profile={"steps": [3, 5]}))
-    with pytest.raises(ConfigError, match=r"profile\.steps=\[3, 5\] ends behind the last step of the run, 4"):
+    with pytest.raises(ConfigError, match=r"profile\.steps=\[3, 5\] ends after the last step of the run, 4"):
         preflight(config, 1)
     assert not place.out.exists()
 

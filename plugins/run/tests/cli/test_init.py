@@ -131,11 +131,11 @@ def test_what_has_appeared_meanwhile_is_left_as_it_is(tmp_path):
     ("flags", "texts"),
     [
         (("--adapter",), ["--model DIRECTORY"]),
-        (("--model", "nowhere"), ["neither a directory", "'new'"]),
-        (("--model", "cache_of_nothing/"), ["neither a directory"]),
+        (("--model", "nowhere"), ["neither an existing directory", "'new'"]),
+        (("--model", "cache_of_nothing/"), ["neither an existing directory"]),
         (("--data", "nothing*.txt"), ["nothing*.txt"]),
-        (("--data", "0.txt"), ["one document", "Give several files"]),
-        (("--data", "chats.jsonl"), ["needs a tokenizer", "--model"]),
+        (("--data", "0.txt"), ["a single document", "Give several files"]),
+        (("--data", "chats.jsonl"), ["needs an existing tokenizer", "--model"]),
         (("--model", "model", "--format", "mesages"), ["Did you mean 'messages'?"]),
         (("--strategy", "fsdp3"), ["Did you mean 'fsdp2'?"]),
         (("--strategy", "pipeline", "--devices", "2"), ["pipeline"]),
@@ -211,14 +211,14 @@ def test_at_a_terminal_five_questions_are_asked_and_a_bad_answer_is_reported(mad
         ("1. Which model?", "nowhere"),
         ("1. Which model?", "model"),
         ("2. Which data?", "chats.jsonl"),
-        ("What do they hold?", ""),
+        ("In which format?", ""),
         ("3. Train an adapter", "y"),
         ("4. On how many ranks?", "2"),
-        ("Under which strategy?", "fsdp2"),
+        ("With which strategy?", "fsdp2"),
         ("5. How long?", "2 epochs"),
     ]
     shown = at_terminal(made, ["init", "asked.yaml"], replies)
-    assert "neither a directory here" in shown
+    assert "neither an existing directory" in shown
     config = load_run(made / "asked.yaml")
     assert (config.strategy, config.nproc, config.epochs, config.steps) == ("fsdp2", 2, 2.0, None)
     assert config.model["path"] == "model"

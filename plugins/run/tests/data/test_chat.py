@@ -394,22 +394,26 @@ def test_what_is_wrong_with_a_conversation_is_reported_with_its_place():
     wrong = {
         "empty conversation": [],
         "must hold a list of messages": 3,
-        r"turn 1: has no 'role'.*Its fields: who\. .*fields": [{"who": "user"}],
-        r"turn 1: role 'narrator' is none of system,": [{"role": "narrator", "content": "x"}, assistant],
+        r"turn 1: has no string 'role'.*Its fields: who\. .*fields": [{"who": "user"}],
+        r"turn 1: role 'narrator' is not one of system,": [{"role": "narrator", "content": "x"}, assistant],
         r"turn 1: the user has no 'content'": [{"role": "user", "text": "x"}, assistant],
         r"turn 1: its content has the part .*image": [
             {"role": "user", "content": [{"type": "image", "url": "x"}]},
             assistant,
         ],
-        r"turn 2: an answer of no tokens": [user, {"role": "assistant", "content": " "}],
-        r"roles out of order: turn 2 is of 'user', after one of 'user': join the two\. Expected: system": [
+        r"turn 2: empty answer": [user, {"role": "assistant", "content": " "}],
+        r"roles out of order: turn 2 has role 'user', after 'user': join the two turns\. Expected: system": [
             user,
             user,
             assistant,
         ],
-        r"roles out of order: turn 3 is of 'system', after one of 'assistant'": [user, assistant, system],
-        r"roles out of order: turn 1 is of 'tool', and opens": [{"role": "tool", "content": "4"}, user, assistant],
-        r"there is no answer to learn.*\(roles: system, user\)": [system, user],
+        r"roles out of order: turn 3 has role 'system', after 'assistant'": [user, assistant, system],
+        r"roles out of order: turn 1 has role 'tool', at the start": [
+            {"role": "tool", "content": "4"},
+            user,
+            assistant,
+        ],
+        r"there is no answer to supervise.*\(roles: system, user\)": [system, user],
     }
     for reason, messages in wrong.items():
         with pytest.raises(DataError, match=rf"\Achats\.jsonl:1: .*{reason}"):
@@ -427,7 +431,7 @@ ASKED = build_conversation("a", "b")
         (
             MESSAGES.replace("}}", "}").replace("%}{{", "%}\n{{"),
             ASKED,
-            "TemplateSyntaxError: .* It breaks at line 2: correct chat_template",
+            "TemplateSyntaxError: .* The error is in line 2: correct chat_template",
         ),
         (
             MESSAGES.replace("content", "name.first"),
@@ -442,12 +446,12 @@ ASKED = build_conversation("a", "b")
         (
             f"{{% generation %}}{{% endgeneration %}}{MESSAGES}",
             ASKED,
-            "an answer of no tokens: .* {% generation %} marks",
+            "empty answer: .* {% generation %} tags",
         ),
         (
             read_template("deepseek_r1").replace("if think_first else ''", ""),
             ASKED,
-            r"the start of the answer of turn 2 is unknown: .* writes '<think>\\n'",
+            r"cannot find where the answer of turn 2 starts: .* writes '<think>\\n'",
         ),
     ],
 )
@@ -508,14 +512,14 @@ def test_an_eos_token_that_the_tokenizer_adds_is_not_added_twice(in_python):
     [
         ("text", {"texts": "x"}, r"no field 'text'\. .*texts\. Did you mean 'texts'\?.*fields"),
         ("text", {"text": 3}, "field 'text' holds 3, a int, but must hold a string"),
-        ("text", {"text": "a\ud800"}, "half of a surrogate pair"),
+        ("text", {"text": "a\ud800"}, "an unpaired surrogate"),
         (
             "messages",
             {"messages": build_conversation("a", "b"), "tools": "[{"},
-            "field 'tools' holds a text that is no JSON",
+            "field 'tools' holds a string that is not JSON",
         ),
         ("messages", {"messages": build_conversation("a", "b"), "chat_template_kwargs": [3]}, "must hold an object"),
-        ("prompt_completion", {"prompt": "a", "completion": ""}, "an answer of no tokens: field 'completion' is empty"),
+        ("prompt_completion", {"prompt": "a", "completion": ""}, "empty answer: field 'completion' has no text"),
         (
             "preference",
             {"chosen": build_conversation("a", "b"), "rejected": build_conversation("c", "d")},
@@ -527,9 +531,9 @@ def test_an_eos_token_that_the_tokenizer_adds_is_not_added_twice(in_python):
             "`prompt` is not the",
         ),
         ("tokens", {"input_ids": "abc"}, "'input_ids' holds 'abc', a str, but must hold a list of token ids"),
-        ("tokens", {"input_ids": [1, 99999]}, "token 99999 is none of the tokenizer"),
+        ("tokens", {"input_ids": [1, 99999]}, "token 99999 is not in the tokenizer's vocabulary"),
         ("tokens", {"input_ids": [1, 2], "labels": [1]}, "holds 1 values for 2 tokens"),
-        ("tokens", {"input_ids": [1, 2], "labels": [2, -100]}, "label 2 of token 0 .* not moved by one"),
+        ("tokens", {"input_ids": [1, 2], "labels": [2, -100]}, "label 2 of token 0 .* must not be shifted by one"),
         ("tokens", {"input_ids": [1, 2], "loss_mask": [1, 2]}, "loss_mask holds 2"),
     ],
 )

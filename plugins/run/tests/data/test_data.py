@@ -695,11 +695,11 @@ def test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones(sizes, a
 
 def test_evaluation_refuses_arguments_out_of_range() -> None:
     place = DataShard(0, 1, 1)
-    with pytest.raises(ConfigError, match="5 sequences are to be evaluated, but the split holds 4"):
+    with pytest.raises(ConfigError, match="cannot evaluate on 5 sequences: the split holds 4"):
         read_eval_microbatches(numbered(4), place, num_rows=5)
-    with pytest.raises(ValueError, match="count must be at least 1"):
+    with pytest.raises(ValueError, match="num_rows must be at least 1"):
         read_eval_microbatches(numbered(4), place, num_rows=0)
     with pytest.raises(ValueError, match="no sequences"):
         read_eval_microbatches(numbered(0), place, num_rows=None)
-    with pytest.raises(ValueError, match=r"data_rank must lie in \[0, 2\)"):
+    with pytest.raises(ValueError, match=r"data_rank must be in \[0, 2\)"):
         DataShard(-1, 2, 1)

@@ -71,11 +71,11 @@ def test_rows_are_shown_as_the_model_sees_them_and_what_became_of_the_source(wor
     assert "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Hello!" in output
     assert "<|eot_id|>⟧" in output
     assert "⟦<|start" not in output
-    table = output[output.index("nothing supervised") :]
+    table = output[output.index("trailing turns") :]
     # 31 records; one has lost its answer, which stood behind a long question.
     assert table.split("\n")[1].split()[1:4] == ["messages", "31", "30"]
     assert table.split("\n")[1].split()[-5:] == ["1", "0", "0", "1", "0"]
-    assert "seq_len is 64" in output
+    assert "seq_len 64" in output
     assert (workplace / "new" / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -354,9 +354,9 @@ def test_pairs_stay_together_in_every_order() -> None:
                         assert all(a % 2 == 0 and b == a + 1 for a, b in zip(chosen[::2], chosen[1::2], strict=True))
                         seen += chosen
             assert sorted(seen) == list(range(40))
-    with pytest.raises(ConfigError, match=r"micro_batch_size=1 counts rows, of which 2 belong together"):
+    with pytest.raises(ConfigError, match=r"micro_batch_size=1 must be a multiple of 2, since 2 rows belong together"):
         TrainSampler([rows], DataShard(0, 1, 1), batch_size=8, seed=0)
-    with pytest.raises(ConfigError, match=r"batch_size=3 counts rows"):
+    with pytest.raises(ConfigError, match=r"batch_size=3 must be a multiple of 2"):
         TrainSampler([rows], DataShard(0, 1, 3), batch_size=3, seed=0)
     masked = [batch for rank in range(2) for batch in read_eval_microbatches(rows, DataShard(rank, 2, 4), num_rows=18)]
     counted = [int((labels != -100).any()) for batch in masked for labels in batch["labels"]]

@@ -114,7 +114,7 @@ def test_text_files_and_tables_of_text_hold_what_the_sources_other_files_do(tmp_
     source = SourceConfig(files=[str(tmp_path / "a.txt.gz"), str(tmp_path / "b.jsonl")], fields={"text": "body"})
     assert [record.fields for record in read_records(source)] == [{"body": text}, {"body": "of a field"}]
     for config, message in (
-        ({"format": "messages"}, "format=messages is read from objects with fields"),
+        ({"format": "messages"}, "format=messages needs objects with fields"),
         ({"columns": ["score"]}, ".txt files have no fields such as 'score'"),
     ):
         with pytest.raises(DataError, match=message):
@@ -160,19 +160,19 @@ def test_an_array_is_read_in_pieces_of_any_size(rows, indent, ascii_only, chunk)
         ("a.json", b'{"text": "a"}', r"a\.json:1: a \.json file must hold an array .*rename it"),
         ("a.json", b'[{"text": "a"},\n{"text" "b"}]', r"a\.json:2: not valid JSON \(Expecting ':' delimiter"),
         ("a.json", b'[{"text": "a"}\n{"text": "b"}]', r"a\.json:2: not valid JSON \(expected ',' or '\]'"),
-        ("a.json", b'[{"text": "a"},\n]', r"a\.json:2: .*a ',' stands before the '\]'"),
+        ("a.json", b'[{"text": "a"},\n]', r"a\.json:2: .*a ',' before the '\]'"),
         ("a.json", b'[{"text": "a"}', r"a\.json:1: .*the end of the file"),
         ("a.json", b'[{"text": "a"},\n{"text": "b', r"a\.json:2: .*Unterminated string"),
         ("a.json", b'[{"text": "a"},\n{"text": "\xff"}]', r"a\.json:\d: not valid JSON \(not UTF-8: byte 0xff"),
         ("a.csv", b"text,x\na,1\nb\n", r"a\.csv:3: 1 fields, but the header names 2: text, x"),
-        ("a.csv", b'text\n"a\n', r"a\.csv:2: no row of a \.csv file"),
+        ("a.csv", b'text\n"a\n', r"a\.csv:2: not a valid \.csv row"),
         ("a.csv", b"text\n\xff\n", r"a\.csv:2: not UTF-8: byte 0xff"),
-        ("a.parquet", b"PAR1 no", r"a\.parquet: not a whole \.parquet file, from row 0 on"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], r"a\.jsonl\.gz: the compressed content is broken"),
+        ("a.parquet", b"PAR1 no", r"a\.parquet: not a valid \.parquet file, from row 0 on"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], r"a\.jsonl\.gz: the compressed content is corrupt"),
         (
             "a.jsonl.zst",
             zstandard.compress(b'{"text": "a"}\n' * 99)[:-3],
-            r"a\.jsonl\.zst: .*cut off \(a frame .* has no end",
+            r"a\.jsonl\.zst: .*truncated \(a .* frame is incomplete",
         ),
     ],
 )
@@ -197,7 +197,10 @@ def test_an_example_without_an_end_is_refused_before_memory_is_full(name, tmp_pa
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "a"}, r"a\.jsonl:1: no field 'points', which is to be a column\. Fields that are there: text\."),
+        (
+            {"text": "a"},
+            r"a\.jsonl:1: no field 'points', which is listed under columns\. Fields of this record: text\.",
+        ),
         ({"text": "a", "points": "1"}, r"a\.jsonl:1: column 'points' holds '1', a str, but must hold a finite number"),
         ({"text": "a", "points": 2**63}, r"column 'points' holds 9223372036854775808"),
     ],
@@ -243,7 +246,7 @@ def test_tokens_have_columns_of_their_own(tmp_path: Path, tokenizer_dir: Path) -
     assert documents_of(prepare_data(config_for(tmp_path, tokenizer_dir, source))).loss_mask is not None
     rows[3]["w"] = 1.0  # type: ignore[assignment]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(DataError, match="column 'w' has one number an example in some, and one for each token"):
+    with pytest.raises(DataError, match="column 'w' has one number per example in some examples, and one per token"):
         prepare_data(config_for(tmp_path, tokenizer_dir, source))
 
 
@@ -277,9 +280,9 @@ def test_a_dataset_has_the_tokens_of_the_same_rows_in_a_file(tmp_path, tokenizer
     ("changes", "message"),
     [
         ({"split": "trian"}, r"split='trian': .*many has no such split\. Did you mean 'train'.* It has train, test"),
-        ({"name": "en"}, r"name='en' is a configuration of a dataset, but .*many was saved without any"),
-        ({"revision": "main"}, r"revision='main' is of a dataset of the hub, but .*many is a directory"),
-        ({"dataset": "/nowhere/at/all"}, r"dataset '/nowhere/at/all' is no directory"),
+        ({"name": "en"}, r"name='en' is a dataset configuration, but .*many was saved without any"),
+        ({"revision": "main"}, r"revision='main' applies only to a hub dataset, but .*many is a directory"),
+        ({"dataset": "/nowhere/at/all"}, r"dataset '/nowhere/at/all' is neither a directory"),
     ],
 )
 def test_what_a_saved_dataset_has_not_is_named(changes: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -296,7 +299,7 @@ def test_a_dataset_of_the_hub_without_a_network_says_what_to_do(tmp_path: Path) 
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert "DataError: the dataset 'nobody/nothing' at revision 'v1' cannot be had from the hub" in done.stderr
+    assert "DataError: the dataset 'nobody/nothing' at revision 'v1' cannot be loaded from the hub" in done.stderr
     assert "save it with `save_to_disk`" in done.stderr
 
 
@@ -461,7 +464,7 @@ def test_processes_make_the_same_documents_as_this_one(tmp_path, tokenizer_dir, 
     ("texts", "message"),
     [
         ([5], r"here:3: field 'text' holds 5"),
-        (["kill"], r"a process that tokenizes ended unexpectedly \(exit code -9\)"),
+        (["kill"], r"a tokenizer process ended unexpectedly \(exit code -9\)"),
     ],
 )
 def test_what_goes_wrong_in_a_process_is_reported_here(texts, message, tokenizer_dir, monkeypatch):
@@ -496,37 +499,40 @@ PAIRS = {"files": "a.jsonl", "format": "preference"}
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"sources": [TEXT], "corpus": "b.txt"}, "corpus='b.txt' is the short form of one source"),
+        ({"sources": [TEXT], "corpus": "b.txt"}, "corpus='b.txt' is the short form of a single text source"),
         ({"vocab_size": 256}, "vocab_size"),
         ({"eval_fraction": 1.0}, "eval_fraction"),
         ({"tokenizer": "somewhere", "vocab_size": 300}, "vocab_size=300"),
         ({"sources": []}, "at least 1 item"),
         ({"sources": [{"files": " "}]}, "names no files"),
-        ({"sources": [{**TEXT, "split": "test"}]}, "split is of a dataset, and these are files"),
-        ({"sources": [{"files": "stdlib", "format": "tokens"}]}, "'stdlib' is read as text, messages or"),
-        ({"sources": [{**TEXT, "fields": {"txt": "b"}}]}, "fields: 'txt' is nothing that format=text reads.*'text'"),
-        ({"sources": [{**TEXT, "columns": ["labels"]}]}, "columns: 'labels' is empty, given twice, or the name"),
-        ({"sources": [{**TEXT, "weight": 2.0}]}, "weight has no use: there is one source"),
+        ({"sources": [{**TEXT, "split": "test"}]}, "split applies only to a dataset, not to files"),
+        ({"sources": [{"files": "stdlib", "format": "tokens"}]}, "'stdlib' can be text, messages or"),
+        ({"sources": [{**TEXT, "fields": {"txt": "b"}}]}, "fields: 'txt' is not a field of format=text.*'text'"),
+        (
+            {"sources": [{**TEXT, "columns": ["labels"]}]},
+            "columns: 'labels' is empty, given twice, or already the name",
+        ),
+        ({"sources": [{**TEXT, "weight": 2.0}]}, "weight has no effect: there is only one source"),
         ({"sources": [{**TEXT, "weight": 2.0}, TEXT]}, "weight is given for some sources"),
         ({"sources": [TEXT, {**TEXT, "columns": ["a"]}]}, "sources.1 .* has columns .*'a'.*, but sources.0 has"),
-        ({"sources": [TEXT, PAIRS]}, "pairs and single examples do not go into one run"),
+        ({"sources": [TEXT, PAIRS]}, "cannot mix preference pairs and single examples"),
         (
             {"sources": [{**TEXT, "streaming": True}]},
-            "eval_fraction=0.05 holds out nothing of a source that is read while",
+            "eval_fraction=0.05 cannot hold out examples of sources that are read during",
         ),
         ({"sources": [TEXT], "eval_fraction": 0}, "leaves nothing to evaluate on"),
-        ({"sources": [TEXT], "eval_sets": {"held_out": TEXT}}, "the name of what is held out of the sources"),
-        ({"sources": [TEXT], "eval_sets": {"a": {**TEXT, "weight": 1.0}}}, "weight has no use in a set to evaluate on"),
-        ({"sources": [TEXT], "eval_sets": {"a": PAIRS}}, r"eval_sets\.a .* do not go into one run"),
-        ({"sources": [CHAT], "packing": "stream"}, "packing=stream cuts examples anywhere.*messages"),
-        ({"sources": [PAIRS], "packing": "documents"}, "packing=documents: the two of a pair"),
-        ({"sources": [TEXT], "too_long": "truncate"}, "too_long=truncate has no use with packing=stream"),
-        ({"sources": [CHAT], "too_long": "split"}, "too_long=split would part answers from what they answer"),
-        ({"sources": [TEXT], "loss_on": "all"}, "loss_on has no use: all sources are text"),
-        ({"chat_template": "x"}, "chat_template has no use: all sources are text"),
+        ({"sources": [TEXT], "eval_sets": {"held_out": TEXT}}, "the reserved name of the held-out set"),
+        ({"sources": [TEXT], "eval_sets": {"a": {**TEXT, "weight": 1.0}}}, "weight has no effect in an evaluation set"),
+        ({"sources": [TEXT], "eval_sets": {"a": PAIRS}}, r"eval_sets\.a .* cannot mix preference pairs"),
+        ({"sources": [CHAT], "packing": "stream"}, "packing=stream cuts examples at any token.*messages"),
+        ({"sources": [PAIRS], "packing": "documents"}, "packing=documents: each answer of a preference pair"),
+        ({"sources": [TEXT], "too_long": "truncate"}, "too_long=truncate has no effect with packing=stream"),
+        ({"sources": [CHAT], "too_long": "split"}, "too_long=split would separate answers from their prompts"),
+        ({"sources": [TEXT], "loss_on": "all"}, "loss_on has no effect: all sources are text"),
+        ({"chat_template": "x"}, "chat_template has no effect: all sources are text"),
         (
             {"sources": [{**TEXT, "streaming": True}, TEXT]},
-            "streaming: true has no known number of rows, so several sources need a weight each",
+            "streaming: true has no known number of rows, so each of several sources needs a weight",
         ),
     ],
 )
@@ -572,5 +578,5 @@ def test_a_source_whose_answers_are_all_cut_off_is_not_reported_as_empty(tmp_pat
     with pytest.raises(DataError) as caught:
         prepare_data(config_for(tmp_path, tokenizer_dir, source, too_long="truncate"))
     assert "is empty" not in str(caught.value)
-    assert "a.jsonl' holds 3 records, and in none of them is anything supervised within seq_len=16" in str(caught.value)
+    assert "a.jsonl' holds 3 records, but none has a supervised token within seq_len=16" in str(caught.value)
     assert "Set data.seq_len to more than 16" in str(caught.value)

@@ -157,7 +157,9 @@ def test_a_stream_and_files_at_hand_mix_by_weight_and_continue(config: Any, tmp_
     steps, states = read(whole, 40)
     again = resumed(given, whole, 17, states[17], 2)
     assert steps_of(again, range(17, 40)) == steps[17:]
-    with pytest.raises(CheckpointError, match="1 sources are read while training, but the checkpoint tells of 0"):
+    with pytest.raises(
+        CheckpointError, match="1 sources are read during training, but the checkpoint has the state of 0"
+    ):
         again[0].load_state_dict(None)
 
 
@@ -165,7 +167,7 @@ def test_a_stream_that_holds_nothing_is_reported(config: Any, tmp_path: Path) ->
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "long " * 90}) + "\n", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text("\n", encoding="utf-8")
     (feed,) = feeds(config(too_long="drop"))
-    with pytest.raises(DataError, match=r"\[ab\]\.jsonl' is empty: it holds no example that is short enough"):
+    with pytest.raises(DataError, match=r"\[ab\]\.jsonl' is empty: it has no example that is short enough"):
         feed.read_microbatches(0)
 
 
@@ -236,7 +238,7 @@ def test_a_state_of_another_source_is_reported(config: Any, kind: str) -> None:
     else:
         state["reader"] = {"x": 1}
     (again,) = feeds(given)
-    with pytest.raises(CheckpointError, match=r"does not tell where it was in '.*jsonl'.* Was it of another source\?"):
+    with pytest.raises(CheckpointError, match=r"has no valid position in '.*jsonl'.* Is it from another source\?"):
         again.load_state_dict([state])
 
 

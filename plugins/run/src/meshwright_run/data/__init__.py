@@ -1,4 +1,4 @@
-"""From documents to microbatches. Importing this package and preparing data import no torch."""
+"""Turn documents into microbatches. Neither importing this package nor preparing data imports torch."""
 
 from .config import DataConfig, SourceConfig
 from .prepare import prepare_data

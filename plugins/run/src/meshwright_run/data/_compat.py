@@ -1,7 +1,7 @@
-"""Private names of `datasets`. No torch in this module.
+"""Private names of the library `datasets`. This module does not import torch.
 
-[Note: own files] A dataset's README may name files (`configs`, `data_files`) anywhere, which the library would open.
-Here only files of the dataset itself are opened.
+[Note: own files] A dataset's README may name files in any location (`configs`, `data_files`), and the library would
+open them. Here it can open only files of the dataset itself.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from meshwright.plugin import DataError
 
 
 def is_packaged_reader(datasets: Any, name: str) -> bool:
-    """Return whether a name is a reader of the library, such as "csv", which reads files of the current directory."""
+    """Return whether a name is a built-in reader, such as "csv", which reads files of the current directory."""
     return name in datasets.packaged_modules._PACKAGED_DATASETS_MODULES
 
 
 @contextmanager
 def restrict_data_files(data_files: Any, dataset: str, directory: Path | None) -> Iterator[None]:
-    """Let the library (module `data_files`) open only a dataset's own files; see [Note: own files]."""
+    """Restrict the library (its module `data_files`) to a dataset's own files; see [Note: own files]."""
     resolve = data_files.resolve_pattern
 
     def resolve_own(pattern: str, base_path: str, *arguments: Any, **options: Any) -> list[str]:
         if not _is_own_file(pattern, str(base_path), directory):
             raise DataError(
-                f"the README of the dataset {dataset} names {pattern!r} in {str(base_path)!r}, which is not of the "
-                "dataset. Only its own files are read: download the others, and name them under files."
+                f"the README of the dataset {dataset} names {pattern!r} in {str(base_path)!r}, which is outside the "
+                "dataset. Only its own files are read: download the others, and list them under files."
             )
-        # A directory's own brackets are no pattern, though the library takes them for one.
+        # The library would read brackets in the directory's path as a glob pattern.
         base = base_path if directory is None else glob.escape(str(base_path))
-        found: list[str] = resolve(pattern, base, *arguments, **options)
-        return found
+        files: list[str] = resolve(pattern, base, *arguments, **options)
+        return files
 
     data_files.resolve_pattern = resolve_own
     try:

@@ -1,4 +1,4 @@
-"""What a run file says about its data."""
+"""Section `data` of the run file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIELDS: Mapping[Format, tuple[str, ...]] = MappingProxyType(
         "tokens": ("input_ids", "labels", "loss_mask"),
     }
 )
-"""What the fields of each format are called where a run file does not say otherwise."""
+"""Default field names of each format."""
 _BATCH_KEYS = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
 
 
@@ -43,31 +43,31 @@ _CHECKED_PATTERNS = AfterValidator(_check_patterns)
 
 
 class SourceConfig(FrozenModel):
-    """One place that examples come from, and what each is."""
+    """One source of examples, and their format."""
 
     files: Annotated[PathStr | list[PathStr] | None, _CHECKED_PATTERNS] = Field(
         default=None,
-        description="'stdlib', or one or several globs of .txt, .jsonl, .json, .parquet or .csv files, each also "
-        "with .gz or .zst; ~ and ** are allowed.",
+        description="'stdlib', or one or more globs of .txt, .jsonl, .json, .parquet or .csv files, optionally "
+        "compressed (.gz, .zst); ~ and ** are allowed.",
     )
     dataset: Annotated[PathStr | None, _CHECKED_PATTERNS] = Field(
-        default=None, description="In place of files: a directory that Hugging Face datasets saved, or a hub id."
+        default=None, description="Instead of files: the directory or hub id of a Hugging Face dataset."
     )
     name: str | None = Field(default=None, description="Configuration of the dataset.")
     split: str = Field(default="train", min_length=1, description="Split of the dataset.")
     revision: str | None = Field(default=None, description="Branch, tag or commit of a dataset on the hub.")
     streaming: bool = Field(
-        default=False, description="Read while training, without a cache: for what is larger than the disk."
+        default=False, description="Read during training, without a cache; for sources larger than the disk."
     )
-    format: Format = Field(default="text", description="What an example is; see docs/reference/data.md.")
+    format: Format = Field(default="text", description="Format of the examples; see docs/reference/data.md.")
     fields: dict[str, str] = Field(
-        default={}, description="Where the source calls a field otherwise: our name to its name, {messages: chat}."
+        default={}, description="Field names that differ in the source: standard name to its name, {messages: chat}."
     )
     columns: list[str] = Field(
-        default=[], description="Further fields, numbers, that the objective is given with each example."
+        default=[], description="Further numeric fields of each example, which are passed to the objective."
     )
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="Share of the rows, relative to the other sources'; null: by their numbers of rows."
+        default=None, description="Relative share of the rows; null: proportional to the source's number of rows."
     )
 
     @property
@@ -87,23 +87,23 @@ class SourceConfig(FrozenModel):
         if self.files is not None:
             for name, plain in (("name", None), ("split", "train"), ("revision", None)):
                 if getattr(self, name) != plain:
-                    raise ValueError(f"{name} is of a dataset, and these are files: {self.location!r}. Leave it out")
+                    raise ValueError(f"{name} applies only to a dataset, not to files: {self.location!r}. Leave it out")
             is_library = STDLIB in ([self.files] if isinstance(self.files, str) else self.files)
             if is_library and self.format not in ("text", "messages", "prompt_completion"):
                 raise ValueError(
-                    f"'stdlib' is read as text, messages or prompt_completion, not format={self.format}. Name files"
+                    f"'stdlib' can be text, messages or prompt_completion, not format={self.format}. Name files instead"
                 )
         known = (*FIELDS[self.format], *self.columns)
         for name in self.fields:
             if name not in known:
                 raise ValueError(
-                    f"fields: {name!r} is nothing that format={self.format} reads.{suggest_match(name, known)} Write "
-                    f"our name first, then the source's. Ours: {', '.join(known)}"
+                    f"fields: {name!r} is not a field of format={self.format}.{suggest_match(name, known)} Write the "
+                    f"standard name first, then the source's. Standard names: {', '.join(known)}"
                 )
         for name in self.columns:
             taken = name in _BATCH_KEYS or name in FIELDS[self.format]
             if taken or self.columns.count(name) > 1 or not name:
-                raise ValueError(f"columns: {name!r} is empty, given twice, or the name of what a batch has anyway")
+                raise ValueError(f"columns: {name!r} is empty, given twice, or already the name of a field")
         return self
 
 
@@ -111,58 +111,58 @@ class DataConfig(FrozenModel):
     """Sources, tokenizer and sequence length of a run."""
 
     sources: list[SourceConfig] | None = Field(
-        default=None, min_length=1, description="Where the examples come from; null: the documents of `corpus`."
+        default=None, min_length=1, description="Sources of the examples; null: the documents of `corpus`."
     )
     eval_sets: dict[str, SourceConfig | list[SourceConfig]] = Field(
-        default={}, description="Further sets to evaluate on, by name, beside what is held out of the sources."
+        default={}, description="Further evaluation sets by name, besides the examples held out of the sources."
     )
     corpus: Annotated[PathStr | list[PathStr], _CHECKED_PATTERNS] = Field(
         default="stdlib",
-        description="'stdlib' (the sources of the running Python's standard library), or one or several globs of "
-        ".txt files (a document each) and .jsonl files (a document per line); ~ and ** are allowed.",
+        description="'stdlib' (the source code of the running Python's standard library), or one or more globs of "
+        ".txt files (one document each) and .jsonl files (one document per line); ~ and ** are allowed.",
     )
     text_field: str = Field(default="text", min_length=1, description="Field of a .jsonl line that holds the document.")
     tokenizer: PathStr | None = Field(
         default=None,
-        description="Local directory with a tokenizer; null: the model's own, or else one trained on the corpus.",
+        description="Local directory of a tokenizer; null: the model's own, else one trained on the corpus.",
     )
     vocab_size: int = Field(
         default=DEFAULT_VOCAB_SIZE,
         ge=257,
         le=1_000_000,
-        description="Largest vocabulary of a trained tokenizer: 256 bytes, one special token, and the merges.",
+        description="Maximum vocabulary size of a trained tokenizer: 256 bytes, one special token, and the merges.",
     )
-    seq_len: int = Field(default=256, ge=2, lt=2**31, description="Tokens in a training sequence.")
+    seq_len: int = Field(default=256, ge=2, lt=2**31, description="Number of tokens in a training sequence.")
     loss_on: Literal["answers", "last_answer", "all"] = Field(
         default="answers", description="Which tokens of conversations, answers and preferences are supervised."
     )
     chat_template: str | None = Field(
-        default=None, description="A Jinja template, or the path of one; null: the tokenizer's own."
+        default=None, description="Jinja template, or the path of one; null: the tokenizer's own."
     )
     packing: Packing | None = Field(
         default=None,
-        description="documents: several in a row, isolated; stream: one after another, cut anywhere; none: a row "
-        "each, padded, rows of about equal length together. null: stream where all sources are text, none for "
-        "preferences, else documents.",
+        description="documents: several isolated documents per row; stream: documents concatenated and cut at any "
+        "token; none: one padded document per row, with rows of similar length in a batch. null: stream if all "
+        "sources are text, none for preferences, else documents.",
     )
     too_long: TooLongAction | None = Field(
         default=None,
-        description="What becomes of an example longer than seq_len: truncate keeps its beginning, split makes "
-        "several of it. null: split for text and tokens, else error.",
+        description="Handling of examples longer than seq_len: truncate keeps the beginning, split makes several "
+        "examples, drop leaves it out. null: split for text and tokens, else error.",
     )
     eval_fraction: float = Field(
         default=0.05,
         ge=0,
         lt=1,
-        description="Share of the examples that is held out from training, for the eval loss; 0 only with eval_sets.",
+        description="Fraction of the examples held out from training for the eval loss; 0 requires eval_sets.",
     )
     cache_dir: PathStr | None = Field(
         default=None,
-        description="Where tokenized corpora are kept; null: meshwright under XDG_CACHE_HOME, or under ~/.cache.",
+        description="Directory for tokenized data; null: meshwright in XDG_CACHE_HOME, or in ~/.cache.",
     )
 
     def get_training_sources(self) -> list[SourceConfig]:
-        """Where the examples to train on come from, also where that is written in the short form."""
+        """Return the training sources, including one given in the short form (`corpus`)."""
         if self.sources is not None:
             return self.sources
         fields = {} if self.text_field == "text" else {"text": self.text_field}
@@ -172,14 +172,14 @@ class DataConfig(FrozenModel):
         return {name: each if isinstance(each, list) else [each] for name, each in self.eval_sets.items()}
 
     def resolve_packing(self) -> Packing:
-        """`packing`, or what null means; the same for all sources and sets."""
+        """Return `packing`, or the value that null stands for; it applies to all sources and sets."""
         if self.packing is not None:
             return self.packing
         formats = {source.format for _, source in self._iter_sources()}
         return "stream" if formats == {"text"} else "none" if "preference" in formats else "documents"
 
     def resolve_too_long(self, format: Format) -> TooLongAction | None:
-        """`too_long`, or what null means for a format; None where a document of any length is well."""
+        """Return `too_long`, or the value that null stands for; None if documents may have any length."""
         if self.resolve_packing() == "stream":
             return None
         return self.too_long or ("split" if format in ("text", "tokens") else "error")
@@ -200,7 +200,7 @@ class DataConfig(FrozenModel):
         self._check_packing()
         if self.tokenizer is not None and self.vocab_size != DEFAULT_VOCAB_SIZE:
             raise ValueError(
-                f"vocab_size={self.vocab_size} is the size of a trained tokenizer, but tokenizer={self.tokenizer!r} "
+                f"vocab_size={self.vocab_size} applies only to a trained tokenizer, but tokenizer={self.tokenizer!r} "
                 "is loaded as it is; leave one of the two out"
             )
         return self
@@ -209,7 +209,7 @@ class DataConfig(FrozenModel):
         for name, value, plain in (("corpus", self.corpus, STDLIB), ("text_field", self.text_field, "text")):
             if value != plain:
                 raise ValueError(
-                    f"{name}={value!r} is the short form of one source of text, and sources are given, too. Leave "
+                    f"{name}={value!r} is the short form of a single text source, but sources are given as well. Leave "
                     f"{name} out"
                 )
 
@@ -218,65 +218,65 @@ class DataConfig(FrozenModel):
         for where, source in self._iter_sources():
             if (source.format == "preference") != (first.format == "preference"):
                 raise ValueError(
-                    f"{where} ({source.location!r}) is of format {source.format}, and others are of {first.format}: "
-                    "pairs and single examples do not go into one run"
+                    f"{where} ({source.location!r}) has format {source.format}, but sources.0 has {first.format}: a "
+                    "run cannot mix preference pairs and single examples"
                 )
             if set(source.columns) != set(first.columns):
                 raise ValueError(
                     f"{where} ({source.location!r}) has columns {source.columns}, but sources.0 has {first.columns}: "
-                    "an objective is given the same of each example. Give all the same, or none"
+                    "an objective needs the same columns of every example. Give all sources the same columns, or none"
                 )
 
     def _check_held_out(self) -> None:
         if self.eval_fraction > 0 and all(source.streaming for source in self.get_training_sources()):
             raise ValueError(
-                f"eval_fraction={self.eval_fraction} holds out nothing of a source that is read while training "
-                "(streaming: true). Set eval_fraction: 0, and name eval_sets"
+                f"eval_fraction={self.eval_fraction} cannot hold out examples of sources that are read during "
+                "training (streaming: true). Set eval_fraction: 0, and name eval_sets"
             )
         if self.eval_fraction == 0 and not self.eval_sets:
             raise ValueError("eval_fraction=0 leaves nothing to evaluate on. Raise it, or name eval_sets")
         for name, sources in self.get_evaluation_sources().items():
             if not name or name == "held_out" or not sources:
                 raise ValueError(
-                    f"eval_sets: {name!r} is empty, or the name of what is held out of the sources. Name it otherwise"
+                    f"eval_sets: {name!r} is empty, or the reserved name of the held-out set. Choose another name"
                 )
             for source in sources:
                 if source.streaming or source.weight is not None:
                     option = "streaming" if source.streaming else "weight"
-                    raise ValueError(f"eval_sets.{name}: {option} has no use in a set to evaluate on. Leave it out")
+                    raise ValueError(f"eval_sets.{name}: {option} has no effect in an evaluation set. Leave it out")
 
     def _check_packing(self) -> None:
         formats = {source.format for _, source in self._iter_sources()}
         packing, answers = self.resolve_packing(), formats - {"text", "tokens"}
         if packing == "stream" and answers:
             raise ValueError(
-                f"packing=stream cuts examples anywhere, which would part answers from what they answer "
+                f"packing=stream cuts examples at any token, which would separate answers from their prompts "
                 f"({', '.join(sorted(answers))}). Use documents or none"
             )
         if packing != "none" and "preference" in formats:
-            raise ValueError(f"packing={packing}: the two of a pair (format preference) have a row each. Use none")
+            raise ValueError(f"packing={packing}: each answer of a preference pair needs its own row. Use none")
         if self.too_long is not None and packing == "stream":
             raise ValueError(
-                f"too_long={self.too_long} has no use with packing=stream, where documents of any length follow each "
-                "other. Leave one of the two out"
+                f"too_long={self.too_long} has no effect with packing=stream, in which documents may have any length. "
+                "Leave one of the two out"
             )
         if self.too_long == "split" and answers:
             raise ValueError(
-                f"too_long=split would part answers from what they answer ({', '.join(sorted(answers))}). Use error, "
+                f"too_long=split would separate answers from their prompts ({', '.join(sorted(answers))}). Use error, "
                 "truncate or drop"
             )
         for name, value, plain in (("loss_on", self.loss_on, "answers"), ("chat_template", self.chat_template, None)):
             if value != plain and not answers:
-                raise ValueError(f"{name} has no use: all sources are {' or '.join(sorted(formats))}. Leave it out")
+                raise ValueError(f"{name} has no effect: all sources are {' or '.join(sorted(formats))}. Leave it out")
 
 
 def _check_weights(sources: list[SourceConfig]) -> None:
     weighted = [source for source in sources if source.weight is not None]
     if weighted and len(sources) == 1:
-        raise ValueError("sources.0.weight has no use: there is one source. Leave it out")
+        raise ValueError("sources.0.weight has no effect: there is only one source. Leave it out")
     if weighted and len(weighted) < len(sources):
-        raise ValueError("weight is given for some sources and not for others. Give it for all, or for none")
+        raise ValueError("weight is given for some sources only. Give it for all, or for none")
     if not weighted and len(sources) > 1 and any(source.streaming for source in sources):
         raise ValueError(
-            "a source with streaming: true has no known number of rows, so several sources need a weight each"
+            "a source with streaming: true has no known number of rows, so each of several sources needs a weight"
         )

@@ -1,4 +1,4 @@
-"""Read the fields of records: texts, objects, and conversations, and which role may follow which."""
+"""Read the fields of records: texts, objects, and conversations, whose order of roles is checked."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .sources import Record
 
 LossOn = Literal["answers", "last_answer", "all"]
 ASSISTANT = "assistant"
-"""The role whose turns are supervised."""
+"""Role whose turns are supervised."""
 _SYSTEM_ROLES = ("system", "developer")
 _TOOL_ROLES = ("tool", "function", "ipython")
 ROLES = (*_SYSTEM_ROLES, "user", ASSISTANT, *_TOOL_ROLES)
 _ROLE_ALIASES = {"human": "user", "gpt": ASSISTANT, "model": ASSISTANT}
-"""Of roles, in collections that are older than chat templates."""
+"""Role names in datasets that are older than chat templates."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of the reasoning before an answer, as transformers knows them."""
+"""Message keys of the reasoning before an answer, as in transformers."""
 
 Message = dict[str, Any]
 RaiseError = Callable[[str], NoReturn]
 
 
 class FieldReader:
-    """Reads fields under the names that `SourceConfig.fields` gives them."""
+    """Read fields of records under the names that `SourceConfig.fields` gives."""
 
     def __init__(self, source_names: Mapping[str, str]) -> None:
         self._source_names = source_names
@@ -46,7 +46,7 @@ class FieldReader:
             raise DataError(
                 f"{record.location}: no field {name!r}. Fields of this line: "
                 f"{present}.{suggest_match(name, record.fields)} "
-                f"Say under `fields` what the source calls it, {{{field}: its name}}, or set another format."
+                f"Give its name in the source under `fields`, {{{field}: its name}}, or set another format."
             )
         return record.fields[name]
 
@@ -68,7 +68,7 @@ class FieldReader:
         if value is None:
             return {}
         if not isinstance(value, Mapping):
-            self.raise_invalid(record, field, value, "must hold an object, or its JSON")
+            self.raise_invalid(record, field, value, "must hold an object, or one as a JSON string")
         return dict(value)
 
     def read_mappings(self, record: Record, field: str) -> tuple[dict[str, Any], ...]:
@@ -76,11 +76,11 @@ class FieldReader:
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
-            self.raise_invalid(record, field, value, "must hold a list of objects, or its JSON")
+            self.raise_invalid(record, field, value, "must hold a list of objects, or one as a JSON string")
         return tuple(dict(each) for each in value)
 
     def read_json(self, record: Record, field: str) -> Any:
-        """Return a value that tables often hold as JSON, since its keys differ from row to row."""
+        """Return a value, parsed if it is a string: tables often hold JSON where keys differ from row to row."""
         value = self.get(record, field)
         if not isinstance(value, str):
             return value
@@ -88,7 +88,7 @@ class FieldReader:
             return json.loads(value) if value.strip() else None
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{record.location}: field {self.get_source_name(field)!r} holds a text that is no JSON: {error}."
+                f"{record.location}: field {self.get_source_name(field)!r} holds a string that is not JSON: {error}."
             ) from None
 
 
@@ -97,14 +97,14 @@ def check_text(text: str, where: str, description: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: {description} holds half of a surrogate pair, {text[error.start]!r}, at character "
-            f"{error.start}; that is no text. Remove or repair it."
+            f"{where}: {description} holds an unpaired surrogate, {text[error.start]!r}, at character "
+            f"{error.start}, which is not valid text. Remove or repair it."
         ) from None
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, tools (JSON schemas), variables of a template; the first `given` messages are not supervised."""
+    """Messages, tools (JSON schemas) and template variables. The first `num_prompt_messages` are not supervised."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...]
@@ -116,9 +116,9 @@ class Conversation:
         return replace(self, messages=self.messages[:stop])
 
     def find_answers(self) -> list[int]:
-        """Return the indices of the messages to learn: those of the assistant that answer something."""
-        asked = [index for index, message in enumerate(self.messages) if message["role"] in ("user", *_TOOL_ROLES)]
-        first = max(self.num_prompt_messages, asked[0] if asked else len(self.messages))
+        """Return the indices of the supervised messages: assistant messages after a user or tool message."""
+        questions = [index for index, message in enumerate(self.messages) if message["role"] in ("user", *_TOOL_ROLES)]
+        first = max(self.num_prompt_messages, questions[0] if questions else len(self.messages))
         return [index for index in range(first, len(self.messages)) if self.messages[index]["role"] == ASSISTANT]
 
     def _check_roles(self) -> None:
@@ -127,24 +127,24 @@ class Conversation:
             role = message["role"]
             if reason := _find_order_error(role, before):
                 raise DataError(
-                    f"{self.location}: roles out of order: turn {number} is of {role!r}{reason}. Expected: system or "
-                    "developer first, if at all; then user and assistant in turn; tool after an assistant or a tool."
+                    f"{self.location}: roles out of order: turn {number} has role {role!r}{reason}. Expected: system "
+                    "or developer first, if any; then user and assistant alternating; tool after assistant or tool."
                 )
             before = role
 
 
 def _find_order_error(role: str, previous: str | None) -> str:
-    """Say why a role cannot follow another one; empty where it can."""
-    after = "and opens the conversation" if previous is None else f"after one of {previous!r}"
+    """Return why a role cannot follow another one; empty if it can."""
+    after = "at the start of the conversation" if previous is None else f"after {previous!r}"
     if role in _SYSTEM_ROLES:
         return "" if previous in (None, *_SYSTEM_ROLES) else f", {after}"
     if role in _TOOL_ROLES:
         return "" if previous in (ASSISTANT, *_TOOL_ROLES) else f", {after}"
-    return f", {after}: join the two" if role == previous else ""
+    return f", {after}: join the two turns" if role == previous else ""
 
 
 class MessageReader:
-    """Reads conversations from the fields of records; raises DataError for what is none."""
+    """Read conversations from the fields of records. Raises DataError for invalid ones."""
 
     def __init__(self, fields: FieldReader) -> None:
         self._fields = fields
@@ -155,9 +155,9 @@ class MessageReader:
     ) -> Conversation:
         tools = self._fields.read_mappings(record, "tools")
         variables = self._fields.read_mapping(record, "chat_template_kwargs")
-        found = Conversation(tuple(messages), tools, variables, record.location, num_prompt_messages)
-        found._check_roles()
-        return found
+        conversation = Conversation(tuple(messages), tools, variables, record.location, num_prompt_messages)
+        conversation._check_roles()
+        return conversation
 
     def read_messages(self, record: Record, field: str) -> list[Message]:
         self._fields.require(record, field)
@@ -169,7 +169,7 @@ class MessageReader:
         if not value:
             raise DataError(
                 f"{record.location}: field {self._fields.get_source_name(field)!r} holds an empty conversation. It "
-                "must hold at least one message; leave such records out."
+                "must hold at least one message; remove such records."
             )
         return [self._read_message(record, field, number, each) for number, each in enumerate(value, start=1)]
 
@@ -181,28 +181,28 @@ class MessageReader:
 
         if not isinstance(value, Mapping):
             refuse(f"holds {value!r:.80}, but a message is an object with {self._role!r} and {self._content!r}.")
-        # Tables write a null for what other messages have.
+        # Tables hold null for keys that only other messages have.
         message = {str(key): each for key, each in value.items() if each is not None}
         if not isinstance(message.get(self._role), str):
             refuse(
-                f"has no {self._role!r} that is a text. Its fields: {', '.join(sorted(message)) or 'none'}. Say under "
-                f"`fields` what the source calls it, {{role: its name, content: its name}}."
+                f"has no string {self._role!r}. Its fields: {', '.join(sorted(message)) or 'none'}. Give the source's "
+                f"names under `fields`, {{role: its name, content: its name}}."
             )
         role = message.pop(self._role)
         role = _ROLE_ALIASES.get(role, role)
         if role not in ROLES:
-            refuse(f"role {role!r} is none of {', '.join(ROLES)}.")
+            refuse(f"role {role!r} is not one of {', '.join(ROLES)}.")
         content = _read_content(message.pop(self._content, None), refuse)
         message = {"role": role, **({} if content is None else {"content": content}), **message}
         if "tool_calls" in message:
             message["tool_calls"] = [_read_tool_call(each, refuse) for each in message["tool_calls"]]
         if role == ASSISTANT:
             if not (content or "").strip() and not message.get("tool_calls"):
-                refuse("an answer of no tokens: the assistant's turn is empty, and there is nothing to learn from it.")
+                refuse("empty answer: the assistant's turn is empty, so there is nothing to supervise.")
         elif content is None:
             refuse(
-                f"the {role} has no {self._content!r}. Its fields: {', '.join(sorted(message))}. Say under "
-                "`fields` what the source calls it, {content: its name}."
+                f"the {role} has no {self._content!r}. Its fields: {', '.join(sorted(message))}. Give the source's "
+                "name under `fields`, {content: its name}."
             )
         return message
 
@@ -211,7 +211,9 @@ def _read_content(value: Any, raise_error: RaiseError) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise_error(f"its content is {value!r:.80}, a {type(value).__name__}, but must be a text, or a list of texts.")
+        raise_error(
+            f"its content is {value!r:.80}, a {type(value).__name__}, but must be a string, or a list of texts."
+        )
     texts: list[str] = []
     for part in value:
         text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
@@ -222,9 +224,9 @@ def _read_content(value: Any, raise_error: RaiseError) -> str | None:
 
 
 def _read_tool_call(value: Any, raise_error: RaiseError) -> dict[str, Any]:
-    """Return a call whose arguments are an object, as templates expect them; many records hold their JSON."""
+    """Return a tool call with its arguments as an object, as templates expect; many records hold a JSON string."""
     if not isinstance(value, Mapping):
-        raise_error(f"the tool call {value!r:.80} is no object.")
+        raise_error(f"the tool call {value!r:.80} is not an object.")
     if isinstance(value.get("function"), Mapping):
         call = {key: each for key, each in value.items() if each is not None}
         return {**call, "function": _parse_arguments(value["function"])}
@@ -232,10 +234,10 @@ def _read_tool_call(value: Any, raise_error: RaiseError) -> dict[str, Any]:
 
 
 def _parse_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: each for key, each in function.items() if each is not None}
-    if isinstance(found.get("arguments"), str):
+    call = {key: item for key, item in function.items() if item is not None}
+    if isinstance(call.get("arguments"), str):
         with suppress(ValueError, RecursionError):
-            parsed = json.loads(found["arguments"])
+            parsed = json.loads(call["arguments"])
             if isinstance(parsed, Mapping):
-                found["arguments"] = parsed
-    return found
+                call["arguments"] = parsed
+    return call

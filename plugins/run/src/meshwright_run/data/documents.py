@@ -1,7 +1,7 @@
-"""Tokenized documents in memory-mapped arrays, which of them are held out from training, and the cache that holds them.
+"""Tokenized documents in memory-mapped arrays, their split into training and held-out documents, and their cache.
 
-[Note: held out] The side of a document depends only on its text. So a corpus that grows or is reordered keeps its
-split, and copies of a document are never on both sides.
+[Note: held out] The split of a document depends only on its text. So documents keep their split when a corpus grows or
+is reordered, and copies of a document are always in the same split.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ EntryT = TypeVar("EntryT")
 def get_cache_root(cache_dir: str | None) -> Path:
     if cache_dir is not None:
         return Path(cache_dir).expanduser().absolute()
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says that relative paths are ignored.
     home = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "meshwright"
 
 
 def load_or_build(directory: Path, *, load: Callable[[Path], EntryT | None], build: Callable[[Path], None]) -> EntryT:
-    """Load the entry in `directory`, building it first where it is missing or broken (`load` returns None).
+    """Load the entry in `directory`, and build it first if it is missing or broken (`load` returns None).
 
-    It is built beside its place under a file lock, and renamed into it. The name of `directory` must change with
+    It is built in a temporary directory under a file lock, and then renamed. The name of `directory` must change with
     everything that changes the content; `build` fills an empty directory.
     """
     entry = load(directory)
@@ -57,11 +57,11 @@ def load_or_build(directory: Path, *, load: Callable[[Path], EntryT | None], bui
                 entry = load(directory)
     except OSError as error:
         raise DataError(
-            f"cannot keep the tokenized corpus in {directory.parent}: {error}. Set cache_dir to a directory that can "
-            "be written and has room."
+            f"cannot write the tokenized corpus to {directory.parent}: {error}. Set cache_dir to a writable directory "
+            "with enough free space."
         ) from error
     if entry is None:
-        raise DataError(f"the tokenized corpus in {directory} cannot be read back just after it was written.")
+        raise DataError(f"the tokenized corpus in {directory} cannot be read right after it was written.")
     return entry
 
 
@@ -74,11 +74,11 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 @dataclass(frozen=True)
 class TokenizedDocuments:
-    """A tokenized source. T tokens in D documents; a pair of preferences is two documents.
+    """A tokenized source: T tokens in D documents. A preference pair is two documents.
 
-    `tokens`: (T,), uint16 or uint32, with special tokens. `ends`: (D,), int64, of each document. `loss_mask`: (T,),
-    bool, what is supervised; None: all. `columns`: int64 or float64, (D,) or (T,). `group_size`: so many consecutive
-    documents belong together: 2 for preferences, chosen before rejected.
+    `tokens`: (T,), uint16 or uint32, with special tokens. `ends`: (D,), int64, end of each document. `loss_mask`: (T,),
+    bool, supervised tokens; None: all. `columns`: int64 or float64, (D,) or (T,). `group_size`: number of consecutive
+    documents that belong together: 2 for preferences, chosen before rejected.
     """
 
     tokens: np.ndarray
@@ -94,13 +94,13 @@ class TokenizedDocuments:
         return np.diff(self.ends, prepend=0)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        of_tokens = {} if self.loss_mask is None else {"labelled": self.loss_mask}
+        masks = {} if self.loss_mask is None else {"labelled": self.loss_mask}
         columns = {f"column {name}": column for name, column in sorted(self.columns.items())}
-        return {"tokens": self.tokens, "ends": self.ends, **of_tokens, **columns}
+        return {"tokens": self.tokens, "ends": self.ends, **masks, **columns}
 
 
 class NpyWriter:
-    """A .npy file of one dimension, written in pieces; its header is written last. Source: numpy.lib.format."""
+    """Write a one-dimensional .npy file in parts, with the header last. Source: numpy.lib.format."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self.path, self.dtype = path, dtype
@@ -117,9 +117,9 @@ class NpyWriter:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         self._seek(start)
-        found = np.frombuffer(self._file.read((stop - start) * self.dtype.itemsize), self.dtype)
+        values = np.frombuffer(self._file.read((stop - start) * self.dtype.itemsize), self.dtype)
         self._seek(self._count)
-        return found
+        return values
 
     def iter_chunks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
         for position in range(start, self._count, _CHUNK):
@@ -155,13 +155,13 @@ class NpyWriter:
 
 
 def _build_paths(directory: Path, split: str, columns: int) -> tuple[Path, Path, Path, list[Path]]:
-    """Return the files of one side: tokens, ends, labelled, columns (by number, since a name may hold anything)."""
-    tokens, ends, labelled = (directory / f"{split}{part}.npy" for part in ("", ".ends", ".loss_mask"))
-    return tokens, ends, labelled, [directory / f"{split}.column{number}.npy" for number in range(columns)]
+    """Return the files of a split: tokens, ends, loss mask, columns (by number: names may be invalid in a path)."""
+    tokens, ends, loss_mask = (directory / f"{split}{part}.npy" for part in ("", ".ends", ".loss_mask"))
+    return tokens, ends, loss_mask, [directory / f"{split}.column{number}.npy" for number in range(columns)]
 
 
 def open_documents(directory: Path, split: str, columns: tuple[str, ...], group_size: int) -> TokenizedDocuments:
-    """Map documents that a `DocumentWriter` has written; raise OSError or ValueError where there are none."""
+    """Memory-map documents written by a `DocumentWriter`. Raises OSError or ValueError if there are none."""
     tokens, ends, labelled, others = _build_paths(directory, split, len(columns))
     found = {name: _memory_map(path) for name, path in zip(columns, others, strict=True)}
     return TokenizedDocuments(
@@ -170,19 +170,19 @@ def open_documents(directory: Path, split: str, columns: tuple[str, ...], group_
 
 
 def _memory_map(path: Path) -> np.ndarray:
-    # An array without values cannot be mapped everywhere.
+    # Not every platform can map an empty array.
     array: np.ndarray = np.load(path, mmap_mode="r" if path.stat().st_size > _HEADER_BYTES else None)
     return array
 
 
 def mixed_column_error(name: str) -> DataError:
     return DataError(
-        f"column {name!r} has one number an example in some, and one for each token in others. Give all the same."
+        f"column {name!r} has one number per example in some examples, and one per token in others. Use one form only."
     )
 
 
 class DocumentWriter:
-    """Documents that are written in parts; only the current part is in memory."""
+    """Write documents in parts, with only the current part in memory."""
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype, columns: tuple[str, ...]) -> None:
         tokens, ends, self._loss_mask_path, others = _build_paths(directory, split, len(columns))
@@ -194,14 +194,14 @@ class DocumentWriter:
         return len(self._ends)
 
     def append(self, documents: TokenizedDocuments) -> None:
-        """Write documents; raise DataError where a column changes between a value a document and a value a token."""
+        """Write documents. Raises DataError if a column mixes one value per document and one value per token."""
         if documents.loss_mask is not None and self._loss_mask is None:
             self._loss_mask = NpyWriter(self._loss_mask_path, np.dtype(bool))
             for _, piece in self._tokens.iter_chunks():
                 self._loss_mask.append(np.ones(len(piece), bool))
         if self._loss_mask is not None:
-            all_of_them = np.ones(len(documents.tokens), bool)
-            self._loss_mask.append(all_of_them if documents.loss_mask is None else documents.loss_mask)
+            full_mask = np.ones(len(documents.tokens), bool)
+            self._loss_mask.append(full_mask if documents.loss_mask is None else documents.loss_mask)
         for name, column in self._columns.items():
             column.append(name, documents)
         self._ends.append(documents.ends + len(self._tokens))
@@ -211,8 +211,8 @@ class DocumentWriter:
         begin = int(self._ends.read(first - 1, first)[0]) if first else 0
         ends = self._ends.remove(first, stop)
         end = int(ends[-1])
-        for place, piece in self._ends.iter_chunks(first):
-            self._ends.write_at(place, piece - (end - begin))
+        for index, piece in self._ends.iter_chunks(first):
+            self._ends.write_at(index, piece - (end - begin))
         return TokenizedDocuments(
             self._tokens.remove(begin, end),
             ends - begin,
@@ -237,7 +237,7 @@ class DocumentWriter:
 
 
 class _ColumnWriter:
-    """A column: int64 until the first value that is no whole number, then float64."""
+    """Write a column: as int64 until the first float value, then as float64."""
 
     def __init__(self, path: Path) -> None:
         self.file = NpyWriter(path, np.dtype(np.int64))
@@ -246,17 +246,17 @@ class _ColumnWriter:
     def append(self, name: str, documents: TokenizedDocuments) -> None:
         values = documents.columns[name]
         if len(documents) != len(documents.tokens):
-            of_tokens = len(values) != len(documents)
-            if self.is_per_token not in (None, of_tokens):
+            is_per_token = len(values) != len(documents)
+            if self.is_per_token not in (None, is_per_token):
                 raise mixed_column_error(name)
-            self.is_per_token = of_tokens
+            self.is_per_token = is_per_token
         if values.dtype.kind == "f" and self.file.dtype.kind != "f":
-            whole = self.file
-            self.file = NpyWriter(whole.path.with_suffix(".real"), np.dtype(np.float64))
-            for _, piece in whole.iter_chunks():
+            integers = self.file
+            self.file = NpyWriter(integers.path.with_suffix(".real"), np.dtype(np.float64))
+            for _, piece in integers.iter_chunks():
                 self.file.append(piece)
-            whole.discard()
-            self.file.path = self.file.path.replace(whole.path)
+            integers.discard()
+            self.file.path = self.file.path.replace(integers.path)
         self.file.append(values)
 
 
@@ -264,42 +264,42 @@ class _ColumnWriter:
 
 
 def hash_to_unit_interval(document: str) -> float:
-    """Spread documents evenly over [0, 1) by their text; see [Note: held out]."""
+    """Hash the text of a document to [0, 1), evenly distributed; see [Note: held out]."""
     digest = hashlib.blake2b(document.encode(), digest_size=6).digest()
     return int.from_bytes(digest) / 2**48
 
 
 def assign_split(hash_value: float, fraction: float) -> Split:
-    """Return the side of a document at a place, where `fraction`, in [0, 1), is held out."""
+    """Return the split of a document with this hash value. `fraction`, in [0, 1), is held out."""
     return "held_out" if hash_value < fraction else "train"
 
 
 def is_nearer_boundary(hash_value: float, other_hash_value: float, split: Split) -> bool:
-    """Return whether a document is nearer to the other side, which gets the nearest if it is empty, than
-    `other_hash_value`."""
+    """Return whether a document is nearer to the other split than one with `other_hash_value`; an empty split gets
+    the nearest document of the other."""
     return hash_value < other_hash_value if split == "train" else hash_value > other_hash_value
 
 
 def iter_training_documents(documents: Iterable[str], fraction: float) -> Iterator[str]:
-    """Yield the documents to train on, in about their order and with one of them in memory."""
+    """Yield the training documents, roughly in order, with few of them in memory."""
     if fraction == 0:
         yield from documents
         return
     seen: set[Split] = set()
-    # What changes sides if the other one stays empty.
+    # Changes to the other split if that stays empty.
     nearest: str | None = None
     for document in documents:
-        place = hash_to_unit_interval(document)
-        side = assign_split(place, fraction)
-        seen.add(side)
+        hash_value = hash_to_unit_interval(document)
+        split = assign_split(hash_value, fraction)
+        seen.add(split)
         left: str | None = document
         if len(seen) == 2:
-            if nearest is not None and side == "held_out":
+            if nearest is not None and split == "held_out":
                 yield nearest
             nearest = None
-        elif nearest is None or is_nearer_boundary(place, hash_to_unit_interval(nearest), side):
+        elif nearest is None or is_nearer_boundary(hash_value, hash_to_unit_interval(nearest), split):
             left, nearest = nearest, document
-        if side == "train" and left is not None:
+        if split == "train" and left is not None:
             yield left
     if nearest is not None and seen == {"held_out"}:
         yield nearest

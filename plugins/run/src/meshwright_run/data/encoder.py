@@ -1,4 +1,4 @@
-"""From records to tokenized documents, of which some tokens are supervised."""
+"""Encode records as tokenized documents with a loss mask."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TokensAndMask = tuple[np.ndarray, np.ndarray | None]
-"""Tokens and which of them are supervised, (T,) each."""
+"""Tokens and loss mask, (T,) each."""
 ParseRecord = Callable[[Record], Sequence[Document] | Sequence[TokensAndMask]]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A tokenized document: tokens and which are supervised (None: all), (T,); columns: a number, or T numbers."""
+    """A tokenized document: tokens and loss mask (None: all supervised), (T,); columns: a number, or T numbers."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray | None = None
@@ -37,22 +37,24 @@ class Example:
         return len(self.tokens)
 
     def count_supervised(self) -> int:
-        """Count the tokens that are supervised: never the first, since nothing stands before it."""
+        """Return the number of supervised tokens. The first token never counts, since nothing precedes it."""
         return max(len(self) - 1, 0) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask[1:]))
 
     def get_slice(self, start: int, stop: int) -> Example:
-        labelled = None if self.loss_mask is None else self.loss_mask[start:stop]
-        columns = {name: each[start:stop] if isinstance(each, list) else each for name, each in self.columns.items()}
-        return Example(self.tokens[start:stop], labelled, columns)
+        loss_mask = None if self.loss_mask is None else self.loss_mask[start:stop]
+        columns = {
+            name: values[start:stop] if isinstance(values, list) else values for name, values in self.columns.items()
+        }
+        return Example(self.tokens[start:stop], loss_mask, columns)
 
 
 @dataclass(frozen=True)
 class EncodingCounts:
-    """What became of records; counts add up.
+    """Counts of encoded records; two instances can be added.
 
-    `truncated`, `dropped` and `split` count documents that were too long; `unsupervised` documents or pieces left out
-    since nothing in them is supervised; `trailing_turns` turns behind the last answer of a conversation, which are left
-    out.
+    `truncated`, `dropped` and `split` count documents that were too long; `unsupervised` counts documents or pieces
+    that are left out because nothing in them is supervised; `trailing_turns` counts turns after the last answer of a
+    conversation, which are left out.
     """
 
     records: int = 0
@@ -84,7 +86,7 @@ class Encoder:
         fields: Mapping[str, str] | None = None,
         columns: Sequence[str] = (),
     ) -> None:
-        """Check the options of a source, as of `SourceConfig` and `DataConfig`; `chat_template`: its text."""
+        """Check the options, which are those of `SourceConfig` and `DataConfig`; `chat_template` is its text."""
         self._is_preference = source_format == "preference"
         self._too_long: TooLongAction = too_long or ("split" if source_format in ("text", "tokens") else "error")
         self._seq_len, self._columns = seq_len, tuple(columns)
@@ -94,43 +96,43 @@ class Encoder:
 
     def encode(self, records: Sequence[Record]) -> tuple[list[list[Example]], EncodingCounts]:
         parsed = [self._parse(record) for record in records]
-        drafts: list[Document] = []
+        untokenized: list[Document] = []
         counts = EncodingCounts(records=len(records))
         for record, documents in zip(records, parsed, strict=True):
-            for draft in documents:
-                if isinstance(draft, Document):
-                    check_text(draft.text, record.location, "the text")
-                    drafts.append(draft)
-                    counts += EncodingCounts(trailing_turns=draft.num_trailing_turns)
+            for document in documents:
+                if isinstance(document, Document):
+                    check_text(document.text, record.location, "the text")
+                    untokenized.append(document)
+                    counts += EncodingCounts(trailing_turns=document.num_trailing_turns)
         with disable_tokenizer_threads():
-            written = iter(self._writer.tokenize(drafts))
-        found: list[list[Example]] = []
+            tokenized = iter(self._writer.tokenize(untokenized))
+        encoded: list[list[Example]] = []
         for record, documents in zip(records, parsed, strict=True):
-            made = [next(written) if isinstance(each, Document) else each for each in documents]
-            columns = self._read_columns(record, [len(tokens) for tokens, _ in made])
-            examples = [Example(*each, values) for each, values in zip(made, columns, strict=True)]
+            arrays = [next(tokenized) if isinstance(each, Document) else each for each in documents]
+            columns = self._read_columns(record, [len(tokens) for tokens, _ in arrays])
+            examples = [Example(*each, values) for each, values in zip(arrays, columns, strict=True)]
             kept, own = self._fit_to_length(examples, record)
-            found.append(kept)
+            encoded.append(kept)
             counts += own
-        return found, counts
+        return encoded, counts
 
     def _read_columns(self, record: Record, lengths: list[int]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [{} for _ in lengths]
+        columns: list[dict[str, Any]] = [{} for _ in lengths]
         for name in self._columns:
             value = self._fields.require(record, name)
             values = value if self._is_preference and isinstance(value, list | tuple) else [value] * len(lengths)
             if len(values) != len(lengths):
-                self._fields.raise_invalid(record, name, value, "must hold a number, or two: of chosen and rejected")
-            for entries, each, length in zip(found, values, lengths, strict=True):
-                # `build_record` has refused what is no number.
+                self._fields.raise_invalid(record, name, value, "must hold one number, or two, for chosen and rejected")
+            for entries, each, length in zip(columns, values, lengths, strict=True):
+                # `build_record` has rejected values that are not numbers.
                 if isinstance(each, list) and len(each) != length:
                     rule = f"a column must hold a number, or a list of numbers, one for each of {length} tokens"
                     self._fields.raise_invalid(record, name, each, rule)
                 entries[name] = each
-        return found
+        return columns
 
     def _fit_to_length(self, documents: Sequence[Example], record: Record) -> tuple[list[Example], EncodingCounts]:
-        """Return documents of at most `seq_len` tokens in which something is supervised; of a pair both or none."""
+        """Return documents of at most `seq_len` tokens with supervised tokens; of a pair, both or none."""
         kept: list[Example] = []
         counts = EncodingCounts()
         for document in documents:
@@ -160,9 +162,8 @@ class Encoder:
             parts = [document.get_slice(start, min(start + seq_len, length)) for start in range(0, length, seq_len)]
             return parts, EncodingCounts(split=1)
         raise DataError(
-            f"{where}: {length:,} tokens, but seq_len={seq_len:,}. Set seq_len to at least {length}, or say what "
-            "becomes of what is longer: too_long: truncate keeps the beginning, split makes several of it, drop "
-            "leaves it out."
+            f"{where}: {length:,} tokens, but seq_len={seq_len:,}. Set seq_len to at least {length}, or set too_long "
+            "for longer examples: truncate keeps the beginning, split makes several examples, drop leaves them out."
         )
 
 
@@ -179,31 +180,31 @@ def _build_parser(
         return _build_token_parser(fields, tokenizer)
     chat = _ChatParser(tokenizer, fields, loss_on, chat_template)
     if source_format == "messages":
-        _ = chat.answers  # refuses a tokenizer without a template
+        _ = chat.answers  # raises for a tokenizer without a template
         return chat.parse_messages
     return chat.parse_completion if source_format == "prompt_completion" else chat.parse_preference
 
 
 def _build_token_parser(fields: FieldReader, tokenizer: PreTrainedTokenizerBase) -> ParseRecord:
-    """Parse documents that were tokenized before; nothing is added to them."""
+    """Return a parser of pretokenized documents; nothing is added to them."""
     vocab_size, dtype = get_vocab_size(tokenizer), choose_token_dtype(tokenizer)
 
     def integers(record: Record, field: str, rule: str) -> np.ndarray:
         value = fields.require(record, field)
         try:
-            found = np.asarray(value)
-        except ValueError:  # lists of several lengths in a list
+            values = np.asarray(value)
+        except ValueError:  # nested lists of different lengths
             fields.raise_invalid(record, field, value, rule)
-        if found.ndim != 1 or (found.dtype.kind not in "iub" and len(found)):
+        if values.ndim != 1 or (values.dtype.kind not in "iub" and len(values)):
             fields.raise_invalid(record, field, value, rule)
-        return found.astype(np.int64)
+        return values.astype(np.int64)
 
     def parse(record: Record) -> list[TokensAndMask]:
         ids = integers(record, "input_ids", "must hold a list of token ids")
         outside = ids[(ids < 0) | (ids >= vocab_size)]
         if len(outside):
             raise DataError(
-                f"{record.location}: token {outside[0]} is none of the tokenizer, which has {vocab_size:,}. Set "
+                f"{record.location}: token {outside[0]} is not in the tokenizer's vocabulary of {vocab_size:,}. Set "
                 "tokenizer to the one that made these tokens."
             )
         labelled = np.ones(len(ids), bool)
@@ -213,7 +214,7 @@ def _build_token_parser(fields: FieldReader, tokenizer: PreTrainedTokenizerBase)
                 if len(values) != len(ids):
                     raise DataError(
                         f"{record.location}: field {fields.get_source_name(name)!r} holds {len(values)} values for "
-                        f"{len(ids)} tokens. It must hold one for each."
+                        f"{len(ids)} tokens. It must hold one per token."
                     )
                 labelled &= read(record, ids, values)
         return [(ids.astype(dtype), labelled)]
@@ -224,10 +225,10 @@ def _build_token_parser(fields: FieldReader, tokenizer: PreTrainedTokenizerBase)
 def _mask_from_labels(record: Record, ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
     wrong = np.flatnonzero((labels != IGNORE_INDEX) & (labels != ids))
     if len(wrong):
-        place = wrong[0]
+        index = wrong[0]
         raise DataError(
-            f"{record.location}: label {labels[place]} of token {place} is neither {IGNORE_INDEX}, not to be "
-            f"supervised, nor the token itself, {ids[place]}. Labels are not moved by one: the model's loss does that."
+            f"{record.location}: label {labels[index]} of token {index} is neither {IGNORE_INDEX} (not supervised) "
+            f"nor the token itself, {ids[index]}. Labels must not be shifted by one: the model's loss does that."
         )
     return labels != IGNORE_INDEX
 
@@ -236,7 +237,7 @@ def _mask_from_loss_mask(record: Record, ids: np.ndarray, mask: np.ndarray) -> n
     wrong = mask[(mask != 0) & (mask != 1)]
     if len(wrong):
         raise DataError(
-            f"{record.location}: loss_mask holds {wrong[0]}; 1 is for tokens to be supervised, 0 for others."
+            f"{record.location}: loss_mask holds {wrong[0]}, but must hold 1 for supervised tokens and 0 for others."
         )
     return mask != 0
 
@@ -251,7 +252,7 @@ class _ChatParser:
 
     @cached_property
     def answers(self) -> AnswerExtractor:
-        """Made when it is needed: prompts and answers of plain text do without a template."""
+        """Create the extractor when it is needed: plain-text prompts and answers need no template."""
         return AnswerExtractor(ChatTemplate(self._tokenizer, self._chat_template), self._loss_on)
 
     def parse_messages(self, record: Record) -> list[Document]:
@@ -272,23 +273,23 @@ class _ChatParser:
             return [self._join_prompt_and_answer(record, field) for field in ("chosen", "rejected")]
         sides = [self._reader.read_messages(record, field) for field in ("chosen", "rejected")]
         prompt = self._find_prompt(record, sides)
-        found = []
+        documents = []
         for name, side in zip(("chosen", "rejected"), sides, strict=True):
             messages = side if side[: len(prompt)] == prompt and len(side) > len(prompt) else [*prompt, *side]
-            drafts = self.answers.build_documents(
+            side_documents = self.answers.build_documents(
                 self._reader.build_conversation(record, messages, num_prompt_messages=len(prompt))
             )
-            if len(drafts) > 1:
+            if len(side_documents) > 1:
                 raise DataError(
-                    f"{record.location}: {name} has several answers, and the chat template writes the earlier ones "
-                    "otherwise as the conversation continues, so no single text holds them all. Set "
+                    f"{record.location}: {name} has several answers, and the chat template renders earlier ones "
+                    "differently as the conversation continues, so no single text contains them all. Set "
                     "loss_on=last_answer."
                 )
-            found += drafts
-        return found
+            documents += side_documents
+        return documents
 
     def _find_prompt(self, record: Record, sides: Sequence[list[Message]]) -> list[Message]:
-        """Return the messages before the answers: `prompt`, or what both sides begin with."""
+        """Return the messages before the answers: `prompt`, or the common beginning of both sides."""
         given = self._fields.get(record, "prompt")
         common = 0
         while common < min(map(len, sides)) - 1 and sides[0][common] == sides[1][common]:
@@ -302,10 +303,10 @@ class _ChatParser:
         raise DataError(
             f"{record.location}: the prompt of chosen and rejected is unknown: "
             + (
-                "they do not begin with the same messages, and there is no field 'prompt'. Add one, or say under "
-                "`fields` what the source calls it."
+                "they do not start with the same messages, and there is no field 'prompt'. Add one, or give its name "
+                "in the source under `fields`."
                 if given is None
-                else "`prompt` is not the first or last of the messages that both begin with. Remove it, or them."
+                else "`prompt` is not the first or last of the messages that both start with. Remove one of the two."
             )
         )
 
@@ -316,8 +317,8 @@ class _ChatParser:
         prompt, answer = self._fields.read_text(record, "prompt"), self._fields.read_text(record, field)
         if not answer:
             raise DataError(
-                f"{record.location}: an answer of no tokens: field {self._fields.get_source_name(field)!r} is empty. "
-                "Leave such records out."
+                f"{record.location}: empty answer: field {self._fields.get_source_name(field)!r} has no text. "
+                "Remove such records."
             )
         text = prompt + answer
         span = None if self._loss_on == "all" else ((len(prompt), len(text)),)

@@ -1,4 +1,4 @@
-"""Read the values of a file one after another, with the place of each ("chats.jsonl:17"), few of them in memory."""
+"""Read the values of a file one by one, each with its location ("chats.jsonl:17"), with few of them in memory."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from meshwright.plugin import DataError, open_regular_file
 from .progress import ReadProgress
 
 LocatedValue = tuple[Any, str]
-"""A value, and where it is."""
+"""A value and its location."""
 
 COMPRESSED = (".gz", ".zst")
 MAX_BYTES = 1 << 30
-"""Of one line, of one cell of a .csv file, or of one object in an array."""
+"""Maximum size of a line, of a cell of a .csv file, of an object in an array, and of a text document."""
 ALWAYS_ALLOWED_BYTES, MAX_EXPANSION_RATIO = 1 << 26, 500
-"""Bytes that a compressed file may expand to, and beyond that how many times its size. Text shrinks to a tenth."""
+"""Size to which any compressed file may expand, and maximum expansion ratio beyond it. Text shrinks to a tenth."""
 _CHUNK = 1 << 20
 _COMPRESSED_CHUNK = 1 << 12
-"""Small, since it may expand to 32,768 times as much."""
+"""Small, since its content may expand to 32,768 times its size."""
 _ROWS_PER_BATCH = 256
 
 
 class CsvRow(dict[str, str]):
-    """A row of a .csv file, in which numbers are text."""
+    """A row of a .csv file; numbers are strings."""
 
 
 def import_extra(module: str, purpose: str) -> Any:
-    """Import a module of the extra `meshwright[data]`; `purpose` is the subject of the error's sentence."""
+    """Import a module of the extra `meshwright[data]`; `purpose` is the subject of the error message."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
         raise DataError(
-            f"{purpose} needs the package {name}, which cannot be imported ({error}). Install what data of all kinds "
-            "need: pip install -e '.[data]' in a clone."
+            f"{purpose} needs the package {name}, which cannot be imported ({error}). Install the packages for all "
+            "data formats: pip install -e '.[data]' in a clone."
         ) from error
 
 
 def get_file_kind(path: Path) -> str:
-    """Return the suffix that tells a file's kind, in small letters, without that of its compression."""
+    """Return the suffix for a file's format, in lower case, without the suffix for its compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSED), "")
 
@@ -79,14 +79,14 @@ def open_decompressed(path: Path, progress: ReadProgress) -> Iterator[BinaryIO]:
                 yield file
     except broken as error:
         raise DataError(
-            f"{path}: the compressed content is broken or cut off ({error}). Compress or copy the file again."
+            f"{path}: the compressed content is corrupt or truncated ({error}). Compress or copy the file again."
         ) from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 class _BoundedReader(io.RawIOBase):
-    """Decompressed content; raises DataError once it is far larger than the file."""
+    """Decompressed content of a file. Raises DataError once it is far larger than the file."""
 
     def __init__(self, content: Any, file: BinaryIO) -> None:
         self._content, self._file, self._bytes_read = content, file, 0
@@ -99,15 +99,15 @@ class _BoundedReader(io.RawIOBase):
         self._bytes_read += count
         if self._bytes_read > ALWAYS_ALLOWED_BYTES and self._bytes_read > MAX_EXPANSION_RATIO * self._file.tell():
             raise DataError(
-                f"{getattr(self._file, 'name', 'the file')}: the compressed content is more than {MAX_EXPANSION_RATIO} "
-                "times as large as the file. Give the file as it is, without its compression, if that is what it "
-                "holds."
+                f"{getattr(self._file, 'name', 'the file')}: the decompressed content is more than "
+                f"{MAX_EXPANSION_RATIO} times as large as the file. If that is correct, give the file without "
+                "compression."
             )
         return count
 
 
 class _ZstdReader(io.RawIOBase):
-    """The content of consecutive Zstandard frames. The library's own reader takes a truncated file for a whole one."""
+    """Content of consecutive Zstandard frames. The library's own reader accepts a truncated file as complete."""
 
     def __init__(self, file: BinaryIO, zstandard: Any) -> None:
         self._file, self._zstandard = file, zstandard
@@ -122,7 +122,7 @@ class _ZstdReader(io.RawIOBase):
             compressed = self._pending or self._file.read(_COMPRESSED_CHUNK)
             if not compressed:
                 if self._frame is not None:
-                    raise EOFError("a frame of Zstandard has no end")
+                    raise EOFError("a Zstandard frame is incomplete")
                 return 0
             frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
             self._content = memoryview(frame.decompress(compressed))
@@ -143,14 +143,14 @@ def _read_text(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
 
 def _read_python(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
     text = _read_document(file, path).decode("utf-8", errors="replace")
-    # As a file that is opened in text mode.
+    # As in a file that is opened in text mode.
     yield {"text": text.replace("\r\n", "\n").replace("\r", "\n")}, str(path)
 
 
 def _read_document(file: BinaryIO, path: Path) -> bytes:
     content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise DataError(f"{path}: a document of more than {MAX_BYTES:,} bytes. Cut it into several files.")
+        raise DataError(f"{path}: a document of more than {MAX_BYTES:,} bytes. Split it into several files.")
     return content
 
 
@@ -167,7 +167,7 @@ def _iter_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
         number += 1
         if len(line) == MAX_BYTES:
             raise DataError(
-                f"{path}:{number}: a line of more than {MAX_BYTES:,} bytes. Each example is to have its own."
+                f"{path}:{number}: a line of more than {MAX_BYTES:,} bytes. Each example must have its own line."
             )
         yield number, line
 
@@ -207,23 +207,23 @@ def _read_csv(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
                 if len(row) != len(names):
                     raise DataError(
                         f"{path}:{line}: {len(row)} fields, but the header names {len(names)}: {', '.join(names)}. "
-                        "Quote fields that hold commas or ends of lines."
+                        "Quote fields that contain commas or line breaks."
                     )
                 yield CsvRow(zip(names, row, strict=True)), f"{path}:{line}"
             line = rows.line_num + 1
     except csv.Error as error:
-        raise DataError(f"{path}:{line}: no row of a .csv file ({error}). Quote it as RFC 4180 says.") from None
+        raise DataError(f"{path}:{line}: not a valid .csv row ({error}). Quote it as in RFC 4180.") from None
 
 
 def _read_parquet(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
     parquet, arrow = import_extra("pyarrow.parquet", f"reading {path}"), import_extra("pyarrow", f"reading {path}")
-    with tempfile.TemporaryFile() as whole:
+    with tempfile.TemporaryFile() as decompressed:
         if path.suffix.lower() in COMPRESSED:
-            # The format is read from the end of the file.
+            # Parquet files are read from their end.
             while chunk := file.read(_CHUNK):
-                whole.write(chunk)
-            whole.seek(0)
-            file = whole
+                decompressed.write(chunk)
+            decompressed.seek(0)
+            file = decompressed
         number = 0
         try:
             table = parquet.ParquetFile(file)
@@ -233,11 +233,11 @@ def _read_parquet(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
                     yield row, f"{path}:row {number}"
                     number += 1
         except (arrow.ArrowException, OSError) as error:
-            raise DataError(f"{path}: not a whole .parquet file, from row {number} on ({error}).") from error
+            raise DataError(f"{path}: not a valid .parquet file, from row {number} on ({error}).") from error
 
 
 def _check_expansion(metadata: Any, path: Path) -> None:
-    """Refuse columns that are far larger than their bytes in the file: a page is decompressed as a whole."""
+    """Raise DataError for columns that are far larger than their bytes in the file: pages are decompressed at once."""
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         for column in map(group.column, range(group.num_columns)):
             if column.total_uncompressed_size > max(
@@ -245,7 +245,7 @@ def _check_expansion(metadata: Any, path: Path) -> None:
             ):
                 raise DataError(
                     f"{path}: {column.path_in_schema} is more than {MAX_EXPANSION_RATIO} times as large as its bytes "
-                    "in the file. Write the file again, without compression, if that is what it holds."
+                    "in the file. If that is correct, write the file without compression."
                 )
 
 
@@ -254,8 +254,8 @@ def _check_expansion(metadata: Any, path: Path) -> None:
 
 _ARRAY_CHUNK = 1 << 16
 _END_MARGIN = 16
-"""Characters, more than any literal, number or escape has. An error this near to the end of what was read may come from
-the missing rest."""
+"""Number of characters, more than any literal, number or escape has. An error this close to the end of the text read so
+far may come from the missing rest."""
 
 
 def _read_array(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
@@ -264,15 +264,15 @@ def _read_array(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
 
 
 def iter_elements(file: BinaryIO, path: Path, *, max_bytes: int) -> Iterator[tuple[Any, int]]:
-    """Yield each element of the JSON array in a file, which is read in chunks, and the line where it begins."""
+    """Yield each element of the JSON array in a file, which is read in chunks, and the line where it starts."""
     text = _JsonArrayReader(file, path, max_bytes)
     first = text.peek()
     if first == "":
         return
     if first != "[":
         raise DataError(
-            f"{path}:{text.line}: a .json file must hold an array of objects, [{{...}}, ...], and this one begins with "
-            f"{first!r}. A file of one object a line is a .jsonl file: rename it."
+            f"{path}:{text.line}: a .json file must hold an array of objects, [{{...}}, ...], but this one starts with "
+            f"{first!r}. A file with one object per line is a .jsonl file: rename it."
         )
     text.skip(1)
     character = text.peek()
@@ -287,14 +287,14 @@ def iter_elements(file: BinaryIO, path: Path, *, max_bytes: int) -> Iterator[tup
             text.skip(1)
             character = text.peek()
             if character == "]":
-                raise text.invalid_json_error("a ',' stands before the ']'")
+                raise text.invalid_json_error("a ',' before the ']'")
     text.skip(1)
     if character := text.peek():
         raise text.invalid_json_error(f"expected the end of the file after the array, not {character!r}")
 
 
 class _JsonArrayReader:
-    """The part of a file that was read and is not parsed yet; `line` is that of the next character."""
+    """The part of a file that was read but is not yet parsed; `line` is the line of the next character."""
 
     def __init__(self, file: BinaryIO, path: Path, max_bytes: int) -> None:
         self.line = 1
@@ -304,7 +304,7 @@ class _JsonArrayReader:
         self._text, self._position, self._is_at_end = "", 0, False
 
     def peek(self) -> str:
-        """Return the next character that is not blank; "" at the end of the file."""
+        """Return the next non-blank character; "" at the end of the file."""
         while True:
             while self._position < len(self._text):
                 if self._text[self._position] not in " \t\r\n":
@@ -325,14 +325,14 @@ class _JsonArrayReader:
             except json.JSONDecodeError as error:
                 cut = error.pos >= len(self._text) - _END_MARGIN or error.msg.startswith("Unterminated string")
                 offset = error.pos - self._position
-                # Doubling, so that a long element is parsed only a few times.
+                # The text is doubled, so that a long element is parsed only a few times.
                 if not cut or not self._read_more(max(_ARRAY_CHUNK, len(self._text) - self._position)):
                     self.skip(offset)
-                    raise self.invalid_json_error(f"{error.msg}, in the element that begins in line {line}") from None
+                    raise self.invalid_json_error(f"{error.msg}, in the element that starts in line {line}") from None
             except (ValueError, RecursionError) as error:
                 raise self.invalid_json_error(str(error)) from None
             else:
-                # A number may continue in what was not read; as no object, it is refused anyway.
+                # A number may continue in the unread part, but is rejected later since it is not an object.
                 self.skip(end - self._position)
                 return value, line
 
@@ -365,4 +365,4 @@ READERS: Mapping[str, Callable[[BinaryIO, Path], Iterator[LocatedValue]]] = Mapp
     }
 )
 SUFFIXES = tuple(suffix for suffix in READERS if suffix != ".py")
-"""Kinds of files that a glob may match; .py files are those of the standard library."""
+"""File formats that a glob may match; .py files come only from the standard library."""

@@ -1,17 +1,18 @@
-"""Which rows a step trains on, on every rank, without state to save; and sources that are read while training.
+"""Order of the rows that steps train on, which needs no saved state, and sources that are read during training.
 
-[Note: the global stream] Each epoch is one random order of all rows, of (seed, epoch), and epochs follow each other.
-Step s takes batch_size rows from position s x batch_size, whatever the mesh. A run that continues with another batch
-size has an origin: a step and its position.
+[Note: the global stream] Each epoch is a random permutation of all rows, which depends on (seed, epoch), and epochs
+follow each other. Step s takes batch_size rows from position s x batch_size, on any mesh. A run that resumes with
+another batch size has an origin: a step and its position.
 
-[Note: shares] A mixture of sources is cut into blocks. Of the first n places, each source has the number that the
-method of Webster and Sainte-Lague gives it for its weight, by which no source loses a place when n grows; a block has
-the differences, in random order. A place tells its source and the rank of the row in it, which has its own epochs.
+[Note: shares] A mixture of sources is divided into blocks. Of the first n positions, each source has the number that
+the Webster/Sainte-Lague method gives for its weight; with this method no source loses a position when n grows. A block
+has the differences, in random order. A position has a source and a rank of the row in the source's own epochs.
 Source: Balinski and Young 1982, Fair Representation (divisor methods are monotone in the size of the house).
 
-[Note: blocks] A stream is read in blocks of `RECORDS_PER_BLOCK`. The documents of a block become rows on their own, in
-a random order of (seed, block). Its state is how many rows were used, in which block that is, and where the reader was
-before it; resuming reads one block again. Every rank reads the whole stream, so the state does not depend on the mesh.
+[Note: blocks] A stream is read in blocks of `RECORDS_PER_BLOCK` records. The documents of each block become rows
+separately, in a random order that depends on (seed, block). The state has the number of rows used, the block and the
+reader's state before it; on resume, one block is read again. Every rank reads the full stream, so the state does not
+depend on the mesh.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ from .sources import (
 )
 
 ORDER_VERSION = 2
-"""Raised with every change to the order, which checkpoints name."""
+"""Increase it with every change to the order; checkpoints record it."""
 MIXTURE_BLOCK_SIZE = 1024
-"""Places of a mixture; part of the order."""
+"""Positions per block of a mixture; part of the order."""
 _ROUNDS = 8
 _MIN_HALF_BITS = 3
-"""Of a half: with fewer there are so few functions that orders of a few places are not equally likely."""
+"""Minimum size of a half: with fewer bits, too few functions exist for orders of few rows to be equally likely."""
 
 
 def shuffle_indices(positions: np.ndarray, size: int, *, seed: int, epoch: int, domain: str = "") -> np.ndarray:
-    """Return what stands at `positions`, int64, of a random order of [0, size), each computed by itself; size <= 2^62.
+    """Return the elements at `positions`, int64, of a random order of [0, size), each on its own; size <= 2^62.
 
-    A keyed bijection: a Feistel network permutes the least [0, 4^h) that holds [0, size), and what falls outside goes
-    through it again. All numbers are unsigned integers of 64 bits, whose products wrap, so it is the same everywhere.
+    A keyed bijection: a Feistel network permutes the smallest [0, 4^h) that contains [0, size), and values outside
+    [0, size) pass through it again. Arithmetic is unsigned, 64-bit and wraps around, so all machines agree.
     Source: Luby and Rackoff 1988, doi:10.1137/0217022; Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9 (cycle
-    walking); Steele et al. 2014, doi:10.1145/2660193.2660195 (the finalizer of SplitMix64, each round's function).
+    walking); Steele et al. 2014, doi:10.1145/2660193.2660195 (the SplitMix64 finalizer, used as round function).
     """
     half = max(_MIN_HALF_BITS, ((size - 1).bit_length() + 1) // 2)
     text = f"{seed} {epoch}{domain and ' '}{domain}"
@@ -84,9 +85,9 @@ def _splitmix64(values: np.ndarray) -> np.ndarray:
 
 class DataOrder:
     def __init__(self, num_sequences: int, batch_size: int, seed: int, *, origin: tuple[int, int] = (0, 0)) -> None:
-        """Set the order; `origin`: a step, and its position in the global stream."""
-        given = (("num_sequences", num_sequences, 1), ("batch_size", batch_size, 1), ("seed", seed, 0))
-        for name, value, least in given:
+        """Set the order. `origin`: a step and its position in the global stream."""
+        bounds = (("num_sequences", num_sequences, 1), ("batch_size", batch_size, 1), ("seed", seed, 0))
+        for name, value, least in bounds:
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         self.num_sequences, self.batch_size, self.seed = num_sequences, batch_size, seed
@@ -97,21 +98,21 @@ class DataOrder:
         return position + (step - first) * self.batch_size
 
     def get_indices(self, step: int) -> np.ndarray:
-        """Return the global batch of `step`, counted from 0: (batch_size,), int64."""
+        """Return the row indices of the global batch of `step`, counted from 0: (batch_size,), int64."""
         if step < self._origin[0]:
             raise ValueError(f"step must be at least {self._origin[0]}, not {step}")
         position, end = self.compute_position(step), self.compute_position(step + 1)
         pieces = []
         while position < end:
             epoch, offset = divmod(position, self.num_sequences)
-            places = np.arange(offset, min(offset + end - position, self.num_sequences))
-            pieces.append(shuffle_indices(places, self.num_sequences, seed=self.seed, epoch=epoch))
-            position += len(places)
+            offsets = np.arange(offset, min(offset + end - position, self.num_sequences))
+            pieces.append(shuffle_indices(offsets, self.num_sequences, seed=self.seed, epoch=epoch))
+            position += len(offsets)
         return np.concatenate(pieces)
 
 
 def check_batch_size(batch_size: int, *, data_size: int, micro_batch_size: int) -> None:
-    """Raise ConfigError for a global batch that does not divide into equal microbatches on every data rank."""
+    """Raise ConfigError if the global batch does not divide into equal microbatches on every data rank."""
     unit = data_size * micro_batch_size
     if batch_size >= 1 and batch_size % unit == 0:
         return
@@ -125,7 +126,7 @@ def check_batch_size(batch_size: int, *, data_size: int, micro_batch_size: int) 
 
 
 class SourceMixture:
-    """Which source each place of an endless mixture belongs to, and which of its rows; see [Note: shares]."""
+    """Source of each position of an endless mixture, and the row in that source; see [Note: shares]."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         exact = [Fraction(weight) for weight in weights]
@@ -134,7 +135,7 @@ class SourceMixture:
         self._block: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def assign(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return for the places [start, stop) the source, and the rank of the row in its source; both int64."""
+        """Return, for positions [start, stop), the source and the rank of the row in its source; both int64."""
         sources, ranks = [], []
         for number in range(start // MIXTURE_BLOCK_SIZE, -(-stop // MIXTURE_BLOCK_SIZE)):
             first = number * MIXTURE_BLOCK_SIZE
@@ -152,18 +153,18 @@ class SourceMixture:
         return [count + int(more) for count, more in zip(counts, inside, strict=True)]
 
     def count_by_source(self, num_positions: int) -> list[int]:
-        """Count how many of the first places, in full blocks, each source has."""
-        found = [int(num_positions * share + Fraction(1, 2)) for share in self._shares]
-        sources = range(len(found))
-        # Rounding gives a few too many or too few, which are those of the least or most claim.
-        while sum(found) > num_positions:
-            found[min((k for k in sources if found[k]), key=lambda k: self._priority(k, found[k] - 1))] -= 1
-        while sum(found) < num_positions:
-            found[max(sources, key=lambda k: self._priority(k, found[k]))] += 1
-        return found
+        """Return how many of the first `num_positions`, which are full blocks, belong to each source."""
+        counts = [int(num_positions * share + Fraction(1, 2)) for share in self._shares]
+        sources = range(len(counts))
+        # Rounding gives a few too many or too few: remove those of lowest priority, or add those of highest.
+        while sum(counts) > num_positions:
+            counts[min((k for k in sources if counts[k]), key=lambda k: self._priority(k, counts[k] - 1))] -= 1
+        while sum(counts) < num_positions:
+            counts[max(sources, key=lambda k: self._priority(k, counts[k]))] += 1
+        return counts
 
     def _priority(self, source: int, num_assigned: int) -> tuple[Fraction, int]:
-        """Return the claim of a source with `num_assigned` places to one more; no two are equal."""
+        """Return the priority of a source with `num_assigned` positions for one more; no two are equal."""
         return self._shares[source] / (2 * num_assigned + 1), -source
 
     def _get_block(self, number: int) -> tuple[int, np.ndarray, np.ndarray]:
@@ -184,15 +185,15 @@ class SourceMixture:
         return self._block
 
 
-# -- sources that are read while training
+# -- sources that are read during training
 
 RECORDS_PER_BLOCK = 1024
-"""Of a block; part of the order."""
+"""Records per block of a stream; part of the order."""
 
 
 @dataclass(frozen=True)
 class _StreamBlock:
-    """Some rows of a stream: `first` groups come before, and `order` is that of the block's groups."""
+    """Rows of one block of a stream: `first_group` groups precede it, and `order` is the order of its groups."""
 
     first_group: int
     rows: RowDataset
@@ -215,7 +216,7 @@ class StreamingSource:
         group_size: int = 1,
         records_per_block: int = RECORDS_PER_BLOCK,
     ) -> None:
-        """Open nothing yet; `open_loader` makes a loader as `build_record_loader` does."""
+        """Open nothing yet. `open_loader` returns a loader, as `build_record_loader` does."""
         self.location, self.group_size = location, group_size
         self._open_loader = open_loader
         self._encode = encode
@@ -240,16 +241,16 @@ class StreamingSource:
                 int(state[key]) for key in ("block", "first", "in_epoch")
             )
             self._loader.load_state_dict(state["reader"])
-            # The loader takes the state now, and asserts what is in it.
+            # The loader applies the state here, and validates it with assertions.
             self._iterator = iter(self._loader)
         except (KeyError, TypeError, ValueError, AssertionError, OverflowError) as error:
             raise CheckpointError(
-                f"the checkpoint does not tell where it was in {self.location!r}, which is read while training: "
-                f"{type(error).__name__}: {error}. Was it of another source? Start over, with resume=never."
+                f"the checkpoint has no valid position in {self.location!r}, which is read during training: "
+                f"{type(error).__name__}: {error}. Is it from another source? Start over with resume=never."
             ) from error
 
     def read_groups(self, start: int, stop: int) -> Iterator[tuple[RowDataset, np.ndarray]]:
-        """Yield the groups [start, stop), in order: rows, and which groups of them. Earlier ones are forgotten."""
+        """Yield the groups [start, stop) in order, as rows and indices of their groups. Earlier ones are discarded."""
         self._blocks = [block for block in self._blocks if block.stop_group > start]
         for block in self._iter_blocks(start, stop):
             yield (
@@ -258,7 +259,7 @@ class StreamingSource:
             )
 
     def state_dict(self, group: int) -> dict[str, Any]:
-        """Return what `begin` needs to resume after `group` groups, not before the last `take`; of JSON."""
+        """Return the JSON state for `reset` to resume after `group` groups, not before the last `read_groups`."""
         block = next((block for block in self._blocks if block.first_group <= group < block.stop_group), None)
         return self._reader_state() if block is None else block.state
 
@@ -273,7 +274,7 @@ class StreamingSource:
 
     def _iter_blocks(self, start: int, stop: int) -> Iterator[_StreamBlock]:
         if start < (self._blocks[0].first_group if self._blocks else self._num_groups):
-            raise ValueError(f"a stream goes forwards: row {start} of {self.location!r} was read before")
+            raise ValueError(f"a stream cannot go back: row {start} of {self.location!r} was already read")
         yield from [block for block in self._blocks if block.first_group < stop]
         while self._num_groups < stop:
             block = self._read_block()
@@ -282,14 +283,14 @@ class StreamingSource:
                 yield block
 
     def _read_block(self) -> _StreamBlock | None:
-        """Read the next block; None where it holds no row, or an epoch has ended."""
+        """Read the next block. Returns None if it has no rows, or the epoch has ended."""
         state = self._reader_state()
         records = next(self._iterator, None)
         if records is None:
             if not self._groups_in_epoch:
                 raise DataError(
-                    f"{self.location!r} is empty: it holds no example that is short enough, with something to be "
-                    "supervised in its first seq_len tokens. Set data.seq_len to more, or name another source."
+                    f"{self.location!r} is empty: it has no example that is short enough and has supervised tokens "
+                    "among its first seq_len tokens. Increase data.seq_len, or name another source."
                 )
             self._groups_in_epoch = 0
             self._iterator = iter(self._loader)
@@ -312,14 +313,14 @@ def build_record_loader(config: SourceConfig, batch_size: int) -> Any:
     from torch.utils.data import IterableDataset
 
     with warnings.catch_warnings():
-        # Of torch, about what torchdata still calls when it is imported.
+        # Importing torchdata makes torch warn.
         warnings.simplefilter("ignore")
         loaders = import_extra("torchdata.stateful_dataloader", "streaming: true")
 
     reader = _FileRecords if config.dataset is None else _DatasetRecords
-    # The loader asks for this base class, which would make the module import torch.
+    # The loader requires this base class. A class statement in this module would import torch.
     dataset = type("Records", (reader, IterableDataset), {})(config)
-    # The loader draws a number whenever it begins, which must not be one of the run's.
+    # The loader draws a random number whenever it starts, which must not come from the run's generator.
     own = torch.Generator()
     return loaders.StatefulDataLoader(dataset, batch_size=batch_size, collate_fn=list, num_workers=0, generator=own)
 
@@ -331,10 +332,10 @@ class _FileRecords:
 
     def __iter__(self) -> Iterator[Record]:
         while self._file < len(self._found.files):
-            one = replace(self._found, files=self._found.files[self._file : self._file + 1])
-            # A file that has changed holds other data than the run has started with.
-            one.check_unchanged()
-            for record in read_records(one, self._record):
+            single_file = replace(self._found, files=self._found.files[self._file : self._file + 1])
+            # A changed file does not hold the data that the run started with.
+            single_file.check_unchanged()
+            for record in read_records(single_file, self._record):
                 self._record += 1
                 yield record
             self._file, self._record = self._file + 1, 0
@@ -357,11 +358,11 @@ class _DatasetRecords:
             for value in self._dataset:
                 self._row += 1
                 yield build_record(value, format_row_location(self._config, self._row - 1), self._config)
-        # A dataset that was resumed from a state would begin there again.
+        # A dataset that was resumed from a state would start there again.
         self._row, self._dataset = 0, open_dataset(self._config, streaming=True)
 
     def state_dict(self) -> dict[str, Any]:
-        # Before its first row, the dataset has none.
+        # The dataset has no state before its first row.
         return {"row": self._row, "dataset": self._dataset.state_dict() if self._row else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,14 +1,14 @@
-"""From documents to rows of tokens, as a model takes them.
+"""Pack documents into rows of tokens, the inputs of a model.
 
-There are three kinds: a stream that is cut anywhere, documents that share a row and are isolated, and documents in
-rows of their own, with padding behind them.
+There are three kinds of rows: parts of a stream that is cut at any token, several isolated documents, and one document
+with padding after it.
 
-[Note: isolated] `position_ids` restart at each document of a row, from which transformers finds where one ends; see
-[Note: packed documents] in `step.agreement`. The first token of a document is not supervised. Padding at the end counts
+[Note: isolated] `position_ids` restart at each document of a row, by which transformers finds its bounds; see
+[Note: packed documents] in `step.handshake`. The first token of a document is not supervised. Padding at the end counts
 as one more document, with masked labels.
 
-[Note: padding without a mask] A causal model sees nothing behind a token, so a mask would only make attention slower.
-Statistics of routers are the exception.
+[Note: padding without a mask] In a causal model no token attends to later ones, so a mask would only make attention
+slower. Router statistics are the exception: they would count padding.
 
 Shapes: T tokens in D documents, B rows of length S.
 """
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from meshwright.plugin import Batch
 
 PAD_TOKEN_ID = 0
-"""The token of padding; nothing sees it, and any vocabulary has it."""
+"""Token id of padding. No document attends to it, and every vocabulary contains it."""
 
 
 class RowDataset(ABC):
-    """Rows by their numbers, `group` of which belong together; `columns`: dtype, and whether (B, S) or (B,)."""
+    """Rows by index, in groups of `group_size`. `column_specs`: dtype, and whether the shape is (B, S), not (B,)."""
 
     seq_len: int
     group_size: int = 1
@@ -44,15 +44,15 @@ class RowDataset(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return how many there are, a multiple of `group`."""
+        """Return the number of rows, a multiple of `group_size`."""
 
     def lengths(self, indices: np.ndarray) -> np.ndarray | None:
-        """Return the tokens of some rows, without padding: (B,), int64; None where all have `seq_len`."""
+        """Return the number of tokens of rows without padding, (B,), int64; None if all rows have `seq_len`."""
         return None
 
     def read_batch(self, indices: Sequence[int] | np.ndarray, length: int | None = None) -> Batch:
-        """Read rows in their order, of `length` (None: `seq_len`): `input_ids` and `labels`, int64, (B, S), CPU, and
-        `columns`; `position_ids` where documents share a row, `attention_mask` where padding is to be masked.
+        """Return rows in the given order, `length` tokens each (None: `seq_len`): `input_ids` and `labels`, int64,
+        (B, S), on the CPU, and columns; `position_ids` if documents share rows, `attention_mask` if padding is masked.
         """
         import torch
 
@@ -60,21 +60,21 @@ class RowDataset(ABC):
         outside = rows[(rows < 0) | (rows >= len(self))]
         if len(outside):
             raise IndexError(f"row {outside[0]} does not exist; there are {len(self)}, counted from 0")
-        found = self._read_arrays(rows, self.seq_len if length is None else length)
-        return {name: torch.from_numpy(values) for name, values in found.items()}
+        arrays = self._read_arrays(rows, self.seq_len if length is None else length)
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     @abstractmethod
     def _read_arrays(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
-        """Return what `take` does, as arrays."""
+        """Return the result of `read_batch` as arrays."""
 
 
 class ConcatChunkedDataset(RowDataset):
-    """A stream of tokens, cut into rows of one length; the tail that does not fill one is left out."""
+    """A stream of tokens, cut into rows of equal length; an incomplete row at its end is left out."""
 
     def __init__(self, documents: TokenizedDocuments, seq_len: int) -> None:
         tokens = documents.tokens
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"tokens must be one row of integers, not {tokens.dtype} of shape {tokens.shape}")
+            raise ValueError(f"tokens must be one-dimensional integers, not {tokens.dtype} of shape {tokens.shape}")
         if seq_len < 1:
             raise ValueError(f"seq_len must be at least 1, not {seq_len}")
         self.seq_len, self.documents = seq_len, documents
@@ -92,22 +92,22 @@ class ConcatChunkedDataset(RowDataset):
         labels = input_ids.copy()
         if documents.loss_mask is not None:
             labels[~self._reshape_to_rows(documents.loss_mask)[rows]] = IGNORE_INDEX
-        found = {"input_ids": input_ids, "labels": labels}
+        arrays = {"input_ids": input_ids, "labels": labels}
         for name, (dtype, _) in self.column_specs.items():
             column = documents.columns[name]
             if len(column) == len(documents.tokens):
-                found[name] = self._reshape_to_rows(column)[rows].astype(dtype)
+                arrays[name] = self._reshape_to_rows(column)[rows].astype(dtype)
             else:
-                places = rows[:, None] * self.seq_len + np.arange(self.seq_len)
-                found[name] = column[np.searchsorted(documents.ends, places, side="right")].astype(dtype)
-        return found
+                positions = rows[:, None] * self.seq_len + np.arange(self.seq_len)
+                arrays[name] = column[np.searchsorted(documents.ends, positions, side="right")].astype(dtype)
+        return arrays
 
     def _reshape_to_rows(self, stream: np.ndarray) -> np.ndarray:
         return stream[: self._count * self.seq_len].reshape(self._count, self.seq_len)
 
 
 class PackedDataset(RowDataset):
-    """Several documents in a row, complete and isolated; see [Note: isolated]."""
+    """Rows of several complete, isolated documents; see [Note: isolated]."""
 
     def __init__(self, documents: TokenizedDocuments, seq_len: int, *, cache: Path | None = None) -> None:
         self.seq_len = seq_len
@@ -123,22 +123,21 @@ class PackedDataset(RowDataset):
         if length != self.seq_len:
             raise ValueError(f"packed rows have {self.seq_len} tokens, not {length}")
         starts, stops = _get_bounds(self._packing.ends, rows)
-        held = stops - starts
-        members = self._packing.documents[_concat_ranges(starts, held)].astype(np.int64)
-        layout = _BatchLayout(self._documents, members, np.repeat(np.arange(len(rows)), held), len(rows), length)
-        found = layout.build_tokens()
-        # Padding counts from its own beginning.
+        counts = stops - starts
+        members = self._packing.documents[_concat_ranges(starts, counts)].astype(np.int64)
+        layout = _BatchLayout(self._documents, members, np.repeat(np.arange(len(rows)), counts), len(rows), length)
+        arrays = layout.build_tokens()
+        # Positions of padding start at its first token.
         positions = np.tile(np.arange(length), (len(rows), 1)) - layout.row_lengths[:, None]
         positions[layout.token_index] = layout.document_positions
-        return {**found, "position_ids": positions, **layout.build_columns(self.column_specs)}
+        return {**arrays, "position_ids": positions, **layout.build_columns(self.column_specs)}
 
 
 class PaddedDataset(RowDataset):
-    """Each document in a row of its own, and padding behind it; see [Note: padding without a mask]."""
+    """Rows of one document each, with padding after it; see [Note: padding without a mask]."""
 
     def __init__(self, documents: TokenizedDocuments, seq_len: int, *, mask_padding: bool = False) -> None:
-        """Take the documents as they are; `mask_padding` adds an attention mask, for models in which padding
-        matters."""
+        """Use the documents as they are. `mask_padding` adds an attention mask, for models that padding affects."""
         longest = int(documents.lengths().max(initial=0))
         if longest > seq_len:
             raise DataError(f"a document has {longest} tokens, more than seq_len={seq_len}.")
@@ -155,17 +154,17 @@ class PaddedDataset(RowDataset):
 
     def _read_arrays(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
         layout = _BatchLayout(self._documents, rows, np.arange(len(rows)), len(rows), length)
-        found = layout.build_tokens()
+        arrays = layout.build_tokens()
         if self._mask_padding:
             mask = np.zeros((len(rows), length), np.int64)
             mask[layout.token_index] = 1
-            found["attention_mask"] = mask
-        return {**found, **layout.build_columns(self.column_specs)}
+            arrays["attention_mask"] = mask
+        return {**arrays, **layout.build_columns(self.column_specs)}
 
 
 class ConcatDataset(RowDataset):
     def __init__(self, datasets: Sequence[RowDataset]) -> None:
-        """Join at least one; raise DataError where they cannot be in one batch."""
+        """Concatenate one or more datasets. Raises DataError if their rows cannot be in one batch."""
         first = datasets[0]
         self.seq_len, self.group_size = first.seq_len, first.group_size
         self._datasets = tuple(datasets)
@@ -177,9 +176,8 @@ class ConcatDataset(RowDataset):
                 or {name: each for name, (_, each) in part.column_specs.items()} != by_token
             ):
                 raise DataError(
-                    f"sources do not go together: one has the columns {sorted(first.column_specs)} and rows "
-                    f"{self.group_size} by {self.group_size}, another {sorted(part.column_specs)} and "
-                    f"{part.group_size} by {part.group_size}."
+                    f"sources cannot be combined: one has the columns {sorted(first.column_specs)} and groups of "
+                    f"{self.group_size} rows, another {sorted(part.column_specs)} and groups of {part.group_size}."
                 )
         self.column_specs = {
             name: (np.result_type(*(part.column_specs[name][0] for part in datasets)), each)
@@ -209,7 +207,7 @@ class ConcatDataset(RowDataset):
         return found
 
     def _split_by_dataset(self, indices: np.ndarray) -> list[tuple[RowDataset, np.ndarray, np.ndarray]]:
-        """Return each part that has some of the rows, which of `indices` these are, and their numbers in it."""
+        """Return each dataset with some of the rows, the positions of these in `indices`, and their row numbers."""
         which = np.searchsorted(self.offsets, indices, side="right") - 1
         chosen = [(number, np.flatnonzero(which == number)) for number in np.unique(which)]
         return [(self._datasets[number], at, indices[at] - self.offsets[number]) for number, at in chosen]
@@ -224,11 +222,11 @@ def build_row_dataset(
     mask_padding: bool = False,
     column_dtypes: Mapping[str, np.dtype] | None = None,
 ) -> RowDataset:
-    """Make rows of a kind, see `DataConfig.packing`; `column_dtypes` of columns where other documents need a wider
-    one."""
+    """Build the rows for a packing; see `DataConfig.packing`. `column_dtypes`: dtypes of columns for which other
+    documents need a wider one."""
     if packing != "none" and documents.group_size != 1:
         raise ConfigError(
-            f"packing={packing} would part the answers of a preference. Set data.packing=none, or leave it out."
+            f"packing={packing} would separate the answers of a preference. Set data.packing=none, or leave it out."
         )
     rows: RowDataset
     if packing == "documents":
@@ -242,7 +240,7 @@ def build_row_dataset(
 
 
 def _build_column_specs(documents: TokenizedDocuments, *, is_per_row: bool) -> dict[str, tuple[np.dtype, bool]]:
-    """Return `Rows.columns`; `is_per_row`: a row is a document, and has its values."""
+    """Return `RowDataset.column_specs`. `is_per_row`: each row is one document, with the document's values."""
     return {
         name: (
             np.dtype(np.float64 if column.dtype.kind == "f" else np.int64),
@@ -253,13 +251,13 @@ def _build_column_specs(documents: TokenizedDocuments, *, is_per_row: bool) -> d
 
 
 class _BatchLayout:
-    """Where tokens go in a batch: `token_index` (row, column), `document_positions`, `row_lengths`: tokens of each
-    row."""
+    """Layout of the tokens of a batch: `token_index` (row, column), `document_positions` (position in the document),
+    `row_lengths` (tokens per row)."""
 
     def __init__(
         self, documents: TokenizedDocuments, document_ids: np.ndarray, row_index: np.ndarray, num_rows: int, length: int
     ) -> None:
-        """Lay out the documents `document_ids`, in the rows `row_index`, which rise, of a batch of (count, length)."""
+        """Lay out documents in a batch of (num_rows, length). `row_index`: the row of each document, ascending."""
         starts, ends = _get_bounds(documents.ends, document_ids)
         lengths = ends - starts
         self.row_lengths = np.bincount(row_index, lengths, num_rows).astype(np.int64)
@@ -269,8 +267,8 @@ class _BatchLayout:
         self._source_index = _concat_ranges(starts, lengths)
         self._document_index = np.repeat(np.arange(len(document_ids)), lengths)
         self._rows = row_index
-        behind = np.cumsum(lengths) - lengths
-        self.document_positions = np.arange(len(self._document_index)) - behind[self._document_index]
+        before = np.cumsum(lengths) - lengths
+        self.document_positions = np.arange(len(self._document_index)) - before[self._document_index]
         token_rows = row_index[self._document_index]
         self.token_index = (
             token_rows,
@@ -278,35 +276,35 @@ class _BatchLayout:
         )
 
     def build_tokens(self) -> dict[str, np.ndarray]:
-        found = self._documents.tokens[self._source_index].astype(np.int64)
+        tokens = self._documents.tokens[self._source_index].astype(np.int64)
         input_ids = np.full(self._shape, PAD_TOKEN_ID, np.int64)
-        input_ids[self.token_index] = found
+        input_ids[self.token_index] = tokens
         labels = np.full(self._shape, IGNORE_INDEX, np.int64)
         supervised = self.document_positions > 0
         if self._documents.loss_mask is not None:
             supervised &= self._documents.loss_mask[self._source_index]
-        labels[self.token_index] = np.where(supervised, found, IGNORE_INDEX)
+        labels[self.token_index] = np.where(supervised, tokens, IGNORE_INDEX)
         return {"input_ids": input_ids, "labels": labels}
 
     def build_columns(self, columns: dict[str, tuple[np.dtype, bool]]) -> dict[str, np.ndarray]:
-        found: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray] = {}
         for name, (dtype, by_token) in columns.items():
             column = self._documents.columns[name]
-            found[name] = np.zeros(self._shape if by_token else self._shape[:1], dtype)
+            arrays[name] = np.zeros(self._shape if by_token else self._shape[:1], dtype)
             if not by_token:
-                found[name][self._rows] = column[self._members]
+                arrays[name][self._rows] = column[self._members]
             elif len(column) == len(self._documents.tokens):
-                found[name][self.token_index] = column[self._source_index]
+                arrays[name][self.token_index] = column[self._source_index]
             else:
-                found[name][self.token_index] = column[self._members][self._document_index]
-        return found
+                arrays[name][self.token_index] = column[self._members][self._document_index]
+        return arrays
 
 
 def _get_bounds(ends: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where some of consecutive items begin and end, given all ends."""
+    """Return the starts and ends of the given items, where `ends` has those of all consecutive items."""
     return np.where(indices > 0, ends[indices - 1], 0), np.asarray(ends[indices])
 
 
 def _concat_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    behind = np.cumsum(counts) - counts
-    return np.repeat(starts - behind, counts) + np.arange(int(counts.sum()))
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))

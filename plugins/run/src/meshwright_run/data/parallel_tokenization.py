@@ -1,10 +1,10 @@
-"""Tokenize the records of a source in their order, on threads or in processes.
+"""Tokenize the records of a source in order, on threads or in processes.
 
-[Note: where tokenizing runs] A small source is tokenized in this process, on threads where the library releases the
-interpreter lock. After as many characters as a process takes to start, processes take over, with the same result.
+[Note: where tokenizing runs] A small source is tokenized in this process, on threads if the library releases the GIL.
+After a number of characters that takes about as long as starting a process, processes take over, with the same result.
 
-[Note: processes of our own] A fork would lose the threads of torch and of tokenizers and may hang; multiprocessing runs
-the user's script again. So a worker is a Python of its own that runs `serve`, and ends when its input does.
+[Note: worker processes] A fork would lose the threads of torch and tokenizers and may hang; multiprocessing would run
+the user's script again. So a worker is a new Python process that runs `run_worker`, and ends when its input does.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 _CHARACTERS_PER_BATCH = 1 << 18
 _MAX_THREADED_CHARACTERS = 1 << 25
 _MAX_SINGLE_THREAD_CHARACTERS = 1 << 21
-"""Characters after which processes take over: where threads share the work, and where they cannot."""
+"""Characters after which processes take over, if threads share the work and if they cannot."""
 _MAX_PROCESSES = 32
-"""One process reads for all."""
+"""Limit, since one process reads for all."""
 _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Tokenization:
-    """How the records of a source become tokens: options of `Encoder`, and the share that is held out."""
+    """How the records of a source are tokenized: options of `Encoder`, and the fraction that is held out."""
 
     source: SourceConfig
     options: dict[str, Any]
@@ -69,7 +69,7 @@ def build_tokenization(source: SourceConfig, config: DataConfig, held_out_fracti
         "loss_on": config.loss_on,
         "chat_template": None if config.chat_template is None else read_chat_template(config.chat_template),
         "too_long": too_long,
-        # Documents that are cut anywhere may have any length.
+        # Documents of a stream may have any length.
         "seq_len": None if too_long is None else config.seq_len,
         "fields": source.fields,
         "columns": source.columns,
@@ -79,9 +79,9 @@ def build_tokenization(source: SourceConfig, config: DataConfig, held_out_fracti
 
 @dataclass(frozen=True)
 class TokenizedChunk:
-    """Some records, tokenized; `kept` of them became documents.
+    """Tokenized records; `num_kept` of them became documents.
 
-    `nearest`: of each side the record that is nearest to the other: its place, and its documents, [first, stop).
+    `nearest_boundary`: for each split, the record nearest to the other: its hash value and documents, [first, stop).
     """
 
     documents: dict[Split, TokenizedDocuments]
@@ -96,16 +96,16 @@ EncodeRecords = Callable[[list[Record]], TokenizedChunk]
 def tokenize_records(
     records: Iterable[Record], tokenization: Tokenization, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[TokenizedChunk]:
-    """Yield the tokens of records in their order, with few of them in memory; see [Note: where tokenizing runs]."""
+    """Yield the tokens of records in order, with few of them in memory; see [Note: where tokenizing runs]."""
     cores = count_usable_cores()
     with disable_tokenizer_threads():
         encode = ChunkEncoder(tokenization, tokenizer)
         # Tokenizers written in Python are not known to be thread-safe.
-        on_threads = tokenization.source.format == "text" and bool(tokenizer.is_fast)
+        use_threads = tokenization.source.format == "text" and bool(tokenizer.is_fast)
         batches = _batches(records)
-        characters = _MAX_THREADED_CHARACTERS if on_threads else _MAX_SINGLE_THREAD_CHARACTERS
-        at_first = islice(batches, max(1, characters // _CHARACTERS_PER_BATCH))
-        yield from _map_in_order(at_first, encode, cores if on_threads else 1)
+        max_characters = _MAX_THREADED_CHARACTERS if use_threads else _MAX_SINGLE_THREAD_CHARACTERS
+        first_batches = islice(batches, max(1, max_characters // _CHARACTERS_PER_BATCH))
+        yield from _map_in_order(first_batches, encode, cores if use_threads else 1)
         rest = next(batches, None)
         if rest is not None:
             with _start_workers(tokenization, tokenizer) as encode_there:
@@ -118,24 +118,26 @@ class ChunkEncoder:
         self._tokenization, self._dtype = tokenization, choose_token_dtype(tokenizer)
 
     def __call__(self, records: list[Record]) -> TokenizedChunk:
-        found, counts = self._encoder.encode(records)
+        encoded, counts = self._encoder.encode(records)
         examples: dict[Split, list[Example]] = {}
         nearest: dict[Split, tuple[float, int, int]] = {}
-        for record, made in zip(records, found, strict=True):
-            if made:
-                place = hash_to_unit_interval(_get_split_content(record, self._tokenization.source))
-                side = assign_split(place, self._tokenization.held_out_fraction)
-                kept = examples.setdefault(side, [])
-                if side not in nearest or is_nearer_boundary(place, nearest[side][0], side):
-                    nearest[side] = (place, len(kept), len(kept) + len(made))
-                kept += made
+        for record, record_examples in zip(records, encoded, strict=True):
+            if record_examples:
+                hash_value = hash_to_unit_interval(_get_split_content(record, self._tokenization.source))
+                split = assign_split(hash_value, self._tokenization.held_out_fraction)
+                split_examples = examples.setdefault(split, [])
+                if split not in nearest or is_nearer_boundary(hash_value, nearest[split][0], split):
+                    nearest[split] = (hash_value, len(split_examples), len(split_examples) + len(record_examples))
+                split_examples += record_examples
         columns = tuple(self._tokenization.source.columns)
-        documents = {side: _concat_examples(kept, self._dtype, columns) for side, kept in examples.items()}
-        return TokenizedChunk(documents, nearest, counts, sum(map(bool, found)))
+        documents = {
+            split: _concat_examples(split_examples, self._dtype, columns) for split, split_examples in examples.items()
+        }
+        return TokenizedChunk(documents, nearest, counts, sum(map(bool, encoded)))
 
 
 def _get_split_content(record: Record, source: SourceConfig) -> str:
-    """Return the text or fields of an example without its columns; equal ones are on the same side."""
+    """Return the text or fields of a record, without columns. Records with equal content are in the same split."""
     value = record.fields
     if source.format == "text":
         return str(value[get_source_field("text", source)])
@@ -146,12 +148,12 @@ def _get_split_content(record: Record, source: SourceConfig) -> str:
 def _concat_examples(examples: list[Example], dtype: np.dtype, columns: tuple[str, ...]) -> TokenizedDocuments:
     tokens = np.concatenate([example.tokens for example in examples]).astype(dtype, copy=False)
     ends = np.cumsum([len(example) for example in examples], dtype=np.int64)
-    labelled = None
+    loss_mask = None
     if any(example.loss_mask is not None for example in examples):
-        every = [np.ones(len(each), bool) if each.loss_mask is None else each.loss_mask for each in examples]
-        labelled = np.concatenate(every)
+        masks = [np.ones(len(each), bool) if each.loss_mask is None else each.loss_mask for each in examples]
+        loss_mask = np.concatenate(masks)
     found = {name: _concat_column([example.columns[name] for example in examples], name) for name in columns}
-    return TokenizedDocuments(tokens, ends, labelled, found)
+    return TokenizedDocuments(tokens, ends, loss_mask, found)
 
 
 def _concat_column(values: list[Any], name: str) -> np.ndarray:
@@ -178,7 +180,7 @@ def _map_in_order(batches: Iterable[list[Record]], encode: EncodeRecords, num_th
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Group records until they hold enough characters to be worth a task."""
+    """Group records into batches with enough characters to be worth a task."""
     batch: list[Record] = []
     characters = 0
     for record in records:
@@ -203,7 +205,7 @@ def _count_characters(value: Any) -> int:
 
 @contextmanager
 def _start_workers(tokenization: Tokenization, tokenizer: PreTrainedTokenizerBase) -> Iterator[EncodeRecords]:
-    """Encode in worker processes, one for each call at a time; they have ended when the context is left."""
+    """Yield a function that encodes in worker processes, one per concurrent call. They end with the context."""
     idle: SimpleQueue[TokenizerWorker] = SimpleQueue()
     workers: list[TokenizerWorker] = []
 
@@ -211,7 +213,7 @@ def _start_workers(tokenization: Tokenization, tokenizer: PreTrainedTokenizerBas
         try:
             worker = idle.get_nowait()
         except Empty:
-            # The tokenizer is sent: loading it would import torch, to look through the models that it may be of.
+            # The tokenizer is sent, since loading it may import torch.
             worker = TokenizerWorker(ChunkEncoder, tokenization, tokenizer)
             workers.append(worker)
         piece: TokenizedChunk = worker.call(records)
@@ -226,7 +228,7 @@ def _start_workers(tokenization: Tokenization, tokenizer: PreTrainedTokenizerBas
 
 
 class TokenizerWorker:
-    """A process that calls what `make(*args)` returns, for one thread; see [Note: processes of our own]."""
+    """A process that calls the result of `factory(*args)`, for one thread; see [Note: worker processes]."""
 
     def __init__(self, factory: Callable[..., Callable[[Any], Any]], *args: Any) -> None:
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run_worker; run_worker()"
@@ -252,14 +254,14 @@ class TokenizerWorker:
     def _request(self, request: Any) -> Any:
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
-            raise DataError("the process that tokenizes has no pipes.")
+            raise DataError("the tokenizer process has no pipes.")
         try:
             _send(stdin, request)
             is_error, answer = _receive(stdout)
         except (EOFError, BrokenPipeError):
             code = self._process.wait()
             raise DataError(
-                f"a process that tokenizes ended unexpectedly (exit code {code}); if it is -9, memory may have run out."
+                f"a tokenizer process ended unexpectedly (exit code {code}); code -9 may mean that memory ran out."
             ) from None
         if is_error:
             raise answer
@@ -267,8 +269,8 @@ class TokenizerWorker:
 
 
 def run_worker() -> None:
-    """Run a worker over standard input and output; what libraries print goes to stderr."""
-    # Schedulers send these to all processes; this one ends with the one that it works for.
+    """Serve requests on standard input and output. Output of libraries goes to stderr."""
+    # Schedulers send these signals to all processes; a worker ends with its parent.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     install_output_escaping()
@@ -277,13 +279,13 @@ def run_worker() -> None:
     function: Callable[[Any], Any] | None = None
     with suppress(EOFError, BrokenPipeError):
         while True:
-            question = _receive(sys.stdin.buffer)
+            request = _receive(sys.stdin.buffer)
             try:
                 if function is None:
-                    make, args = question
-                    function, result = make(*args), None
+                    factory, args = request
+                    function, result = factory(*args), None
                 else:
-                    result = function(question)
+                    result = function(request)
                 answer: tuple[bool, Any] = (False, result)
             except Exception as error:
                 answer = (True, error)

@@ -1,7 +1,7 @@
-"""Turn sources into tokenized documents, once, and find them again.
+"""Tokenize sources once, and cache the documents.
 
-The key of an entry in the cache covers all that changes its tokens; files enter it by path, size and time. The
-fingerprint is of the tokens, and equal wherever the same data were prepared.
+The key of a cache entry covers everything that changes its tokens; files enter it by path, size and modification time.
+The fingerprint covers the tokens, and is equal on all machines for the same data.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HELD_OUT = "held_out"
-"""The evaluation set of what is held out of the sources."""
+"""Name of the evaluation set that is held out of the sources."""
 CACHE_FORMAT, TOKENIZER_FORMAT = 4, 1
-"""Raised with every change to what an entry holds or how its tokens are made, and to how a tokenizer is trained."""
+"""Increase with every change to the content of entries or to tokenization, and to the training of tokenizers."""
 _CHUNK = 1 << 20
 _TOKENIZER_FILES = frozenset({".json", ".txt", ".model", ".tiktoken", ".jinja"})
 
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """A source that a run trains on; one that is read while training has no documents and counts."""
+    """A training source. One that is read during training has no documents and no counts."""
 
     config: SourceConfig
     train_documents: TokenizedDocuments | None
@@ -63,11 +63,11 @@ class PreparedSource:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Tokenized documents.
+    """Tokenized documents of a run.
 
-    `eval_sets`: by set, "eval_sets" and those of `eval_sets`. `vocab_size`: rows of an embedding. `directory`: the
-    first entry of the cache, or its root where every source is read while training. `documents`: their number on both
-    sides. `fingerprint`: hexadecimal, of tokens and split. `columns`: the dtype that all sources and sets have.
+    `eval_sets`: documents by set, "held_out" and those of `eval_sets`. `vocab_size`: rows of the embedding.
+    `directory`: first cache entry, or the cache root if every source is read during training. `num_documents`: number
+    in both splits. `fingerprint`: hexadecimal, of tokens and split. `column_dtypes`: dtypes over all sources and sets.
     """
 
     sources: tuple[PreparedSource, ...]
@@ -82,32 +82,34 @@ class PreparedData:
 
 
 def prepare_data(config: DataConfig, *, tokenizer_dir: str | Path | None = None) -> PreparedData:
-    """Find the sources of `config`, and tokenize them unless that was done before; of several processes one works.
+    """Find the sources of `config`, and tokenize those that are not cached. Of several processes, one does the work.
 
-    `tokenizer_dir`: a model's own, used where `config.tokenizer` is None; without either, one is trained.
+    `tokenizer_dir`: the model's own tokenizer, used if `config.tokenizer` is None; without either, one is trained.
     """
     root = get_cache_root(config.cache_dir)
-    found = [resolve_source(source) for source in config.get_training_sources()]
+    sources_found = [resolve_source(source) for source in config.get_training_sources()]
     sets = {
         name: [resolve_source(each) for each in sources] for name, sources in config.get_evaluation_sources().items()
     }
-    tokenizer = _find_tokenizer(config, tokenizer_dir) or _load_or_train_tokenizer(root, found, config)
+    tokenizer = _find_tokenizer(config, tokenizer_dir) or _load_or_train_tokenizer(root, sources_found, config)
 
-    def entry_of(source: ResolvedSource, fraction: float) -> CacheEntry:
+    def get_entry(source: ResolvedSource, fraction: float) -> CacheEntry:
         return load_or_build_entry(root, source, build_tokenization(source.config, config, fraction), tokenizer)
 
-    entries = [None if each.config.streaming else entry_of(each, config.eval_fraction) for each in found]
-    evaluated = {name: [entry_of(each, 0.0) for each in sources] for name, sources in sets.items()}
-    for source, entry in zip(found, entries, strict=True):
+    entries = [None if each.config.streaming else get_entry(each, config.eval_fraction) for each in sources_found]
+    evaluated = {name: [get_entry(each, 0.0) for each in sources] for name, sources in sets.items()}
+    for source, entry in zip(sources_found, entries, strict=True):
         if entry is not None and config.resolve_packing() == "stream":
             _check_fills_sequence(source, entry, config)
     kept = [entry for entry in entries if entry is not None]
-    held_out = {name: tuple(entry.documents["train"] for entry in given) for name, given in evaluated.items()}
+    held_out = {
+        name: tuple(entry.documents["train"] for entry in set_entries) for name, set_entries in evaluated.items()
+    }
     if config.eval_fraction > 0:
         held_out = {HELD_OUT: tuple(entry.documents["held_out"] for entry in kept), **held_out}
-    sources = tuple(_to_prepared_source(source, entry) for source, entry in zip(found, entries, strict=True))
+    sources = tuple(_to_prepared_source(source, entry) for source, entry in zip(sources_found, entries, strict=True))
     # A single source keeps its own fingerprint.
-    prints = [source.fingerprint for source in sources]
+    fingerprints = [source.fingerprint for source in sources]
     documents = [each for entry in chain(kept, *evaluated.values()) for each in entry.documents.values()]
     return PreparedData(
         sources=sources,
@@ -116,13 +118,13 @@ def prepare_data(config: DataConfig, *, tokenizer_dir: str | Path | None = None)
         vocab_size=kept[0].vocab_size if kept else get_vocab_size(load_tokenizer(tokenizer)),
         directory=kept[0].directory if kept else root,
         num_documents=sum(entry.counts.documents for entry in kept),
-        fingerprint=prints[0] if len(prints) == 1 else _digest(" ".join(prints)),
-        # A column that is real in any source is real in all.
+        fingerprint=fingerprints[0] if len(fingerprints) == 1 else _digest(" ".join(fingerprints)),
+        # A column that has floats in any source is float in all.
         column_dtypes={
             name: np.result_type(np.int64, *(each.columns[name].dtype for each in documents))
-            for name in found[0].config.columns
+            for name in sources_found[0].config.columns
         },
-        group_size=found[0].config.group_size,
+        group_size=sources_found[0].config.group_size,
     )
 
 
@@ -133,7 +135,7 @@ def _find_tokenizer(config: DataConfig, fallback: str | Path | None) -> Path | N
         return None
     if config.vocab_size != DEFAULT_VOCAB_SIZE:
         raise ConfigError(
-            f"vocab_size={config.vocab_size} is the size of a trained tokenizer, but the model brings its own, in "
+            f"vocab_size={config.vocab_size} applies only to a trained tokenizer, but the model has its own, in "
             f"{fallback}. Leave vocab_size out."
         )
     return Path(fallback).expanduser().absolute()
@@ -151,18 +153,18 @@ def _digest(text: str) -> str:
 
 
 def _check_fills_sequence(source: ResolvedSource, entry: CacheEntry, config: DataConfig) -> None:
-    sides = entry.documents
+    documents_by_split = entry.documents
     for split in SPLITS if config.eval_fraction > 0 else SPLITS[:1]:
-        tokens, documents = len(sides[split].tokens), len(sides[split])
+        tokens, documents = len(documents_by_split[split].tokens), len(documents_by_split[split])
         if tokens >= config.seq_len:
             continue
         share = "larger" if split == "held_out" else "smaller"
-        shorter = f", seq_len of at most {tokens}" if tokens >= 2 else ""
+        shorter = f", a seq_len of at most {tokens}" if tokens >= 2 else ""
         raise DataError(
             f"the {split} split does not fill one sequence: its {documents} documents hold {tokens} tokens "
             f"({source.config.location!r}), but seq_len={config.seq_len}. Give more documents{shorter}, or a {share} "
-            f"eval_fraction (now {config.eval_fraction}: {len(sides['train'])} documents for training, "
-            f"{len(sides['held_out'])} held out)."
+            f"eval_fraction (now {config.eval_fraction}: {len(documents_by_split['train'])} documents for training, "
+            f"{len(documents_by_split['held_out'])} held out)."
         )
 
 
@@ -171,8 +173,8 @@ def _load_or_train_tokenizer(root: Path, sources: Sequence[ResolvedSource], conf
         if source.config.format != "text" or source.config.streaming:
             what = "streaming: true" if source.config.streaming else f"format={source.config.format}"
             raise ConfigError(
-                f"{source.config.location!r} ({what}) needs a tokenizer: the model's own, or data.tokenizer. One is "
-                "trained on sources of text alone, which are read before."
+                f"{source.config.location!r} ({what}) needs a tokenizer: the model's own, or data.tokenizer. One can "
+                "be trained only on text sources that are read before training."
             )
     parts = {
         "format": TOKENIZER_FORMAT,
@@ -207,7 +209,7 @@ def _load_or_train_tokenizer(root: Path, sources: Sequence[ResolvedSource], conf
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A tokenized source: documents of each side, counts, rows of an embedding, and a hexadecimal fingerprint."""
+    """A tokenized source: documents of each split, counts, rows of the embedding, and a hexadecimal fingerprint."""
 
     directory: Path
     documents: dict[Split, TokenizedDocuments]
@@ -219,7 +221,7 @@ class CacheEntry:
 def load_or_build_entry(
     root: Path, source: ResolvedSource, tokenization: Tokenization, tokenizer_dir: Path
 ) -> CacheEntry:
-    """Find the entry of a source, or make it; its key covers everything that changes the tokens or their side."""
+    """Load the entry of a source, or build it. Its key covers everything that changes the tokens or their split."""
     config = source.config
     parts: dict[str, Any] = {
         "format": CACHE_FORMAT,
@@ -234,7 +236,7 @@ def load_or_build_entry(
     }
     directory = root / "data" / _digest(json.dumps(parts, sort_keys=True))
     return load_or_build(
-        directory, load=_load_entry, build=lambda place: _build_entry(place, source, tokenization, tokenizer_dir)
+        directory, load=_load_entry, build=lambda scratch: _build_entry(scratch, source, tokenization, tokenizer_dir)
     )
 
 
@@ -249,13 +251,13 @@ def hash_tokenizer_files(directory: Path) -> dict[str, str]:
 
 
 def _build_entry(directory: Path, source: ResolvedSource, tokenization: Tokenization, tokenizer_dir: Path) -> None:
-    """Fill an entry. The source is read once; neither it nor its tokens are ever in memory as a whole."""
+    """Fill an entry. The source is read once; neither it nor its tokens are ever fully in memory."""
     # An unusable tokenizer is found before the source is read.
     tokenizer = load_tokenizer(tokenizer_dir)
     try:
         counts = _write_splits(directory, source, tokenization, tokenizer)
     except DataError:
-        # A file that seems broken may be still being written.
+        # A file may seem broken because it is still being written.
         source.check_unchanged()
         raise
     source.check_unchanged()
@@ -274,30 +276,30 @@ def _build_entry(directory: Path, source: ResolvedSource, tokenization: Tokeniza
 def _write_splits(
     directory: Path, source: ResolvedSource, tokenization: Tokenization, tokenizer: PreTrainedTokenizerBase
 ) -> EncodingCounts:
-    counts, kept, meter = EncodingCounts(), 0, ReadProgress()
-    # Of each side, the record that is nearest to the other: its place, and its documents.
+    counts, num_kept, progress = EncodingCounts(), 0, ReadProgress()
+    # For each split, the record nearest to the other: its hash value, and its documents.
     nearest: dict[Split, tuple[float, int, int]] = {}
     with ExitStack() as stack:
         columns, dtype = tuple(source.config.columns), choose_token_dtype(tokenizer)
         files = {split: DocumentWriter(directory, split, dtype, columns) for split in SPLITS}
         for file in files.values():
             stack.callback(file.discard)
-        advance = stack.enter_context(show_progress(source.config.location, meter))
-        for piece in tokenize_records(read_records(source, progress=meter), tokenization, tokenizer):
+        advance = stack.enter_context(show_progress(source.config.location, progress))
+        for piece in tokenize_records(read_records(source, progress=progress), tokenization, tokenizer):
             for split, documents in piece.documents.items():
-                place, first, stop = piece.nearest_boundary[split]
+                hash_value, first, stop = piece.nearest_boundary[split]
                 before = len(files[split])
-                if split not in nearest or is_nearer_boundary(place, nearest[split][0], split):
-                    nearest[split] = (place, before + first, before + stop)
+                if split not in nearest or is_nearer_boundary(hash_value, nearest[split][0], split):
+                    nearest[split] = (hash_value, before + first, before + stop)
                 files[split].append(documents)
-            counts, kept = counts + piece.counts, kept + piece.num_kept
+            counts, num_kept = counts + piece.counts, num_kept + piece.num_kept
             advance(piece.counts.tokens)
-        if kept == 0:
+        if num_kept == 0:
             raise DataError(_describe_empty_source(source, counts, tokenization.options["seq_len"]))
-        if kept == 1 and tokenization.held_out_fraction > 0:
+        if num_kept == 1 and tokenization.held_out_fraction > 0:
             raise DataError(
-                f"{source.config.location!r} holds 1 document, but needs at least 2: whole documents are held out for "
-                "the eval loss. Cut it into several .txt files, or into the lines of a .jsonl file; or set "
+                f"{source.config.location!r} holds 1 document, but needs at least 2: complete documents are held out "
+                "for the eval loss. Split it into several .txt files, or into lines of a .jsonl file; or set "
                 "eval_fraction: 0, and name eval_sets."
             )
         if tokenization.held_out_fraction > 0:
@@ -311,30 +313,30 @@ def _write_splits(
 
 
 def _describe_empty_source(source: ResolvedSource, counts: EncodingCounts, seq_len: int | None) -> str:
-    place = source.config.location
+    location = source.config.location
     if not counts.records:
-        return f"{place!r} is empty: it holds no example. Name a source that holds some."
-    longer = f"Set data.seq_len to more than {seq_len}, or shorten the records."
+        return f"{location!r} is empty: it holds no example. Name a source that holds some."
+    advice = f"Set data.seq_len to more than {seq_len}, or shorten the records."
     if counts.dropped and not counts.unsupervised:
         return (
-            f"{place!r} is empty: it holds no example that is short enough: all {counts.dropped:,} documents have more "
-            f"than seq_len={seq_len} tokens, and were dropped. {longer}"
+            f"{location!r} is empty: it holds no example that is short enough: all {counts.dropped:,} documents have "
+            f"more than seq_len={seq_len} tokens and were dropped. {advice}"
         )
-    # Of a pair that has lost one answer, only unlearnt is counted; neither answer can be empty.
+    # A pair that lost an answer may count only as unsupervised; neither answer can be empty.
     if counts.truncated or counts.split or counts.dropped or source.config.format == "preference":
         return (
-            f"{place!r} holds {counts.records:,} records, and in none of them is anything supervised within seq_len="
-            f"{seq_len} tokens: what is to be supervised, such as the answers, stands behind them and was cut off. "
-            f"{longer}"
+            f"{location!r} holds {counts.records:,} records, but none has a supervised token within seq_len={seq_len} "
+            "tokens: the supervised parts, such as answers, come after them and were cut off. "
+            f"{advice}"
         )
     return (
-        f"{place!r} is empty: it holds {counts.records:,} records, and in none of them is anything to be supervised. "
+        f"{location!r} is empty: it holds {counts.records:,} records, but none has anything to supervise. "
         "Name a source with texts, answers or labels that are not empty."
     )
 
 
 def _compute_fingerprint(directory: Path, columns: tuple[str, ...], *, is_stream: bool) -> str:
-    """Hash the documents of an entry; of a stream, in which documents have no bounds, only the tokens."""
+    """Hash the documents of an entry; for a stream, in which documents have no bounds, without their ends."""
     digest = hashlib.sha256()
     for split in SPLITS:
         for name, array in open_documents(directory, split, columns, 1).to_arrays().items():
@@ -348,7 +350,7 @@ def _compute_fingerprint(directory: Path, columns: tuple[str, ...], *, is_stream
 
 
 def _load_entry(directory: Path) -> CacheEntry | None:
-    """Open an entry, its arrays memory-mapped; None where it is missing, incomplete or corrupt."""
+    """Open an entry with memory-mapped arrays. Returns None if it is missing, incomplete or corrupt."""
     try:
         meta = read_json_object(directory / "meta.json")
         if not _list_file_sizes(directory).items() >= meta["sizes"].items():

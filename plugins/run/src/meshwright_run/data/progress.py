@@ -1,4 +1,4 @@
-"""Show how far a source has been tokenized, on a terminal only."""
+"""Show the progress of tokenizing a source, on a terminal only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from meshwright.plugin import create_console, escape_unprintable
 
 CONSOLE = create_console(stderr=True)
-"""Shared by all bars and spinners: two consoles would draw over each other."""
+"""Console of all progress bars and spinners; two consoles would overwrite each other."""
 _EVERY_S = 0.2
 
 
 @dataclass
 class ReadProgress:
-    """How far a source has been read: bytes, `done` of them before `file`, or rows of a dataset."""
+    """Progress of reading a source: bytes, `num_done` of them before `file`, or rows of a dataset."""
 
     total: int | None = None
     num_done: int = 0
@@ -38,10 +38,10 @@ def show_progress(name: str, read_progress: ReadProgress) -> Iterator[Callable[[
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as shown:
+    with Progress(*columns, console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as progress:
         # A live display bypasses the console's own escaping.
         name = escape_unprintable(name)
-        task = shown.add_task(name if len(name) < 40 else f"...{name[-36:]}", total=read_progress.total, tokens="")
+        task = progress.add_task(name if len(name) < 40 else f"...{name[-36:]}", total=read_progress.total, tokens="")
         tokens, due = 0, 0.0
 
         def advance(count: int) -> None:
@@ -49,7 +49,7 @@ def show_progress(name: str, read_progress: ReadProgress) -> Iterator[Callable[[
             tokens += count
             if time.monotonic() >= due:
                 due = time.monotonic() + _EVERY_S
-                shown.update(
+                progress.update(
                     task, total=read_progress.total, completed=read_progress.position(), tokens=f"{tokens:,} tokens"
                 )
 

@@ -1,4 +1,4 @@
-"""Output of `meshwright data show`: rows, a histogram of lengths, a table of sources."""
+"""Output of `meshwright data show`: rows, a histogram of lengths, and a table of sources."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MEASURED_STEPS = 20
-"""Steps that tell how full padded rows are: that depends on which ones are in one microbatch."""
+"""Steps over which the fill of padded rows is measured; it depends on which rows share a microbatch."""
 _NUM_BARS = 12
 _WIDTH = 50
 _SUPERVISED_STYLE, _CONTEXT_STYLE, _FRAME_STYLE = "bold green", "default", "dim"
@@ -35,8 +35,7 @@ _COLORS = ("#2a6fbb", "#d9792b", "#4b9e5f", "#8a5bb0", "#b8434e", "#6b6b6b")
 
 @dataclass(frozen=True)
 class SourceSummary:
-    """A source without what is held out: lengths of documents, shares of tokens supervised and of rows filled,
-    counts."""
+    """The training split of a source: lengths of documents, fraction of supervised tokens, fill of rows, counts."""
 
     name: str
     format: str
@@ -56,7 +55,7 @@ class TokenRun:
 
 @dataclass(frozen=True)
 class DecodedRow:
-    """A row as a model sees it: runs of each document, tokens of padding behind them, further numbers."""
+    """A row as the model sees it: runs of each document, number of padding tokens after them, further numbers."""
 
     documents: tuple[tuple[TokenRun, ...], ...]
     num_padding: int
@@ -64,26 +63,26 @@ class DecodedRow:
 
 
 def summarize_sources(data: PreparedData, datasets: RunDatasets, kind: Packing) -> list[SourceSummary]:
-    found = []
-    for source, own in zip(data.sources, datasets.train_sets, strict=True):
+    summaries = []
+    for source, dataset in zip(data.sources, datasets.train_sets, strict=True):
         documents, counts, config = source.train_documents, source.counts, source.config
-        if isinstance(own, StreamingSource) or documents is None or counts is None:
+        if isinstance(dataset, StreamingSource) or documents is None or counts is None:
             continue
         lengths, tokens = documents.lengths(), len(documents.tokens)
-        fill = {"stream": 1.0, "documents": int(lengths.sum()) / (len(own) * own.seq_len)}.get(kind)
+        fill = {"stream": 1.0, "documents": int(lengths.sum()) / (len(dataset) * dataset.seq_len)}.get(kind)
         supervised = _count_supervised(documents) / max(tokens, 1)
-        found.append(SourceSummary(config.location, config.format, lengths, supervised, len(own), fill, counts))
-    return found
+        summaries.append(SourceSummary(config.location, config.format, lengths, supervised, len(dataset), fill, counts))
+    return summaries
 
 
 def measure_fill(sampler: TrainSampler, num_steps: int = _MEASURED_STEPS) -> float:
-    taken = places = 0
+    num_filled = num_positions = 0
     for step in range(num_steps):
         for batch in sampler.read_microbatches(step):
             for ids, labels in zip(batch["input_ids"].numpy(), batch["labels"].numpy(), strict=True):
-                taken += len(ids) - _count_padding(ids, labels)
-                places += len(ids)
-    return taken / max(places, 1)
+                num_filled += len(ids) - _count_padding(ids, labels)
+                num_positions += len(ids)
+    return num_filled / max(num_positions, 1)
 
 
 def decode_first_rows(
@@ -100,7 +99,7 @@ def decode_first_rows(
 
 
 def decode_row(row: Mapping[str, Any], kind: Packing, tokenizer: PreTrainedTokenizerBase) -> DecodedRow:
-    """Decode a row: `input_ids` and `labels`, (S,), and the row's other entries of a batch."""
+    """Decode a row: `input_ids` and `labels`, (S,), and the row's other batch entries."""
     ids, labels = row["input_ids"], row["labels"]
     padding = _count_padding(ids, labels)
     stop = len(ids) - padding
@@ -123,13 +122,13 @@ def _split_runs(ids: np.ndarray, labels: np.ndarray, tokenizer: PreTrainedTokeni
 
 
 def _count_padding(ids: np.ndarray, labels: np.ndarray) -> int:
-    """Count the tokens at the end of a row that stand for nothing."""
+    """Return the number of padding tokens at the end of a row."""
     filled = np.flatnonzero((ids != PAD_TOKEN_ID) | (labels != IGNORE_INDEX))
     return len(ids) - (int(filled[-1]) + 1 if len(filled) else 0)
 
 
 def _count_supervised(documents: TokenizedDocuments) -> int:
-    """Count the tokens that are supervised: never the first of a document."""
+    """Return the number of supervised tokens. The first token of a document never counts."""
     if documents.loss_mask is None:
         return len(documents.tokens) - len(documents)
     firsts = np.concatenate([[0], documents.ends[:-1]]).astype(np.int64)
@@ -137,7 +136,7 @@ def _count_supervised(documents: TokenizedDocuments) -> int:
 
 
 def render_row(row: DecodedRow, number: int, *, use_marks: bool) -> Text:
-    """Return a row; supervised tokens have another colour, or marks around them where there are no colours."""
+    """Render a row. Supervised tokens have another color, and marks around them if `use_marks` is set."""
     supervised = sum(run.num_tokens for document in row.documents for run in document if run.is_supervised)
     tokens = sum(run.num_tokens for document in row.documents for run in document)
     columns = "".join(f", {name}={value:g}" for name, value in row.columns.items())
@@ -146,9 +145,9 @@ def render_row(row: DecodedRow, number: int, *, use_marks: bool) -> Text:
         f"supervised{columns}"
     )
     text = Text(f"── {head} ──\n", style=_FRAME_STYLE)
-    for place, document in enumerate(row.documents):
-        if place:
-            text.append(f"\n┄┄ document {place + 1} ┄┄\n", style=_FRAME_STYLE)
+    for index, document in enumerate(row.documents):
+        if index:
+            text.append(f"\n┄┄ document {index + 1} ┄┄\n", style=_FRAME_STYLE)
         for run in document:
             shown = f"⟦{run.text}⟧" if run.is_supervised and use_marks else run.text
             text.append(shown, style=_SUPERVISED_STYLE if run.is_supervised else _CONTEXT_STYLE)
@@ -159,9 +158,9 @@ def render_row(row: DecodedRow, number: int, *, use_marks: bool) -> Text:
 
 def render_histogram(summaries: Sequence[SourceSummary], seq_len: int) -> Text:
     lengths = np.concatenate([summary.lengths for summary in summaries]) if summaries else np.array([], np.int64)
-    text = Text("tokens of a document\n", style="bold")
+    text = Text("tokens per document\n", style="bold")
     if not len(lengths):
-        return text.append("no source has documents before the run reads them\n", style="default")
+        return text.append("all sources are read during training, so no lengths are known\n", style="default")
     counts, edges = np.histogram(lengths, bins=choose_bins(lengths, _NUM_BARS))
     width = len(f"{int(edges[-1]):,}")
     for count, start, stop in zip(counts, edges[:-1], edges[1:], strict=True):
@@ -169,13 +168,11 @@ def render_histogram(summaries: Sequence[SourceSummary], seq_len: int) -> Text:
         label = f"{int(start):>{width},} to {int(stop) - 1:>{width},}"
         text.append(f"  {label}  ", style="default").append(bar, style="blue").append(f" {count:,}\n", style="default")
     median, most = int(np.median(lengths)), int(lengths.max())
-    return text.append(
-        f"  half have at most {median:,}; the longest has {most:,}; seq_len is {seq_len:,}\n", style="dim"
-    )
+    return text.append(f"  median {median:,}; longest {most:,}; seq_len {seq_len:,}\n", style="dim")
 
 
 def choose_bins(lengths: np.ndarray, count: int) -> np.ndarray:
-    """Return the edges of about `count` bins of one round width; the last edge is above the longest length."""
+    """Return the edges of about `count` bins of equal, round width; the last edge is above the longest length."""
     most = int(lengths.max()) + 1
     least = -(-most // count)
     unit = 10 ** (len(str(least)) - 1)
@@ -184,12 +181,12 @@ def choose_bins(lengths: np.ndarray, count: int) -> np.ndarray:
 
 
 def render_table(summaries: Sequence[SourceSummary], measured_fill: float | None) -> Table:
-    """Return a table of sources; `measure_fill` is the fill of rows, if that depends on the order of documents."""
+    """Return a table of sources. `measured_fill`: fill of rows if it depends on the order of documents."""
     table = Table(box=None, pad_edge=False)
     table.add_column("source", overflow="fold")
     table.add_column("format")
-    numbered = ("records", "documents", "tokens", "supervised", "rows", "fill", "cut", "dropped", "split")
-    for name in (*numbered, "nothing supervised", "turns unanswered"):
+    numbered = ("records", "documents", "tokens", "supervised", "rows", "fill", "truncated", "dropped", "split")
+    for name in (*numbered, "unsupervised", "trailing turns"):
         table.add_column(name, justify="right")
     for each in summaries:
         counts, fill = each.counts, measured_fill if each.fill is None else each.fill
@@ -208,7 +205,7 @@ def render_table(summaries: Sequence[SourceSummary], measured_fill: float | None
 
 
 def plot_summaries(summaries: Sequence[SourceSummary], seq_len: int, path: Path) -> None:
-    """Draw lengths of documents and shares of supervised tokens into a PNG file; raise DataError if that fails."""
+    """Plot document lengths and shares of supervised tokens to a PNG file. Raises DataError if that fails."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -234,7 +231,7 @@ def _plot_lengths(axes: Any, summaries: Sequence[SourceSummary], seq_len: int) -
     if seq_len <= 1.5 * bins[-1]:
         axes.set_xlim(0, max(bins[-1], seq_len * 1.03))
         axes.axvline(seq_len, color="#333333", linestyle="--", linewidth=1, label=f"seq_len {seq_len:,}")
-    axes.set_xlabel("tokens of a document")
+    axes.set_xlabel("tokens per document")
     axes.set_ylabel("documents")
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_title("Lengths", loc="left")
@@ -247,11 +244,11 @@ def _plot_shares(axes: Any, summaries: Sequence[SourceSummary]) -> None:
     tokens = np.array([summary.lengths.sum() for summary in summaries])
     supervised = np.array([summary.supervised_share for summary in summaries]) * tokens
     axes.barh(names, supervised, color="#4b9e5f", label="supervised")
-    axes.barh(names, tokens - supervised, left=supervised, color="#c9ced4", label="given")
-    for place, summary in enumerate(summaries):
+    axes.barh(names, tokens - supervised, left=supervised, color="#c9ced4", label="not supervised")
+    for index, summary in enumerate(summaries):
         axes.annotate(
             f"{summary.supervised_share:.0%} supervised",
-            (tokens[place], place),
+            (tokens[index], index),
             (6, 0),
             textcoords="offset points",
             va="center",
@@ -261,7 +258,7 @@ def _plot_shares(axes: Any, summaries: Sequence[SourceSummary]) -> None:
     axes.locator_params(axis="x", nbins=4)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("tokens")
-    axes.set_title("What is supervised", loc="left")
+    axes.set_title("Supervised tokens", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     axes.margins(y=max(0.05, 0.6 / (len(names) or 1)))

@@ -1,4 +1,4 @@
-"""Find the files or the dataset that a source names, in the order of globs, then of paths, and read its records."""
+"""Find the files or the dataset of a source, in the order of globs and then of paths, and read its records."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .stdlib_conversations import iter_stdlib_records
 
 _STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"})
 _TEXT_SUFFIXES = (".txt", ".py")
-"""Kinds of files that are text as a whole."""
+"""Suffixes of files that are one text document each."""
 _ROWS_PER_BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An example: its fields, as the source names them, and its place, such as "chats.jsonl:17"."""
+    """An example: its fields, under the source's names, and its location, such as "chats.jsonl:17"."""
 
     fields: dict[str, Any]
     location: str
@@ -37,7 +37,7 @@ class Record:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file as it was found, by its absolute path; size and time stand in for the content in cache keys."""
+    """A file as it was found, with its absolute path. Cache keys use size and time instead of the content."""
 
     path: Path
     size: int
@@ -46,7 +46,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ResolvedSource:
-    """A source whose files were found; `dataset` is one of Hugging Face that had to be opened for that."""
+    """A source whose files were found. `dataset`: the Hugging Face dataset, if it had to be opened to find them."""
 
     config: SourceConfig
     files: tuple[SourceFile, ...]
@@ -62,23 +62,23 @@ class ResolvedSource:
                 if file.path.suffix == ".py" and self.config.format != "text":
                     yield from iter_stdlib_records(value["text"], file.path, self.config.format)
                 elif get_file_kind(file.path) in _TEXT_SUFFIXES:
-                    # Such files have no fields, so the text goes under the name that the source's other files use.
+                    # Such files have no fields, so the text gets the field name that the source's other files use.
                     yield {get_source_field("text", self.config): value["text"]}, where
                 else:
                     yield value, where
             progress.num_done, progress.file = progress.num_done + file.size, None
 
     def _iter_rows(self, progress: ReadProgress) -> Iterator[LocatedValue]:
-        found = open_dataset(self.config) if self.dataset is None else self.dataset
-        progress.total = len(found)
+        dataset = open_dataset(self.config) if self.dataset is None else self.dataset
+        progress.total = len(dataset)
         with convert_dataset_errors(self.config):
-            for batch in found.iter(_ROWS_PER_BATCH):
+            for batch in dataset.iter(_ROWS_PER_BATCH):
                 for values in zip(*batch.values(), strict=True):
                     yield dict(zip(batch, values, strict=True)), format_row_location(self.config, progress.num_done)
                     progress.num_done += 1
 
     def get_cache_key(self) -> list[tuple[str, int, int]]:
-        """Return what changes whenever the content does, as values of JSON."""
+        """Return JSON values that change whenever the content changes."""
         return [(str(file.path), file.size, file.mtime_ns) for file in self.files]
 
     def check_unchanged(self) -> None:
@@ -93,17 +93,17 @@ class ResolvedSource:
 def read_records(
     source: SourceConfig | ResolvedSource, start: int = 0, *, progress: ReadProgress | None = None
 ) -> Iterator[Record]:
-    """Read the examples of a source in their order, without empty texts and the first `start`."""
-    found = source if isinstance(source, ResolvedSource) else resolve_source(source)
-    config = found.config
-    records = (build_record(value, where, config) for value, where in found.iter_values(progress or ReadProgress()))
+    """Read the examples of a source in order, without empty texts, and without the first `start`."""
+    resolved = source if isinstance(source, ResolvedSource) else resolve_source(source)
+    config = resolved.config
+    records = (build_record(value, where, config) for value, where in resolved.iter_values(progress or ReadProgress()))
     if config.format == "text":
         records = (record for record in records if record.fields.get(get_source_field("text", config)) != "")
     return islice(records, start, None)
 
 
 def build_record(value: Any, where: str, config: SourceConfig) -> Record:
-    """Make a record of a value; raise DataError where it is no object, or a column no number."""
+    """Return a value as a record. Raises DataError if it is not an object, or a column is not a number."""
     if not isinstance(value, dict):
         raise DataError(
             f"{where}: holds a JSON {type(value).__name__}. Each example must be one object, such as "
@@ -124,17 +124,17 @@ def get_source_field(name: str, config: SourceConfig) -> str:
 def _read_column(value: dict[str, Any], name: str, where: str, config: SourceConfig) -> Any:
     field = get_source_field(name, config)
     if field not in value:
-        there = ", ".join(sorted(map(str, value))) or "none"
+        present = ", ".join(sorted(map(str, value))) or "none"
         raise DataError(
-            f"{where}: no field {field!r}, which is to be a column. Fields that are there: {there}."
-            f"{suggest_match(field, map(str, value))} Name the one that holds it, with fields: {{{name}: ...}}."
+            f"{where}: no field {field!r}, which is listed under columns. Fields of this record: {present}."
+            f"{suggest_match(field, map(str, value))} Name the field that holds it, with fields: {{{name}: ...}}."
         )
     column: Any = _parse_number(value[field]) if isinstance(value, CsvRow) else value[field]
-    # One for each token where the tokens are given, or for each of a pair.
-    several = isinstance(column, list) and config.format in ("tokens", "preference")
-    for each in column if several else [column]:
-        is_real, is_whole = isinstance(each, float), isinstance(each, int)
-        if not (is_real and math.isfinite(each)) and not (is_whole and -(2**63) <= each < 2**63):
+    # One number per token if tokens are given, or one per answer of a pair.
+    is_list = isinstance(column, list) and config.format in ("tokens", "preference")
+    for each in column if is_list else [column]:
+        is_float, is_int = isinstance(each, float), isinstance(each, int)
+        if not (is_float and math.isfinite(each)) and not (is_int and -(2**63) <= each < 2**63):
             raise DataError(
                 f"{where}: column {field!r} holds {each!r:.80}, a {type(each).__name__}, but must hold a finite number."
             )
@@ -154,7 +154,7 @@ def _parse_number(cell: str) -> int | float | str:
 
 
 def resolve_source(config: SourceConfig) -> ResolvedSource:
-    """Find the files of a source; raise DataError where some are missing, or cannot be read as the source says."""
+    """Find the files of a source. Raises DataError if some are missing, or cannot be read in the source's format."""
     if config.dataset is not None:
         directory = _find_dataset_directory(config)
         if directory is not None:
@@ -165,27 +165,25 @@ def resolve_source(config: SourceConfig) -> ResolvedSource:
             # Nothing is downloaded before it is read.
             return ResolvedSource(config, ())
         dataset = open_dataset(config)
-        # They change whenever the dataset does.
+        # Cache files change whenever the dataset does.
         files = [Path(entry["filename"]) for entry in dataset.cache_files]
         if not files:
             raise DataError(
-                "the dataset is held in memory, not in files by which its changes are seen. Leave "
-                "HF_DATASETS_IN_MEMORY_MAX_SIZE out, or save it with `save_to_disk` and name the directory."
+                "the dataset is in memory, so there are no files that would show its changes. Unset "
+                "HF_DATASETS_IN_MEMORY_MAX_SIZE, or save it with `save_to_disk` and name the directory."
             )
         return ResolvedSource(config, tuple(map(_stat_file, files)), dataset)
     patterns = [config.files] if isinstance(config.files, str) else config.files or []
-    # A file that several globs match is one file: dict keys keep the first place.
+    # A file that several globs match is used once, at its first position.
     paths = list(dict.fromkeys(path for pattern in patterns for path in _expand_glob(pattern)))
     if all(get_file_kind(path) in _TEXT_SUFFIXES for path in paths):
         if config.format != "text" and any(get_file_kind(path) == ".txt" for path in paths):
-            raise DataError(
-                f"format={config.format} is read from objects with fields; .txt files have none: {paths[0]}."
-            )
+            raise DataError(f"format={config.format} needs objects with fields, but .txt files have none: {paths[0]}.")
         named = [*config.fields.values(), *config.columns]
         if named:
             raise DataError(
                 f".txt files have no fields such as {named[0]!r} (text_field, fields or columns), and "
-                f"{config.location!r} matches no others. Leave it out."
+                f"{config.location!r} matches no other files. Leave the field out."
             )
     return ResolvedSource(config, tuple(map(_stat_file, paths)))
 
@@ -197,8 +195,8 @@ def _expand_glob(pattern: str) -> list[Path]:
     paths = sorted(path for path in matches if not path.is_dir())
     if not paths:
         hint = (
-            f" {matches[0]} is a directory: add '/**/*.txt' or '/**/*.jsonl' to it, or name it as a dataset if Hugging "
-            "Face datasets has saved it."
+            f" {matches[0]} is a directory: add '/**/*.txt' or '/**/*.jsonl' to it, or name it under dataset if it "
+            "holds a Hugging Face dataset."
             if matches
             else f" Relative globs start at {os.getcwd()}; ** matches directories of any depth."
         )
@@ -207,7 +205,7 @@ def _expand_glob(pattern: str) -> list[Path]:
         if get_file_kind(path) not in SUFFIXES:
             raise DataError(
                 f"corpus glob {pattern!r} matches {path}, whose suffix is {path.suffix!r}. Allowed: "
-                f"{', '.join(SUFFIXES)}, each also with .gz or .zst. Narrow the glob, for instance to '*.txt', or "
+                f"{', '.join(SUFFIXES)}, optionally with .gz or .zst. Narrow the glob, for instance to '*.txt', or "
                 "convert the file."
             )
     return paths
@@ -221,19 +219,19 @@ def _find_stdlib_files() -> list[Path]:
         paths += [Path(directory, name) for name in names if name.endswith(".py")]
     if not paths:
         raise DataError(
-            f"corpus 'stdlib' is empty: no .py file under {root}. This Python comes without sources; "
+            f"corpus 'stdlib' is empty: no .py file under {root}. This Python has no source files; "
             "name a glob of .txt or .jsonl files instead."
         )
     return sorted(paths)
 
 
 def _escape_existing_prefix(pattern: str) -> str:
-    """Escape as many leading parts of a glob as exist by these very names, such as `run[1]`."""
+    """Escape the leading parts of a glob that exist under exactly these names, such as `run[1]`."""
     path = Path(os.path.expanduser(pattern))
-    place, parts = path.anchor or ".", list(path.parts[1:] if path.anchor else path.parts)
-    while parts and os.path.lexists(os.path.join(place, parts[0])):
-        place = os.path.join(place, parts.pop(0))
-    return os.path.join(glob.escape(place), *parts)
+    prefix, parts = path.anchor or ".", list(path.parts[1:] if path.anchor else path.parts)
+    while parts and os.path.lexists(os.path.join(prefix, parts[0])):
+        prefix = os.path.join(prefix, parts.pop(0))
+    return os.path.join(glob.escape(prefix), *parts)
 
 
 def _stat_file(path: Path) -> SourceFile:
@@ -248,51 +246,51 @@ def _stat_file(path: Path) -> SourceFile:
 
 
 def open_dataset(config: SourceConfig, *, streaming: bool = False) -> Any:
-    """Open the split of a dataset: a `datasets.Dataset`, or an `IterableDataset` where it is streamed."""
+    """Open the split of a dataset, as a `datasets.Dataset`, or as an `IterableDataset` if `streaming` is set."""
     datasets = import_extra("datasets", f"the dataset {config.dataset!r}")
     directory = _find_dataset_directory(config)
     if directory is None and is_packaged_reader(datasets, str(config.dataset)):
         raise DataError(
-            f"dataset {config.dataset!r} is a reader of the library `datasets`, which would read the current "
+            f"dataset {config.dataset!r} is a built-in reader of the library `datasets`, which would read the current "
             "directory. Name files under files, or the directory that holds them."
         )
     try:
-        # What `save_to_disk` leaves, of one split or several.
+        # `save_to_disk` writes one of these, for one split or several.
         if directory is not None and any((directory / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            found = _load_saved_dataset(datasets, config, directory)
-            return found.to_iterable_dataset() if streaming else found
-        place = str(directory or config.dataset)
-        with restrict_data_files(import_extra("datasets.data_files", f"the dataset {place}"), place, directory):
+            dataset = _load_saved_dataset(datasets, config, directory)
+            return dataset.to_iterable_dataset() if streaming else dataset
+        path = str(directory or config.dataset)
+        with restrict_data_files(import_extra("datasets.data_files", f"the dataset {path}"), path, directory):
             return datasets.load_dataset(
-                place, config.name, split=config.split, revision=config.revision, streaming=streaming
+                path, config.name, split=config.split, revision=config.revision, streaming=streaming
             )
     except DataError:
         raise
-    except Exception as error:  # the library raises whatever its readers and downloads meet
+    except Exception as error:  # readers and downloads of the library can raise any exception
         text = _first_line(error)
         if directory is not None:
             raise DataError(f"the dataset in {directory} cannot be opened: {text}.") from error
         at = "" if config.revision is None else f" at revision {config.revision!r}"
         raise DataError(
-            f"the dataset {config.dataset!r}{at} cannot be had from the hub: {type(error).__name__}: {text}. Look at "
-            "its name, configuration, split and revision; without a network, save it with `save_to_disk` where there "
-            "is one, and name the directory."
+            f"the dataset {config.dataset!r}{at} cannot be loaded from the hub: {type(error).__name__}: {text}. Check "
+            "its name, configuration, split and revision; without network access, save it with `save_to_disk` on a "
+            "machine that has it, and name the directory."
         ) from error
 
 
 def _find_dataset_directory(config: SourceConfig) -> Path | None:
-    """Return the directory that a dataset names; None for a name of the hub."""
+    """Return the directory that a dataset names; None for a hub id."""
     named = str(config.dataset)
     path = Path(named).expanduser()
     if path.is_dir():
         if config.revision is not None:
-            raise DataError(f"revision={config.revision!r} is of a dataset of the hub, but {path} is a directory.")
+            raise DataError(f"revision={config.revision!r} applies only to a hub dataset, but {path} is a directory.")
         return path.absolute()
     if path.is_file():
         raise DataError(f"dataset {named!r} is a file. Name it under files.")
     if named.startswith(("/", "~", ".")) or named.count("/") > 1:
         raise DataError(
-            f"dataset {named!r} is no directory ({path.absolute()}), nor the name of one of the hub, which is "
+            f"dataset {named!r} is neither a directory ({path.absolute()}) nor a hub id, which has the form "
             "'owner/name'."
         )
     return None
@@ -300,7 +298,7 @@ def _find_dataset_directory(config: SourceConfig) -> Path | None:
 
 def _load_saved_dataset(datasets: Any, config: SourceConfig, directory: Path) -> Any:
     if config.name is not None:
-        raise DataError(f"name={config.name!r} is a configuration of a dataset, but {directory} was saved without any.")
+        raise DataError(f"name={config.name!r} is a dataset configuration, but {directory} was saved without any.")
     found = datasets.load_from_disk(str(directory))
     if not isinstance(found, datasets.DatasetDict):
         saved = None if found.split is None else str(found.split)
@@ -317,12 +315,12 @@ def _load_saved_dataset(datasets: Any, config: SourceConfig, directory: Path) ->
 
 @contextmanager
 def convert_dataset_errors(config: SourceConfig) -> Iterator[None]:
-    """Turn every error of the library, while rows are read, into a DataError."""
+    """Convert every error that the library raises while rows are read into a DataError."""
     try:
         yield
     except DataError:
         raise
-    except Exception as error:  # the library raises whatever its readers and downloads meet
+    except Exception as error:  # readers and downloads of the library can raise any exception
         raise DataError(f"the dataset {config.dataset!r} cannot be read: {_first_line(error)}.") from error
 
 

@@ -1,4 +1,4 @@
-"""Conversations about the standard library of the running Python: a question asks for a name, its docstring answers."""
+"""Conversations about the running Python's standard library: questions about names, answered by their docstrings."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any, Literal
 from .config import Format
 
 _TOPICS = "pydoc_data.topics"
-"""The module that holds the language reference as texts by topic."""
+"""Module that holds topics of the language reference."""
 _PUBLIC_NAMES = {"posixpath": "os.path"}
 _MIN_CHARACTERS, _TARGET_CHARACTERS, _MAX_CHARACTERS = 12, 80, 600
-"""Characters of an answer: shorter ones are dropped, paragraphs are added up to `_TARGET_CHARACTERS` and never beyond
+"""Length of answers: shorter ones are dropped; paragraphs are added up to `_TARGET_CHARACTERS`, but never beyond
 `_MAX_CHARACTERS`."""
 
 _QUESTIONS: dict[str, tuple[str, ...]] = {
@@ -52,7 +52,7 @@ class _DocstringEntry:
 
 
 def iter_stdlib_records(source: str, path: Path, source_format: Format) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield questions about the names of a module of the library, with answers, and where each comes from."""
+    """Yield questions with answers about the names of a standard-library module, and the location of each."""
     relative = path.relative_to(sysconfig.get_paths()["stdlib"])
     for entry in _iter_entries(source, _module_name(relative)):
         answer = _extract_answer(entry.text)
@@ -72,13 +72,13 @@ def _module_name(relative: Path) -> str:
 
 
 def _iter_entries(source: str, module: str) -> Iterator[_DocstringEntry]:
-    """Yield what has a docstring, in order, without private modules, classes and functions."""
+    """Yield the docstrings of a module in order, without those of private modules, classes and functions."""
     if any(part.startswith("_") for part in module.split(".")):
         return
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
-        return  # a few sources of the library do not parse, on purpose
+        return  # a few files of the library do not parse, on purpose
     if module == _TOPICS:
         yield from _iter_topics(tree)
         return
@@ -90,7 +90,7 @@ def _iter_entries(source: str, module: str) -> Iterator[_DocstringEntry]:
 def _iter_definitions(body: list[ast.stmt], prefix: str, is_method: bool = False) -> Iterator[_DocstringEntry]:
     seen = set()
     for node in body:
-        # A second definition of a name is mostly for another platform.
+        # A second definition of a name is usually for another platform.
         if not isinstance(node, Definition) or node.name.startswith("_") or node.name in seen:
             continue
         seen.add(node.name)
@@ -124,11 +124,11 @@ def _build_question(entry: _DocstringEntry) -> str:
 
 
 def _extract_answer(text: str) -> str:
-    """Return the first paragraph of a docstring, and more if it is short, without examples."""
+    """Return the first paragraph of a docstring, and further ones if it is short, without examples."""
     kept: list[str] = []
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(text)):
         if re.search(r"\n([=*~-])\1+$", paragraph) or paragraph.startswith(("New in ", "Changed in ")):
-            continue  # a title, or a remark on versions
+            continue  # a title, or a version note
         line = re.sub(r"\s+", " ", paragraph).strip()
         is_prose = not paragraph.startswith((" ", ">>>", "-", "=", "*")) and "\n>>>" not in paragraph
         if not is_prose or len(line) + sum(map(len, kept)) > _MAX_CHARACTERS:

@@ -1,13 +1,13 @@
-"""Train a byte-level BPE tokenizer, load one from a local directory, and tokenize text of which some spans are
-supervised.
+"""Train a byte-level BPE tokenizer, load one from a local directory, and tokenize text with supervised spans.
 
-[Note: no tokenizer threads] The `tokenizers` library keeps its own pool of threads, which a fork (of a data loader,
-say) loses: older releases warn then, and the child may hang. So that pool is switched off here. Documents are encoded
-on Python threads, which end with the call; the library releases the interpreter lock meanwhile.
+[Note: no tokenizer threads] The `tokenizers` library has its own thread pool, which a fork (of a data loader, for
+example) loses: older releases then warn, and the child may hang. So the pool is disabled here. Documents are encoded
+on Python threads, which end with the call; the library releases the GIL meanwhile.
 
-[Note: edges] A span begins where a prompt ends. At inference the model is given the tokens of the prompt alone, so in
-training no token may lie across that edge either. The text is tokenized as a whole, and cut at an edge only where its
-tokens up to there are not those of the text up to there. Mostly they are, since a special token stands before an edge.
+[Note: edges] A span starts where a prompt ends. At inference the model sees only the tokens of the prompt, so in
+training no token may cross that edge either. The text is tokenized at once, and split at an edge only if its tokens
+before the edge differ from the tokens of the text before the edge. Usually a special token precedes an edge, and they
+are equal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Span = tuple[int, int]
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """Train a fast byte-level BPE tokenizer in which no text is unknown and `EOS` ends a document."""
+    """Train a fast byte-level BPE tokenizer, which can encode any text and ends documents with `EOS`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -56,12 +56,12 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
 
 
 def has_tokenizer(directory: str | Path) -> bool:
-    """Return whether `directory` holds the vocabulary of a tokenizer; that of a model may have none."""
+    """Return whether `directory` holds the vocabulary of a tokenizer; the directory of a model may not."""
     return any(any(Path(directory).glob(pattern)) for pattern in _VOCABULARY_FILES)
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a local directory; raise DataError where there is no usable one with an eos token."""
+    """Load the tokenizer in a local directory. Raises DataError if it is not usable or has no eos token."""
     path = Path(directory).expanduser()
     if not path.is_dir():
         raise DataError(
@@ -79,8 +79,8 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
             tokenizer = _find_tokenizer_class(path).from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=False
             )
-    except BaseException as error:  # transformers raises whatever its parsers meet
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust's code
+    except BaseException as error:  # parsers in transformers can raise any exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by Rust code
             raise
         raise DataError(f"the tokenizer in {path} cannot be loaded: {explain_library_error(error)}") from error
     _check_loaded(tokenizer, path)
@@ -93,7 +93,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _find_tokenizer_class(path: Path) -> Any:
-    """Choose the class that loads a tokenizer. AutoTokenizer imports torch, which is avoided where it is not needed."""
+    """Return the class that loads a tokenizer. AutoTokenizer imports torch, which is avoided if possible."""
     settings = path / "tokenizer_config.json"
     if settings.is_file() and not (path / "config.json").exists():
         named = read_json_object(settings).get("tokenizer_class")
@@ -111,7 +111,7 @@ def _find_tokenizer_class(path: Path) -> Any:
 
 
 def _check_classes(path: Path) -> None:
-    """Refuse files that name a class that is no tokenizer: transformers would load it, such as a model."""
+    """Raise DataError if files name a class other than a tokenizer, such as a model: transformers would load it."""
     import transformers
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
@@ -121,11 +121,13 @@ def _check_classes(path: Path) -> None:
     for name in (settings.get("tokenizer_class"), config.get("tokenizer_class"), *of_types):
         # transformers tries a name with and without "Fast" at its end.
         for candidate in (f"{name}Fast", *accumulate(str(name).split("Fast"), "{}Fast{}".format)):
-            found = getattr(transformers, candidate, None) if isinstance(name, str) else None
-            is_missing = type(found).__name__ == "DummyObject"  # needs another package, and says so
-            if not (found is None or is_missing or _is_tokenizer_class(found)):
+            candidate_cls = getattr(transformers, candidate, None) if isinstance(name, str) else None
+            is_missing = (
+                type(candidate_cls).__name__ == "DummyObject"
+            )  # a placeholder for a class that needs another package
+            if not (candidate_cls is None or is_missing or _is_tokenizer_class(candidate_cls)):
                 raise DataError(
-                    f"the tokenizer in {path} cannot be loaded: tokenizer_class={name!r} is no class of a tokenizer. "
+                    f"the tokenizer in {path} cannot be loaded: tokenizer_class={name!r} is not a tokenizer class. "
                     f"Name the one that it was saved with in its tokenizer_config.json."
                 )
 
@@ -138,33 +140,33 @@ def _is_tokenizer_class(found: object) -> bool:
 
 def _check_loaded(tokenizer: Any, path: Path) -> None:
     if not _is_tokenizer_class(type(tokenizer)):
-        raise DataError(f"{path} holds no tokenizer, but one of {type(tokenizer).__name__}.")
+        raise DataError(f"{path} holds no tokenizer, but an object of type {type(tokenizer).__name__}.")
     if not isinstance(tokenizer.model_max_length, int | float):
         raise DataError(
-            f"the tokenizer in {path} has model_max_length={tokenizer.model_max_length!r}, which is no number. Correct "
-            f"it in its tokenizer_config.json."
+            f"the tokenizer in {path} has model_max_length={tokenizer.model_max_length!r}, which is not a number. "
+            f"Correct it in its tokenizer_config.json."
         )
     entries = len(tokenizer.get_vocab())
     if get_vocab_size(tokenizer) > 2**20 + 2 * entries:
         raise DataError(
-            f"the tokenizer in {path} has {entries:,} tokens, and numbers up to {get_vocab_size(tokenizer) - 1:,}. "
-            "Each number is a row of the model's embedding. Number the tokens without large gaps."
+            f"the tokenizer in {path} has {entries:,} tokens, but ids up to {get_vocab_size(tokenizer) - 1:,}. "
+            "Each id needs a row of the model's embedding. Number the tokens without large gaps."
         )
 
 
 def get_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the rows that an embedding needs: the largest token id plus one, with added tokens and gaps."""
+    """Return the number of rows that an embedding needs: the largest token id, including added tokens, plus one."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def choose_token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
-    """Return the dtype in which tokens are kept: uint16 where the vocabulary fits, else uint32."""
+    """Return the dtype for stored tokens: uint16 if the vocabulary fits, else uint32."""
     return np.dtype(np.uint16 if get_vocab_size(tokenizer) <= 1 << 16 else np.uint32)
 
 
 @contextmanager
 def disable_tokenizer_threads() -> Iterator[None]:
-    """Switch off the library's own threads by its variable, which it reads at each call."""
+    """Disable the library's own threads with its environment variable, which it reads at each call."""
     before = os.environ.get(_PARALLELISM_VARIABLE)
     os.environ[_PARALLELISM_VARIABLE] = "false"
     try:
@@ -178,12 +180,11 @@ def disable_tokenizer_threads() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Document:
-    """A document before it is tokenized. `supervised_spans`: spans of characters, in order and disjoint; None: all of
-    it.
+    """A document before tokenization. `supervised_spans`: disjoint character spans, in order; None: the full text.
 
-    `add_bos`: begin with what the tokenizer puts before a text; `add_eos`: end with what it puts after one, and an eos
-    token, supervised where the text before them is. `num_trailing_turns`: turns behind the last answer, which are left
-    out.
+    `add_bos`: prepend the tokens that the tokenizer puts before a text. `add_eos`: append those that it puts after a
+    text, and an eos token; they are supervised if the end of the text is. `num_trailing_turns`: number of turns after
+    the last answer, which are left out.
     """
 
     text: str
@@ -200,13 +201,13 @@ class _Encoding:
 
 
 class DocumentTokenizer:
-    """Tokenizes drafts, with special tokens around them as `tokenizer("x")` adds them."""
+    """Tokenize documents, and add special tokens around them as `tokenizer("x")` does."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         if self._backend is not None:
-            # A tokenizer saved with a maximum length would cut documents.
+            # A tokenizer saved with a maximum length would truncate documents.
             self._backend.no_truncation()
             self._backend.no_padding()
         self._added = frozenset(tokenizer.added_tokens_decoder)
@@ -216,58 +217,62 @@ class DocumentTokenizer:
         self._is_position_independent = self._encode_ids("\na") == self._encode_ids("\n") + self._encode_ids("a")
 
     def tokenize(self, documents: Sequence[Document]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Return the tokens of each draft, (T,), and which are supervised, (T,) bool; None: all."""
-        whole = iter(self._encode_batch([draft.text for draft in documents if draft.supervised_spans is None]))
-        found = []
-        for draft in documents:
-            if draft.supervised_spans is None:
-                found.append(self._add_special_tokens(draft, next(whole), {}))
+        """Return the tokens, (T,), and loss mask, (T,) bool or None for all supervised, of each document."""
+        full_texts = iter(
+            self._encode_batch([document.text for document in documents if document.supervised_spans is None])
+        )
+        tokenized = []
+        for document in documents:
+            if document.supervised_spans is None:
+                tokenized.append(self._add_special_tokens(document, next(full_texts), {}))
             else:
-                edges = sorted({edge for span in draft.supervised_spans for edge in span})
-                found.append(
-                    self._add_special_tokens(draft, *self._encode_with_edges(draft.text, edges, is_continuation=False))
+                edges = sorted({edge for span in document.supervised_spans for edge in span})
+                tokenized.append(
+                    self._add_special_tokens(
+                        document, *self._encode_with_edges(document.text, edges, is_continuation=False)
+                    )
                 )
-        return found
+        return tokenized
 
     def _add_special_tokens(
         self, document: Document, ids: list[int], token_counts: Mapping[int, int]
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Add the special tokens that a draft lacks around it; none is there twice."""
+        """Add the special tokens that a document lacks at its ends, without duplicates."""
         before = self._prefix if document.add_bos and ids[: len(self._prefix)] != self._prefix else []
         after = self._suffix if document.add_eos and ids[-1:] != self._suffix[-1:] else []
         tokens = np.array([*before, *ids, *after], self._dtype)
         if document.supervised_spans is None:
             return tokens, None
-        labelled = np.zeros(len(tokens), bool)
+        loss_mask = np.zeros(len(tokens), bool)
         for start, stop in document.supervised_spans:
-            labelled[len(before) + token_counts[start] : len(before) + token_counts[stop]] = True
+            loss_mask[len(before) + token_counts[start] : len(before) + token_counts[stop]] = True
         if document.supervised_spans and document.supervised_spans[-1][1] == len(document.text):
-            labelled[len(before) + len(ids) :] = True
-        return tokens, labelled
+            loss_mask[len(before) + len(ids) :] = True
+        return tokens, loss_mask
 
     def _encode_with_edges(
         self, text: str, edges: list[int], is_continuation: bool
     ) -> tuple[list[int], dict[int, int]]:
-        """Return the tokens of a text, and how many of them stand before each edge; see [Note: edges]."""
-        whole = self._encode(text, is_continuation)
-        added = [index for index in range(len(whole.offsets)) if whole.ids[index] in self._added]
-        places: dict[int, int] = {}
+        """Return the tokens of a text, and how many of them precede each edge; see [Note: edges]."""
+        encoding = self._encode(text, is_continuation)
+        added = [index for index in range(len(encoding.offsets)) if encoding.ids[index] in self._added]
+        counts: dict[int, int] = {}
         for number, edge in enumerate(edges):
-            place = self._count_tokens_before(text, edge, whole, added, is_continuation)
-            if place is None:
-                left, left_places = self._encode_with_edges(text[:edge], edges[:number], is_continuation)
-                right, right_places = self._encode_with_edges(
+            count = self._count_tokens_before(text, edge, encoding, added, is_continuation)
+            if count is None:
+                left, left_counts = self._encode_with_edges(text[:edge], edges[:number], is_continuation)
+                right, right_counts = self._encode_with_edges(
                     text[edge:], [each - edge for each in edges[number + 1 :]], True
                 )
-                moved = {each + edge: place + len(left) for each, place in right_places.items()}
-                return left + right, {**left_places, edge: len(left), **moved}
-            places[edge] = place
-        return whole.ids, places
+                moved = {each + edge: count + len(left) for each, count in right_counts.items()}
+                return left + right, {**left_counts, edge: len(left), **moved}
+            counts[edge] = count
+        return encoding.ids, counts
 
     def _count_tokens_before(
         self, text: str, edge: int, encoding: _Encoding, added_indices: list[int], is_continuation: bool
     ) -> int | None:
-        """Count the tokens before an edge; None where the text up to the edge has other tokens."""
+        """Return the number of tokens before an edge; None if the text before the edge has other tokens on its own."""
         if edge in (0, len(text)):
             return len(encoding.ids) if edge else 0
         start = index = 0
@@ -302,11 +307,11 @@ class DocumentTokenizer:
         return [list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts]
 
     def _find_special_tokens(self) -> tuple[list[int], list[int]]:
-        """Return what `tokenizer("x")` puts before and after a text, with an eos token at the end."""
+        """Return the tokens that `tokenizer("x")` puts before and after a text, with an eos token at the end."""
         inner = self._encode_ids("x")
-        whole = list(self._tokenizer("x", verbose=False)["input_ids"])
-        starts = [start for start in range(len(whole)) if whole[start : start + len(inner)] == inner]
+        full = list(self._tokenizer("x", verbose=False)["input_ids"])
+        starts = [start for start in range(len(full)) if full[start : start + len(inner)] == inner]
         start = starts[0] if starts else 0
-        after = whole[start + len(inner) :] if starts else []
+        after = full[start + len(inner) :] if starts else []
         eos = self._tokenizer.eos_token_id
-        return whole[:start], after if after[-1:] == [eos] else [*after, eos]
+        return full[:start], after if after[-1:] == [eos] else [*after, eos]

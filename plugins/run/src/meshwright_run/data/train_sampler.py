@@ -1,8 +1,8 @@
-"""The rows of a run, and the microbatches of each step on each rank.
+"""Rows of a run, and the microbatches of each step on each rank.
 
 [Note: rows of one length] Padded rows have the length of the longest one in their microbatch. So the rows of a step are
-sorted by length before they are divided, the longest first, and the microbatch of one number is as long on all data
-ranks. The global batch does not depend on the mesh, but which rows are together does.
+sorted by length before they are divided, the longest first, and the microbatches with the same index are equally long
+on all data ranks. The global batch does not depend on the mesh, but which rows share a microbatch does.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataShard:
-    """Which part of a global batch a rank has, and in what shapes.
+    """The part of a global batch that a rank has, and the shapes of its microbatches.
 
-    Lengths of padded rows are multiples of `multiple`; if `seq_len` is none, all rows have that. `uniform_length`: all
-    microbatches of a step have one length, as stages of a pipeline need it.
+    Lengths of padded rows are multiples of `length_multiple`; if `seq_len` is not a multiple, all rows have `seq_len`.
+    `uniform_length`: all microbatches of a step have the same length, as pipeline stages require.
     """
 
     data_rank: int
@@ -48,11 +48,11 @@ class DataShard:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if not 0 <= self.data_rank < self.data_size:
-            raise ValueError(f"data_rank must lie in [0, {self.data_size}), the data ranks, not {self.data_rank}")
+            raise ValueError(f"data_rank must be in [0, {self.data_size}), not {self.data_rank}")
 
 
 class TrainSampler:
-    """The rows of each step. Streams need steps in order, and `load_state_dict` where a run resumes."""
+    """Select the rows of each step. Streams need steps in order, and `load_state_dict` when a run resumes."""
 
     def __init__(
         self,
@@ -64,20 +64,20 @@ class TrainSampler:
         weights: Sequence[float] | None = None,
         origin: tuple[int, int] = (0, 0),
     ) -> None:
-        """Set the order; `weights`: of sources, None: all rows in one order; `origin`: a step, and rows before it."""
+        """Set the order. `weights`: of sources; None: one order of all rows. `origin`: a step, and rows before it."""
         check_batch_size(batch_size, data_size=shard.data_size, micro_batch_size=shard.micro_batch_size)
         self._sources, self._group_size = tuple(sources), sources[0].group_size
         check_group_size(self._group_size, batch_size=batch_size, micro_batch_size=shard.micro_batch_size)
         self._shard, self._seed = shard, seed
         self._streams = [each for each in sources if isinstance(each, StreamingSource)]
-        at_hand = [each for each in sources if not isinstance(each, StreamingSource)]
-        self._dataset = ConcatDataset(at_hand) if at_hand else None
+        datasets = [each for each in sources if not isinstance(each, StreamingSource)]
+        self._dataset = ConcatDataset(datasets) if datasets else None
         if weights is None and self._streams:
             weights = [1.0] * len(sources)
         self._mixture = None if weights is None else SourceMixture(weights, seed)
         first, rows = origin
         self._order = DataOrder(
-            # Without rows at hand only positions are asked for, which depend on no epoch.
+            # If all sources are streams, only positions are needed, which do not depend on epochs.
             1 if self._dataset is None else len(self._dataset) // self._group_size,
             batch_size // self._group_size,
             seed,
@@ -90,7 +90,7 @@ class TrainSampler:
         return self._order.compute_position(step) * self._group_size
 
     def read_microbatches(self, step: int) -> list[Batch]:
-        """Return this rank's share of a step, counted from 0: microbatches of B rows as `Rows.take` gives them."""
+        """Return this rank's microbatches of a step, counted from 0, as returned by `RowDataset.read_batch`."""
         return _split_into_microbatches(*self._select_rows(step), self._shard)
 
     def read_local_batches(self, step: int) -> list[list[Batch]]:
@@ -99,8 +99,8 @@ class TrainSampler:
         return [_split_into_microbatches(rows, units, replace(self._shard, data_rank=rank)) for rank in ranks]
 
     def state_dict(self, step: int) -> list[dict[str, Any]] | None:
-        """Return what `load_state_dict` needs to resume with a step, as JSON; this step or the one before was read
-        last."""
+        """Return the JSON state for `load_state_dict` to resume at a step; this step or the one before must be the last
+        one read."""
         if self._mixture is None or not self._streams:
             return None
         before = self._mixture.count_before(self._order.compute_position(step))
@@ -110,14 +110,14 @@ class TrainSampler:
     def load_state_dict(self, state: Sequence[dict[str, Any]] | None) -> None:
         if len(state or ()) != len(self._streams):
             raise CheckpointError(
-                f"{len(self._streams)} sources are read while training, but the checkpoint tells of "
-                f"{len(state or ())}. Start over, with resume=never."
+                f"{len(self._streams)} sources are read during training, but the checkpoint has the state of "
+                f"{len(state or ())}. Start over with resume=never."
             )
         for stream, own in zip(self._streams, state or (), strict=True):
             stream.reset(self._seed, own)
 
     def _select_rows(self, step: int) -> tuple[RowDataset, np.ndarray]:
-        """Return rows, and which groups of them a step has."""
+        """Return rows, and the indices of the groups that a step uses."""
         if self._mixture is not None:
             return self._select_from_mixture(self._mixture, step)
         if self._dataset is None:
@@ -144,39 +144,39 @@ class TrainSampler:
         return joined, units + joined.offsets[of_table] // self._group_size
 
     def _shuffle_in_epochs(self, number: int, size: int, ranks: np.ndarray) -> np.ndarray:
-        """Return the groups of a source at some ranks of its consecutive epochs."""
+        """Return the groups of a source at the given ranks of its consecutive epochs."""
         epochs, offsets = np.divmod(ranks, size)
-        found = np.empty_like(offsets)
+        groups = np.empty_like(offsets)
         for epoch in np.unique(epochs):
-            now = epochs == epoch
-            found[now] = shuffle_indices(
-                offsets[now], size, seed=self._seed, epoch=int(epoch), domain=f"source {number}"
+            in_epoch = epochs == epoch
+            groups[in_epoch] = shuffle_indices(
+                offsets[in_epoch], size, seed=self._seed, epoch=int(epoch), domain=f"source {number}"
             )
-        return found
+        return groups
 
 
 def check_group_size(group_size: int, *, batch_size: int, micro_batch_size: int) -> None:
     for name, size in (("batch_size", batch_size), ("micro_batch_size", micro_batch_size)):
         if size % group_size:
             raise ConfigError(
-                f"{name}={size} counts rows, of which {group_size} belong together (chosen and rejected): it must be a "
-                f"multiple of {group_size}."
+                f"{name}={size} must be a multiple of {group_size}, since {group_size} rows belong together (chosen "
+                "and rejected)."
             )
 
 
 def read_eval_microbatches(dataset: RowDataset, shard: DataShard, *, num_rows: int | None) -> list[Batch]:
-    """Read one data rank's share of `num_rows` rows (None: all), spread evenly over all.
+    """Read one data rank's share of `num_rows` rows (None: all), spread evenly over the dataset.
 
-    All ranks get equally many microbatches of equal shape; missing rows repeat others, with all labels masked.
+    All ranks get equally many microbatches of equal shape. Missing rows repeat others, with all labels masked.
     """
     if num_rows is not None and num_rows < 1:
-        raise ValueError(f"count must be at least 1, or None for all, not {num_rows}")
+        raise ValueError(f"num_rows must be at least 1, or None for all, not {num_rows}")
     if len(dataset) == 0:
         raise ValueError("there are no sequences to evaluate on")
     if num_rows is not None and num_rows > len(dataset):
         raise ConfigError(
-            f"{num_rows} sequences are to be evaluated, but the split holds {len(dataset)}. Ask for at most "
-            f"{len(dataset)}, leave the number out to use all, or raise eval_fraction."
+            f"cannot evaluate on {num_rows} sequences: the split holds {len(dataset)}. Set at most {len(dataset)}, "
+            "leave the number out to use all, or increase eval_fraction."
         )
     check_group_size(
         dataset.group_size, batch_size=num_rows or dataset.group_size, micro_batch_size=shard.micro_batch_size
@@ -194,7 +194,7 @@ def read_eval_microbatches(dataset: RowDataset, shard: DataShard, *, num_rows: i
 def _split_into_microbatches(
     dataset: RowDataset, groups: np.ndarray, shard: DataShard, *, masked_groups: np.ndarray | None = None
 ) -> list[Batch]:
-    """Return this rank's microbatches of the groups `groups`, with the labels of those in `masked_groups` masked."""
+    """Return this rank's microbatches of `groups`, with the labels of those in `masked_groups` masked."""
     indices = groups[:, None] * dataset.group_size + np.arange(dataset.group_size)
     per_batch = shard.micro_batch_size // dataset.group_size
     lengths = dataset.lengths(indices.reshape(-1))
@@ -218,7 +218,7 @@ def _split_into_microbatches(
 
 def _pad_lengths(longest: np.ndarray, seq_len: int, shard: DataShard) -> list[int]:
     if seq_len % shard.length_multiple:
-        # What cannot be divided is an error at the first step, not at one of this length.
+        # A length that cannot be divided is an error at the first step, not only at a step with rows this long.
         return [seq_len] * len(longest)
     if shard.uniform_length:
         longest = np.full_like(longest, longest.max())
@@ -228,7 +228,7 @@ def _pad_lengths(longest: np.ndarray, seq_len: int, shard: DataShard) -> list[in
 
 @dataclass(frozen=True)
 class RunDatasets:
-    """The rows of a run: of each source, its weight (None: by numbers of rows), and evaluation sets by name."""
+    """The datasets of a run: one per source, weights (None: by number of rows), and evaluation sets by name."""
 
     train_sets: tuple[RowDataset | StreamingSource, ...]
     weights: tuple[float, ...] | None
@@ -252,10 +252,10 @@ class RunDatasets:
 
 
 def build_datasets(data: PreparedData, config: DataConfig, *, mask_padding: bool = False) -> RunDatasets:
-    """Make the rows of what was prepared; `mask_padding`: see [Note: padding without a mask] in `rows`."""
+    """Build the rows of prepared data. `mask_padding`: see [Note: padding without a mask] in `packing`."""
     cache = get_cache_root(config.cache_dir) / "rows"
 
-    def rows_of(documents: TokenizedDocuments, location: str) -> RowDataset:
+    def build_rows(documents: TokenizedDocuments, location: str) -> RowDataset:
         rows = build_row_dataset(
             documents,
             config.resolve_packing(),
@@ -266,42 +266,46 @@ def build_datasets(data: PreparedData, config: DataConfig, *, mask_padding: bool
         )
         if not len(rows):
             raise DataError(
-                f"{location} fills no row of seq_len={config.seq_len}: it holds {len(documents.tokens)} tokens in "
-                f"{len(documents)} documents. Give more, or lower data.seq_len."
+                f"{location} does not fill one row of seq_len={config.seq_len}: it holds {len(documents.tokens)} "
+                f"tokens in {len(documents)} documents. Give more documents, or decrease data.seq_len."
             )
         return rows
 
-    def joined(name: str, documents: Sequence[TokenizedDocuments]) -> RowDataset:
-        return ConcatDataset([rows_of(each, f"the evaluation set {name!r}") for each in documents])
+    def build_eval_set(name: str, documents: Sequence[TokenizedDocuments]) -> RowDataset:
+        return ConcatDataset([build_rows(each, f"the evaluation set {name!r}") for each in documents])
 
     weights = tuple(source.config.weight for source in data.sources if source.config.weight is not None)
     return RunDatasets(
         train_sets=tuple(
             _build_stream(data, config, source.config, mask_padding)
             if source.train_documents is None
-            else rows_of(source.train_documents, repr(source.config.location))
+            else build_rows(source.train_documents, repr(source.config.location))
             for source in data.sources
         ),
         weights=weights or None,
-        eval_sets={name: joined(name, documents) for name, documents in data.eval_sets.items()},
+        eval_sets={name: build_eval_set(name, documents) for name, documents in data.eval_sets.items()},
     )
 
 
 def _build_stream(data: PreparedData, config: DataConfig, source: SourceConfig, mask_padding: bool) -> StreamingSource:
-    how = build_tokenization(source, config, 0.0)
+    tokenization = build_tokenization(source, config, 0.0)
 
     @functools.cache
     def encoder() -> ChunkEncoder:
-        return ChunkEncoder(how, load_tokenizer(data.tokenizer_dir))
+        return ChunkEncoder(tokenization, load_tokenizer(data.tokenizer_dir))
 
     def encode(records: list[Record]) -> TokenizedDocuments | None:
         with disable_tokenizer_threads():
             documents = encoder()(records).documents.get("train")
         return None if documents is None else replace(documents, group_size=data.group_size)
 
-    def make(documents: TokenizedDocuments) -> RowDataset:
+    def make_rows(documents: TokenizedDocuments) -> RowDataset:
         return build_row_dataset(documents, config.resolve_packing(), config.seq_len, mask_padding=mask_padding)
 
     return StreamingSource(
-        source.location, lambda records: build_record_loader(source, records), encode, make, group_size=data.group_size
+        source.location,
+        lambda records: build_record_loader(source, records),
+        encode,
+        make_rows,
+        group_size=data.group_size,
     )

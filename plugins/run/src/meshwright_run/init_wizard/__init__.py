@@ -1,1 +1,1 @@
-"""A first run file, from five answers."""
+"""Create a first run file from five answers."""

@@ -1,4 +1,4 @@
-"""The five answers that a run file is made of: from questions or flags, checked as far as possible without torch."""
+"""The five answers for a first run file, from flags or questions, checked as far as possible without torch."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from ..data.sources import resolve_source
 Format = Literal["text", "messages", "prompt_completion"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 NEW_MODEL = "new"
-"""Instead of a model's path: a small model with new weights."""
+"""Used instead of a model's path for a small model with new weights."""
 NEW_NUM_PARAMETERS, NEW_MAX_POSITIONS = 1_000_000, 256
 DEFAULT_STEPS = 300
 MAX_SEQ_LEN, _MAX_SEQ_LEN_ON_CPU = 1024, 256
-"""Longest sequence in tokens, if the model holds more."""
+"""Maximum sequence length in tokens, if the model supports more."""
 _DTYPE_BYTES = {"float32": 4, "float64": 8}
-"""Of a weight in a file; 2 for other dtypes."""
+"""Bytes per weight in a file; 2 for other dtypes."""
 _STATE_BYTES_PER_PARAMETER = 16
-"""Of a parameter that AdamW trains in float32: itself, its gradient and two averages."""
+"""Bytes per parameter that AdamW trains in float32: weight, gradient and two moments."""
 _MAX_STATE_FRACTION = 0.6
-"""Largest share of a device's memory for training state, so that activations have room."""
+"""Maximum fraction of device memory for training state; the rest is for activations."""
 MAX_RANKS_ON_CPU = 4
-"""At most: each is a process with a copy of torch."""
+"""Limit, since each rank is a process with its own copy of torch."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine: its accelerators, or on a CPU the ranks that its cores serve well, with their share of memory."""
+    """This machine: number of accelerators, or of ranks that suit the CPU cores, and memory per rank."""
 
     device: str
     num_ranks: int
@@ -62,7 +62,7 @@ class Machine:
 
 @functools.cache
 def detect_machine() -> Machine:
-    """Look at this machine. Imports torch."""
+    """Return the devices and memory of this machine. Imports torch."""
     import torch
 
     if torch.accelerator.is_available():
@@ -77,7 +77,7 @@ def detect_machine() -> Machine:
 
 @dataclass(frozen=True)
 class InitAnswers:
-    """What a first run is to be; model None: a small one with new weights; data: globs, or `STDLIB`."""
+    """Choices for a first run. `model`: None for a small one with new weights. `data`: globs, or `STDLIB`."""
 
     model: str | None
     data: tuple[str, ...]
@@ -90,17 +90,16 @@ class InitAnswers:
 
     @property
     def files(self) -> str | list[str]:
-        """`data`, as a run file has it."""
+        """`data` in the form of a run file."""
         return self.data[0] if len(self.data) == 1 else list(self.data)
 
 
 def check_model(model: str | None, *, is_adapter: bool) -> None:
-    """Raise ModelError if there is no such model, or no adapter of it can be trained here."""
+    """Raise ModelError if the model does not exist, or adapters cannot be trained in this environment."""
     if model is None:
         if is_adapter:
             raise ModelError(
-                "--adapter trains an adapter of a model that there is, and none was named. Give --model DIRECTORY, or "
-                "leave --adapter out."
+                "--adapter needs an existing model, but none was given. Give --model DIRECTORY, or leave --adapter out."
             )
         return
     if is_adapter and find_spec("peft") is None:
@@ -108,11 +107,11 @@ def check_model(model: str | None, *, is_adapter: bool) -> None:
     directory = Path(model).expanduser()
     if not directory.exists() and not is_hub_id(model):
         raise ModelError(
-            f"--model={model!r} is neither a directory here, nor of the form of a hub id (owner/name), nor the word "
-            f"{NEW_MODEL!r}. Give one of these."
+            f"--model={model!r} is neither an existing directory, nor a hub id (owner/name), nor {NEW_MODEL!r}. Give "
+            "one of these."
         )
     if directory.exists() and not (directory / "config.json").is_file():
-        raise ModelError(f"--model={model!r} holds no config.json, so it is no Hugging Face model directory.")
+        raise ModelError(f"--model={model!r} holds no config.json, so it is not a Hugging Face model directory.")
 
 
 def is_hub_id(model: str) -> bool:
@@ -122,36 +121,36 @@ def is_hub_id(model: str) -> bool:
 
 
 def parse_format(name: str) -> Format:
-    """Return the format of that name; raise ConfigError if there is none."""
+    """Return the format with this name. Raises ConfigError if there is none."""
     if name in FORMATS:
         return name
     raise ConfigError(f"--format={name!r} is not one of {', '.join(FORMATS)}.{suggest_match(name, FORMATS)}")
 
 
 def check_data_files(globs: Sequence[str], format: Format, model: str | None) -> None:
-    """Check the files; raise ConfigError for a new model without a tokenizer for the format, DataError for files."""
+    """Raise ConfigError if a new model would have no tokenizer for the format, or DataError for invalid files."""
     if model is None and format != "text":
         raise ConfigError(
-            f"--format={format} needs a tokenizer that there is, and a new model has none: one is trained on text "
-            f"alone. Give --model, the directory of a model with its tokenizer, or --format text."
+            f"--format={format} needs an existing tokenizer, but a new model has none: a tokenizer can be trained "
+            "only on text. Give --model, the directory of a model with its tokenizer, or --format text."
         )
-    found = resolve_source(validate_config(SourceConfig, {"files": list(globs), "format": format}, where="--data"))
-    paths = [file.path for file in found.files]
+    source = resolve_source(validate_config(SourceConfig, {"files": list(globs), "format": format}, where="--data"))
+    paths = [file.path for file in source.files]
     if len(paths) == 1 and get_file_kind(paths[0]) == ".txt":
         raise DataError(
-            f"{paths[0]} is one document, of which none could be held out to evaluate on. Give several files, or a "
-            f".jsonl file with a document in each line."
+            f"{paths[0]} is a single document, so none can be held out for evaluation. Give several files, or a "
+            f".jsonl file with one document per line."
         )
 
 
 def guess_format(globs: Sequence[str]) -> Format:
-    """Guess the format of files from the fields of the first object of a .jsonl file; "text" if nothing is known."""
+    """Guess the format of files from the fields of the first object of a .jsonl file; "text" if they are unknown."""
     if STDLIB in globs:
         return "text"
-    found = resolve_source(validate_config(SourceConfig, {"files": list(globs)}, where="--data"))
-    if not found.files or found.files[0].path.suffix.lower() != ".jsonl":
+    source = resolve_source(validate_config(SourceConfig, {"files": list(globs)}, where="--data"))
+    if not source.files or source.files[0].path.suffix.lower() != ".jsonl":
         return "text"
-    fields = _read_first_fields(found.files[0].path)
+    fields = _read_first_fields(source.files[0].path)
     if "messages" in fields:
         return "messages"
     return "prompt_completion" if {"prompt", "completion"} <= fields else "text"
@@ -169,7 +168,7 @@ def _read_first_fields(path: Path) -> set[str]:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the files of a model tell; None: unknown. `positions`: longest sequence in tokens."""
+    """Facts from the files of a model; None: unknown. `max_positions`: maximum sequence length in tokens."""
 
     max_positions: int | None = None
     num_parameters: int | None = None
@@ -177,7 +176,7 @@ class ModelFacts:
 
 
 def inspect_model(model: str | None) -> ModelFacts:
-    """Look at a model without reading its weights; raise ModelError if its config.json cannot be read."""
+    """Inspect a model without reading its weights. Raises ModelError if its config.json cannot be read."""
     if model is None:
         return ModelFacts(max_positions=NEW_MAX_POSITIONS, num_parameters=NEW_NUM_PARAMETERS)
     directory = Path(model).expanduser()
@@ -186,7 +185,7 @@ def inspect_model(model: str | None) -> ModelFacts:
     try:
         config = read_json_object(directory / "config.json")
     except (OSError, ValueError) as error:
-        raise ModelError(f"{directory / 'config.json'} is no model configuration: {error}.") from None
+        raise ModelError(f"{directory / 'config.json'} is not a valid model configuration: {error}.") from None
     inner = config.get("text_config")
     positions = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
     size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
@@ -199,13 +198,13 @@ def inspect_model(model: str | None) -> ModelFacts:
 
 
 def _has_template(directory: Path) -> bool:
-    # Whether it is a tokenizer at all is checked when it is loaded.
+    # The tokenizer itself is checked when it is loaded.
     is_file = any((directory / f"chat_template.{suffix}").is_file() for suffix in ("jinja", "json"))
     return is_file or bool(read_json_object_or_empty(directory / "tokenizer_config.json").get("chat_template"))
 
 
 def choose_seq_len(facts: ModelFacts, device: str) -> int:
-    """Return the length of a sequence in tokens."""
+    """Return the sequence length in tokens."""
     most = _MAX_SEQ_LEN_ON_CPU if device == "cpu" else MAX_SEQ_LEN
     return min(most, facts.max_positions or most)
 
@@ -213,19 +212,19 @@ def choose_seq_len(facts: ModelFacts, device: str) -> int:
 def recommend_strategy(
     facts: ModelFacts, machine: Machine, num_ranks: int, registry: Registry, *, is_adapter: bool
 ) -> str:
-    """Return `single` for one rank, `ddp` if a device holds the whole training state, else `fsdp2`."""
+    """Return `single` for one rank, `ddp` if a device can hold the full training state, else `fsdp2`, if installed."""
     if num_ranks == 1:
         return "single"
     size = (facts.num_parameters or 0) * (4 if is_adapter else _STATE_BYTES_PER_PARAMETER)
     fits = facts.num_parameters is not None and size <= _MAX_STATE_FRACTION * machine.memory_bytes_per_rank
-    wanted = ("ddp", "fsdp2") if fits else ("fsdp2", "megatron_fsdp", "ddp")
-    found = [name for name in wanted if name in registry.strategies]
-    if not found:
+    preferred = ("ddp", "fsdp2") if fits else ("fsdp2", "megatron_fsdp", "ddp")
+    installed = [name for name in preferred if name in registry.strategies]
+    if not installed:
         raise ConfigError(
-            f"{num_ranks} ranks need a strategy that shares the data, and none is installed. "
+            f"{num_ranks} ranks need a data-parallel strategy, but none is installed. "
             f"{registry.install_commands.get('fsdp2', '')} Or give --devices 1."
         )
-    return found[0]
+    return installed[0]
 
 
 # -- questions
@@ -237,7 +236,7 @@ _LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>steps?|epochs?)?")
 
 @dataclass(frozen=True)
 class InitFlags:
-    """Answers that flags have given; None: not given. The model may also be `NEW_MODEL`."""
+    """Answers given by flags; None: not given. `model` may also be `NEW_MODEL`."""
 
     model: str | None = None
     data: tuple[str, ...] | None = None
@@ -252,9 +251,9 @@ class InitFlags:
 def collect_answers(
     flags: InitFlags, find_machine: Callable[[], Machine], registry: Registry, console: Console | None
 ) -> InitAnswers:
-    """Return the answers: from flags, else from questions on the console `console`, if given, else defaults."""
+    """Return the answers: from flags, else from questions on `console`, if given, else defaults."""
     if flags.steps is not None and flags.epochs is not None:
-        raise ConfigError(f"--steps={flags.steps} and --epochs={flags.epochs:g} are two lengths. Leave one out.")
+        raise ConfigError(f"--steps={flags.steps} and --epochs={flags.epochs:g} both set the length. Leave one out.")
     if console is not None:
         flags = _ask_model_and_data(flags, console)
     model, is_adapter, data = _to_model_path(flags.model), bool(flags.is_adapter), flags.data or (STDLIB,)
@@ -264,11 +263,11 @@ def collect_answers(
     ranks, strategy = _resolve_layout(flags, find_machine(), inspect_model(model), registry, console)
     steps, epochs = flags.steps, flags.epochs
     if steps is None and epochs is None:
-        reported = "5. How long? [dim]such as 300 steps, or 2 epochs[/]"
+        question = "5. How long? [dim]such as 300 steps, or 2 epochs[/]"
         steps, epochs = (
             (DEFAULT_STEPS, None)
             if console is None
-            else parse_length(_ask_until_valid(console, reported, f"{DEFAULT_STEPS} steps", parse_length))
+            else parse_length(_ask_until_valid(console, question, f"{DEFAULT_STEPS} steps", parse_length))
         )
     return InitAnswers(model, data, format, is_adapter, ranks, strategy, steps, epochs)
 
@@ -282,29 +281,32 @@ def _resolve_format(flags: InitFlags, data: Sequence[str]) -> Format:
 
 
 def _ask_model_and_data(flags: InitFlags, console: Console) -> InitFlags:
-    """Add answers to the questions that do not depend on the machine."""
+    """Return the flags with answers to the questions that do not depend on the machine."""
     if flags.model is None:
-        reported = f"1. Which model? [dim]a directory, a hub id, or {NEW_MODEL}: a small one with new weights[/]"
-        named = _ask_until_valid(
-            console, reported, NEW_MODEL, lambda named: check_model(_to_model_path(named), is_adapter=False)
+        question = f"1. Which model? [dim]a directory, a hub id, or {NEW_MODEL}: a small one with new weights[/]"
+        name = _ask_until_valid(
+            console, question, NEW_MODEL, lambda name: check_model(_to_model_path(name), is_adapter=False)
         )
-        flags = replace(flags, model=named)
+        flags = replace(flags, model=name)
     model = _to_model_path(flags.model)
     if flags.data is None:
-        reported = f"2. Which data? [dim]a glob of files, or {STDLIB}: the sources of Python's standard library[/]"
-        place = _ask_until_valid(
-            console, reported, STDLIB, lambda place: check_data_files([place], _resolve_format(flags, [place]), model)
+        question = f"2. Which data? [dim]a glob of files, or {STDLIB}: the source code of Python's standard library[/]"
+        pattern = _ask_until_valid(
+            console,
+            question,
+            STDLIB,
+            lambda pattern: check_data_files([pattern], _resolve_format(flags, [pattern]), model),
         )
-        flags = replace(flags, data=(place,))
+        flags = replace(flags, data=(pattern,))
     if flags.format is None and model is not None:
         guessed = guess_format(flags.data or (STDLIB,))
-        reported = "   What do they hold? [dim]text, or conversations (messages), or prompts with their completions[/]"
+        question = "   In which format? [dim]text, conversations (messages), or prompts with completions[/]"
         flags = replace(
-            flags, format=Prompt.ask(reported, choices=list(FORMATS), default=str(guessed), console=console)
+            flags, format=Prompt.ask(question, choices=list(FORMATS), default=str(guessed), console=console)
         )
     if flags.is_adapter is None and model is not None:
-        reported = "3. Train an adapter (LoRA) instead of the whole model?"
-        flags = replace(flags, is_adapter=Confirm.ask(reported, default=True, console=console))
+        question = "3. Train an adapter (LoRA) instead of the full model?"
+        flags = replace(flags, is_adapter=Confirm.ask(question, default=True, console=console))
     return flags
 
 
@@ -313,35 +315,35 @@ def _resolve_layout(
 ) -> tuple[int, str]:
     ranks = flags.num_ranks
     if ranks is None and console is not None:
-        reported = f"4. On how many ranks? [dim]found: {machine.num_ranks} of kind {machine.device}[/]"
-        ranks = _ask_until_valid(console, reported, machine.num_ranks, _check_ranks, IntPrompt)
+        question = f"4. On how many ranks? [dim]available: {machine.num_ranks} of type {machine.device}[/]"
+        ranks = _ask_until_valid(console, question, machine.num_ranks, _check_ranks, IntPrompt)
     ranks = ranks or machine.num_ranks
     best = flags.strategy or recommend_strategy(facts, machine, ranks, registry, is_adapter=bool(flags.is_adapter))
     if flags.strategy is None and console is not None:
-        reported = f"   Under which strategy? [dim]{', '.join(registry.strategies)}; recommended: {best}[/]"
-        best = _ask_until_valid(console, reported, best, registry.get)
+        question = f"   With which strategy? [dim]{', '.join(registry.strategies)}; recommended: {best}[/]"
+        best = _ask_until_valid(console, question, best, registry.get)
     return ranks, registry.get(best).name
 
 
 def _check_ranks(num_ranks: int) -> None:
     if num_ranks < 1:
-        raise ConfigError(f"{num_ranks} ranks can train nothing. Give at least 1.")
+        raise ConfigError(f"{num_ranks} is not a valid number of ranks. Give at least 1.")
 
 
 def parse_length(text: str) -> tuple[int | None, float | None]:
-    """Parse a number of steps, which may have no unit, or of epochs; raise ConfigError if it is neither."""
-    found = _LENGTH.fullmatch(text.strip().lower())
-    number = float(found["number"]) if found else 0.0
-    is_epochs = bool(found and (found["unit"] or "").startswith("epoch"))
+    """Parse a number of steps (the default unit) or of epochs. Raises ConfigError if it is neither."""
+    match = _LENGTH.fullmatch(text.strip().lower())
+    number = float(match["number"]) if match else 0.0
+    is_epochs = bool(match and (match["unit"] or "").startswith("epoch"))
     if not number or (not is_epochs and not number.is_integer()):
-        raise ConfigError(f"{text!r} is no length of a run. Write a number of steps, such as 300, or 2 epochs.")
+        raise ConfigError(f"{text!r} is not a valid run length. Write a number of steps, such as 300, or 2 epochs.")
     return (None, number) if is_epochs else (int(number), None)
 
 
 def _ask_until_valid(
     console: Console, question: str, default: T, check: Callable[[T], object], prompt_cls: Any = Prompt
 ) -> T:
-    """Ask until the answer passes the check; show what is wrong with others."""
+    """Ask until the answer passes the check, and print the errors of invalid answers."""
     while True:
         answer: T = prompt_cls.ask(question, default=default, console=console)
         try:

@@ -1,4 +1,4 @@
-"""The text of a run file, with a comment on each part; checked and written."""
+"""Generate, check and write a run file with a comment on each part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .answers import NEW_MAX_POSITIONS, InitAnswers, Machine, ModelFacts, choose
 
 MICRO_BATCH_SIZE = 4
 MIN_BATCH_SIZE = 16
-"""At least."""
+"""Minimum `batch_size` of a generated run file."""
 _WIDTH = 100
 _PLAIN_SCALAR = re.compile(r"\w[\w./*-]*", re.ASCII)
 CHAT_TEMPLATE = """\
@@ -34,16 +34,16 @@ CHAT_TEMPLATE = """\
 {{- 'Answer:' }}
 {%- endif %}
 """
-"""For a tokenizer without a chat template and without tokens for turns."""
+"""Chat template for a tokenizer without one and without tokens for turns."""
 
 
 def render_run_file(answers: InitAnswers, facts: ModelFacts, machine: Machine, *, name: str) -> str:
-    """Return a whole run file, to be written as `name`."""
+    """Return the text of a run file that will be written as `name`."""
     parts = (
         [
-            f"# A run of meshwright. Train it: meshwright train {name}. What it will do: meshwright explain "
-            f"{name}. What a rank holds, sends and takes: meshwright train {name} --plan-only. Any value can be "
-            f"changed on the command line: --set steps=10. All keys, for an editor: meshwright schema."
+            f"# A run of meshwright. Train: meshwright train {name}. See what it will do: meshwright explain {name}. "
+            f"Predict memory, communication and time per rank: meshwright train {name} --plan-only. Change any value "
+            f"on the command line: --set steps=10. Schema of all keys, for an editor: meshwright schema."
         ],
         _render_ranks(answers, machine),
         _render_model(answers),
@@ -56,7 +56,7 @@ def render_run_file(answers: InitAnswers, facts: ModelFacts, machine: Machine, *
 
 
 def _wrap_comment(text: str) -> list[str]:
-    """Break a comment into lines; leave other lines as they are."""
+    """Wrap a comment into lines; return other lines unchanged."""
     indent, sign, comment = text.partition("# ")
     if not sign or indent.strip():
         return [text]
@@ -70,11 +70,11 @@ def _format_value(value: str | list[str]) -> str:
 
 
 def _render_ranks(answers: InitAnswers, machine: Machine) -> list[str]:
-    found = "a CPU" if machine.device == "cpu" else f"{machine.num_ranks} x {machine.device}"
+    hardware = "a CPU" if machine.device == "cpu" else f"{machine.num_ranks} x {machine.device}"
     return [
-        f"# How the work is divided; any other strategy of `meshwright strategies` computes the same gradient. nproc: "
-        f"ranks that are started on this machine ({found}); under torchrun, Slurm and the like it is not used, since "
-        f"these say how many there are.",
+        f"# How the work is divided; every strategy of `meshwright strategies` computes the same gradient. nproc: "
+        f"number of ranks to start on this machine ({hardware}); ignored under torchrun, Slurm and similar launchers, "
+        f"which set the number of ranks themselves.",
         f"strategy: {answers.strategy}",
         f"nproc: {answers.num_ranks}",
         *(["threads_per_rank: 1"] if machine.device == "cpu" and answers.num_ranks > 1 else []),
@@ -84,7 +84,7 @@ def _render_ranks(answers: InitAnswers, machine: Machine) -> list[str]:
 def _render_model(answers: InitAnswers) -> list[str]:
     if answers.model is None:
         return [
-            "# A small model with new weights. Each field is one of transformers' configuration of its type.",
+            "# A small model with new weights. The fields are those of the transformers configuration of this type.",
             "model:",
             "  model_type: llama",
             "  hidden_size: 128",
@@ -95,15 +95,15 @@ def _render_model(answers: InitAnswers) -> list[str]:
             f"  max_position_embeddings: {NEW_MAX_POSITIONS}",
             "  initializer_range: 0.08",
         ]
-    of_hub = ": a hub id, which is downloaded once; give a directory where there is no network."
+    of_hub = ": a hub id, which is downloaded once; without network access, give a directory."
     lines = [
-        f"# The model to begin with{of_hub if is_hub_id(answers.model) else '.'}",
+        f"# The model to start from{of_hub if is_hub_id(answers.model) else '.'}",
         "model:",
         f"  path: {_format_value(answers.model)}",
     ]
     if answers.is_adapter:
         lines += [
-            "  # Train an adapter beside its weights, which stay as they are: docs/guides/fine-tune.md.",
+            "  # Train an adapter; the weights of the model stay frozen: docs/guides/fine-tune.md.",
             *("  peft:", "    type: lora", "    r: 16", "    lora_alpha: 32", "    target_modules: all-linear"),
         ]
     return lines
@@ -111,28 +111,28 @@ def _render_model(answers: InitAnswers) -> list[str]:
 
 def _render_data(answers: InitAnswers, facts: ModelFacts, machine: Machine) -> list[str]:
     if answers.data != (STDLIB,):
-        said = "Your files: globs of .txt, .jsonl, .json, .csv or .parquet, each also with .gz or .zst."
+        source = "Your files: globs of .txt, .jsonl, .json, .csv or .parquet, optionally with .gz or .zst."
     elif answers.format == "text":
-        said = "The sources of the Python that runs this: nothing is downloaded."
+        source = "The source code of Python's standard library: nothing is downloaded."
     else:
-        said = "Questions about Python's standard library, answered by its docstrings: nothing is downloaded."
+        source = "Questions about Python's standard library, answered by its docstrings: nothing is downloaded."
     lines = [
-        f"# {said} `meshwright data show` prints rows as the model sees them.",
+        f"# {source} `meshwright data show` prints rows as the model sees them.",
         *("data:", "  sources:", f"    - files: {_format_value(answers.files)}", f"      format: {answers.format}"),
     ]
     if answers.model is None:
-        lines += ["  # Of the tokenizer, which is trained on these.", "  vocab_size: 1024"]
+        lines += ["  # Vocabulary size of the tokenizer, which is trained on this data.", "  vocab_size: 1024"]
     if answers.format != "text":
         if facts.has_chat_template is False:
             lines += [
-                "  # How a conversation is written; what stands in `generation` is supervised.",
+                "  # How a conversation is rendered; text inside `generation` is supervised.",
                 "  chat_template: |",
             ]
             lines += textwrap.indent(CHAT_TEMPLATE, "    ").splitlines()
-        lines += ["  # Examples of more tokens than seq_len keep their beginning.", "  too_long: truncate"]
+        lines += ["  # Examples longer than seq_len keep their beginning.", "  too_long: truncate"]
     return [
         *lines,
-        "  # Tokens of a sequence; memory and time of a step grow with it.",
+        "  # Tokens per sequence; memory and time of a step grow with it.",
         f"  seq_len: {choose_seq_len(facts, machine.device)}",
     ]
 
@@ -140,10 +140,10 @@ def _render_data(answers: InitAnswers, facts: ModelFacts, machine: Machine) -> l
 def _render_length(answers: InitAnswers) -> list[str]:
     together = answers.num_ranks * MICRO_BATCH_SIZE
     return [
-        "# How long: optimizer steps (`steps`), or how often each row is trained on (`epochs`).",
+        "# Length of the run: optimizer steps (`steps`), or passes over the data (`epochs`).",
         f"steps: {answers.steps}" if answers.steps is not None else f"epochs: {answers.epochs:g}",
-        "# Sequences of a step, over all ranks, and of a forward pass on one rank: what is less than a step takes "
-        "several passes, whose gradients are added up. The result depends on the first alone.",
+        "# Sequences per step over all ranks, and per forward pass on one rank. If a step needs several passes, their "
+        "gradients are accumulated. The result depends only on batch_size.",
         f"batch_size: {together * -(-MIN_BATCH_SIZE // together)}",
         f"micro_batch_size: {MICRO_BATCH_SIZE}",
     ]
@@ -152,10 +152,11 @@ def _render_length(answers: InitAnswers) -> list[str]:
 def _render_optimizer(answers: InitAnswers) -> list[str]:
     rate, decay = ("4e-3", 0.1) if answers.model is None else ("2e-4", 0.01) if answers.is_adapter else ("1e-5", 0.01)
     return [
-        "# AdamW or any other of docs/reference/optimizers.md; the rate rises in the first twentieth and then falls.",
+        "# AdamW, or any other optimizer of docs/reference/optimizers.md. The learning rate rises during the first 5% "
+        "of the steps and then falls.",
         f"optimizer: {{name: AdamW, lr: {rate}, weight_decay: {decay}}}",
         "schedule: {name: cosine, warmup_ratio: 0.05}",
-        "# The gradient is made no longer than this; null: it is only measured.",
+        "# Gradients are clipped to this norm; null: the norm is only measured.",
         "max_grad_norm: 1.0",
     ]
 
@@ -165,12 +166,12 @@ def _render_output(answers: InitAnswers, name: str) -> list[str]:
     sequences = ", max_sequences: 32" if answers.data == (STDLIB,) else ""
     directory = name.rpartition("/")[2].rpartition(".")[0] or "run"
     return [
-        "# Losses on rows that are held out from training, every so many steps and at the end.",
+        "# Evaluation on held-out rows: number of steps between evaluations; one more follows at the end.",
         f"eval: {{every: {every}{sequences}}}",
-        "# Checkpoints, of which the last two are kept. A run that was interrupted continues by the same command, "
-        "under any other strategy and number of ranks, too.",
+        "# Checkpoints, of which the last two are kept. The same command resumes an interrupted run, also under "
+        "another strategy or number of ranks.",
         f"checkpoint: {{every: {every}, keep_last: 2}}",
-        "# Where metrics, the picture of the loss, checkpoints and the trained model go.",
+        "# Directory for metrics, the loss plot, checkpoints and the trained model.",
         f"output_dir: {_format_value(f'runs/{directory}')}",
     ]
 
@@ -180,20 +181,20 @@ def check_output_file(file: Path, *, overwrite: bool) -> None:
     if file.is_dir():
         raise ConfigError(f"{file} is a directory. Name a file, such as {file / 'run.yaml'}.")
     if file.exists() and not overwrite:
-        raise ConfigError(f"{file} exists, and is left as it is. Give another name, or --overwrite to replace it.")
+        raise ConfigError(f"{file} already exists. Give another name, or --overwrite to replace it.")
 
 
 def write_run_file(
     file: Path, answers: InitAnswers, facts: ModelFacts, machine: Machine, *, overwrite: bool
 ) -> RunConfig:
-    """Write the run file, if it is valid and its layout would not be refused."""
+    """Write the run file, if it is valid and its layout is accepted."""
     text = render_run_file(answers, facts, machine, name=str(file))
     config = validate_config(RunConfig, parse_yaml(text), where=str(file))
     resolve_layout(config, answers.num_ranks)
     check_new_model(config.model, config.data.seq_len)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # "x": a file that has appeared meanwhile is kept.
+        # "x": a file that was created meanwhile is kept.
         with file.open("w" if overwrite else "x", encoding="utf-8") as opened:
             opened.write(text)
     except OSError as error:

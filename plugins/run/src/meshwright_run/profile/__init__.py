@@ -1,1 +1,1 @@
-"""Profiles of steps: recorded on chosen ranks, summarized, shown and compared; and what a fault leaves behind."""
+"""Record profiles of steps on chosen ranks, summarize, render and compare them, and write files after a fault."""

@@ -1,4 +1,4 @@
-"""Section `profile` of the run file, and names of the files that profiles leave. No torch in this module."""
+"""Section `profile` of the run file, and names of the files of profiles. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from meshwright.plugin import ConfigError, FrozenModel, Size
 PROFILE_DIRECTORY, FAULT_DIRECTORY = "profile", "faults"
 
 Window = Annotated[list[Size], Field(min_length=2, max_length=2)]
-"""First and last step, from 1, both included."""
+"""First and last step, counted from 1, both inclusive."""
 
 
 class ProfileConfig(FrozenModel):
-    """Which steps are profiled, on which ranks, and how; see docs/reference/profiles.md."""
+    """Steps and ranks to profile, and what to record; see docs/reference/profiles.md."""
 
     steps: Window | list[Window] = Field(
-        description="The first and the last step, counted from 1 and of the whole run: [10, 12]; or several such "
+        description="First and last step of a window, counted from 1 over the full run, such as [10, 12]; or several "
         "windows: [[10, 12], [500, 501]]."
     )
-    ranks: list[Annotated[int, Field(ge=0)]] | Literal["all"] = Field(default=[0], description="Which, or all.")
+    ranks: list[Annotated[int, Field(ge=0)]] | Literal["all"] = Field(
+        default=[0], description="Ranks to profile, or all."
+    )
     memory: bool = Field(
         default=False,
-        description="Memory over time, too: on CUDA the allocator's history as a snapshot, on a CPU what the window "
-        "takes and gives back.",
+        description="Also record memory over time: on CUDA a snapshot of the allocator's history, on a CPU the "
+        "allocations and frees within the window.",
     )
     record_shapes: bool = Field(
-        default=True, description="Shapes of what operators are given; on a CPU bytes of messages are known by them."
+        default=True, description="Record shapes of operator inputs; on a CPU, they give the sizes of messages."
     )
-    with_stack: bool = Field(default=False, description="Lines of Python that have called operators; slows steps down.")
+    with_stack: bool = Field(default=False, description="Record the Python stack of operators; slows steps down.")
 
     @field_validator("steps")
     @classmethod
     def _check_windows(cls, value: list[int] | list[list[int]]) -> list[int] | list[list[int]]:
-        found = _normalize_windows(value)
-        if not found:
-            raise ValueError("names no step; leave the section out to profile none")
+        windows = _normalize_windows(value)
+        if not windows:
+            raise ValueError("names no step; leave the section out to disable profiling")
         before = 0
-        for first, last in found:
+        for first, last in windows:
             if last < first:
-                raise ValueError(f"[{first}, {last}] ends before it begins; write [{last}, {first}]")
+                raise ValueError(f"[{first}, {last}] ends before it starts; write [{last}, {first}]")
             if first <= before:
-                raise ValueError("windows must follow one another, and share no step")
+                raise ValueError("windows must be in ascending order and must not overlap")
             before = last
         return value
 
@@ -53,7 +55,7 @@ class ProfileConfig(FrozenModel):
     @classmethod
     def _check_ranks(cls, value: list[int] | str) -> list[int] | str:
         if not value:
-            raise ValueError("names no rank; leave the section out to profile none")
+            raise ValueError("names no rank; leave the section out to disable profiling")
         return value
 
     @property
@@ -79,12 +81,12 @@ def check_profile(config: ProfileConfig | None, *, num_steps: int, world_size: i
     beyond = [f"[{first}, {last}]" for first, last in config.windows if last > num_steps]
     if beyond:
         raise ConfigError(
-            f"profile.steps={', '.join(beyond)} ends behind the last step of the run, {num_steps}. Name steps from 1 "
+            f"profile.steps={', '.join(beyond)} ends after the last step of the run, {num_steps}. Name steps from 1 "
             f"to {num_steps}."
         )
     if config.ranks != "all" and max(config.ranks) >= world_size:
         raise ConfigError(
-            f"profile.ranks={config.ranks} names a rank that is not there: {world_size} ranks run, 0 to "
+            f"profile.ranks={config.ranks} names a rank that does not exist: the run has {world_size} ranks, 0 to "
             f"{world_size - 1}."
         )
 
@@ -92,7 +94,7 @@ def check_profile(config: ProfileConfig | None, *, num_steps: int, world_size: i
 def format_rank_file_name(
     rank: int, window: tuple[int, int], windows: Sequence[tuple[int, int]], extension: str
 ) -> str:
-    """Return the name of a rank's file of one window, which is in it where there are several."""
+    """Return the name of a rank's file for one window; it contains the window if there are several."""
     return f"rank-{rank:05}{format_window_suffix(window, windows)}{extension}"
 
 
@@ -101,11 +103,11 @@ def format_window_suffix(window: tuple[int, int], windows: Sequence[tuple[int, i
 
 
 def find_traces(directory: Path) -> list[Path]:
-    for place in (directory / PROFILE_DIRECTORY, directory):
-        found = sorted(place.glob("rank-*.json.gz"))
-        if found:
-            return found
+    for folder in (directory / PROFILE_DIRECTORY, directory):
+        traces = sorted(folder.glob("rank-*.json.gz"))
+        if traces:
+            return traces
     raise ConfigError(
         f"{directory} holds no profile: there is no {PROFILE_DIRECTORY}/rank-*.json.gz. Set profile.steps in the run "
-        "file, such as --set profile.steps=[4,6], and run it."
+        "file, such as --set profile.steps=[4,6], and train again."
     )

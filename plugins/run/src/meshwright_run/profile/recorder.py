@@ -1,4 +1,4 @@
-"""Profile chosen steps of a rank, measure exposed communication in some others, and write files after a fault."""
+"""Profile chosen steps of a rank, measure exposed communication in other steps, and write files after a fault."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from .summary import build_memory_timeline, summarize_trace, summary_to_dict
 from .trace import METADATA_KEY, TraceSpan, measure_exposed_communication, read_trace
 
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
-"""The context of a step that is not profiled."""
+"""Context of a step that is not profiled."""
 FIRST_SAMPLED_INDEX = 3
-"""The first step that is measured, counted from 0 in an attempt: those before warm up, and the third is compared with
-its plan, which slows it down."""
+"""First measured step, counted from 0 in an attempt: earlier steps warm up, and the third is slowed down by the
+comparison with its plan."""
 TIME_KEY = "exposed_communication"
-"""The key in `StepResult.times`."""
+"""Key in `StepResult.times`."""
 _NANO = 1e-9
 
 
@@ -50,17 +50,17 @@ def get_profiler_activities(device: torch.device, *, with_host: bool = True) -> 
 
 
 def warm_up_profiler(device: torch.device) -> None:
-    """Start and stop a profiler: the first one of a process takes a second, for which other ranks would wait."""
+    """Start and stop a profiler. The first one of a process takes a second, for which other ranks would wait."""
     silence_kineto()
     with profile(activities=get_profiler_activities(device)):
         pass
 
 
 class StepProfiler:
-    """Profiles the windows of one rank, each from the beginning of its first step to the end of its last.
+    """Profile the windows of one rank, each from the start of its first step to the end of its last.
 
-    A context manager, which ends a window that an error has cut short. `metadata`: metadata of the traces;
-    `start_step`: steps that were done before this attempt.
+    A context manager, which ends a window that an error interrupts. `metadata`: metadata of the traces. `start_step`:
+    number of steps done before this attempt.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class StepProfiler:
         def path_of(ending: str) -> Path:
             return self._directory / format_rank_file_name(self._rank, window, config.windows, ending)
 
-        # Renamed when it is complete. torch packs what ends in .gz.
+        # The file is renamed when it is complete. torch compresses files whose name ends in .gz.
         path = path_of(".json.gz")
-        new = remove_existing(path.with_name(f".{path.name}"))
-        profiler.export_chrome_trace(str(new))
-        new.replace(path)
+        temporary = remove_existing(path.with_name(f".{path.name}"))
+        profiler.export_chrome_trace(str(temporary))
+        temporary.replace(path)
         if config.memory and self._device.type == "cuda":
             dump_memory_snapshot(remove_existing(path_of("-memory.pickle")))
             record_memory_history(False)
@@ -157,7 +157,7 @@ class StepProfiler:
 
 
 class CommunicationSampler:
-    """Measures exposed communication in every `every`-th step, by a profiler without stacks, shapes and memory."""
+    """Measure exposed communication in every `every`-th step, with a profiler without stacks, shapes and memory."""
 
     def __init__(self, every: int, device: torch.device) -> None:
         self._every, self._device = every, device
@@ -169,13 +169,13 @@ class CommunicationSampler:
         return self._measure_step() if is_due else NO_CONTEXT
 
     def read_times(self) -> dict[str, float]:
-        found, self._times = self._times, {}
-        return found
+        times, self._times = self._times, {}
+        return times
 
     @contextmanager
     def _measure_step(self) -> Iterator[None]:
         if is_profiling():
-            # By the section `profile`, or by the user: a process can have one profiler.
+            # The section `profile` or the user runs a profiler, and a process can have only one.
             yield
             return
         with (
@@ -199,13 +199,13 @@ def read_spans(profiler: profile) -> list[TraceSpan]:
 class FaultFileWriter:
     """An observer that writes files to output_dir/faults when this rank fails.
 
-        rank-00000.json           the fault, and the last collectives that torch's flight recorder knows: kind, group,
-                                  sizes, when started, and whether they are over ("retired")
-        rank-00000-gloo.pickle    the same as torch writes it, for its own tools; -nccl of NCCL
-        rank-00000-stacks.txt     where each thread was in Python
+        rank-00000.json           the fault, and the last collectives in torch's flight recorder: kind, group, sizes,
+                                  start time, and whether they have completed ("retired")
+        rank-00000-gloo.pickle    the same in torch's own format, for its tools; -nccl for NCCL
+        rank-00000-stacks.txt     Python stacks of all threads
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -220,9 +220,9 @@ class FaultFileWriter:
         self.write(fault)
 
     def write(self, fault: Fault, *, cpp_stacks: bool = True) -> dict[str, tuple[int, int, int]]:
-        """Write the files, and count the collectives that this rank has enqueued, started and completed, by group.
+        """Write the files, and return how many collectives this rank enqueued, started and completed, by group.
 
-        `cpp_stacks`: whether torch looks up where its collectives were called, which takes seconds.
+        `cpp_stacks`: whether torch looks up where collectives were called, which takes seconds.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         with atomic_writer(self.stacks_path) as file:
@@ -237,7 +237,7 @@ class FaultFileWriter:
 
 
 def _count_collectives(record: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
-    """Count by the name of a group, which is the same on all of its ranks, where the record has it."""
+    """Return the counts by group name, which is the same on all ranks of a group, for groups named in the record."""
     names = {str(entry["pg_id"]): entry["process_group"][0] for entry in record.get("entries", ())}
     enqueued, started, completed = (f"last_{each}_collective" for each in ("enqueued", "started", "completed"))
     return {

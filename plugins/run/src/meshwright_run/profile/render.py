@@ -1,4 +1,4 @@
-"""Show a summary, and the differences of two, as tables for people; no torch here."""
+"""Render a summary, and the differences between two, as tables. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from meshwright.plugin import create_console, escape_markup, parse_markup
 from .summary import ProfileSummary
 
 DEFAULT_ROWS = 12
-"""Operators that are shown."""
+"""Number of operators that are shown."""
 MIN_NAME_WIDTH = 16
-"""Of the first column, at least: "forward_backward"."""
+"""Minimum width of the first column, for "forward_backward"."""
 
 
 def render_summary(summary: ProfileSummary, *, rows: int = DEFAULT_ROWS) -> Group:
@@ -32,7 +32,7 @@ def render_summary(summary: ProfileSummary, *, rows: int = DEFAULT_ROWS) -> Grou
 
 
 def _render_headline(summary: ProfileSummary) -> list[RenderableType]:
-    about, steps, whole = summary.metadata, summary.steps, summary.seconds
+    about, steps, seconds = summary.metadata, summary.steps, summary.seconds
     which = "one window" if not steps else f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     where = f" of {escape_markup(about['run'])}" if "run" in about else ""
     layout = (
@@ -45,9 +45,10 @@ def _render_headline(summary: ProfileSummary) -> list[RenderableType]:
     busy = "the device computes" if summary.is_on_device else "computing"
     lines = [
         f"[bold]profile[/bold]{where}{layout}: {which}{rank}",
-        f"{format_ms(whole / summary.num_steps)} a step: {busy} {_format_share(summary.computing_seconds, whole)}, "
-        f"[bold]exposed communication {_format_share(summary.exposed_seconds, whole)}[/bold], "
-        f"host gaps {_format_share(summary.host_seconds, whole)}",
+        f"{format_ms(seconds / summary.num_steps)} per step: "
+        f"{busy} {_format_share(summary.computing_seconds, seconds)}, "
+        f"[bold]exposed communication {_format_share(summary.exposed_seconds, seconds)}[/bold], "
+        f"host gaps {_format_share(summary.host_seconds, seconds)}",
     ]
     if summary.memory is not None:
         peak = summary.memory
@@ -58,7 +59,7 @@ def _render_headline(summary: ProfileSummary) -> list[RenderableType]:
 
 
 def _render_phases(summary: ProfileSummary) -> Table:
-    table = _build_table("part of the step", "times", "ms a step", "share", "computing", "exposed", "host")
+    table = _build_table("phase", "times", "ms per step", "share", "computing", "exposed", "host")
     for row in summary.phases:
         times = (row.computing_seconds, row.exposed_seconds, row.host_seconds)
         table.add_row(
@@ -69,29 +70,29 @@ def _render_phases(summary: ProfileSummary) -> Table:
             *(_format_per_step(each, summary) for each in times),
         )
     if not summary.phases:
-        table.add_row("(none is marked)", *[""] * 6)
+        table.add_row("(none marked)", *[""] * 6)
     return table
 
 
 def _render_communication(summary: ProfileSummary) -> list[RenderableType]:
     if not summary.communication:
-        return [Text("no communication was seen")]
-    table = _build_table("communication", "ms a step", "exposed", "calls a step", "MB a step")
+        return [Text("no communication was recorded")]
+    table = _build_table("communication", "ms per step", "exposed", "calls per step", "MB per step")
     for row in summary.communication:
         table.add_row(
             row.name,
             _format_per_step(row.seconds, summary),
             _format_per_step(row.exposed_seconds, summary),
             f"{row.calls / summary.num_steps:,.4g}",
-            "not known" if row.bytes is None else f"{row.bytes / summary.num_steps / 1e6:,.3f}",
+            "unknown" if row.bytes is None else f"{row.bytes / summary.num_steps / 1e6:,.3f}",
         )
     return [table]
 
 
 def _render_operators(summary: ProfileSummary, rows: int) -> Table:
     on_device = summary.is_on_device
-    columns = ["device ms a step", "host ms a step"] if on_device else ["ms a step"]
-    table = _build_table("operator (itself)", *columns, "share", "calls a step")
+    columns = ["device ms per step", "host ms per step"] if on_device else ["ms per step"]
+    table = _build_table("operator (self)", *columns, "share", "calls per step")
     for row in summary.operators[:rows]:
         times = [row.device_seconds, row.seconds] if on_device else [row.seconds]
         per_step = [_format_per_step(each, summary) for each in times]
@@ -111,13 +112,13 @@ def _render_operators(summary: ProfileSummary, rows: int) -> Table:
 def to_svg(renderable: RenderableType, *, title: str) -> str:
     console = create_console(record=True, file=io.StringIO(), width=100, force_terminal=True)
     console.print(renderable)
-    # rich refers to fonts on a server, which a picture must not fetch.
+    # rich links to fonts on a server, which an image must not load.
     return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=title), flags=re.DOTALL)
 
 
 @dataclass(frozen=True)
 class ProfileDifference:
-    """A row of two profiles: seconds and calls a step in each; 0 where one lacks it."""
+    """A row of two profiles: seconds and calls per step in each; 0 if a profile lacks it."""
 
     name: str
     before: float
@@ -131,7 +132,7 @@ class ProfileDifference:
 
 @dataclass(frozen=True)
 class ProfileComparison:
-    """Two profiles side by side; all but `whole` by the size of the difference, the largest first."""
+    """Two profiles side by side; rows other than `totals` are sorted by their difference, the largest first."""
 
     names: tuple[str, str]
     totals: Sequence[ProfileDifference]
@@ -144,7 +145,7 @@ class ProfileComparison:
 
 
 def compare_profiles(first: ProfileSummary, second: ProfileSummary, names: tuple[str, str]) -> ProfileComparison:
-    """Compare two profiles by step: operators on an accelerator by their kernels' time, on a CPU by their own."""
+    """Compare two profiles per step: operators by kernel time if both ran on an accelerator, else by host self time."""
     both = (first, second)
     on_device = first.is_on_device and second.is_on_device
     totals = {
@@ -186,10 +187,10 @@ def render_comparison(comparison: ProfileComparison, *, rows: int = DEFAULT_ROWS
     first, second = comparison.names
     title = parse_markup(f"[bold]A[/bold] {escape_markup(first)}\n[bold]B[/bold] {escape_markup(second)}")
     tables = [
-        _render_differences("a step", comparison.totals, len(comparison.totals)),
-        _render_differences("part of the step", comparison.phases, rows),
+        _render_differences("per step", comparison.totals, len(comparison.totals)),
+        _render_differences("phase", comparison.phases, rows),
         _render_differences("communication", comparison.communication, rows),
-        _render_differences("operator (itself)", comparison.operators, rows),
+        _render_differences("operator (self)", comparison.operators, rows),
     ]
     return Group(title, *(table for table in tables if table.row_count))
 
@@ -219,7 +220,7 @@ def _render_differences(name: str, rows: Sequence[ProfileDifference], max_rows: 
 
 def _build_table(name: str, *columns: str) -> Table:
     table = Table(header_style="bold")
-    # Names are not cut off: they are what one looks for.
+    # Names are wrapped rather than truncated, since readers search for them.
     table.add_column(name, min_width=MIN_NAME_WIDTH, overflow="fold")
     for column in columns:
         table.add_column(column, justify="right", overflow="fold")
@@ -231,7 +232,7 @@ def _format_per_step(seconds: float, summary: ProfileSummary) -> str:
 
 
 def format_ms(seconds: float, *, unit: str = " ms", sign: str = "") -> str:
-    """Write a time with about four digits."""
+    """Format a time in milliseconds with about four digits."""
     value = seconds * 1e3
     digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3
     return f"{value:{sign},.{digits}f}{unit}"

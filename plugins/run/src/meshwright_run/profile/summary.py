@@ -1,4 +1,4 @@
-"""Summarize a trace: operators, communication, parts of the step, memory, and where the time went; no torch here."""
+"""Summarize a trace: operators, communication, phases of the step, memory and time. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from .trace import (
 
 FORMAT = 2
 BETWEEN_PHASES = "between"
-"""The part of the window that is in none that the loop marks."""
+"""Name of the time in a window that is outside all phases marked by the loop."""
 MAX_TIMELINE_POINTS = 2000
-"""Of a timeline of memory."""
+"""Maximum number of points in a memory timeline."""
 _TORCH_DTYPE_BYTES = {
     "c10::BFloat16": 2,
     "c10::Half": 2,
@@ -65,7 +65,7 @@ _DTYPE_BYTES = {**_TORCH_DTYPE_BYTES, **_NCCL_DTYPE_BYTES}
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """All calls of an operator: seconds of the host without operators within, and of its kernels."""
+    """All calls of an operator: seconds on the host without nested operators, and seconds of its kernels."""
 
     name: str
     calls: int
@@ -75,7 +75,7 @@ class OperatorTime:
 
 @dataclass(frozen=True)
 class CommunicationTime:
-    """All collectives of a kind; bytes are None where the trace has none; overlapping seconds count once."""
+    """All collectives of a kind. `bytes` is None if the trace has no sizes; overlapping seconds count once."""
 
     name: str
     calls: int
@@ -86,7 +86,7 @@ class CommunicationTime:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A part of the steps by the host's clock, and what the rank did meanwhile; the last three add up to the first."""
+    """A phase of the steps on the host's clock. Computing, exposed and host seconds add up to `seconds`."""
 
     name: str
     calls: int
@@ -98,9 +98,9 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The moment of a window in which most memory was held, what allocated the last of it, and each part's peak.
+    """Peak memory of a window, the operator and phase that reached it, and the peak of each phase.
 
-    On a CPU the profiler counts only what is allocated and freed while it runs; on an accelerator everything.
+    On a CPU the profiler counts only memory that is allocated and freed while it runs; on an accelerator, all memory.
     """
 
     bytes: int
@@ -111,9 +111,9 @@ class MemoryPeak:
 
 @dataclass(frozen=True)
 class ProfileSummary:
-    """A window of steps on one rank; computing, exposed and host seconds add up to `seconds`.
+    """Summary of a window of steps on one rank. Computing, exposed and host seconds add up to `seconds`.
 
-    `host_seconds`: nothing is computed and no message is under way. `metadata`: that of the run.
+    `host_seconds`: time without computation and without messages in flight. `metadata`: metadata of the run.
     """
 
     steps: list[int]
@@ -131,48 +131,48 @@ class ProfileSummary:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the window; a trace that marks none counts as one."""
+        """Number of steps in the window; 1 if the trace marks none."""
         return max(1, len(self.steps))
 
 
 def load_summary(path: Path, *, rank: int | None = None) -> ProfileSummary:
-    """Summarize a run directory, its directory of profiles (the trace of `rank`, or the first), a trace, a summary."""
+    """Return the summary of a trace, a summary file, or a run or profile directory (trace of `rank`, or the first)."""
     if not path.exists():
-        raise ConfigError(f"{path} is not there. Give a run directory, or a trace in its directory profile.")
+        raise ConfigError(f"{path} does not exist. Give a run directory, or a trace in its directory profile.")
     if path.is_dir():
-        found = find_traces(path)
-        wanted = [each for each in found if rank is None or each.name.startswith(f"rank-{rank:05}")]
-        if not wanted:
-            there = sorted({int(each.name[5:10]) for each in found})
-            raise ConfigError(f"{path} has no profile of rank {rank}. It has those of {', '.join(map(str, there))}.")
-        return summarize_trace(read_trace(wanted[0]))
+        traces = find_traces(path)
+        selected = [each for each in traces if rank is None or each.name.startswith(f"rank-{rank:05}")]
+        if not selected:
+            ranks = sorted({int(each.name[5:10]) for each in traces})
+            raise ConfigError(f"{path} has no profile of rank {rank}. It has ranks {', '.join(map(str, ranks))}.")
+        return summarize_trace(read_trace(selected[0]))
     if rank is not None:
-        raise ConfigError(f"--rank={rank} chooses among the traces of a directory, and {path} is a file.")
+        raise ConfigError(f"--rank={rank} selects a trace in a directory, but {path} is a file. Leave it out.")
     if path.name.startswith("summary") and path.suffix == ".json":
         return summary_from_dict(read_json(path), path)
     return summarize_trace(read_trace(path))
 
 
 def summarize_trace(trace: ProfilerTrace) -> ProfileSummary:
-    spans, did = trace.spans, measure_activity(trace.spans)
+    spans, activity = trace.spans, measure_activity(trace.spans)
     steps = [each for each in spans if each.step is not None]
     marked = [each for each in spans if each.phase is not None]
     timed = [each for each in spans if each.kind == OPERATOR or each.kind in DEVICE_KINDS]
-    # Evaluations and checkpoints are between steps.
+    # Evaluations and checkpoints run between steps.
     inside = [*steps, *marked] or timed or list(spans)
     window: Intervals = [(min(each.start for each in inside), max(each.end for each in inside))]
-    whole = _summarize_phase("", 0, window, did)
+    total = _summarize_phase("", 0, window, activity)
     return ProfileSummary(
         steps=sorted({each.step for each in steps if each.step is not None}),
-        is_on_device=did.is_on_device,
-        seconds=whole.seconds,
-        computing_seconds=whole.computing_seconds,
-        communication_seconds=total_length(intersect_intervals(did.communicating, window)),
-        exposed_seconds=whole.exposed_seconds,
-        host_seconds=whole.host_seconds,
+        is_on_device=activity.is_on_device,
+        seconds=total.seconds,
+        computing_seconds=total.computing_seconds,
+        communication_seconds=total_length(intersect_intervals(activity.communicating, window)),
+        exposed_seconds=total.exposed_seconds,
+        host_seconds=total.host_seconds,
         operators=_summarize_operators(timed),
-        communication=_summarize_communication(spans, did),
-        phases=_summarize_phases(marked, did, window),
+        communication=_summarize_communication(spans, activity),
+        phases=_summarize_phases(marked, activity, window),
         memory=find_memory_peak(trace),
         metadata=dict(trace.metadata),
     )
@@ -194,7 +194,7 @@ def _summarize_operators(spans: Sequence[TraceSpan]) -> list[OperatorTime]:
 
 
 def iter_self_times(spans: Iterable[TraceSpan]) -> Iterator[tuple[TraceSpan, float]]:
-    """Yield each span with its duration less that of the spans within it on its thread."""
+    """Yield each span with its duration minus that of the spans nested in it on its thread."""
     threads: dict[int | str, list[TraceSpan]] = defaultdict(list)
     for each in spans:
         threads[each.thread].append(each)
@@ -227,7 +227,7 @@ def _summarize_communication(spans: Sequence[TraceSpan], activity: Activity) -> 
 
 
 def _get_collective_name(span: TraceSpan) -> str:
-    """Return gloo's name of a collective, or ours, or that in a kernel's name before its types and options."""
+    """Return the name of a collective: that of gloo or meshwright, or an NCCL kernel's without types and options."""
     if span.kind == ANNOTATION:
         return span.name.removeprefix(PROFILER_PREFIX)
     words = span.name.split("(")[0].split("_")
@@ -241,7 +241,7 @@ def _count_message_bytes(span: TraceSpan) -> int | None:
         return None if width is None else width * int(details["In msg nelems"])
     shapes, types = details.get("Input Dims"), details.get("Input type")
     if not isinstance(shapes, list) or not isinstance(types, list):
-        # Barriers pass nothing.
+        # Barriers send no data.
         return 0 if span.name.endswith(":barrier") or span.name == WAIT_FOR_RANKS else None
     pairs = zip(shapes, types, strict=False)
     return sum(_DTYPE_BYTES[kind] * math.prod(shape) for shape, kind in pairs if _DTYPE_BYTES.get(kind) and shape)
@@ -284,9 +284,9 @@ def find_memory_peak(trace: ProfilerTrace) -> MemoryPeak | None:
 
 
 def build_memory_timeline(trace: ProfilerTrace) -> dict[str, Any]:
-    """Return what was held over time, and what allocated it, as values of JSON.
+    """Return the memory held over time, and the operators that allocated it, as JSON values.
 
-    The points are the highest of equal shares of the changes: `seconds` since the first mark, and `bytes`.
+    Each point is the highest of an equal share of the changes: `seconds` since the first mark, and `bytes`.
     """
     changes, peak = _select_device_changes(trace.memory), find_memory_peak(trace) or MemoryPeak(0, "", "", {})
     is_on_device = any(change.is_on_device for change in trace.memory)
@@ -296,7 +296,7 @@ def build_memory_timeline(trace: ProfilerTrace) -> dict[str, Any]:
     shares = [changes[index : index + each_of] for index in range(0, len(changes), each_of)]
     points = [max(share, key=lambda change: change.total_bytes) for share in shares]
     return {
-        "measures": "all that the allocator gave" if is_on_device else "what the window added to what was held",
+        "measures": "all memory of the allocator" if is_on_device else "memory added within the window",
         "peak_bytes": peak.bytes,
         "peak_operator": peak.operator,
         "peak_phase": peak.phase,
@@ -308,7 +308,7 @@ def build_memory_timeline(trace: ProfilerTrace) -> dict[str, Any]:
 
 
 def _select_device_changes(changes: Sequence[MemoryChange]) -> list[MemoryChange]:
-    """Return the changes of the accelerator, if there is one: the host allocates little besides."""
+    """Return the changes on the accelerator, if there are any, else all: the host then allocates little."""
     return [change for change in changes if change.is_on_device] or list(changes)
 
 
@@ -324,7 +324,7 @@ def _find_innermost(spans: Iterable[TraceSpan], change: MemoryChange) -> TraceSp
 
 
 def _count_allocated_bytes(trace: ProfilerTrace, changes: Sequence[MemoryChange]) -> dict[str, int]:
-    """Return the bytes that operators have allocated, freed or not, largest first."""
+    """Return the bytes that each operator allocated, freed or not, largest first."""
     threads: dict[int | str, list[TraceSpan]] = defaultdict(list)
     for each in trace.spans:
         if each.kind == OPERATOR:
@@ -344,7 +344,7 @@ def _count_allocated_bytes(trace: ProfilerTrace, changes: Sequence[MemoryChange]
                 index += 1
             while open_ones and open_ones[-1].end < change.time:
                 open_ones.pop()
-            # Operators call others, such as aten::empty; the outermost that does work counts.
+            # Operators call others, such as aten::empty; the outermost that computes counts.
             taken[next((each.name for each in open_ones if each.is_compute), "none")] += change.bytes
     return dict(sorted(taken.items(), key=lambda item: -item[1]))
 
@@ -354,12 +354,12 @@ def summary_to_dict(summary: ProfileSummary) -> dict[str, Any]:
 
 
 def summary_from_dict(values: Any, path: Path) -> ProfileSummary:
-    found = values.get("profile_summary") if isinstance(values, dict) else None
-    if found is None:
-        raise ConfigError(f"{path} is no summary of a profile. Give the one in the directory profile of a run.")
-    if found != FORMAT:
+    version = values.get("profile_summary") if isinstance(values, dict) else None
+    if version is None:
+        raise ConfigError(f"{path} is not a profile summary. Give the one in the directory profile of a run.")
+    if version != FORMAT:
         raise ConfigError(
-            f"{path} is a summary of format {found!r}, and this version reads {FORMAT}. Give the trace beside it."
+            f"{path} has summary format {version!r}, but this version reads {FORMAT}. Give the trace next to it."
         )
     tables: Mapping[str, type[Any]] = {
         "operators": OperatorTime,
@@ -374,5 +374,5 @@ def summary_from_dict(values: Any, path: Path) -> ProfileSummary:
         return ProfileSummary(**plain)
     except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is no whole summary of a profile ({type(error).__name__}: {error}). Give the trace beside it."
+            f"{path} is not a valid profile summary ({type(error).__name__}: {error}). Give the trace next to it."
         ) from None

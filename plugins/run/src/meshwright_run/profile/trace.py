@@ -1,9 +1,9 @@
-"""Read a trace of torch.profiler, JSON of Chrome's format, and what a rank did: compute, wait for messages, or neither.
+"""Read a trace of torch.profiler (Chrome's JSON format), and find when a rank computes, communicates or does neither.
 
-[Note: exposed communication] A message is under way while a kernel of NCCL runs; on a CPU while a thread of gloo is at
-a collective, or the main thread waits for other ranks. Exposed is the part of that time in which no other kernel (or
-copy) runs on the device, or on a CPU no operator on the main thread. Operators that issue messages or wait for them
-compute nothing. The rest of the time is the host's, so computing, exposed and host add up to the total.
+[Note: exposed communication] A message is in flight while an NCCL kernel runs; on a CPU, while a gloo thread is in a
+collective or the main thread waits for other ranks. Communication is exposed while no other kernel (or copy) runs on
+the device or, on a CPU, no operator on the main thread. Operators that issue messages or wait for them do not count as
+computing. The rest of the time is host time, so computing, exposed and host time add up to the total.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from typing import Any, NamedTuple, TypeAlias
 from meshwright.plugin import PROFILER_PREFIX, WAIT_FOR_RANKS, ConfigError, open_regular_file
 
 OPERATOR, ANNOTATION, KERNEL = "cpu_op", "user_annotation", "kernel"
-"""Kinds of spans, as Kineto's categories."""
+"""Kinds of spans: Kineto's categories."""
 DEVICE_KINDS = (KERNEL, "gpu_memcpy", "gpu_memset")
-"""Kinds of an accelerator's work."""
+"""Kinds of spans on an accelerator."""
 MAX_BYTES = 1 << 30
-"""Of a trace, unpacked: reading it takes some ten times as much memory."""
+"""Maximum size of a decompressed trace. Reading it takes about ten times as much memory."""
 METADATA_KEY = "meshwright"
-"""The key of a trace that says what run, rank and steps it is of."""
+"""Key of a trace with its run, rank and steps."""
 
 _STEP = re.compile(rf"(?:{PROFILER_PREFIX}step |ProfilerStep#)(\d+)$")
 _COMMUNICATION_PREFIXES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
-"""Operators that issue communication, or wait for it."""
+"""Operators that issue communication or wait for it."""
 _WRAPPER_PREFIXES = ("autograd::", "torch::autograd::", "profiler::")
-"""Operators that do nothing themselves, and may wait for something within."""
+"""Operators that only call others, and may wait inside."""
 _COMPILED_PREFIXES = ("Torch-Compiled Region", "## Call CompiledFxGraph")
 _MICRO = 1e-6
 _HINT = "Give a run directory, its directory `profile`, or a file rank-*.json.gz in it."
 
 
 class TraceSpan(NamedTuple):
-    """One event with a duration; a tuple, since a step has thousands.
+    """An event with a duration. A tuple, since a step has thousands.
 
-    `kind`: Kineto's category. `start`, `end`: seconds since any moment. `thread`: of an accelerator, its stream.
-    `operator`: number of the operator that it is, or that has launched it; 0: none is known.
+    `kind`: Kineto's category. `start`, `end`: seconds since an arbitrary time. `thread`: on an accelerator, the stream.
+    `operator`: number of the operator that the span is, or that launched it; 0: unknown.
     """
 
     name: str
@@ -59,7 +59,7 @@ class TraceSpan(NamedTuple):
 
     @property
     def is_communication(self) -> bool:
-        """Whether it is a message under way: a kernel of NCCL, a collective of gloo, or a wait for other ranks."""
+        """Whether the span is a message in flight: an NCCL kernel, a gloo collective, or a wait for other ranks."""
         if self.kind == KERNEL:
             return self.name.startswith("nccl")
         return self.kind == ANNOTATION and (self.name.startswith("gloo:") or self.name == WAIT_FOR_RANKS)
@@ -95,7 +95,7 @@ class TraceSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryChange:
-    """Bytes that were allocated (above 0) or freed at a moment [s], and the total that is held after it."""
+    """Bytes allocated (positive) or freed (negative) at a time [s], and the total held afterwards."""
 
     time: float
     bytes: int
@@ -106,7 +106,7 @@ class MemoryChange:
 
 @dataclass(frozen=True)
 class ProfilerTrace:
-    """What one rank's profiler has recorded; `about` is metadata of the run, empty in traces of other programs."""
+    """Events recorded by one rank's profiler. `metadata`: metadata of the run; empty in traces of other programs."""
 
     path: Path
     spans: Sequence[TraceSpan]
@@ -118,17 +118,16 @@ def read_trace(path: Path) -> ProfilerTrace:
     value = read_json(path)
     events = value.get("traceEvents") if isinstance(value, dict) else None
     if not isinstance(events, list):
-        raise ConfigError(f"{path} is no trace of torch.profiler: it has no list traceEvents. {_HINT}")
+        raise ConfigError(f"{path} is not a trace of torch.profiler: it has no list traceEvents. {_HINT}")
     try:
         spans = [_parse_span(event) for event in events if event.get("ph") == "X" and "dur" in event]
         memory = [_parse_memory_change(event) for event in events if event.get("name") == "[memory]"]
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"{path} is no trace of torch.profiler: an event of it is malformed ({type(error).__name__}: {error}). "
-            f"{_HINT}"
+            f"{path} is not a trace of torch.profiler: an event is malformed ({type(error).__name__}: {error}). {_HINT}"
         ) from None
     if not spans:
-        raise ConfigError(f"{path} holds no event that lasts, so there is nothing to show. {_HINT}")
+        raise ConfigError(f"{path} has no event with a duration, so there is nothing to show. {_HINT}")
     about = value.get(METADATA_KEY)
     memory.sort(key=lambda change: change.time)
     return ProfilerTrace(path, spans, about if isinstance(about, dict) else {}, memory)
@@ -137,14 +136,14 @@ def read_trace(path: Path) -> ProfilerTrace:
 def read_json(path: Path) -> Any:
     try:
         with open_regular_file(path) as raw:
-            is_packed = raw.read(2) == b"\x1f\x8b"
+            is_compressed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
-            file = gzip.GzipFile(fileobj=raw) if is_packed else raw
+            file = gzip.GzipFile(fileobj=raw) if is_compressed else raw
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}. {_HINT}") from None
     except (EOFError, zlib.error) as error:
-        raise ConfigError(f"cannot unpack {path}, which seems to be cut off: {error}. Record it again.") from None
+        raise ConfigError(f"cannot decompress {path}, which seems truncated: {error}. Record it again.") from None
     if len(content) > MAX_BYTES:
         raise ConfigError(
             f"{path} holds more than {MAX_BYTES:,} bytes. Open it in Perfetto, or record fewer steps (profile.steps)."
@@ -152,7 +151,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no trace of torch.profiler: it is not JSON ({error}). {_HINT}") from None
+        raise ConfigError(f"{path} is not a trace of torch.profiler: it is not JSON ({error}). {_HINT}") from None
 
 
 def _parse_span(event: Mapping[str, Any]) -> TraceSpan:
@@ -175,28 +174,28 @@ def _parse_memory_change(event: Mapping[str, Any]) -> MemoryChange:
         bytes=int(details["Bytes"]),
         total_bytes=int(details["Total Allocated"]),
         thread=event.get("tid", 0),
-        # Kineto numbers kinds of devices as torch does: 0 is the CPU.
+        # Kineto numbers device types as torch does: 0 is the CPU.
         is_on_device=int(details["Device Type"]) != 0,
     )
 
 
-# -- what a rank does in a stretch of time
+# -- intervals of time, and what a rank does in them
 
 Intervals: TypeAlias = "list[tuple[float, float]]"
-"""Sorted (start, end) that do not meet; any unit."""
+"""Sorted (start, end) pairs that neither overlap nor touch; any unit."""
 
 
 def merge_intervals(stretches: Iterable[tuple[float, float]]) -> Intervals:
-    """Return what any of these covers; those that end where they start, or before, cover nothing."""
-    found: Intervals = []
+    """Return the union of intervals; those that do not end after their start are empty."""
+    merged: Intervals = []
     for start, end in sorted(stretches):
         if end <= start:
             continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def total_length(intervals: Sequence[tuple[float, float]]) -> float:
@@ -204,17 +203,17 @@ def total_length(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def intersect_intervals(intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> Intervals:
-    found: Intervals = []
+    common: Intervals = []
     one = two = 0
     while one < len(intervals) and two < len(others):
         start, end = max(intervals[one][0], others[two][0]), min(intervals[one][1], others[two][1])
         if start < end:
-            found.append((start, end))
+            common.append((start, end))
         if intervals[one][1] < others[two][1]:
             one += 1
         else:
             two += 1
-    return found
+    return common
 
 
 def subtract_intervals(intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> Intervals:
@@ -224,7 +223,7 @@ def subtract_intervals(intervals: Sequence[tuple[float, float]], others: Sequenc
 
 @dataclass(frozen=True)
 class Activity:
-    """When a rank computes, and when messages are under way; of an accelerator, or else of the main thread."""
+    """When a rank computes, and when messages are in flight: on its accelerator, or else on the main thread."""
 
     computing: Intervals
     communicating: Intervals
@@ -243,7 +242,7 @@ def measure_activity(spans: Sequence[TraceSpan]) -> Activity:
     main = _find_main_thread(spans)
     of_main = [each for each in spans if each.thread == main]
     computing = _merge_spans(each for each in of_main if each.is_compute)
-    # An operator on sharded tensors waits within for what it has sent.
+    # An operator on sharded tensors waits inside for its communication.
     return Activity(
         subtract_intervals(computing, _merge_spans(each for each in of_main if each.is_communication_call)),
         messages,
@@ -252,12 +251,12 @@ def measure_activity(spans: Sequence[TraceSpan]) -> Activity:
 
 
 def measure_exposed_communication(spans: Sequence[TraceSpan]) -> float:
-    """Return the seconds in which a rank waits for messages and computes nothing; see [Note: exposed communication]."""
+    """Return the seconds in which a rank communicates and computes nothing; see [Note: exposed communication]."""
     return total_length(measure_activity(spans).exposed)
 
 
 def _find_main_thread(spans: Iterable[TraceSpan]) -> int | str | None:
-    """Return the thread of the steps; where none is marked, the one with the most operators."""
+    """Return the thread of the steps; if none is marked, the thread with the most operators."""
     operators: Counter[int | str] = Counter()
     for each in spans:
         if each.step is not None:
