@@ -184,7 +184,7 @@ def test_code_of_a_model_runs_only_where_its_version_is_named(with_code: Path, p
     text = refused(place, tmp_path, {"path": str(with_code)})
     assert "needs code of its own (configuration_own.py, modeling_own.py)" in text
     assert f"model.trust_remote_code={digest}" in text
-    for wrong, reported in (("0" * 64, f"is {digest}"), ("0" * 40, "is a local directory"), ("yes", "names no code")):
+    for wrong, reported in (("0" * 64, f"is {digest}"), ("0" * 40, "is a local directory"), ("yes", "is not valid")):
         assert reported in refused(place, tmp_path, {"path": str(with_code), "trust_remote_code": wrong})
     assert not (tmp_path / "ran").exists()
     path = run_file(
@@ -320,7 +320,7 @@ def test_an_adapter_needs_a_base_that_everybody_can_load(place: Path, adapter: P
         preflight(load_run(tmp_path / "new.yaml"), 1)
     text = refused(place, tmp_path, {"path": str(adapter / "model")})
     assert "holds an adapter, not a whole model" in text
-    assert "init says how new weights are drawn" in refused(place, tmp_path, {"init": "parallel"})
+    assert "init is for new weights" in refused(place, tmp_path, {"init": "parallel"})
 
 
 @pytest.mark.slow

@@ -104,8 +104,8 @@ def test_going_back_sets_later_checkpoints_aside_and_the_same_command_continues_
     output, error, _ = place.run(kill_after=5, **branch)
     aside = place.root / "abandoned-1"
     assert error == "killed"
-    assert "after step 2, with other optimizer.lr" in output
-    assert "are now in" in output
+    assert "after step 2, with changed optimizer.lr" in output
+    assert "were moved to" in output
     assert place.list_steps(aside) == [8, 6, 4]
     assert place.read_metrics(aside) == uninterrupted.read_metrics()
     assert place.list_steps() == [4, 2]
@@ -327,10 +327,10 @@ def _check_change(name: str, place: RunWorkspace, layout: dict[str, Any], ranks:
     assert place.run(kill_after=5)[1] == "killed"
     refused = place.run(**changes)
     assert refused[2] == 2
-    assert f"the run differs from the one that {step_directory(place.root, 4)} is of: {name}" in refused[1]
+    assert f"the run differs from that of {step_directory(place.root, 4)}: {name}" in refused[1]
     output, error, code = place.run(ranks=ranks, resume={"from": "auto", "allow": [name]}, **changes, **layout)
     assert code == 0, error
-    assert f"with other {name}" in output
+    assert f"with changed {name}" in output
     (place.out / "run.yaml").write_text(place.write_run_file().read_text())
     losses, weights = _handwritten(place.write_run_file(), [(0, {"rate": _cosine(1e-2)}), (4, settings)])
     assert [line["loss"] for line in place.read_metrics()] == pytest.approx(losses, rel=TOLERANCE)

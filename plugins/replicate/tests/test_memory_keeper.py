@@ -347,7 +347,7 @@ def test_copies_that_nobody_would_resume_from_are_refused(monkeypatch: pytest.Mo
         check_restarts(config())
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     check_restarts(config())
-    with pytest.raises(ValueError, match="on_bad_step=rollback goes back to checkpoints of this attempt"):
+    with pytest.raises(ValueError, match="on_bad_step=rollback needs checkpoints of this attempt"):
         config(on_bad_step="rollback")
 
 

@@ -91,7 +91,7 @@ def test_who_starts_over_after_a_hang_is_not_reported_it_again(tmp_path: Path) -
             os.kill(find_agent_ranks(process.pid)[1], signal.SIGSTOP)
             steps = run.count_steps()
             assert wait_for_moment(
-                process, lambda at=steps: process.output.count("hangs: no sign of life") >= 1 + (at > 12)
+                process, lambda at=steps: process.output.count("hangs: no heartbeat") >= 1 + (at > 12)
             )
         process.assert_succeeds()
     finally:
@@ -142,7 +142,7 @@ def test_a_rank_whose_peer_was_killed_on_another_node_waits_for_no_word_of_it(tm
         while is_alive(mine) and time.monotonic() < until_s:
             time.sleep(0.02)
         assert not is_alive(mine)
-        assert "no rank has said why: one may have been killed" in agents[0].output
+        assert "no rank has reported why: one may have been killed" in agents[0].output
     finally:
         for agent in agents:
             end_session(agent)
@@ -204,7 +204,7 @@ def test_a_node_that_is_cut_off_from_the_store_ends_by_itself(tmp_path: Path) ->
             for agent in agents:
                 end_session(agent)
     assert not left, reported
-    cut, other = ("gets no answer from the rendezvous store for 4 s", "hangs: no sign of life for 4 s")
+    cut, other = ("gets no answer from the rendezvous store for 4 s", "hangs: no heartbeat for 4 s")
     assert [cut in reported[0], cut in reported[1], other in reported[0], other in reported[1]] == [
         False,
         True,
