@@ -48,13 +48,13 @@ def test_each_world_has_a_prefix_of_its_own_whoever_comes_last(late: int) -> Non
 def test_who_died_while_it_asked_holds_up_nobody_and_ranks_that_do_not_come_are_named() -> None:
     store = dist.HashStore()
     (reported,) = _side_by_side(store, 2, {1: 0.0}, timeout_s=0.2)
-    assert reported.startswith("error: the rendezvous store is gone, or rank 0 has not come within 0.2 s")
+    assert reported.startswith("error: the rendezvous store is gone, or rank 0 did not answer within 0.2 s")
     # The first rank answers the word of the dead, too, and is confirmed by the one that lives.
     first, second = _side_by_side(store, 2, {0: 0.0, 1: 0.3})
     assert first == second
     assert not first.startswith("error")
     first, second = _side_by_side(dist.HashStore(), 4, {0: 0.0, 2: 0.0}, timeout_s=0.5)
-    assert first == "error: ranks 1, 3 of 4 have not come within 0.5 s."
+    assert first == "error: ranks 1, 3 of 4 did not connect within 0.5 s."
     assert not second.startswith("error")
 
 
