@@ -145,7 +145,7 @@ def test_what_is_not_whole_is_named_and_an_older_one_is_taken(damage: str, saved
         assert found == str(step_directory(root, 1))
     assert len([text for _, _, _, texts in results for text in texts if "An older one is tried" in text]) == 1
     code, table = invoke_in_process("checkpoint", "show", root)
-    assert (code, "incomplete" in table, "whole" in table) == (1, True, True)
+    assert (code, "incomplete" in table, "valid" in table) == (1, True, True)
 
 
 # -- forged indices and manifests, and other formats

@@ -110,7 +110,7 @@ def test_a_killed_run_resumes_from_the_server_bit_for_bit(
 
     # All commands take the URL.
     code, output = invoke_in_process("checkpoint", "verify", url)
-    assert (code, f"{url}/step-00000006: whole" in output) == (0, True)
+    assert (code, f"{url}/step-00000006: valid" in output) == (0, True)
     assert invoke_in_process("checkpoint", "show", url)[0] == 0
     out = tmp_path / "exported"
     assert invoke_in_process("export", f"{url}/step-00000006", str(out))[0] == 0
@@ -148,7 +148,7 @@ def test_what_another_run_has_saved_is_neither_continued_from_nor_replaced_unask
     RemoteStorage(to).write_file("notes/of.txt", [b"of somebody"])
     before, again = _sizes("first"), ("--set", "resume=never")
     for more, reported in (
-        (again, "holds step-00000006 of an earlier run. Name another place, or set overwrite=true"),
+        (again, "holds step-00000006 of an earlier run. Name another location, or set overwrite=true"),
         ((*again, "--set", "overwrite=true"), "step-00000006 is of the run with output_dir="),
     ):
         refused = runs("second", *more, path=to)

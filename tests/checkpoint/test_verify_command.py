@@ -62,7 +62,7 @@ def _verify(*arguments: object) -> tuple[int, str]:
 def test_all_is_read_to_its_last_byte_and_each_file_that_is_wrong_is_named_with_its_checkpoint(root: Path) -> None:
     one, two, three = (step_directory(root, step) for step in (1, 2, 3))
     code, output = _verify(root)
-    assert (code, output.count(": whole, ")) == (0, 3), output
+    assert (code, output.count(": valid, ")) == (0, 3), output
     assert f"{sum(each.size for each in read_manifest(three).files.values()):,} bytes read, not signed" in output
     flip_file_bit(two / "tensors-00001.bin")
     (two / "optimizer-00000.json").unlink()
@@ -70,7 +70,7 @@ def test_all_is_read_to_its_last_byte_and_each_file_that_is_wrong_is_named_with_
     code, output = _verify(root)
     assert code == 1
     wrong = ("optimizer-00000.json is missing", "the contents of tensors-00001.bin have changed", "was never completed")
-    for text in (f"{one}: whole", f"{two}: incomplete", f"{three}: incomplete", *wrong):
+    for text in (f"{one}: valid", f"{two}: incomplete", f"{three}: incomplete", *wrong):
         assert text in output
 
 
@@ -192,8 +192,8 @@ def _with_keys_of(root: str, files: list[str | None]) -> str:
     ("files", "reported"),
     [
         (["ours", "ours"], "the same"),
-        (["ours", "theirs"], "holds another key on some nodes than on others. Give all of them the same file"),
-        (["ours", None], "holds another key on some nodes than on others"),
+        (["ours", "theirs"], "differs between nodes. Give all of them the same file"),
+        (["ours", None], "differs between nodes"),
         (["none", "ours"], "cannot be read: No such file or directory"),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_process_without_launcher_is_a_world_of_one_and_ends_its_group(monkeyp
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="looks at a machine without accelerator")
 def test_a_device_that_is_not_there_is_refused() -> None:
-    for device, text in (("cuda:0", r"not available here\. Available: cpu"), ("gpu", "'gpu' is no device name")):
+    for device, text in (("cuda:0", r"not available here\. Available: cpu"), ("gpu", "'gpu' is not a device name")):
         with pytest.raises(MeshError, match=text):
             open_world(device)
 

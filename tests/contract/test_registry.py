@@ -86,7 +86,10 @@ BROKEN_PLUGINS = {
         hooked("yield spec('half')\n    raise OSError('gone')"),
         "register_strategies failed: OSError: gone",
     ),
-    "unknown axis": (bringing("spec('broken', axes={'tpp'})"), "axes {'tpp'} are not a set out of pp, dp_replicate"),
+    "unknown axis": (
+        bringing("spec('broken', axes={'tpp'})"),
+        "axes {'tpp'} are not a set of names out of pp, dp_replicate",
+    ),
     "axes a string": (bringing("spec('broken', axes='tp')"), "axes 'tp' are not a set"),
     "config no model": (bringing("spec('broken', config_cls=dict)"), "is not a pydantic model class"),
     "build not callable": (bringing("spec('broken', build='module:build')"), "build 'module:build' is not callable"),

@@ -100,12 +100,12 @@ def test_two_wrappers_for_one_axis_are_an_error_that_names_both():
     ("strategy", "sizes", "texts"),
     [
         ("shards", {"tp_size": 2}, "tp=2|shards shards dp_replicate, dp_shard|that shard tp: dense.|Or set tp_size=1."),
-        ("shards", {"pp_size": 2}, "pp=2|no wrapping strategy takes pp|No installed strategy shards pp.|pp_size=1."),
+        ("shards", {"pp_size": 2}, "pp=2|no wrapping strategy shards pp|No installed strategy shards pp.|pp_size=1."),
         ("copies", {"dp_replicate_size": 1}, "dp_shard=4|copies shards dp_replicate|that shard dp_shard: shards."),
         ("copies", {"dp_replicate_size": 1}, "leave dp_replicate_size out, or set it to dp_size=4."),
         ("single", {}, "dp_shard=4|shards no axis|shard dp_replicate or dp_shard: copies, shards.|Or start one rank"),
         # Whether or not ep_size divides the ranks along axes that the strategy does not shard either.
-        ("copies", {"ep_size": 2}, "ep=2|copies does not divide experts: every rank holds all of them."),
+        ("copies", {"ep_size": 2}, "ep=2|copies does not shard experts: every rank holds all of them."),
     ],
 )
 def test_an_axis_that_nobody_claims_is_an_error_with_who_could_and_what_to_change(strategy, sizes, texts):
@@ -160,7 +160,7 @@ def test_the_strategy_follows_from_bases_and_subclasses_of_its_config() -> None:
         assert find_strategy_name(config, registry) == name
     further = registry_of(spec("own", config_cls=Own), spec("further", config_cls=Reference))
     assert find_strategy_name(Reference(), further) == "further"
-    with pytest.raises(ConfigError, match=r"config is a Own, from which no strategy follows\. Name the strategy"):
+    with pytest.raises(ConfigError, match=r"config is a Own, which does not determine a strategy\. Name the strategy"):
         find_strategy_name(Own(), registry_of(spec("own", config_cls=Own), spec("again", config_cls=Own)))
 
 

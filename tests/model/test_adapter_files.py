@@ -318,7 +318,7 @@ def test_what_cannot_be_merged_is_reported(bases: Path, trained: Path, tmp_path:
         return done.stderr
 
     out = str(tmp_path / "out")
-    assert "--base is of --merge" in said("--base", str(bases / "untied"), str(trained / "checkpoint"), out)
+    assert "--base needs --merge" in said("--base", str(bases / "untied"), str(trained / "checkpoint"), out)
     assert "is no checkpoint" in said("--merge", str(tmp_path / "none"), out)
     assert "Say where it is: --base DIR" in said("--merge", str(trained / "checkpoint"), out, "--base", "/nowhere")
     assert "not empty" in said("--merge", str(trained / "checkpoint"), str(bases))

@@ -189,7 +189,7 @@ def test_models_that_share_modules_without_parameters_have_managers_of_their_own
     ids=str,
 )
 def test_options_that_would_train_in_float16_are_refused(strategy: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="float16 would need a loss that is scaled"):
+    with pytest.raises(ConfigError, match="float16 needs loss scaling"):
         validate_config(get_strategy(strategy).config_cls, options, where="options")
 
 

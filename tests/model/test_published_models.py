@@ -184,7 +184,7 @@ def test_code_of_a_model_runs_only_where_its_version_is_named(with_code: Path, p
     text = refused(place, tmp_path, {"path": str(with_code)})
     assert "needs code of its own (configuration_own.py, modeling_own.py)" in text
     assert f"model.trust_remote_code={digest}" in text
-    for wrong, reported in (("0" * 64, f"is {digest}"), ("0" * 40, "is a local directory"), ("yes", "names no code")):
+    for wrong, reported in (("0" * 64, f"is {digest}"), ("0" * 40, "is a local directory"), ("yes", "is not valid")):
         assert reported in refused(place, tmp_path, {"path": str(with_code), "trust_remote_code": wrong})
     assert not (tmp_path / "ran").exists()
     path = run_file(
@@ -316,11 +316,11 @@ def test_an_adapter_needs_a_base_that_everybody_can_load(place: Path, adapter: P
         load_run(tmp_path / "new.yaml")
     values["model"] = {"checkpoint": str(adapter / "checkpoints" / "step-00000002")}
     (tmp_path / "new.yaml").write_text(yaml.safe_dump(values))
-    with pytest.raises(mw.MeshwrightError, match=r"holds adapters alone\. Export it"):
+    with pytest.raises(mw.MeshwrightError, match=r"holds only adapters\. Export it"):
         preflight(load_run(tmp_path / "new.yaml"), 1)
     text = refused(place, tmp_path, {"path": str(adapter / "model")})
     assert "holds an adapter, not a whole model" in text
-    assert "init says how new weights are drawn" in refused(place, tmp_path, {"init": "parallel"})
+    assert "init is for new weights" in refused(place, tmp_path, {"init": "parallel"})
 
 
 @pytest.mark.slow
@@ -338,7 +338,7 @@ def test_a_saved_adapter_is_what_its_own_files_say(place: Path, adapter: Path, t
     again = run_file(place, tmp_path, {"peft": {"adapter": saved}}, resume="never", overwrite=True)
     changed = yaml.safe_load(again.read_text()) | {"output_dir": str(adapter)}
     again.write_text(yaml.safe_dump(changed))
-    with pytest.raises(mw.MeshwrightError, match=r"model\.peft\.adapter=.* lies in what this run replaces"):
+    with pytest.raises(mw.MeshwrightError, match=r"model\.peft\.adapter=.* is inside .*, which this run replaces"):
         preflight(load_run(again), 1)
     # What agrees is no conflict.
     preflight(load_run(run_file(place, tmp_path, {"peft": {"type": "lora", "adapter": saved, "r": 2}})), 1)
@@ -383,7 +383,7 @@ def test_a_run_leaves_an_adapter_that_peft_loads_and_continues_on_another_mesh(
     # With another base it does not.
     shutil.rmtree(tmp_path / "out")
     other = {"path": str(place / "other" / "model"), "peft": PEFT}
-    assert "holds adapters of another base" in refused(place, tmp_path, other, resume=str(first))
+    assert "holds adapters for another base" in refused(place, tmp_path, other, resume=str(first))
 
 
 @pytest.mark.slow
@@ -392,7 +392,7 @@ def test_a_run_begins_with_a_saved_adapter(place: Path, adapter: Path, tmp_path:
     path = run_file(place, tmp_path, model, strategy="fsdp2", nproc=2, checkpoint={"every": 2})
     output, error, code = run(path, 2)
     assert code == 0, error
-    assert "of them train, over" in output
+    assert "of them are trained, on" in output
     checkpoint = tmp_path / "out" / "checkpoints" / "step-00000002"
     assert read_manifest(checkpoint).base is not None
     export_merged(checkpoint, tmp_path / "as-trained")

@@ -325,7 +325,7 @@ def test_a_run_keeps_its_average_through_an_interruption_and_writes_it_beside_th
     whole, incomplete = (RunWorkspace(tmp_path, tmp_path / name) for name in ("whole", "incomplete"))
     for place in (whole, incomplete):
         place.directory.mkdir()
-    with pytest.raises(MeshwrightError, match=r"ema\.start_step=8, so nothing is averaged in steps=8"):
+    with pytest.raises(MeshwrightError, match=r"ema\.start_step=8, so no weights are averaged in steps=8"):
         load_run(whole.write_run_file(ema={"start_step": 8}))
     whole.run_successfully(ranks=2, **options)
     assert incomplete.run(ranks=2, kill_after=5, **options)[2] == 137

@@ -56,7 +56,7 @@ def test_models_whose_documents_see_each_other_are_refused(model_type: str, dtyp
 
 def test_a_model_that_is_not_causal_is_refused_padding() -> None:
     text = refusal("cpmant", "none")
-    assert re.search(r"model 'cpmant' sees the padding behind a document.*Set data\.packing=stream", text)
+    assert re.search(r"model 'cpmant' attends to the padding after a document.*Set data\.packing=stream", text)
 
 
 def _reported(model_type: str, strategy: str, sizes: dict[str, int]) -> list[str]:
@@ -79,7 +79,7 @@ def _reported(model_type: str, strategy: str, sizes: dict[str, int]) -> list[str
     ("model_type", "sizes", "start"),
     mark_mostly_slow(
         [
-            ("mamba2", {}, "ModelError: the model 'mamba2' lets documents that share a row see those before them"),
+            ("mamba2", {}, "ModelError: the model 'mamba2' lets documents attend to earlier documents in the same row"),
             *(("llama", sizes, "") for sizes in ({}, {"tp_size": 2}, {"cp_size": 2}, {"pp_size": 2})),
         ]
     ),

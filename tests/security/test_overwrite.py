@@ -42,7 +42,7 @@ def test_what_no_run_has_made_is_not_removed(name: str, list_of: str | None, tmp
     if list_of is not None:
         (tmp_path / CREATED_NAMES).write_text(list_of)
     if "." not in name or name in OUTPUT_FILES:
-        with pytest.raises(ConfigError, match=f"would remove {name}.*which no run has made"):
+        with pytest.raises(ConfigError, match=f"would remove {name}.*which no run created"):
             choose_run_action(_config(tmp_path), 3)
     with pytest.raises(ConfigError, match=f"would remove {name}"):
         RunDirectory(tmp_path).prepare("", overwrite=True)

@@ -90,7 +90,7 @@ def test_values_and_options_of_trackers_come_from_the_environment(monkeypatch: p
     ((_, config),) = trackers.resolve_trackers([{"name": "mine", "api_key": {"from_env": "OUTSIDE"}}])
     assert config == _Options(api_key=SECRET)
     monkeypatch.delenv("OUTSIDE")
-    with pytest.raises(ConfigError, match=r"x\.a is to be taken from the environment variable OUTSIDE .* not set"):
+    with pytest.raises(ConfigError, match=r"x\.a is read from the environment variable OUTSIDE .* not set"):
         resolve_environment({"a": {"from_env": "OUTSIDE"}}, "x")
 
 
@@ -105,7 +105,7 @@ def test_files_of_a_job_that_hold_secrets_are_their_owners(
     values["launch"]["setup"] = [f"export API_KEY={SECRET}"]
     config = RunConfig.model_validate(values)
     monkeypatch.delenv("OUTSIDE", raising=False)
-    with pytest.raises(ConfigError, match=r"launch\.env\.TAKEN is to be taken from the environment variable OUTSIDE"):
+    with pytest.raises(ConfigError, match=r"launch\.env\.TAKEN is read from the environment variable OUTSIDE"):
         build_job(values, config, to, tmp_path)
     monkeypatch.setenv("OUTSIDE", "another secret")
     job = build_job(values, config, to, tmp_path / "job")

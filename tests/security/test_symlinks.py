@@ -81,7 +81,7 @@ def test_a_run_refuses_links_and_replaces_those_of_names_on_the_way(tmp_path: Pa
     (out / files.METRICS).symlink_to(victim)
     run = str(write_small_run(tmp_path, output_dir=str(out), overwrite=True))
     done = run_command("train", run)
-    assert (done.returncode, "no run has made" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "no run created" in done.stderr) == (2, True), done.stderr
     (out / files.METRICS).unlink()
     done = run_command("train", run)
     assert done.returncode == 0, done.stderr

@@ -287,7 +287,7 @@ def test_a_run_says_what_it_leaves_out_and_continues_alike(tmp_path: Path) -> No
     events = [json.loads(line) for line in (whole / "events.jsonl").read_text().splitlines()]
     bad = [event for event in events if event["event"] == "bad_step"]
     assert bad, "no step of this run was bad: choose other settings"
-    assert f"going back to step {bad[0]['rollback_step']}, without the batches since then (1 so far)" in output
+    assert f"rolling back to step {bad[0]['rollback_step']}, skipping the batches since then (1 so far)" in output
     lines = _lines(whole)
     assert [line["step"] for line in lines] == list(range(1, 61))
     # It resumes from a checkpoint after the first bad step.

@@ -62,7 +62,7 @@ def test_an_epoch_has_each_row_once_the_last_step_is_whole_and_there_is_room_for
         config = load_run(place.write_run_file(steps=None, epochs=epochs, batch_size=batch_size, schedule={}))
         assert compute_num_steps(config, 10) == steps
     config = load_run(place.write_run_file(steps=None, epochs=1, schedule={"warmup_steps": 9}))
-    with pytest.raises(ConfigError, match="how many rows the data have is not known"):
+    with pytest.raises(ConfigError, match="the number of rows of the data is unknown"):
         compute_num_steps(config, None)
     with pytest.raises(ConfigError, match="warmup_steps=9 is more than the 3 steps of epochs=1"):
         compute_num_steps(config, 10)
@@ -104,7 +104,7 @@ def test_a_run_that_another_has_stopped_early_is_not_started(
     source = str(step_directory(place.root, 3))
     _, error, code = other.run(**STOPPING, resume=source)
     assert code == 2
-    assert f"the run that {source} is of has stopped early at step 3" in error
+    assert f"the run of {source} stopped early at step 3" in error
     assert "after 4 of 8 steps" in other.run_successfully(**_patient(3), resume=source)
 
 
@@ -193,7 +193,7 @@ def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_continues(
 ) -> None:
     reported = {"data": preferences, "objective": {"name": "dpo", "beta": 1.0}, "micro_batch_size": 2, "batch_size": 8}
     output = place.run_successfully(**reported)
-    assert "computing the log-probabilities of the reference" in output
+    assert "computing reference log-probabilities" in output
     lines, sums = place.read_metrics(), _reported_sums(place)
     # Nothing is supervised before the first step, so that the model is its own reference.
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-12)
@@ -219,12 +219,12 @@ def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_continues(
 @pytest.mark.parametrize(
     ("objective", "changes", "text"),
     [
-        (None, {}, "the cross entropy takes each by itself, so that rejected answers would be supervised"),
-        ({"name": "grpo", "beta": 0.1}, {"corpus": True}, "needs advantages, reference_log_probs beside the tokens"),
+        (None, {}, "the cross entropy uses each row on its own, so rejected answers would be supervised"),
+        ({"name": "grpo", "beta": 0.1}, {"corpus": True}, "needs advantages, reference_log_probs besides the tokens"),
         (
             "orpo",
             {"corpus": True},
-            "objective 'orpo' takes rows 2 by 2, and those of these data do not belong together",
+            "objective 'orpo' takes rows 2 by 2, but the rows of these data are not grouped",
         ),
         ("orpo", {"micro_batch_size": 1}, "micro_batch_size=1 must be a multiple of 2, since 2 rows belong together"),
     ],

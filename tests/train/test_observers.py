@@ -294,8 +294,8 @@ def test_a_tracker_runs_on_the_first_rank_is_closed_and_left_aside_once_it_fails
     assert not error
     assert [name for name, _ in reported] == ORDER
     assert [each for each in warned if "tracker" in each] == [
-        "tracker 'lines' has failed in on_step_end and is left aside: ConnectionError: the server is gone. Training "
-        "continues; metrics.jsonl has everything."
+        "tracker 'lines' failed in on_step_end and is disabled: ConnectionError: the server is gone. Training "
+        "continues; metrics.jsonl has all metrics."
     ]
     assert (place.out / "lines").read_text() == "rank 0\nstep 1\nclosed\n"
 
@@ -303,7 +303,7 @@ def test_a_tracker_runs_on_the_first_rank_is_closed_and_left_aside_once_it_fails
 def test_a_tracker_that_cannot_be_started_is_reported_on_all_ranks(place: Place) -> None:
     errors = {error for _, error, _ in place.observe(plugs=True, trackers=["dead"])}
     assert errors == {
-        "tracker 'dead' cannot be started: ConnectionError: no server. Mend that, or leave it out of trackers."
+        "tracker 'dead' cannot be started: ConnectionError: no server. Fix that, or remove it from trackers."
     }
 
 
@@ -311,8 +311,8 @@ def test_a_wrong_tracker_and_one_of_two_plugins_are_refused_by_name() -> None:
     registry = Registry([])
     registry.register(_Plugin(), name="lines (tests)")
     wrong: list[tuple[Any, str]] = [
-        ("line", "there is no tracker 'line'. Did you mean 'lines'? Installed: dead, lines."),
-        ({"fails_in": "x"}, "there is no tracker None."),
+        ("line", "tracker 'line' is not installed. Did you mean 'lines'? Installed: dead, lines."),
+        ({"fails_in": "x"}, "tracker None is not installed."),
         ({"name": "lines", "fail_in": "x"}, "fail_in: unknown key. Did you mean 'fails_in'?"),
     ]
     for asked, reported in wrong:
@@ -320,7 +320,7 @@ def test_a_wrong_tracker_and_one_of_two_plugins_are_refused_by_name() -> None:
             resolve_trackers([asked], registry)
         assert reported in str(caught.value)
     registry.register(_Plugin(), name="others (tests)")
-    with pytest.raises(ConfigError, match="two plugins bring a tracker"):
+    with pytest.raises(ConfigError, match="two plugins register a tracker"):
         list_trackers(registry)
 
 

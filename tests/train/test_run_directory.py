@@ -104,8 +104,8 @@ def test_going_back_sets_later_checkpoints_aside_and_the_same_command_continues_
     output, error, _ = place.run(kill_after=5, **branch)
     aside = place.root / "abandoned-1"
     assert error == "killed"
-    assert "after step 2, with other optimizer.lr" in output
-    assert "are now in" in output
+    assert "after step 2, with changed optimizer.lr" in output
+    assert "were moved to" in output
     assert place.list_steps(aside) == [8, 6, 4]
     assert place.read_metrics(aside) == uninterrupted.read_metrics()
     assert place.list_steps() == [4, 2]
@@ -194,7 +194,7 @@ def test_without_a_checkpoint_a_finished_run_does_not_continue(place: RunWorkspa
     for overwrite in (False, True):
         _, error, code = place.run(steps=4, overwrite=overwrite, **none)
         assert code == 2
-        assert "has left no checkpoint to resume from" in error
+        assert "left no checkpoint to resume from" in error
         assert place.read_contents() == before
     # Another run replaces it, if it is to.
     other: dict[str, Any] = {"seed": 5, **none}
@@ -327,10 +327,10 @@ def _check_change(name: str, place: RunWorkspace, layout: dict[str, Any], ranks:
     assert place.run(kill_after=5)[1] == "killed"
     refused = place.run(**changes)
     assert refused[2] == 2
-    assert f"the run differs from the one that {step_directory(place.root, 4)} is of: {name}" in refused[1]
+    assert f"the run differs from that of {step_directory(place.root, 4)}: {name}" in refused[1]
     output, error, code = place.run(ranks=ranks, resume={"from": "auto", "allow": [name]}, **changes, **layout)
     assert code == 0, error
-    assert f"with other {name}" in output
+    assert f"with changed {name}" in output
     (place.out / "run.yaml").write_text(place.write_run_file().read_text())
     losses, weights = _handwritten(place.write_run_file(), [(0, {"rate": _cosine(1e-2)}), (4, settings)])
     assert [line["loss"] for line in place.read_metrics()] == pytest.approx(losses, rel=TOLERANCE)
@@ -440,7 +440,7 @@ def test_a_checkpoint_of_weights_that_the_run_would_replace_is_refused(place: Ru
     model = {"checkpoint": str(step_directory(place.root, 2)), "dtype": "float64"}
     _, error, code = place.run(model=model, resume="never", overwrite=True)
     assert code == 2
-    assert "lies in what this run replaces" in error
+    assert "which this run replaces" in error
     _, error, code = place.run(model={"checkpoint": str(place.directory)})
     assert code == 2
     assert "is no checkpoint" in error
@@ -455,7 +455,7 @@ def test_a_damaged_line_of_metrics_costs_only_that_line(bad: bytes, tmp_path: Pa
     lines = [json.dumps(to_record(result)).encode() for result in results]
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join([lines[0], bad, lines[2]]) + b"\n")
-    with pytest.warns(UserWarning, match=r"1 lines cannot be read and are left out: 2\."):
+    with pytest.warns(UserWarning, match=r"1 lines cannot be read and are skipped: 2\."):
         assert read_metrics(path, last_step=4, num_steps=4) == [results[0], results[2]]
     # The last line of a run that was killed is nothing to be reported.
     path.write_bytes(b"\n".join([*lines[:2], bad]))

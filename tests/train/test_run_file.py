@@ -163,12 +163,13 @@ def test_bytes_that_are_not_utf8_and_a_file_without_an_end_are_errors(tmp_path):
         ("data: {cache_dir: ~nobody_here/x}", "data.cache_dir: names the home directory of a user who is unknown here"),
         ("epochs: 2", "as a whole: give either steps or epochs"),
         ("schedule: {warmup_steps: 2, warmup_ratio: 0.1}", "schedule: warmup_steps=2 and warmup_ratio=0.1 say"),
-        ("on_bad_step: rollback", "as a whole: on_bad_step=rollback needs checkpoints to go back to"),
+        ("on_bad_step: rollback", "as a whole: on_bad_step=rollback needs checkpoints; set"),
         ("on_bad_step: {action: skip, window: 5}", "on_bad_step"),
         ("eval: {early_stopping: {patience: 2}}", "as a whole: eval.early_stopping needs evaluations before the end"),
         (
             "checkpoint: {keep_best: {eval_set: wiki}}\ndata: {eval_sets: {news: {files: a.txt}}}",
-            "as a whole: checkpoint.keep_best.eval_set='wiki' is no set of this run. Known: held_out, news",
+            "as a whole: checkpoint.keep_best.eval_set='wiki' is not an evaluation set of this run. "
+            "Known: held_out, news",
         ),
     ],
 )
@@ -181,7 +182,7 @@ def test_a_bad_value_is_an_error_that_names_key_rule_and_value(more, line, run_f
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        ("{}", "model: give either model_type"),
+        ("{}", "model: give one of model_type"),
         ("{model_type: [llama]}", "model: model_type must be a string, not ['llama']"),
         ("llama", "model: Input should be a valid dictionary (got 'llama')"),
     ],

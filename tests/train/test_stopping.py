@@ -160,7 +160,7 @@ def test_a_second_signal_to_the_parent_ends_ranks_that_cannot_save(tmp_path: Pat
         os.kill(process.pid, signal.SIGINT)
         time.sleep(SIGNAL_DEBOUNCE_S + 1)
         assert process.poll() is None, log.read_text()
-        assert "SIGINT: this run stops after its step" in log.read_text()
+        assert "SIGINT: this run stops after the current step" in log.read_text()
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(PROMPT_S / 2) == 130
         while left := find_session_processes(process):
@@ -380,7 +380,7 @@ def test_processes_that_are_forked_have_signals_of_their_own_and_hold_up_nobody(
 
 def test_signals_that_cannot_be_noted_are_refused_and_handlers_are_put_back() -> None:
     for names in ("SIGTERM", ["SIGTERM", "SIGKILL"], ["TERM"]):
-        with pytest.raises(ConfigError, match="none of the signals that can be noted"):
+        with pytest.raises(ConfigError, match="not a signal that can stop a run"):
             StopSignals(names)
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)]
     with StopSignals(["SIGTERM", "SIGUSR2"]) as signals:

@@ -51,7 +51,7 @@ class Stopped(SystemExit):
 
 def format_stop_notice(signum: int) -> str:
     """Return the message that is printed when a signal asks the run to stop."""
-    return f"{signal.Signals(signum).name}: this run stops after its step; a second signal ends it at once"
+    return f"{signal.Signals(signum).name}: this run stops after the current step; a second signal ends it at once"
 
 
 class StopSignals:
@@ -80,7 +80,7 @@ class StopSignals:
         wrong = names if isinstance(names, str) else next((name for name in names if name not in _SIGNAL_NAMES), None)
         if wrong is not None:
             raise ConfigError(
-                f"{wrong!r} is none of the signals that can be noted. Give a list of some of "
+                f"{wrong!r} is not a signal that can stop a run. Give a list of names out of "
                 f"{', '.join(_SIGNAL_NAMES)}."
             )
         self.names, self.exit_code, self.grace_s = tuple(names), exit_code, grace_s

@@ -30,7 +30,7 @@ from .errors import ConfigError, suggest_match
 
 TRAINING_DTYPES = ("float64", "float32", "bfloat16")
 """Names of the dtypes in which models can be trained."""
-FLOAT16_REFUSAL = "float16 would need a loss that is scaled, or its small gradients are zero, and none scales it here"
+FLOAT16_REFUSAL = "float16 needs loss scaling, which is not supported; without it, small gradients become zero"
 """Why float16 is rejected as a training dtype."""
 
 

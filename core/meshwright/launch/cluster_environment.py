@@ -68,7 +68,7 @@ def read_count(environment: Mapping[str, str], name: str, default: int | None = 
         return default
     value = environment[name].strip()
     if not (value.isascii() and value.isdecimal()):
-        raise MeshError(f"{name}={environment[name]!r} is no count: it must be an integer that is not negative.")
+        raise MeshError(f"{name}={environment[name]!r} is not a count: it must be a non-negative integer.")
     return int(value)
 
 

@@ -96,8 +96,8 @@ def get_local_rank(num_devices: int) -> int:
     """
     if "LOCAL_RANK" not in os.environ and num_devices > 1 and read_count(os.environ, "WORLD_SIZE", 1) > 1:
         raise MeshError(
-            f"LOCAL_RANK is not set, so this rank cannot tell which of the {num_devices} devices here is its own. Set "
-            "it to the number of the rank on its node, from 0, or give the device with its index."
+            f"LOCAL_RANK is not set, so it is unknown which of the {num_devices} devices on this node the rank uses. "
+            "Set it to the index of the rank on its node, from 0, or give the device with an index."
         )
     return read_count(os.environ, "LOCAL_RANK", 0)
 
@@ -186,7 +186,7 @@ def _conflict_error(
     pairs = ((identifying_variables, other.launcher), (other.identifying_variables, launcher_name))
     remedies = [f"{' and '.join(names)} if the ranks are those of {launcher}" for names, launcher in pairs if names]
     return MeshError(
-        f"two say what rank this is: {evidence} ({launcher_name}), and {other.evidence} ({other.launcher}). A process "
-        f"is one rank of one world. Unset {', or '.join(remedies)}. If each of the {other.world_size} is to start "
-        "several ranks, let it start torchrun."
+        f"two sources give different ranks or world sizes: {evidence} ({launcher_name}), and {other.evidence} "
+        f"({other.launcher}). A process is one rank of one world. Unset {', or '.join(remedies)}. If each of the "
+        f"{other.world_size} processes should start several ranks, let it start torchrun."
     )

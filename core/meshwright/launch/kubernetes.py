@@ -44,10 +44,10 @@ def _detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
     index = read_count(environment, _INDEX_VARIABLE)
     if "WORLD_SIZE" not in environment:
         raise MeshError(
-            f"this is pod {index} of an indexed Job ({_INDEX_VARIABLE}), but nothing says of how many. If they train "
-            "together, set WORLD_SIZE (spec.completions) and MASTER_ADDR (the name of pod 0) in the manifest; where a "
-            f"pod has several devices, {_NUM_NODES_VARIABLE}, {_NODE_RANK_VARIABLE}, {_RANKS_PER_NODE_VARIABLE} and "
-            "PET_MASTER_ADDR instead, for torchrun. If each trains by itself, set WORLD_SIZE=1."
+            f"this is pod {index} of an indexed Job ({_INDEX_VARIABLE}), but the number of pods is not set. If they "
+            "train together, set WORLD_SIZE (spec.completions) and MASTER_ADDR (the name of pod 0) in the manifest; if "
+            f"a pod has several devices, set {_NUM_NODES_VARIABLE}, {_NODE_RANK_VARIABLE}, {_RANKS_PER_NODE_VARIABLE} "
+            "and PET_MASTER_ADDR instead, for torchrun. If each trains on its own, set WORLD_SIZE=1."
         )
     size = read_count(environment, "WORLD_SIZE")
     if index >= size:
@@ -86,14 +86,14 @@ def reject_node_rank(environment: Mapping[str, str]) -> None:
     is_node = per_node.isdecimal() and int(per_node) > 1 and environment.get(_NODE_RANK_VARIABLE) == environment["RANK"]
     if is_node and "LOCAL_RANK" not in environment:
         raise MeshError(
-            f"RANK={rank} is the index of this pod ({_NODE_RANK_VARIABLE}), not of a rank: WORLD_SIZE={size} ranks are "
-            f"{per_node} in each pod ({_RANKS_PER_NODE_VARIABLE}), which torchrun has to start. {_START_TORCHRUN}."
+            f"RANK={rank} is the index of this pod ({_NODE_RANK_VARIABLE}), not of a rank: of the WORLD_SIZE={size} "
+            f"ranks, torchrun has to start {per_node} in each pod ({_RANKS_PER_NODE_VARIABLE}). {_START_TORCHRUN}."
         )
     if size > 1 and read_count(environment, _INDEX_VARIABLE, 0) > rank:
         raise MeshError(
-            f"two say what rank this is: {format_variables(environment, 'RANK', 'WORLD_SIZE')}, and "
+            f"two sources give different ranks: {format_variables(environment, 'RANK', 'WORLD_SIZE')}, and "
             f"{_INDEX_VARIABLE}={environment[_INDEX_VARIABLE]} "
-            f"(an indexed Job), of which no pod has a rank below its index. Leave RANK out of the manifest."
+            f"(an indexed Job), in which no pod has a rank below its index. Leave RANK out of the manifest."
         )
 
 
@@ -101,8 +101,8 @@ def _build_node_environment(environment: Mapping[str, str]) -> ClusterEnvironmen
     nodes = environment[_NUM_NODES_VARIABLE]
     if environment.get(_RANKS_PER_NODE_VARIABLE, "1") != "1" or not nodes.isdecimal():
         raise MeshError(
-            f"{format_variables(environment, _NUM_NODES_VARIABLE, _RANKS_PER_NODE_VARIABLE)} make this a node of "
-            "several, on which torchrun is to start the "
+            f"{format_variables(environment, _NUM_NODES_VARIABLE, _RANKS_PER_NODE_VARIABLE)} describe one of "
+            "several nodes, on which torchrun has to start the "
             f"ranks, but torchrun has not started this process. {_START_TORCHRUN}."
         )
     require_variables(

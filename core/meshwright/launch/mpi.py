@@ -64,7 +64,7 @@ def _reject_pmix(environment: Mapping[str, str]) -> None:
         return
     raise MeshError(
         f"this is one of {size or 'several'} processes ({format_variables(environment, 'PMIX_SIZE', 'PMIX_RANK')}), "
-        f"but RANK and WORLD_SIZE are not set, so each would train by itself. {_REMEDY}"
+        f"but RANK and WORLD_SIZE are not set, so each would train on its own. {_REMEDY}"
     )
 
 
@@ -115,13 +115,13 @@ def _find_mpirun_node(environment: Mapping[str, str]) -> str:
     daemon = re.match(r"[^;]*\.(\d+);", environment.get("PMIX_SERVER_URI2", ""))
     if read_count(environment, "OMPI_COMM_WORLD_RANK") == 0 and daemon is not None and daemon[1] != "0":
         raise _unknown_address_error(
-            f"rank 0 is not on {match[1]}, where mpirun runs and its peers would look for it", remedy
+            f"rank 0 is not on {match[1]}, where mpirun runs and the other ranks would connect", remedy
         )
     return match[1]
 
 
 def _unknown_address_error(why: str, remedy: str) -> MeshError:
     return MeshError(
-        f"the ranks are on several nodes, and {why}. Tell all of them, with HOST a name or an address of the node of "
-        f"rank 0: {remedy}"
+        f"the ranks are on several nodes, and {why}. Give all of them a name or an address of the node of rank 0 as "
+        f"HOST: {remedy}"
     )

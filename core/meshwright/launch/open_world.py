@@ -67,7 +67,7 @@ def find_device(device: str | torch.device | None) -> torch.device:
     try:
         chosen = torch.device(device) if device is not None else (accelerator or torch.device("cpu"))
     except RuntimeError:
-        raise MeshError(f"device {device!r} is no device name. Use 'cpu', 'cuda' or 'cuda:0'.") from None
+        raise MeshError(f"device {device!r} is not a device name. Use 'cpu', 'cuda' or 'cuda:0'.") from None
     if chosen.type == "cpu":
         return torch.device("cpu")
     if accelerator is None or accelerator.type != chosen.type:

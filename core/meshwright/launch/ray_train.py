@@ -56,7 +56,7 @@ def _broadcast_master_address(rank: int) -> tuple[str, int]:
         collective = importlib.import_module("ray.train.collective")
     except ImportError:
         raise MeshError(
-            "this version of Ray Train has nothing by which rank 0 could tell the others where it is. Use "
+            "this version of Ray Train cannot broadcast the address of rank 0 to the other workers. Use "
             "TorchTrainer, or a newer Ray, or set MASTER_ADDR and MASTER_PORT in the workers."
         ) from None
     mine: Any = None

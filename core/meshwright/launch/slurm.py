@@ -36,7 +36,8 @@ def _detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
         return None
     if read_count(environment, "SLURM_HET_SIZE", 1) > 1:
         raise MeshError(
-            "a heterogeneous Slurm job: its components count their tasks apart. Start the ranks with torchrun."
+            "this is a heterogeneous Slurm job, whose components number their tasks separately. Start the ranks with "
+            "torchrun."
         )
     require_variables(
         environment,

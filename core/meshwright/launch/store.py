@@ -178,7 +178,7 @@ def agree_on_prefix(store: Store, rank: int, size: int, *, timeout_s: float) -> 
         return _assign_prefix(store, size, timeout_s) if rank == 0 else _request_prefix(store, rank, timeout_s)
     except RuntimeError as error:
         raise RankError(
-            f"the rendezvous store is gone, or rank 0 has not come within {timeout_s:g} s: {type(error).__name__}."
+            f"the rendezvous store is gone, or rank 0 did not answer within {timeout_s:g} s: {type(error).__name__}."
         ) from error
 
 
@@ -198,7 +198,7 @@ def _assign_prefix(store: Store, size: int, timeout_s: float) -> str:
             return prefix
         if time.monotonic() > deadline:
             some = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10} more" if missing[10:] else "")
-            raise RankError(f"ranks {some} of {size} have not come within {timeout_s:g} s.")
+            raise RankError(f"ranks {some} of {size} did not connect within {timeout_s:g} s.")
         time.sleep(_POLL_S)
 
 
@@ -234,8 +234,8 @@ def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         values = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in names)
         raise RankError(
-            f"no rendezvous store reached within {timeout_s:g} s: {format_exception_only(error)}. The environment has "
-            f"{values}. Start the ranks with `meshwright train` or torchrun, which set these, or set them to an "
+            f"no rendezvous store was reached within {timeout_s:g} s: {format_exception_only(error)}. The environment "
+            f"has {values}. Start the ranks with `meshwright train` or torchrun, which set these, or set them to an "
             "address that every rank can reach."
         ) from error
     if not is_launched_by_torchrun():

@@ -160,8 +160,8 @@ class StrategyManager(ABC):
             all ranks. Every trainable parameter counts in exactly one part, by the first of its names.
         """
         raise StrategyError(
-            f"{type(self).__name__} does not tell gradient norms by block. Leave out norms_every (in a run file, "
-            f"metrics.norms_every), or derive the strategy from DataParallelManager, which tells them."
+            f"{type(self).__name__} does not support gradient norms by block. Leave out norms_every (in a run file, "
+            f"metrics.norms_every), or derive the strategy from DataParallelManager, which supports them."
         )
 
     @abstractmethod
@@ -171,7 +171,7 @@ class StrategyManager(ABC):
     def drop_gradients(self) -> None:
         """Clear the gradients of a step that is skipped; StrategyError if the strategy does not support it."""
         raise StrategyError(
-            f"{type(self).__name__} has no drop_gradients, which leaves steps out. Set on_bad_step: stop."
+            f"{type(self).__name__} has no drop_gradients, so it cannot skip steps. Set on_bad_step: stop."
         )
 
     @abstractmethod
@@ -270,16 +270,16 @@ class StrategyConfig(FrozenModel):
 
     reduce_dtype: Literal["float32", "float64"] | None = Field(
         default=None,
-        description="Dtype in which gradients are accumulated over microbatches and summed over ranks; null: the "
-        "gradients' own. float64 under float32 gradients makes the sum independent of its order, so that every "
+        description="Dtype in which gradients are accumulated over micro-batches and summed over ranks; null: that of "
+        "the gradients. float64 for float32 gradients makes the sum independent of its order, so that every "
         "strategy and world size prints the same losses.",
     )
     loss_chunk_rows: int | None = Field(
         default=None,
         ge=0,
-        description="Compute the loss for so many positions of a microbatch at a time, so that logits are held for "
-        "these alone. null: half as many as a position has hidden features, at least 512, where logits are large. 0: "
-        "for all at once.",
+        description="Number of positions of a micro-batch for which the loss is computed at a time, so that only their "
+        "logits are held. null: half the number of hidden features, at least 512, if logits are large. 0: all "
+        "positions at once.",
     )
 
 

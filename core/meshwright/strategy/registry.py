@@ -339,7 +339,7 @@ def _find_spec_errors(spec: Any) -> list[str]:
         and name.isidentifier()
         and name == normalize_name(name),
         "summary is missing": isinstance(spec.summary, str) and bool(spec.summary.strip()),
-        f"axes {axes!r} are not a set out of {', '.join(CLAIMABLE_AXES)}": isinstance(axes, (set, frozenset))
+        f"axes {axes!r} are not a set of names out of {', '.join(CLAIMABLE_AXES)}": isinstance(axes, (set, frozenset))
         and axes <= set(CLAIMABLE_AXES),
         f"config_cls {config_cls!r} is not a pydantic model class": inspect.isclass(config_cls)
         and issubclass(config_cls, BaseModel),

@@ -82,8 +82,8 @@ def find_strategy_name(config: Any, registry: Registry | None = None) -> str:
     if len(matches) != 1:
         known = ", ".join(f"{spec.config_cls.__name__} ({spec.name})" for spec in specs)
         raise ConfigError(
-            f"config is a {type(config).__name__}, from which no strategy follows. Name the strategy, or give one of "
-            f"{known}."
+            f"config is a {type(config).__name__}, which does not determine a strategy. Name the strategy, or give one "
+            f"of {known}."
         )
     return matches[0]
 
@@ -148,8 +148,8 @@ def _find_unused_wrappers(
     for name in names:
         if name not in wrapping or wrapping[name].axes & {*degrees.active_axes()}:
             raise ConfigError(
-                f"wrapper_config holds options for {name!r}, which is no wrapping strategy of the run ({stack})."
-                f"{suggest_match(name, wrapping)} Remove them, or set the size that calls for it."
+                f"wrapper_config holds options for {name!r}, which is not a wrapping strategy of the run ({stack})."
+                f"{suggest_match(name, wrapping)} Remove them, or set the size that needs it."
             )
     return tuple(_build_layer(wrapping[name], wrapper_values[name], "wrapper_config") for name in names)
 
@@ -190,9 +190,9 @@ def _add_wrapper(
 
 def _format_unclaimed_axis(axis: str, stack: Stack, degrees: Degrees, registry: Registry) -> str:
     claims = ", ".join(axis for axis in degrees.__dataclass_fields__ if axis in stack.claimed_axes) or "no axis"
-    lines = [f"{axis}={getattr(degrees, axis)}, but {stack} shards {claims}, and no wrapping strategy takes {axis}."]
+    lines = [f"{axis}={getattr(degrees, axis)}, but {stack} shards {claims}, and no wrapping strategy shards {axis}."]
     if axis == "ep":
-        lines.append(f"{stack} does not divide experts: every rank holds all of them.")
+        lines.append(f"{stack} does not shard experts: every rank holds all of them.")
     # The strategy determines which data-parallel axis is used, unless this one already claims the other.
     wanted = (
         _DATA_PARALLEL_AXES if axis in _DATA_PARALLEL_AXES and not _DATA_PARALLEL_AXES & stack.claimed_axes else {axis}
@@ -205,7 +205,7 @@ def _format_unclaimed_axis(axis: str, stack: Stack, degrees: Degrees, registry: 
     if missing := registry.install_commands.values():
         lines.append("More can be installed from a clone of meshwright: " + "; ".join(missing) + ".")
     if axis == "dp_shard" and "dp_replicate" in stack.claimed_axes:
-        lines.append(f"{stack} keeps whole copies: leave dp_replicate_size out, or set it to dp_size={degrees.dp}.")
+        lines.append(f"{stack} keeps full copies: leave dp_replicate_size out, or set it to dp_size={degrees.dp}.")
     elif axis in ("dp_shard", "dp_replicate"):
         lines.append("Or start one rank, with dp_size=1.")
     else:

@@ -142,7 +142,7 @@ def test_sizes_and_a_length_are_enough(tmp_path):
     file.write_text(yaml.safe_dump(values), encoding="utf-8")
     assert invoke_in_process("plan", file, "--world", 8)[0] == 0
     code, output = invoke_in_process("plan", file, "--world", 8, "--set", "data.seq_len=32")
-    assert (code, "are two lengths" in output) == (2, True)
+    assert (code, "differ. Leave one of them out" in output) == (2, True)
 
 
 @pytest.mark.parametrize(

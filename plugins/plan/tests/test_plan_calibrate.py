@@ -209,7 +209,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path):
         ("here.yml/x.yaml", {}, ConfigError, r"there is no directory .*here.yml. Make it"),
         ("here.json", {}, ConfigError, r"ends in .yaml or .yml, not as '.*here.json' does"),
         ("here.yaml", {"ranks": 0}, MeshError, r"ranks=0 cannot be measured here: from 1 to 64"),
-        ("here.yaml", {"device": "tpu7"}, MeshError, "'tpu7' is no device name"),
+        ("here.yaml", {"device": "tpu7"}, MeshError, "'tpu7' is not a device name"),
     ):
         with pytest.raises(kind, match=said):
             calibrate_to_file(tmp_path / path, **{"device": "cpu", **given})

@@ -114,7 +114,7 @@ def test_memory_is_read_where_it_is_as_new_and_the_disk_where_too_much_is_lost(l
         if loss == "bytes":
             assert corrupt_copies(keeper)
         if loss == "disk":
-            assert wait_for_moment(process, lambda: "starting over" in process.output)
+            assert wait_for_moment(process, lambda: "restarting the run" in process.output)
             for path in run.checkpoints.rglob("*"):
                 if path.is_file():
                     path.write_bytes(b"no longer what it was")
@@ -124,7 +124,7 @@ def test_memory_is_read_where_it_is_as_new_and_the_disk_where_too_much_is_lost(l
         end_session(process)
     assert "not whole" not in process.output or loss != "disk"
     assert bool(MEMORY.search(process.output)) == (loss == "disk")
-    assert ("in memory is of no use: " in process.output) == (loss == "bytes")
+    assert ("in memory cannot be used: " in process.output) == (loss == "bytes")
     if loss != "disk":
         (step,) = DISK.findall(process.output)
         assert int(step) >= 6

@@ -335,7 +335,7 @@ def test_copies_that_nobody_would_resume_from_are_refused(monkeypatch: pytest.Mo
         fixed = {"model": {"model_type": "llama"}, "steps": 9, "batch_size": 4, "nproc": 2}
         return RunConfig.model_validate({**fixed, "checkpoint": {"every": 3, "replicate": "neighbor"}, **values})
 
-    with pytest.raises(ConfigError, match="max_restarts=0 begins none again"):
+    with pytest.raises(ConfigError, match="max_restarts=0 restarts none"):
         find_rank_counts(config())
     assert find_rank_counts(config(max_restarts=1)) == [2]
     with pytest.raises(ConfigError, match="saves no checkpoints"):
@@ -347,7 +347,7 @@ def test_copies_that_nobody_would_resume_from_are_refused(monkeypatch: pytest.Mo
         check_restarts(config())
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     check_restarts(config())
-    with pytest.raises(ValueError, match="on_bad_step=rollback goes back to checkpoints of this attempt"):
+    with pytest.raises(ValueError, match="on_bad_step=rollback needs checkpoints of this attempt"):
         config(on_bad_step="rollback")
 
 

@@ -1,1 +1,1 @@
-"""Runs of a run file: from the file to the output directory."""
+"""Train from a run file: commands, checks, data, training and the output directory."""

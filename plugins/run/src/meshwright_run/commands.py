@@ -1,4 +1,4 @@
-"""The commands of a run. Each imports what it needs when it runs."""
+"""Commands that start runs and inspect their data and checkpoints. Each imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def train(
     run_file: RunFileArgument,
     assignments: SetOption = None,
     plan_only: Annotated[
-        bool, typer.Option("--plan-only", help="Print the plan of memory, communication and time, and start nothing.")
+        bool, typer.Option("--plan-only", help="Print predicted memory, communication and time, without training.")
     ] = False,
     timings: Annotated[
         bool, typer.Option("--timings", help="After the first step, print how long each phase of the startup took.")
@@ -66,7 +66,7 @@ def train(
             _print_plan(config)
             return
         if not is_launched() and config.count_local_ranks(get_registry().get(config.strategy).axes, 0) > 1:
-            # The fork server imports torch and transformers while this process does, too.
+            # The fork server imports torch and transformers in parallel with this process.
             from .launch.local import start_fork_server
 
             start_fork_server(["meshwright_run.run_rank"])
@@ -103,7 +103,7 @@ KeyFile = Annotated[
 
 
 def show_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -> None:
-    """Show what a checkpoint holds and whether it is complete. Exits with 1 if one is not.
+    """Show what checkpoints hold and whether they are valid. Exits with 1 if any is not.
 
     \b
     Examples:
@@ -113,16 +113,16 @@ def show_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -> 
     with exit_on_error(show_traceback=False):
         from .inspect_checkpoints import build_checkpoint_table
 
-        table, all_whole = build_checkpoint_table(_open_storage(directory, key_file))
+        table, all_valid = build_checkpoint_table(_open_storage(directory, key_file))
         create_output_console().print(table)
-    raise typer.Exit(0 if all_whole else 1)
+    raise typer.Exit(0 if all_valid else 1)
 
 
 def verify_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -> None:
     """Read every byte of a checkpoint and compare it with the manifest.
 
-    Exits with 0 where all are whole, 1 where one is not, and 2 where there is none, or it cannot be read, or a key is
-    given and one is not signed with it.
+    Exits with 0 if all checkpoints are valid, and with 1 if any is not. Exits with 2 if there is none, if one cannot
+    be read, or if one is not signed with the given key.
 
     \b
     Examples:
@@ -132,17 +132,17 @@ def verify_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -
     with exit_on_error(show_traceback=False):
         from .inspect_checkpoints import describe_signature, verify_checkpoints
 
-        console, all_whole = create_console(soft_wrap=True, highlight=False), True
+        console, all_valid = create_console(soft_wrap=True, highlight=False), True
         for each in verify_checkpoints(_open_storage(directory, key_file)):
-            all_whole = all_whole and not each.problems
-            state = "incomplete" if each.problems else "whole"
+            all_valid = all_valid and not each.problems
+            state = "incomplete" if each.problems else "valid"
             if each.manifest is not None:
                 state += f", {len(each.manifest.files)} files, {each.nbytes:,} bytes read, "
                 state += describe_signature(each.manifest, each.storage)
             console.print(f"{each.storage}: {state}")
             for problem in each.problems:
                 console.print(f"  {problem}")
-    raise typer.Exit(0 if all_whole else 1)
+    raise typer.Exit(0 if all_valid else 1)
 
 
 def _open_storage(location: str, key_file: str | None) -> Storage:
@@ -196,11 +196,11 @@ def export(
 
         chosen = None if dtype is None else parse_dtype(dtype)
         if base is not None and not merge:
-            raise ConfigError("--base is of --merge: what is written without it holds no base. Leave it out.")
+            raise ConfigError("--base needs --merge: an adapter is exported without its base. Leave it out.")
         if trust_remote_code is not None:
             if is_url(checkpoint):
                 raise ConfigError(
-                    f"--trust-remote-code is of code that you have read, and {checkpoint} is elsewhere. Copy the "
+                    f"--trust-remote-code is for code that you have read on disk, but {checkpoint} is a URL. Copy the "
                     f"checkpoint into a directory, and export it from there."
                 )
             folder = Path(checkpoint) / HUGGING_FACE_FOLDER
@@ -220,7 +220,9 @@ def show_data(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as data.seq_len=512.")
     ] = None,
     rows: Annotated[int, typer.Option(min=0, help="Number of rows to show in full.")] = 2,
-    png: Annotated[Path | None, typer.Option(help="Draw the lengths and the supervised tokens to this file.")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="PNG file to write, with a plot of lengths and supervised tokens.")
+    ] = None,
     traceback: TracebackOption = False,
 ) -> None:
     """Show the data of a run: its first rows as the model sees them, lengths, and what was truncated or skipped.
@@ -249,12 +251,12 @@ def show_data(
         data, _ = prepare_data_and_model_config(config)
         laid_out, kind = build_datasets(data, config.data), config.data.resolve_packing()
         summaries = summarize_sources(data, laid_out, kind)
-        place = DataShard(0, 1, config.micro_batch_size or config.batch_size)
+        shard = DataShard(0, 1, config.micro_batch_size or config.batch_size)
 
         def feed() -> TrainSampler:
-            # Each reads from the beginning, as sources do that are read while training.
+            # A new sampler reads from the beginning, streaming sources included.
             return TrainSampler(
-                laid_out.train_sets, place, batch_size=config.batch_size, seed=config.seed, weights=laid_out.weights
+                laid_out.train_sets, shard, batch_size=config.batch_size, seed=config.seed, weights=laid_out.weights
             )
 
         console = create_output_console(160)
@@ -265,8 +267,8 @@ def show_data(
         console.print(render_table(summaries, measure_fill(feed()) if kind == "none" and summaries else None))
         for source in data.sources:
             if source.train_documents is None:
-                reported = f"{source.config.location} is read while training: nothing of it is counted before"
-                console.print(reported, highlight=False, markup=False, soft_wrap=True)
+                notice = f"{source.config.location} is streamed: its documents are not counted before training"
+                console.print(notice, highlight=False, markup=False, soft_wrap=True)
         if png is not None:
             plot_summaries(summaries, config.data.seq_len, png)
             console.print(f"written {png}", highlight=False, soft_wrap=True)
@@ -312,7 +314,7 @@ def init(
     steps: Annotated[int | None, typer.Option(min=1, help="Number of optimizer steps; default: 300.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Number of epochs, instead of steps.")] = None,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Ask nothing; use the default of every flag that is not given.")
+        bool, typer.Option("--yes", "-y", help="Do not ask; use the default of each flag that is not given.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     traceback: TracebackOption = False,
@@ -330,8 +332,8 @@ def init(
 
         check_output_file(file, overwrite=overwrite)
         asks = not yes and sys.stdin.isatty() and sys.stdout.isatty()
-        wishes = InitFlags(model, tuple(data) if data else None, format, adapter, devices, strategy, steps, epochs)
-        answers = collect_answers(wishes, detect_machine, get_registry(), create_console() if asks else None)
+        flags = InitFlags(model, tuple(data) if data else None, format, adapter, devices, strategy, steps, epochs)
+        answers = collect_answers(flags, detect_machine, get_registry(), create_console() if asks else None)
         write_run_file(file, answers, inspect_model(answers.model), detect_machine(), overwrite=overwrite)
         name = shlex.quote(str(file))
         echo(

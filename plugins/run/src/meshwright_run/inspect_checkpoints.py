@@ -1,4 +1,4 @@
-"""Look at checkpoints: what they hold, whether every byte is as it was written, and who signed them."""
+"""Inspect checkpoints: their contents, integrity and signatures."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from meshwright.plugin import (
 
 
 def find_checkpoints(storage: Storage) -> list[Storage]:
-    """List the checkpoints in a directory, the newest first, or the directory if it is one. Raises CheckpointError."""
+    """List the checkpoints in a directory, newest first, or the directory, if it is one. Raises CheckpointError."""
     found = list_checkpoints(storage)
     with convert_read_errors(storage):
         if not found and not {MANIFEST_FILE, INDEX_FILE} & (storage.list_file_sizes() or {}).keys():
-            # Raises the error that says so.
+            # Raises the error for a directory without a checkpoint.
             read_manifest_and_sizes(storage)
     return found or [storage]
 
@@ -57,8 +57,8 @@ class VerifiedCheckpoint:
 
 def verify_checkpoints(storage: Storage) -> Iterator[VerifiedCheckpoint]:
     """Read every byte of the checkpoints in a directory. Raises CheckpointError if there is none."""
-    for place in find_checkpoints(storage):
-        yield _verify_checkpoint(place)
+    for checkpoint in find_checkpoints(storage):
+        yield _verify_checkpoint(checkpoint)
 
 
 def _verify_checkpoint(storage: StorageReader) -> VerifiedCheckpoint:
@@ -77,7 +77,7 @@ def _verify_checkpoint(storage: StorageReader) -> VerifiedCheckpoint:
         if problem is not None:
             problems.append(problem)
     if not problems:
-        # The manifest may name no index.
+        # The manifest may not list the index file.
         try:
             read_index(storage, manifest)
         except CheckpointError as error:
@@ -86,26 +86,26 @@ def _verify_checkpoint(storage: StorageReader) -> VerifiedCheckpoint:
 
 
 def describe_signature(manifest: Manifest, storage: StorageReader) -> str:
-    """Say who has signed a checkpoint."""
+    """Describe whether a checkpoint is signed, and whether its signature was verified."""
     if not manifest.is_signed:
         return "not signed"
     return "signed, not checked" if storage.options.key is None else "signed with this key"
 
 
 def build_checkpoint_table(location: str | Path | Storage) -> tuple[Group, bool]:
-    """Return a table of one checkpoint or all in a directory, and whether they are valid. Raises CheckpointError."""
+    """Return a table of one checkpoint or all in a directory, and whether all are valid. Raises CheckpointError."""
     table = Table("checkpoint", "step", "strategy", "mesh", "parameters", "dtypes", "model", "optimizer", "state")
     problems = []
-    for place in find_checkpoints(open_storage(location)):
+    for checkpoint in find_checkpoints(open_storage(location)):
         try:
-            manifest = read_and_verify(place)
-            columns, state = _format_cells(manifest, read_index(place, manifest)), "whole"
+            manifest = read_and_verify(checkpoint)
+            columns, state = _format_cells(manifest, read_index(checkpoint, manifest)), "valid"
         except CheckpointSignatureError:
             raise
         except CheckpointError as error:
             columns, state = ("",) * 7, "incomplete"
             problems.append(Text(str(error)))
-        table.add_row(place.name, *columns, state)
+        table.add_row(checkpoint.name, *columns, state)
     return Group(table, *problems), not problems
 
 
@@ -119,8 +119,7 @@ def _format_cells(manifest: Manifest, index: Index) -> tuple[str, ...]:
         degrees or "one rank",
         f"{sum(each.shape.numel() for each in model.values()):,}",
         ", ".join(sorted({format_dtype(each.dtype) for each in model.values()})),
-        _format_size(model.values())
-        + (f", adapters over {manifest.base['path']}" if manifest.base is not None else ""),
+        _format_size(model.values()) + (f", adapters on {manifest.base['path']}" if manifest.base is not None else ""),
         _format_size(optimizer) if manifest.has_optimizer else "none",
     )
 

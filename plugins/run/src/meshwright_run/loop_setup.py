@@ -1,9 +1,9 @@
-"""Put together what a run trains with: initial weights, computed columns, the optimizer, and the loop.
+"""Build the training loop of a run: initial weights, reference log-probabilities, optimizer and loop.
 
-[Note: the reference] The run's own manager computes log-probabilities under the initial weights before the first step:
-a sum over the supervised tokens of each row. The output directory keeps them for a run that continues.
+[Note: reference log-probabilities] Before the first step, the run's own manager computes log-probabilities under the
+initial weights: one sum per row, over its supervised tokens. The output directory keeps them for a run that resumes.
 
-Shapes: N rows of a set, B rows of a microbatch, S positions.
+Shapes: N rows of a data set, B rows of a micro-batch, S positions.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from .run_file import to_redacted_dict
 def load_initial_weights(
     manager: StrategyManager, prepared: PreparedRun, resume_point: ResumePoint | None, console: Console
 ) -> PreparedRun:
-    """Load `model.checkpoint` if the run begins with it, and compute what an objective needs of the initial weights.
-    Collective."""
+    """Load `model.checkpoint` if the run starts from it, and add reference log-probabilities if the objective needs
+    them. Collective."""
     config, directory = prepared.config, RunDirectory.from_config(prepared.config)
 
     def load_weights() -> None:
@@ -62,20 +62,20 @@ def load_initial_weights(
         if resume_point is not None:
             load_weights()
         if manager.mesh.rank == 0:
-            print_text("computing the log-probabilities of the reference", console)
+            print_text("computing reference log-probabilities", console)
 
     if resume_point is None:
         load_weights()
     if not prepared.needs_reference_log_probs:
         return prepared
-    of = {"model": prepared.identity["model"], "data": prepared.identity["data"], "begins with": config.model}
+    identity = {"model": prepared.identity["model"], "data": prepared.identity["data"], "begins with": config.model}
     if not {"path", "checkpoint"} & config.model.keys():
-        of["seed"] = config.seed
-    place = build_data_shard(manager.mesh.degrees, prepared.micro_batch_size, manager.mesh.data_rank)
+        identity["seed"] = config.seed
+    shard = build_data_shard(manager.mesh.degrees, prepared.micro_batch_size, manager.mesh.data_rank)
     return replace(
         prepared,
         datasets=add_reference_log_probs(
-            manager, prepared.datasets, directory.reference_log_probs, place, identity=of, on_compute=begin
+            manager, prepared.datasets, directory.reference_log_probs, shard, identity=identity, on_compute=begin
         ),
     )
 
@@ -90,17 +90,17 @@ def build_loop(
     shard: DataShard | None = None,
     draw_batches: Callable[[TrainSampler, int], Sequence[Batch]] | None = None,
 ) -> Loop:
-    """Build the manager's optimizer, load the state of the source, and return the loop that trains on from there.
-    Collective. One thing, since the optimizer, its averages and the data all resume from the source."""
+    """Build the manager's optimizer, load the state of `resume_point`, and return the loop that continues from there.
+    Collective. One thing, since the optimizer, the EMA and the data all resume from the same point."""
     config, mesh, rows = prepared.config, manager.mesh, prepared.datasets
     with observe_setup():
         optimizer = manager.build_optimizer(factory or optimizer_factory(config.optimizer))
-        # Before a checkpoint with an average is loaded, and after one without.
+        # Built before a checkpoint with averaged weights is loaded, or after one without them.
         ema = EMA(manager, config.ema) if config.ema and (resume_point is None or resume_point.has_ema) else None
     scheduler = build_scheduler(prepared.schedule, optimizer, prepared.num_steps)
     origin = (0, 0)
     if resume_point is not None:
-        # Settings and rates are those of the run file: the saved ones except for what was allowed to change.
+        # Settings and learning rates come from the run file. Except for allowed changes, they equal the saved ones.
         load_checkpoint(manager, resume_point.checkpoint, keep_group_settings=True)
         set_scheduler_step(scheduler, resume_point.step)
         ema = ema or (EMA(manager, config.ema, start_step=resume_point.step) if config.ema else None)
@@ -114,9 +114,9 @@ def build_loop(
     )
     if resume_point is not None and origin[1]:
         feed.load_state_dict(resume_point.manifest.extra.get("streams"))
-    # Of each set so many rows, or all where it has less.
-    most = config.eval.max_sequences
-    counts = {name: None if most is None else min(most, len(each)) for name, each in rows.eval_sets.items()}
+    # Number of rows to evaluate in each set: all if it has fewer than the limit.
+    limit = config.eval.max_sequences
+    counts = {name: None if limit is None else min(limit, len(each)) for name, each in rows.eval_sets.items()}
     draw_from = draw_batches or TrainSampler.read_microbatches
     extra = {
         "identity": prepared.identity,
@@ -154,18 +154,18 @@ def build_loop(
 
 
 def build_data_shard(degrees: Degrees, micro_batch_size: int, data_rank: int) -> DataShard:
-    """Return a data rank's part of each global batch, in lengths that all axes can divide."""
+    """Return a data rank's part of each global batch, with row lengths that all axes can divide."""
     multiple = (2 * degrees.cp if degrees.cp > 1 else 1) * degrees.tp
     return DataShard(data_rank, degrees.dp, micro_batch_size, length_multiple=multiple, uniform_length=degrees.pp > 1)
 
 
 def _probe_isolation(manager: StrategyManager, prepared: PreparedRun, shard: DataShard) -> None:
-    """Refuse a model that does not isolate documents that share a row, on all ranks. Collective."""
+    """Raise ModelError on all ranks for a model that does not isolate documents in a row. Collective."""
 
     config = prepared.config
 
     def statistics(batches: list[Batch]) -> list[torch.Tensor]:
-        return [found["log_probs"] for found in manager.token_stats(batches, ["log_probs"])]
+        return [each["log_probs"] for each in manager.token_stats(batches, ["log_probs"])]
 
     check_document_isolation(
         prepared.model_config,
@@ -184,11 +184,11 @@ def _probe_isolation(manager: StrategyManager, prepared: PreparedRun, shard: Dat
 _TRAINING_PREFIX = "training"
 _KEY, _ROW_INDEX_COLUMN = "key", "number of the row"
 _MICROBATCHES_PER_BLOCK = 16
-"""Microbatches of a rank that are read at once."""
+"""Micro-batches per rank that are read at once."""
 
 
 class _DatasetWithColumn(RowDataset):
-    """Rows with one more column, some of other rows."""
+    """A data set, or some of its rows, with an additional column."""
 
     def __init__(self, dataset: RowDataset, name: str, values: np.ndarray, indices: np.ndarray | None = None) -> None:
         self._dataset, self._name, self._values = dataset, name, values
@@ -216,7 +216,8 @@ def add_reference_log_probs(
     identity: Any,
     on_compute: Callable[[], None],
 ) -> RunDatasets:
-    """Add log-probabilities under the initial weights to the rows; see [Note: the reference]. Collective."""
+    """Add a column of log-probabilities under the initial weights; see [Note: reference log-probabilities].
+    Collective."""
     world = manager.mesh.world
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     sets = {
@@ -225,13 +226,13 @@ def add_reference_log_probs(
         if isinstance(each, RowDataset)
     }
     sets |= {f"set {name}": each for name, each in datasets.eval_sets.items()}
-    found = world.run_on_first_rank(lambda: _load_reference(file, key, sets))
-    if found is None:
+    sums = world.run_on_first_rank(lambda: _load_reference(file, key, sets))
+    if sums is None:
         on_compute()
-        found = {name: _compute_log_prob_sums(manager, each, shard) for name, each in sets.items()}
-        values = found
-        world.run_on_first_rank(lambda: _save_reference(file, key, values))
-    wrapped = {name: _DatasetWithColumn(each, REFERENCE_COLUMN, found[name]) for name, each in sets.items()}
+        sums = {name: _compute_log_prob_sums(manager, each, shard) for name, each in sets.items()}
+        computed = sums
+        world.run_on_first_rank(lambda: _save_reference(file, key, computed))
+    wrapped = {name: _DatasetWithColumn(each, REFERENCE_COLUMN, sums[name]) for name, each in sets.items()}
     return replace(
         datasets,
         train_sets=tuple(wrapped[f"{_TRAINING_PREFIX}{index}"] for index in range(len(datasets.train_sets))),
@@ -240,9 +241,10 @@ def add_reference_log_probs(
 
 
 def _compute_log_prob_sums(manager: StrategyManager, dataset: RowDataset, shard: DataShard) -> np.ndarray:
-    """Return the sum of each row over its supervised tokens: (N,), float64, on all ranks. Collective."""
+    """Return the log-probability of each row, summed over its supervised tokens: (N,), float64, equal on all ranks.
+    Collective."""
     world = manager.mesh.world
-    found = torch.zeros(len(dataset), dtype=torch.float64)
+    sums = torch.zeros(len(dataset), dtype=torch.float64)
     every = np.arange(len(dataset))
     block = _MICROBATCHES_PER_BLOCK * shard.data_size * shard.micro_batch_size
     for start in range(0, len(dataset), block):
@@ -251,25 +253,25 @@ def _compute_log_prob_sums(manager: StrategyManager, dataset: RowDataset, shard:
         numbers = [batch.pop(_ROW_INDEX_COLUMN) for batch in batches]
         inputs = [{name: each for name, each in batch.items() if name not in dataset.column_specs} for batch in batches]
         for number, each in zip(numbers, manager.token_stats(inputs, ["log_probs"]), strict=True):
-            # Rows that are repeated, so that ranks have equally many, are masked and add nothing.
-            found.index_add_(0, number, each["log_probs"].sum(1, dtype=torch.float64).cpu())
+            # Rows that are repeated to give all ranks the same number are masked, and add nothing.
+            sums.index_add_(0, number, each["log_probs"].sum(1, dtype=torch.float64).cpu())
     if not manager.mesh.is_data_leader:
-        found.zero_()
+        sums.zero_()
     world.reduce_ints([0])
-    dist.all_reduce(found, group=world.group)
-    return found.numpy()
+    dist.all_reduce(sums, group=world.group)
+    return sums.numpy()
 
 
 def _load_reference(file: Path, key: str, sets: Mapping[str, RowDataset]) -> dict[str, np.ndarray] | None:
-    """Read what was computed before; None if it was not, for these rows and weights."""
+    """Read saved log-probability sums; None if there are none for these rows and weights."""
     try:
         with np.load(file, allow_pickle=False) as stored:
             if str(stored[_KEY]) != key:
                 return None
-            found = {name: np.asarray(stored[name], np.float64) for name in sets}
+            sums = {name: np.asarray(stored[name], np.float64) for name in sets}
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
-    return found if all(len(found[name]) == len(rows) for name, rows in sets.items()) else None
+    return sums if all(len(sums[name]) == len(rows) for name, rows in sets.items()) else None
 
 
 def _save_reference(file: Path, key: str, values: Mapping[str, np.ndarray]) -> None:

@@ -1,6 +1,6 @@
-"""Report a run: a progress bar or lines, a JSONL file of every step, and a picture of the losses. No torch here.
+"""Report a run: a progress bar or log lines, a JSONL file of all steps, and a plot of the losses. Imports no torch.
 
-While the run trains another process draws the picture, at low priority, more rarely the longer it takes.
+During training, another process draws the plot at low priority, less often the longer it takes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RATES = ("tokens_per_second", "tokens_per_second_per_device")
 NONDETERMINISTIC_FIELDS = frozenset(
     ("seconds", *_RATES, "time", "times", "memory", "world_size", "peak_flops", "mfu", "stragglers")
 )
-"""Keys that depend on clocks and machines. The others are equal when a run is repeated, on other ranks too."""
+"""Keys that depend on clocks and hardware. All others are equal if a run is repeated, on any number of ranks."""
 _MAPPING_KEYS = {
     **{name: name for name in ("sums", "evaluations", "times", "learning_rates")},
     "block_grad_norms": "norms",
@@ -63,11 +63,11 @@ _PLAIN_FIELDS = (
 _NUMBER_KEYS = {**{name: name for name in _PLAIN_FIELDS}, "end_time": "time"}
 """Fields of a StepResult that are numbers, and their keys in a line."""
 _MAX_LISTED_LINES = 5
-"""Unreadable lines that are named."""
+"""Maximum number of unreadable lines that a warning lists."""
 
 
 class MetricsReporter:
-    """Observer of steps on the first rank; a context manager."""
+    """Observer on rank 0 that prints progress and writes the metrics file. A context manager."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class MetricsReporter:
             self._handle_write_error(error)
         for each in self._stragglers.select_new(result):
             print_text(
-                f"step {result.step}: rank {each['rank']} is a straggler: {each['seconds']:.3g} s of a step are its "
-                f"own, {each['median']:.3g} s of the median rank",
+                f"step {result.step}: rank {each['rank']} is a straggler: it is busy for {each['seconds']:.3g} s of a "
+                f"step, the median rank for {each['median']:.3g} s",
                 self._console,
             )
         if result.skip_reason:
@@ -118,10 +118,10 @@ class MetricsReporter:
     @hookimpl
     def on_bad_step(self, bad_step: BadStep) -> None:
         if bad_step.rollback_step is None:
-            text = f"step {bad_step.step} is left out: {bad_step.reason}"
+            text = f"step {bad_step.step} is skipped: {bad_step.reason}"
         else:
             text = (
-                f"step {bad_step.step}: {bad_step.reason}; going back to step {bad_step.rollback_step}, without "
+                f"step {bad_step.step}: {bad_step.reason}; rolling back to step {bad_step.rollback_step}, skipping "
                 "the batches since then"
             )
             if self._lines is not None:
@@ -131,24 +131,24 @@ class MetricsReporter:
         print_text(f"{text} ({bad_step.num_bad_steps} so far)", self._console)
 
     def _handle_write_error(self, error: OSError) -> None:
-        reported = f"{self._metrics} cannot be written: {error}."
+        message = f"{self._metrics} cannot be written: {error}."
         if self._on_error == "stop":
             raise TrainingError(
-                f"{reported} Make room, and start the same command again; or checkpoint.on_error=continue."
+                f"{message} Free disk space and run the same command again, or set checkpoint.on_error=continue."
             )
         if not self._has_warned:
             self._has_warned = True
-            warn(f"{reported} Training continues (checkpoint.on_error=continue).", stacklevel=3)
+            warn(f"{message} Training continues (checkpoint.on_error=continue).", stacklevel=3)
 
 
 def _open_with_results(metrics: Path, results: Sequence[StepResult]) -> LineWriter:
-    """Open the file with the lines of some steps; what is there stays until it is replaced as a whole."""
+    """Replace the file atomically by the lines of `results`, and open it to append more."""
     write_atomically(metrics, "".join(_format_line(result) for result in results))
     return LineWriter(metrics)
 
 
 class LineWriter:
-    """A file that grows by whole lines. Those that the disk does not take are written before the next ones."""
+    """File to which complete lines are appended. Lines that could not be written are retried before the next ones."""
 
     def __init__(self, path: Path) -> None:
         self._file = open_for_append(path)
@@ -156,12 +156,12 @@ class LineWriter:
         self._pending = b""
 
     def append(self, text: str) -> OSError | None:
-        """Add lines; returns why they have to wait, if they have to."""
+        """Append lines; return the error if they could not be written."""
         self._pending += text.encode()
         rest = memoryview(self._pending)
         try:
             if os.fstat(self._file).st_size != self._size:
-                # A part of a line, from the last time.
+                # The last attempt wrote part of a line.
                 os.ftruncate(self._file, self._size)
             while rest:
                 rest = rest[os.write(self._file, rest) :]
@@ -186,10 +186,10 @@ class StragglerFilter:
 
 
 def read_metrics(path: Path, *, last_step: int, num_steps: int) -> list[StepResult]:
-    """Read the first `last_step` steps of a file of metrics of a run of `num_steps` steps.
+    """Read a run's metrics file up to step `last_step`; `num_steps` is the length of the run.
 
-    Where it goes back to an earlier step, what follows replaces what was there. A line that cannot be read is left out
-    with a warning, unless it is the last, which a killed run may leave incomplete.
+    After a rollback in the file, later lines replace earlier ones. An unreadable line is skipped with a warning. The
+    last line is skipped without one, since a killed run may leave it incomplete.
     """
     return parse_metrics(path.read_bytes(), path, last_step=last_step, num_steps=num_steps) if path.is_file() else []
 
@@ -209,16 +209,16 @@ def parse_metrics(content: bytes, path: Path | str, *, last_step: int, num_steps
         if result.step <= last_step:
             found.append(result)
     if unread:
-        some = ", ".join(map(str, unread[:_MAX_LISTED_LINES])) + (", ..." if len(unread) > _MAX_LISTED_LINES else "")
-        warn(f"{path}: {len(unread)} lines cannot be read and are left out: {some}.", stacklevel=2)
+        listed = ", ".join(map(str, unread[:_MAX_LISTED_LINES])) + (", ..." if len(unread) > _MAX_LISTED_LINES else "")
+        warn(f"{path}: {len(unread)} lines cannot be read and are skipped: {listed}.", stacklevel=2)
     return found
 
 
 def _parse_line(line: bytes, num_steps: int) -> StepResult:
-    """ValueError, TypeError or KeyError: it does not hold the numbers of a step."""
+    """Parse one line. Raises ValueError, TypeError or KeyError if it does not hold the numbers of a step."""
     record = parse_json(line.decode())
     if not isinstance(record, dict):
-        raise ValueError("no record")
+        raise ValueError("not a record")
     mappings = {name: _none_to_nan(record.get(key, {})) for name, key in _MAPPING_KEYS.items()}
     slow = tuple(_none_to_nan(each) for each in record.get("stragglers", ()))
     numbers = {name: record[key] for name, key in _NUMBER_KEYS.items() if key in record}
@@ -227,16 +227,16 @@ def _parse_line(line: bytes, num_steps: int) -> StepResult:
         numbers |= _none_to_nan({name: numbers[name] for name in ("loss", "grad_norm")})
     every = [value for values in (numbers, *slow, *mappings.values()) for value in values.values()]
     if not all(type(value) in (int, float) for value in every):
-        raise ValueError("no numbers of a step")
+        raise ValueError("a value is not a number")
     if type(numbers["step"]) is not int:
-        raise ValueError("no number of a step")
+        raise ValueError("step is not an integer")
     numbers |= {"skip_reason": str(skipped), "stragglers": slow, "num_steps": num_steps, "rank": 0}
     return StepResult(**{**numbers, **mappings})
 
 
 def _none_to_nan(values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise TypeError("no record")
+        raise TypeError("not a record")
     return {name: math.nan if value is None else value for name, value in values.items()}
 
 
@@ -284,15 +284,15 @@ def format_step(result: StepResult) -> str:
 
 
 def format_eval_set(name: str) -> str:
-    """Return what people call an evaluation set."""
-    of, suffix = (name.removesuffix(EMA_SUFFIX), " (ema)") if name.endswith(EMA_SUFFIX) else (name, "")
-    return f"{'held-out' if of == 'held_out' else of}{suffix}"
+    """Return the display name of an evaluation set."""
+    base, suffix = (name.removesuffix(EMA_SUFFIX), " (ema)") if name.endswith(EMA_SUFFIX) else (name, "")
+    return f"{'held-out' if base == 'held_out' else base}{suffix}"
 
 
 def print_finished(directory: RunDirectory) -> None:
     print_text(
-        f"this run has finished: {directory.summary} is there, with the same run file. Nothing was done. Raise steps "
-        f"to continue (or, if it has stopped early, the patience of eval.early_stopping), or set resume=never and "
+        f"this run has finished: {directory.summary} exists, and the run file is the same. Nothing was done. Raise "
+        f"steps to continue (or, if it stopped early, the patience of eval.early_stopping), or set resume=never and "
         f"overwrite=true to train again."
     )
 
@@ -301,7 +301,7 @@ def print_stopped(stopped: Stopped, *, num_steps: int) -> None:
     saved = "saved; the same command continues" if stopped.saved else "which could not be saved"
     if stopped.has_skipped_save:
         saved = (
-            "not saved: that would take longer than is left of checkpoint.on_signal.grace_s; the same command "
+            "not saved: that would take longer than the rest of checkpoint.on_signal.grace_s; the same command "
             "continues from the newest checkpoint"
         )
     if not stopped.step:
@@ -315,13 +315,13 @@ def print_text(text: str | Text, console: Console | None = None) -> None:
 
 FIRST_PLOT_AFTER_S = 30.0
 PLOT_TIME_FRACTION = 0.001
-"""Part of one core's time that drawing may take."""
+"""Fraction of one core's time that drawing may take."""
 _PLOT_CODE = "import os, runpy; os.nice(10); runpy.run_module('meshwright_run.metrics_report', run_name='__main__')"
 _PLOT_EXIT_TIMEOUT_S = 10.0
 
 
 def plot_loss_curve(results: Sequence[StepResult], path: Path, *, is_per_token: bool = True) -> None:
-    """Write a PNG of the losses of training and of each set over steps."""
+    """Write a PNG of the training loss and the loss on each evaluation set over steps."""
     # The object interface draws without a display and without global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -341,7 +341,7 @@ def plot_loss_curve(results: Sequence[StepResult], path: Path, *, is_per_token: 
 
 
 def plot_metrics(metrics: Path, path: Path, *, is_per_token: bool = True) -> None:
-    """Draw the steps of a file of metrics; nothing if it has none, or the disk takes no picture."""
+    """Plot a metrics file. Writes nothing if the file has no steps; ignores write errors."""
     with suppress(OSError):
         results = read_metrics(metrics, last_step=sys.maxsize, num_steps=0)
         if results:
@@ -349,7 +349,7 @@ def plot_metrics(metrics: Path, path: Path, *, is_per_token: bool = True) -> Non
 
 
 class LossCurvePlotter:
-    """Observer on the first rank that has the picture drawn; a context manager that leaves no process behind."""
+    """Observer on rank 0 that starts a process to draw the plot. A context manager that ends this process on exit."""
 
     def __init__(
         self, metrics: Path, path: Path, *, is_per_token: bool = True, clock: Callable[[], float] = time.monotonic

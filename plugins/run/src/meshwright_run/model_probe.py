@@ -1,12 +1,13 @@
-"""Try a model before any rank starts, so that its errors in the first step are found early.
+"""Probe a model before any rank starts, to detect errors of its first step early.
 
-[Note: no good model is refused] Every model is made on the meta device, and its configuration written. A small one on a
-CPU is also trained on one sequence. A larger one is not tried as a smaller copy, which may fail where it would not; nor
-are models for an accelerator, or with expert parallelism, which replaces code of the model.
+[Note: which models are run] Every model is built on the meta device, and its configuration is saved. A small model on
+the CPU also runs one forward and backward. Others are not run: a smaller copy of a large model may fail where the model
+would not, an accelerator is left to the ranks, and expert parallelism replaces code of the model.
 
-[Note: isolation] Whether a model isolates the documents of a row, and ignores padding, is tried by changing tokens that
-must not be seen: what is computed of the others must stay, compared with a change of tokens that may be seen. No class
-is known by name. A small model is tried before any rank starts, and any other before its first step.
+[Note: isolation] A probe tests whether a model isolates the documents of a row, and ignores padding: it changes tokens
+that must not be seen. Log-probabilities of the other tokens must not change, compared with their change if tokens that
+may be seen change. No class is known by name. Small models are probed before any rank starts, others before the first
+step.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from .data.train_sampler import RunDatasets
 
 REFERENCE_COLUMN = "reference_log_probs"
 _MAX_PARAMETERS, _MAX_WORK = 1e7, 1e9
-"""Parameters, and parameters times tokens, of the largest model that is trained: below a second, and 100 MB."""
+"""Maximum parameters, and parameters x tokens, of a model that is run: it takes less than a second and 100 MB."""
 _NOISE = 0.02
 
 
@@ -67,15 +68,15 @@ def probe_model(
     adapters: AdapterOptions | None = None,
     optimizer: OptimizerConfig | None = None,
 ) -> ModelSize:
-    """Make the model of a Hugging Face configuration and train it; the random state stays as it was."""
+    """Build the model of a Hugging Face configuration, run it if it is small, and return its size. Keeps RNG state."""
     config = copy.deepcopy(config)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         with torch.device("meta"):
             model = init_model(config, dtype, 0)
-        # It is validated again when it is written, at the end of the run.
+        # transformers validates the configuration when it saves it, which would otherwise be at the end of the run.
         with (
             tempfile.TemporaryDirectory(prefix="meshwright-") as directory,
-            _convert_model_errors(config, "write the configuration of"),
+            _convert_model_errors(config, "save the configuration of"),
         ):
             model.config.save_pretrained(directory)
         if adapters is not None:
@@ -97,30 +98,30 @@ def probe_model(
 
 
 def can_probe(size: ModelSize, *, seq_len: int, device: torch.device, degrees: Degrees) -> bool:
-    """Whether the model can be run before the ranks start; see [Note: no good model is refused]."""
+    """Return whether the model can be run before the ranks start; see [Note: which models are run]."""
     is_small = size.num_parameters <= _MAX_PARAMETERS and size.num_parameters * seq_len <= _MAX_WORK
     return device.type == "cpu" and is_small and degrees.ep == 1
 
 
 def probe_isolation(config: Any, dtype: torch.dtype, packing: Packing, *, seq_len: int, mask_padding: bool) -> None:
-    """Refuse a small model that does not isolate documents that share a row, or padding; see
+    """Raise ModelError for a small model that does not isolate documents in a row, or padding; see
     `check_document_isolation`."""
     config = copy.deepcopy(config)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"), torch.no_grad():
         model = init_model(config, dtype, 0).eval()
-        # Initial values may be zero, and hide the defect.
+        # Initial values may be zero, which would hide a leak.
         torch.manual_seed(0)
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=_NOISE)
         options = get_forward_options(model)
 
         def statistics(batches: list[Batch]) -> list[Tensor]:
-            found = []
+            target_log_probs = []
             for batch in batches:
                 inputs, targets_BS = split_targets(batch)
                 log_probs_BSV = model(**inputs, **options).logits.double().log_softmax(-1)
-                found.append(log_probs_BSV.gather(2, targets_BS.clamp(min=0)[..., None])[..., 0])
-            return found
+                target_log_probs.append(log_probs_BSV.gather(2, targets_BS.clamp(min=0)[..., None])[..., 0])
+            return target_log_probs
 
         vocab_size = config.get_text_config().vocab_size
         check_document_isolation(
@@ -129,8 +130,8 @@ def probe_isolation(config: Any, dtype: torch.dtype, packing: Packing, *, seq_le
 
 
 def check_memory(degrees: Degrees, size: ModelSize, memory_bytes: int) -> None:
-    """Refuse a model of which an even share is larger than the memory of a whole node."""
-    # Each parameter lies on one rank at least, so one of them holds no less than an even share.
+    """Raise ModelError if an even share of the model is larger than the memory of this node."""
+    # Each parameter is on at least one rank, so some rank holds at least an even share.
     held = size.num_parameters * size.bytes_per_element / degrees.world_size
     if held > memory_bytes:
         raise ModelError(
@@ -141,7 +142,7 @@ def check_memory(degrees: Degrees, size: ModelSize, memory_bytes: int) -> None:
 
 
 def get_node_memory() -> int:
-    """Return the bytes of this node's memory and that of its accelerators."""
+    """Return the memory of this node, including its accelerators [bytes]."""
     own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not torch.cuda.is_available():
         return own
@@ -157,7 +158,7 @@ def _convert_model_errors(config: Any, action: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Each model class checks its configuration in its own way, or not at all.
+        # Model classes check their configuration in different ways, or not at all.
         cause = _format_one_line(error)
         raise ModelError(
             f"transformers cannot {action} the model {config.model_type!r} as configured: {cause}"
@@ -165,10 +166,10 @@ def _convert_model_errors(config: Any, action: str) -> Iterator[None]:
 
 
 MAX_PROBE_TOKENS = 16
-"""Tokens of a row that is tried, if `seq_len` is not less."""
+"""Tokens of a probed row, rounded up to the length multiple; at most `seq_len`."""
 
 LogProbsFn = Callable[[list[Batch]], Sequence[Tensor]]
-"""Log-probabilities of the targets of each microbatch, (B, S)."""
+"""Returns the log-probabilities of the targets of each micro-batch, (B, S)."""
 
 
 def check_document_isolation(
@@ -184,34 +185,34 @@ def check_document_isolation(
     num_microbatches: int = 1,
     mask_padding: bool = False,
 ) -> None:
-    """Refuse a model that does not isolate the documents of a row."""
+    """Raise ModelError for a model that does not isolate documents or padding; see [Note: isolation]."""
     if packing == "stream":
         return
     length = min(seq_len, -(-MAX_PROBE_TOKENS // length_multiple) * length_multiple)
     half, generator = length // 2, torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab_size, (2, length), generator=generator)
-    # Without 0, the token of padding.
+    # Without token 0, which pads.
     ids, others = ids.clamp(min=min(1, vocab_size - 1))
     other_begin, other_end = torch.cat([others[:half], ids[half:]]), torch.cat([ids[:half], others[half:]])
     behind = slice(half, length - 1)
 
-    def moved(changed: Tensor, columns: slice, **more: Tensor) -> float:
-        """Return how far log-probabilities in a part of a row move when other tokens change."""
-        found = []
+    def measure_change(changed: Tensor, columns: slice, **more: Tensor) -> float:
+        """Return the largest change of log-probabilities in `columns` if other tokens change."""
+        log_probs = []
         for row in (ids, changed):
             batch = {name: each.repeat(num_rows, 1) for name, each in {"input_ids": row, "labels": row, **more}.items()}
-            found.append(compute_log_probs([batch] * num_microbatches)[0].double().cpu()[:, columns])
-        return float((found[0] - found[1]).abs().max())
+            log_probs.append(compute_log_probs([batch] * num_microbatches)[0].double().cpu()[:, columns])
+        return float((log_probs[0] - log_probs[1]).abs().max())
 
     name = f"the model {config.model_type!r}"
     try:
         if packing == "documents":
             positions = torch.cat([torch.arange(half), torch.arange(length - half)])
-            leak = moved(other_begin, behind, position_ids=positions)
+            leak = measure_change(other_begin, behind, position_ids=positions)
         else:
             mask = {"attention_mask": (torch.arange(length) < half).long()} if mask_padding else {}
-            leak = moved(other_end, slice(0, half - 1), **mask)
-        scale = moved(other_begin, behind)
+            leak = measure_change(other_end, slice(0, half - 1), **mask)
+        scale = measure_change(other_begin, behind)
     except MeshwrightError:
         raise
     except Exception as error:
@@ -219,44 +220,44 @@ def check_document_isolation(
         raise ModelError(
             f"{name} cannot run on rows of packing={packing}: {cause:.300} {_REMEDY_TEXT[packing]}"
         ) from error
-    # Other tokens change no bit of another row of a matrix product; but experts get another number of tokens, and round
-    # differently.
+    # Other tokens do not change any bit of a row of a matrix product. But they change how many tokens an expert gets,
+    # and so its rounding.
     has_experts = bool(getattr(config.get_text_config(), "num_experts_per_tok", None))
     limit = max(1e-4, torch.finfo(dtype).eps ** 0.5) if has_experts else 1e-4
     if not leak <= limit * scale:
         raise ModelError(
-            f"{name} {_DEFECT_TEXT[packing]}: other tokens there move log-probabilities by {leak:.3g}, where it may "
-            f"see them by {scale:.3g}. {_REMEDY_TEXT[packing]}"
+            f"{name} {_DEFECT_TEXT[packing]}: other tokens there change log-probabilities by {leak:.3g}; tokens that "
+            f"may be seen change them by {scale:.3g}. {_REMEDY_TEXT[packing]}"
         )
 
 
 _DEFECT_TEXT = {
-    "documents": "lets documents that share a row see those before them",
-    "none": "sees the padding behind a document",
+    "documents": "lets documents attend to earlier documents in the same row",
+    "none": "attends to the padding after a document",
 }
 _REMEDY_TEXT = {
-    "documents": "Set data.packing=none, so that each has a row of its own; or stream, if they may see each other.",
-    "none": "Set data.packing=stream, so that there is no padding.",
+    "documents": "Set data.packing=none, so that each document has its own row, or stream, which lets them attend.",
+    "none": "Set data.packing=stream, which has no padding.",
 }
 
 
 def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets) -> bool:
-    """Whether the reference's log-probabilities are to be computed."""
+    """Return whether reference log-probabilities must be computed; ConfigError if data and objective do not fit."""
     group, first = datasets.train_sets[0].group_size, datasets.main_eval_set
     given = None if objective is None else BoundObjective(objective)
     if group > 1 and (given is None or given.group_size != group):
-        reported = "cross entropy" if given is None else given.name
+        objective_name = "cross entropy" if given is None else given.name
         raise ConfigError(
-            f"the rows of these data belong together, {group} by {group} (chosen and rejected), and the {reported} "
-            "takes each by itself, so that rejected answers would be supervised. Set objective to orpo, simpo or dpo, "
-            "or give data of another format."
+            f"the rows of these data are grouped {group} by {group} (chosen and rejected), but the {objective_name} "
+            "uses each row on its own, so rejected answers would be supervised. Set objective to orpo, simpo or dpo, "
+            "or use data of another format."
         )
     if given is None:
         return False
     if given.group_size != group:
         raise ConfigError(
-            f"the {given.name} takes rows {given.group_size} by {given.group_size}, and those of these data do not "
-            "belong together. Give data of format preference; or microbatches in which they do in a script: see "
+            f"the {given.name} takes rows {given.group_size} by {given.group_size}, but the rows of these data are not "
+            "grouped. Use data of format preference, or give grouped micro-batches in a script: see "
             "docs/reference/objectives.md."
         )
     missing = [name for name in getattr(objective, "columns", ()) if name not in first.column_specs]
@@ -264,17 +265,17 @@ def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets
     computes = missing == [REFERENCE_COLUMN] and takes_sums
     if missing and not computes:
         raise ConfigError(
-            f"the {given.name} needs {', '.join(missing)} beside the tokens, and the data have "
-            f"{', '.join(first.column_specs) or 'no columns'}. Name fields of a source that hold it in its `columns`; "
-            "or give it microbatches that have it in a script: see docs/reference/objectives.md."
+            f"the {given.name} needs {', '.join(missing)} besides the tokens, but the data have "
+            f"{', '.join(first.column_specs) or 'no columns'}. List the fields of a source that hold it in `columns`, "
+            "or give micro-batches that have it in a script: see docs/reference/objectives.md."
         )
     sample = dict(first.read_batch(range(group)))
     if computes:
         if not all(isinstance(each, RowDataset) for each in datasets.train_sets):
             raise ConfigError(
-                f"the {given.name} compares with log-probabilities of the weights that the run begins with, which are "
-                f"computed for all rows before, and a source is read while training. Set its streaming to false, or "
-                f"name a field that holds {REFERENCE_COLUMN} in its `columns`."
+                f"the {given.name} compares with log-probabilities under the initial weights, which are computed for "
+                f"all rows before training, but a source is streamed. Set its streaming to false, or list a field "
+                f"that holds {REFERENCE_COLUMN} in its `columns`."
             )
         sample[REFERENCE_COLUMN] = torch.zeros(group, dtype=torch.float64)
     try:
@@ -290,7 +291,7 @@ def _requested_columns(objective: Objective | None) -> Sequence[Column]:
 
 
 def cast_columns(objective: Objective | None, batch: Batch) -> Batch:
-    """Convert integer columns of a microbatch to the floats or booleans that an objective asks for."""
+    """Convert integer columns of a micro-batch to the floats or booleans that an objective expects."""
     dtypes = {"float": torch.float64, "bool": torch.bool}
     changed = {
         each.name: batch[each.name].to(dtypes[each.number_kind])

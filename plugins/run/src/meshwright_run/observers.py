@@ -1,8 +1,8 @@
-"""Observers of a run: seconds of its startup, stragglers, and trackers. No torch in this module.
+"""Observers of a run: startup times, stragglers and trackers. Imports no torch.
 
-[Note: a rank's own seconds] Ranks wait for each other in every step. A slow one is distinguished from the others by
-what it does without them: drawing microbatches, stepping the optimizer, observers and callbacks. A rank is named only
-when it has been slow for as many steps more, since other work on its machine makes any rank slow for a moment.
+[Note: busy time] Ranks wait for each other in every step, so their step times are equal. A slow rank differs in its
+busy time, the time that it spends without the others: reading micro-batches, stepping the optimizer, observers and
+callbacks. A rank is reported only if it stays slow for another `window_steps` steps, since any rank is slow at times.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _STARTED = time.time()
 
 
 def get_process_start() -> float:
-    """Return when this process started [s since 1970], or if unknown, when this module was imported."""
+    """Return the Unix time at which this process started [s]; if unknown, that of this module's import."""
     try:
-        # The 22nd field, counted behind the command's name, which may contain blanks; in ticks since boot.
+        # Field 22, in ticks since boot. Fields are counted after the command's name, which may contain spaces.
         ticks = float(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         since_boot = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
     except (OSError, ValueError, IndexError):
@@ -53,33 +53,33 @@ def get_process_start() -> float:
 
 @dataclass
 class StartupTimer:
-    """When each part of the way to the first step has ended."""
+    """End times of the phases of the startup, until the first step."""
 
     should_print: bool = False
     started_at: float = field(default_factory=get_process_start)
     phase_ends: list[tuple[str, float]] = field(default_factory=list)
 
     def end_phase(self, phase: str) -> None:
-        """End a part; consecutive parts of one name are one."""
+        """Record the end of a phase. Consecutive phases of the same name are joined."""
         if self.phase_ends and self.phase_ends[-1][0] == phase:
             self.phase_ends.pop()
         self.phase_ends.append((phase, time.time()))
 
     def compute_seconds(self) -> dict[str, float]:
-        """Return the seconds of each part, and in total."""
-        found: dict[str, float] = {}
+        """Return the duration of each phase, and the total [s]."""
+        seconds: dict[str, float] = {}
         before = self.started_at
         for part, end in self.phase_ends:
-            found[part] = found.get(part, 0.0) + end - before
+            seconds[part] = seconds.get(part, 0.0) + end - before
             before = end
-        return {**{part: round(each, 3) for part, each in found.items()}, "total": round(before - self.started_at, 3)}
+        return {**{part: round(each, 3) for part, each in seconds.items()}, "total": round(before - self.started_at, 3)}
 
     def __str__(self) -> str:
         return "startup: " + ", ".join(f"{part} {each:.1f} s" for part, each in self.compute_seconds().items())
 
 
 class StartupReporter:
-    """Observer on the first rank that ends the last part with the first step, and reports all."""
+    """Observer on rank 0 that reports the startup times after the first step, which ends the last phase."""
 
     def __init__(self, startup: StartupTimer, *, log: Callable[..., None], print_text: Callable[[str], None]) -> None:
         self._startup: StartupTimer | None = startup
@@ -99,20 +99,20 @@ class StartupReporter:
 # -- stragglers
 
 DEFAULT_DEVIATIONS = 3.5
-"""Deviations from which a rank is a straggler; Iglewicz and Hoaglin 1993, modified z-score."""
+"""Number of deviations above which a rank is a straggler. Source: Iglewicz and Hoaglin 1993, modified z-score."""
 MAD_TO_STD = 1.4826
-"""Standard deviation of a normal distribution in median absolute deviations."""
+"""Standard deviation of a normal distribution, in units of its median absolute deviation."""
 MIN_EXCESS_FRACTION = 0.02
-"""Part of a step by which a rank must be slower: where all are equal to a microsecond, any is an outlier."""
+"""Fraction of a step by which a rank must be slower. If all are equal to a microsecond, any rank is an outlier."""
 MIN_BUSY_EXCESS_FRACTION, MIN_BUSY_EXCESS_S = 0.05, 0.005
-"""The same for a rank's own seconds: part of a step, and seconds."""
+"""The same for a rank's busy time: fraction of a step, and seconds."""
 MIN_RANKS = 4
-"""Fewer ranks have no stragglers."""
+"""Minimum number of ranks among which stragglers are detected."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is slower than others in a part of the step, or in all of it ("seconds"), by medians."""
+    """A rank whose median time in a phase of the step is above that of others; phase "seconds" is the full step."""
 
     rank: int
     phase: str
@@ -130,25 +130,24 @@ def find_stragglers(
     deviations: float = DEFAULT_DEVIATIONS,
     min_excess_s: float | None = None,
 ) -> list[Straggler]:
-    """Return the stragglers by one part of the step, the slowest first. `seconds` are medians of `ranks`, float64 (R);
-    NaN where there is none."""
+    """Return the stragglers in one phase of the step, slowest first. `seconds`: the median time of each of `ranks`,
+    float64, (R,); NaN if unknown."""
     min_excess_s = MIN_EXCESS_FRACTION * step_s if min_excess_s is None else min_excess_s
     known = seconds[np.isfinite(seconds)]
     if len(known) < MIN_RANKS:
         return []
     middle = float(np.median(known))
     scale = MAD_TO_STD * float(np.median(np.abs(known - middle)))
-    found = []
+    stragglers = []
     for rank, value in zip(ranks, seconds.tolist(), strict=True):
-        beyond = value - middle
-        if np.isfinite(value) and beyond > min_excess_s and beyond > deviations * scale:
-            found.append(Straggler(rank, phase, value, middle, beyond / scale if scale else float("inf")))
-    return sorted(found, key=lambda each: each.seconds, reverse=True)
+        excess = value - middle
+        if np.isfinite(value) and excess > min_excess_s and excess > deviations * scale:
+            stragglers.append(Straggler(rank, phase, value, middle, excess / scale if scale else float("inf")))
+    return sorted(stragglers, key=lambda each: each.seconds, reverse=True)
 
 
 class StragglerDetector(LoopExtension):
-    """Reports the stragglers of a run on its first rank, by the others' signs of life; see
-    [Note: a rank's own seconds]."""
+    """Loop extension on rank 0 that finds stragglers from the heartbeats of all ranks; see [Note: busy time]."""
 
     def __init__(self, config: StragglersConfig, progress: Progress) -> None:
         self._config, self._progress = config, progress
@@ -157,7 +156,7 @@ class StragglerDetector(LoopExtension):
         self._since: dict[int, int] = {}
 
     def __call__(self) -> Sequence[Mapping[str, float]]:
-        """See `StepResult.stragglers`."""
+        """Return the value of `StepResult.stragglers`."""
         if self._progress.heartbeats is not self._last_heartbeats:
             self._last_heartbeats = self._progress.heartbeats
             self._stragglers = self._find_persistent()
@@ -168,20 +167,22 @@ class StragglerDetector(LoopExtension):
 
     def _find_persistent(self) -> tuple[Mapping[str, float], ...]:
         known = {
-            rank: sign for rank, sign in self._last_heartbeats.items() if sign.num_steps >= self._config.window_steps
+            rank: record
+            for rank, record in self._last_heartbeats.items()
+            if record.num_steps >= self._config.window_steps
         }
         if not known:
             return ()
-        step_s = float(np.median([sign.step_s for sign in known.values()]))
+        step_s = float(np.median([record.step_s for record in known.values()]))
         found = find_stragglers(
             list(known),
             "own",
-            np.array([sign.busy_s for sign in known.values()]),
+            np.array([record.busy_s for record in known.values()]),
             step_s=step_s,
             deviations=self._config.deviations,
             min_excess_s=max(MIN_BUSY_EXCESS_FRACTION * step_s, MIN_BUSY_EXCESS_S),
         )
-        step = max(sign.phase.step for sign in known.values())
+        step = max(record.phase.step for record in known.values())
         self._since = {each.rank: self._since.get(each.rank, step) for each in found}
         return tuple(
             {"rank": each.rank, "seconds": each.seconds, "median": each.median, "deviations": each.deviations}
@@ -193,7 +194,7 @@ class StragglerDetector(LoopExtension):
 # -- trackers
 
 TrackerOption: TypeAlias = "str | Mapping[str, Any]"
-"""A tracker in the run file: its name, or a mapping of name and options."""
+"""A tracker in a run file: its name, or a mapping of its name and options."""
 INSTALL_COMMAND = "pip install -e plugins/trackers"
 
 
@@ -203,9 +204,9 @@ def list_trackers(registry: Registry | None = None) -> dict[str, TrackerSpec]:
     for plugin, register in (registry or get_registry()).find_implementations("register_trackers"):
         for spec in (spec for specs in register() for spec in specs):
             if not isinstance(spec, TrackerSpec):
-                raise ConfigError(f"plugin {plugin} brings {spec!r}, which is no meshwright.TrackerSpec.")
+                raise ConfigError(f"plugin {plugin} registers {spec!r}, which is not a meshwright.TrackerSpec.")
             if spec.name in found:
-                raise ConfigError(f"two plugins bring a tracker {spec.name!r}; one is {plugin}. Uninstall one.")
+                raise ConfigError(f"two plugins register a tracker {spec.name!r}; one is {plugin}. Uninstall one.")
             found[spec.name] = spec
     return dict(sorted(found.items()))
 
@@ -221,8 +222,8 @@ def resolve_trackers(
         if not isinstance(name, str) or name not in known:
             hint = suggest_match(str(name), known)
             raise ConfigError(
-                f"trackers: there is no tracker {name!r}.{hint} Installed: {', '.join(known) or 'none'}. Those of the "
-                f"project are installed from a clone with: {INSTALL_COMMAND}"
+                f"trackers: tracker {name!r} is not installed.{hint} Installed: {', '.join(known) or 'none'}. Install "
+                f"the project's trackers from a clone with: {INSTALL_COMMAND}"
             )
         spec = known[name]
         options = resolve_environment(options, f"trackers: {name}")
@@ -241,10 +242,10 @@ def attach_trackers(trackers: Sequence[tuple[TrackerSpec, FrozenModel]], run: Ru
             except ConfigError:
                 raise
             except Exception as error:
-                # Whatever a library raises that cannot reach its server, or write its files.
+                # A library may raise anything if it cannot reach its server, or cannot write its files.
                 raise ConfigError(
-                    f"tracker {spec.name!r} cannot be started: {type(error).__name__}: {error}. Mend that, or leave it "
-                    f"out of trackers."
+                    f"tracker {spec.name!r} cannot be started: {type(error).__name__}: {error}. Fix that, or remove it "
+                    f"from trackers."
                 ) from error
             tracker = _GuardedTracker(spec.name, built)
             held.callback(tracker.close)
@@ -253,7 +254,7 @@ def attach_trackers(trackers: Sequence[tuple[TrackerSpec, FrozenModel]], run: Ru
 
 
 class _GuardedTracker:
-    """A tracker whose failures end no run."""
+    """Wrapper of a tracker whose failures do not end the run."""
 
     def __init__(self, name: str, tracker: Any) -> None:
         self._name, self._tracker, self._has_failed = name, tracker, False
@@ -265,8 +266,8 @@ class _GuardedTracker:
         except Exception as error:
             self._has_failed = True
             warn(
-                f"tracker {self._name!r} has failed in {hook} and is left aside: {type(error).__name__}: {error}. "
-                f"Training continues; metrics.jsonl has everything.",
+                f"tracker {self._name!r} failed in {hook} and is disabled: {type(error).__name__}: {error}. "
+                f"Training continues; metrics.jsonl has all metrics.",
                 stacklevel=2,
             )
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind when it ends: the model, the picture of its losses, a summary, and a sample."""
+"""Write the results of a finished run: the model, the loss curve, a summary and a sample."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ from .run_directory import IN_PROGRESS, RunDirectory
 from .run_sections import HELD_OUT, SampleConfig
 
 LOSS_WINDOW_STEPS = 20
-"""Last steps over which the reported training loss is the mean."""
+"""Number of last steps over which the reported training loss is averaged."""
 _PROMPT_TOKENS = 16
-"""Tokens of a document that make a prompt."""
+"""Number of tokens of a document that form the prompt."""
 
 
 def export_model(manager: StrategyManager, prepared: PreparedRun, *, step: int) -> None:
-    """Write the model after a step as a Hugging Face directory, each rank a part of it; and the averaged weights as
-    another, if the run asks for it. Collective."""
+    """Write the model as a Hugging Face directory, each rank a part of it; and the averaged weights as another, if
+    `ema.export` is set. Collective."""
     config = prepared.config
     averages = config.ema is not None and config.ema.export
     world, directory = manager.mesh.world, RunDirectory.from_config(config)
     world.progress.enter_phase("export")
     checkpoint, model, averaged = (directory.path / name for name in IN_PROGRESS)
-    # It is soon removed, and needs no signature.
-    place = open_storage(checkpoint, StorageOptions(max_retries=config.checkpoint.retries))
-    save_checkpoint(manager, place, step=step, tokenizer=prepared.load_tokenizer(), with_optimizer=False)
+    # This checkpoint is removed below, so it needs no signature.
+    storage = open_storage(checkpoint, StorageOptions(max_retries=config.checkpoint.retries))
+    save_checkpoint(manager, storage, step=step, tokenizer=prepared.load_tokenizer(), with_optimizer=False)
     export_checkpoint(checkpoint, model, world=world)
     if averages:
         export_checkpoint(checkpoint, averaged, use_ema=True, world=world)
@@ -67,7 +67,7 @@ def export_model(manager: StrategyManager, prepared: PreparedRun, *, step: int) 
 
 
 def write_results(prepared: PreparedRun, results: list[StepResult], console: Console) -> None:
-    """Write loss curve and summary; show a sample and what to do next."""
+    """Write the loss curve and the summary; print a sample and commands to continue with."""
     config, directory = prepared.config, RunDirectory.from_config(prepared.config)
     tokenizer = load_tokenizer(prepared.data.tokenizer_dir)
     plot_loss_curve(results, directory.loss_curve, is_per_token=config.objective is None)
@@ -120,8 +120,8 @@ def build_summary(prepared: PreparedRun, results: list[StepResult], *, vocab_siz
         "held_out_loss": results[-1].held_out_loss,
         "evaluations": dict(results[-1].evaluations),
         "best_checkpoints": [
-            {"step": step, "set": best.eval_set, "loss": loss, "checkpoint": str(place)}
-            for loss, step, place in kept
+            {"step": step, "set": best.eval_set, "loss": loss, "checkpoint": str(checkpoint)}
+            for loss, step, checkpoint in kept
             if best is not None
         ],
         "ln_vocab": math.log(vocab_size),
@@ -136,9 +136,9 @@ def build_summary(prepared: PreparedRun, results: list[StepResult], *, vocab_siz
 def format_results(summary: dict[str, Any], prepared: PreparedRun) -> Iterator[str]:
     loss, ln_vocab = summary["train_loss"], summary["ln_vocab"]
     losses = "".join(f", {format_eval_set(name)} loss {value:.6f}" for name, value in summary["evaluations"].items())
-    # Compared with a model that has supervised nothing; an objective may measure something else.
-    beside = f"; {loss / ln_vocab:.2f} x ln(vocabulary)" if prepared.config.objective is None else ""
-    yield f"\ntraining loss {loss:.4f} (mean of the last {summary['num_averaged_steps']} steps{beside}){losses}"
+    # ln(vocabulary) is the loss of a model that predicts uniformly. An objective may not be comparable with it.
+    ratio = f"; {loss / ln_vocab:.2f} x ln(vocabulary)" if prepared.config.objective is None else ""
+    yield f"\ntraining loss {loss:.4f} (mean of the last {summary['num_averaged_steps']} steps{ratio}){losses}"
     stopping = prepared.config.eval.early_stopping
     if stopping is not None and summary["step"] < summary["num_steps"]:
         yield (
@@ -159,26 +159,26 @@ def load_trained_model(directory: Path, base: Path | None) -> Any:
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        # Between peft and transformers, of what a user can do nothing about.
+        # Warnings about how peft calls transformers, which users cannot fix.
         warnings.simplefilter("ignore", FutureWarning)
         return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **options), str(directory)).eval()
 
 
 def generate_sample(model: Any, tokenizer: Any, config: SampleConfig, dataset: RowDataset, *, seed: int) -> str:
-    """Return the prompt and its continuation; at temperature 0 the likeliest one."""
+    """Return the prompt and a generated continuation; with temperature 0, by greedy decoding."""
     torch.manual_seed(seed)
     prompt = (
         read_prompt(dataset) if config.prompt is None else tokenizer(config.prompt, return_tensors="pt")["input_ids"]
     )
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    room = positions - prompt.shape[1] if positions else config.max_new_tokens
-    if room < 1:
+    remaining = positions - prompt.shape[1] if positions else config.max_new_tokens
+    if remaining < 1:
         return f"(the prompt fills all {positions} positions of the model)"
     sampling = {"do_sample": True, "temperature": config.temperature} if config.temperature else {"do_sample": False}
     output = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        max_new_tokens=min(config.max_new_tokens, room),
+        max_new_tokens=min(config.max_new_tokens, remaining),
         pad_token_id=tokenizer.eos_token_id,
         **sampling,
     )
@@ -186,10 +186,10 @@ def generate_sample(model: Any, tokenizer: Any, config: SampleConfig, dataset: R
 
 
 def read_prompt(dataset: RowDataset) -> Tensor:
-    """Return the first tokens of a document, or those before the first answer of a conversation: int64, (1, T)."""
+    """Return the first tokens of a document, or of a conversation up to its first answer: int64, (1, T)."""
     row = dataset.read_batch([0])
     (labelled,) = torch.nonzero(row["labels"][0] != IGNORE_INDEX, as_tuple=True)
-    # The first token of a document may be masked by itself.
+    # The first label of a document may be masked, too.
     before = int(labelled[0]) if len(labelled) else 0
     count: int = before if before > 1 else _PROMPT_TOKENS
     return row["input_ids"][:, :count]

@@ -1,4 +1,4 @@
-"""Implement the hooks of this plugin. No torch in this module."""
+"""Hook implementations of this plugin. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .commands import export, init, schema, show_checkpoint, show_data, train, v
 def register_commands(app: typer.Typer) -> None:
     for command in (train, export, schema, init):
         app.command()(command)
-    checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
+    checkpoints = typer.Typer(help="Inspect checkpoints.", no_args_is_help=True)
     checkpoints.command("show")(show_checkpoint)
     checkpoints.command("verify")(verify_checkpoint)
     app.add_typer(checkpoints, name="checkpoint")
-    data_commands = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
+    data_commands = typer.Typer(help="Inspect the data of a run.", no_args_is_help=True)
     data_commands.command("show")(show_data)
     app.add_typer(data_commands, name="data")

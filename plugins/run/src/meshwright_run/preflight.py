@@ -1,6 +1,6 @@
-"""Find all that can be wrong with a run before any process starts or any collective is issued.
+"""Check a run as far as possible before any process starts and any collective is issued.
 
-The launching process calls `preflight`, and each rank calls it again for its own node, where the files are cached.
+The launching process calls `preflight`. Each rank calls it again for its own node, where the files are cached.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ from .run_sections import HELD_OUT
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that has been checked, as far as that is possible without ranks.
+    """A run that has passed all checks that are possible without ranks.
 
-    Where not `is_isolation_probed`, the model is tried as it runs. `identity` is what must be equal to resume; values
-    of JSON.
+    Unless `is_isolation_probed`, the ranks probe document isolation before the first step. `identity`: what must be
+    equal to resume the run, as JSON values.
     """
 
     config: RunConfig
@@ -99,7 +99,7 @@ class PreparedRun:
     identity: dict[str, Any]
 
     def load_tokenizer(self) -> Any:
-        """Load the tokenizer that is written with the model, with the chat template that it was trained with."""
+        """Load the tokenizer to save with the model, with the chat template used in training."""
         tokenizer = load_tokenizer(self.data.tokenizer_dir)
         if (template := self.config.data.chat_template) is not None:
             tokenizer.chat_template = read_chat_template(template)
@@ -107,9 +107,9 @@ class PreparedRun:
 
 
 def preflight(config: RunConfig, world_size: int, *, commit: str | None = None) -> PreparedRun:
-    """Check a run and prepare its data; issues no collective.
+    """Check a run and prepare its data. Issues no collective.
 
-    One thing, since each check needs what the ones before have found.
+    One thing, since each check needs the results of earlier ones.
     """
     stack, degrees, micro_batch_size = resolve_layout(config, world_size)
     resolve_trackers(config.trackers)
@@ -126,9 +126,9 @@ def preflight(config: RunConfig, world_size: int, *, commit: str | None = None) 
         hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees, adapters=adapters, optimizer=config.optimizer
     )
     check_memory(degrees, size, get_node_memory())
-    tried = can_probe(size, seq_len=seq_len, device=device, degrees=degrees)
+    is_probed = can_probe(size, seq_len=seq_len, device=device, degrees=degrees)
     masks, packing = needs_padding_mask(hf_config), config.data.resolve_packing()
-    if tried and packing != "stream":
+    if is_probed and packing != "stream":
         probe_isolation(hf_config, dtype, packing, seq_len=seq_len, mask_padding=masks)
     rows = build_datasets(data, config.data, mask_padding=masks)
     check_group_size(rows.train_sets[0].group_size, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
@@ -141,13 +141,13 @@ def preflight(config: RunConfig, world_size: int, *, commit: str | None = None) 
     largest = max(map(len, rows.eval_sets.values()), default=0)
     if config.eval.max_sequences is not None and config.eval.max_sequences > largest:
         raise ConfigError(
-            f"eval.max_sequences={config.eval.max_sequences}, but the held-out split has {largest}. "
+            f"eval.max_sequences={config.eval.max_sequences}, but the largest evaluation set has {largest} sequences. "
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
     objective = None if config.objective is None else get_objective(config.objective)
     if objective is not None and (given := BoundObjective(objective)).input_kind != "tokens":
         raise ConfigError(
-            f"the {given.name} is over the outputs of another head, and a run file trains causal LMs. Train it in a "
+            f"the {given.name} needs the outputs of another head, but a run file trains causal LMs. Use it in a "
             f"script: see docs/reference/objectives.md."
         )
     needs_reference = needs_reference_log_probs(objective, rows)
@@ -166,15 +166,15 @@ def preflight(config: RunConfig, world_size: int, *, commit: str | None = None) 
         needs_reference_log_probs=needs_reference,
         num_steps=steps,
         schedule=schedule,
-        is_isolation_probed=tried,
+        is_isolation_probed=is_probed,
         identity=identity,
     )
 
 
 def compute_num_steps(config: RunConfig, num_rows: int | None) -> int:
-    """Return the optimizer steps of a run whose length is given in epochs."""
+    """Return the number of optimizer steps of a run whose length is given in epochs."""
     if num_rows is None:
-        raise ConfigError(f"epochs={config.epochs}, but how many rows the data have is not known. Set steps.")
+        raise ConfigError(f"epochs={config.epochs}, but the number of rows of the data is unknown. Set steps.")
     steps = max(1, math.ceil(Fraction(str(config.epochs)) * num_rows / config.batch_size))
     if config.schedule.warmup_steps > steps:
         raise ConfigError(
@@ -185,12 +185,12 @@ def compute_num_steps(config: RunConfig, num_rows: int | None) -> int:
 
 
 def needs_padding_mask(hf_config: Any) -> bool:
-    """Whether padding is to be masked: it would count in the statistics of routers otherwise."""
+    """Return whether padding must be masked, since it would otherwise count in the statistics of routers."""
     return bool(getattr(hf_config.get_text_config(), "output_router_logits", False))
 
 
 def prepare_data_and_model_config(config: RunConfig, model: ResolvedModel | None = None) -> tuple[PreparedData, Any]:
-    """Prepare the data, or find them in the cache, and make the Hugging Face configuration that goes with them."""
+    """Prepare the data, or read them from the cache, and build the matching Hugging Face configuration."""
     directory = (model or resolve_model(config.model)).directory
     own_tokenizer = directory if directory is not None and has_tokenizer(directory) else None
     data = prepare_data(config.data, tokenizer_dir=own_tokenizer)
@@ -199,7 +199,7 @@ def prepare_data_and_model_config(config: RunConfig, model: ResolvedModel | None
 
 
 def count_local_ranks(config: RunConfig) -> int:
-    """Return how many ranks `start` starts on this node."""
+    """Return the number of ranks that `start_run` starts on this node."""
     on_cpu = find_device(config.device).type == "cpu"
     accelerators = 0 if on_cpu else torch.accelerator.device_count()
     return config.count_local_ranks(get_registry().get(config.strategy).axes, accelerators)
@@ -211,7 +211,7 @@ def _build_identity(
     model = hf_config.to_dict()
     for key in ("transformers_version", "architectures", "_name_or_path"):
         model.pop(key, None)
-    # What else the rows and their order follow from; nothing for a stream of one source.
+    # Other settings that determine the rows and their order; none for a stream of one source.
     kind, weights = config.data.resolve_packing(), [source.weight for source in config.data.get_training_sources()]
     layout: dict[str, Any] = {} if kind == "stream" else {"packing": kind}
     if any(each is not None for each in weights):
@@ -223,7 +223,7 @@ def _build_identity(
         "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len, **layout},
         "seed": config.seed,
         "batch_size": config.batch_size,
-        # What a checkpoint has not saved differs from nothing.
+        # Checkpoints of runs without groups may lack the key, which would count as a difference.
         "optimizer": config.optimizer.model_dump(exclude=None if config.optimizer.groups else {"groups"}),
         "ema": None if config.ema is None else config.ema.model_dump(exclude={"evaluate", "export"}),
         "schedule": schedule.model_dump(exclude={"warmup_ratio"}),
@@ -240,20 +240,20 @@ def describe_run(prepared: PreparedRun, model: nn.Module, mesh: Mesh) -> list[st
     config, rows, held_out = prepared.config, prepared.datasets, prepared.datasets.eval_sets
     size = compute_model_size(model)
     no_driver = describe_missing_driver("training on the CPU: ") if config.device is None else ""
-    found = [f"{rows.num_rows:,}"] if rows.num_rows else []
-    found += [f"those of {rows.num_streams} sources, read while training, as"] if rows.num_streams else []
+    counts = [f"{rows.num_rows:,}"] if rows.num_rows else []
+    counts += [f"an unknown number (from {rows.num_streams} streamed sources) of"] if rows.num_streams else []
     others = "".join(f", {len(each):,} of {name}" for name, each in held_out.items() if name != HELD_OUT)
     return [
         *([no_driver] if no_driver else []),
         f"{prepared.strategy_stack} on {prepared.degrees} ({mesh.device.type}): {prepared.model_config.model_type} "
         f"with {size.num_parameters:,} parameters in {len(model_layout(model).blocks)} blocks"
         + (
-            f"; {size.num_trainable:,} of them train, over {prepared.model.base}"
+            f"; {size.num_trainable:,} of them are trained, on {prepared.model.base}"
             if prepared.model.base is not None
             else ""
         ),
-        f"{prepared.data.num_documents:,} documents: {' and '.join(found)} sequences of {config.data.seq_len} tokens "
-        f"to train on, {len(held_out.get(HELD_OUT, ())):,} held out{others}; {config.batch_size} a step, "
+        f"{prepared.data.num_documents:,} documents: {' and '.join(counts)} sequences of {config.data.seq_len} tokens "
+        f"to train on, {len(held_out.get(HELD_OUT, ())):,} held out{others}; {config.batch_size} per step, "
         f"{prepared.num_steps} steps",
     ]
 
@@ -278,7 +278,7 @@ class ResolvedModel:
 
 
 def download_model(section: Mapping[str, Any], world: World) -> str | None:
-    """Download the model of a run file on every node, and return its commit if it is one of the hub. Collective."""
+    """Download the model of a run file on every node; return its commit if it is from the hub. Collective."""
     if "path" not in section:
         return None
     return get_hub_commit(
@@ -292,15 +292,15 @@ def resolve_model(section: Mapping[str, Any], *, commit: str | None = None) -> R
         manifest = read_manifest(checkpoint)
         if manifest.base is not None:
             raise ModelError(
-                f"model.checkpoint={str(checkpoint)!r} holds adapters alone. Export it (meshwright export {checkpoint} "
-                f"DIR) and resume from it: model.path={manifest.base.get('path')}, model.peft.adapter=DIR; or merge it "
-                f"(meshwright export --merge {checkpoint} DIR), and train model.path=DIR."
+                f"model.checkpoint={str(checkpoint)!r} holds only adapters. Export it (meshwright export {checkpoint} "
+                f"DIR) and continue from it: model.path={manifest.base.get('path')}, model.peft.adapter=DIR; or merge "
+                f"it (meshwright export --merge {checkpoint} DIR) and train model.path=DIR."
             )
         return ResolvedModel(checkpoint / HUGGING_FACE_FOLDER)
     if "path" not in section:
         return ResolvedModel()
-    wanted = _get_download_options(section)
-    directory = find_model_directory(section["path"], **{**wanted, "revision": commit or wanted["revision"]})
+    options = _get_download_options(section)
+    directory = find_model_directory(section["path"], **{**options, "revision": commit or options["revision"]})
     if section.get("trust_remote_code") is not None:
         register_trusted_code(
             directory, section["trust_remote_code"], commit=get_hub_commit(section["path"], directory)
@@ -318,7 +318,7 @@ def resolve_model(section: Mapping[str, Any], *, commit: str | None = None) -> R
 def build_run_model(
     section: Mapping[str, Any], resolved: ResolvedModel, config: Any, *, seed: int
 ) -> tuple[nn.Module, Weights | None]:
-    """Make the model of a run, with its adapters if it has any; see `build_model`."""
+    """Build the model of a run, with its adapters if it has any; see `build_model`."""
     if resolved.adapters is None:
         return build_model(section, config, seed=seed, directory=resolved.directory)
     dtype = resolved.get_dtype(section)

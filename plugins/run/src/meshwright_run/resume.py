@@ -1,11 +1,11 @@
-"""Which checkpoint, or copy in the memory of nodes, a run resumes from; and further copies.
+"""Find the checkpoint or in-memory replica that a run resumes from, and write further replicas.
 
-[Note: continuing] A run writes its summary last. Without one the same command resumes from its newest valid checkpoint
+[Note: resuming] A run writes its summary last. Without one, the same command resumes from the newest valid checkpoint
 with the same numbers: state comes from the checkpoint; data, random numbers and rates follow from step and run file.
 
-[Note: the course of a run] Each checkpoint in the directory of a run stems from the one before. Where a run resumes
-from an earlier one, or from elsewhere, the later ones are set aside. A checkpoint remembers the one that `resume` named
-when its course began, so that the same command resumes from what was saved since.
+[Note: lineage] Each checkpoint in the directory of a run continues from the one before. If a run resumes from an
+earlier one, or from elsewhere, the later ones are archived. A checkpoint records the one that `resume` named when its
+lineage began, so that the same command resumes from what was saved since.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from .run_sections import EvalConfig
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint that a run resumes from.
+    """A checkpoint that a run resumes from; see [Note: lineage].
 
-    `resumed_from` is the one that `resume` named when the course of the run began, and `changed_settings` what differs
-    from its run. Checkpoints up to the step `keep_until_step` stay where they are. `metrics_storage` is the folder with
-    those of the steps before; None where the course begins with the checkpoint.
+    `resumed_from`: the checkpoint that `resume` named when the lineage began. `changed_settings`: what differs from the
+    checkpoint's run. `keep_until_step`: checkpoints of later steps are archived. `metrics_storage`: the directory with
+    the metrics of earlier steps; None if the lineage begins with this checkpoint.
     """
 
     checkpoint: StorageReader
@@ -78,7 +78,7 @@ class ResumePoint:
 
     @property
     def num_skipped_batches(self) -> int:
-        """Batches that rolling back has left out; see [Note: draws] in `monitors`."""
+        """Number of batches that rollbacks have skipped; see [Note: draws] in `meshwright.train.loop.monitors`."""
         return int(((self.loop_state or {}).get(BAD_STEPS_KEY) or {}).get("left_out", 0))
 
     @property
@@ -86,7 +86,7 @@ class ResumePoint:
         return _get_loop_state(self.manifest, self.changed_settings)
 
     def load_previous_results(self, num_steps: int) -> list[StepResult]:
-        """Return the steps before it, of a run of `num_steps` steps."""
+        """Return the results of the steps up to this checkpoint; `num_steps` is the length of the run."""
         if self.metrics_storage is None:
             return []
         try:
@@ -99,7 +99,7 @@ class ResumePoint:
         return parse_metrics(content, f"{self.metrics_storage}/{METRICS}", last_step=self.step, num_steps=num_steps)
 
     def compute_data_position(self) -> int:
-        """Return where in the global stream of data the run resumes; see [Note: the global stream] in
+        """Return the position in the global stream of data at which the run resumes; see [Note: the global stream] in
         `data.order`."""
         if any(name == "seed" or name.startswith("data.") for name in self.changed_settings):
             return 0
@@ -116,8 +116,7 @@ def find_resume_point(
     num_steps: int,
     replicas: RunReplicas,
 ) -> ResumePoint | None:
-    """Return the checkpoint to resume from, if any; see [Note: the course of a run]. Collective; the directory is
-    locked."""
+    """Return the checkpoint to resume from, if any; see [Note: lineage]. Collective. The directory must be locked."""
     directory, source = RunDirectory.from_config(config), config.resume_config.source
     if source == NEVER or (source == AUTO and action is not RunAction.RESUME):
         return None
@@ -125,63 +124,65 @@ def find_resume_point(
     if action is RunAction.RESUME:
         world.run_on_first_rank(lambda: cleanup(root))
     given = None if source == AUTO else directory.resolve_checkpoint(source)
-    asked = None if given is None else str(given)
+    requested = None if given is None else str(given)
 
     def on_disk() -> Storage | None:
         return (
             find_newest_checkpoint(root, world) if given is None else _find_newest_since(root, given, identity, world)
         )
 
-    place: StorageReader | None = on_disk() if action is not RunAction.RESUME else replicas.find_newest(on_disk, asked)
-    if place is None and given is None:
-        # A run that has started with a checkpoint does not begin at step 0.
+    checkpoint: StorageReader | None = (
+        on_disk() if action is not RunAction.RESUME else replicas.find_newest(on_disk, requested)
+    )
+    if checkpoint is None and given is None:
+        # A run that started from a checkpoint does not start over at step 0.
         if started := world.run_on_first_rank(lambda: str(find_previously_named(directory) or "")):
             raise CheckpointError(
-                f"the run in output_dir={directory.configured_path!r} began with {started}, and has saved no "
-                f"checkpoint since. Give resume={started} again; or start over, with resume=never and overwrite=true."
+                f"the run in output_dir={directory.configured_path!r} started from {started} and has saved no "
+                f"checkpoint since. Set resume={started} again, or start over with resume=never and overwrite=true."
             )
         return None
-    if place is None:
-        place = cast("Storage", given)
-        world.run_on_all_ranks(lambda: read_and_verify_share(place, world))
-    manifest = world.run_on_all_ranks(lambda: read_manifest(place))
-    parent: Storage | None = getattr(place, "parent", None)
-    # Among those that the run has saved or copied, and not set aside; what was set aside has its metrics beside it.
+    if checkpoint is None:
+        checkpoint = cast("Storage", given)
+        world.run_on_all_ranks(lambda: read_and_verify_share(checkpoint, world))
+    manifest = world.run_on_all_ranks(lambda: read_manifest(checkpoint))
+    parent: Storage | None = getattr(checkpoint, "parent", None)
+    # A checkpoint or replica of this run that is not archived. An archive has a copy of the metrics.
     is_own = parent is None or parent.is_same_as(root)
-    beside = parent if parent is not None and parent.parent.is_same_as(root) else None
+    archive = parent if parent is not None and parent.parent.is_same_as(root) else None
     return ResumePoint(
-        place,
+        checkpoint,
         manifest,
-        resumed_from=asked or manifest.extra.get("named"),
+        resumed_from=requested or manifest.extra.get("named"),
         changed_settings=world.run_on_all_ranks(
-            lambda: find_changed_settings(place, manifest, identity, config, num_steps)
+            lambda: find_changed_settings(checkpoint, manifest, identity, config, num_steps)
         ),
         keep_until_step=manifest.step if is_own else -1,
-        metrics_storage=LocalStorage(directory.path) if is_own else beside,
+        metrics_storage=LocalStorage(directory.path) if is_own else archive,
     )
 
 
 def _find_newest_since(
     storage: Storage, checkpoint: Storage, identity: Mapping[str, Any], world: World
 ) -> Storage | None:
-    """Return the newest valid checkpoint that the same run has saved since it began with `checkpoint`. Collective."""
+    """Return the newest valid checkpoint that the same run has saved since it started from `checkpoint`. Collective."""
 
     def own() -> list[str]:
-        found = []
-        for place in list_checkpoints(storage):
+        names = []
+        for each in list_checkpoints(storage):
             try:
-                extra = read_manifest(place).extra
+                extra = read_manifest(each).extra
             except IncompleteCheckpointError:
                 continue
             if extra.get("named") == str(checkpoint) and not _find_differences(extra.get("identity", {}), identity):
-                found.append(place.name)
-        return found
+                names.append(each.name)
+        return names
 
     return find_first_valid([storage.child(name) for name in world.run_on_first_rank(own)], world)[0]
 
 
 def check_resume_checkpoint(config: RunConfig, identity: Mapping[str, Any], num_steps: int) -> None:
-    """Refuse early to resume from a checkpoint of another run, where the run file names one."""
+    """Raise CheckpointError early if the run file names a checkpoint that the run cannot resume from."""
     source = config.resume_config.source
     if source in (AUTO, NEVER):
         return
@@ -193,7 +194,7 @@ def check_resume_checkpoint(config: RunConfig, identity: Mapping[str, Any], num_
     changed = find_changed_settings(source, manifest, identity, config, num_steps, min_steps_left=1)
     if MetricMonitor(build_early_stopping(config.eval), None, _get_loop_state(manifest, changed)).should_stop:
         raise CheckpointError(
-            f"the run that {source} is of has stopped early at step {manifest.step}, as eval.early_stopping says. "
+            f"the run of {source} stopped early at step {manifest.step}, by its eval.early_stopping. "
             f"Raise its patience, leave it out, or resume from an earlier checkpoint."
         )
 
@@ -207,46 +208,47 @@ def find_changed_settings(
     *,
     min_steps_left: int = 0,
 ) -> tuple[str, ...]:
-    """Return the names of what differs from the run of a checkpoint; at least so many steps must be left of the run."""
+    """Return the settings that differ from the run of a checkpoint. Raises CheckpointError if one must not differ, or
+    if fewer than `min_steps_left` steps are left."""
     saved = manifest.extra.get("identity")
     if saved is None:
         raise CheckpointError(
-            f"the checkpoint {checkpoint} is not of a run of `meshwright train`. Load it in a script, or begin with "
-            f"its weights alone: model.checkpoint={checkpoint}."
+            f"the checkpoint {checkpoint} was not saved by `meshwright train`. Load it in a script, or start from "
+            f"its weights only: model.checkpoint={checkpoint}."
         )
     changed = _find_differences(saved, identity)
     allow = set(config.resume_config.allow)
     refused = [name for name in changed if name not in allow and name.partition(".")[0] not in allow]
     if "model.base" in refused:
         raise CheckpointError(
-            f"{checkpoint} holds adapters of another base: {(manifest.base or {}).get('path')}, fingerprint "
+            f"{checkpoint} holds adapters for another base: {(manifest.base or {}).get('path')}, fingerprint "
             f"{str((manifest.base or {}).get('fingerprint'))[:12]}. The model at model.path={config.model['path']!r} "
-            f"has other weights. Give the base that the run was started with, or start over in another output_dir."
+            f"has other weights. Use the base that the run was started with, or start over in another output_dir."
         )
     if refused:
         raise CheckpointError(
-            f"the run differs from the one that {checkpoint} is of: {', '.join(refused[:5])}. Give what it was started "
-            f"with; or allow the change, where that can be (resume: {{from: ..., allow: [...]}}); or start over, with "
-            f"resume=never, or with its weights alone, in another output_dir: model.checkpoint={checkpoint}."
+            f"the run differs from that of {checkpoint}: {', '.join(refused[:5])}. Restore the settings of that run; "
+            f"or allow the change, if possible (resume: {{from: ..., allow: [...]}}); or start over with resume=never; "
+            f"or start from its weights only, in another output_dir: model.checkpoint={checkpoint}."
         )
     if manifest.step + min_steps_left > num_steps:
         raise CheckpointError(
-            f"{checkpoint} is of step {manifest.step}, but the run is to have {num_steps} steps. Raise steps, or start "
-            "over with resume=never."
+            f"{checkpoint} was saved after step {manifest.step}, but the run has {num_steps} steps. Raise steps, or "
+            "start over with resume=never."
         )
     return tuple(changed)
 
 
 def _find_differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
-    """Return the names of what differs; sections that were not saved do not."""
-    found = []
+    """Return the names of settings that differ; sections that were not saved count as equal."""
+    names = []
     for section, current in identity.items():
         value, before = (_use_current_names(each, section) for each in (current, saved.get(section, current)))
         if before != value and isinstance(value, dict) and isinstance(before, dict):
-            found += [f"{section}.{key}" for key in {**before, **value} if before.get(key) != value.get(key)]
+            names += [f"{section}.{key}" for key in {**before, **value} if before.get(key) != value.get(key)]
         elif before != value:
-            found.append(section)
-    return found
+            names.append(section)
+    return names
 
 
 _EARLIER_NAMES: Mapping[str, Mapping[str, str]] = {
@@ -261,7 +263,7 @@ _EARLIER_NAMES: Mapping[str, Mapping[str, str]] = {
         "rest": "tail",
     },
 }
-"""By section of an identity, names in checkpoints of earlier versions, and what they are now."""
+"""By section of an identity, the keys in checkpoints of earlier versions, and their current names."""
 
 
 def _use_current_names(value: Any, section: str) -> Any:
@@ -274,8 +276,8 @@ def _use_current_names(value: Any, section: str) -> Any:
 
 
 def _get_loop_state(manifest: Manifest, changed_settings: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return what the loop of a checkpoint remembers. Losses of other data, or of another objective, cannot be compared
-    with those before, and patience starts over; the position in the data stays if they are the same."""
+    """Return the loop state in a checkpoint. After a change of data or objective, losses cannot be compared with
+    earlier ones, so only counts are kept: those of bad steps, and only if the data are the same."""
     state: Mapping[str, Any] | None = manifest.extra.get(LOOP_STATE_KEY)
     sections = {name.partition(".")[0] for name in changed_settings}
     if "data" in sections or state is None:
@@ -292,7 +294,8 @@ def build_early_stopping(config: EvalConfig) -> EarlyStopping | None:
 
 
 class RunReplicas:
-    """Copies of the state of one run. Collective, as are all methods; raises as the hook `open_state_replication`."""
+    """In-memory replicas of the state of one run. The constructor and all methods are collective. Raises what the hook
+    `open_state_replication` raises."""
 
     def __init__(self, directory: RunDirectory, world: World) -> None:
         self._directory, self._world = directory, world
@@ -301,23 +304,23 @@ class RunReplicas:
             self._replication = get_registry().hook.open_state_replication(world=world)
 
     def find_newest(self, find_on_disk: Callable[[], Storage | None], resumed_from: str | None) -> StorageReader | None:
-        """Return what the run resumes from: the newest step that is valid in memory, or a newer one on disk.
+        """Return the newest valid replica, or a newer checkpoint on disk.
 
-        Checkpoints on disk are not read unless one has the name of a later step.
+        Without `resumed_from`, checkpoints on disk are read only if one has the name of a later step.
         """
-        world, (step, copy) = self._world, self._find_newest_replica(resumed_from)
-        if copy is None:
+        world, (step, replica) = self._world, self._find_newest_replica(resumed_from)
+        if replica is None:
             return find_on_disk()
         if resumed_from is None and step >= world.run_on_first_rank(
             lambda: _find_newest_step(self._directory.checkpoint_storage)
         ):
-            return copy
-        found = None
+            return replica
+        on_disk = None
         with suppress(CheckpointError):
-            found = find_on_disk()
-        if found is None or world.run_on_all_ranks(lambda: read_manifest(found)).step <= step:
-            return copy
-        return found
+            on_disk = find_on_disk()
+        if on_disk is None or world.run_on_all_ranks(lambda: read_manifest(on_disk)).step <= step:
+            return replica
+        return on_disk
 
     def _find_newest_replica(self, resumed_from: str | None) -> tuple[int, StorageReader | None]:
         world = self._world
@@ -325,15 +328,15 @@ class RunReplicas:
             return -1, None
         run = world.run_on_first_rank(lambda: get_run_id(self._directory.events))
         access = world.run_on_all_ranks(lambda: self._directory.storage_options)
-        for step, place in self._replication.list_replicas(world, run, access):
+        for step, replica in self._replication.list_replicas(world, run, access):
             try:
-                manifest = world.run_on_all_ranks(lambda place=place: read_and_verify_share(place, world))  # type: ignore[misc]
+                manifest = world.run_on_all_ranks(lambda replica=replica: read_and_verify_share(replica, world))  # type: ignore[misc]
             except CheckpointError as error:
                 if world.rank == 0:
-                    warn(f"step {step} in memory is of no use: {error}", stacklevel=2)
+                    warn(f"the replica of step {step} in memory cannot be used: {error}", stacklevel=2)
                 continue
             if resumed_from is None or manifest.extra.get("named") == resumed_from:
-                return step, place
+                return step, replica
         return -1, None
 
     @contextmanager
@@ -356,9 +359,9 @@ class RunReplicas:
 
 
 def _find_newest_step(storage: Storage) -> int:
-    """Return the latest step that a checkpoint on disk is named for; -1: there is none."""
+    """Return the latest step in the names of checkpoints on disk; -1 if there is none."""
     try:
-        return max((int(place.name.rpartition("-")[2]) for place in list_checkpoints(storage)), default=-1)
+        return max((int(checkpoint.name.rpartition("-")[2]) for checkpoint in list_checkpoints(storage)), default=-1)
     except CheckpointError:
-        # What is in memory is all that there is, for now.
+        # The storage cannot be listed at present, so only replicas can be used.
         return -1

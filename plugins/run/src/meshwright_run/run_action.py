@@ -1,4 +1,4 @@
-"""What happens to an output directory that holds something: a run begins, resumes, has finished, or is refused."""
+"""Decide what a run does with its output directory: start fresh, overwrite, resume, or nothing if it has finished."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ NEVER, AUTO = "never", "auto"
 
 
 class RunAction(Enum):
-    """What happens to an output directory."""
+    """What a run does with its output directory."""
 
-    FRESH = "nothing is there that matters"
-    OVERWRITE = "what is there is removed"
-    RESUME = "the run continues, if there is a checkpoint"
-    FINISHED = "the run has finished; nothing is touched"
+    FRESH = "start; no earlier results exist"
+    OVERWRITE = "remove earlier results and start"
+    RESUME = "resume if there is a checkpoint"
+    FINISHED = "change nothing; the run has finished"
 
 
 def check_restarts(config: RunConfig) -> None:
-    """Refuse, at the first attempt, restarts by torchrun that could not resume."""
+    """Raise ConfigError if torchrun would restart ranks that could not resume, or none under checkpoint.replicate."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if config.checkpoint.replicate is not None and is_launched_externally() and restarts in ("", "0"):
         raise ConfigError(
-            "checkpoint.replicate copies state for ranks that are restarted by the same launcher, and this one "
-            "restarts none. Start them with torchrun --max-restarts=3, or by `meshwright train` with max_restarts; or "
-            "leave checkpoint.replicate out."
+            "checkpoint.replicate copies state for ranks that the same launcher restarts, but this launcher "
+            "restarts none. Use torchrun --max-restarts=3, or `meshwright train` with max_restarts, or leave "
+            "checkpoint.replicate out."
         )
-    why_not = find_resume_obstacle(config)
-    if restarts.isdecimal() and restarts != "0" and why_not is not None:
-        wrong, remedy = why_not
+    obstacle = find_resume_obstacle(config)
+    if restarts.isdecimal() and restarts != "0" and obstacle is not None:
+        reason, remedy = obstacle
         raise ConfigError(
-            f"torchrun is to restart failed ranks up to {restarts} times (--max-restarts), but {wrong}. {remedy}, or "
+            f"torchrun would restart failed ranks up to {restarts} times (--max-restarts), but {reason}. {remedy}, or "
             f"--max-restarts=0."
         )
 
@@ -59,27 +59,29 @@ def find_resume_obstacle(config: RunConfig) -> tuple[str, str] | None:
     if not config.checkpoint.is_enabled:
         return "the run saves no checkpoints to resume from", "Set checkpoint.every"
     if config.resume_config.source == NEVER:
-        return "resume=never would start over, and remove what has been done", "Set resume=auto"
+        return "resume=never would start over and remove all results", "Set resume=auto"
     return None
 
 
 def choose_run_action(config: RunConfig, num_steps: int | None) -> RunAction:
-    """Decide what happens to the output directory; nothing is changed."""
+    """Decide what happens to the output directory, without changing it. ConfigError if the run cannot use it."""
     directory = RunDirectory.from_config(config)
     path = directory.path
     if path.exists() and not path.is_dir():
         raise ConfigError(f"output_dir={config.output_dir!r} is a file. Name a directory.")
     existing = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not existing.is_dir():
-        raise ConfigError(f"output_dir={config.output_dir!r} lies below {existing}, which is a file. Name another.")
+        raise ConfigError(f"output_dir={config.output_dir!r} is below {existing}, which is a file. Name another.")
     if not os.access(existing, os.W_OK):
-        raise ConfigError(f"output_dir={config.output_dir!r} cannot be written: {existing} is read-only for you.")
-    fate = _choose_action(config, directory, num_steps)
-    if fate is RunAction.OVERWRITE:
+        raise ConfigError(
+            f"output_dir={config.output_dir!r} cannot be written: you have no write access to {existing}."
+        )
+    action = _choose_action(config, directory, num_steps)
+    if action is RunAction.OVERWRITE:
         _check_inputs_not_overwritten(config, directory)
         directory.check_only_created()
         _check_checkpoint_owner(directory)
-    return fate
+    return action
 
 
 def _choose_action(config: RunConfig, directory: RunDirectory, num_steps: int | None) -> RunAction:
@@ -89,7 +91,7 @@ def _choose_action(config: RunConfig, directory: RunDirectory, num_steps: int | 
     if source not in (AUTO, NEVER):
         given = directory.resolve_checkpoint(source)
         if has_started_from(directory, given):
-            # It may be gone: retention knows only what the run has saved.
+            # It may have been removed since, so it is not read.
             return RunAction.RESUME
         read_manifest(given)
         if given.parent.is_same_as(directory.checkpoint_storage) or given.parent.parent.is_same_as(
@@ -106,9 +108,9 @@ def _choose_action(config: RunConfig, directory: RunDirectory, num_steps: int | 
     held = []
     if not directory.is_empty():
         held.append(f"output_dir={config.output_dir!r} holds the results of an earlier run. Name another directory")
-    if directory.has_external_storage and (there := list_checkpoints(directory.checkpoint_storage)):
+    if directory.has_external_storage and (saved := list_checkpoints(directory.checkpoint_storage)):
         held.append(
-            f"checkpoint.path={config.checkpoint.path!r} holds {there[0].name} of an earlier run. Name another place"
+            f"checkpoint.path={config.checkpoint.path!r} holds {saved[0].name} of an earlier run. Name another location"
         )
     if held and not config.overwrite:
         raise ConfigError(f"{held[0]}, or set overwrite=true to replace them.")
@@ -116,7 +118,7 @@ def _choose_action(config: RunConfig, directory: RunDirectory, num_steps: int | 
 
 
 def _should_extend_finished(config: RunConfig, directory: RunDirectory, num_steps: int | None) -> bool:
-    """Whether a finished run is to resume: it has more steps now, or more patience."""
+    """Return whether a finished run resumes: it has more steps now, or it stopped early and `eval` has changed."""
     if num_steps is None:
         return True
     has_some = bool(list_checkpoints(directory.checkpoint_storage))
@@ -125,8 +127,8 @@ def _should_extend_finished(config: RunConfig, directory: RunDirectory, num_step
         if has_some:
             return True
         raise ConfigError(
-            f"steps={num_steps}, but the run in output_dir={config.output_dir!r} has finished with {planned_steps} and "
-            "has left no checkpoint to resume from. To train again, name another directory, or set resume=never and "
+            f"steps={num_steps}, but the run in output_dir={config.output_dir!r} finished with {planned_steps} and "
+            "left no checkpoint to resume from. To train again, name another directory, or set resume=never and "
             "overwrite=true to replace it."
         )
     before, eval_section = _load_previous_config(directory), EvalConfig()
@@ -139,7 +141,7 @@ def _should_extend_finished(config: RunConfig, directory: RunDirectory, num_step
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Whether this very run has finished: its directory has a summary, and the same run file."""
+    """Return whether this run has finished: its directory has a summary, and an equal run file."""
     directory, source = RunDirectory.from_config(config), config.resume_config.source
     if source == NEVER or not directory.summary.exists():
         return False
@@ -150,21 +152,21 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def _select_training_settings(config: RunConfig, **overrides: Any) -> RunConfig:
-    """Return a run without the settings that do not change how it trains, and without others."""
-    unseen = {"metrics": MetricsConfig(), "trackers": [], "profile": None, "max_restarts": 0, "elastic": None}
-    unseen |= {"watchdog_s": None, "verify_every": None}
-    return config.model_copy(update={"overwrite": False, "resume": AUTO, "launch": None, **unseen, **overrides})
+    """Return the config without settings that do not affect training; `overrides` replaces others."""
+    ignored = {"metrics": MetricsConfig(), "trackers": [], "profile": None, "max_restarts": 0, "elastic": None}
+    ignored |= {"watchdog_s": None, "verify_every": None}
+    return config.model_copy(update={"overwrite": False, "resume": AUTO, "launch": None, **ignored, **overrides})
 
 
 def _load_previous_config(directory: RunDirectory) -> RunConfig | None:
-    """Return the run file in a directory; None if there is none that can be read."""
+    """Return the config in a run directory; None if there is none, or it cannot be read."""
     with suppress(ConfigError):
         return load_run(directory.run_file) if directory.run_file.is_file() else None
     return None
 
 
 def find_previously_named(directory: RunDirectory) -> Storage | None:
-    """Return the checkpoint that the run file in a directory names."""
+    """Return the checkpoint that `resume` names in the run file of a run directory; None if it names none."""
     before = _load_previous_config(directory)
     if before is None or before.resume_config.source in (AUTO, NEVER):
         return None
@@ -172,34 +174,34 @@ def find_previously_named(directory: RunDirectory) -> Storage | None:
 
 
 def has_started_from(directory: RunDirectory, checkpoint: Storage) -> bool:
-    """Whether the unfinished run in its directory has started with a checkpoint, there or elsewhere."""
+    """Return whether the unfinished run in a directory has started from `checkpoint`, which may be elsewhere."""
     if directory.summary.exists():
         return False
     before = find_previously_named(directory)
     if before is not None and before.is_same_as(checkpoint):
         return True
-    for place in list_checkpoints(directory.checkpoint_storage):
+    for each in list_checkpoints(directory.checkpoint_storage):
         with suppress(CheckpointError):
-            if read_manifest(place).extra.get("named") == str(checkpoint):
+            if read_manifest(each).extra.get("named") == str(checkpoint):
                 return True
     return False
 
 
 def _read_summary(path: Path) -> tuple[int, int]:
-    """Return the steps that a finished run has done, and those that it was to have."""
+    """Return the number of steps that a finished run has done, and the number that it planned."""
     try:
         summary = read_json_object(path)
         done = int(summary["step"])
         return done, int(summary.get("num_steps", done))
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
-            f"{path} cannot be read: {error!r}. Remove it, if the run has not finished; it then continues "
+            f"{path} cannot be read: {error!r}. Remove it if the run has not finished; the run then resumes "
             f"from its newest checkpoint."
         ) from None
 
 
 def _check_inputs_not_overwritten(config: RunConfig, directory: RunDirectory) -> None:
-    """Refuse to replace what the run begins with."""
+    """Raise ConfigError if overwriting would remove inputs of the run."""
     saved = directory.checkpoint_storage
     own = {directory.model, directory.averaged_model}
     for name in own | ({saved.path} if isinstance(saved, LocalStorage) else set()):
@@ -211,22 +213,22 @@ def _check_inputs_not_overwritten(config: RunConfig, directory: RunDirectory) ->
             ("data.tokenizer", config.data.tokenizer),
         ):
             if path is not None and replaced in (source := Path(path).expanduser().resolve(), *source.parents):
-                raise ConfigError(f"{key}={path!r} lies in what this run replaces ({name}). Name another output_dir.")
+                raise ConfigError(f"{key}={path!r} is inside {name}, which this run replaces. Name another output_dir.")
 
 
 def _check_checkpoint_owner(directory: RunDirectory) -> None:
-    """Refuse to replace checkpoints of another run, or such that are signed with another key."""
+    """Raise an error if overwriting would remove checkpoints of another run, or ones signed with another key."""
     if not directory.has_external_storage and directory.checkpoint.key_file is None:
         return
-    for place in list_checkpoints(directory.checkpoint_storage):
+    for each in list_checkpoints(directory.checkpoint_storage):
         try:
-            run = read_manifest(place).extra.get("run")
+            run = read_manifest(each).extra.get("run")
         except IncompleteCheckpointError:
             continue
-        whose = run.get("output_dir") if isinstance(run, dict) else None
-        if directory.has_external_storage and isinstance(whose, str) and not directory.is_same(whose):
+        owner = run.get("output_dir") if isinstance(run, dict) else None
+        if directory.has_external_storage and isinstance(owner, str) and not directory.is_same(owner):
             raise ConfigError(
-                f"{place} is of the run with output_dir={whose!r}, and overwrite=true replaces what is of the run in "
-                f"output_dir={directory.configured_path!r} alone. Name another place in checkpoint.path, or remove it "
-                "yourself."
+                f"{each} belongs to the run with output_dir={owner!r}, but overwrite=true replaces only checkpoints of "
+                f"the run in output_dir={directory.configured_path!r}. Name another location in checkpoint.path, or "
+                "remove it yourself."
             )

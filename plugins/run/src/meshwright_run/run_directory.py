@@ -1,4 +1,4 @@
-"""The directory of a run: paths, lock, names that runs have made there, place of its checkpoints. No torch here."""
+"""The directory of a run: paths, lock, names that runs have created, and checkpoint storage. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ AVERAGED_MODEL = f"{MODEL}-ema"
 CHECKPOINTS, EVENTS, RANK_LOGS, REFERENCE = "checkpoints", "events.jsonl", "ranks", "reference.npz"
 TIMELINE, PLANNED_SCHEDULE = "timeline", "planned.json"
 LOCK, LOCK_OWNER = ".lock", ".lock.json"
-"""The file that is locked, and another that names the holder: whoever tries to lock a file may empty it."""
+"""The locked file, and a separate file that names the owner, since an attempt to lock may truncate the locked file."""
 CREATED_NAMES = ".written.json"
-"""Holds the names that runs have made in the directory: these may be replaced, and no others."""
+"""File with the names that runs have created in the directory: only these may be replaced."""
 IN_PROGRESS = (f"{MODEL}.checkpoint", f"{MODEL}.writing", f"{AVERAGED_MODEL}.writing")
-"""Directories that become a model, or a checkpoint that one is made of."""
+"""Directories of an export in progress: the checkpoint to export, and the models to rename."""
 OUTPUT_DIRECTORIES = (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANK_LOGS, TIMELINE, PROFILE, FAULT_DIRECTORY, *IN_PROGRESS)
 OUTPUT_FILES = (METRICS, LOSS_CURVE, EVENTS, REFERENCE, SUMMARY, RUN_FILE)
 ALL_OUTPUTS = (*OUTPUT_DIRECTORIES, *OUTPUT_FILES)
-"""Directories and files that a run makes, and removes where it replaces another."""
+"""Directories and files that a run creates, and removes if it overwrites another run."""
 _MAX_LIST_BYTES = 1 << 16
-"""Bytes of LISTED that are read."""
+"""Maximum bytes of CREATED_NAMES that are read."""
 
 
 class RunDirectory:
@@ -99,31 +99,31 @@ class RunDirectory:
         return open_storage(source if is_url(source) else Path(source).expanduser().resolve(), self.storage_options)
 
     def check_checkpoint_storage(self, world_size: int) -> None:
-        """Refuse a place that cannot serve a run, without looking at what is there."""
+        """Raise ConfigError for a storage that not all ranks can reach. Does not access it."""
         if str(self.checkpoint_storage).startswith("memory:") and world_size > 1:
             raise ConfigError(
-                f"checkpoint.path={self.checkpoint.path!r} is in the memory of one process, and the run has "
-                f"{world_size} ranks. Give what all of them reach: a directory, or s3://bucket/prefix."
+                f"checkpoint.path={self.checkpoint.path!r} is in the memory of one process, but the run has "
+                f"{world_size} ranks. Name a location that all of them reach: a directory, or s3://bucket/prefix."
             )
 
     def check_same_key(self, world: World) -> None:
-        """Refuse ranks that have different keys. Collective."""
+        """Raise ConfigError on all ranks if their signing keys differ. Collective."""
         key = world.run_on_all_ranks(lambda: self.storage_options).key
         number = 0 if key is None else key.fingerprint
         highest, lowest = world.reduce_sum_and_max((), (number, -number))[1]
         if highest != -lowest:
             world.raise_on_all_ranks(
                 ConfigError(
-                    f"checkpoint.key_file={self.checkpoint.key_file!r} holds another key on some nodes than on others. "
+                    f"checkpoint.key_file={self.checkpoint.key_file!r} differs between nodes. "
                     f"Give all of them the same file."
                 )
             )
 
-    # -- who writes here, and what
+    # -- lock, and names that runs have created
 
     @contextmanager
     def lock(self, *, timeout_s: float) -> Iterator[None]:
-        """Hold the directory, which is made if missing. The system releases it when the process ends."""
+        """Lock the directory, and create it if missing. The system releases the lock when the process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_no_links()
@@ -140,8 +140,8 @@ class RunDirectory:
             ) from None
         try:
             started = datetime.now().astimezone().isoformat(timespec="seconds")
-            reported = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-            write_atomically(self.lock_owner, json.dumps(reported) + "\n")
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+            write_atomically(self.lock_owner, json.dumps(owner) + "\n")
             yield
         finally:
             self.lock_owner.unlink(missing_ok=True)
@@ -149,15 +149,15 @@ class RunDirectory:
 
     def _describe_lock_owner(self) -> str:
         try:
-            reported = read_json_object(self.lock_owner)
-            return f": process {reported['pid']} on {reported['host']}, started {reported['started']}"
+            owner = read_json_object(self.lock_owner)
+            return f": process {owner['pid']} on {owner['host']}, started {owner['started']}"
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return ""
 
     def _check_no_links(self) -> None:
         from meshwright.plugin import TEMPORARY_SUFFIXES
 
-        # A checkpoint itself may lie elsewhere: it is read, and not written again.
+        # A finished checkpoint may be a link to elsewhere: it is read, but not written again.
         below = [
             path
             for name in (CHECKPOINTS, RANK_LOGS, TIMELINE, PROFILE, FAULT_DIRECTORY)
@@ -165,15 +165,15 @@ class RunDirectory:
             for path in (self.path / name).iterdir()
             if name != CHECKPOINTS or path.suffix in TEMPORARY_SUFFIXES
         ]
-        # Trackers have names of their own. What is on the way to its name is replaced.
+        # Trackers choose their own names. Files that are not yet renamed (.tmp) are replaced.
         own = [path for path in self.path.iterdir() if path.suffix != ".tmp"]
         for path in (*own, *below):
             mode = path.lstat().st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                is_link = "is a link, and a run does not write through links"
-                reported = is_link if stat.S_ISLNK(mode) else "is neither a file nor a directory"
+                link_text = "is a link, and a run does not write through links"
+                problem = link_text if stat.S_ISLNK(mode) else "is neither a file nor a directory"
                 raise ConfigError(
-                    f"{path} {reported}. Remove it, or name another output_dir; checkpoints go elsewhere by "
+                    f"{path} {problem}. Remove it, or name another output_dir; to store checkpoints elsewhere, set "
                     "checkpoint.path."
                 )
 
@@ -182,7 +182,7 @@ class RunDirectory:
         return not self.path.is_dir() or all(path.name in own for path in self.path.iterdir())
 
     def read_created_names(self) -> set[str]:
-        """Return the names that runs have made here, as the first of them has written down."""
+        """Return the recorded names that runs have created here."""
         try:
             with open_regular_file(self.path / CREATED_NAMES) as file:
                 names = parse_json(file.read(_MAX_LIST_BYTES).decode())
@@ -191,7 +191,7 @@ class RunDirectory:
         return {each for each in names if each in ALL_OUTPUTS} if isinstance(names, list) else set()
 
     def record_created_names(self) -> set[str]:
-        """List what is not there yet as made by runs, and return all names that are listed."""
+        """Record all outputs that do not exist yet as created by runs, and return all recorded names."""
         mine = self.read_created_names() | {name for name in ALL_OUTPUTS if not (self.path / name).exists()}
         write_atomically(self.path / CREATED_NAMES, json.dumps(sorted(mine)) + "\n")
         return mine
@@ -201,12 +201,12 @@ class RunDirectory:
         others = [name for name in ALL_OUTPUTS if name not in known and (self.path / name).exists()]
         if others:
             raise ConfigError(
-                f"overwrite=true would remove {', '.join(others)} in output_dir={str(self.path)!r}, which no run has "
-                f"made there ({CREATED_NAMES} has what runs have made). Move it away, or name another directory."
+                f"overwrite=true would remove {', '.join(others)} in output_dir={str(self.path)!r}, which no run "
+                f"created there ({CREATED_NAMES} lists what runs created). Move it away, or name another directory."
             )
 
     def prepare(self, run_file_text: str, *, overwrite: bool) -> None:
-        """Make it the directory of an unfinished run."""
+        """Prepare the directory for an unfinished run; with `overwrite`, remove earlier results."""
         from meshwright.plugin import remove_checkpoints
 
         try:
@@ -224,7 +224,7 @@ class RunDirectory:
             for name in IN_PROGRESS:
                 if name in mine:
                     shutil.rmtree(self.path / name, ignore_errors=True)
-            # As long as there is a summary, the directory is that of the run that has finished.
+            # As long as there is a summary, the directory counts as that of a finished run.
             self.summary.unlink(missing_ok=True)
             write_atomically(self.run_file, run_file_text)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The run file: a whole training run as one validated, frozen value. No torch in this module."""
+"""The run file: a training run as one validated, frozen config. Imports no torch."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ from .secrets import redact_run_file
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 MIN_WATCHDOG_S = 2.0
-"""A busy machine must not be taken for a hang."""
+"""Minimum of `watchdog_s`: with a lower limit, a busy machine would look like a hang."""
 
 
 _SECTION_EXTRAS = {"plan": "plan", "launch": "cluster"}
-"""Sections that plugins of this project bring, and the extra that installs each."""
+"""Sections that plugins of this project add, and the extra that installs each."""
 _Section = TypeVar("_Section", bound=FrozenModel)
 
 
@@ -72,53 +72,53 @@ class BaseRunConfig(MeshSizes):
 
     nproc: Annotated[Size, Field(le=4096)] | Literal["auto"] = Field(
         default="auto",
-        description="Ranks to start on this node. auto: one per accelerator, 4 on a CPU; as many as the sizes fill "
-        "for a strategy without a data-parallel axis. Not used under torchrun.",
+        description="Number of ranks to start on this node. auto: one per accelerator, or 4 on a CPU; for a strategy "
+        "without a data-parallel axis, the product of the sizes. Not used under torchrun.",
     )
     threads_per_rank: Annotated[Size, Field(le=4096)] | Literal["auto"] = Field(
-        default="auto", description="CPU threads of each rank; auto: the cores divided by the ranks of the node."
+        default="auto", description="CPU threads of each rank; auto: the node's cores divided by its ranks."
     )
     device: str | None = Field(default=None, description="cpu, cuda or cuda:0; null: the accelerator if there is one.")
     timeout_s: FinitePositive = Field(
-        default=600.0, le=31_536_000, description="How long ranks wait for one that hangs, in seconds."
+        default=600.0, le=31_536_000, description="Seconds that ranks wait for a rank that hangs."
     )
     max_restarts: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         default=0,
-        description="How often this command begins a run again that has failed, from its newest checkpoint. Not used "
-        "under torchrun, which has --max-restarts.",
+        description="How many times this command restarts a failed run from its newest checkpoint. Not used under "
+        "torchrun, which has --max-restarts.",
     )
     elastic: ElasticConfig | None = Field(
         default=None,
-        description="On how many ranks the run may be restarted, {min: 2, max: 8}; null: always on as many. The batch "
-        "stays the same.",
+        description="Numbers of ranks on which the run may be restarted, {min: 2, max: 8}; null: always the same "
+        "number. The batch size stays the same.",
     )
     watchdog_s: FinitePositive | None = Field(
         default=None,
         ge=MIN_WATCHDOG_S,
-        description="How long a phase of a step may stand still, or a rank be silent, once a step has been done, in "
-        "seconds; at most timeout_s. null: a rank may be silent for timeout_s. See docs/reference/watchdog.md.",
+        description="Seconds that a rank may stall in a phase of a step, or send no heartbeat, after the first step; "
+        "at most timeout_s. null: no heartbeat for timeout_s, and stalls are allowed. See docs/reference/watchdog.md.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
-    output_dir: PathStr = Field(default="runs/run", description="Where metrics, the loss curve and the model go.")
+    output_dir: PathStr = Field(default="runs/run", description="Directory for metrics, loss curve and model.")
     overwrite: bool = Field(
         default=False,
-        description="Replace what is in output_dir: the results of another run, or, with resume=never, of any. What "
-        "this same run has left there is never replaced unless resume=never.",
+        description="Replace the results of another run in output_dir. Results of this same run are replaced only "
+        "with resume=never.",
     )
 
     model: dict[str, Any] = Field(
-        description="A configuration (model_type and its fields), or `path`, a local directory or a hub id with a "
-        "revision, or `checkpoint`, whose weights alone are taken, with fields to change; dtype is the dtype of the "
-        "parameters; allow_pickle: true reads .bin files where there are no safetensors; trust_remote_code: the commit "
-        "whose code is run; peft: adapters to train instead of the model, {type: lora, r: 16, target_modules: "
-        "all-linear, ...}, see docs/guides/fine-tune.md."
+        description="A configuration (model_type and its fields); or `path`, a local directory or a hub id with a "
+        "revision; or `checkpoint`, of which only the weights are used. With path or checkpoint: fields to change. "
+        "dtype: dtype of the parameters; allow_pickle: true reads .bin files if there are no safetensors; "
+        "trust_remote_code: the commit whose code is run; peft: adapters to train instead of the model, {type: lora, "
+        "r: 16, target_modules: all-linear, ...}, see docs/guides/fine-tune.md."
     )
     data: DataConfig = DataConfig()
     seq_len: Annotated[Size, Field(ge=2)] | None = Field(default=None, description="Short for data.seq_len.")
 
     steps: Size | None = Field(default=None, description="Optimizer steps; either this or epochs.")
     epochs: FinitePositive | None = Field(
-        default=None, description="How often each row is trained on: as many steps as that takes, rounded up."
+        default=None, description="Number of passes over the rows of the data; the number of steps is rounded up."
     )
     batch_size: Size = Field(description="Sequences per optimizer step, over all ranks.")
     micro_batch_size: Size | None = Field(
@@ -130,8 +130,8 @@ class BaseRunConfig(MeshSizes):
     ema: EMAConfig | None = Field(default=None, description="Average the weights; null: no average.")
     objective: str | dict[str, Any] | None = Field(
         default=None,
-        description="What is minimized, on the held-out split too: the name of an objective, or of one of your own its "
-        "import path, or a mapping of name and options; null: the cross entropy of the next token.",
+        description="Objective to minimize, also used on the held-out split: its name, or the import path of your own, "
+        "or a mapping of name and options; null: the cross entropy of the next token.",
     )
     max_grad_norm: PositiveFloat | None = Field(
         default=1.0, description="Clip the total gradient norm; null: only measure it."
@@ -141,34 +141,35 @@ class BaseRunConfig(MeshSizes):
     )
     on_bad_step: Literal["stop", "skip", "rollback"] | BadStepConfig = Field(
         default="stop",
-        description="What becomes of a step whose loss or gradient norm is not finite: the run stops, skips the "
-        "batch, or goes back to its newest checkpoint and skips all since; or {action: skip, max_deviations: 10, ...}.",
+        description="What to do if the loss or gradient norm of a step is not finite: stop the run, skip the batch, or "
+        "roll back to the newest checkpoint and skip all batches since; or {action: skip, max_deviations: 10, ...}.",
     )
     verify_every: Size | None = Field(
         default=None,
-        description="Steps between comparisons of what several ranks hold, bit for bit; each rank also watches its own "
-        "memory for bits that change on their own. null: neither. See docs/guides/survive-failures.md.",
+        description="Steps between bitwise comparisons of tensors that several ranks hold; each rank also checks its "
+        "own memory for flipped bits. null: neither. See docs/guides/survive-failures.md.",
     )
     eval: EvalConfig = EvalConfig()
     sample: SampleConfig | None = Field(default=SampleConfig(), description="null: no sample.")
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: PathStr | ResumeConfig = Field(
         default="auto",
-        description="auto: resume from the newest whole checkpoint in output_dir; never: start over, each time that "
-        "the command is given; else the directory of a checkpoint to resume from. If it is one of output_dir, later "
-        "ones are set aside, and the same command resumes from what has been saved since. Or {from: ..., allow: "
-        "[...]}.",
+        description="auto: resume from the newest valid checkpoint in output_dir; never: start over each time; "
+        "otherwise the directory of a checkpoint to resume from. If it is in output_dir, later ones are archived, and "
+        "the same command then resumes from what was saved since. Or {from: ..., allow: [...]}.",
     )
     metrics: MetricsConfig = MetricsConfig()
     trackers: list[str | dict[str, Any]] = Field(
         default=[],
-        description="Where the first rank tells of the run: names of installed trackers, such as tensorboard, or "
+        description="Trackers to which rank 0 reports the run: names of installed ones, such as tensorboard, or "
         "mappings of name and options, {name: wandb, mode: offline}; see docs/reference/trackers.md.",
     )
     profile: ProfileConfig | None = Field(
         default=None, description="Steps to profile; null: none. See docs/reference/profiles.md."
     )
-    log_every: Size = Field(default=10, description="Steps between lines where no progress bar can be drawn.")
+    log_every: Size = Field(
+        default=10, description="Steps between log lines, which replace the progress bar if there is no terminal."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -176,7 +177,7 @@ class BaseRunConfig(MeshSizes):
         for key, extra in _SECTION_EXTRAS.items():
             if isinstance(values, dict) and key in values and key not in cls.model_fields:
                 raise ValueError(
-                    f"{key}: this section is of a plugin that is not installed. {format_install_hint(extra)}"
+                    f"{key}: this section belongs to a plugin that is not installed. {format_install_hint(extra)}"
                 )
         return values
 
@@ -188,7 +189,7 @@ class BaseRunConfig(MeshSizes):
             return values
         length, own = values["seq_len"], (data or {}).get("seq_len")
         if own not in (None, length):
-            raise ValueError(f"seq_len={length!r} and data.seq_len={own!r} are two lengths. Leave one of them out")
+            raise ValueError(f"seq_len={length!r} and data.seq_len={own!r} differ. Leave one of them out")
         return {**values, "data": {**(data or {}), "seq_len": length}}
 
     @field_validator("model")
@@ -210,8 +211,8 @@ class BaseRunConfig(MeshSizes):
     def _check_combinations(self) -> Self:
         if self.watchdog_s is not None and self.watchdog_s > self.timeout_s:
             raise ValueError(
-                f"watchdog_s={self.watchdog_s:g} is more than timeout_s={self.timeout_s:g}, after which ranks give up "
-                f"on their own; lower it, or raise timeout_s"
+                f"watchdog_s={self.watchdog_s:g} is more than timeout_s={self.timeout_s:g}, after which collectives "
+                f"time out; lower it, or raise timeout_s"
             )
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give either steps or epochs")
@@ -221,14 +222,14 @@ class BaseRunConfig(MeshSizes):
             )
         if self.steps is not None and self.ema is not None and self.ema.start_step >= self.steps:
             raise ValueError(
-                f"ema.start_step={self.ema.start_step}, so nothing is averaged in steps={self.steps}; lower it"
+                f"ema.start_step={self.ema.start_step}, so no weights are averaged in steps={self.steps}; lower it"
             )
         if self.bad_step_config.action == "rollback" and not self.checkpoint.has_scheduled_saves:
-            raise ValueError("on_bad_step=rollback needs checkpoints to go back to; set checkpoint.every, or skip")
+            raise ValueError("on_bad_step=rollback needs checkpoints; set checkpoint.every, or on_bad_step=skip")
         if self.bad_step_config.action == "rollback" and self.checkpoint.replicate is not None:
             raise ValueError(
-                "on_bad_step=rollback goes back to checkpoints of this attempt, which a run that resumes from memory "
-                "(checkpoint.replicate) has not; take skip, or leave replicate out"
+                "on_bad_step=rollback needs checkpoints of this attempt, which a run that resumes from memory "
+                "(checkpoint.replicate) does not have; set on_bad_step=skip, or leave checkpoint.replicate out"
             )
         if self.checkpoint.replicate is not None and not get_registry().find_implementations("open_state_replication"):
             raise ValueError(
@@ -236,8 +237,8 @@ class BaseRunConfig(MeshSizes):
             )
         if self.elastic is not None and None not in (self.dp_size, self.tp_size, self.pp_size, self.cp_size):
             raise ValueError(
-                f"elastic needs a size that follows from the number of ranks, but all are given, "
-                f"dp_size={self.dp_size} among them; leave it out"
+                f"elastic needs a size that depends on the number of ranks, but all sizes are set; leave out "
+                f"dp_size={self.dp_size}"
             )
         return self
 
@@ -250,7 +251,8 @@ class BaseRunConfig(MeshSizes):
         for key, wanted in (("eval.early_stopping.eval_set", stopping), ("checkpoint.keep_best.eval_set", best)):
             if wanted is not None and wanted.eval_set not in known:
                 raise ValueError(
-                    f"{key}={wanted.eval_set!r} is no set of this run. Known: {', '.join(known) or 'none'}"
+                    f"{key}={wanted.eval_set!r} is not an evaluation set of this run. "
+                    f"Known: {', '.join(known) or 'none'}"
                 )
         if stopping is not None and self.eval.every is None:
             raise ValueError("eval.early_stopping needs evaluations before the end; set eval.every")
@@ -266,7 +268,7 @@ class BaseRunConfig(MeshSizes):
         return ResumeConfig.model_validate({"from": self.resume}) if isinstance(self.resume, str) else self.resume
 
     def count_local_ranks(self, claimed_axes: frozenset[str], num_accelerators: int) -> int:
-        """Return how many ranks to start on this node."""
+        """Return the number of ranks to start on this node."""
         if self.nproc != "auto":
             return self.nproc
         known = self.known_product()
@@ -281,18 +283,18 @@ class BaseRunConfig(MeshSizes):
 
 
 def load_plugin_sections() -> list[RunSection]:
-    """Return the sections of plugins. A plugin that brings a wrong one adds none, and is listed as failed."""
-    registry, found = get_registry(), dict[str, RunSection]()
+    """Return the sections of plugins. A plugin with an invalid section adds none, and is recorded as failed."""
+    registry, known = get_registry(), dict[str, RunSection]()
     for plugin, register in registry.find_implementations("register_run_sections"):
         try:
             sections = {each.name: each for sections in register() for each in sections}
-            if taken := sections.keys() & {*found, *BaseRunConfig.model_fields}:
+            if taken := sections.keys() & {*known, *BaseRunConfig.model_fields}:
                 raise ConfigError(f"these sections exist already: {', '.join(sorted(taken))}")
-            found |= sections
+            known |= sections
         except (Exception, SystemExit) as error:
-            # Whatever a plugin raises; see [Note: isolation] in the registry.
+            # A plugin may raise anything; see [Note: isolation] in `meshwright.strategy.registry`.
             registry.record_failure(PluginFailure(plugin, f"register_run_sections: {type(error).__name__}: {error}"))
-    return list(found.values())
+    return list(known.values())
 
 
 PLUGIN_SECTIONS = load_plugin_sections()
@@ -319,11 +321,11 @@ else:
 
 
 def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
-    """Read a run file and change single values.
+    """Read a run file and apply assignments to single values.
 
     Args:
         path: a YAML file.
-        assignments: "key.of.value=yaml", for instance "model.num_hidden_layers=8".
+        assignments: "key.of.value=yaml", such as "model.num_hidden_layers=8".
 
     Raises:
         ConfigError: the file or an assignment cannot be read, or a value is not valid.
@@ -332,7 +334,7 @@ def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
 
 
 def read_values(path: str | Path, assignments: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a run file with changes as plain values; see `load_run`."""
+    """Read a run file and apply assignments, without validation; see `load_run`."""
     file = Path(path)
     try:
         values = parse_yaml(read_text(file))
@@ -346,21 +348,21 @@ def read_values(path: str | Path, assignments: Sequence[str] = ()) -> dict[str, 
 
 
 def to_redacted_dict(config: RunConfig) -> dict[str, Any]:
-    """Return the run as plain values without secrets, see `secrets`; else `load_run` reads the same run."""
+    """Return the config as plain values without secrets; see `secrets`. Otherwise, `load_run` reads an equal config."""
     return redact(config.model_dump(by_alias=True))
 
 
 def redact(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a run file without secrets; see `secrets`."""
+    """Return the values of a run file with secrets redacted; see `secrets`."""
     return redact_run_file(values, PLUGIN_SECTIONS)
 
 
 UNBOUNDED_STEPS = 2**31 - 1
-"""Steps of a run that does not say how many."""
+"""Steps of a run file that sets neither steps nor epochs."""
 
 
 def read_unbounded_values(run_file: Path, assignments: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a run file, which need not say how long the run is."""
+    """Read a run file that may set neither steps nor epochs; see `read_values`."""
     values = read_values(run_file, assignments)
     if values.get("steps") is None and values.get("epochs") is None:
         values["steps"] = UNBOUNDED_STEPS
@@ -368,7 +370,7 @@ def read_unbounded_values(run_file: Path, assignments: Sequence[str]) -> dict[st
 
 
 def resolve_layout(config: RunConfig, world_size: int) -> tuple[Stack, Degrees, int]:
-    """Return a run's strategies, its mesh on so many ranks, and the sequences of a microbatch."""
+    """Return a run's strategy stack, its degrees on `world_size` ranks, and the rows of a micro-batch."""
     stack, degrees = resolve(
         config.strategy, config, world_size, config=config.strategy_config, wrapper_config=config.wrapper_config
     )
@@ -378,7 +380,7 @@ def resolve_layout(config: RunConfig, world_size: int) -> tuple[Stack, Degrees, 
 
 
 def check_new_model(section: Mapping[str, Any], seq_len: int) -> None:
-    """Refuse a new model that transformers would refuse, before torch is imported. Others are checked later."""
+    """Raise an error for a new model that transformers rejects, before torch is imported. Others are checked later."""
     from meshwright.plugin import build_model_config, check_model_type
 
     if "model_type" in section:

@@ -1,6 +1,4 @@
-"""Files of a run's observers: `events.jsonl` of the first rank, over all attempts, times and memory of each rank,
-timelines, and hangs.
-"""
+"""Log files of a run: events of all attempts (`events.jsonl`), times and memory of each rank, timelines, and hangs."""
 
 from __future__ import annotations
 
@@ -39,11 +37,11 @@ if TYPE_CHECKING:
     from .profile.recorder import FaultFileWriter
 
 _MAX_LINE_BYTES = 1 << 20
-"""Bytes of a line that is read."""
+"""Maximum bytes of a line that are read."""
 
 
 def get_run_id(events_path: Path) -> str:
-    """Return the id of the run that a file of events is of, or a new one."""
+    """Return the run id in an events file, or a new one if there is none."""
     try:
         with open_regular_file(events_path) as file:
             known = parse_json(file.readline(_MAX_LINE_BYTES).decode())["id"]
@@ -53,12 +51,12 @@ def get_run_id(events_path: Path) -> str:
 
 
 def log_event(events_path: Path, event: str, **values: Any) -> None:
-    """Add a line. A disk that takes none is reported in a warning, and ends no run."""
+    """Append an event to a file. A write error causes a warning, and does not end the run."""
     EventLog(events_path).log(event, **values)
 
 
 class EventLog:
-    """Observer on the first rank that writes the lines. A disk that takes none is reported once."""
+    """Observer on rank 0 that appends events to a file. Only the first write error causes a warning."""
 
     def __init__(self, events_path: Path) -> None:
         self._path = events_path
@@ -66,7 +64,7 @@ class EventLog:
         self._stragglers = StragglerFilter()
 
     def log(self, event: str, **values: Any) -> None:
-        """Add a line, if the disk takes it."""
+        """Append an event, unless a write error occurs."""
         try:
             append_text(self._path, json.dumps({"time": time.time(), "event": event, **values}, default=str) + "\n")
         except OSError as error:
@@ -102,14 +100,14 @@ class EventLog:
 
     @hookimpl
     def on_run_end(self, summary: RunSummary) -> None:
-        reported = {**vars(summary), "evaluations": nan_to_none(summary.evaluations)}
-        del reported["run"]
-        self.log("end", **reported)
+        values = {**vars(summary), "evaluations": nan_to_none(summary.evaluations)}
+        del values["run"]
+        self.log("end", **values)
 
 
 class HangFileReporter:
-    """Writes down a hang on one rank; see `meshwright.mesh.progress.HangReporter`. `fault_files` gives those of a
-    rank's fault."""
+    """Record a hang on one rank; see `meshwright.mesh.progress.HangReporter`. `fault_files` returns the writer of a
+    rank's fault files."""
 
     def __init__(self, directory: RunDirectory, rank: int, fault_files: Callable[[int], FaultFileWriter]) -> None:
         self._directory, self._rank, self._fault_files = directory, rank, fault_files
@@ -123,20 +121,23 @@ class HangFileReporter:
     def report(self, hang: Hang) -> None:
         for rank in hang.ranks:
             at: dict[str, Any] = {"process": None, "since": hang.since_s, "is_silent": hang.is_silent}
-            if (sign := hang.heartbeats.get(rank)) is not None:
+            if (record := hang.heartbeats.get(rank)) is not None:
                 at |= {
-                    "step": sign.phase.step,
-                    "phase": sign.phase.name,
-                    "location": sign.location,
-                    "process": sign.process,
+                    "step": record.phase.step,
+                    "phase": record.phase.name,
+                    "location": record.location,
+                    "process": record.process,
                 }
                 if hang.is_silent:
-                    self._write_last_stack(rank, sign)
+                    self._write_last_stack(rank, record)
             log_event(self._directory.events, "hang", rank=rank, **at)
 
     def _write_last_stack(self, rank: int, heartbeat: HeartbeatRecord) -> None:
-        """Write the main thread's stack of a rank that cannot do so itself, from its last sign."""
-        path, head = self._fault_files(rank).stacks_path, "Main thread, as of the last sign (most recent call first)"
+        """Write the main thread's stack of a rank that sends no heartbeats, from its last one."""
+        path, head = (
+            self._fault_files(rank).stacks_path,
+            "Main thread, as of the last heartbeat (most recent call first)",
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(
             path, "".join([f"{head}: {heartbeat.process}\n", *(f"  {frame}\n" for frame in heartbeat.stack)])
@@ -144,11 +145,11 @@ class HangFileReporter:
 
 
 FLUSH_INTERVAL_S = 2.0
-"""Lines are written together, so that a shared file system sees few writes of many ranks."""
+"""Time for which lines are buffered, so that many ranks cause few writes on a shared file system."""
 
 
 class RankLog:
-    """Observer of a rank's own steps. A disk that takes nothing is reported once in a warning, and ends no run."""
+    """Observer that logs a rank's own steps. The first write error causes a warning and stops the log, not the run."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock
@@ -181,23 +182,23 @@ class RankLog:
 
 
 class SupportsTimeline(Protocol):
-    """The attribute `timeline` of a manager that has timelines."""
+    """Interface of the attribute `timeline` of a manager that records timelines."""
 
     def record_next(self) -> None:
         """Record the next step."""
 
     def pop_timeline(self) -> dict[str, Any] | None:
-        """Return what was recorded, once: "time" [s since 1970], "pp_rank", and "actions", each of kind, stage,
-        microbatch, start and end [s from "time"]. None: the last step was not recorded."""
+        """Return the timeline of the last step, once; None if it was not recorded. Keys: "time" (Unix time [s]),
+        "pp_rank", and "actions", each with kind, stage, micro-batch, start and end [s from "time"]."""
 
     @property
     def planned_timeline(self) -> dict[str, Any]:
-        """The schedule of all ranks along `pp`, once a step was recorded: "schedule", its "unit" of time, the "bubble"
-        from 0 to 1, and "ranks", the actions of each."""
+        """The schedule of all ranks along `pp`, after a step was recorded. Keys: "schedule", its "unit" of time, the
+        "bubble" from 0 to 1, and "ranks" with the actions of each rank."""
 
 
 class TimelineLog:
-    """Observer of a rank that records and writes timelines. A disk that takes none is reported once in a warning."""
+    """Observer that records and writes a rank's timelines. The first write error causes a warning and stops it."""
 
     def __init__(self, recorder: SupportsTimeline, directory: Path, *, rank: int, every: int) -> None:
         self._recorder, self._directory = recorder, RunDirectory(directory)
@@ -210,10 +211,10 @@ class TimelineLog:
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
-        found = self._recorder.pop_timeline()
-        if found is not None and not self._is_disabled:
+        timeline = self._recorder.pop_timeline()
+        if timeline is not None and not self._is_disabled:
             try:
-                self._write({"step": result.step, **found})
+                self._write({"step": result.step, **timeline})
             except OSError as error:
                 self._is_disabled = True
                 warn(
@@ -235,7 +236,7 @@ class TimelineLog:
 
 
 def build_timeline_logs(manager: StrategyManager, directory: Path, every: int | None) -> list[TimelineLog]:
-    """Return the observer of this rank, if the run asks for timelines and its strategy has them."""
+    """Return the timeline observer of this rank, if timelines are enabled and the strategy records them."""
     recorder: SupportsTimeline | None = getattr(manager, "timeline", None)
     if recorder is None or every is None:
         return []

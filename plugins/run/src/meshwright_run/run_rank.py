@@ -1,4 +1,4 @@
-"""One run on its ranks, from its file to its directory: check it, train, observe it, and write what the user wants."""
+"""Main function of a rank: check the run, train, register observers, and write the results."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 PREVIOUS_RUN_WAIT_S = 15.0
-"""How long a run waits for the ranks of one before it, whose launcher was killed, to end."""
+"""Maximum time that a run waits for ranks of an earlier run, whose launcher was killed, to end."""
 
 
 class RunMonitor(Protocol):
-    """What monitors a run: it knows beforehand what the run takes, and looks at a step while it happens.
+    """Monitor of a run, which compares setup and steps with the run's plan.
 
-    The launching process or the first rank makes it before the process group; it is pickled for ranks. Its hooks are
-    called on the first rank, whose `flops_per_token` and `peak_flops` count.
+    The launching process or rank 0 creates it before the process group exists; it is pickled for ranks. Its hooks are
+    called on rank 0, whose `flops_per_token` and `peak_flops` are used.
     """
 
     @property
     def refusal_error(self) -> MeshwrightError | None:
-        """Why the run must not start."""
+        """The error that prevents the run from starting; None if it may start."""
 
     @property
     def flops_per_token(self) -> float | None: ...
@@ -78,13 +78,13 @@ class RunMonitor(Protocol):
     def peak_flops(self) -> float | None: ...
 
     def startup_lines(self) -> Sequence[str]:
-        """Return what is printed before the run begins."""
+        """Return the lines to print before training starts."""
 
     def observe_setup(self) -> AbstractContextManager[None]:
-        """Return the context in which the first rank makes its part of the model and the optimizer."""
+        """Return the context in which rank 0 parallelizes the model or builds the optimizer."""
 
     def step_contexts(self, manager: StrategyManager) -> Callable[[int], AbstractContextManager[None]]:
-        """Return the context of each step on the first rank, counted from 0 in this attempt."""
+        """Return a function that returns the context of a step on rank 0; steps count from 0 in this attempt."""
 
 
 def run_rank(
@@ -113,30 +113,30 @@ def run_rank(
             lock = directory.lock(timeout_s=min(PREVIOUS_RUN_WAIT_S, timeout_s / 2))
             world.run_on_first_rank(lambda: held.enter_context(lock))
             directory.check_same_key(world)
-            fate = world.run_on_first_rank(lambda: choose_run_action(config, plan.num_steps))
-            if fate is RunAction.FINISHED:
-                # By the run that was waited for.
+            action = world.run_on_first_rank(lambda: choose_run_action(config, plan.num_steps))
+            if action is RunAction.FINISHED:
+                # Another run, whose lock this one waited for, has finished it.
                 return
-            asked = config.checkpoint.stop_config
-            # The process that has started the ranks here reports what it passes on, and the SIGTERM of their peers.
-            reports = world.rank == 0 and multiprocessing.parent_process() is None
-            said = partial(print_text, console=create_console(stderr=True)) if reports else None
-            signals = StopSignals(asked.signals, exit_code=asked.exit_code, grace_s=asked.grace_s, report=said)
+            stop = config.checkpoint.stop_config
+            # A process that has started the ranks on this node reports signals itself, before it forwards them.
+            should_report = world.rank == 0 and multiprocessing.parent_process() is None
+            report = partial(print_text, console=create_console(stderr=True)) if should_report else None
+            signals = StopSignals(stop.signals, exit_code=stop.exit_code, grace_s=stop.grace_s, report=report)
             held.enter_context(signals)
             try:
-                results = _RankRun(directory, plan, fate, world, signals, monitor, startup).train()
+                results = _RankRun(directory, plan, action, world, signals, monitor, startup).train()
             except Stopped as stopped:
                 if world.rank == 0:
                     print_stopped(stopped, num_steps=plan.num_steps)
                 raise
-        # The other ranks are done: what is left needs no collective.
+        # The other ranks are done. The rest needs no collective.
         if world.rank == 0:
             write_results(plan, results, create_console())
 
 
 @dataclass
 class _RankRun:
-    """A run that may begin, on one rank."""
+    """One rank's part of a run that has passed its checks."""
 
     directory: RunDirectory
     prepared: PreparedRun
@@ -148,7 +148,7 @@ class _RankRun:
     console: Console = field(default_factory=create_console)
 
     def train(self) -> list[StepResult]:
-        """Train the model, and write it. Collective."""
+        """Train and export the model, and return the results of all steps. Collective."""
         plan, world = self.prepared, self.world
         config = plan.config
         copies = RunReplicas(self.directory, world)
@@ -171,13 +171,13 @@ class _RankRun:
         with self._observe_setup():
             manager.parallelize(model, weights)
         self.startup.end_phase("sharding and weights")
-        # The manager has what it needs of them; they keep files open, and values that were read last.
+        # The manager no longer needs them. They hold open files, and the values that were read last.
         del model, weights, opened
         self.prepared = plan = load_initial_weights(manager, plan, source, self.console)
         run = self._build_run_info(source, parameters)
         loop = replace(build_loop(manager, plan, source, observe_setup=self._observe_setup), signals=self.signals)
         if source is not None and world.rank == 0:
-            changed = f", with other {', '.join(source.changed_settings)}" if source.changed_settings else ""
+            changed = f", with changed {', '.join(source.changed_settings)}" if source.changed_settings else ""
             print_text(f"resuming from {source.checkpoint}, after step {source.step}{changed}", self.console)
         with (
             copies.replicate(manager, loop, run.id) as copied,
@@ -186,7 +186,7 @@ class _RankRun:
         ):
             self.startup.end_phase("optimizer")
             results = earlier + fit(manager, watched)
-        # There may have been nothing left to be done.
+        # There are no results if no step was left.
         done = results[-1].step if results else plan.num_steps if source is None else source.step
         export_model(manager, plan, step=done)
         return results
@@ -195,16 +195,16 @@ class _RankRun:
         return nullcontext() if self.monitor is None or self.world.rank else self.monitor.observe_setup()
 
     def _prepare_directory(self, resume_point: ResumePoint | None) -> list[StepResult]:
-        """Prepare the output directory, on the first rank, and return the steps that were done before."""
+        """Prepare the output directory, on rank 0, and return the results of earlier steps."""
         directory = self.directory
         earlier = [] if resume_point is None else resume_point.load_previous_results(self.prepared.num_steps)
         if self.action is RunAction.RESUME:
             keeps = resume_point.keep_until_step if resume_point is not None else -1
-            aside = archive_after(directory.checkpoint_storage, after_step=keeps, files_to_copy=[directory.metrics])
-            if aside is not None:
+            archive = archive_after(directory.checkpoint_storage, after_step=keeps, files_to_copy=[directory.metrics])
+            if archive is not None:
                 print_text(
-                    f"later checkpoints, which this run does not resume from, are now in {aside}; remove them when you "
-                    f"like",
+                    f"later checkpoints, which this run does not resume from, were moved to {archive}; you can remove "
+                    f"them",
                     self.console,
                 )
         directory.prepare(to_yaml(to_redacted_dict(self.prepared.config)), overwrite=self.action is RunAction.OVERWRITE)
@@ -229,7 +229,7 @@ class _RankRun:
 
     @contextmanager
     def _with_checkpointer(self, manager: StrategyManager, loop: Loop) -> Iterator[Loop]:
-        """Return the loop, saving checkpoints if the run asks for them; on disk when the context is left."""
+        """Context that yields the loop with checkpoints, if enabled. On exit, all checkpoints are written."""
         settings = self.prepared.config.checkpoint
         if not settings.is_enabled:
             yield loop
@@ -253,8 +253,8 @@ class _RankRun:
     def _with_observers(
         self, manager: StrategyManager, loop: Loop, run: RunInfo, previous_results: Sequence[StepResult]
     ) -> Iterator[Loop]:
-        """Return the loop with its extensions, and register all observers. Collective."""
-        world, directory, companion = self.world, self.directory, self.monitor
+        """Context that registers all observers, and yields the loop with its extensions. Collective."""
+        world, directory, monitor = self.world, self.directory, self.monitor
         metrics, observing = self.prepared.config.metrics, get_registry().observing
         world.progress.hang_reporter = HangFileReporter(directory, world.rank, partial(FaultFileWriter, directory.path))
         with ExitStack() as held:
@@ -263,20 +263,20 @@ class _RankRun:
             if metrics.per_rank:
                 held.enter_context(observing(RankLog(directory.get_rank_log_path(world.rank))))
             held.enter_context(observing(*build_timeline_logs(manager, directory.path, metrics.timeline_every)))
-            # On the first rank alone, but errors are raised on all.
+            # Only on rank 0, but errors are raised on all ranks.
             world.run_on_first_rank(
                 lambda: held.enter_context(attach_trackers(resolve_trackers(self.prepared.config.trackers), run))
             )
             if world.rank == 0:
                 held.enter_context(observing(*self._build_reporters(held, previous_results)))
-                if companion is not None:
-                    held.enter_context(observing(companion))
-                    extensions.append(StepContext(companion.step_contexts(manager)))
+                if monitor is not None:
+                    held.enter_context(observing(monitor))
+                    extensions.append(StepContext(monitor.step_contexts(manager)))
             if metrics.stragglers is not None:
                 world.progress.step_times = deque(maxlen=metrics.stragglers.window_steps)
                 extensions.append(StragglerDetector(metrics.stragglers, world.progress))
             flops = world.run_on_first_rank(
-                lambda: (None, None) if companion is None else (companion.flops_per_token, companion.peak_flops)
+                lambda: (None, None) if monitor is None else (monitor.flops_per_token, monitor.peak_flops)
             )
             extensions.append(FlopsReporter(*flops))
             yield replace(loop, run_info=run, grad_norms_every=metrics.norms_every, extensions=extensions)
@@ -297,25 +297,25 @@ class _RankRun:
         return [stack.enter_context(reporter), stack.enter_context(curve), journal, startup]
 
     def _build_profilers(self, run: RunInfo, start_step: int, stack: ExitStack) -> list[LoopExtension]:
-        found: list[LoopExtension] = []
+        profilers: list[LoopExtension] = []
         rank, device = self.world.rank, self.world.device
-        asked, every = self.prepared.config.profile, self.prepared.config.metrics.communication_every
-        if asked is not None and asked.includes_rank(rank):
-            about = {"run": run.name, "strategy": run.strategy, "mesh": run.mesh, "world_size": run.world_size}
+        profile, every = self.prepared.config.profile, self.prepared.config.metrics.communication_every
+        if profile is not None and profile.includes_rank(rank):
+            metadata = {"run": run.name, "strategy": run.strategy, "mesh": run.mesh, "world_size": run.world_size}
             recorder = StepProfiler(
-                asked, self.directory.path, rank=rank, device=device, metadata=about, start_step=start_step
+                profile, self.directory.path, rank=rank, device=device, metadata=metadata, start_step=start_step
             )
-            found.append(StepContext(stack.enter_context(recorder).step_context))
+            profilers.append(StepContext(stack.enter_context(recorder).step_context))
         if every is not None and rank == 0:
             sampler = CommunicationSampler(every, device)
-            found.append(StepContext(sampler.step_context, sampler.read_times))
-        return found
+            profilers.append(StepContext(sampler.step_context, sampler.read_times))
+        return profilers
 
 
 def record_failure(config: RunConfig, exit_code: int) -> None:
-    """Write down what the first rank may not have come to: the exit code, and the picture of the losses."""
+    """Record what rank 0 may not have written: the exit code, and the loss curve."""
     directory = RunDirectory.from_config(config)
-    # What is wrong with the input, including another run that holds the directory, has left it as it was.
+    # An input error, such as a directory that another run has locked, leaves the directory as it was.
     if exit_code in (0, ConfigError.exit_code, config.checkpoint.stop_config.exit_code):
         return
     if not directory.metrics.exists() or directory.summary.exists():

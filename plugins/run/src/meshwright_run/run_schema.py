@@ -1,4 +1,4 @@
-"""The JSON schema of the run file. No torch in this module."""
+"""JSON schema of the run file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run_schema(registry: Registry | None = None) -> dict[str, Any]:
     default = RunConfig.model_fields["strategy"].default
     branches = []
     for name, spec in registry.strategies.items():
-        # Each keeps its own definitions, so that equal class names in two plugins do not clash.
+        # Each strategy keeps its own definitions, so that equal class names of two plugins do not collide.
         schema["$defs"][name] = _config_schema(spec.config_cls, f"#/$defs/{name}/$defs/{{model}}")
         reference = {"$ref": f"#/$defs/{name}"}
         if spec.is_wrapper:

@@ -1,4 +1,4 @@
-"""Sections of the run file: evaluation, sample, plan, metrics, resumption, checkpoints and copies. No torch here."""
+"""Sections of the run file: evaluation, sample, metrics, resume, elastic ranks and checkpoints. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,75 +11,80 @@ from pydantic import Field, field_validator, model_validator
 from meshwright.plugin import MAX_STEP_TIMES, FinitePositive, FrozenModel, PathStr, Size, StopName, check_path
 
 HELD_OUT = "held_out"
-"""The set that is held out of the sources."""
+"""Name of the evaluation set that is split from the training sources."""
 
 
 class EarlyStoppingConfig(FrozenModel):
-    """Ends a run whose loss on a set no longer falls."""
+    """When to end a run whose loss on an evaluation set no longer falls."""
 
-    eval_set: str = Field(default=HELD_OUT, description="Which set; held_out, or a name of data.eval_sets.")
-    patience: Size = Field(default=3, description="So many evaluations in a row without a lower loss end the run.")
+    eval_set: str = Field(default=HELD_OUT, description="Evaluation set: held_out, or a name of data.eval_sets.")
+    patience: Size = Field(
+        default=3, description="Number of consecutive evaluations without a lower loss that ends the run."
+    )
     min_delta: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="By how much a lower loss must be lower."
+        default=0.0, ge=0, allow_inf_nan=False, description="Minimum decrease that counts as a lower loss."
     )
 
 
 class EvalConfig(FrozenModel):
-    """Losses on held-out sets."""
+    """Evaluation losses."""
 
     every: Size | None = Field(default=None, description="Steps between evaluations; null: only at the end.")
     max_sequences: Size | None = Field(
         default=None,
-        description="Sequences of each set to evaluate on, spread over it, or all where it has less; null: all.",
+        description="Maximum number of sequences per set, spread evenly over the set; null: all.",
     )
-    early_stopping: EarlyStoppingConfig | None = Field(default=None, description="When to end before; null: never.")
+    early_stopping: EarlyStoppingConfig | None = Field(
+        default=None, description="When to end the run early; null: never."
+    )
 
 
 class SampleConfig(FrozenModel):
-    """The text generated at the end."""
+    """The text that is generated at the end."""
 
     prompt: str | None = Field(
         default=None,
-        description="Text to continue; null: the beginning of a held-out document, or a held-out conversation up to "
-        "its first answer.",
+        description="Prompt; null: the beginning of a held-out document, or a held-out conversation up to its first "
+        "answer.",
     )
     max_new_tokens: Size = Field(default=80)
-    temperature: float = Field(default=0.7, ge=0, allow_inf_nan=False, description="0: the likeliest token each time.")
+    temperature: float = Field(default=0.7, ge=0, allow_inf_nan=False, description="0: greedy decoding.")
 
 
 class StragglersConfig(FrozenModel):
-    """When a rank is named that is slower than the others by itself; see docs/reference/watchdog.md."""
+    """When a rank is reported as slower than the others; see docs/reference/watchdog.md."""
 
     window_steps: Annotated[Size, Field(le=MAX_STEP_TIMES)] = Field(
-        default=20, description="The last steps of each rank, whose median counts."
+        default=20, description="Number of last steps of each rank over which the median is taken."
     )
     deviations: float = Field(
         default=5.0,
         gt=0,
         allow_inf_nan=False,
-        description="Median absolute deviations from the median of all ranks, scaled as a standard deviation is.",
+        description="Number of deviations above the median of all ranks. The unit is the median absolute deviation, "
+        "scaled to a standard deviation.",
     )
 
 
 class MetricsConfig(FrozenModel):
-    """What is measured of a run beside losses, norms and rates; see docs/guides/python-api.md."""
+    """What is measured besides losses, norms and rates; see docs/guides/python-api.md."""
 
     per_rank: bool = Field(
-        default=True, description="A file of each rank in output_dir/ranks, with its times and memory by step."
+        default=True, description="Write times and memory of each rank's steps to a file in output_dir/ranks."
     )
     norms_every: Size | None = Field(
         default=None,
-        description="Steps between those in which norms of the gradients are measured by block; null: none.",
+        description="Steps between measurements of gradient norms by block; null: none.",
     )
     communication_every: Size | None = Field(
-        default=None, description="Steps between those in which exposed communication is measured; null: none."
+        default=None, description="Steps between measurements of exposed communication; null: none."
     )
     timeline_every: Size | None = Field(
         default=100,
-        description="Steps between those in which ranks of a pipeline note when they compute what; null: none.",
+        description="Steps between timelines of a pipeline, in which ranks record their actions; null: none.",
     )
     stragglers: StragglersConfig | None = Field(
-        default=StragglersConfig(), description="Which ranks are named as slow, of 4 or more; null: none."
+        default=StragglersConfig(), description="When to report slow ranks; needs at least 4 ranks. null: never."
     )
 
 
@@ -96,26 +101,28 @@ AllowedChange = Literal[
     "data",
     "seed",
 ]
-"""What may differ in a resumed run."""
+"""A setting that may differ in a resumed run."""
 
 
 class ResumeConfig(FrozenModel):
-    """From where a run continues, and what may have changed."""
+    """What a run resumes from, and which settings may have changed."""
 
-    source: str = Field(default="auto", alias="from", description="As the plain word: auto, never, or a checkpoint.")
+    source: str = Field(default="auto", alias="from", description="As in the short form: auto, never or a checkpoint.")
     allow: list[AllowedChange] = Field(
         default=[],
-        description="What may differ from what the run was started with. Each takes effect at once: rates and decay "
-        "are those of the run file, a schedule is at the step that it continues at, other data or another seed begin a "
-        "new order, and another batch size continues in the old one.",
+        description="Settings that may differ from those that the run was started with. They take effect at once: "
+        "rates and decay are those of the run file, and a schedule is at the current step. Other data or another seed "
+        "start a new data order; another batch size continues in the old order.",
     )
 
 
 class ElasticConfig(FrozenModel):
-    """How many ranks a run may have."""
+    """Range of the number of ranks of a run."""
 
-    min: Annotated[Size, Field(le=4096)] = Field(default=1, description="At least so many.")
-    max: Annotated[Size, Field(le=4096)] = Field(default=4096, description="At most so many, of those that nproc says.")
+    min: Annotated[Size, Field(le=4096)] = Field(default=1, description="Minimum number of ranks.")
+    max: Annotated[Size, Field(le=4096)] = Field(
+        default=4096, description="Maximum number of ranks; nproc is another limit."
+    )
 
     @model_validator(mode="after")
     def _check_range(self) -> ElasticConfig:
@@ -127,58 +134,60 @@ class ElasticConfig(FrozenModel):
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
 _DURATION_PATTERN = re.compile(r"(\d+\.?\d*|\.\d+)[smh]")
 Duration = Annotated[str, Field(pattern=f"^{_DURATION_PATTERN.pattern}$")]
-"""A time above 0, such as 90s, 20m or 1.5h."""
+"""A duration above 0, such as 90s, 20m or 1.5h."""
 _UNIT_BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _BANDWIDTH_PATTERN = re.compile(r"(\d+\.?\d*|\.\d+)(KB|MB|GB|TB)(?:/s)?")
 Bandwidth = Annotated[str, Field(pattern=f"^{_BANDWIDTH_PATTERN.pattern}$")]
-"""Bytes a second above 0, such as 500MB/s or 1.5GB."""
+"""Bytes per second above 0, such as 500MB/s or 1.5GB."""
 
 
 class KeepBestConfig(FrozenModel):
-    """Checkpoints that are kept because their loss is low."""
+    """Checkpoints that are kept because of their low evaluation loss."""
 
-    eval_set: str = Field(default=HELD_OUT, description="The loss of which set; held_out, or a name of data.eval_sets.")
-    count: Size = Field(default=1, description="How many.")
+    eval_set: str = Field(
+        default=HELD_OUT, description="Set whose loss is compared: held_out, or a name of data.eval_sets."
+    )
+    count: Size = Field(default=1, description="Number of checkpoints.")
 
 
 class OnSignalConfig(FrozenModel):
-    """What a signal does that announces the end of a job: the run stops after its step, and saves."""
+    """Reaction to a signal that announces the end of a job: the run stops after the current step, and saves."""
 
     signals: list[StopName] = Field(
         default=["SIGTERM", "SIGUSR1", "SIGINT"],
-        description="Which; []: none, so that each ends the run at once. SIGINT is Ctrl-C.",
+        description="Signals that stop the run; []: none, so each signal ends the run at once. SIGINT is Ctrl-C.",
     )
     exit_code: int = Field(
-        default=143, ge=0, le=255, description="Of each rank, and of the command, when it has stopped so."
+        default=143, ge=0, le=255, description="Exit code of the ranks and the command after such a stop."
     )
     grace_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="Seconds from the signal until the job is ended: a save that would take longer, by those before, "
-        "is not started. null: as long as it takes.",
+        description="Seconds from the signal until the job is killed. A save is not started if, judged by earlier "
+        "ones, it would take longer. null: no limit.",
     )
 
 
 class ReplicateConfig(FrozenModel):
-    """Copies of the state in the memory of nodes; see docs/reference/memory-replicas.md."""
+    """Replicas of the training state in the memory of nodes; see docs/reference/memory-replicas.md."""
 
     target: Literal["neighbor"] = Field(
         default="neighbor",
-        description="Where each rank's state is copied to, beside the memory of its own node: that of the next one.",
+        description="Where each rank's state is copied, besides the memory of its own node: neighbor is the next node.",
     )
     every: Size = Field(
-        default=1, description="Steps between copies. One that is not done when the next is due makes that be left out."
+        default=1, description="Steps between copies. A copy is skipped if the one before is not finished."
     )
     max_bandwidth: FinitePositive | Bandwidth | None = Field(
         default=None,
-        description="Bytes a second that each rank sends to another node, such as 2e9 or 2GB/s; null: as many as there "
-        "can be.",
+        description="Maximum bytes per second that each rank sends to another node, such as 2e9 or 2GB/s; null: no "
+        "limit.",
     )
 
     @field_validator("max_bandwidth")
     @classmethod
     def _check_bandwidth(cls, value: float | str | None) -> float | str | None:
         if isinstance(value, str) and not float(_BANDWIDTH_PATTERN.fullmatch(value)[1]):  # type: ignore[index]
-            raise ValueError(f"{value!r} sends nothing; give more, or null")
+            raise ValueError(f"{value!r} sends nothing; give a higher bandwidth, or null")
         return value
 
     @property
@@ -190,51 +199,53 @@ class ReplicateConfig(FrozenModel):
 
 
 class CheckpointConfig(FrozenModel):
-    """Checkpoints; after the last step, too, if there are any. See docs/reference/storage.md."""
+    """Checkpoints. If any are enabled, one is also saved after the last step. See docs/reference/storage.md."""
 
     every: Size | Duration | list[Size | Duration] | None = Field(
         default=None,
-        description="Steps between checkpoints, such as 500; or a time after the last one, or the start, by the clock "
-        "of the first rank: 90s, 20m or 1.5h; or both, whichever comes first: [500, 20m]. null: as the next says, or "
-        "none.",
+        description="Steps between checkpoints, such as 500; or the time since the last one, or since the start, by "
+        "the clock of rank 0: 90s, 20m or 1.5h; or both, whichever comes first: [500, 20m]. null: only those of "
+        "keep_best, if set.",
     )
     keep_best: KeepBestConfig | None = Field(
         default=None,
-        description="Save after each evaluation that is among the best `count`, and keep these, too: {eval_set: "
-        "held_out, count: 1}.",
+        description="Save after each evaluation whose loss is among the `count` lowest, and keep these checkpoints, "
+        "too: {eval_set: held_out, count: 1}.",
     )
-    keep_last: Size | None = Field(default=2, description="How many of the newest are kept; null: all.")
-    keep_every: Size | None = Field(default=None, description="Those of steps that are multiples of it are kept, too.")
-    asynchronous: bool = Field(default=True, description="Continue training while one is written.")
+    keep_last: Size | None = Field(default=2, description="Number of newest checkpoints to keep; null: all.")
+    keep_every: Size | None = Field(
+        default=None, description="Also keep checkpoints of steps that are multiples of it."
+    )
+    asynchronous: bool = Field(default=True, description="Continue training while a checkpoint is written.")
     on_error: Literal["stop", "continue"] = Field(
         default="stop",
-        description="What to do when one, or metrics.jsonl, cannot be written; what was there is kept either way.",
+        description="What to do if a checkpoint or metrics.jsonl cannot be written. Existing ones are kept either way.",
     )
     retries: Annotated[int, Field(ge=0, le=100)] = Field(
         default=3,
-        description="Attempts after the first, half a second later and then twice as long each time, at most 30 s, "
-        "where an error may be gone a moment later: EIO, ESTALE, time-outs, and those of a server.",
+        description="Retries after a temporary error: EIO, ESTALE, timeouts, and errors of a server. The first is half "
+        "a second later; the delay doubles each time, up to 30 s.",
     )
     path: PathStr | None = Field(
         default=None,
-        description="Where they go: a URL of fsspec, such as s3://bucket/prefix, or a directory; null: "
-        "output_dir/checkpoints. Another run has another.",
+        description="Location of the checkpoints: a URL of fsspec, such as s3://bucket/prefix, or a directory; null: "
+        "output_dir/checkpoints. Runs must not share it.",
     )
     key_file: PathStr | None = Field(
         default=None,
-        description="A file with a secret of at least 32 bytes, the same on all nodes: checkpoints are signed with it, "
-        "and others are refused; null: neither.",
+        description="File with a secret of at least 32 bytes, the same on all nodes. Checkpoints are signed with it, "
+        "and those with another signature, or none, are rejected. null: no signatures.",
     )
     replicate: Literal["neighbor"] | ReplicateConfig | None = Field(
         default=None,
-        description="Copy the state of each rank after its steps to the memory of its node and of the next one, from "
-        "which restarted ranks resume (max_restarts): neighbor, or {every: 1, max_bandwidth: 1GB/s}; null: "
-        "resume from checkpoints alone. See docs/reference/memory-replicas.md.",
+        description="Copy the state of each rank after its steps to the memory of its own node and of the next one, "
+        "from which restarted ranks resume (max_restarts): neighbor, or {every: 1, max_bandwidth: 1GB/s}; null: "
+        "resume only from checkpoints. See docs/reference/memory-replicas.md.",
     )
     on_signal: OnSignalConfig | None = Field(
         default=None,
-        description="Save when a signal asks the run to stop; the same command continues. null: on SIGTERM, SIGUSR1 "
-        "and SIGINT, if checkpoints are saved otherwise.",
+        description="Save when a signal asks the run to stop; the same command resumes. null: on SIGTERM, SIGUSR1 "
+        "and SIGINT, if checkpoints are enabled by every or keep_best.",
     )
 
     @property
@@ -243,7 +254,7 @@ class CheckpointConfig(FrozenModel):
 
     @property
     def has_scheduled_saves(self) -> bool:
-        """Whether there are any without a signal."""
+        """Whether checkpoints are saved without a signal."""
         return bool(self._intervals) or self.keep_best is not None
 
     @property
@@ -256,12 +267,12 @@ class CheckpointConfig(FrozenModel):
 
     @property
     def every_steps(self) -> int | None:
-        """Steps between checkpoints; None where steps do not count."""
+        """Steps between checkpoints; None if no number of steps is set."""
         return next((each for each in self._intervals if isinstance(each, int)), None)
 
     @property
     def every_seconds(self) -> float | None:
-        """Seconds between checkpoints; None where the clock does not count."""
+        """Seconds between checkpoints; None if no time is set."""
         times = (each for each in self._intervals if isinstance(each, str))
         return next((float(text[:-1]) * _UNIT_SECONDS[text[-1]] for text in times), None)
 
@@ -280,8 +291,8 @@ class CheckpointConfig(FrozenModel):
         steps = [each for each in given if type(each) is int and 0 < each < 2**31]
         if len(times) > 1 or len(steps) > 1 or len(times) + len(steps) < len(given) or value == []:
             raise ValueError(
-                f"{value!r} is neither a number of steps, such as 500, nor a time above 0, such as 90s, 20m or 1.5h, "
-                f"nor one of each, [500, 20m]"
+                f"{value!r} is not valid; give a number of steps, such as 500, or a time above 0, such as 90s, 20m or "
+                f"1.5h, or one of each, [500, 20m]"
             )
         return value
 
@@ -291,11 +302,11 @@ _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def check_model_section(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the section if it names one source and its keys have valid values."""
+    """Return the section if it names exactly one source and its keys have valid values; ValueError otherwise."""
     if sum(key in value for key in ("path", "model_type", "checkpoint")) != 1:
         raise ValueError(
-            "give either model_type, to train from new weights, or path, a local model directory or a hub id, or "
-            "checkpoint, to begin with the weights of one"
+            "give one of model_type, to train from new weights; path, a local model directory or a hub id; or "
+            "checkpoint, to start from its weights"
         )
     for key in _STRING_KEYS:
         if not isinstance(value.get(key, ""), str):
@@ -305,16 +316,16 @@ def check_model_section(value: dict[str, Any]) -> dict[str, Any]:
             check_path(value[key])
     if "://" in value.get("checkpoint", ""):
         raise ValueError(
-            f"checkpoint={value['checkpoint']!r} is a URL, and weights to begin with are read from a directory; export "
-            f"it first: meshwright export URL DIR, and path: DIR"
+            f"checkpoint={value['checkpoint']!r} is a URL, but initial weights are read from a directory; export "
+            f"it first (meshwright export URL DIR), and set path: DIR"
         )
     for key in ("revision", "trust_remote_code"):
         if key in value and "path" not in value:
-            raise ValueError(f"{key} is of a model at path, and there is none")
+            raise ValueError(f"{key} needs path, which is not set; leave it out")
     if not isinstance(value.get("allow_pickle", False), bool):
         raise ValueError(f"allow_pickle must be true or false, not {value['allow_pickle']!r}")
     if "init" in value and "model_type" not in value:
-        raise ValueError("init says how new weights are drawn, and these come from a directory; leave it out")
+        raise ValueError("init is for new weights, but these weights come from a directory; leave it out")
     _check_trust(value)
     if "peft" in value:
         _check_adapter(value)
@@ -327,11 +338,11 @@ def _check_trust(value: Mapping[str, Any]) -> None:
         return
     if not _DIGEST.fullmatch(trusted):
         raise ValueError(
-            f"trust_remote_code={trusted!r} names no code. It is the commit on the hub whose code you have read, in 40 "
-            f"hexadecimal digits; or of a local directory the digest that the error without it tells"
+            f"trust_remote_code={trusted!r} is not valid. Give the hub commit whose code you have read, in 40 "
+            f"hexadecimal digits; or for a local directory the digest that the error message without it states"
         )
     if len(trusted) == 40 and revision not in (None, trusted):
-        raise ValueError(f"trust_remote_code={trusted!r} is another commit than revision={revision!r}; leave that out")
+        raise ValueError(f"trust_remote_code={trusted!r} differs from revision={revision!r}; leave out revision")
 
 
 def _check_adapter(value: Mapping[str, Any]) -> None:
@@ -340,13 +351,13 @@ def _check_adapter(value: Mapping[str, Any]) -> None:
         raise ValueError(f"peft must be a mapping, such as {{type: lora, r: 16}}, not {section!r}")
     if "path" not in value:
         raise ValueError(
-            "peft needs path: an adapter is of use with a base that everybody can load. New weights "
-            "(model_type) are to be trained whole; a checkpoint is to be exported first: meshwright export"
+            "peft needs path: an adapter is only useful with a base that others can load. For new weights "
+            "(model_type), train the full model; export a checkpoint first: meshwright export"
         )
     for key in ("type", "adapter", "base_dtype"):
         if not isinstance(section.get(key, ""), str):
             raise ValueError(f"peft.{key} must be a string, not {section[key]!r}")
     if not section.get("type") and not section.get("adapter"):
-        raise ValueError("peft has no type: give type: lora, or adapter, a directory to resume from")
+        raise ValueError("peft has no type: give type: lora, or adapter, a directory to continue from")
     if "adapter" in section:
         check_path(section["adapter"])

@@ -1,4 +1,4 @@
-"""Secrets of a run file: read from the environment, and hidden in what a run writes. No torch in this module."""
+"""Secrets of a run file: read from the environment, and redacted in files that a run writes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ _SECRET_NAME = re.compile(
 _SECRET_VALUE = re.compile(
     # A password in a URL, or a secret in its query.
     r"[a-z][a-z0-9+.-]*://[^/@\s]*:[^/@\s]+@|[?&](\w*(token|secret|password|signature|api_?key))=[^&\s]|"
-    # What services call theirs: Hugging Face, OpenAI and Anthropic, GitHub, GitLab, AWS, Slack, Google; a JSON web
-    # token; a private key.
+    # Tokens of Hugging Face, OpenAI and Anthropic, GitHub, GitLab, AWS, Slack, Google; a JSON web token; a private
+    # key.
     r"\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[opsur]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|"
     r"\bglpat-[\w-]{16,}|\b(AKIA|ASIA)[A-Z0-9]{12,}|\bxox[abprs]-[\w-]{10,}|\bAIza[\w-]{30,}|"
     r"\beyJ[\w-]{8,}\.[\w-]{8,}\.|-----BEGIN [A-Z ]*PRIVATE KEY-----",
     re.IGNORECASE,
 )
 _SHELL_ASSIGNMENT = re.compile(r"""\b([A-Za-z_]\w*)=("[^"]*"|'[^']*'|[^\s;&|"'$]+)""")
-"""Assignments in a line of shell."""
+"""Matches an assignment in a line of shell code."""
 
 
 class FromEnvironment(FrozenModel):
-    """A value of an environment variable of the process that starts the run."""
+    """A value that is read from an environment variable of the process that starts the run."""
 
     from_env: str
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a value is a secret by its name, or by how it looks."""
+    """Return whether a value is a secret, judged by its name or its format."""
     return bool(value) and (_SECRET_NAME.search(name) is not None or _SECRET_VALUE.search(value) is not None)
 
 
 def redact_assignments(line: str) -> str:
-    """Hide the secrets that a line of shell assigns to variables."""
+    """Redact the secrets that a line of shell code assigns to variables."""
     return _SHELL_ASSIGNMENT.sub(
-        lambda found: f"{found[1]}={REDACTED}" if is_secret(found[1], found[2]) else found[0], line
+        lambda match: f"{match[1]}={REDACTED}" if is_secret(match[1], match[2]) else match[0], line
     )
 
 
@@ -55,8 +55,8 @@ def resolve_environment(value: Any, option: str) -> Any:
             name = value["from_env"]
             if name not in os.environ:
                 raise ConfigError(
-                    f"{option} is to be taken from the environment variable {name} (from_env), which is not set. Set "
-                    "it where you start the command."
+                    f"{option} is read from the environment variable {name} (from_env), which is not set. Set it where "
+                    "you start the command."
                 )
             return os.environ[name]
         return {key: resolve_environment(each, f"{option}.{key}") for key, each in value.items()}
@@ -66,14 +66,16 @@ def resolve_environment(value: Any, option: str) -> Any:
 
 
 def redact_run_file(values: Mapping[str, Any], sections: Sequence[RunSection]) -> dict[str, Any]:
-    """Return the values of a run file with secrets hidden, in the sections of plugins as these say."""
-    # In sections of plugins and of trackers names count; elsewhere "token" is a part of a text.
-    named = {"trackers", *(each.name for each in sections)}
-    found: dict[str, Any] = {key: _redact_value(key, value, check_names=key in named) for key, value in values.items()}
+    """Return the values of a run file with secrets redacted. Plugin sections apply their own `redact` as well."""
+    # Names are checked in sections of plugins and trackers only. Elsewhere, "token" is a token of text.
+    checked = {"trackers", *(each.name for each in sections)}
+    redacted: dict[str, Any] = {
+        key: _redact_value(key, value, check_names=key in checked) for key, value in values.items()
+    }
     for section in sections:
         if isinstance(values.get(section.name), Mapping):
-            found[section.name] = section.redact(found[section.name], values[section.name])
-    return found
+            redacted[section.name] = section.redact(redacted[section.name], values[section.name])
+    return redacted
 
 
 def _redact_value(name: str, value: Any, *, check_names: bool) -> Any:

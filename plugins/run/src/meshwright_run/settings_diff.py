@@ -1,4 +1,4 @@
-"""The difference between two run files. No torch in this module."""
+"""Difference between two run files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def diff_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the keys of two run files whose values differ, with both as texts."""
+    """Return key, value in `one` and value in `other` for each key whose values differ; values as text."""
     left, right = dict(_flatten(one)), dict(_flatten(other))
     pairs = {name: (left.get(name, "(not set)"), right.get(name, "(not set)")) for name in {**left, **right}}
     return [

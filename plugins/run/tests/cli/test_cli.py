@@ -93,7 +93,10 @@ BAD_INPUT = {
         ["data.seq_len=5000", "model.max_position_embeddings=5000"],
         ["split does not fill one sequence", "seq_len=5000"],
     ),
-    "too little held out": (["eval.max_sequences=100000"], ["eval.max_sequences=100000, but the held-out split has"]),
+    "too little held out": (
+        ["eval.max_sequences=100000"],
+        ["eval.max_sequences=100000, but the largest evaluation set has"],
+    ),
     "batch not divisible by ranks": (["batch_size=3"], ["batch_size=3 does not divide", "set it to 2 or 4"]),
     "model directory without a config": (["model={path: no_config}"], ["'no_config' holds no config.json"]),
     "model directory missing": (["model={path: ./nowhere}"], ["'./nowhere' is not a directory"]),
@@ -102,11 +105,11 @@ BAD_INPUT = {
     "results in the way": (["output_dir=full"], ["holds the results of an earlier run", "overwrite=true"]),
     "a model that the run would replace": (
         ["output_dir=earlier", "overwrite=true", "model={path: earlier/model}"],
-        ["model.path='earlier/model' lies in what this run replaces"],
+        ["model.path='earlier/model' is inside earlier/model, which this run replaces"],
     ),
     "a tokenizer that the run would replace": (
         ["output_dir=earlier", "overwrite=true", "data.tokenizer=earlier/model/../model", "data.vocab_size=1024"],
-        ["data.tokenizer='earlier/model/../model' lies in what this run replaces"],
+        ["data.tokenizer='earlier/model/../model' is inside earlier/model, which this run replaces"],
     ),
     "output is a file": (["output_dir=0.txt"], ["is a file"]),
     "output lies in a file": (["output_dir=0.txt/a/b"], ["0.txt, which is a file"]),

@@ -87,7 +87,7 @@ def test_what_was_shown_of_a_source_that_is_read_while_training_is_measured_too(
     sources = json.dumps([source, {**source, "streaming": True}])
     output = shown(workplace, "--rows", "40", "--set", "data.packing=none", "--set", f"data.sources={sources}")
     assert output.count("── row ") == 40
-    assert "is read while training: nothing of it is counted before" in output
+    assert "is streamed: its documents are not counted before training" in output
 
 
 def documents(*lengths, supervised=2):

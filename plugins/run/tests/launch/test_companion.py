@@ -150,7 +150,7 @@ def test_a_companion_respects_no_signal_that_its_rank_may_live_through_and_ends_
 def test_a_rank_without_a_companion_continues_and_says_so(monkeypatch):
     monkeypatch.setattr(external_watchdog, "SAFE_PYTHON", ("/nowhere/python",))
     with (
-        pytest.warns(UserWarning, match="nothing would end this rank once it is stopped: no process started"),
+        pytest.warns(UserWarning, match="no watchdog would end this rank if it is stopped: no process started"),
         external_watchdog.ExternalWatchdog(lambda: PATIENCE_S, INTERVAL_S),
     ):
         pass
@@ -175,7 +175,7 @@ def test_a_rank_that_is_stopped_and_alone_on_its_node_is_ended_and_the_run_conti
         os.kill(ranks[1], signal.SIGSTOP)
         assert come(lambda: not any(map(is_alive, ranks)), watchdog_s + SLACK_S), [agent.output for agent in agents]
         said = "".join(agent.output for agent in agents)
-        assert said.count(f"hangs: no sign of life for {0.9 * watchdog_s:.0f} s") == 1, said
+        assert said.count(f"hangs: no heartbeat for {0.9 * watchdog_s:.0f} s") == 1, said
         done = run.count_steps()
         assert wait_for_moment(agents[0], step_reached(run, done + 5)), agents[0].output
     finally:

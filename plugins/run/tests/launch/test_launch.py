@@ -113,7 +113,7 @@ def test_lost_peer_without_a_cause_is_reported_after_all(run):
     assert exit_code == 1
     assert err.count("rank 0 failed: ") == 1
     assert ECHOES.search(err)
-    assert err.endswith("no rank has said why: one may have been killed.\n")
+    assert err.endswith("no rank has reported why: one may have been killed.\n")
 
 
 @pytest.mark.slow

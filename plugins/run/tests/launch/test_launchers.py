@@ -114,7 +114,7 @@ def test_what_is_no_count_is_refused_by_name(name: str) -> None:
     start = STEP if name.startswith("SLURM") else OPEN_MPI
     given = {"RANK": "1", "WORLD_SIZE": "4"} if "SLURM" not in name and "OMPI" not in name else {}
     for value in ("", "one", "-1", "1.0"):
-        with pytest.raises(MeshError, match=f"{name}='{re.escape(value)}' is no count"):
+        with pytest.raises(MeshError, match=f"{name}='{re.escape(value)}' is not a count"):
             resolve_torchrun_variables({**variables(start), **given, name: value})
 
 
@@ -130,12 +130,12 @@ def test_ranks_that_see_several_devices_have_to_know_their_place(monkeypatch: py
     assert get_local_rank(8) == 0
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert get_local_rank(1) == 0
-    with pytest.raises(MeshError, match="which of the 8 devices here is its own"):
+    with pytest.raises(MeshError, match="which of the 8 devices on this node the rank uses"):
         get_local_rank(8)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert get_local_rank(8) == 3
     monkeypatch.setenv("LOCAL_RANK", "one")
-    with pytest.raises(MeshError, match="LOCAL_RANK='one' is no count"):
+    with pytest.raises(MeshError, match="LOCAL_RANK='one' is not a count"):
         get_local_rank(8)
 
 

@@ -1,4 +1,4 @@
-"""Which rank hangs, judged by signs of life without processes; which rank is a straggler."""
+"""Which rank hangs, judged by heartbeats without processes; which rank is a straggler."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ def test_without_signs_or_where_all_wait_nobody_stands_out(store, monkeypatch):
     write_heartbeat(store, 1, 0, INTERVAL_S)
     assert describe_hung_rank(store, 0, 2, lambda: [1]) is None
     write_heartbeat(store, 1, 0, INTERVAL_S)
-    assert "rank 1 did not come to where rank 0 waits" in str(describe_hung_rank(store, 0, 2, list))
+    assert "rank 1 did not reach the point where rank 0 waits" in str(describe_hung_rank(store, 0, 2, list))
     write_heartbeat(store, 1, 1, INTERVAL_S)
-    assert "no sign of life" in str(describe_hung_rank(store, 0, 2, list))
+    assert "no heartbeat" in str(describe_hung_rank(store, 0, 2, list))
 
 
 def sign(step: int = 5, part: int = 2, *, still_s: float = 9.0, waits: bool = False, **more: Any) -> HeartbeatRecord:

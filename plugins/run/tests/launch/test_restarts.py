@@ -120,7 +120,7 @@ def test_a_run_continues_with_fewer_ranks_where_one_is_broken_and_its_losses_sta
     # Four are tried once more, and three cannot share a batch of four.
     assert [each["ranks"] for each in _events(run, "restart")] == [4, 2]
     text = (tmp_path / "said").read_text()
-    assert "starting over: restart 2 of 3, on 2 ranks instead of 4" in text
+    assert "restarting the run (2 of 3), on 2 ranks instead of 4" in text
     assert "Traceback" not in text
     before, after = whole.read_metrics(), run.read_metrics()
     assert [each["step"] for each in after] == list(range(1, STEPS + 1))
@@ -161,10 +161,10 @@ def test_a_run_may_have_as_many_ranks_as_fit(changes: dict[str, Any], expected: 
     [
         ({"max_restarts": 1, "checkpoint": "{}"}, ConfigError, "saves no checkpoints .* Set checkpoint.every"),
         ({"max_restarts": 1, "resume": "never"}, ConfigError, "resume=never would start over"),
-        ({"elastic": "{min: 3}"}, ConfigError, "elastic.min=3, but this machine is to start 2 ranks"),
+        ({"elastic": "{min: 3}"}, ConfigError, "elastic.min=3, but this node starts 2 ranks"),
         ({"nproc": 3, "elastic": "{min: 3}", "batch_size": 8}, ConfigError, "batch_size=8 does not divide"),
         ({"elastic": "{min: 3, max: 2}"}, ConfigError, "min=3 is more than max=2"),
-        ({"elastic": "{}", "dp_size": 2}, ConfigError, "dp_size=2 among them; leave it out"),
+        ({"elastic": "{}", "dp_size": 2}, ConfigError, "all sizes are set; leave out dp_size=2"),
         ({"max_restarts": -1}, ConfigError, "max_restarts"),
     ],
     ids=str,
@@ -187,7 +187,7 @@ def test_a_run_is_restarted_until_it_has_been_so_often(tmp_path: Path, capsys: p
     for step, again in ((3, True), (3, True), (9, False)):
         _attempt(tmp_path, step)
         assert restarts.prepare_restart(1) is again
-    assert "restarted 2 times, which is max_restarts" in capsys.readouterr().err
+    assert "not restarted: max_restarts=2 is reached" in capsys.readouterr().err
     for code in (0, 2, 130, 143):
         assert not RestartPolicy(_config(tmp_path, max_restarts=2), [2]).prepare_restart(code)
 

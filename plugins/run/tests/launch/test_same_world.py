@@ -48,13 +48,13 @@ def test_each_world_has_a_prefix_of_its_own_whoever_comes_last(late: int) -> Non
 def test_who_died_while_it_asked_holds_up_nobody_and_ranks_that_do_not_come_are_named() -> None:
     store = dist.HashStore()
     (reported,) = _side_by_side(store, 2, {1: 0.0}, timeout_s=0.2)
-    assert reported.startswith("error: the rendezvous store is gone, or rank 0 has not come within 0.2 s")
+    assert reported.startswith("error: the rendezvous store is gone, or rank 0 did not answer within 0.2 s")
     # The first rank answers the word of the dead, too, and is confirmed by the one that lives.
     first, second = _side_by_side(store, 2, {0: 0.0, 1: 0.3})
     assert first == second
     assert not first.startswith("error")
     first, second = _side_by_side(dist.HashStore(), 4, {0: 0.0, 2: 0.0}, timeout_s=0.5)
-    assert first == "error: ranks 1, 3 of 4 have not come within 0.5 s."
+    assert first == "error: ranks 1, 3 of 4 did not connect within 0.5 s."
     assert not second.startswith("error")
 
 
@@ -91,7 +91,7 @@ def test_who_starts_over_after_a_hang_is_not_reported_it_again(tmp_path: Path) -
             os.kill(find_agent_ranks(process.pid)[1], signal.SIGSTOP)
             steps = run.count_steps()
             assert wait_for_moment(
-                process, lambda at=steps: process.output.count("hangs: no sign of life") >= 1 + (at > 12)
+                process, lambda at=steps: process.output.count("hangs: no heartbeat") >= 1 + (at > 12)
             )
         process.assert_succeeds()
     finally:
@@ -142,7 +142,7 @@ def test_a_rank_whose_peer_was_killed_on_another_node_waits_for_no_word_of_it(tm
         while is_alive(mine) and time.monotonic() < until_s:
             time.sleep(0.02)
         assert not is_alive(mine)
-        assert "no rank has said why: one may have been killed" in agents[0].output
+        assert "no rank has reported why: one may have been killed" in agents[0].output
     finally:
         for agent in agents:
             end_session(agent)
@@ -204,7 +204,7 @@ def test_a_node_that_is_cut_off_from_the_store_ends_by_itself(tmp_path: Path) ->
             for agent in agents:
                 end_session(agent)
     assert not left, reported
-    cut, other = ("gets no answer from the rendezvous store for 4 s", "hangs: no sign of life for 4 s")
+    cut, other = ("gets no answer from the rendezvous store for 4 s", "hangs: no heartbeat for 4 s")
     assert [cut in reported[0], cut in reported[1], other in reported[0], other in reported[1]] == [
         False,
         True,

@@ -144,7 +144,7 @@ def test_a_rank_that_is_stopped_ends_the_run_and_is_named(place, rank, ended, wo
     write_without_watchdog(workplace)
     exit_code, errors = ended(place, rank)
     assert exit_code == 1
-    assert re.match(rf"error: rank {rank} \(\S+ process \d+\) hangs: no sign of life for ", errors), errors
+    assert re.match(rf"error: rank {rank} \(\S+ process \d+\) hangs: no heartbeat for ", errors), errors
     assert errors.splitlines()[1:] == [SEE]
     assert f"rank {1 - rank}" not in errors
 
@@ -154,7 +154,7 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_with_the_place(ended, workpl
     write_without_watchdog(workplace)
     exit_code, errors = ended("code", 1)
     assert exit_code == 1
-    assert "error: rank 1 did not come to where rank 0 waits: rank 1 (" in errors
+    assert "error: rank 1 did not reach the point where rank 0 waits: rank 1 (" in errors
     assert re.search(r"is at \S+hang_targets\.py:\d+ in sleep_forever\.", errors), errors
     assert errors.splitlines()[1:] == [SEE]
 
@@ -195,12 +195,12 @@ def test_a_rank_that_stands_still_is_named_and_all_stacks_are_kept(place, rank, 
 def is_about_a_stopped_rank(out: Path, rank: int, errors: str) -> None:
     (hang,) = events(out, "hang")
     assert time.time() - hang["since"] < WATCHDOG_S + GRACE_S
-    assert re.search(rf"error: rank {rank} \(\S+ process \d+\) hangs: no sign of life for [45] s\.", errors), errors
+    assert re.search(rf"error: rank {rank} \(\S+ process \d+\) hangs: no heartbeat for [45] s\.", errors), errors
     assert "raise watchdog_s. The stacks of all ranks are in " in errors
     assert (hang["rank"], hang["is_silent"]) == (rank, True)
     with pytest.raises(ProcessLookupError):
         os.kill(int(hang["process"].split()[-1]), 0)
-    assert "as of the last sign" in (out / "faults" / f"rank-{rank:05}-stacks.txt").read_text()
+    assert "as of the last heartbeat" in (out / "faults" / f"rank-{rank:05}-stacks.txt").read_text()
     assert "in train_step" in (out / "faults" / f"rank-{1 - rank:05}-stacks.txt").read_text()
 
 

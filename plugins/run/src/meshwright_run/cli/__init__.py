@@ -1,1 +1,1 @@
-"""The commands of a run: `train`, `data`, `checkpoint`, `export` and `schema`."""
+"""Empty; the commands are in `meshwright_run.commands`."""

@@ -1,1 +1,1 @@
-"""The ranks of one machine: their start and end, signs of life, and reports of failures."""
+"""Start and end of the ranks of one node, their heartbeats, and reports of failures."""

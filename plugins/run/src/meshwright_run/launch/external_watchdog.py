@@ -1,10 +1,10 @@
-"""A process beside a rank that kills it once it is stopped: `python -m meshwright_run.launch.external_watchdog PID
+"""Watchdog process that kills its rank if the rank is stopped: `python -m meshwright_run.launch.external_watchdog PID
 SECONDS`.
 
-[Note: a rank that is stopped] It cannot end itself, its peers may all be on other machines, and a stopped process does
-not get the SIGTERM of torchrun's agent or srun. So a rank that another launcher than `local` has started tells a
-companion again and again for how long it may be silent; after longer silence the companion sends SIGKILL. What stops
-all processes of a job stops the companion too, which does not count that time. It ends with the rank.
+[Note: stopped ranks] A stopped rank cannot end itself, its peers may all be on other nodes, and a stopped process does
+not handle the SIGTERM of torchrun's agent or srun. So a rank that was not started by `local` pings a watchdog process,
+each time with the time for which it may be silent. After a longer silence the watchdog sends SIGKILL. If all processes
+of the job are stopped, so is the watchdog, which does not count that time. The watchdog ends with the rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contextlib import suppress
 from meshwright.plugin import SAFE_PYTHON, ProcessHandle, warn
 
 MIN_INTERVAL_S = 1.0
-"""A word takes a quarter of a millisecond of a CPU, on both sides."""
+"""Minimum time between two pings. A ping takes a quarter of a millisecond of CPU time on both sides."""
 _PING = struct.Struct("d")
 _MAX_PINGS = 512
 _IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -32,9 +32,9 @@ _IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 class ExternalWatchdog(threading.Thread):
-    """The companion of this rank, as a context manager; see [Note: a rank that is stopped]. After an error it stays.
+    """Context manager that runs the watchdog of this rank; see [Note: stopped ranks]. After an error, it keeps running.
 
-    `silence_limit_s` returns for how long this rank may be silent later; the companion waits `interval_s` longer.
+    `silence_limit_s` returns the time for which this rank may be silent; the watchdog waits `interval_s` longer.
     """
 
     def __init__(self, silence_limit_s: Callable[[], float], interval_s: float) -> None:
@@ -49,7 +49,7 @@ class ExternalWatchdog(threading.Thread):
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, bufsize=0)
         except OSError as error:
-            warn(f"nothing would end this rank once it is stopped: no process started: {error}", stacklevel=2)
+            warn(f"no watchdog would end this rank if it is stopped: no process started: {error}", stacklevel=2)
             return self
         if self._process.stdin is not None:
             os.set_blocking(self._process.stdin.fileno(), False)
@@ -69,30 +69,30 @@ class ExternalWatchdog(threading.Thread):
             self.ping()
 
     def ping(self) -> None:
-        """Send a word, from any thread."""
+        """Send a ping; may be called from any thread."""
         if self._process is not None and self._process.stdin is not None:
-            # A companion that does not read is stopped itself, or has ended.
+            # A watchdog that does not read is stopped itself, or has ended.
             with suppress(OSError):
                 os.write(self._process.stdin.fileno(), _PING.pack(self._silence_limit_s() + self._interval_s))
 
 
 def kill_when_silent(rank_pid: int, pings_fd: int, interval_s: float) -> None:
-    """Kill `rank_pid`, the parent of this process, after too long a silence in the file `pings_fd`; return when it
-    ends."""
-    patience_s, silent_s, last_s = math.inf, 0.0, time.monotonic()
-    # Opened while it is the parent, it cannot be another process with the same pid.
+    """Kill `rank_pid`, the parent of this process, if no ping arrives on `pings_fd` for too long. Returns when the rank
+    has ended."""
+    limit_s, silent_s, last_s = math.inf, 0.0, time.monotonic()
+    # If it is the parent after this, the handle is not that of a later process with the same pid.
     process = ProcessHandle(rank_pid)
     while os.getppid() == rank_pid:
-        has_come = select.select([pings_fd], [], [], interval_s)[0]
+        has_ping = select.select([pings_fd], [], [], interval_s)[0]
         elapsed_s, last_s = time.monotonic() - last_s, time.monotonic()
-        # More than two intervals: this process was stopped itself.
-        silent_s = 0.0 if has_come else silent_s + min(elapsed_s, 2 * interval_s)
-        if has_come:
+        # If more than two intervals have passed, this process was stopped itself.
+        silent_s = 0.0 if has_ping else silent_s + min(elapsed_s, 2 * interval_s)
+        if has_ping:
             read = os.read(pings_fd, _MAX_PINGS * _PING.size)
             if not read:
                 return
-            (patience_s,) = _PING.unpack(read[-_PING.size :])
-        if silent_s > patience_s:
+            (limit_s,) = _PING.unpack(read[-_PING.size :])
+        if silent_s > limit_s:
             process.send_signal(signal.SIGKILL)
             return
 

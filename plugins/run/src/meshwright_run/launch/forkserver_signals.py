@@ -1,8 +1,8 @@
-"""The fork server's first import: from here on Ctrl-C ends it at once and in silence, whatever it is importing.
+"""First import of the fork server: afterwards Ctrl-C ends it at once and silently, whatever it is importing.
 
-It starts with SIGINT blocked, so that an earlier interrupt waits instead of printing a traceback. It ignores the other
-signals that schedulers send to all processes, since it reports to the launcher when ranks end; it ends with the
-launcher. Ranks are forked from it and begin by calling `restore_signals`.
+It starts with SIGINT blocked, so that an earlier interrupt is delayed instead of printing a traceback. It ignores the
+other signals that schedulers send to all processes, since it reports ends of ranks to the launcher. It ends with the
+launcher. Ranks are forked from it and first call `restore_signals`.
 """
 
 import signal
@@ -11,7 +11,7 @@ _SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGU
 
 
 def restore_signals() -> None:
-    """Restore the default handlers of these signals, in a rank."""
+    """Restore the default handlers of the ignored signals, in a rank."""
     for number in _SCHEDULER_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 

@@ -1,10 +1,10 @@
-"""Find the rank that hangs from the signs of life of all ranks.
+"""Find the rank that hangs from the heartbeats of all ranks.
 
-[Note: who hangs] The ranks at the earliest position (see [Note: positions] in `mesh.progress`) hold up the others. If
-they all have stood still for too long, there is a hang. The culprits are those of them that do not wait for others; if
-several are left, those that have started fewer collectives of a group than other ranks of it, by torch's flight
-recorder (with NCCL the host waits for the device, and not in torch.distributed); then those with fewer microbatches
-done.
+[Note: culprits] The ranks at the earliest position (see [Note: positions] in `meshwright.mesh.progress`) delay the
+others. If all of them have stalled for too long, there is a hang. Its culprits are those that do not wait for others.
+Of several, they are those that have started fewer collectives of a group than other ranks of the group, by torch's
+flight recorder (with NCCL the host waits for the device, not in torch.distributed). Of several again, they are those
+that have finished fewer micro-batches.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 FINISHED = -1
-"""The count of a rank whose main function has returned."""
+"""Sequence number of a rank whose main function has returned."""
 MAX_FRAMES = 40
-"""Frames of the main thread's stack in a sign."""
+"""Maximum frames of the main thread's stack in a heartbeat."""
 _WAIT_FUNCTIONS = frozenset({"wait", "_send_receive"})
-"""Functions of this project in which a rank waits for others."""
+"""Names of functions of this project in which a rank waits for others."""
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """What a rank reports once there is a hang."""
+    """Report of one rank about a hang."""
 
     heartbeat: HeartbeatRecord
     counts: CollectiveCounts = field(default_factory=dict)
@@ -43,18 +43,18 @@ class HangReport:
 def read_heartbeats(
     store: Store, ranks: Sequence[int], known_ranks: Collection[int] = ()
 ) -> dict[int, HeartbeatRecord]:
-    """Return the last sign of each rank that has given one; of the `known_ranks` ranks this is not asked first."""
+    """Return the last heartbeat of each rank that has sent one; `known_ranks` are known to have sent one."""
     keys = {rank: str(rank) for rank in ranks if rank in known_ranks or store.check([str(rank)])}
     values = store.multi_get(list(keys.values())) if keys else []
     return {rank: HeartbeatRecord.from_json(value) for rank, value in zip(keys, values, strict=True)}
 
 
 def inspect_main_thread() -> tuple[bool, str, tuple[str, ...]]:
-    """Return whether the main thread waits for other ranks, where it is outside of torch, and its stack."""
+    """Return whether the main thread waits for other ranks, its location outside of torch, and its stack."""
     ident = threading.main_thread().ident
     innermost = sys._current_frames().get(ident) if ident is not None else None
     frames = [] if innermost is None else [frame for frame, _ in traceback.walk_stack(innermost)]
-    waits, place = False, "(not known)"
+    waits, location = False, "(not known)"
     for frame in frames:
         parts = frame.f_code.co_filename.split(os.sep)
         is_torch = "torch" in parts
@@ -64,9 +64,9 @@ def inspect_main_thread() -> tuple[bool, str, tuple[str, ...]]:
         )
         waits = waits or is_waiting
         if not is_torch and frame.f_code.co_filename != threading.__file__:
-            place = _format_frame(frame)
+            location = _format_frame(frame)
             break
-    return waits, place, tuple(map(_format_frame, frames[:MAX_FRAMES]))
+    return waits, location, tuple(map(_format_frame, frames[:MAX_FRAMES]))
 
 
 def _format_frame(frame: FrameType) -> str:
@@ -75,27 +75,30 @@ def _format_frame(frame: FrameType) -> str:
 
 
 def find_stalled_ranks(heartbeats: Mapping[int, HeartbeatRecord], limit_s: float) -> list[int]:
-    """Return the ranks at the earliest position, if they all have stood still for longer; see [Note: who hangs]."""
+    """Return the ranks at the earliest position, if all stall for longer than `limit_s`; see [Note: culprits]."""
     last = _find_rearmost(heartbeats)
     too_long = all(
-        sign.stalled_s > limit_s and sign.phase.is_warmed_up and not sign.phase.may_stall for sign in last.values()
+        record.stalled_s > limit_s and record.phase.is_warmed_up and not record.phase.may_stall
+        for record in last.values()
     )
     return list(last) if last and too_long else []
 
 
 def find_culprits(reports: Mapping[int, HangReport]) -> list[int]:
-    """Return the ranks to name; see [Note: who hangs]."""
-    found = list(_find_rearmost({rank: report.heartbeat for rank, report in reports.items()}))
-    found = [rank for rank in found if not reports[rank].heartbeat.is_communicating] or found
-    found = [rank for rank in found if _is_behind(rank, reports)] or found
-    fewest = min((reports[rank].heartbeat.phase.num_ticks for rank in found), default=0)
-    return [rank for rank in found if reports[rank].heartbeat.phase.num_ticks == fewest]
+    """Return the ranks that cause the hang; see [Note: culprits]."""
+    ranks = list(_find_rearmost({rank: report.heartbeat for rank, report in reports.items()}))
+    ranks = [rank for rank in ranks if not reports[rank].heartbeat.is_communicating] or ranks
+    ranks = [rank for rank in ranks if _is_behind(rank, reports)] or ranks
+    fewest = min((reports[rank].heartbeat.phase.num_ticks for rank in ranks), default=0)
+    return [rank for rank in ranks if reports[rank].heartbeat.phase.num_ticks == fewest]
 
 
 def _find_rearmost(heartbeats: Mapping[int, HeartbeatRecord]) -> dict[int, HeartbeatRecord]:
-    going = {rank: sign for rank, sign in heartbeats.items() if sign.sequence_number != FINISHED}
-    earliest = min(((sign.phase.step, sign.phase.phase_index) for sign in going.values()), default=None)
-    return {rank: sign for rank, sign in going.items() if (sign.phase.step, sign.phase.phase_index) == earliest}
+    running = {rank: record for rank, record in heartbeats.items() if record.sequence_number != FINISHED}
+    earliest = min(((record.phase.step, record.phase.phase_index) for record in running.values()), default=None)
+    return {
+        rank: record for rank, record in running.items() if (record.phase.step, record.phase.phase_index) == earliest
+    }
 
 
 def _is_behind(rank: int, reports: Mapping[int, HangReport]) -> bool:
@@ -105,38 +108,38 @@ def _is_behind(rank: int, reports: Mapping[int, HangReport]) -> bool:
 
 
 def format_stall(ranks: Sequence[int], heartbeats: Mapping[int, HeartbeatRecord]) -> str:
-    """Return the message about ranks that live and do not move."""
+    """Return the message about ranks that send heartbeats but make no progress."""
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {', '.join(map(str, ranks))}"
-    sign = heartbeats[ranks[0]]
+    record = heartbeats[ranks[0]]
     return (
-        f"{which} hangs: no progress for {sign.stalled_s:.1f} s in step {sign.phase.step}, phase {sign.phase.name}: "
-        f"{_format_locations(ranks, heartbeats)}. If a phase may take so long, raise watchdog_s."
+        f"{which} hangs: no progress for {record.stalled_s:.1f} s in step {record.phase.step}, phase "
+        f"{record.phase.name}: {_format_locations(ranks, heartbeats)}. If a phase may take that long, raise watchdog_s."
     )
 
 
 def format_silence(
     ranks: Sequence[int], heartbeats: Mapping[int, HeartbeatRecord], duration: str, option: str = "timeout_s"
 ) -> str:
-    """Return the message about ranks that give no sign of life; `option` of the run file sets how long they may."""
+    """Return the message about ranks that send no heartbeat; `option`: the key of the run file that sets the limit."""
     rank, others = ranks[0], ", ".join(map(str, ranks[1:]))
-    sign = heartbeats.get(rank)
+    record = heartbeats.get(rank)
     who, where = f"rank {rank}", ""
-    if sign is not None:
-        step = f", in step {sign.phase.step}, phase {sign.phase.name}" if sign.phase.step else ""
-        who, where = f"{who} ({sign.process})", f" It was last at {sign.location}{step}."
-    more = f" So do the ranks {others}." if others else ""
+    if record is not None:
+        step = f", in step {record.phase.step}, phase {record.phase.name}" if record.phase.step else ""
+        who, where = f"{who} ({record.process})", f" It was last at {record.location}{step}."
+    more = f" The ranks {others} send none either." if others else ""
     return (
-        f"{who} hangs: no sign of life for {duration}.{where}{more} Its process is stopped or starved, or its machine "
-        f"is cut off. If such pauses are to be tolerated, raise {option}."
+        f"{who} hangs: no heartbeat for {duration}.{where}{more} Its process is stopped or starved, or its node is "
+        f"unreachable. If such pauses are normal, raise {option}."
     )
 
 
 def format_disconnect(rank: int, heartbeat: HeartbeatRecord, duration: str, option: str) -> str:
-    """Return the message of a rank that gets no answer from a launcher's store; arguments as of `format_silence`."""
+    """Return the message of a rank whose launcher's store does not answer; arguments as in `format_silence`."""
     return (
-        f"rank {rank} ({heartbeat.process}) gets no answer from the rendezvous store for {duration}: its machine is "
-        "cut off from that of the launcher that hosts it, or that one is stopped. It ends, since others will continue "
-        f"without it. If such pauses are to be tolerated, raise {option}."
+        f"rank {rank} ({heartbeat.process}) gets no answer from the rendezvous store for {duration}: its node cannot "
+        "reach the launcher that hosts the store, or that launcher is stopped. The rank ends, since others will "
+        f"continue without it. If such pauses are normal, raise {option}."
     )
 
 
@@ -147,23 +150,23 @@ def _format_locations(ranks: Sequence[int], heartbeats: Mapping[int, HeartbeatRe
 def describe_hung_rank(
     store: Store, own_rank: int, size: int, find_timed_out: Callable[[], Collection[int]]
 ) -> str | None:
-    """Name the rank that others wait for without effect, after a collective of this rank `own_rank` has timed out.
+    """Return a message that names the rank that hangs, after a collective of this rank `own_rank` has timed out.
 
-    `find_timed_out` returns the ranks whose collectives have timed out, too.
+    `find_timed_out` returns the other ranks whose collectives have timed out. None if no rank stands out.
     """
     others = [rank for rank in range(size) if rank != own_rank]
     before = read_heartbeats(store, others)
     if not before:
         return None
-    time.sleep(2.5 * max(sign.interval_s for sign in before.values()))
+    time.sleep(2.5 * max(record.interval_s for record in before.values()))
     after = read_heartbeats(store, others, before)
     silent = [
         rank
-        for rank, sign in after.items()
-        if rank in before and sign.sequence_number == before[rank].sequence_number != FINISHED
+        for rank, record in after.items()
+        if rank in before and record.sequence_number == before[rank].sequence_number != FINISHED
     ]
     if silent:
-        return format_silence(silent, after, f"{2.5 * after[silent[0]].interval_s:.0f} s and more")
+        return format_silence(silent, after, f"{2.5 * after[silent[0]].interval_s:.0f} s or more")
     waiting = set(find_timed_out())
     busy = [
         rank
@@ -173,6 +176,6 @@ def describe_hung_rank(
     if not busy:
         return None
     return (
-        f"{'rank' if len(busy) == 1 else 'ranks'} {', '.join(map(str, busy))} did not come to where rank {own_rank} "
-        f"waits: {_format_locations(busy, after)}. If that may take so long, raise timeout_s."
+        f"{'rank' if len(busy) == 1 else 'ranks'} {', '.join(map(str, busy))} did not reach the point where rank "
+        f"{own_rank} waits: {_format_locations(busy, after)}. If that may take this long, raise timeout_s."
     )

@@ -1,16 +1,16 @@
-"""Start the ranks of one machine and wait for them: the parent's side of `meshwright train`.
+"""Start the ranks of one node and wait for them: the parent's side of `meshwright train`.
 
 torch's elastic agent starts the processes, hosts their rendezvous store and watches them. This module adds a fork
-server that has imported torch once for all ranks, an exit code, and silence: the failing rank reports what went wrong
-(see [Note: one report per failure] in `rank`), or this module if a signal killed it. Torch is imported only where it is
-used, so that the fork server can import it while the parent validates.
+server that imports torch once for all ranks, and an exit code. It silences the agent: the failing rank reports its
+error (see [Note: one report per failure] in `rank_process`), or this module if a signal killed it. Torch is imported
+only where it is used, so that the fork server can import it while the parent validates.
 
-[Note: nobody is left behind] After the failure of a peer the agent sends SIGTERM, and `_Reaper` kills a rank that does
-not respect it; after a signal to the parent the agent passes it on and then kills; after an exception in the parent
-`_kill_leftover_children` kills; after the parent's sudden death a thread in each rank does.
+[Note: no leftover processes] After the failure of a peer, the agent sends SIGTERM, and `_Reaper` kills ranks that do
+not exit. After a signal to the parent, the agent forwards it and then kills. After an exception in the parent,
+`_kill_leftover_children` kills. If the parent is killed, a thread in each rank ends the rank.
 
-[Note: signals that are waited for] torch's agent would kill ranks soon after a signal. A signal that asks them to stop
-in order (see [Note: stopping] in `meshwright.base.stopping`) is passed on here; the second one is the agent's.
+[Note: forwarded signals] torch's agent would kill ranks soon after a signal. This module forwards the first signal that
+asks the run to stop (see [Note: stopping] in `meshwright.base.stopping`); the agent handles the second one.
 
 Source: torch.distributed.launcher.api; multiprocessing.forkserver.
 """
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
     StatusQueue: TypeAlias = SimpleQueue[tuple[int, tuple[int, str] | None]]
-    """A rank signs with its pid and identity when it starts, and with None when it is done."""
+    """Each rank puts its number and, when it starts, its pid and identity; when it is done, None."""
 
 PRELOAD = (
     "meshwright_run.launch.forkserver_signals",
@@ -66,31 +66,31 @@ PRELOAD = (
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
 )
-"""Modules that the fork server imports once for all ranks. If one is missing, the ranks report it."""
+"""Modules that the fork server imports once for all ranks. If one is missing, the ranks raise the error."""
 
 MONITOR_INTERVAL_S = 0.1
 
 KILL_DELAY_S = 2
-"""From the first death, or the signal, to SIGKILL for the ranks that remain; less than
+"""Time from the end of the first rank, or the signal, to SIGKILL for the remaining ranks; less than
 `rank_process.PEER_FAILURE_WAIT_S`."""
 
 _NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
-    """Start the fork server, which imports torch, transformers and `preload` in the background, and return at once.
+    """Start the fork server, which imports torch, transformers and `preload` in the background. Returns at once.
 
-    Ranks are forked from it, so they see this process's environment as it is now. A second call does nothing.
+    Ranks are forked from it, so they have the environment that this process has now. A second call does nothing.
     """
     multiprocessing.set_forkserver_preload([*PRELOAD, *preload])
     threads = os.environ.get("OMP_NUM_THREADS")
-    # With one thread, torch and numpy start no thread pool on import: threads do not survive the fork into a rank.
+    # With one thread, torch and numpy start no thread pool on import; threads would not survive the fork into a rank.
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         with safe_path_enabled():
-            # The server would start the tracker otherwise, and that ends with SIGINT let through.
+            # Otherwise the server would start the tracker, which unblocks SIGINT.
             resource_tracker.ensure_running()
-            # The server inherits the mask; see meshwright_run.launch.forkserver_signals.
+            # The server inherits the signal mask; see `forkserver_signals`.
             with block_interrupts():
                 forkserver.ensure_running()
     finally:
@@ -108,16 +108,16 @@ def launch_ranks(
     show_traceback: bool = False,
     forwarded_signals: Sequence[str] = (),
 ) -> int:
-    """Run `main(store, *args)` on `nproc` ranks of this machine, each in a process of its own, and wait for them.
+    """Run `main(store, *args)` on `nproc` ranks of this node, each in its own process, and wait for them.
 
-    Each rank runs it under `rank_process.run_guarded`; `main` is at the top level of a module, and pickled with `args`.
-    The ranks handle the signals in `forwarded_signals` as `StopSignals` does: the first is passed on, and they take all
-    the time they need. A second one ends the job, as any other signal does at once. Returns 0, the exit code of the
-    rank that failed first (1 when a signal killed it), or 128 plus the number of the signal that ended the wait (130
-    for Ctrl-C).
+    Each rank runs it under `rank_process.run_guarded`. `main` must be at the top level of a module; it is pickled with
+    `args`. The ranks handle the signals in `forwarded_signals` as `StopSignals` does: the first one is forwarded, and
+    there is no limit on the time until they stop. A second one, or any other signal, ends the job at once. Returns 0,
+    the exit code of the rank that failed first (1 if a signal killed it), or 128 plus the number of the signal that
+    ended the wait (130 for Ctrl-C).
     """
     if nproc < 1:
-        raise ConfigError(f"no rank to start: nproc={nproc}. It must be at least 1.")
+        raise ConfigError(f"nproc={nproc} starts no rank. It must be at least 1.")
     try:
         start_fork_server()
         with block_interrupts():  # torch's import can swallow a KeyboardInterrupt
@@ -135,7 +135,7 @@ def launch_ranks(
 
 
 def _wait_for_fork_server() -> None:
-    """Return when the fork server has imported all: on Ctrl-C the agent would forget a rank that waits for it."""
+    """Wait until the fork server has imported its modules. On Ctrl-C, the agent would miss a rank that waits for it."""
     probe = multiprocessing.get_context("forkserver").Process(target=int, daemon=True)
     probe.start()
     probe.join()
@@ -151,16 +151,16 @@ def _run_agent(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    roll: StatusQueue = multiprocessing.get_context("forkserver").SimpleQueue()
-    order = _RankTask(main, args, _threads_per_rank(nproc), show_traceback, roll)
+    status_queue: StatusQueue = multiprocessing.get_context("forkserver").SimpleQueue()
+    task = _RankTask(main, args, _threads_per_rank(nproc), show_traceback, status_queue)
     try:
-        with _Reaper(roll) as reaper, forward_signals(forwarded_signals, reaper.unfinished_ranks) as passed:
-            elastic_launch(_launch_config(nproc, forwarded_signals), _run_rank)(order)
+        with _Reaper(status_queue) as reaper, forward_signals(forwarded_signals, reaper.unfinished_ranks) as forwarded:
+            elastic_launch(_launch_config(nproc, forwarded_signals), _run_rank)(task)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        if failure.exitcode < 0 and passed:
-            # Killed before they could save anything.
-            return 128 + passed[0]
+        if failure.exitcode < 0 and forwarded:
+            # The rank was killed before it could save.
+            return 128 + forwarded[0]
         if failure.exitcode > 0:
             return failure.exitcode
         hint = " (for instance: out of memory)" if -failure.exitcode == signal.SIGKILL else ""
@@ -195,7 +195,7 @@ def _launch_config(nproc: int, forwarded_signals: Sequence[str]) -> LaunchConfig
 
 @dataclass(frozen=True)
 class _RankTask:
-    """All arguments of a rank as one: the agent substitutes macros in arguments that are strings."""
+    """All arguments of a rank in one object, since the agent substitutes macros in arguments that are strings."""
 
     main: Callable[..., object]
     args: tuple[Any, ...]
@@ -227,7 +227,7 @@ def _run_rank(task: _RankTask) -> None:
 
 
 class _Reaper(threading.Thread):
-    """Kills ranks that still live KILL_DELAY_S after one has died before it was done; the agent would wait 30 s."""
+    """Thread that kills ranks which still run KILL_DELAY_S after a rank has failed; the agent would wait 30 s."""
 
     def __init__(self, status_queue: StatusQueue) -> None:
         super().__init__(name="meshwright-reaper", daemon=True)
@@ -244,7 +244,7 @@ class _Reaper(threading.Thread):
         self.join()
 
     def unfinished_ranks(self) -> list[ProcessHandle]:
-        """Return the ranks that have started, and not ended well."""
+        """Return the ranks that have started and are not done."""
         return list(self._ranks.values())
 
     def run(self) -> None:
@@ -269,16 +269,16 @@ class _Reaper(threading.Thread):
 
 
 def _threads_per_rank(nproc: int) -> int:
-    """Return OMP_NUM_THREADS where the user has set it, else an equal share of the CPUs."""
-    wish = os.environ.get("OMP_NUM_THREADS", "")
-    if wish.isdecimal() and int(wish) > 0:
-        return int(wish)
+    """Return OMP_NUM_THREADS if it is set, otherwise an equal share of the CPU cores."""
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    if setting.isdecimal() and int(setting) > 0:
+        return int(setting)
     return max(1, count_usable_cores() // nproc)
 
 
 @contextmanager
 def _kill_leftover_children() -> Iterator[None]:
-    """Kill processes that the context leaves behind; on the main thread, since polling races with the agent's."""
+    """Kill child processes that the context leaves behind. Call it in the main thread: polling races with the agent."""
     others = set(multiprocessing.active_children())
     try:
         yield
@@ -290,7 +290,7 @@ def _kill_leftover_children() -> Iterator[None]:
 
 @contextmanager
 def _silence_agent_logs() -> Iterator[None]:
-    """Silence the agent's logs about failures: its ranks have reported them, or `launch` will."""
+    """Silence the agent's logs about failures, which its ranks have reported, or `_run_agent` will report."""
     loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
     propagated = [logger.propagate for logger in loggers]
     silence = logging.NullHandler()
@@ -308,34 +308,34 @@ def _silence_agent_logs() -> Iterator[None]:
 # -- signals to this process
 
 AGENT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-"""Signals that the agent passes on before it kills."""
+"""Signals that the agent forwards before it kills."""
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 @contextmanager
 def forward_signals(names: Sequence[str], find_processes: Callable[[], Sequence[ProcessHandle]]) -> Iterator[list[int]]:
-    """Pass on the first of some signals to the ranks; yield a list that gets the numbers of those passed on."""
+    """Forward the first of some signals to the ranks; yield a list to which the number of that signal is added."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    passed: list[int] = []
+    forwarded: list[int] = []
     first_s = 0.0
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal first_s
-        again, ranks = bool(passed) and time.monotonic() - first_s > SIGNAL_DEBOUNCE_S, find_processes()
+        again, ranks = bool(forwarded) and time.monotonic() - first_s > SIGNAL_DEBOUNCE_S, find_processes()
         if again or not ranks:
             raise SignalException(f"got {get_signal_name(number)}", sigval=signal.Signals(number))
-        if not passed:
+        if not forwarded:
             first_s = time.monotonic()
-            passed.append(number)
-            # Not by a stream, which the handler may have interrupted.
+            forwarded.append(number)
+            # Streams are not reentrant: the handler may have interrupted a write to this one.
             os.write(2, f"{format_stop_notice(number)}\n".encode())
             for each in ranks:
                 each.send_signal(number)
 
     before = {name: signal.signal(signal.Signals[name], handle) for name in names}
     try:
-        yield passed
+        yield forwarded
     finally:
         for name, handler in before.items():
             signal.signal(signal.Signals[name], handler)
@@ -343,7 +343,7 @@ def forward_signals(names: Sequence[str], find_processes: Callable[[], Sequence[
 
 @contextmanager
 def block_interrupts() -> Iterator[None]:
-    """Keep Ctrl-C waiting until the end of the context."""
+    """Delay Ctrl-C until the end of the context."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -353,7 +353,7 @@ def block_interrupts() -> Iterator[None]:
 
 @contextmanager
 def restore_signal_handlers() -> Iterator[None]:
-    """Restore the signal handlers, and the variable naming them, that the agent leaves behind."""
+    """Restore the signal handlers that the agent replaces, and the environment variable that lists them."""
     before = os.environ.get(_SIGNALS_VARIABLE)
     handlers = {name: signal.getsignal(signal.Signals[name]) for name in AGENT_SIGNALS}
     try:
