@@ -92,10 +92,7 @@ class FakeTensorDispatcher:
 
 
 def _rewrite_grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return the call that allocates the result of `_grouped_mm`, with rows padded to multiples of 16 bytes.
-
-    `_grouped_mm` itself refuses fake tensors in all dtypes but bfloat16.
-    """
+    """Replace `_grouped_mm`, which takes only bfloat16 fake tensors, by an allocation with rows padded to 16 bytes."""
     left, right = args[:2]
     if left.dim() == right.dim() == 2:
         offsets = args[2] if len(args) > 2 else kwargs["offs"]
