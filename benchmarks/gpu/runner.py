@@ -139,7 +139,7 @@ def run_command(command: Sequence[str], place: Path, *, limit_s: float, until: s
     if (run / "metrics.jsonl").is_file():
         found["steps"] = _lines(run / "metrics.jsonl")[-3:]
         found["events"] = _lines(run / "events.jsonl")
-    if planned := [line for line in text.splitlines() if line.startswith(("planned:", "plan beside"))]:
+    if planned := [line for line in text.splitlines() if line.startswith(("planned:", "plan compared"))]:
         found["planned"] = planned
     return found if ending == "done" else {**found, "output": text[-LOG_CHARACTERS:]}
 

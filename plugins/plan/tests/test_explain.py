@@ -17,8 +17,8 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 32}
 RUN: dict[str, Any] = {"model": {"model_type": "llama", **SIZES}, "data": {"corpus": "nothing/*.txt", "seq_len": 16}}
 RUN |= {"steps": 100, "batch_size": 8, "micro_batch_size": 2, "output_dir": "out", "device": "cpu"}
-HOLDS, SENT = "Who holds what, of each rank", "What is sent in a step, of each rank"
-STEP, SAVED = "A step", "Checkpoints, signals, and resuming"
+HOLDS, SENT = "Memory of each rank", "Communication of each rank in a step"
+STEP, SAVED = "A step", "Checkpoints, signals and resuming"
 
 
 def config(*changes: str) -> RunConfig:
@@ -32,7 +32,7 @@ def said(facts: RunFacts) -> dict[str, str]:
 def test_who_holds_what_and_what_is_sent_follow_the_layout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = said(collect_facts(config("strategy=fsdp2", "dp_replicate_size=2"), 4))
-    divided = "1/2 of the whole (148 kB), divided along dp_shard; ranks along dp_replicate have copies."
+    divided = "1/2 of the full 148 kB, sharded along dp_shard; replicated along dp_replicate."
     assert divided in found[HOLDS]
     for sent in ("reduce-scatters among the 2 ranks of dp_shard", "all-reduces among the 2 ranks of dp_replicate"):
         assert sent in found[SENT]
@@ -44,11 +44,11 @@ def test_one_rank_holds_the_whole_and_sends_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     alone = collect_facts(config("strategy=single"), 1)
     found = said(alone)
-    assert ("divided" in found[HOLDS], found[HOLDS].count("the whole."), found[SENT]) == (False, 3, "nothing.")
-    assert "in 4 passes of 2, whose gradients are added up" in found[STEP]
-    assert "None are saved" in found[SAVED]
+    assert ("along" in found[HOLDS], found[HOLDS].count("unsharded."), found[SENT]) == (False, 3, "none.")
+    assert "in 4 microbatches of 2, whose gradients are accumulated" in found[STEP]
+    assert "No checkpoints are saved" in found[SAVED]
     saved = said(replace(alone, config=config("strategy=single", "checkpoint.every=7")))[SAVED]
-    assert ("Saved every 7 steps" in saved, "None are saved" in saved) == (True, False)
+    assert ("saved every 7 steps" in saved, "No checkpoints are saved" in saved) == (True, False)
 
 
 def test_learning_rates_are_those_that_the_schedule_gives(tmp_path, monkeypatch):

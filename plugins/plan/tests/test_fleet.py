@@ -177,12 +177,15 @@ def test_failures_are_as_many_as_their_rate_says():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"checkpoints": CheckpointSchedule(25, 1.0)}, "saves every 25 steps and copies every 24 do not meet"),
-        ({"replicas": ReplicaSchedule(24, 1.0, 200.0)}, "copy every 33 steps, or more"),
+        (
+            {"checkpoints": CheckpointSchedule(25, 1.0)},
+            "checkpoints every 25 steps and replicas every 24 do not coincide",
+        ),
+        ({"replicas": ReplicaSchedule(24, 1.0, 200.0)}, "replicate every 33 steps or more"),
         ({"ranks": 8}, "8 ranks are on one node"),
         (
             {"pair_failure_fraction": 0.9},
-            "pair_failure_fraction=0.9 of the failures is a part of node_failure_fraction=0.78",
+            "pair_failure_fraction=0.9 must be at most node_failure_fraction=0.78",
         ),
     ],
 )

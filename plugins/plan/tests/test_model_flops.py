@@ -133,9 +133,9 @@ class _Unseen(nn.Embedding):
 def test_what_cannot_be_counted_says_why() -> None:
     found = count_model_flops(_job(functools.partial(_Unseen, VOCAB, 8)))
     assert found.per_token is None
-    assert "it looks at what is known on real ranks alone" in found.unavailable_reason
+    assert "it reads values that exist only on real ranks" in found.unavailable_reason
     found = count_model_flops(_job(_llama), get_objective("dpo"))
-    assert found == ModelFlops(None, "the objective 'dpo' counts something else than tokens")
+    assert found == ModelFlops(None, "the objective 'dpo' does not count tokens")
     counted = count_model_flops(_job(_llama), get_objective({"name": "cross_entropy", "label_smoothing": 0.1}))
     assert counted == count_model_flops(_job(_llama))
 

@@ -48,7 +48,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_a_run_holds_and_sends_what_was_planned(changes, tmp_path):
     done = run_command("train", str(_file(tmp_path, **changes)))
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("plan beside step 3: ")]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("plan compared with step 3: ")]
     assert line.count("as planned") == 3, line
     # Times are reported for devices that are named.
     assert "time: " not in line
@@ -59,7 +59,7 @@ def test_ranks_of_a_launcher_have_a_plan_whose_times_are_compared_and_are_refuse
     path = _file(tmp_path, plan={"device": _device(tmp_path)})
     done = run_command("train", str(path), launcher=LAUNCHER)
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("plan beside step 3: ")]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("plan compared with step 3: ")]
     assert "; time: " in line
     _device(tmp_path, memory_bytes=100_000)
     refused = run_command("train", str(path), "--set", f"output_dir={tmp_path / 'other'}", launcher=LAUNCHER)
@@ -109,5 +109,5 @@ def test_where_a_plan_was_off_is_reported():
     (line,) = comparison.format_comparison()
     assert "memory at the peak: 12.0 MB, 10.0 MB planned (+20 %)" in line
     assert "memory between steps: 5.0 MB, as planned" in line
-    assert "all_gather over dp_shard (float32): 3 calls of 3.0 MB planned, 4 of 4.0 MB done" in line
+    assert "all_gather over dp_shard (float32): 3 calls with 3.0 MB planned, 4 with 4.0 MB measured" in line
     assert "time: 1.5 s, 1 s planned (+50 %)" in line

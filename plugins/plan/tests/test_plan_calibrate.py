@@ -98,7 +98,7 @@ def test_links_are_found_exactly_from_times_without_noise_and_nearly_with_some(d
 
 
 def test_what_cannot_be_fitted_is_refused():
-    with pytest.raises(MeshError, match=r"0 samples of more than one rank.*Measure on 2 ranks"):
+    with pytest.raises(MeshError, match=r"0 samples of more than one rank.*Measure on at least 2 ranks"):
         fit_node([CollectiveSample("all_reduce", 8, (0,), 1.0)], CPU.node)
     with pytest.raises(MeshError, match="1 of which took no time"):
         fit_node([CollectiveSample("all_reduce", 8, (0, 1), 0.0)], CPU.node)
@@ -127,7 +127,7 @@ def test_a_file_says_what_was_measured_and_what_was_not(tmp_path):
     assert device.node.intra_node.effective_bandwidth == pytest.approx(node.intra_node.effective_bandwidth, rel=1e-3)
     assert (device.node.inter_node, device.node.ranks) == (CPU.node.inter_node, CPU.node.ranks)
     over = device.sources["taken over"]
-    assert ["products in float16" in over, "links between" in over, "links inside" in over] == [True, True, False]
+    assert ["products in float16" in over, "links between" in over, "links within" in over] == [True, True, False]
     path = tmp_path / "mine.yaml"
     path.write_text(format_device_file(device))
     assert load_device_spec(str(path)) == device
@@ -172,7 +172,7 @@ def uneven(sizes: list[int]) -> str:
 
 def test_nodes_of_different_sizes_are_refused_on_all_ranks():
     for text in pool(2).run(uneven, [1, 2]):
-        assert text.startswith("nodes have 1 to 2 ranks each, but a device file has nodes that are all alike")
+        assert text.startswith("nodes have 1 to 2 ranks each, but in a device file all nodes are alike")
 
 
 PROGRAM = """
@@ -206,9 +206,9 @@ def test_one_call_starts_ranks_that_measure_themselves_and_writes_the_file(tmp_p
 
 def test_what_cannot_be_is_refused_before_anything_starts(tmp_path):
     for path, given, kind, said in (
-        ("here.yml/x.yaml", {}, ConfigError, r"there is no directory .*here.yml. Make it"),
-        ("here.json", {}, ConfigError, r"ends in .yaml or .yml, not as '.*here.json' does"),
-        ("here.yaml", {"ranks": 0}, MeshError, r"ranks=0 cannot be measured here: from 1 to 64"),
+        ("here.yml/x.yaml", {}, ConfigError, r"there is no directory .*here.yml. Create it"),
+        ("here.json", {}, ConfigError, r"must end in .yaml or .yml, not '.*here.json'"),
+        ("here.yaml", {"ranks": 0}, MeshError, r"ranks=0 cannot be measured here: cpu allows 1 to 64 ranks"),
         ("here.yaml", {"device": "tpu7"}, MeshError, "'tpu7' is not a device name"),
     ):
         with pytest.raises(kind, match=said):
@@ -219,5 +219,5 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path):
 def test_a_launcher_says_how_many_ranks_there_are(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(MeshError, match="4 ranks are asked for, but a launcher has started 2"):
+    with pytest.raises(MeshError, match="4 ranks are requested, but a launcher has started 2"):
         calibrate_to_file(tmp_path / "here.yaml", ranks=4, device="cpu")

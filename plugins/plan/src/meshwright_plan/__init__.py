@@ -1,1 +1,1 @@
-"""What a layout takes, known before it runs: the code of a run, traced on one rank of a world that sends nothing."""
+"""Plan memory, time and communication of a run: trace its code on one rank of a fake process group."""

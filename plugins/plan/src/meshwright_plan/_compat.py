@@ -1,9 +1,9 @@
-"""Private names of torch that planning needs: fake tensors and fake process groups, with which torch tests itself.
+"""Private API of torch that planning needs: fake tensors and fake process groups.
 
-[Note: fake tensors] `FakeTensorDispatcher` calls torch's mode without entering it, since an entered mode gives no
-memory to storages either, not even to messages of Python objects. torch's cache of results by shape computes a key that
-takes as long as all the rest; a shorter key here leads to its entry (`_cache_key`, `cache`, `_output_from_cache_entry`
-of torch 2.13).
+[Note: fake tensors] `FakeTensorDispatcher` calls torch's `FakeTensorMode` without entering it. An entered mode would
+also allocate no memory for storages, not even for messages that carry Python objects. torch caches results by shape,
+but computing its key takes as long as everything else; a shorter key here maps to the cache entry (`_cache_key`,
+`cache`, `_output_from_cache_entry` of torch 2.13).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
-"""Raised where the result of an operator does not follow from shapes."""
+"""Errors raised if the result of an operator depends on values, not only on shapes."""
 _SCALAR_TYPES = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Arguments besides tensors; numbers that are equal may be of different types."""
+"""Types of non-tensor arguments. Keys include the type, since equal numbers may differ in type."""
 
 
 class FakeTensorDispatcher:
-    """Makes tensors with a shape, dtype and device, but no memory; see [Note: fake tensors]."""
+    """Run operators on fake tensors, which have a shape, dtype and device but no memory; see [Note: fake tensors]."""
 
     _cache: ClassVar[dict[tuple[Any, ...], tuple[Any, Any, Any] | None]] = {}
 
@@ -52,20 +52,20 @@ class FakeTensorDispatcher:
                 state, key = _CacheKeyState(None), None
                 with suppress(_BypassDispatchCache):
                     key = self._mode._cache_key(state, func, args, kwargs)
-                made = self._mode.dispatch(func, types, args, kwargs)
+                result = self._mode.dispatch(func, types, args, kwargs)
                 entry = None if key is None else FakeTensorMode.cache.get(key)
                 self._cache[short] = (state, entry, key) if isinstance(entry, _DispatchCacheValidEntry) else None
-                return made
+                return result
             known = self._cache[short] if has_key else None
             if known is None:
                 return self._mode.dispatch(func, types, args, kwargs)
             return self._mode._output_from_cache_entry(*known, func, args)
         finally:
-            # It keeps weak references to what it makes, and `nn.SourceModule.to` refuses tensors that have some.
+            # The mode keeps weak references to its results, and `nn.Module.to` refuses tensors with weak references.
             self._mode.fake_tensor_converter.tensor_memo.clear()
 
     def _extend_key(self, key: list[Any], values: Sequence[Any]) -> bool:
-        """Add values to a key; False if it would not determine the result."""
+        """Append values to a cache key. Return False if the key would not determine the result."""
         for value in values:
             if isinstance(value, FakeTensor):
                 if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
@@ -92,7 +92,7 @@ class FakeTensorDispatcher:
 
 
 def _rewrite_grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Make a grouped product's result, rows at multiples of 16 bytes; fake tensors are refused in all but bfloat16."""
+    """Replace `_grouped_mm`, which takes only bfloat16 fake tensors, by an allocation with rows padded to 16 bytes."""
     left, right = args[:2]
     if left.dim() == right.dim() == 2:
         offsets = args[2] if len(args) > 2 else kwargs["offs"]
@@ -109,7 +109,7 @@ def _rewrite_grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def pass_through_collective(func: Any, tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the result of an operator that wraps or waits for a collective, without memory; None for others."""
+    """Return the result of an operator that wraps or awaits a collective, without allocating; None for others."""
     if func.namespace != "_c10d_functional":
         return None
     name = str(func)
@@ -119,7 +119,7 @@ def pass_through_collective(func: Any, tensors: Sequence[Tensor]) -> Tensor | No
 
 
 def init_fake_process_group(rank: int, size: int) -> None:
-    """Join a process group of any size that sends nothing, and leaves receive buffers as they are."""
+    """Join a fake process group of any size: it sends nothing and leaves receive buffers unchanged."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore(), timeout=timedelta(seconds=600))

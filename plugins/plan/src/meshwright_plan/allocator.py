@@ -1,16 +1,16 @@
-"""What torch's caching allocator reserves for the memory that a step holds.
+"""Model of torch's caching allocator: memory that it reserves for the blocks of a step.
 
-[Note: the allocator] With expandable segments each pool is one range of addresses that grows at its end, in granules of
-2 MiB for blocks of up to 1 MiB and of 20 MiB for larger ones; sizes are multiples of 512 B. A request splits the
-smallest free block that is large enough, the one at the growing end last. Free neighbours are merged. Each stream has
-its own two pools, and nothing is returned to the device.
+[Note: the allocator] With expandable segments, each pool is one address range that grows at its end, in granules of
+2 MiB for blocks up to 1 MiB and of 20 MiB for larger ones. Sizes are multiples of 512 B. A request splits the smallest
+free block that is large enough; the block at the growing end is used last. Adjacent free blocks are merged. Each stream
+has its own two pools, and no memory is returned to the device.
 
-[Note: fixed segments] Without them, a request that no free block can hold takes a segment: 2 MiB for up to 1 MiB,
-20 MiB for less than 10 MiB, else its size in multiples of 2 MiB. Free blocks are merged within a segment only, and a
-large block is split only if more than 1 MiB is left.
+[Note: fixed segments] Without expandable segments, a request that fits into no free block allocates a segment: 2 MiB
+for up to 1 MiB, 20 MiB for less than 10 MiB, else its size rounded up to 2 MiB. Free blocks are merged only within a
+segment, and a large block is split only if more than 1 MiB remains.
 
-[Note: streams of sharded data parallelism] FSDP gathers into memory of one stream and reduces into memory of another,
-where gradients stay. A trace runs on no streams: the operators that touch a block first tell its stream.
+[Note: streams of sharded data parallelism] FSDP allocates all-gather buffers on one stream, and reduce-scatter buffers
+and gradients on another. A trace uses no streams, so the first operators that access a block determine its stream.
 
 Source: c10/cuda/CUDACachingAllocator.cpp of torch 2.13 (`get_pool`, `get_free_block`, `should_split`,
 `try_allocate_expandable_block`, `free_block`); torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
@@ -32,7 +32,7 @@ COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
 
 
 class _BlockPool:
-    """Held and free blocks of one pool: `mapped` bytes of the device, and (start, bytes) of each `live` block."""
+    """Live and free blocks of one pool. `mapped`: device bytes; `live`: (start, bytes) of each live block."""
 
     def __init__(self, *, is_small: bool, is_expandable: bool) -> None:
         self.mapped = 0
@@ -40,18 +40,18 @@ class _BlockPool:
         self._is_small, self._is_expandable = is_small, is_expandable
         self._min_remaining = 0 if is_small or is_expandable else SMALL_SIZE
         self._next_start = 0
-        self._free_by_size: list[tuple[int, int]] = []  # free blocks by size, and by both of their ends
+        self._free_by_size: list[tuple[int, int]] = []  # free blocks by size, by start and by end
         self._free_by_start: dict[int, int] = {}
         self._free_by_end: dict[int, int] = {}
 
     def allocate(self, block: int, size: int) -> None:
-        """Hold `size` bytes, or all of a free block that is not worth splitting."""
-        place = bisect.bisect_left(self._free_by_size, (size, -1))
+        """Allocate `size` bytes, or a complete free block if the remainder would be too small to split off."""
+        index = bisect.bisect_left(self._free_by_size, (size, -1))
         at_end = self._free_by_end.get(self.mapped) if self._is_expandable else None
-        if place + 1 < len(self._free_by_size) and self._free_by_size[place][1] == at_end:
-            place += 1
-        if place < len(self._free_by_size):
-            free, start = self._free_by_size[place]
+        if index + 1 < len(self._free_by_size) and self._free_by_size[index][1] == at_end:
+            index += 1
+        if index < len(self._free_by_size):
+            free, start = self._free_by_size[index]
             self._remove_free(start, free)
         else:
             start, free = self._grow(size) if self._is_expandable else self._allocate_segment(size)
@@ -72,7 +72,7 @@ class _BlockPool:
         self._add_free(start, size)
 
     def _grow(self, size: int) -> tuple[int, int]:
-        """Map new memory behind the free block at the end, and return both as one free block."""
+        """Map new memory after the free block at the end. Return start and size of the combined free block."""
         granule = SMALL_BUFFER if self._is_small else LARGE_BUFFER
         start = self._free_by_end.get(self.mapped, self.mapped)
         free = self.mapped - start
@@ -87,7 +87,7 @@ class _BlockPool:
         free = SMALL_BUFFER if self._is_small else LARGE_BUFFER if size < LARGE_BUFFER // 2 else multiple
         self.mapped += free
         start = self._next_start
-        self._next_start += free + 1  # with a gap of one byte, blocks of two segments are no neighbours
+        self._next_start += free + 1  # a gap of one byte keeps blocks of two segments from being merged
         return start, free
 
     def _add_free(self, start: int, size: int) -> None:
@@ -101,7 +101,7 @@ class _BlockPool:
 
 
 class Allocator:
-    """The pools of all streams; by default with segments as in runs that are started from this environment."""
+    """Pools of all streams. By default, this environment decides whether segments are expandable."""
 
     def __init__(self, *, expandable: bool | None = None) -> None:
         self._is_expandable = uses_expandable_segments() if expandable is None else expandable
@@ -114,7 +114,7 @@ class Allocator:
         return sum(each.mapped for each in self._pools.values())
 
     def update(self, block: int, delta: int, stream: str = COMPUTE) -> None:
-        """Allocate a block (`delta` > 0), or free it; a block that is resized is freed first."""
+        """Allocate a block of `delta` bytes, or free it if `delta` < 0. Free a block before you resize it."""
         if delta > 0:
             size = -(-delta // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE
             is_small = size <= SMALL_SIZE
@@ -124,18 +124,18 @@ class Allocator:
             self._pool_by_block[block].allocate(block, size)
             self.allocated += self._pool_by_block[block].live[block][1]
         elif delta < 0:
-            segment = self._pool_by_block.pop(block)
-            self.allocated -= segment.live[block][1]
-            segment.free(block)
+            pool = self._pool_by_block.pop(block)
+            self.allocated -= pool.live[block][1]
+            pool.free(block)
 
 
 def compute_reserved_bytes(trace: StepTrace, *, workspace: int = 0) -> int:
-    """Return the bytes that the allocator has reserved after a step; `workspace` bytes are held throughout."""
+    """Return the bytes that the allocator has reserved after a step, with `workspace` bytes allocated throughout."""
     return replay_allocations(trace.memory_log, assign_streams(trace.operations), workspace=workspace).reserved
 
 
 def replay_allocations(log: Iterable[tuple[int, int]], streams: Mapping[int, str], *, workspace: int = 0) -> Allocator:
-    """Return an allocator after all changes of a log; blocks not in `streams` are of the computing stream."""
+    """Return an allocator after all changes of a log. Blocks that are not in `streams` use the compute stream."""
     allocator = Allocator()
     allocator.update(-1, workspace)
     sizes: dict[int, int] = {}
@@ -150,20 +150,20 @@ def replay_allocations(log: Iterable[tuple[int, int]], streams: Mapping[int, str
 
 
 def assign_streams(operations: Iterable[Operation]) -> dict[int, str]:
-    """Return the streams of blocks of other streams; see [Note: streams of sharded data parallelism]."""
-    found: dict[int, str] = {}
+    """Return the stream of each block outside the compute stream; see [Note: streams of sharded data parallelism]."""
+    streams: dict[int, str] = {}
     seen: set[int] = set()
     is_reducing = False
     for each in operations:
         if each.name.startswith("aten.empty"):
             continue
         written = [block for block, _ in each.writes if block not in seen]
-        is_reducing = is_reducing and all(found.get(block) == REDUCE for block, _ in each.reads)
+        is_reducing = is_reducing and all(streams.get(block) == REDUCE for block, _ in each.reads)
         if each.name.startswith("fsdp.all_gather_copy_in"):
-            found |= dict.fromkeys(written, GATHER)
+            streams |= dict.fromkeys(written, GATHER)
         elif each.name.startswith("c10d._reduce_scatter_base") or is_reducing:
-            # What is only reducing is a cast to the dtype of the parameters.
-            found |= dict.fromkeys(written, REDUCE)
+            # Operators that read only reduced blocks cast them to the dtype of the parameters.
+            streams |= dict.fromkeys(written, REDUCE)
             is_reducing = True
         seen |= {block for block, _ in (*each.reads, *each.writes)}
-    return found
+    return streams

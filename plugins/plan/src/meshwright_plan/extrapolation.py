@@ -1,12 +1,13 @@
-"""What a large job holds, sends and takes, extrapolated from smaller jobs that are otherwise the same.
+"""Extrapolate memory, communication and time of a large job from smaller jobs that are otherwise equal.
 
-What a rank holds and sends grows by the same for each block, for each microbatch after the first, and for each pair of
-them. A few small jobs tell by how much, and one that is larger in both checks it; where the check fails, the job is
-traced as it is. Seconds grow nearly evenly: what the check shows to be off is taken to grow with the blocks. What an
-allocator reserves beyond the peak varies: where the two largest show no growth, the most of all is taken.
+Memory and communication of a rank grow by a constant for each block, for each microbatch after the first, and for each
+pair of both. A few small jobs determine these constants, and a job that is larger in both directions checks them. If
+the check fails, the full job is traced. Time grows almost linearly: the error that the check shows is assumed to grow
+with the blocks. The reserved memory beyond the peak varies: it is the maximum of all jobs, plus the growth between the
+two largest, if any.
 
-[Note: frames] n + 1 points determine all that is linear in n numbers: its value anywhere is a sum of its values at the
-points, with weights whose sum is 1.
+[Note: frames] n + 1 points determine a function that is linear in n numbers: its value anywhere is a sum of its values
+at the points, with weights whose sum is 1.
 """
 
 from __future__ import annotations
@@ -19,29 +20,34 @@ from typing import Any, TypeAlias
 
 Coordinates: TypeAlias = tuple[int, ...]
 Point: TypeAlias = tuple[Coordinates, Coordinates]
-"""Size of a job: blocks (of each part of the model), and microbatches (and what else is counted)."""
+"""Size of a job: blocks (of each part of the model), and microbatches (and other counts, such as ranks)."""
 RankReport: TypeAlias = dict[str, Any]
-WeightedValues: TypeAlias = Sequence[tuple[Fraction, Any]]  # Weights and values
+WeightedValues: TypeAlias = Sequence[tuple[Fraction, Any]]  # Pairs of weight and value
 
 SAMPLE_DEPTHS = ((2, 4, 6), (4, 6, 8), (6, 8, 10))
-"""Blocks of the models that are traced, the last of each to check; even, since some models alternate. The deeper ones
-are tried next, since in a shallow model the peak may lie elsewhere."""
-SAMPLE_MICROBATCHES = (2, 3, 4)  # As well; the first microbatch differs from the others
+"""Blocks of the traced models; the last of each tuple is the check. Even, since some models alternate block types.
+Deeper models are tried if shallow ones fail, since the peak of a shallow model may be elsewhere."""
+SAMPLE_MICROBATCHES = (2, 3, 4)  # Microbatches of the traced steps; the first microbatch differs from the others
 PEAK_KEY, PEAK_BY_PHASE_KEY, RESERVED_KEY = "peak_allocated_bytes", "peak_by_phase", "peak_reserved_bytes"
-APPROXIMATE_KEYS = (RESERVED_KEY, "step_seconds", "busy_seconds", PEAK_BY_PHASE_KEY)  # Values that need not grow evenly
+APPROXIMATE_KEYS = (
+    RESERVED_KEY,
+    "step_seconds",
+    "busy_seconds",
+    PEAK_BY_PHASE_KEY,
+)  # Values that need not grow linearly
 
 
 class NotLinearError(Exception):
-    """Small jobs do not determine a large one."""
+    """Small jobs do not determine the report of a large one."""
 
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """Small jobs that determine larger ones; see [Note: frames]."""
+    """Small jobs whose reports determine those of larger jobs; see [Note: frames]."""
 
-    blocks: tuple[Coordinates, ...]  # with `microbatches` a frame each; a single point if all jobs have the same number
+    blocks: tuple[Coordinates, ...]  # a frame, like `microbatches`; a single point if all jobs have the same number
     microbatches: tuple[Coordinates, ...]
-    check_point: Point  # a job that is larger than those of the frames
+    check_point: Point  # a job larger than those of the frames
 
     @property
     def corners(self) -> list[Point]:
@@ -52,19 +58,19 @@ class Extrapolation:
         return list(dict.fromkeys([*self.corners, self.check_point]))
 
     def extrapolate(self, point: Point, reports: Mapping[Point, RankReport]) -> RankReport:
-        """Return the report of a job from those of `points`; raise NotLinearError if the check fails."""
-        reported, checked = self.interpolate(self.check_point, reports), reports[self.check_point]
-        if not reports_match(reported, checked):
+        """Return the report of a job from the reports of `points`. Raise NotLinearError if the check fails."""
+        predicted, checked = self.interpolate(self.check_point, reports), reports[self.check_point]
+        if not reports_match(predicted, checked):
             raise NotLinearError
         made = self.interpolate(point, reports)
         last = max(map(sum, self.blocks))
         step = sum(self.check_point[0]) - last
-        # How far the job lies behind the frame of blocks, where the check lies at 1.
+        # Distance of the job beyond the frame of blocks, in units of the distance of the check.
         beyond = max(Fraction(0), Fraction(sum(point[0]) - last, step)) if step else Fraction(0)
         for key in APPROXIMATE_KEYS:
             if key in checked and key != RESERVED_KEY:
                 made[key] = combine_approximately(
-                    ((Fraction(1), made[key]), (-beyond, reported[key]), (beyond, checked[key]))
+                    ((Fraction(1), made[key]), (-beyond, predicted[key]), (beyond, checked[key]))
                 )
         if made[PEAK_KEY] != max(made[PEAK_BY_PHASE_KEY].values()):
             raise NotLinearError
@@ -82,7 +88,7 @@ class Extrapolation:
         return int(max(*spare.values(), spare[self.check_point] + growth * beyond))
 
     def interpolate(self, point: Point, reports: Mapping[Point, RankReport]) -> RankReport:
-        """Return the report of a job as `at` does, without the check."""
+        """Return the report of a job like `extrapolate`, but without the check."""
         pairs = itertools.product(_solve_weights(self.blocks, point[0]), _solve_weights(self.microbatches, point[1]))
         return combine_reports(
             [(one * other, reports[corner]) for (one, other), corner in zip(pairs, self.corners, strict=True)]
@@ -92,7 +98,7 @@ class Extrapolation:
 def extrapolate_report(
     get_reports: Callable[[Sequence[Point]], Mapping[Point, RankReport]], num_layers: int | None, num_microbatches: int
 ) -> RankReport | None:
-    """Return the report of a job from those (`get_reports`) of small ones; None if these do not determine it."""
+    """Return the report of a job from those of small jobs (`get_reports`); None if these do not determine it."""
     wanted = (() if num_layers is None else (num_layers,), (num_microbatches,))
     for net in _list_extrapolations(num_layers, num_microbatches):
         try:
@@ -117,26 +123,26 @@ def _list_extrapolations(layers: int | None, microbatches: int) -> list[Extrapol
 
 
 def _solve_weights(frame: Sequence[Coordinates], point: Coordinates) -> list[Fraction]:
-    """Return the weights with which `point` is a sum of the frame's points; see [Note: frames]."""
+    """Return the weights that combine the points of a frame into `point`; see [Note: frames]."""
     if len(frame) == 1:
         if frame[0] != point:
             raise NotLinearError
         return [Fraction(1)]
-    # Gauss-Jordan elimination of [1 ... 1 | 1] and a row for each coordinate.
+    # Gauss-Jordan elimination: a row [1 ... 1 | 1], and one row for each coordinate.
     rows = [[Fraction(1)] * (len(frame) + 1)]
     rows += [[Fraction(number) for number in numbers] for numbers in zip(*frame, point, strict=False)]
-    for place in range(len(frame)):
-        pivot = next(row for row in rows[place:] if row[place])
+    for column in range(len(frame)):
+        pivot = next(row for row in rows[column:] if row[column])
         rows.remove(pivot)
-        rows.insert(place, [number / pivot[place] for number in pivot])
+        rows.insert(column, [number / pivot[column] for number in pivot])
         for other, row in enumerate(rows):
-            if other != place:
-                rows[other] = [a - row[place] * b for a, b in zip(row, rows[place], strict=True)]
+            if other != column:
+                rows[other] = [a - row[column] * b for a, b in zip(row, rows[column], strict=True)]
     return [row[-1] for row in rows]
 
 
 def combine_reports(terms: Sequence[tuple[Fraction, RankReport]]) -> RankReport:
-    """Return the weighted sum of reports: exact, except for `APPROXIMATE_KEYS`."""
+    """Return the weighted sum of reports, exact except for `APPROXIMATE_KEYS`."""
     return {
         key: (combine_approximately if key in APPROXIMATE_KEYS else _combine_exactly)(
             [(factor, report[key]) for factor, report in terms]
@@ -146,7 +152,7 @@ def combine_reports(terms: Sequence[tuple[Fraction, RankReport]]) -> RankReport:
 
 
 def reports_match(one: RankReport, other: RankReport, *, tolerance: int = 0) -> bool:
-    """Return whether two reports agree in all that grows evenly, numbers up to `tolerance`."""
+    """Return whether two reports agree in all keys but `APPROXIMATE_KEYS`, integers up to `tolerance`."""
     keys = one.keys() | other.keys()
     return all(_values_match(one[key], other[key], tolerance) for key in keys if key not in APPROXIMATE_KEYS)
 
@@ -160,7 +166,7 @@ def _values_match(one: Any, other: Any, tolerance: int) -> bool:
 
 
 def _combine_exactly(terms: WeightedValues) -> Any:
-    """Return the exact weighted sum; raise NotLinearError if kinds differ, or the sum is no integer."""
+    """Return the exact weighted sum. Raise NotLinearError if types differ or the sum is not an integer."""
     values = [value for _, value in terms]
     first = values[0]
     if isinstance(first, bool | str) and all(value == first for value in values):
@@ -170,7 +176,7 @@ def _combine_exactly(terms: WeightedValues) -> Any:
         if total.denominator == 1:
             return int(total)
     elif all(isinstance(value, dict) for value in values):
-        # What one does not name is 0, and what is 0 is not named.
+        # A missing name means 0, and a sum of 0 is omitted.
         names = dict.fromkeys(name for value in values for name in value)
         everywhere = {name for name in names if all(name in value for value in values)}
         made = {name: _combine_exactly([(factor, value.get(name, 0)) for factor, value in terms]) for name in names}
@@ -182,7 +188,7 @@ def _combine_exactly(terms: WeightedValues) -> Any:
 
 
 def combine_approximately(terms: WeightedValues) -> Any:
-    """Return the weighted sum of values in floating point; what one lacks is 0."""
+    """Return the weighted sum of values in floating point; keys missing from a value are 0."""
     first = terms[0][1]
     if isinstance(first, dict):
         return {key: combine_approximately([(factor, value.get(key, 0.0)) for factor, value in terms]) for key in first}

@@ -1,18 +1,19 @@
-"""One rank of a world of any size, within this process: tensors of parameters have no memory, and nothing is sent.
+"""Simulate one rank of a world of any size in this process: parameters have no memory, and nothing is sent.
 
-[Note: what is real] Counts of tokens, masks, positions and plans are small and made of known numbers: they are
-computed, so that code can read them. An operator on real tensors alone gives real ones, and so does one that makes
-integers out of nothing, up to `SMALL` bytes; all others give a shape and a dtype without values.
+[Note: what is real] Token counts, masks, positions and plans are small and follow from known numbers. They are
+computed, so that code can read them: an operator whose inputs are all real returns real tensors of up to
+`MAX_REAL_BYTES` bytes, and so does one that creates integers without inputs. All others return fake tensors, which have
+a shape and a dtype but no values.
 
-[Note: what code reads] Code reads what was not computed to find errors. A plan is of a model without errors, so a
-number that is read is 0, and tensors of one shape are equal.
+[Note: what code reads] Code reads values of fake tensors to detect errors. A plan assumes a model without errors, so a
+number that is read is 0, and tensors of the same shape are equal.
 
-[Note: routing] The choices of routers are known: all candidates are chosen equally often, or with an imbalance of f the
-first ones (as many as a token chooses, on the first ranks) f times as often as on average. What follows from them, such
-as how many rows an expert gets, is computed.
+[Note: routing] Router choices are known: all candidates are chosen equally often. With an imbalance of f, the first
+candidates (as many as a token chooses, on the first ranks) are chosen f times as often as on average. Values that
+follow from the choices, such as the rows of each expert, are computed.
 
-[Note: what is received] Every rank has what this one has, so parts of all ranks are copies of this rank's. A sum is
-left as this rank's own share: what is summed besides what the world adds up are flags of errors and of use.
+[Note: what is received] Every rank holds the same as this one, so the shards of all ranks are copies of this rank's. A
+sum remains this rank's own contribution: apart from the sums of `FakeWorld`, only flags of errors and use are summed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from meshwright.plugin import (
 
 from ._compat import DATA_DEPENDENT_ERRORS, FakeTensorDispatcher, init_fake_process_group, pass_through_collective
 
-MAX_REAL_BYTES = 1 << 25  # Results of operators of up to this many bytes are computed
+MAX_REAL_BYTES = 1 << 25  # Operator results of up to this many bytes are computed
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 T = TypeVar("T")
 _FSDP_COPY_IN = "fsdp.all_gather_copy_in.default"
@@ -54,7 +55,7 @@ _OUTPUT_ARGUMENTS = ("output_tensors", "output_tensor", "output", "outputs")
 
 
 class FakeWorld(World):
-    """A world in which every rank has what this one has, and nothing is sent; see `fake_world`."""
+    """A world in which every rank holds the same as this one, and nothing is sent; see `fake_world`."""
 
     is_real = False
 
@@ -62,7 +63,7 @@ class FakeWorld(World):
         return [value * self.size for value in sums], list(maxima)
 
     def raise_first_error(self, error: MeshwrightError | None) -> NoReturn:
-        raise error or MeshError("another rank has found an error.")
+        raise error or MeshError("another rank reported an error.")
 
     def run_on_first_rank(self, work: Callable[[], T]) -> T:
         return work()
@@ -70,11 +71,13 @@ class FakeWorld(World):
 
 @contextmanager
 def fake_world(rank: int, size: int, *, imbalance: float = 1.0) -> Iterator[FakeWorld]:
-    """Be a rank of a world that does not exist; for `imbalance` (at least 1) see [Note: routing]."""
+    """Simulate a rank of a world that does not exist; for `imbalance` (at least 1), see [Note: routing]."""
     if dist.is_initialized():
-        raise MeshError("a plan needs a process that is in no process group. Plan before any is started.")
+        raise MeshError("a plan needs a process without a process group. Plan before init_process_group.")
     if not 0 <= rank < size:
-        raise MeshError(f"there is no rank {rank} in a world of {size}.")
+        raise MeshError(
+            f"there is no rank {rank} in a world of {size} ranks. Use a rank from 0 to the world size minus 1."
+        )
     init_fake_process_group(rank, size)
     try:
         with _FakeComputeMode(imbalance):
@@ -85,7 +88,7 @@ def fake_world(rank: int, size: int, *, imbalance: float = 1.0) -> Iterator[Fake
 
 
 class _FakeComputeMode(UncompiledMode):
-    """A dispatch mode that computes what is real and only that; see [Note: what is real]."""
+    """Dispatch mode that computes real tensors, and only shapes of all others; see [Note: what is real]."""
 
     def __init__(self, imbalance: float) -> None:
         super().__init__()
@@ -111,8 +114,8 @@ class _FakeComputeMode(UncompiledMode):
         if func.namespace in COLLECTIVE_NAMESPACES:
             return _run_collective(func, args, kwargs)
         devices = [each.type for each in (*args, *kwargs.values()) if isinstance(each, torch.device)]
-        places = devices or [each.device.type for each in given]
-        stays_on_meta = bool(places) and all(each == "meta" for each in places)
+        device_types = devices or [each.device.type for each in given]
+        stays_on_meta = bool(device_types) and all(each == "meta" for each in device_types)
         if torch.Tag.inplace_view in func.tags or func.namespace == "profiler" or stays_on_meta:
             return func(*args, **kwargs)
         if any(map(is_on_meta, given)) or any(each != "cpu" for each in devices):
@@ -122,20 +125,20 @@ class _FakeComputeMode(UncompiledMode):
     def _dispatch_real(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
-        """Compute an operator on real tensors, if its result is small."""
+        """Compute an operator on real tensors if its result is small."""
         if func.is_view:
-            seen = func(*args, **kwargs)  # it has no memory of its own, so it can be made and looked at
-            return self._dispatcher.dispatch(func, types, args, kwargs) if _count_bytes(seen) > MAX_REAL_BYTES else seen
+            view = func(*args, **kwargs)  # a view allocates nothing, so its size can be checked afterwards
+            return self._dispatcher.dispatch(func, types, args, kwargs) if _count_bytes(view) > MAX_REAL_BYTES else view
         key = _make_shape_key(func, args, kwargs)
         if key is None or key not in self._small_results:
             try:
-                found = self._dispatcher.dispatch(func, types, args, kwargs)
+                fake = self._dispatcher.dispatch(func, types, args, kwargs)
             except DATA_DEPENDENT_ERRORS:
-                found = None
-            if _count_bytes(found) > MAX_REAL_BYTES or (
-                not tensors and any(each.is_floating_point() for each in list_tensors(found))
+                fake = None
+            if _count_bytes(fake) > MAX_REAL_BYTES or (
+                not tensors and any(each.is_floating_point() for each in list_tensors(fake))
             ):
-                return found
+                return fake
             self._small_results.add(key)
         return func(*args, **kwargs)
 
@@ -150,19 +153,19 @@ class _FakeComputeMode(UncompiledMode):
         if func is torch.ops.aten.equal.default:
             return tensors[0].shape == tensors[1].shape
         if get_operation_name(func) == "aten._unsafe_view.default":
-            # The same for its tensors, and torch keeps what it has found out.
+            # `view` gives the same result, and torch caches its shape computation.
             func = torch.ops.aten.view.default
         if get_operation_name(func) == _FSDP_COPY_IN and not self._dispatcher.is_fake(args[1]):
-            # FSDP gathers several dtypes as bytes, whose buffer is real where it is small, and returned.
+            # FSDP gathers several dtypes as bytes. Its buffer is real if it is small; return it.
             _, buffer, _, size, rank = args
             return buffer.narrow(0, size * rank, size), buffer
-        found = self._dispatcher.dispatch(func, types, args, kwargs)
+        result = self._dispatcher.dispatch(func, types, args, kwargs)
         if is_topk(func):
-            return found[0], make_routing_choices(found[1].shape, tensors[0].shape[-1], self._imbalance)
-        return found
+            return result[0], make_routing_choices(result[1].shape, tensors[0].shape[-1], self._imbalance)
+        return result
 
     def _reuse_empty(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Reuse empty tensors: FSDP makes one for each rank that has no rows of a parameter, and keeps none."""
+        """Return a cached empty tensor: FSDP creates one per rank without rows of a parameter, and keeps none."""
         key = (tuple(args[1]), args[0].dtype, *sorted((name, str(value)) for name, value in kwargs.items()))
         if key not in self._empty_cache:
             self._empty_cache[key] = self._dispatcher.dispatch(func, types, args, kwargs)
@@ -170,12 +173,12 @@ class _FakeComputeMode(UncompiledMode):
 
 
 def make_routing_choices(shape: Sequence[int], candidates: int, imbalance: float) -> Tensor:
-    """Return what each token chooses, in the last dim of `shape`; see [Note: routing]."""
-    made = torch.arange(math.prod(shape)).view(-1, shape[-1]) % candidates
+    """Return the candidates that each token chooses, in the last dim of `shape`; see [Note: routing]."""
+    choices = torch.arange(math.prod(shape)).view(-1, shape[-1]) % candidates
     if imbalance > 1.0 and shape[-1] < candidates:
-        drawn = min(1.0, (imbalance - 1) / (candidates / shape[-1] - 1))
-        made[: round(drawn * len(made))] = torch.arange(shape[-1])
-    return made.view(*shape)
+        fraction = min(1.0, (imbalance - 1) / (candidates / shape[-1] - 1))
+        choices[: round(fraction * len(choices))] = torch.arange(shape[-1])
+    return choices.view(*shape)
 
 
 def _count_bytes(values: Any) -> int:
@@ -183,21 +186,21 @@ def _count_bytes(values: Any) -> int:
 
 
 def _make_shape_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return what determines the size of an operator's results; None where tensors are nested."""
-    reported: list[Any] = [func]
+    """Return a key that determines the size of an operator's results; None if tensors are nested in containers."""
+    key: list[Any] = [func]
     for value in (*args, *kwargs.items()):
         if isinstance(value, Tensor):
-            reported.append((value.shape, value.dtype, value.stride()))
+            key.append((value.shape, value.dtype, value.stride()))
         elif isinstance(value, tuple | list | Mapping) and any(True for _ in list_tensors(value)):
             return None
         else:
-            reported.append(repr(value))
-    return tuple(reported)
+            key.append(repr(value))
+    return tuple(key)
 
 
 @torch.no_grad()
 def _run_collective(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation of torch.distributed on real tensors and write what it would receive."""
+    """Call an operator of torch.distributed on real tensors, and write what it would receive."""
     arguments = bind_arguments(operation, args, kwargs)
     result = operation(*args, **kwargs)
     group = arguments.get("process_group", arguments.get("group_name"))
@@ -213,7 +216,7 @@ def _run_collective(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         if 0 < mine.numel() <= other.numel():
             other.copy_(mine.repeat(other.numel() // mine.numel()).view_as(other))
         elif other.numel():
-            start = members.rank() * other.numel()  # A part of a sum
+            start = members.rank() * other.numel()  # this rank's shard of a reduce-scatter
             other.copy_(mine[start : start + other.numel()].view_as(other))
     return result
 

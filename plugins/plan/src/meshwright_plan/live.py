@@ -1,4 +1,4 @@
-"""A run and its plan: printed before it begins, compared with its third step, and a reason to refuse the run."""
+"""Plan a run, print the plan, refuse a run that does not fit, and compare the plan with the third step."""
 
 from __future__ import annotations
 
@@ -34,32 +34,30 @@ from .meter import StepMeter
 from .planner import ModelFlops, build_job, count_model_flops, plan_job, summarize_collectives
 from .trace import TrainingJob, get_process_groups
 
-COMPARED_STEP = 2  # The step that is compared, from 0: the first makes what is kept, and the second may still settle
-MIN_REPORTED_PERCENT = 1.0  # Smaller deviations count as none
-FALLBACK_DEVICE = (
-    "h100-80gb"  # Device whose figures stand in for an accelerator that no file describes; its times are not reported
-)
+COMPARED_STEP = 2  # Compared step, from 0: the first allocates persistent state, the second may not be steady yet
+MIN_REPORTED_PERCENT = 1.0  # Smaller deviations are reported as none
+FALLBACK_DEVICE = "h100-80gb"  # Device file used for an accelerator that no file describes; its times are not reported
 SUGGESTED_CHANGES: tuple[tuple[str, ...], ...] = (
     ("strategy_config.activation_checkpointing=full",),
     ("micro_batch_size=1", "strategy_config.activation_checkpointing=full"),
     ("strategy=fsdp2", "strategy_config={activation_checkpointing: full}", "micro_batch_size=1"),
 )
-"""Changes that may make a run fit, the cheapest first; each is tried by itself."""
+"""Changes that may make a run fit, cheapest first; each is tried alone."""
 
 
 @dataclass
 class PlanMonitor:
-    """A run's monitor; see `meshwright_run.run_rank.RunMonitor`."""
+    """Monitor a run and compare it with its plan; see `meshwright_run.run_rank.RunMonitor`."""
 
-    plan: dict[str, Any] | None  # from `planner.plan_job`; None, with `unavailable_reason`: the run cannot be planned
+    plan: dict[str, Any] | None  # from `planner.plan_job`; None: no plan, for `unavailable_reason`
     unavailable_reason: str = ""
     refusal_error: MeshwrightError | None = None
     model_flops: ModelFlops = field(default_factory=lambda: ModelFlops(None))
     peak_flops: float | None = None
     has_device_times: bool = False  # whether the times of the plan's device are known
-    can_observe_operators: bool = True  # whether operators can be observed: not where they are compiled
+    can_observe_operators: bool = True  # whether operators can be observed; False if they are compiled
     measured: dict[str, Any] = field(default_factory=dict)
-    step_seconds: list[float] = field(default_factory=list)  # of the steps so far
+    step_seconds: list[float] = field(default_factory=list)  # seconds of the steps so far
     _meter: StepMeter | None = None
     _is_reported: bool = False
     _has_device_stats: bool = False
@@ -70,7 +68,7 @@ class PlanMonitor:
 
     def startup_lines(self) -> list[str]:
         reason = self.model_flops.unavailable_reason
-        uncounted = [f"FLOPs of the model are not counted, so there is no MFU: {reason}"] if reason else []
+        uncounted = [f"MFU is not reported, since the FLOPs of the model are unknown: {reason}"] if reason else []
         return [self._describe_plan(), *uncounted]
 
     def _describe_plan(self) -> str:
@@ -80,11 +78,12 @@ class PlanMonitor:
         parts = ", ".join(
             f"{owner} {_format_mb(size)}" for owner, size in largest["peak_by_owner"].items() if size >= 50_000
         )
-        passed = sum(row["bytes"] for row in self.plan["collectives"])
-        took = f"; a step of {self.plan['step_seconds']:.3g} s" if self.has_device_times else ""
+        communicated = sum(row["bytes"] for row in self.plan["collectives"])
+        took = f"; a step takes {self.plan['step_seconds']:.3g} s" if self.has_device_times else ""
         return (
             f"planned: a rank holds {_format_mb(largest['peak_allocated_bytes'])} at the peak of a step ({parts}), "
-            f"{_format_mb(self.plan['persistent_bytes'])} between steps, and passes {_format_mb(passed)} a step{took}"
+            f"{_format_mb(self.plan['persistent_bytes'])} between steps; it communicates "
+            f"{_format_mb(communicated)} per step{took}"
         )
 
     def observe_setup(self) -> AbstractContextManager[None]:
@@ -100,7 +99,7 @@ class PlanMonitor:
 
     @contextmanager
     def _measure_step(self, manager: StrategyManager, step: int) -> Iterator[None]:
-        """Measure what a step holds at most, and sends; of earlier steps, only what they leave."""
+        """Measure peak memory, memory after the step, and collectives of a step."""
         device = manager.mesh.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -128,7 +127,7 @@ class PlanMonitor:
         if self.plan is None or self._is_reported:
             return
         self.step_seconds.append(result.seconds)
-        # The time is that of the first step that is not observed.
+        # With times, wait one more step: observation slows down the compared step.
         self._is_reported = (
             len(self.step_seconds) > COMPARED_STEP + self.has_device_times or result.step == result.num_steps
         )
@@ -139,12 +138,12 @@ class PlanMonitor:
     def format_comparison(self) -> list[str]:
         reported = (self.plan or {}).get("ranks", [{}])[0]
         lines = []
-        # Operators show no workspaces; a device's allocator has them.
-        left_out = 0 if self._has_device_stats else reported.get("library_workspace_bytes", 0)
+        # Observed operators do not show workspaces; the statistics of a device allocator include them.
+        unobserved = 0 if self._has_device_stats else reported.get("library_workspace_bytes", 0)
         for name, key in (("at the peak", "peak_allocated_bytes"), ("between steps", "persistent_bytes")):
             if key in self.measured:
                 lines.append(
-                    f"memory {name}: {_format_deviation(reported[key] - left_out, self.measured[key], _format_mb)}"
+                    f"memory {name}: {_format_deviation(reported[key] - unobserved, self.measured[key], _format_mb)}"
                 )
         if "collectives" in self.measured:
             lines.append(_compare_collectives(reported["collectives"], self.measured["collectives"]))
@@ -152,11 +151,11 @@ class PlanMonitor:
             lines.append(
                 f"time: {_format_deviation(reported['step_seconds'], self.step_seconds[-1], '{:.3g} s'.format)}"
             )
-        return [f"plan beside step {COMPARED_STEP + 1}: " + "; ".join(lines)] if lines else []
+        return [f"plan compared with step {COMPARED_STEP + 1}: " + "; ".join(lines)] if lines else []
 
 
 def create_plan_monitor(config: RunConfig, world_size: int) -> PlanMonitor | None:
-    """Plan a run on so many ranks, as its `plan` section says; None if it is not valid or asks for no plan."""
+    """Plan a run on `world_size` ranks. Return None if the run is invalid or its `plan` section disables plans."""
     if not get_plan_config(config).enabled:
         return None
     try:
@@ -165,44 +164,44 @@ def create_plan_monitor(config: RunConfig, world_size: int) -> PlanMonitor | Non
         objective = None if config.objective is None else get_objective(config.objective)
     except MeshwrightError:
         return None
-    comparison = _plan_and_check(config, world_size, job, device, has_device_times=has_time)
-    if comparison.refusal_error is None:
-        comparison.model_flops = count_model_flops(job, objective)
-        if comparison.plan is None:
+    monitor = _plan_and_check(config, world_size, job, device, has_device_times=has_time)
+    if monitor.refusal_error is None:
+        monitor.model_flops = count_model_flops(job, objective)
+        if monitor.plan is None:
             dtype = str(resolve_model(config.model).get_dtype(config.model)).removeprefix("torch.")
         else:
-            by_dtype: dict[str, int] = comparison.plan["ranks"][0]["flops_by_dtype"]
-            dtype = max(by_dtype, key=by_dtype.__getitem__, default="float32")  # that of most products
-        comparison.peak_flops = get_peak_flops(find_device(config.device), dtype)
-    return comparison
+            by_dtype: dict[str, int] = monitor.plan["ranks"][0]["flops_by_dtype"]
+            dtype = max(by_dtype, key=by_dtype.__getitem__, default="float32")  # dtype of most products
+        monitor.peak_flops = get_peak_flops(find_device(config.device), dtype)
+    return monitor
 
 
 def _plan_and_check(
     config: RunConfig, world_size: int, job: TrainingJob, device: DeviceSpec, *, has_device_times: bool
 ) -> PlanMonitor:
     if config.objective is not None:
-        return PlanMonitor(None, f"plans are of the token loss, and not of objective={config.objective!r}")
+        return PlanMonitor(None, f"plans cover only the token loss, not objective={config.objective!r}")
     try:
-        # The first rank has the most, and all stages of its pipeline are traced with it.
-        found = plan_job(job, device, [0])
+        # Rank 0 holds the most memory; all stages of its pipeline are traced with it.
+        plan = plan_job(job, device, [0])
     except MeshwrightError as error:
         return PlanMonitor(None, str(error))
-    comparison = PlanMonitor(found, has_device_times=has_device_times, can_observe_operators=not job.is_compiled)
-    if not found["fits"]:
-        needed, has = (found[key] / 2**30 for key in ("peak_reserved_bytes", "memory_bytes"))
+    monitor = PlanMonitor(plan, has_device_times=has_device_times, can_observe_operators=not job.is_compiled)
+    if not plan["fits"]:
+        needed, has = (plan[key] / 2**30 for key in ("peak_reserved_bytes", "memory_bytes"))
         refusal = ModelError(
-            f"the run does not fit: a rank would take {needed:,.1f} GiB, and {found['device']} has {has:,.1f} GiB for "
-            f"it. {_suggest_changes(config, world_size, device)} Or set plan.on_oom=warn to try it all the same."
+            f"the run does not fit: a rank needs {needed:,.1f} GiB, but {plan['device']} has {has:,.1f} GiB. "
+            f"{_suggest_changes(config, world_size, device)} To try it anyway, set plan.on_oom=warn."
         )
         if get_plan_config(config).on_oom == "error":
-            comparison.refusal_error = refusal
+            monitor.refusal_error = refusal
         else:
             create_console(stderr=True).print(f"warning: {refusal}", highlight=False, soft_wrap=True)
-    return comparison
+    return monitor
 
 
 def _suggest_changes(config: RunConfig, world_size: int, device: DeviceSpec) -> str:
-    """Return a sentence: the first of `CHANGES` that makes a run fit, or how near the best of them comes."""
+    """Return a sentence about the first of `SUGGESTED_CHANGES` that makes a run fit, or else the nearest one."""
     nearest: tuple[int, str] | None = None
     for changes in SUGGESTED_CHANGES:
         flags = " ".join(f"--set {change!r}" if " " in change else f"--set {change}" for change in changes)
@@ -223,7 +222,7 @@ def _suggest_changes(config: RunConfig, world_size: int, device: DeviceSpec) -> 
 
 
 def build_plan(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """Return the plan of a run on so many ranks and its device."""
+    """Return the plan of a run on `world_size` ranks and on its device."""
     return plan_job(build_job(config, world_size), _find_run_device(config, world_size)[0])
 
 
@@ -231,12 +230,12 @@ def build_plan(config: RunConfig, world_size: int) -> dict[str, Any]:
 
 
 def _find_run_device(config: RunConfig, world_size: int) -> tuple[DeviceSpec, bool]:
-    """Return the device of a run, and whether times on it are known."""
+    """Return the device of a run, and whether its times are known."""
     if (name := get_plan_config(config).device) is not None:
         return find_file(name), True
     kind = find_device(config.device)
     if kind.type != "cuda":
-        # Allocators of the CPU return what is freed, and ranks on a node share its memory.
+        # A CPU has no context outside the allocator, and ranks on a node share its memory.
         memory = get_node_memory() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         changes: dict[str, Any] = {"name": "this CPU", "memory_bytes": memory, "context_bytes": 0}
         return find_file("cpu").model_copy(update=changes), False
@@ -246,7 +245,7 @@ def _find_run_device(config: RunConfig, world_size: int) -> tuple[DeviceSpec, bo
 
 
 def _find_local_device_spec(kind: torch.device) -> DeviceSpec | None:
-    """Return this process's device by its driver's name for it; None: a CPU, or one that no file describes."""
+    """Return this process's device spec by the driver's name; None for a CPU, or a device without a file."""
     if kind.type != "cuda":
         return None
     name = torch.cuda.get_device_properties(kind).name
@@ -254,12 +253,12 @@ def _find_local_device_spec(kind: torch.device) -> DeviceSpec | None:
 
 
 def get_peak_flops(kind: torch.device, dtype: str) -> float | None:
-    """Return the most products a second of a dtype on this process's device; None: not known, or a CPU."""
+    """Return the peak FLOP/s of a dtype on this process's device; None if it is unknown, or for a CPU."""
     known = _find_local_device_spec(kind)
     return None if known is None else known.flops.get(dtype)
 
 
-# -- words
+# -- text
 
 
 def _compare_collectives(planned_rows: Sequence[dict[str, Any]], measured_rows: Sequence[dict[str, Any]]) -> str:
@@ -271,11 +270,11 @@ def _compare_collectives(planned_rows: Sequence[dict[str, Any]], measured_rows: 
         if numbers[0] != numbers[1]:
             (calls, size), (real_calls, real_size) = numbers
             other.append(
-                f"{key[0]} over {key[1]} ({key[3]}): {calls} calls of {_format_mb(size)} planned, "
-                f"{real_calls} of {_format_mb(real_size)} done"
+                f"{key[0]} over {key[1]} ({key[3]}): {calls} calls with {_format_mb(size)} planned, "
+                f"{real_calls} with {_format_mb(real_size)} measured"
             )
     total = sum(row["bytes"] for row in planned_rows)
-    return f"collectives: {', '.join(other)}" if other else f"collectives: each of {_format_mb(total)} as planned"
+    return f"collectives: {', '.join(other)}" if other else f"collectives: {_format_mb(total)}, as planned"
 
 
 def _format_deviation(planned: float, measured: float, format_value: Callable[[Any], str]) -> str:

@@ -1,17 +1,17 @@
-"""What holds memory at the peak of a step, and which operator makes the peak.
+"""Measure which owners hold memory at the peak of a step, and which operator causes the peak.
 
-[Note: owners] A block belongs to the first of these that holds:
-    parameters      of the model on this rank, its shards
-    gradients       what is in `.grad` when the backward of a step has ended
+[Note: owners] The owner of a block is the first of these that applies:
+    parameters      parameters or shards of the model on this rank
+    gradients       `.grad` of parameters at the end of the backward of a step
     optimizer       state of the optimizer
-    gathered        memory that was resized while the meter ran, as FSDP does for what it gathers
-    communication   what a collective reads or writes, and was made for that: by a collective, or empty
-    activations     made in a forward
-    temporary       made in a backward (recomputed activations included), or by the optimizer
-    other           made before: buffers, batches
+    gathered        memory that was resized from 0 bytes, as FSDP does to all-gather
+    communication   read or written by a collective, and allocated by it or as an empty tensor
+    activations     allocated in a forward
+    temporary       allocated in a backward (recomputed activations included) or by the optimizer
+    other           allocated before: buffers, batches
 
-Memory that no operator has made is not counted in a step, such as buffers that gloo copies results from. All changes of
-sizes in a step are logged, so owners at the peak are determined afterwards, when the use of each block is known.
+Memory that no operator allocated is not counted in a step, such as buffers from which gloo copies results. All size
+changes in a step are logged, and owners at the peak are determined afterwards, when the use of each block is known.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from meshwright.plugin import (
 from ._compat import is_in_backward
 
 OWNERS = ("parameters", "gradients", "optimizer", "gathered", "activations", "communication", "temporary", "other")
-LIBRARIES = "libraries"  # Owner of workspaces of libraries in a plan, which operators do not show
-MIN_BLOCK_SIZE = 512  # Multiple of bytes in which CUDA's allocator counts memory
+LIBRARIES = "libraries"  # Owner of library workspaces in a plan, which operators do not show
+MIN_BLOCK_SIZE = 512  # CUDA's allocator rounds sizes up to multiples of this [bytes]
 _LIFT_FRESH = "aten.lift_fresh"
 _NEW_EMPTY = torch.ops.aten.new_empty.default
 _EMPTY_FACTORIES = ("aten.empty", "aten.new_empty", "aten.zeros", "aten.new_zeros")
@@ -52,7 +52,7 @@ _EMPTY_FACTORIES = ("aten.empty", "aten.new_empty", "aten.zeros", "aten.new_zero
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """Bytes of a rank at one moment; for a peak also those of activations by module, and the most in each phase."""
+    """Memory of a rank at one moment; for a peak, also activations by module and the peak of each phase [bytes]."""
 
     bytes: int
     bytes_by_owner: Mapping[str, int]
@@ -62,14 +62,14 @@ class MemorySnapshot:
 
 
 class StepMeter(MemoryMeter, UncompiledMode):
-    """Log what happens to memory in a step; nothing is compiled meanwhile. `is_real`: collectives run."""
+    """Log memory changes in a step, without compilation. `is_real`: collectives run on a real process group."""
 
     def __init__(self, *, is_real: bool = False) -> None:
         super().__init__(round_to=MIN_BLOCK_SIZE)
         self._is_real = is_real
         self.phase, self.module = "other", ""
         self.next_observer: OperationObserver | None = (
-            None  # observer of each operation once its memory is logged: one mode for both
+            None  # called after the memory of an operator is logged, so that one dispatch mode serves both
         )
         self._created_as: dict[int, str] = {}
         self._module_by_block: dict[int, str] = {}
@@ -78,7 +78,7 @@ class StepMeter(MemoryMeter, UncompiledMode):
         self._foreign_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._log_blocks, self._log_deltas = array("q"), array("q")
         self.peak, self._peak_index, self._peak_operator = 0, 0, ""
-        self.peak_by_phase: dict[str, int] = {}  # the most bytes in each `step_phase`
+        self.peak_by_phase: dict[str, int] = {}  # peak bytes in each `step_phase`
 
     @property
     def log(self) -> Iterator[tuple[int, int]]:
@@ -95,7 +95,7 @@ class StepMeter(MemoryMeter, UncompiledMode):
         return "optimizer"
 
     def begin_step(self) -> None:
-        """Begin a step: forget what happened before."""
+        """Begin a step: restart the log with the live blocks, and reset the peak."""
         self._log_blocks = array("q", (block.index for block in self.live_storages.values()))
         self._log_deltas = array("q", (block.nbytes for block in self.live_storages.values()))
         self.peak, self._peak_index, self._peak_operator = self.total_bytes, len(self._log_blocks), ""
@@ -119,7 +119,7 @@ class StepMeter(MemoryMeter, UncompiledMode):
         return self.dispatch(func, types, args, kwargs)
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        # Empty tensors, of which there may be one for each rank, are left out.
+        # Skip tensors without elements, of which there may be one per rank.
         if operation is not _NEW_EMPTY or result.numel():
             self._record(operation, args, kwargs, result)
         if self.next_observer is not None:
@@ -129,19 +129,19 @@ class StepMeter(MemoryMeter, UncompiledMode):
         before, name, given = len(self._log_blocks), get_operation_name(operation), list(list_tensors((args, kwargs)))
         if self.phase != "other" and not name.startswith(_LIFT_FRESH):
             self._mark_foreign(given)
-        self.track(given if operation.is_view else [*given, *list_tensors(result)])  # as in `Meter.observe`
+        self.track(given if operation.is_view else [*given, *list_tensors(result)])  # as in `MemoryMeter.observe`
         if name.startswith(_EMPTY_FACTORIES):
             self._empty_blocks.update(self._log_blocks[before:])
         elif operation.namespace in COLLECTIVE_NAMESPACES:
-            makes_again = operation.namespace != "c10d" and not operation.overloadpacket.__name__.endswith("_")
+            allocates = operation.namespace != "c10d" and not operation.overloadpacket.__name__.endswith("_")
             self._empty_blocks.update(self._log_blocks[before:])
-            self._mark_communication(result if makes_again else (), always=True)
+            self._mark_communication(result if allocates else (), always=True)
             self._mark_communication((args, kwargs), always=False)
         phase = self.step_phase
         if self._is_real and self.total_bytes > self.peak_by_phase.get(phase, 0):
             wait_for_gloo_threads()
         self.peak_by_phase[phase] = max(self.total_bytes, self.peak_by_phase.get(phase, 0))
-        # Of equal moments the last, as in `testing.memory`.
+        # The last of equal peaks counts: a gradient is stored only after the operator that computes it.
         if self.total_bytes >= self.peak and operation.namespace != "profiler":
             self.peak, self._peak_index, self._peak_operator = self.total_bytes, len(self._log_blocks), name
 
@@ -166,10 +166,10 @@ class StepMeter(MemoryMeter, UncompiledMode):
             self._created_as[block.index] = "temporary" if is_backward else self.phase
             self._module_by_block[block.index] = self.module
         elif block.nbytes == change > 0:
-            self._created_as[block.index] = "gathered"  # it existed, and had no memory
+            self._created_as[block.index] = "gathered"  # it existed, but had no memory
 
     def _mark_communication(self, values: Any, *, always: bool) -> None:
-        """Note what was made for a collective: empty tensors, or with `always` all of them."""
+        """Mark blocks as communication: those allocated empty, or all with `always`."""
         for tensor in list_tensors(values):
             if tensor.layout is torch.strided and not is_on_meta(tensor):
                 block = self.live_storages.get(id(get_storage(tensor)))
@@ -192,7 +192,7 @@ class StepMeter(MemoryMeter, UncompiledMode):
         return self._assigned_owner.get(number) or self._created_as.get(number, "other")
 
     def _sum_by_owner(self, until: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes of each owner, and those of activations by module, after `until` changes."""
+        """Return the bytes by owner, and those of activations by module, after `until` changes."""
         held: Counter[str] = Counter()
         modules: Counter[str] = Counter()
         for number, change in zip(self._log_blocks[:until], self._log_deltas[:until], strict=True):

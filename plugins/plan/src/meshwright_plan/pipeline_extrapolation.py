@@ -1,13 +1,13 @@
-"""Ranks of a pipeline, from pipelines of few stages, blocks and microbatches under the same schedule.
+"""Extrapolate ranks of a pipeline from pipelines with fewer stages, blocks and microbatches and the same schedule.
 
-[Note: small pipelines] What a rank of a pipeline holds and sends grows evenly with the blocks of each of its stages,
-with the microbatches of a step and with the stages; the first two ranks and the last two keep their places, and others
-lie between the second and the last but one. The schedule says which numbers of microbatches are alike. So pipelines of
-three and four ranks are traced, or of all ranks with fewer blocks.
+[Note: small pipelines] Memory and communication of a pipeline rank grow linearly with the blocks of each of its stages,
+with the microbatches of a step and with the stages. The first two and the last two ranks correspond to those of a small
+pipeline; the others are interpolated between the second and the second to last. The schedule determines in which steps
+the number of microbatches may grow. So pipelines of three and four ranks are traced, or of all ranks with fewer blocks.
 
-[Note: seconds] Which stage holds up others changes with their depth. So the time of a microbatch on each stage is what
-grows evenly, and the schedule's order gives the time of a step. What that leaves out (messages, the optimizer, the
-first gather and the last reduction) is what small pipelines take more when their stages are played together.
+[Note: seconds] The slowest stage depends on the depths of the stages. So the time of a microbatch on each stage is
+extrapolated, and the order of the schedule gives the time of a step. The remainder (messages, the optimizer, the first
+gather and the last reduction) is the extra time of small pipelines whose stages are simulated together.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from .trace import StepTrace, TrainingJob
 
 TraceSteps: TypeAlias = Callable[
     [TrainingJob, int, Sequence[int]], list[StepTrace]
-]  # of a rank, with each number of microbatches
+]  # traces of a rank, one for each number of microbatches
 BuildReport: TypeAlias = Callable[[StepTrace, Timeline], RankReport]
-SAMPLE_STAGE_DEPTHS = ((2, 3, 4), (4, 6, 8))  # Blocks of a stage, the last to check
-FEW_RANKS, MORE_RANKS, CHECK_RANKS = 3, 4, 5  # Ranks of small pipelines, the last to check
-RANK_LIST_TOLERANCE = 4096  # Tolerance for lists of ranks, which grow with the pipeline in steps [bytes]
+SAMPLE_STAGE_DEPTHS = ((2, 3, 4), (4, 6, 8))  # Blocks per stage; the last of each tuple is the check
+FEW_RANKS, MORE_RANKS, CHECK_RANKS = 3, 4, 5  # Ranks of small pipelines; the last is the check
+RANK_LIST_TOLERANCE = 4096  # Tolerance for lists of ranks, whose memory grows in steps with the pipeline [bytes]
 
 
 class StageCostModel(Protocol):
-    """What the `build_cost_model(model)` of a strategy that divides models into stages returns."""
+    """Cost model of pipeline stages, as `build_cost_model(model)` of a pipeline strategy returns it."""
 
-    blocks_per_stage: tuple[int, ...]  # of each stage
+    blocks_per_stage: tuple[int, ...]  # number of blocks of each stage
 
     def config_with_blocks(self, blocks: Sequence[int]) -> BaseModel:
-        """Return options under which stages have so many blocks."""
+        """Return a config whose stages have these numbers of blocks."""
 
     def find_steady_state(self, ranks: int, rows: int) -> tuple[int, int] | None:
-        """Return from how many microbatches of `rows` sequences on, and in steps of how many, more add the same."""
+        """Return (start, period), or None: from `start` microbatches of `rows` rows on, every `period` adds the same."""
 
     def placement(self, ranks: int, sequences: int) -> tuple[int, ...]:
         """Return the rank of each stage."""
 
     def estimate_step_seconds(self, costs: Sequence[float], *, forward: float, ranks: int, sequences: int) -> float:
-        """Return the time of a step from the costs of a sequence on each stage [s], if messages take none."""
+        """Return the seconds of a step without messages, from the seconds of a sequence on each stage (`costs`)."""
 
 
 def extrapolate_ranks(
@@ -64,7 +64,7 @@ def extrapolate_ranks(
     trace_steps: TraceSteps,
     build_report: BuildReport,
 ) -> list[RankReport] | None:
-    """Return the reports of ranks of a pipeline; None if small ones do not determine them, or are no smaller."""
+    """Return the reports of pipeline ranks; None if small pipelines do not determine them, or are not smaller."""
     known: dict[tuple[Point, int], StepTrace] = {}
     of_stage = job.degrees.world_size // job.degrees.pp
     for net, further in _list_extrapolations(job, stages):
@@ -74,7 +74,7 @@ def extrapolate_ranks(
         try:
             return small.report_ranks(requested_ranks)
         except (NotLinearError, MeshwrightError):
-            continue  # small ones may be refused where large ones are not
+            continue  # the strategy may refuse a small pipeline, but not the large one
     return None
 
 
@@ -102,7 +102,7 @@ def _list_extrapolations(job: TrainingJob, stages: StageCostModel) -> Iterator[t
         yield Extrapolation(blocks, corners, (last, (few + 2 * step, FEW_RANKS))), (blocks[0], (check, CHECK_RANKS))
     counts: tuple[Coordinates, ...] = ((count,),)
     if own is not None and is_steady and count > own[0] + 2 * own[1]:
-        counts = tuple((own[0] + place * own[1],) for place in range(3))
+        counts = tuple((own[0] + index * own[1],) for index in range(3))
     for blocks, last in frames:
         yield Extrapolation(blocks, counts[:2], (last, counts[-1])), None
     if len(counts) > 1:
@@ -110,15 +110,15 @@ def _list_extrapolations(job: TrainingJob, stages: StageCostModel) -> Iterator[t
 
 
 def _group_by_rank(placement: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
-    found: dict[int, list[int]] = defaultdict(list)
+    by_rank: dict[int, list[int]] = defaultdict(list)
     for rank, count in zip(placement, blocks, strict=True):
-        found[rank].append(count)
-    return [found[rank] for rank in sorted(found)]
+        by_rank[rank].append(count)
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 @dataclass(frozen=True, eq=False)
 class _SmallPipelines:
-    """The small pipelines of a net; `further` is one more point to check, `first` a place within stages."""
+    """Small pipelines of an extrapolation. `extra_check`: one more point to check; `first_rank`: offset in a stage."""
 
     job: TrainingJob
     stages: StageCostModel
@@ -134,7 +134,7 @@ class _SmallPipelines:
 
     def report_ranks(self, requested_ranks: Sequence[int]) -> list[RankReport]:
         of_stage, first, wanted = self.ranks_per_stage, self.first_rank, {*requested_ranks}
-        # Most that does not grow evenly shows on one rank.
+        # One rank usually shows whether growth is linear.
         self._trace(self.extrapolation.points, lambda ranks: {first})
         self._check(self.extrapolation.check_point, {first})
         stages = range(first, of_stage * self.job.degrees.pp, of_stage)
@@ -146,13 +146,13 @@ class _SmallPipelines:
         return [self._report_rank(rank) for rank in requested_ranks]
 
     def _check(self, point: Point, ranks: set[int], *, tolerance: int = 0) -> None:
-        """Check ranks of the first two stages, which are the same in all small pipelines."""
+        """Check ranks of the first two stages, which correspond in all small pipelines. Raise NotLinearError."""
         for rank in ranks:
-            found = {each: self._get_report(each, rank) for each in (*self.extrapolation.corners, point)}
-            if not reports_match(self.extrapolation.interpolate(point, found), found[point], tolerance=tolerance):
+            reports = {each: self._get_report(each, rank) for each in (*self.extrapolation.corners, point)}
+            if not reports_match(self.extrapolation.interpolate(point, reports), reports[point], tolerance=tolerance):
                 raise NotLinearError
 
-    # -- sizes and places
+    # -- sizes and ranks
 
     @property
     def ranks_per_stage(self) -> int:
@@ -189,15 +189,15 @@ class _SmallPipelines:
         return {small for rank in ranks for small, _ in self._weighted_ranks(rank, few)}
 
     def _weighted_ranks(self, rank: int, few: int) -> list[tuple[int, Fraction]]:
-        """Return the ranks of a small pipeline that determine one, with their weights."""
+        """Return the ranks of a small pipeline that determine `rank`, with their weights."""
         many, (stage, within) = self.job.degrees.pp, divmod(rank, self.ranks_per_stage)
         if not self.has_fewer_ranks or stage < 2:
-            places = [(stage, Fraction(1))]
+            stages = [(stage, Fraction(1))]
         elif stage >= many - 2:
-            places = [(few - (many - stage), Fraction(1))]
+            stages = [(few - (many - stage), Fraction(1))]
         else:
-            places = [(1, Fraction(many - 2 - stage, many - 3)), (few - 2, Fraction(stage - 1, many - 3))]
-        return [(place * self.ranks_per_stage + within, weight) for place, weight in places]
+            stages = [(1, Fraction(many - 2 - stage, many - 3)), (few - 2, Fraction(stage - 1, many - 3))]
+        return [(small * self.ranks_per_stage + within, weight) for small, weight in stages]
 
     # -- traces and timelines
 
@@ -258,14 +258,14 @@ class _SmallPipelines:
         )
         target = blocks, (count, ranks) if self.has_fewer_ranks else (count,)
         terms = []
-        for place, (_, weight) in enumerate(self._weighted_ranks(rank, FEW_RANKS)):
-            found = {
+        for index, (_, weight) in enumerate(self._weighted_ranks(rank, FEW_RANKS)):
+            reports = {
                 point: self._get_report(
-                    point, self._weighted_ranks(rank, self.num_ranks(point))[place][0], is_timed=True
+                    point, self._weighted_ranks(rank, self.num_ranks(point))[index][0], is_timed=True
                 )
                 for point in self.extrapolation.points
             }
-            terms.append((weight, self.extrapolation.extrapolate(target, found)))
+            terms.append((weight, self.extrapolation.extrapolate(target, reports)))
         made = combine_reports(terms)
         made["step_seconds"] += self._schedule_seconds(list(self.stages.blocks_per_stage), ranks, count)
         busy = made["busy_seconds"]
@@ -275,7 +275,7 @@ class _SmallPipelines:
         return {**made, "rank": rank}
 
     def _get_report(self, point: Point, rank: int, *, is_timed: bool = False) -> RankReport:
-        """Return the report of a rank of a small pipeline; its seconds are those that the schedule leaves out."""
+        """Return the report of a rank of a small pipeline. Its seconds are those that the schedule does not explain."""
         ranks, stage = self.num_ranks(point), rank // self.ranks_per_stage
         if (point, rank) not in self.reports:
             self.reports[point, rank] = self.build_report(self.traces[point, rank], self._simulate_alone(point, rank))
@@ -295,23 +295,23 @@ class _SmallPipelines:
     # -- seconds; see [Note: seconds]
 
     def _schedule_seconds(self, counts: Sequence[int], ranks: int, microbatches: int) -> float:
-        """Return the time of a step on stages of so many blocks in the schedule's order."""
+        """Return the seconds of a step in the schedule's order, for stages with `counts` blocks."""
         rows = microbatches * self.job.micro_batch_size
         placement = self.stages.placement(ranks, rows)
         costs = [self._block_seconds * count for count in counts]
         for rank in range(ranks):
             own = [stage for stage, place in enumerate(placement) if place == rank]
-            last = self.min_ranks - 1  # the stage of the smallest pipelines that is like this one
-            like = rank if rank < min(2, last) or self.min_ranks == ranks else last if rank == ranks - 1 else 1
-            # The embedding and the head.
+            last = self.min_ranks - 1  # last stage of the smallest pipelines
+            similar = rank if rank < min(2, last) or self.min_ranks == ranks else last if rank == ranks - 1 else 1
+            # The first and last stage also have the embedding and the LM head.
             ends = [stage for stage in own if stage in (0, len(counts) - 1)][-1:] or own
             for stage in ends:
-                costs[stage] += self._non_block_seconds[like] / len(ends)
+                costs[stage] += self._non_block_seconds[similar] / len(ends)
         return self.stages.estimate_step_seconds(costs, forward=self._forward_fraction, ranks=ranks, sequences=rows)
 
     @property
     def _middle_stage(self) -> int:
-        """A stage without ends, if there is one."""
+        """Return a stage without embedding and LM head, if there is one."""
         return 1 if self.min_ranks > 2 else 0
 
     def _sequence_seconds(self, blocks: Coordinates, stage: int) -> float:
@@ -337,14 +337,14 @@ class _SmallPipelines:
 
     @functools.cached_property
     def _non_block_seconds(self) -> list[float]:
-        """Seconds of a sequence outside blocks, by stages of the smallest pipelines."""
+        """Seconds of a sequence outside the blocks, for each stage of the smallest pipelines."""
         blocks = self.extrapolation.blocks[0]
         stages, of_block = range(self.min_ranks), self._block_seconds
         return [self._sequence_seconds(blocks, each) - of_block * self._count_blocks(blocks, each) for each in stages]
 
     @functools.cached_property
     def _forward_fraction(self) -> float:
-        """The share of computing that is not in a backward."""
+        """Fraction of the compute time that is in forward."""
         line = self._simulate_alone(
             self.extrapolation.corners[0], self.first_rank + self._middle_stage * self.ranks_per_stage
         )
@@ -356,5 +356,5 @@ class _SmallPipelines:
 
 
 def _rename_message_streams(busy: dict[str, float], rename: Callable[[int], int]) -> dict[str, float]:
-    """Return seconds of streams; those of messages, named by a rank or a distance, are named again."""
+    """Rename the streams of messages, which are named by a rank or a distance."""
     return {f"to {rename(int(name[3:]))}" if name.startswith("to ") else name: busy[name] for name in busy}

@@ -1,9 +1,9 @@
-"""A plan: what some ranks of a job hold, send and take on a device, as values of JSON; and the job of a run file.
+"""Plan a job: memory, communication and time of some ranks on a device, as JSON values. Also build a run file's job.
 
-[Note: model FLOPs] The products of forward and backward of a row of the run's length, on one rank, counted on a trace:
-without recomputation, gradients of frozen weights, and experts that are not chosen. Of attention only pairs that act on
-each other count: about half of all where it is causal, which formulas such as 6 N + 12 L H S count whole. Its backward
-has four products of each pair; fused kernels compute the scores again, a fifth.
+[Note: model FLOPs] FLOPs of the matrix products in forward and backward for one row of `seq_len` tokens, counted on a
+trace of one rank: without recomputation, gradients of frozen weights, or experts that are not chosen. Attention counts
+only pairs that are not masked: about half of all pairs if causal, while formulas such as 6 N + 12 L H S count all.
+Its backward has four products per pair; the fifth, with which fused kernels recompute the scores, does not count.
 Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B; Dao 2023, arXiv:2307.08691.
 """
 
@@ -62,12 +62,12 @@ MAX_OVER_RANKS = ("peak_allocated_bytes", "peak_reserved_bytes", "persistent_byt
 
 
 def plan_job(job: TrainingJob, device: DeviceSpec, ranks: Sequence[int] | None = None) -> dict[str, Any]:
-    """Trace ranks of a job (None: those that stand for all), play their step on a device, and return plain values."""
-    asked = choose_representative_ranks(job.degrees) if ranks is None else list(ranks)
+    """Trace ranks of a job (None: representative ones), simulate a step on a device, and return JSON values."""
+    requested = choose_representative_ranks(job.degrees) if ranks is None else list(ranks)
     reports = (
-        _report_stages(job, device, asked)
+        _report_stages(job, device, requested)
         if job.degrees.pp > 1
-        else [_report_rank(job, device, rank) for rank in asked]
+        else [_report_rank(job, device, rank) for rank in requested]
     )
     busiest = max(reports, key=lambda each: sum(row["bytes"] for row in each["collectives"]))
     seconds = max(each["step_seconds"] for each in reports)
@@ -89,42 +89,42 @@ def plan_job(job: TrainingJob, device: DeviceSpec, ranks: Sequence[int] | None =
 
 
 def fits_in_memory(reserved_bytes: int, device: DeviceSpec) -> bool:
-    """Return whether a device has so much besides what torch's allocator does not know of."""
+    """Return whether `reserved_bytes` fit on a device together with its memory outside torch's allocator."""
     return reserved_bytes <= device.memory_bytes - device.context_bytes
 
 
 def choose_representative_ranks(degrees: Degrees) -> list[int]:
-    """Return ranks such that every other one is like one of them: of the first two, middle and last two stages."""
+    """Return ranks that represent all others: of the first two, the middle and the last two stages, and the last."""
     of_stage = degrees.world_size // degrees.pp
     stages = {stage for stage in (0, 1, degrees.pp // 2, degrees.pp - 2, degrees.pp - 1) if 0 <= stage < degrees.pp}
     return sorted({*(stage * of_stage for stage in stages), degrees.world_size - 1})
 
 
 def trace_rank(job: TrainingJob, rank: int) -> StepTrace:
-    """Trace the step of one rank of a job, which need not exist."""
+    """Trace a step of one rank of a job. The rank need not exist."""
     return trace_steps(job, rank, [job.num_microbatches])[0]
 
 
 def trace_steps(job: TrainingJob, rank: int, counts: Sequence[int]) -> list[StepTrace]:
-    """Trace a step with each number of microbatches, ascending; see `trace_rank`."""
+    """Trace one step for each number of microbatches in `counts`, ascending; see `trace_rank`."""
     with tracing_mesh(job, rank) as mesh:
         return trace_job_steps(job, mesh, counts)
 
 
 @contextmanager
 def tracing_mesh(job: TrainingJob, rank: int) -> Iterator[Mesh]:
-    """Give a mesh on which a job is traced; raise StrategyError for any error within that is not meshwright's."""
-    # A mesh of its own: what is made once for a mesh belongs to the first job on it.
+    """Yield a mesh on which to trace a job. Errors inside that are not meshwright's become StrategyError."""
+    # Each job needs its own mesh: objects that are created once per mesh belong to its first job.
     with fake_mesh(job, rank) as mesh:
         try:
             yield mesh
         except MeshwrightError:
             raise
         except Exception as error:
-            # Whatever a package's own code does with tensors that have no values, or with ranks that are all alike.
+            # Third-party code may fail on tensors without values, or on ranks that all hold the same.
             reason = (str(error).strip().splitlines() or [""])[0]
             raise StrategyError(
-                f"{job.stack} on {job.degrees} cannot be planned: it looks at what is known on real ranks alone "
+                f"{job.stack} on {job.degrees} cannot be planned: it reads values that exist only on real ranks "
                 f"({type(error).__name__}: {reason}). Use another strategy, or train a step on real ranks."
             ) from error
 
@@ -139,7 +139,7 @@ def fake_mesh(job: TrainingJob, rank: int) -> Iterator[Mesh]:
 
 @contextmanager
 def manager_after_step(job: TrainingJob, rank: int) -> Iterator[StrategyManager]:
-    """Give the manager of a job whose model has trained a step on a planned rank."""
+    """Yield the manager of a job after one training step on a fake rank."""
     with tracing_mesh(job, rank) as mesh:
         model, manager = job.build(mesh)
         batches = [job.make_batch(model)]
@@ -155,10 +155,10 @@ def manager_after_step(job: TrainingJob, rank: int) -> Iterator[StrategyManager]
 
 
 def _report_rank(job: TrainingJob, device: DeviceSpec, rank: int) -> dict[str, Any]:
-    """Report one rank; from fewer blocks and microbatches where these determine it."""
+    """Report one rank, extrapolated from fewer blocks and microbatches if these determine it."""
     known: dict[Point, dict[str, Any]] = {}
 
-    def found(points: Sequence[Point]) -> Mapping[Point, dict[str, Any]]:
+    def get_reports(points: Sequence[Point]) -> Mapping[Point, dict[str, Any]]:
         missing: dict[Coordinates, list[int]] = {}
         for blocks, (count,) in sorted(set(points) - known.keys()):
             missing.setdefault(blocks, []).append(count)
@@ -169,7 +169,9 @@ def _report_rank(job: TrainingJob, device: DeviceSpec, rank: int) -> dict[str, A
         return known
 
     layers = job.num_layers if job.build_with_layers is not None and job.num_layers else None
-    return extrapolate_report(found, layers, job.num_microbatches) or _report_trace(trace_rank(job, rank), job, device)
+    return extrapolate_report(get_reports, layers, job.num_microbatches) or _report_trace(
+        trace_rank(job, rank), job, device
+    )
 
 
 def _report_trace(trace: StepTrace, job: TrainingJob, device: DeviceSpec) -> dict[str, Any]:
@@ -177,7 +179,7 @@ def _report_trace(trace: StepTrace, job: TrainingJob, device: DeviceSpec) -> dic
 
 
 def _report_stages(job: TrainingJob, device: DeviceSpec, requested_ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """Report ranks of a pipeline; from small pipelines where these determine them."""
+    """Report ranks of a pipeline, extrapolated from small pipelines if these determine them."""
     stages = _get_cost_model(job)
     if stages is not None:
         reports = extrapolate_ranks(
@@ -185,7 +187,7 @@ def _report_stages(job: TrainingJob, device: DeviceSpec, requested_ranks: Sequen
         )
         if reports is not None:
             return reports
-    # All stages are played together; ranks of one stage take the same time.
+    # All stages are simulated together; ranks of one stage take the same time.
     together = find_pipeline_ranks(requested_ranks[0], job.degrees)
     traces = {rank: trace_rank(job, rank) for rank in sorted({*together, *requested_ranks})}
     lines = {line.rank: line for line in _simulate([traces[rank] for rank in together], job, device)}
@@ -198,9 +200,9 @@ def _get_cost_model(job: TrainingJob) -> StageCostModel | None:
     if job.build_with_layers is None or not job.num_layers:
         return None
     with fake_mesh(job, 0) as mesh, real_compute():
-        ask = getattr(job.stack.build(mesh), "build_cost_model", None)
-        found: StageCostModel | None = None if ask is None else ask(job.build_model())
-    return found if found is not None and sum(found.blocks_per_stage) == job.num_layers else None
+        build = getattr(job.stack.build(mesh), "build_cost_model", None)
+        stages: StageCostModel | None = None if build is None else build(job.build_model())
+    return stages if stages is not None and sum(stages.blocks_per_stage) == job.num_layers else None
 
 
 def _simulate(traces: Sequence[StepTrace], job: TrainingJob, device: DeviceSpec) -> list[Timeline]:
@@ -210,7 +212,7 @@ def _simulate(traces: Sequence[StepTrace], job: TrainingJob, device: DeviceSpec)
 
 
 def get_reserved_bytes(trace: StepTrace, device: DeviceSpec) -> int:
-    """Return the bytes that are taken from a device for a step; a host returns what is freed."""
+    """Return the bytes that a step reserves on a device. On a host, freed memory is returned, so this is the peak."""
     return trace.peak.bytes if device.is_host else compute_reserved_bytes(trace, workspace=device.library_bytes)
 
 
@@ -251,7 +253,7 @@ def _build_report(trace: StepTrace, timeline: Timeline, device: DeviceSpec) -> d
 
 
 def compute_owner_peak(trace: StepTrace, owner: str) -> int:
-    """Return the most bytes that an owner has in a step; see [Note: owners] in `meter`."""
+    """Return the peak bytes of an owner in a step; see [Note: owners] in `meter`."""
     return max(
         accumulate(
             (change for block, change in trace.memory_log if trace.owners_by_block.get(block) == owner), initial=0
@@ -260,7 +262,7 @@ def compute_owner_peak(trace: StepTrace, owner: str) -> int:
 
 
 def summarize_collectives(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
-    """Return calls and bytes of each kind of collective over each group, in the order of their first calls."""
+    """Return calls and bytes by kind, group and dtype of collectives, in the order of their first calls."""
     rows: dict[tuple[str, str, int, str], dict[str, Any]] = {}
     for each in collectives:
         dtype = str(each.dtype).removeprefix("torch.")
@@ -273,16 +275,16 @@ def summarize_collectives(collectives: Iterable[Collective]) -> list[dict[str, A
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs for each target of a row without masks, or None and why they are not known; see [Note: model FLOPs]."""
+    """FLOPs per target token of a row without padding, or None and the reason; see [Note: model FLOPs]."""
 
     per_token: float | None
     unavailable_reason: str = ""
 
 
 def count_model_flops(job: TrainingJob, objective: Objective | None = None) -> ModelFlops:
-    """Return what the model of a job needs for each token, in any layout; objectives are counted as the token loss."""
+    """Return the FLOPs of a job's model per token, in any layout. Objectives are counted as the token loss."""
     if objective is not None and not _counts_tokens(BoundObjective(objective)):
-        return ModelFlops(None, f"the {BoundObjective(objective).name} counts something else than tokens")
+        return ModelFlops(None, f"the {BoundObjective(objective).name} does not count tokens")
     try:
         stack, degrees = resolve("single", MeshSizes(), 1, config={"loss_chunk_rows": 0})
         alone = replace(job, stack=stack, degrees=degrees, micro_batch_size=1, num_microbatches=1)
@@ -292,7 +294,7 @@ def count_model_flops(job: TrainingJob, objective: Objective | None = None) -> M
 
 
 def _counts_tokens(objective: BoundObjective) -> bool:
-    """Return whether an objective is divided by the number of targets, as far as a few rows tell."""
+    """Return whether an objective is divided by the number of targets, judged by a few rows."""
     ids = torch.ones((objective.group_size, 4), dtype=torch.int64)
     try:
         return objective.count([{"input_ids": ids, "labels": ids}]) in (None, objective.group_size * 3)
@@ -301,13 +303,13 @@ def _counts_tokens(objective: BoundObjective) -> bool:
 
 
 def _count_row_flops(job: TrainingJob) -> int:
-    of = functools.cache(lambda blocks: _count_traced_flops(job.with_num_layers(blocks)))
+    flops_of = functools.cache(lambda blocks: _count_traced_flops(job.with_num_layers(blocks)))
     for first, second, check in SAMPLE_DEPTHS:
         if job.build_with_layers is None or job.num_layers <= first + second + check:
             break
-        growth = (of(second) - of(first)) / (second - first)
-        if of(second) + growth * (check - second) == of(check):
-            return int(of(check)) + round(growth * (job.num_layers - check))
+        growth = (flops_of(second) - flops_of(first)) / (second - first)
+        if flops_of(second) + growth * (check - second) == flops_of(check):
+            return int(flops_of(check)) + round(growth * (job.num_layers - check))
     return _count_traced_flops(job)
 
 
@@ -324,7 +326,7 @@ def _count_traced_flops(job: TrainingJob) -> int:
 
 
 class _FlopCounter(OperationObserver):
-    """Sum of products from the first forward on that a backward follows: the model may be tried before."""
+    """Sum of FLOPs, from the first forward with gradients on: probes before it do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,25 +338,25 @@ class _FlopCounter(OperationObserver):
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         if not self._has_started:
             return
-        found = count_flops(operation, args, kwargs, result)
-        if found and is_attention(operation) and "backward" in get_operation_name(operation):
-            found = found * 4 // 5
-        self.flops += found
+        flops = count_flops(operation, args, kwargs, result)
+        if flops and is_attention(operation) and "backward" in get_operation_name(operation):
+            flops = flops * 4 // 5
+        self.flops += flops
 
 
 def build_job(config: RunConfig, world_size: int) -> TrainingJob:
-    """Return what a run would do on so many ranks."""
+    """Return the training job of a run on `world_size` ranks."""
     stack, degrees, rows = resolve_layout(config, world_size)
     steps = config.steps or 1
     probe_optimizer(config.optimizer, config.schedule.resolve_warmup(steps), steps, device=torch.device("cpu"))
-    found = resolve_model(config.model)
-    if found.directory is None and "vocab_size" not in config.model:
-        hf_config = prepare_data_and_model_config(config, found)[1]  # the tokenizer has the number
+    model = resolve_model(config.model)
+    if model.directory is None and "vocab_size" not in config.model:
+        hf_config = prepare_data_and_model_config(config, model)[1]  # the tokenizer gives the vocabulary size
     else:
         hf_config = build_model_config(
-            config.model, tokenizer=None, seq_len=config.data.seq_len, directory=found.directory
+            config.model, tokenizer=None, seq_len=config.data.seq_len, directory=model.directory
         )
-    make = functools.partial(_build_model, found, hf_config, found.get_dtype(config.model))
+    make = functools.partial(_build_model, model, hf_config, model.get_dtype(config.model))
     return TrainingJob(
         stack,
         degrees,

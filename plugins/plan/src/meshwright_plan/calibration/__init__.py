@@ -1,1 +1,1 @@
-"""Device files, measured on the machine that they describe."""
+"""Calibration: measure this machine and write its device file."""

@@ -1,6 +1,6 @@
-"""The device file of this machine: what its devices compute and its links carry, measured while all ranks work.
+"""Write a device file for this machine: compute rates and link bandwidths, measured while all ranks work.
 
-What cannot be measured is taken from the file of a similar device, and the file says what that is.
+Values that cannot be measured are copied from the file of a similar device; the `sources` of the new file name them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from .fit import CollectiveSample, fit_node, median_relative_error
 from .measure import CollectiveTimer, MeasurementBudget
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-MAX_CPU_RANKS = 8  # Default ranks on a CPU, where it has as many cores
+MAX_CPU_RANKS = 8  # Upper bound of the default number of ranks on a CPU
 
 
 @dataclass(frozen=True)
 class MeasuredRates:
-    """What was measured of a device, per second; the last three as of `DeviceSpec`."""
+    """Rates measured on a device, per second. The last three fields are those of `DeviceSpec`."""
 
     matmul: Mapping[str, Mapping[int, float]]
     attention: tuple[float, float]
@@ -62,14 +62,16 @@ def calibrate_to_file(
     effort: MeasurementBudget | None = None,
     show_traceback: bool = False,
 ) -> int:
-    """Measure this machine, write its device file, and return the exit code. Starts ranks, or joins those of a
+    """Measure this machine, write its device file, and return the exit code. Start ranks, or join those of a
     launcher.
     """
     path = Path(path)
     if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"a device file ends in .yaml or .yml, not as {str(path)!r} does. Give it such a name.")
+        raise ConfigError(f"the name of a device file must end in .yaml or .yml, not {str(path)!r}. Rename it.")
     if not path.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no directory {path.parent}. Make it, or name another.")
+        raise ConfigError(
+            f"{path} cannot be written: there is no directory {path.parent}. Create it, or change the path."
+        )
     chosen = find_device(device)
     base = base or _find_nearest_device_file(chosen)
     find_file(base)
@@ -77,7 +79,7 @@ def calibrate_to_file(
     if is_launched():
         size = int(os.environ["WORLD_SIZE"])
         if ranks is not None and ranks != size:
-            raise MeshError(f"{ranks} ranks are asked for, but a launcher has started {size}. Leave the number out.")
+            raise MeshError(f"{ranks} ranks are requested, but a launcher has started {size}. Omit the number.")
         return run_guarded(_calibrate_rank, reported, show_traceback=show_traceback)
     return launch_ranks(
         _calibrate_rank, reported, nproc=_choose_num_ranks(chosen, ranks), show_traceback=show_traceback
@@ -90,17 +92,17 @@ def _calibrate_rank(
 
     def write() -> None:
         try:
-            Path(path).write_text(format_device_file(found), encoding="utf-8")
+            Path(path).write_text(format_device_file(spec), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {error}. Name another file.") from None
+            raise ConfigError(f"{path} cannot be written: {error}. Choose another path.") from None
 
     with open_world(device, store=store) as world:
-        found = calibrate(world, base, effort)
+        spec = calibrate(world, base, effort)
         world.run_on_first_rank(write)
 
 
 def calibrate(world: World, base: str, effort: MeasurementBudget | None = None) -> DeviceSpec:
-    """Measure the machines of a world; see `calibrate_to_file`. Collective."""
+    """Measure the machines of a world and return their device spec; see `calibrate_to_file`. Collective."""
     file = find_file(base)
     effort = effort or MeasurementBudget.for_device(world.device)
     clock = CollectiveTimer(world, effort)
@@ -114,12 +116,12 @@ def calibrate(world: World, base: str, effort: MeasurementBudget | None = None) 
             times[known] = min(each.seconds, times.get(known, each.seconds))
     rates = merge_passes(passes)
     found = [replace(each, seconds=seconds) for each, seconds in times.items()]
-    # Ranks agree on every number; the groups are those of the first.
+    # Ranks agree on every measurement; the groups of ranks are those of the first rank.
     return world.run_on_first_rank(lambda: build_device_spec(world, file, base, rates, found, ranks, effort))
 
 
 def merge_passes(passes: Sequence[MeasuredRates]) -> MeasuredRates:
-    """Return the best of each number, and the median of `beside`, which is a ratio."""
+    """Return the best value of each rate, and the median of `overlap_speed`, which is a ratio."""
 
     def largest(tables: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
         return {key: max(table.get(key, 0.0) for table in tables) for table in tables for key in table}
@@ -150,7 +152,7 @@ def _measure_rates(world: World, clock: CollectiveTimer, effort: MeasurementBudg
     )
 
 
-# -- the file
+# -- device file
 
 
 def build_device_spec(
@@ -191,7 +193,7 @@ def build_device_spec(
         "node": node.model_dump(),
     }
     sources = _describe_sources(world, base, base_name, rates, samples, node, effort)
-    return validate_config(DeviceSpec, {**_round_values(values), "sources": sources}, where="what was measured")
+    return validate_config(DeviceSpec, {**_round_values(values), "sources": sources}, where="the measured device")
 
 
 def _fit_node(base: NodeSpec, samples: Sequence[CollectiveSample], ranks_per_node: int, *, is_cpu: bool) -> NodeSpec:
@@ -200,17 +202,17 @@ def _fit_node(base: NodeSpec, samples: Sequence[CollectiveSample], ranks_per_nod
     made = fit_node(samples, base.model_copy(update={"ranks": ranks_per_node, "slowdown_factors": {}}))
     if any(len({rank // ranks_per_node for rank in each.ranks}) > 1 for each in samples):
         return made
-    # One node, of which perhaps not all devices were measured.
+    # A single node; perhaps not all of its devices were measured.
     return made.model_copy(
         update={"ranks": max(ranks_per_node, base.ranks if is_cpu else torch.accelerator.device_count())}
     )
 
 
 def format_device_file(device: DeviceSpec) -> str:
-    lines = ["# A device file of `meshwright plan --calibrate`. Rates are per second, in operations and bytes."]
+    lines = ["# Device file, written by `meshwright plan --calibrate`. Rates are in operations or bytes per second."]
     for name, value in device.model_dump().items():
-        said = DeviceSpec.model_fields[name].description
-        lines += [f"# {said}"] if said else []
+        description = DeviceSpec.model_fields[name].description
+        lines += [f"# {description}"] if description else []
         lines.append(to_yaml({name: value}).rstrip())
     return "\n".join([*lines, ""])
 
@@ -233,40 +235,40 @@ def _describe_sources(
     best = {dtype: max(table.values()) for dtype, table in rates.matmul.items() if table}
     left = [dtype for dtype in base.flops if dtype not in best]
     crosses = any(len({rank // node.ranks for rank in each.ranks}) > 1 for each in samples)
-    over = [f"products in {', '.join(left)}"] if left else []
+    over = [f"matrix products in {', '.join(left)}"] if left else []
     over += ["workspace_bytes"]
-    over += [] if samples else ["links inside of a node"]
+    over += [] if samples else ["links within a node"]
     over += [] if crosses else ["links between nodes"]
-    over += [] if world.device.type == "cpu" else ["peaks of products and of memory, where no more was reached"]
+    over += [] if world.device.type == "cpu" else ["peak FLOP/s and bandwidth, unless the measured values are higher"]
     backend = dist.distributed_c10d.get_backend_config() if world.size > 1 else "none"
-    said = {
+    sources = {
         "measured": f"{date.today().isoformat()}, {describe_hardware(world.device)}, torch {torch.__version__}, "
-        f"{world.size} ranks at the same time with {torch.get_num_threads()} threads each, over {backend}; the slowest "
-        f"rank's best of {effort.num_passes} x {effort.num_windows} windows of {effort.window_seconds:g} s",
-        "products": "forward and both gradients of a linear layer; best seen: "
+        f"{world.size} ranks at the same time with {torch.get_num_threads()} threads each, over {backend}; time of the "
+        f"slowest rank, best of {effort.num_passes} x {effort.num_windows} windows of {effort.window_seconds:g} s",
+        "products": "forward and both gradients of a linear layer; highest rates: "
         + ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {dtype}" for dtype, rate in best.items()),
-        "attention": f"causal, {effort.attention_seq_len} tokens, in {rates.attention_dtype}; other dtypes are taken "
-        "to reach as large a part of their peak",
+        "attention": f"causal, {effort.attention_seq_len} tokens, in {rates.attention_dtype}; other dtypes are assumed "
+        "to reach the same fraction of their peak",
         "bandwidth": f"tensors of {effort.stream_bytes / 2**20:g} MiB; "
         + ", ".join(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in rates.memory_bandwidth.items()),
-        "host": "the least kernel; operators of small blocks, forward and backward",
+        "host": "an operator on eight elements; operators of small blocks, forward and backward",
         "taken over": f"from {Path(base_name).name}: {', '.join(over)}",
     }
     if samples:
         sizes = sorted({len(each.ranks) for each in samples})
         off = median_relative_error(samples, node)
-        said["links"] = (
+        sources["links"] = (
             f"{len(samples)} collectives of {' and '.join(map(str, sizes))} ranks, {min(effort.message_bytes)} to "
-            f"{max(each.bytes for each in samples)} bytes; the links reported here are {off:.0%} off them in the median"
+            f"{max(each.bytes for each in samples)} bytes; median relative error of the fitted links: {off:.0%}"
         )
-    return said
+    return sources
 
 
 # -- this machine
 
 
 def describe_hardware(device: torch.device) -> str:
-    """Return what a device is, without the name of the machine."""
+    """Return a description of a device that does not contain the host name."""
     if device.type != "cpu":
         return str(torch.cuda.get_device_name(device))
     info = Path("/proc/cpuinfo")
@@ -282,7 +284,7 @@ def _get_memory_bytes(device: torch.device, ranks: int) -> int:
 
 
 def _find_nearest_device_file(device: torch.device) -> str:
-    """Return the device file whose name is in that of a device, with the nearest memory."""
+    """Return the device file whose name occurs in the name of a device and whose memory is nearest."""
     if device.type == "cpu":
         return "cpu"
     name, size = describe_hardware(device).lower(), _get_memory_bytes(device, 1)
@@ -290,8 +292,8 @@ def _find_nearest_device_file(device: torch.device) -> str:
     alike = [each for each, parts in known.items() if all(part in name for part in parts)]
     if not alike:
         raise ConfigError(
-            f"no device file is known for {describe_hardware(device)!r}, and not everything can be measured. Name the "
-            f"one that is nearest as base: {', '.join(list_device_specs())}; or the path of a YAML file."
+            f"no device file matches {describe_hardware(device)!r}, and some values cannot be measured. Choose a "
+            f"similar device as base: {', '.join(list_device_specs())}; or the path of a YAML file."
         )
     return min(alike, key=lambda each: abs(find_file(each).memory_bytes - size))
 
@@ -303,7 +305,7 @@ def _choose_num_ranks(device: torch.device, ranks: int | None) -> int:
         most = here = torch.accelerator.device_count()
     if ranks is not None and not 1 <= ranks <= most:
         raise MeshError(
-            f"ranks={ranks} cannot be measured here: from 1 to {most} can on {device.type}. Leave the number out for "
+            f"ranks={ranks} cannot be measured here: {device.type} allows 1 to {most} ranks. Omit the number for "
             f"{here}."
         )
     return here if ranks is None else ranks
@@ -314,7 +316,7 @@ def _get_ranks_per_node(world: World) -> int:
     _, (most, least) = world.reduce_sum_and_max([], [mine, -mine])
     if most != -least:
         raise MeshError(
-            f"nodes have {-least} to {most} ranks each, but a device file has nodes that are all alike. Start as many "
-            f"on each."
+            f"nodes have {-least} to {most} ranks each, but in a device file all nodes are alike. Start the same "
+            f"number of ranks on each node."
         )
     return mine

@@ -1,8 +1,8 @@
-"""Latencies and rates of links from how long collectives took: least squares over the model of `time`.
+"""Fit latencies and bandwidths of links to measured collectives: least squares over the model of `timeline`.
 
-What is minimized is the sum of squares of log(modelled / measured), so a message of a kilobyte counts as much as one of
-a gigabyte. Numbers are sought as logarithms, since all are positive, by Levenberg and Marquardt's method (Marquardt
-1963, SIAM J. Appl. Math. 11). Whether a collective takes a ring or a tree follows from the numbers.
+The objective is the sum of squares of log(modelled / measured), so a message of a kilobyte counts as much as one of a
+gigabyte. All parameters are positive, so the search is over their logarithms, by the Levenberg-Marquardt algorithm
+(Marquardt 1963, SIAM J. Appl. Math. 11). The parameters determine whether a collective uses a ring or a tree.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ..config import LinkSpec, NodeSpec
 from ..timeline import MESSAGE_KINDS, estimate_collective_seconds
 
 MAX_ITERATIONS = 200
-_STEP = 1e-6  # Step of a logarithm to see what depends on it
+_STEP = 1e-6  # Finite-difference step of a logarithm
 _MAX_RATIO, _MAX_FACTOR_RATIO = 1e3, 20.0
-"""Bounds of numbers and factors by where their search begins: what noisy samples do not tell goes nowhere."""
+"""Largest ratio of a link parameter or a factor to its initial value, which bounds values that samples do not fix."""
 _TREE_COLLECTIVES = ("all_reduce", "broadcast")
 _LINK_FIELDS = ("effective_bandwidth", "ring_step_latency_s", "tree_step_latency_s")
 
 
 @dataclass(frozen=True)
 class CollectiveSample:
-    """One measured collective; `seconds` count from when all `ranks` (two for a message) had come to it."""
+    """A measured collective. `seconds` starts when all `ranks` (two for a message) have called it."""
 
     kind: str
     bytes: int
@@ -37,20 +37,20 @@ class CollectiveSample:
 
 
 def fit_node(samples: Sequence[CollectiveSample], node: NodeSpec) -> NodeSpec:
-    """Return a node whose links give the measured times; `node` gives what samples do not determine."""
+    """Return a node whose links fit the measured times; `node` gives values that the samples do not determine."""
     known = [each for each in samples if len(each.ranks) > 1]
     if not known or any(each.seconds <= 0 for each in known):
         raise MeshError(
             f"links cannot be fitted to {len(known)} samples of more than one rank, "
-            f"{sum(each.seconds <= 0 for each in known)} of which took no time. Measure on 2 ranks or more."
+            f"{sum(each.seconds <= 0 for each in known)} of which took no time. Measure on at least 2 ranks."
         )
     names = _list_free_parameters(known, node)
-    wanted = torch.tensor([each.seconds for each in known], dtype=torch.float64).log()
+    measured = torch.tensor([each.seconds for each in known], dtype=torch.float64).log()
 
-    def off(logs: Tensor) -> Tensor:
-        made = _build_node(node, names, logs.exp().tolist())
-        reported = [estimate_collective_seconds(each.kind, each.bytes, each.ranks, made) for each in known]
-        return torch.tensor(reported, dtype=torch.float64).log() - wanted
+    def residuals(logs: Tensor) -> Tensor:
+        candidate = _build_node(node, names, logs.exp().tolist())
+        modelled = [estimate_collective_seconds(each.kind, each.bytes, each.ranks, candidate) for each in known]
+        return torch.tensor(modelled, dtype=torch.float64).log() - measured
 
     start = torch.tensor([_initial_value(name, known, node) for name in names], dtype=torch.float64).log()
     far = (
@@ -58,11 +58,11 @@ def fit_node(samples: Sequence[CollectiveSample], node: NodeSpec) -> NodeSpec:
         .double()
         .log()
     )
-    return _build_node(node, names, _minimize_least_squares(off, start, far).exp().tolist())
+    return _build_node(node, names, _minimize_least_squares(residuals, start, far).exp().tolist())
 
 
 def median_relative_error(samples: Sequence[CollectiveSample], node: NodeSpec) -> float:
-    """Return the median over samples of how far a node's links are off, as a part of what was measured."""
+    """Return the median over samples of the relative error of a node's links."""
     parts = [
         abs(estimate_collective_seconds(each.kind, each.bytes, each.ranks, node) / each.seconds - 1) for each in samples
     ]
@@ -70,7 +70,7 @@ def median_relative_error(samples: Sequence[CollectiveSample], node: NodeSpec) -
 
 
 def _list_free_parameters(samples: Sequence[CollectiveSample], node: NodeSpec) -> list[str]:
-    """Return the names of the numbers that samples determine: of links, of beginnings, and factors of kinds."""
+    """Return the names of the parameters that samples determine: of links, base latencies, and factors of kinds."""
     kinds = {"send" if each.kind in MESSAGE_KINDS else each.kind for each in samples}
     levels = [_find_level(each, node) for each in samples]
     has_trees = any(kind in _TREE_COLLECTIVES for kind in kinds)
@@ -80,7 +80,7 @@ def _list_free_parameters(samples: Sequence[CollectiveSample], node: NodeSpec) -
             names += [f"{level}.{name}" for name in _LINK_FIELDS if name != "tree_step_latency_s" or has_trees]
     names += ["ring_base_latency_s"] if kinds - {"send"} else []
     names += ["tree_base_latency_s"] if has_trees else []
-    # The rate is that of one kind; each other, messages included, has a factor.
+    # One kind determines the bandwidth; each other kind, messages included, has a slowdown factor.
     base = "all_gather" if "all_gather" in kinds else min(kinds)
     return names + [f"slowdown_factors.{kind}" for kind in sorted(kinds - {base})]
 
@@ -102,16 +102,16 @@ def _build_node(node: NodeSpec, names: Sequence[str], values: Sequence[float]) -
         link: LinkSpec = getattr(node, level)
         rate = given.get(f"{level}.effective_bandwidth", link.effective_bandwidth)
         bandwidth = max(rate, link.bandwidth)
-        reported = {
+        latencies = {
             name: given.get(f"{level}.{name}", getattr(link, name))
             for name in ("ring_step_latency_s", "tree_step_latency_s")
         }
-        changes[level] = LinkSpec.model_construct(bandwidth=bandwidth, efficiency=rate / bandwidth, **reported)
+        changes[level] = LinkSpec.model_construct(bandwidth=bandwidth, efficiency=rate / bandwidth, **latencies)
     changes |= {name: given.get(name, getattr(node, name)) for name in ("ring_base_latency_s", "tree_base_latency_s")}
-    found = {
+    factors = {
         name.removeprefix("slowdown_factors."): given[name] for name in names if name.startswith("slowdown_factors.")
     }
-    return node.model_copy(update={**changes, "slowdown_factors": {**node.slowdown_factors, **found}})
+    return node.model_copy(update={**changes, "slowdown_factors": {**node.slowdown_factors, **factors}})
 
 
 def _find_level(sample: CollectiveSample, node: NodeSpec) -> str:
@@ -119,14 +119,13 @@ def _find_level(sample: CollectiveSample, node: NodeSpec) -> str:
 
 
 def _minimize_least_squares(residuals: Callable[[Tensor], Tensor], start: Tensor, max_distance: Tensor) -> Tensor:
-    """Return the argument that minimizes the sum of squares of `residuals`, no further than `max_distance` from
-    `start`."""
+    """Return the argument within `max_distance` of `start` that minimizes the sum of squares of `residuals`."""
     now, residual, damping = start, residuals(start), 1e-2
     for _ in range(MAX_ITERATIONS):
         columns = [(residuals(now + step) - residual) / _STEP for step in torch.eye(len(now), dtype=now.dtype) * _STEP]
         slope = torch.stack(columns, dim=1)
         square = slope.T @ slope
-        scale = torch.diag(square.diagonal().clamp(min=1e-9))  # what nothing depends on stays where it is
+        scale = torch.diag(square.diagonal().clamp(min=1e-9))  # parameters without effect do not move
         step = torch.linalg.solve(square + damping * scale, -slope.T @ residual).clamp(-2, 2)
         step = (now + step).clamp(start - max_distance, start + max_distance) - now
         tried = residuals(now + step)

@@ -1,7 +1,7 @@
-"""How fast a device computes and how long collectives take, while all ranks do the same.
+"""Measure how fast a device computes and how long collectives take, while all ranks do the same work.
 
-All times are those of the slowest rank, in the best of many short windows: other programs that use the machine now and
-then are left out, and peers, which compute all the time, are not.
+Each time is that of the slowest rank, in the best of many short windows. So occasional other programs on the machine do
+not count, but the load of the other ranks does.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from ..timeline import VIEW_COST, is_kernel
 from ..trace import Operation, memory_access
 from .fit import CollectiveSample
 
-MATMUL_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)  # Smallest sizes of products
-MAX_CALL_S = 0.5  # What takes longer is not measured, nor is the same in larger
+MATMUL_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)  # Smallest dimensions of the matrix products
+MAX_CALL_S = 0.5  # Calls that take longer are not measured, and neither are larger ones of the same kind
 COLLECTIVE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
 
 
 @dataclass(frozen=True)
 class MeasurementBudget:
-    """How much is measured."""
+    """Extent of the measurements."""
 
-    window_seconds: float = 0.025  # work is repeated for that long, and the best of so many windows counts
-    num_windows: int = 12
-    num_passes: int = 3  # over all that is measured, some time apart
+    window_seconds: float = 0.025  # duration of a window, in which a call is repeated
+    num_windows: int = 12  # the best window counts
+    num_passes: int = 3  # passes over all measurements, some time apart
     matmul_sizes: tuple[int, ...] = MATMUL_SIZES
     max_width: int = 16384
-    attention_seq_len: int = 4096  # tokens of an attention
-    stream_bytes: int = 1 << 28  # of a tensor that is streamed, and how many take turns
-    num_stream_tensors: int = 4
-    message_bytes: tuple[int, ...] = tuple(1 << power for power in range(10, 31, 2))  # bytes of collectives
+    attention_seq_len: int = 4096  # tokens of the measured attention
+    stream_bytes: int = 1 << 28  # size of each tensor for memory bandwidth
+    num_stream_tensors: int = 4  # tensors that take turns
+    message_bytes: tuple[int, ...] = tuple(1 << power for power in range(10, 31, 2))  # sizes of collectives
 
     @classmethod
     def for_device(cls, device: torch.device) -> MeasurementBudget:
-        """Return an effort of some minutes; streams on a CPU fit no cache, but need no new pages."""
+        """Return a budget of a few minutes. On a CPU, stream tensors exceed the caches, but reuse memory pages."""
         if device.type != "cpu":
             return cls()
         messages = tuple(1 << power for power in range(10, 27, 2))
@@ -62,13 +62,13 @@ class MeasurementBudget:
 
 
 class CollectiveTimer:
-    """Times work that all ranks do together."""
+    """Timer for work that all ranks do together."""
 
     def __init__(self, world: World, effort: MeasurementBudget) -> None:
         self._world, self._effort = world, effort
 
     def measure_seconds(self, call: Callable[[], object]) -> float | None:
-        """Return the time of one call, None if it exceeds `PATIENCE_S`. Collective; `call` may be one, too."""
+        """Return the time of one call, None if it exceeds `MAX_CALL_S`. Collective; so may be `call`."""
         call()
         once = self._time_window(call, 1)
         if once > MAX_CALL_S:
@@ -78,7 +78,7 @@ class CollectiveTimer:
         return min(self._time_window(call, count) for _ in range(windows)) / count
 
     def _time_window(self, call: Callable[[], object], count: int) -> float:
-        """Return the time in which the slowest rank calls it so many times."""
+        """Return the time that the slowest rank takes for `count` calls."""
         self.synchronize()
         self._world.reduce_sum_and_max([0], [])
         begin = time.perf_counter()
@@ -98,18 +98,18 @@ class CollectiveTimer:
 def measure_matmuls(
     clock: CollectiveTimer, dtype: torch.dtype, device: torch.device, effort: MeasurementBudget
 ) -> dict[int, float]:
-    """Return operations per second of a linear layer's three products, by class, as far as `PATIENCE_S` allows."""
-    found: dict[int, float] = {}
+    """Return FLOP/s of a linear layer's three matrix products, by smallest dimension, as far as `MAX_CALL_S` allows."""
+    rates: dict[int, float] = {}
     for size in effort.matmul_sizes:
-        paces = []
+        seconds_per_flop = []
         for wide in sorted({size, min(4 * size, max(effort.max_width, size))}):
             for work in _linear_matmuls(size, wide, dtype, device):
                 seconds = clock.measure_seconds(work)
                 if seconds is None:
-                    return found
-                paces.append(seconds / (2 * size * wide * wide))
-        found[size] = len(paces) / sum(paces)
-    return found
+                    return rates
+                seconds_per_flop.append(seconds / (2 * size * wide * wide))
+        rates[size] = len(seconds_per_flop) / sum(seconds_per_flop)
+    return rates
 
 
 def _linear_matmuls(size: int, wide: int, dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], Tensor]]:
@@ -127,7 +127,7 @@ def _linear_matmuls(size: int, wide: int, dtype: torch.dtype, device: torch.devi
 def measure_attention(
     clock: CollectiveTimer, dtype: torch.dtype, device: torch.device, effort: MeasurementBudget
 ) -> tuple[float, float]:
-    """Return the operations a second of causal attention, forward and backward; see its note in `time`."""
+    """Return FLOP/s of causal attention, forward and backward; see [Note: causal attention] in `timeline`."""
     heads, width = 8, 64 if device.type == "cpu" else 128
     shape = (1, heads, effort.attention_seq_len, width)
     inputs = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
@@ -136,10 +136,10 @@ def measure_attention(
     def attended() -> Tensor:
         return F.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=True)
 
-    made = attended()
-    grad = torch.randn_like(made)
+    output = attended()
+    grad = torch.randn_like(output)
     forward = clock.measure_seconds(attended)
-    backward = clock.measure_seconds(lambda: torch.autograd.grad(made, inputs, grad, retain_graph=True))
+    backward = clock.measure_seconds(lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True))
     return flops / (forward or 1.0), 2.5 * flops / (backward or 1.0)
 
 
@@ -155,14 +155,14 @@ _MEMORY_BOUND_OPS: Mapping[str, tuple[int, Callable[[Tensor, Tensor, Tensor], ob
     "addcmul in place": (4, lambda a, b, c: a.addcmul_(b, c, value=1e-3)),
     "sqrt": (2, lambda a, b, c: a.sqrt()),
 }
-"""Operators of blocks and of optimizers without products, and how many tensors they read and write: some make new
-tensors, some change theirs, some compute more than a sum."""
+"""Operators of blocks and optimizers without matrix products, and how many tensors each reads and writes. Some allocate
+their result, some work in place, some compute more than a sum."""
 
 
 def measure_memory_bandwidth(
     clock: CollectiveTimer, device: torch.device, effort: MeasurementBudget
 ) -> dict[str, float]:
-    """Return the bytes a second that the operators of `_MEMORY_BOUND_OPS` read and write."""
+    """Return the bytes per second that each operator of `_MEMORY_BOUND_OPS` reads and writes."""
     columns = 1024
     shape = (max(1, effort.stream_bytes // 4 // columns), columns)
     tensors = [torch.rand(shape, device=device) for _ in range(max(3, effort.num_stream_tensors))]
@@ -172,17 +172,17 @@ def measure_memory_bandwidth(
     def others() -> list[Tensor]:
         nonlocal turn
         turn += 1
-        return [tensors[(turn * 3 + place) % len(tensors)] for place in range(3)]
+        return [tensors[(turn * 3 + offset) % len(tensors)] for offset in range(3)]
 
-    found = {}
+    rates = {}
     for name, (passes, work) in _MEMORY_BOUND_OPS.items():
         seconds = clock.measure_seconds(lambda work=work: work(*others()))  # type: ignore[misc]
-        found[name] = passes * size / (seconds or 1.0)
-    return found
+        rates[name] = passes * size / (seconds or 1.0)
+    return rates
 
 
 def measure_min_kernel(clock: CollectiveTimer, device: torch.device) -> float:
-    """Return the seconds of a kernel on few elements, queued behind long work so that none waits for the host."""
+    """Return the seconds of a kernel on eight elements, queued behind long kernels so that none waits for the host."""
     few = torch.zeros(8, device=device)
     moment = make_event_recorder(device)
     if moment is None:
@@ -202,7 +202,7 @@ def measure_min_kernel(clock: CollectiveTimer, device: torch.device) -> float:
 
 
 class _TransformerBlock(nn.Module):
-    """What a transformer does for a token, at a size that takes no time."""
+    """The per-token operators of a transformer block, at a size that takes almost no time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class _TransformerBlock(nn.Module):
 
 
 class _KernelCounter(OperationObserver):
-    """Numbers of operators that are kernels, and that are views."""
+    """Count operators that launch kernels, and the others, such as views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class _KernelCounter(OperationObserver):
 
 
 def measure_launch_overhead(clock: CollectiveTimer, device: torch.device, kernel_s: float) -> float:
-    """Return the seconds in which the host issues one operator; on a host, `min_kernel_s` is subtracted."""
+    """Return the seconds that the host takes to issue one operator. On a CPU, `kernel_s` per kernel is subtracted."""
     block = nn.Sequential(*(_TransformerBlock() for _ in range(4))).to(device)
     hidden = torch.randn(4, 8, device=device, requires_grad=True)
 
@@ -256,7 +256,7 @@ def measure_launch_overhead(clock: CollectiveTimer, device: torch.device, kernel
 
 
 def measure_overlap_speed(clock: CollectiveTimer, device: torch.device, effort: MeasurementBudget) -> float:
-    """Return the fraction of its speed at which the device computes while a collective of all ranks runs."""
+    """Return the fraction of its full speed at which the device computes while all ranks run a collective."""
     message = torch.zeros(max(effort.message_bytes) // 8 // 4, device=device)
     width = 512 if device.type == "cpu" else 4096
     square = torch.randn(width, width, device=device)
@@ -282,23 +282,23 @@ def measure_overlap_speed(clock: CollectiveTimer, device: torch.device, effort: 
 def measure_collectives(
     world: World, clock: CollectiveTimer, effort: MeasurementBudget, ranks_of_node: int
 ) -> list[CollectiveSample]:
-    """Measure collectives of all ranks, of nodes, across nodes, and of pairs, disjoint groups at once. Collective."""
+    """Measure collectives of all ranks, nodes, and pairs, and across nodes; disjoint groups at once. Collective."""
     sizes = {world.size, ranks_of_node, 2} if world.size % 2 == 0 else {world.size, ranks_of_node}
     meshes = [(size, False) for size in sorted(sizes) if size > 1 and world.size % size == 0]
     if 1 < ranks_of_node < world.size:
         meshes.append((world.size // ranks_of_node, True))
-    found: list[CollectiveSample] = []
+    samples: list[CollectiveSample] = []
     for size, is_across in meshes:
-        others = world.size // size  # groups are neighbours, or the ranks with the same place in each node
+        others = world.size // size  # groups are adjacent ranks, or ranks with the same local rank in each node
         with use_run_timeout():
             mesh = init_device_mesh(world.device.type, (size, others) if is_across else (others, size))
         group = mesh.get_group(0 if is_across else 1)
         members = tuple(dist.get_process_group_ranks(group))
         for kind in COLLECTIVE_KINDS:
-            # Messages go from the first of a pair to the second; a larger group would add nothing.
+            # Messages go from the first rank of a pair to the second; a larger group would add no information.
             if kind != "send" or len(members) == 2:
-                found += _measure_kind(kind, group, members, world, clock, effort)
-    return found
+                samples += _measure_kind(kind, group, members, world, clock, effort)
+    return samples
 
 
 def _measure_kind(
@@ -309,12 +309,12 @@ def _measure_kind(
     clock: CollectiveTimer,
     effort: MeasurementBudget,
 ) -> Iterator[CollectiveSample]:
-    """Measure all sizes, as far as `PATIENCE_S` allows."""
+    """Measure one kind of collective for all sizes, as far as `MAX_CALL_S` allows."""
     for size in effort.message_bytes:
         count = -(-size // (4 * len(members))) * len(members)
-        whole, other = torch.zeros(count, device=world.device), torch.zeros(count, device=world.device)
-        part = torch.zeros(count // len(members), device=world.device)
-        seconds = clock.measure_seconds(_make_collective_call(kind, group, whole, other, part))
+        full, output = torch.zeros(count, device=world.device), torch.zeros(count, device=world.device)
+        shard = torch.zeros(count // len(members), device=world.device)
+        seconds = clock.measure_seconds(_make_collective_call(kind, group, full, output, shard))
         if seconds is None:
             return
         yield CollectiveSample(kind, 4 * count, members, seconds)

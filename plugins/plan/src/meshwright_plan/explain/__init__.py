@@ -1,1 +1,1 @@
-"""Explain a run as text before it begins: every sentence follows from the plan, the mesh or the run file."""
+"""Describe a run in sentences before it starts. Each sentence follows from the plan, the mesh or the run file."""

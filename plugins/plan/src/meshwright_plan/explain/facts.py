@@ -1,8 +1,8 @@
-"""What is known of a run before it begins.
+"""Collect facts about a run before it starts.
 
-[Note: seen, not reported] A rank and its neighbour along an axis hold different pieces exactly where the strategy
-divides along that axis. So a small model is laid out on a planned world for rank 0 and for the last rank along each
-axis, and their pieces are compared.
+[Note: detected sharding] A strategy shards a tensor along an axis exactly if ranks along that axis hold different
+chunks of it. So a small model is sharded on a fake world as rank 0 and as the last rank along each axis, and their
+chunks are compared.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from ..timeline import find_group_ranks
 from ..trace import TrainingJob
 
 ShardAxes: TypeAlias = tuple[tuple[str, ...], tuple[str, ...], float]
-BLOCKS_PER_STAGE = 2  # Blocks of the small model in each stage
-_PADDING_TOLERANCE = 0.12  # How much more than its share a rank may hold: padding, and what is too small to be divided
+BLOCKS_PER_STAGE = 2  # Blocks per stage of the small model
+_PADDING_TOLERANCE = 0.12  # Excess over its share that a rank may hold: padding, and tensors too small to be sharded
 
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """The part of something that a rank holds."""
+    """Share of the parameters, gradients or optimizer state that a rank holds."""
 
-    bytes: int  # of the part
-    full_bytes: int  # of the whole; 0: unknown
-    sharded_axes: tuple[str, ...]  # along which it is divided
-    replicated_axes: tuple[str, ...]  # axes along which ranks hold the same
+    bytes: int  # bytes on the rank
+    full_bytes: int  # bytes of the full tensors; 0: unknown
+    sharded_axes: tuple[str, ...]  # axes along which it is sharded
+    replicated_axes: tuple[str, ...]  # axes along which it is replicated
 
     def fraction(self, degrees: Degrees) -> Fraction | None:
-        """Return 1, or one over the degrees of the axes, if the bytes are about that part; None otherwise."""
+        """Return 1, or 1 / the product of the sharded axes, if the bytes are near that fraction; None otherwise."""
         if not self.full_bytes:
             return None
         share = self.bytes / self.full_bytes
@@ -51,13 +51,13 @@ class MemoryShare:
 
 
 def find_shard_axes(job: TrainingJob) -> ShardAxes:
-    """Return what divides parameters and optimizer state, and the state's bytes per trained element; see the note."""
+    """Return the axes that shard parameters and optimizer state, and state bytes per trained element; see the note."""
     blocks, make = BLOCKS_PER_STAGE * job.degrees.pp, job.build_with_layers
     if make is not None and job.num_layers > blocks:
         try:
             return _compare_ranks(replace(job, build_model=lambda: make(blocks), num_layers=blocks))
         except MeshwrightError:
-            pass  # A schedule may want more blocks
+            pass  # A schedule may need more blocks
     return _compare_ranks(job)
 
 
@@ -74,7 +74,7 @@ def _compare_ranks(job: TrainingJob) -> ShardAxes:
 
 
 def _inspect_rank(job: TrainingJob, rank: int) -> tuple[dict[str, Any], dict[str, Any], float]:
-    """Rectangles of parameters and of optimizer state that a rank holds after a step, and bytes of an element of it."""
+    """Return a rank's rectangles of parameters and optimizer state after a step, and state bytes per element."""
     with manager_after_step(replace(job, ema=None), rank) as manager:
         state = manager.sharded_state()
         optimizer = state.optimizer.tensors if state.optimizer is not None else {}
@@ -97,17 +97,17 @@ MemoryBreakdown: TypeAlias = dict[int, dict[str, MemoryShare]]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What sentences are made of."""
+    """Facts from which the sentences are built."""
 
     config: RunConfig
     job: TrainingJob
-    num_parameters: int  # number of parameters of the whole model
+    num_parameters: int  # number of parameters of the full model
     num_trainable: int
-    memory_breakdown: MemoryBreakdown  # by planned rank: parameters, gradients and optimizer state
-    plan: Mapping[str, Any] | None
+    memory_breakdown: MemoryBreakdown  # by planned rank: shares of parameters, gradients and optimizer state
+    plan: Mapping[str, Any] | None  # None: `unavailable_reason` says why
     unavailable_reason: str
     learning_rates: Mapping[int, float] | None  # learning rates by step; None: the number of steps is unknown
-    run_action: RunAction | None
+    run_action: RunAction | None  # None: the run would be refused, with the error `refusal`
     refusal: str
 
     @property
@@ -116,26 +116,26 @@ class RunFacts:
 
 
 def collect_facts(config: RunConfig, world_size: int) -> RunFacts:
-    """Plan a run on so many ranks."""
+    """Collect the facts about a run on `world_size` ranks, which includes its plan."""
     job = build_job(config, world_size)
-    whole = list({id(each): each for each in job.build_model().parameters()}.values())
-    trained = [each for each in whole if each.requires_grad]
-    plan, why_not = None, ""
-    held: MemoryBreakdown = {}
+    all_parameters = list({id(each): each for each in job.build_model().parameters()}.values())
+    trained = [each for each in all_parameters if each.requires_grad]
+    plan, reason = None, ""
+    memory: MemoryBreakdown = {}
     try:
         plan = build_plan(config, world_size)
     except MeshwrightError as error:
-        why_not = str(error)
+        reason = str(error)
     else:
-        held = _break_down_memory(plan, job, whole, trained)
-    fate, refusal = None, ""
+        memory = _break_down_memory(plan, job, all_parameters, trained)
+    action, refusal = None, ""
     try:
-        fate = choose_run_action(config, config.steps)
+        action = choose_run_action(config, config.steps)
     except MeshwrightError as error:
         refusal = str(error)
-    parameters, trainable = (sum(each.numel() for each in those) for those in (whole, trained))
+    parameters, trainable = (sum(each.numel() for each in those) for those in (all_parameters, trained))
     return RunFacts(
-        config, job, parameters, trainable, held, plan, why_not, _compute_learning_rates(config), fate, refusal
+        config, job, parameters, trainable, memory, plan, reason, _compute_learning_rates(config), action, refusal
     )
 
 
@@ -163,7 +163,7 @@ def _break_down_memory(
 
 
 def _compute_learning_rates(config: RunConfig) -> dict[int, float] | None:
-    """Rates of the main group at the first step, after the warm-up, in the middle and at the end, by step from 1."""
+    """Return learning rates of the main group by step (from 1): first, after warm-up, halfway, last."""
     steps = config.steps
     if steps is None:
         return None

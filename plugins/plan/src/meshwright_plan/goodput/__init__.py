@@ -1,1 +1,1 @@
-"""What failures cost a run: how often ranks fail, what a save takes, and how often it is best to save."""
+"""Cost of failures: how often ranks fail, how long a save takes, and the best interval between saves."""

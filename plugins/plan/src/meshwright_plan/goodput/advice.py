@@ -1,4 +1,4 @@
-"""What failures cost a run, and how often it is to save; from what a save takes and how often its ranks fail."""
+"""Estimate the cost of failures and recommend a checkpoint interval, from save times and failure rates."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ..tables import format_seconds, format_size, new_table
 from ..trace import TrainingJob, mask_layer_numbers
 from .simulation import HOUR, CheckpointSchedule, FailureScenario, ReplicaSchedule, find_best_interval, simulate
 
-RARE_MTBF_HOURS = 30 * 24.0  # Mean hours between failures from which on they hardly matter
-NUM_SIMULATED_FAILURES, NUM_SIMULATED_RUNS = 200, 64  # Mean failures of a simulated run, and number of runs
+RARE_MTBF_HOURS = 30 * 24.0  # Mean hours between failures above which failures are negligible
+NUM_SIMULATED_FAILURES, NUM_SIMULATED_RUNS = 200, 64  # Mean failures per simulated run, and number of runs
 ASSUMED_DETECTION_S = 60.0  # Without a watchdog
-MIN_REPORTED_GAIN = 0.01  # Least part of the time that is worth reporting
+MIN_REPORTED_GAIN = 0.01  # Smallest gain of goodput that is reported
 REPLICA_LINK_FRACTION = 0.1
-"""Part of the links between nodes that copies may take, so that no collective waits for them: assumed."""
-BLOCKS_PER_STAGE = 2  # Blocks of each stage of the model that shows what the optimizer keeps of a parameter
+"""Fraction of the bandwidth between nodes that replicas may use, so that collectives do not wait: assumed."""
+BLOCKS_PER_STAGE = 2  # Blocks per stage of the small model on which optimizer state is measured
 RECOMMENDED = "recommended"
 THIS_RUN = "this run"
-RECOMMENDED_REPLICATED = "recommended, copied"
-THIS_RUN_REPLICATED = "this run, copied"
+RECOMMENDED_REPLICATED = "recommended, with replicas"
+THIS_RUN_REPLICATED = "this run, with replicas"
 
 
 def estimate_failure_cost(
     config: RunConfig, job: TrainingJob, device: DeviceSpec, plan: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what failures cost a run with this plan, as values of JSON, or how rare they are."""
+    """Return the cost of failures for a run with this plan, as JSON values. No rows if failures are negligible."""
     asked, ranks = get_plan_config(config), job.degrees.world_size
     rate = ranks * asked.failures_per_rank_hour
     found = {"ranks": ranks, "mtbf_hours": 1 / rate if rate else None}
@@ -57,12 +57,12 @@ def _get_detection_s(config: RunConfig) -> float:
     return asked if asked is not None else config.watchdog_s or ASSUMED_DETECTION_S
 
 
-# -- what a save takes
+# -- cost of a save
 
 
 @dataclass(frozen=True)
 class CheckpointCosts:
-    """What saving after each step takes: `state_bytes` of a checkpoint, `rank_bytes` of a copy of one rank."""
+    """Costs of saving after each step. `state_bytes`: size of a checkpoint; `rank_bytes`: replica of one rank."""
 
     state_bytes: int
     rank_bytes: int
@@ -73,21 +73,21 @@ class CheckpointCosts:
 def compute_checkpoint_costs(
     job: TrainingJob, device: DeviceSpec, plan: Mapping[str, Any], plan_config: PlanConfig, *, asynchronous: bool = True
 ) -> CheckpointCosts:
-    """Return the costs of saving, from what a rank holds and what disks and links carry."""
+    """Return the costs of saving, from the memory of a rank and the bandwidths of disks and links."""
     world, per_node = job.degrees.world_size, min(device.node.ranks, job.degrees.world_size)
-    whole = compute_state_bytes(job)
+    total = compute_state_bytes(job)
     held = (each["persistent_by_owner"] for each in plan["ranks"])
     own = max(each.get("parameters", 0) + each.get("optimizer", 0) for each in held)
     between = device.node.inter_node.effective_bandwidth
 
     def on_disk(size: float) -> float:
-        """Return the time that the disks need for `size` bytes of each rank."""
+        """Return the seconds that the disks take for `size` bytes of each rank."""
         return max(size * per_node / plan_config.disk_bandwidth, size * world / plan_config.disk_bandwidth_total)
 
-    # Of ranks that have the same, each writes a part, and reads all.
-    hold, write = whole / world / plan_config.device_to_host_bandwidth, on_disk(whole / world)
+    # Ranks with the same state share the writing, and each reads all of it.
+    hold, write = total / world / plan_config.device_to_host_bandwidth, on_disk(total / world)
     return CheckpointCosts(
-        whole,
+        total,
         own,
         CheckpointSchedule(1, hold, write, on_disk(own))
         if asynchronous
@@ -99,12 +99,12 @@ def compute_checkpoint_costs(
 
 
 def compute_state_bytes(job: TrainingJob) -> int:
-    """Return the bytes of a checkpoint; bytes per element are those of the first rank of a small model after a step."""
+    """Return the bytes of a checkpoint, from the bytes per element on rank 0 of a small model after a step."""
     small = job.with_num_layers(min(job.num_layers, BLOCKS_PER_STAGE * job.degrees.pp))
     try:
         kept = _measure_element_bytes(small)
     except MeshwrightError:
-        # A schedule may want more blocks.
+        # A schedule may need more blocks.
         if small is job:
             raise
         kept = _measure_element_bytes(job)
@@ -115,7 +115,7 @@ def compute_state_bytes(job: TrainingJob) -> int:
 
 
 def _measure_element_bytes(job: TrainingJob) -> dict[str, tuple[int, int]]:
-    """Return (elements, bytes kept of them) of parameters, by name without numbers of blocks."""
+    """Return (elements, saved bytes) of parameters, by name without block numbers."""
     with manager_after_step(job, 0) as manager:
         state, skipped = manager.sharded_state(), find_frozen_base_parameters(manager.model_parts)
     found: dict[str, tuple[int, int]] = {}
@@ -128,11 +128,11 @@ def _measure_element_bytes(job: TrainingJob) -> dict[str, tuple[int, int]]:
     return found
 
 
-# -- how often to save
+# -- checkpoint interval
 
 
 def _get_configured_replicas(config: RunConfig, costs: CheckpointCosts, step_s: float) -> ReplicaSchedule | None:
-    """Return the copies that a run makes; one that is due while another is sent is left out."""
+    """Return the configured replica schedule. A replica that is due while another is sent is skipped."""
     asked = config.checkpoint.replicate_config
     if asked is None:
         return None
@@ -149,31 +149,30 @@ def build_scenarios(
     own_interval: int | None,
     own_replicas: ReplicaSchedule | None = None,
 ) -> dict[str, FailureScenario]:
-    """Return the fleet by name: as it should save and as it does (every `own_interval` steps), without and with
-    copies."""
-    made = {RECOMMENDED: scenario.with_checkpoints(find_best_interval(scenario))}
+    """Return scenarios by name: recommended and configured (`own_interval` steps) saving, without and with replicas."""
+    scenarios = {RECOMMENDED: scenario.with_checkpoints(find_best_interval(scenario))}
     given = own_replicas if scenario.nodes > 1 else None
     if own_interval is not None:
         every = 1 if given is None else given.every
-        made[THIS_RUN] = scenario.with_checkpoints(math.ceil(own_interval / every) * every, given)
+        scenarios[THIS_RUN] = scenario.with_checkpoints(math.ceil(own_interval / every) * every, given)
     if scenario.nodes > 1:
         copies, rare = choose_replica_schedule(scenario, costs.replicas)
-        made[RECOMMENDED_REPLICATED] = scenario.with_checkpoints(rare, copies)
+        scenarios[RECOMMENDED_REPLICATED] = scenario.with_checkpoints(rare, copies)
         if own_interval is not None and given is None:
             every = min(copies.every, own_interval)
             if costs.replicas.send_s <= every * scenario.step_s:
-                made[THIS_RUN_REPLICATED] = scenario.with_checkpoints(
+                scenarios[THIS_RUN_REPLICATED] = scenario.with_checkpoints(
                     round(own_interval / every) * every, replace(copies, every=every)
                 )
-    return made
+    return scenarios
 
 
 def choose_replica_schedule(scenario: FailureScenario, replicas: ReplicaSchedule) -> tuple[ReplicaSchedule, int]:
-    """Return how often to copy, and how often to save then: disks are for what takes a node and its copies alone."""
+    """Return the replica schedule and the steps between saves, which then serve only a loss of node and replicas."""
     every = find_best_interval(
         replace(scenario, checkpoints=CheckpointSchedule(1, replicas.blocking_s, replicas.send_s, replicas.load_s))
     )
-    # A second failure takes the node that has the copies, or whose copies the first one had.
+    # A second failure takes the node that holds the replicas, or whose replicas the first node held.
     second = (
         2
         * scenario.node_failure_fraction**2
@@ -187,7 +186,7 @@ def choose_replica_schedule(scenario: FailureScenario, replicas: ReplicaSchedule
 
 
 def simulate_scenarios(scenarios: Mapping[str, FailureScenario]) -> list[dict[str, Any]]:
-    """Simulate each setting, and return what its time is spent on."""
+    """Simulate each scenario, and return the fractions of its time."""
     outcome = simulate(
         [*scenarios.values()],
         [NUM_SIMULATED_FAILURES * each.mtbf_s for each in scenarios.values()],
@@ -215,22 +214,22 @@ def render_failure_cost(failures: Mapping[str, Any], config: RunConfig) -> list[
     text = f"{hours:,.0f} h" if hours >= 100 else f"{hours:.2g} h" if hours >= 1 else f"{hours * HOUR / 60:.2g} min"
     often = f"failures: one of {failures['ranks']:,} ranks fails every {text}"
     if not failures["rows"]:
-        return [f"{often}, so they hardly matter"]
+        return [f"{often}, which is negligible"]
     saves = failures["checkpoints"]
     title = (
-        f"{often}; a save of {format_size(failures['state_bytes'])} holds up {format_seconds(saves['blocking_s'])} and "
-        f"is written in {format_seconds(saves['write_s'])}"
+        f"{often}; a save of {format_size(failures['state_bytes'])} blocks training for "
+        f"{format_seconds(saves['blocking_s'])} and is written in {format_seconds(saves['write_s'])}"
     )
-    names = ("every [steps]", "[min]", "copied every [steps]", "useful", "redone", "saving", "waiting")
-    made = new_table(title, ("checkpoints", *names), left=("checkpoints",))
+    names = ("every [steps]", "[min]", "replicas every [steps]", "useful", "recomputed", "saving", "waiting")
+    table = new_table(title, ("checkpoints", *names), left=("checkpoints",))
     for row in failures["rows"]:
         parts = row["parts"]
         waiting = parts["detection"] + parts["restart"] + parts["loading"]
         shares = (parts["useful"], parts["recomputed"], parts["checkpoints"] + parts["replicas"], waiting)
         every = f"{row['every']:,}", f"{row['minutes']:.3g}", str(row["replicated_every"] or "")
-        made.add_row(row["name"], *every, *(f"{each:.1%}" for each in shares))
-    made.caption = " ".join(_format_remarks(failures, config))
-    return [made]
+        table.add_row(row["name"], *every, *(f"{each:.1%}" for each in shares))
+    table.caption = " ".join(_format_remarks(failures, config))
+    return [table]
 
 
 def _format_remarks(failures: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
@@ -238,12 +237,12 @@ def _format_remarks(failures: Mapping[str, Any], config: RunConfig) -> Iterator[
     best = row[RECOMMENDED]
     yield f"Recommended: checkpoint.every={best['every']} ({best['minutes']:.3g} min)."
     if THIS_RUN not in row:
-        yield "This run saves nothing on the way: a failure loses all of it."
+        yield "This run saves no periodic checkpoints: a failure loses all steps."
     elif (more := best["parts"]["useful"] - row[THIS_RUN]["parts"]["useful"]) >= MIN_REPORTED_GAIN:
-        yield f"That leaves {more:.1%} more of the time than every {row[THIS_RUN]['every']:,} steps."
+        yield f"That makes {more:.1%} more of the time useful than saving every {row[THIS_RUN]['every']:,} steps."
     if RECOMMENDED_REPLICATED in row:
-        yield "Copied: with checkpoint.replicate: neighbour."
+        yield "Rows with replicas: checkpoint.replicate: neighbor."
     yield (
-        f"A failure is noticed after {format_seconds(_get_detection_s(config))}, and ranks are there again after "
-        f"{format_seconds(get_plan_config(config).restart_s)}; see docs/reference/goodput.md."
+        f"A failure is detected after {format_seconds(_get_detection_s(config))}, and ranks are restarted "
+        f"{format_seconds(get_plan_config(config).restart_s)} later; see docs/reference/goodput.md."
     )

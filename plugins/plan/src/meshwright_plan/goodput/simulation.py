@@ -1,24 +1,25 @@
-"""Ranks that fail, what a run does about it (save, and restart), and how often to save. Times are in seconds.
+"""Model failures, checkpoints and restarts of a run, and find the best checkpoint interval. Times are in seconds.
 
-[Note: what fails] Each rank fails at random, at a constant rate, and the run with it. Some failures take the node with
-the contents of its memory, and few of those also the node that has its copies, or whose copies it has.
+[Note: what fails] Each rank fails at random, at a constant rate, and a failure stops the run. Some failures destroy the
+memory of a node, and a few of these also that of the node that holds its replicas, or whose replicas it holds.
 
-[Note: copies] Each rank may also send its state to the memory of a rank on another node, from which a run resumes. A
-disk is read where a node and its copies are lost together, at once or one while the run waits for the other.
+[Note: replicas] Each rank may also send its state to the memory of a rank on another node, from which a run resumes. A
+disk is read if a node and its replicas are lost together: at once, or the second while the run recovers from the first.
 
-[Note: saving] A save blocks the loop while the state is copied, and exists when it is written, while training
-continues. The next save waits for that.
+[Note: saving] A save blocks the loop while the state is copied, then is written while training continues, and is usable
+once it is written. The next save waits until then.
 
-[Note: closed form] A run is a sequence of independent attempts. With a mean time M between failures, and D from a
-failure to the next step, an attempt takes M exp(D / M) on average. With T of steps between saves, each of which blocks
-for d and is written w later, it leaves exp(-(T + d + w) / M) / (1 - exp(-P / M)) saves, where P is the time from one to
-the next: T + d, or more where a save waits for another. T times that over the first is the goodput. With w = 0 it is
-Daly's complete model, whose best T depends on neither D nor w.
+[Note: closed form] A run is a sequence of independent attempts. Let M be the mean time between failures and D the time
+from a failure to the next step; an attempt takes M exp(D / M) on average. Let T be the time of the steps between saves,
+each of which blocks for d and is written w later. An attempt leaves exp(-(T + d + w) / M) / (1 - exp(-P / M)) saves,
+where P is the time from one save to the next: T + d, or more if a save waits for another. T times the saves, divided by
+the time of an attempt, is the goodput. With w = 0 this is Daly's complete model. If no save waits for another, the best
+T depends on neither D nor w.
 Sources: Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974; Daly, A higher order
 estimate of the optimum checkpoint interval for restart dumps, Future Generation Computer Systems 22(3), 2006.
 
-[Note: simulation] Between failures a run repeats steps, copies and saves evenly, so its state follows from the time
-since the last failure, and a simulation takes as many rounds as there are failures, however many steps.
+[Note: simulation] Between failures, a run repeats steps, replicas and saves at fixed intervals, so its state follows
+from the time since the last failure. A simulation takes one iteration per failure, however many steps there are.
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ from numpy.typing import NDArray
 from meshwright.plugin import ConfigError
 
 NODE_FAILURE_FRACTION = 0.78
-"""Part of the failures that takes a node: those of hardware, as of Llama 3 (The Llama 3 Herd of Models,
+"""Fraction of the failures that take down a node: hardware failures of Llama 3 (The Llama 3 Herd of Models,
 arXiv:2407.21783, section 3.3.4)."""
 PAIR_FAILURE_FRACTION = (
-    0.01  # Part that takes a node and its copies together: assumed, of nodes that share neither power nor a switch
+    0.01  # Fraction that takes down a node and its replicas: assumed, for nodes that share neither power nor a switch
 )
 HOUR = 3600.0
 
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
-    """Checkpoints on disk, each `every` so many steps; see [Note: saving]."""
+    """Checkpoints on disk, one every `every` steps; see [Note: saving]."""
 
     every: int
-    blocking_s: float  # for which one blocks the loop
-    write_s: float = 0.0  # in which it is then written
-    load_s: float = 0.0  # until all ranks have read one
+    blocking_s: float  # time that a save blocks the loop
+    write_s: float = 0.0  # time until it is then written
+    load_s: float = 0.0  # time until all ranks have read one
 
 
 @dataclass(frozen=True)
 class ReplicaSchedule:
-    """Copies in the memory of another node, as `Saves`; see [Note: copies]. `every` divides that of the saves."""
+    """Replicas in the memory of another node; see [Note: replicas]. `every` divides the interval of the checkpoints."""
 
     every: int
     blocking_s: float
@@ -64,41 +65,43 @@ class ReplicaSchedule:
 
 @dataclass(frozen=True)
 class FailureScenario:
-    """A run on ranks that fail; see [Note: what fails]."""
+    """A run whose ranks fail; see [Note: what fails]."""
 
     ranks: int
     ranks_per_node: int
     step_s: float
     checkpoints: CheckpointSchedule
     failures_per_rank_hour: float
-    detection_s: float = 0.0  # until a failure is noticed
-    restart_s: float = 0.0  # from then until the ranks are there again, without reading
+    detection_s: float = 0.0  # time until a failure is detected
+    restart_s: float = 0.0  # time from the detection until the ranks run again, without loading
     replicas: ReplicaSchedule | None = None
-    node_failure_fraction: float = NODE_FAILURE_FRACTION  # part of the failures that takes the memory of a node
-    pair_failure_fraction: float = PAIR_FAILURE_FRACTION  # part that takes that of a node and its copies
+    node_failure_fraction: float = NODE_FAILURE_FRACTION  # fraction of the failures that destroy the memory of a node
+    pair_failure_fraction: float = PAIR_FAILURE_FRACTION  # fraction that destroy that of a node and its replicas
 
     def __post_init__(self) -> None:
         if not 0 <= self.pair_failure_fraction <= self.node_failure_fraction <= 1:
             raise ConfigError(
-                f"pair_failure_fraction={self.pair_failure_fraction} of the failures is a part of "
-                f"node_failure_fraction={self.node_failure_fraction}, and both are "
+                f"pair_failure_fraction={self.pair_failure_fraction} must be at most "
+                f"node_failure_fraction={self.node_failure_fraction}, and both must be "
                 f"from 0 to 1."
             )
         if self.replicas is None:
             return
         if self.nodes < 2:
-            raise ConfigError(f"{self.ranks} ranks are on one node, and copies are for another one. Leave them out.")
+            raise ConfigError(
+                f"{self.ranks} ranks are on one node, but replicas need a second node. Omit the replicas."
+            )
         if self.checkpoints.every % self.replicas.every:
             raise ConfigError(
-                f"saves every {self.checkpoints.every} steps and copies every {self.replicas.every} do not meet; make "
-                "the first a multiple of the second."
+                f"checkpoints every {self.checkpoints.every} steps and replicas every {self.replicas.every} do not "
+                "coincide; make the first interval a multiple of the second."
             )
         if self.replicas.send_s > self.replicas.every * self.step_s:
             raise ConfigError(
-                f"a copy takes {self.replicas.send_s:.3g} s to send, and the next one comes after "
-                f"{self.replicas.every * self.step_s:.3g} s; copy every "
+                f"a replica takes {self.replicas.send_s:.3g} s to send, but the next one follows after "
+                f"{self.replicas.every * self.step_s:.3g} s; replicate every "
                 f"{math.ceil(self.replicas.send_s / self.step_s)} "
-                f"steps, or more."
+                f"steps or more."
             )
 
     @property
@@ -107,25 +110,25 @@ class FailureScenario:
 
     @property
     def mtbf_s(self) -> float:
-        """Mean time between failures of the run."""
+        """Mean time between failures of the run; infinite without failures."""
         rate = self.ranks * self.failures_per_rank_hour
         return HOUR / rate if rate else math.inf
 
     @property
     def recovery_interval(self) -> int:
-        """Steps between states from which the run may resume."""
+        """Steps between states from which the run can resume."""
         return self.checkpoints.every if self.replicas is None else self.replicas.every
 
     @property
     def checkpoint_wait_s(self) -> float:
-        """Time for which a save waits for the one before it to be written; the first of all waits for none."""
+        """Time that a save waits until the previous one is written. The first save does not wait."""
         copying = (
             0.0 if self.replicas is None else self.replicas.blocking_s * (self.checkpoints.every // self.replicas.every)
         )
         return max(0.0, self.checkpoints.write_s - self.checkpoints.every * self.step_s - copying)
 
     def downtime_s(self, *, from_disk: bool) -> float:
-        """Return the time from a failure to the next step, if nothing fails meanwhile."""
+        """Return the time from a failure to the next step, without further failures."""
         source = self.checkpoints if from_disk or self.replicas is None else self.replicas
         return self.detection_s + self.restart_s + source.load_s
 
@@ -134,12 +137,12 @@ class FailureScenario:
 
 
 def young_interval(blocking_s: float, mtbf_s: float) -> float:
-    """Return the seconds of steps between two saves that lose the least, in first order."""
+    """Return the time between two saves that loses the least, by Young's first-order formula."""
     return math.sqrt(2 * blocking_s * mtbf_s)
 
 
 def daly_interval(blocking_s: float, mtbf_s: float) -> float:
-    """Return the same in higher order, for saves that are not short compared with the time between failures."""
+    """Return the same by Daly's higher-order formula, for saves that are not short compared to `mtbf_s`."""
     if blocking_s >= 2 * mtbf_s:
         return mtbf_s
     part = blocking_s / (2 * mtbf_s)
@@ -147,7 +150,7 @@ def daly_interval(blocking_s: float, mtbf_s: float) -> float:
 
 
 def compute_goodput(scenario: FailureScenario) -> float:
-    """Return the useful part of a long run's time, without copies in memory; see [Note: closed form]."""
+    """Return the goodput of a long run without replicas; see [Note: closed form]."""
     saves, mtbf = scenario.checkpoints, scenario.mtbf_s
     steps = saves.every * scenario.step_s
     period = steps + saves.blocking_s + scenario.checkpoint_wait_s
@@ -162,7 +165,7 @@ def compute_goodput(scenario: FailureScenario) -> float:
 
 
 def find_best_interval(scenario: FailureScenario) -> int:
-    """Return the steps between saves of most goodput without copies in memory, so that no save waits for another."""
+    """Return the steps between saves with the highest goodput without replicas, such that no save waits for another."""
     saves, mtbf = scenario.checkpoints, scenario.mtbf_s
     least = max(1, math.ceil(saves.write_s / scenario.step_s))
     if math.isinf(mtbf):
@@ -172,7 +175,7 @@ def find_best_interval(scenario: FailureScenario) -> int:
         return compute_goodput(scenario.with_checkpoints(every))
 
     every = max(least, round(daly_interval(saves.blocking_s, mtbf) / scenario.step_s))
-    # Daly's is off by little, and the goodput has a single maximum.
+    # Daly's interval is nearly optimal, and the goodput has a single maximum.
     while at(every + 1) > at(every):
         every += 1
     while every > least and at(every - 1) >= at(every):
@@ -187,7 +190,7 @@ TIME_PARTS = ("useful", "recomputed", "replicas", "checkpoints", "detection", "r
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Parts of the whole time by name as in `PARTS`, failures, and those that read a disk; each (fleets, runs)."""
+    """Fractions of the time by `TIME_PARTS`, failures, and restores from disk; each of shape (scenarios, runs)."""
 
     parts: dict[str, FloatArray]
     failures: FloatArray
@@ -205,28 +208,28 @@ class SimulationResult:
         return found
 
     def mean_parts(self, scenario: int = 0) -> dict[str, float]:
-        """Return the parts of one fleet, each the mean over its runs."""
+        """Return the parts of one scenario, averaged over its runs."""
         return {name: float(each[scenario].mean()) for name, each in self.parts.items()}
 
 
 def simulate(
     scenarios: Sequence[FailureScenario], seconds: float | Sequence[float], *, num_runs: int = 64, seed: int = 0
 ) -> SimulationResult:
-    """Simulate `num_runs` runs of each fleet for so many seconds, all with the same failures."""
+    """Simulate `num_runs` runs of each scenario for `seconds`; all scenarios share the same random numbers."""
     if not scenarios or num_runs < 1 or not np.all(np.asarray(seconds) > 0):
         raise ConfigError(
-            f"nothing to simulate: {len(scenarios)} fleets, runs={num_runs}, seconds={seconds}; all above 0."
+            f"nothing to simulate: {len(scenarios)} scenarios, num_runs={num_runs}, seconds={seconds}; all must be > 0."
         )
     running = _Simulation(scenarios, np.broadcast_to(np.asarray(seconds, float), len(scenarios)), num_runs)
     chance = np.random.default_rng(seed)
     while not running.is_over.all():
-        # The time of the next failure, its kind, and the node that a second one takes.
+        # Time of the next failure, its kind, and the node that a second failure takes down.
         running.run_attempt(chance.standard_exponential(num_runs), chance.random(num_runs), chance.random(num_runs))
     return running.build_result()
 
 
 class _Simulation:
-    """All runs, each at its own time; arrays are (fleets, runs), or (fleets, 1) for numbers of a fleet."""
+    """State of all runs, each at its own time. Arrays: (scenarios, runs), or (scenarios, 1) for scenario constants."""
 
     def __init__(self, fleets: Sequence[FailureScenario], seconds: FloatArray, runs: int) -> None:
         def zeros() -> FloatArray:
@@ -262,8 +265,8 @@ class _Simulation:
     def _advance(
         self, start_round: FloatArray, elapsed: FloatArray
     ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """Return seconds of steps, of copies, rounds copied, and rounds on disk, `elapsed` seconds after round
-        `start_round`."""
+        """Return seconds of steps, seconds of replicas, replicated rounds and rounds on disk, `elapsed` seconds after
+        round `start_round`."""
         until_save = self.rounds_per_checkpoint - start_round
         first = until_save * self.round_s + self.checkpoint_blocking
         saves = np.where(elapsed < first, 0.0, 1 + np.floor((elapsed - first) / self.period))
@@ -273,7 +276,7 @@ class _Simulation:
         is_saving = whole == np.where(saves > 0, self.rounds_per_checkpoint, until_save)
         stepping = np.where(is_saving, 0.0, np.minimum(rest, self.steps_s))
         rounds = np.where(saves > 0, until_save + (saves - 1) * self.rounds_per_checkpoint, 0.0) + whole
-        # The last copy before a save was there before the save blocked, and before it waited.
+        # The last replica before a save was sent before the save blocked, and before it waited.
         under_way = np.where(
             whole > 0, rest, since + self.checkpoint_blocking + np.where(saves > 1, self.checkpoint_wait, 0.0)
         )
@@ -286,7 +289,7 @@ class _Simulation:
         )
 
     def run_attempt(self, time_to_failure: FloatArray, kind: FloatArray, second_failure: FloatArray) -> None:
-        """Run until the next failure (in mean times between failures); the others are uniform; all (runs,)."""
+        """Run until the next failure, in units of the mean time between failures. All arguments have shape (runs,)."""
         time_to_failure = time_to_failure * self.mtbf
         ends = time_to_failure >= self.remaining
         lasts = np.minimum(time_to_failure, self.remaining)
@@ -302,7 +305,7 @@ class _Simulation:
         spent["loading"] += waited - noticing - starting
         spent["replicas"] += copying
         spent["checkpoints"] += ran - computed - copying
-        spent["recomputed"] += computed  # all that was computed; `outcome` subtracts what was useful
+        spent["recomputed"] += computed  # all computed steps; `build_result` subtracts the useful ones
         self.rounds_on_disk = np.where(saved > 0, self.rounds_done + saved, self.rounds_on_disk)
         fails = ~ends
         still_down = fails & (lasts < self.downtime)
