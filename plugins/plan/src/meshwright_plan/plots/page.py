@@ -262,9 +262,7 @@ def _render_layouts(plot_data: PlotData) -> str:
         row = [each["label"], format_seconds(each["step_seconds"]), format_size(each["peak_reserved_bytes"])]
         rows.append([*row, fits, is_best])
     fitting = sum(1 for each in found if each["fits"])
-    summary = (
-        f"{len(found):,} layouts, of which {fitting:,} fit. The line is the Pareto frontier of time and memory."
-    )
+    summary = f"{len(found):,} layouts, of which {fitting:,} fit. The line is the Pareto frontier of time and memory."
     shown = figures.select_layouts(found)
     if len(shown) < len(found):
         summary += f" The plot shows {len(shown):,}: the frontier and the fastest others."
