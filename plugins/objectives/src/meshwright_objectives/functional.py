@@ -156,8 +156,7 @@ def count_documents_with_targets(batch: Mapping[str, Tensor]) -> int:
 def select_head_output(logits: Tensor, dims: int, name: str) -> Tensor:
     """Return the output of a head with one feature, without that dimension, in float32 or wider.
 
-    Raises:
-        ModelError: the head has another shape.
+    Raises ModelError for other heads.
     """
     if logits.dim() != dims or logits.shape[-1] != 1:
         kind, shape = ("tokens", "(B, S, 1)") if dims == 3 else ("sequences", "(B, 1)")

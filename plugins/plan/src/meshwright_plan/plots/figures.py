@@ -219,8 +219,8 @@ def draw_links(rows: Sequence[StreamTraffic]) -> Picture:
     most = max((max(each.intra_node_bytes, each.inter_node_bytes) for each in rows), default=0) or 1.0
     scale = (WIDTH - left - right) / most
     marks: list[Mark] = [Polyline([(left, top), (left, top + row * len(rows))], _AXIS)]
-    for place, each in enumerate(rows):
-        y = top + place * row
+    for index, each in enumerate(rows):
+        y = top + index * row
         marks.append(Text(left - 12, y + 17, each.stream, anchor="end", is_bold=True))
         marks.append(
             Text(left - 12, y + 33, f"{each.num_ranks:,} ranks, {each.num_calls:,} calls", size=12, anchor="end")
@@ -298,15 +298,15 @@ def draw_layouts(plot_data: PlotData) -> Picture:
     marks = [*axes.marks(), Polyline([(axes.left, axes.y(limit)), (axes.right, axes.y(limit))], _LIMIT)]
     marks.append(Polyline(points, _FRONTIER))
     for each, size in reversed(list(zip(shown, sizes, strict=True))):
-        beyond = "" if size < edge else ", drawn at the edge"
+        beyond = "" if size < edge else ", beyond the range shown"
         fits = "fits" if each["fits"] else "does not fit"
         words = (
             f"{each['label']}: {format_seconds(each['step_seconds'])}, "
             f"{format_size(each['peak_reserved_bytes'])}, {fits}"
         )
         style, radius = (_BEST, 6) if each in best else (_FITS, 4) if each["fits"] else (_TOO_LARGE, 4)
-        place = axes.x(each["step_seconds"]), axes.y(size)
-        marks.append(Dot(*place, radius, style, words + beyond, is_cross=not each["fits"]))
+        centre = axes.x(each["step_seconds"]), axes.y(size)
+        marks.append(Dot(*centre, radius, style, words + beyond, is_cross=not each["fits"]))
     usable = axes.right - 6, axes.y(limit) - 7
     marks.append(Text(*usable, f"usable {format_size(limit)}", "limit", anchor="end", has_halo=True))
     marks += _label_layouts(best, points)

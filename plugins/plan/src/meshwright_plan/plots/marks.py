@@ -51,7 +51,7 @@ COLOURS = {
 
 def format_css_variables() -> str:
     """Return all colours as CSS variables; the dark ones apply under `prefers-color-scheme: dark`."""
-    light, dark = ("".join(f"--{name}:{pair[place]};" for name, pair in COLOURS.items()) for place in (0, 1))
+    light, dark = ("".join(f"--{name}:{pair[index]};" for name, pair in COLOURS.items()) for index in (0, 1))
     return f":root{{color-scheme:light dark;{light}}}\n@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
@@ -62,7 +62,7 @@ def contrast_ratio(one: str, other: str) -> float:
 
 
 def _luminance(colour: str) -> float:
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
@@ -100,8 +100,8 @@ class Rect:
     radius: float = 0
 
     def to_svg(self) -> str:
-        place = {"x": self.x, "y": self.y, "width": self.width, "height": self.height, "rx": self.radius}
-        return _format_element("rect", self.style, self.tooltip, **place)
+        bounds = {"x": self.x, "y": self.y, "width": self.width, "height": self.height, "rx": self.radius}
+        return _format_element("rect", self.style, self.tooltip, **bounds)
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,12 @@ class Text:
     rotation: float = 0
 
     def to_svg(self) -> str:
-        place = f'x="{self.x:.1f}" y="{self.y:.1f}"'
+        position = f'x="{self.x:.1f}" y="{self.y:.1f}"'
         if self.rotation:
-            place = f'transform="translate({self.x:.1f} {self.y:.1f}) rotate({self.rotation:g})"'
+            position = f'transform="translate({self.x:.1f} {self.y:.1f}) rotate({self.rotation:g})"'
         style = f"fill:var(--{self.colour});font-size:{self.size:g}px" + (";font-weight:600" if self.is_bold else "")
         halo = ' class="halo"' if self.has_halo else ""
-        return f'<text {place}{halo} text-anchor="{self.anchor}" style="{style}">{escape(self.text)}</text>'
+        return f'<text {position}{halo} text-anchor="{self.anchor}" style="{style}">{escape(self.text)}</text>'
 
 
 Mark: TypeAlias = "Rect | Polyline | Dot | Text"

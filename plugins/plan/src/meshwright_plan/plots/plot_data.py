@@ -62,9 +62,9 @@ def sample_memory(trace: StepTrace, timeline: Timeline, max_moments: int = 2000)
             last[each.log_length] = each
     moments = sorted(last)
     totals = list(accumulate(sum(c for _, c in trace.memory_log[begin:end]) for begin, end in pairwise([0, *moments])))
-    peak = max(range(len(totals)), key=lambda place: (totals[place], place))
-    places = downsample(totals, max_moments, (peak,))
-    moments = [moments[place] for place in places]
+    peak = max(range(len(totals)), key=lambda index: (totals[index], index))
+    indices = downsample(totals, max_moments, (peak,))
+    moments = [moments[index] for index in indices]
     held: list[Counter[str]] = []
     for begin, logged in pairwise([0, *moments]):
         held.append(held[-1].copy() if held else Counter())
@@ -76,7 +76,7 @@ def sample_memory(trace: StepTrace, timeline: Timeline, max_moments: int = 2000)
         {owner: tuple(each[owner] for each in held) for owner in OWNERS if any(each[owner] for each in held)},
         tuple(last[logged].name for logged in moments),
         tuple(last[logged].phase for logged in moments),
-        places.index(peak),
+        indices.index(peak),
         len(totals),
     )
 
@@ -97,11 +97,11 @@ def _moment_starts(timeline: Timeline, moments: Sequence[int]) -> Iterator[float
     spans = [span for span in timeline.spans if span.stream == COMPUTE]
     logged = [span.log_length for span in spans]
     for moment in moments:
-        place = bisect_left(logged, moment)
-        if place < len(spans) and logged[place] == moment:
-            yield spans[place].start
+        index = bisect_left(logged, moment)
+        if index < len(spans) and logged[index] == moment:
+            yield spans[index].start
         else:
-            yield spans[place - 1].end if place else 0.0
+            yield spans[index - 1].end if index else 0.0
 
 
 @dataclass(frozen=True)
@@ -187,10 +187,10 @@ def compute_overlap(timeline: Timeline, stream: str) -> float:
     found = 0.0
     for span in timeline.spans:
         if span.stream == stream:
-            place = bisect_right(ends, span.start)
-            while place < len(starts) and starts[place] < span.end:
-                found += min(span.end, ends[place]) - max(span.start, starts[place])
-                place += 1
+            index = bisect_right(ends, span.start)
+            while index < len(starts) and starts[index] < span.end:
+                found += min(span.end, ends[index]) - max(span.start, starts[index])
+                index += 1
     return found
 
 
@@ -329,9 +329,9 @@ def _sum_rank_traffic(
         parts = {row["group"]: (find_group_ranks(row["group"], trace.rank, plot_data.degrees, row["ranks"]), 1.0)}
         if row["kind"] == "send":
             parts = {f"{SEND_PREFIX}{peer}": ([trace.rank, peer], part) for peer, part in peers.items()}
-        for stream, (those, part) in parts.items():
-            ranks[stream] = those
-            numbers = row["calls"], *compute_bytes_sent(row["kind"], row["bytes"], those, plot_data.device.node)
+        for stream, (group, part) in parts.items():
+            ranks[stream] = group
+            numbers = row["calls"], *compute_bytes_sent(row["kind"], row["bytes"], group, plot_data.device.node)
             sums[stream] = [total + value * part for total, value in zip(sums[stream], numbers, strict=True)]
     made = []
     for stream, (calls, inside, between) in sums.items():

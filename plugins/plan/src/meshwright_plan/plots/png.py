@@ -134,8 +134,8 @@ def _choose_unit(seconds: float) -> tuple[float, str]:
 
 
 def _plot_memory(plot_data: PlotData) -> Any:
-    place = max(range(len(plot_data.memory_curves)), key=plot_data.reserved_bytes.__getitem__)
-    found, line, taken = plot_data.memory_curves[place], plot_data.timelines[place], plot_data.reserved_bytes[place]
+    index = max(range(len(plot_data.memory_curves)), key=plot_data.reserved_bytes.__getitem__)
+    found, line, taken = plot_data.memory_curves[index], plot_data.timelines[index], plot_data.reserved_bytes[index]
     one, unit = _choose_unit(line.seconds)
     figure, axes = _new_chart(10.5, 5)
     times = [each / one for each in (*found.seconds, line.seconds)]
@@ -193,20 +193,20 @@ def _plot_timeline(plot_data: PlotData) -> Any:
     seen = [
         lane for lane in plot_data.lanes if lane.stream == COMPUTE or busy[id(lane)] > MIN_STREAM_FRACTION * seconds
     ]
-    places, names, y = [], [], 0.0
+    positions, names, y = [], [], 0.0
     for rank, own in groupby(seen, key=lambda lane: lane.rank):
         for number, lane in enumerate(own):
-            places.append(y)
+            positions.append(y)
             share = f"{busy[id(lane)] / seconds:.1%}"
             names.append(f"rank {rank}  {lane.stream} {share}" if number == 0 else f"{lane.stream} {share}")
             y += 1
         y += 0.6
     figure, axes = _new_chart(12, 1.6 + 0.21 * y)
-    for lane, place in zip(seen, places, strict=True):
+    for lane, position in zip(seen, positions, strict=True):
         if lane.stream == COMPUTE:
-            axes.barh(place, seconds / one, height=0.8, color=_LIGHT["panel"])
-        _draw_lane(axes, lane, place, one)
-    axes.set_yticks(places, names, fontsize=8)
+            axes.barh(position, seconds / one, height=0.8, color=_LIGHT["panel"])
+        _draw_lane(axes, lane, position, one)
+    axes.set_yticks(positions, names, fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.margins(y=0.01)
@@ -217,11 +217,11 @@ def _plot_timeline(plot_data: PlotData) -> Any:
     return figure
 
 
-def _draw_lane(axes: Any, lane: Lane, place: float, one: float) -> None:
+def _draw_lane(axes: Any, lane: Lane, position: float, one: float) -> None:
     """Draw the bars of a stream; opacity is the busy fraction of a bar."""
     ranges = [(bar.start / one, (bar.end - bar.start) / one) for bar in lane.bars]
     names = [f"link-{lane.link}" if lane.link else f"phase-{bar.phase}" for bar in lane.bars]
     shares = [bar.busy / (bar.end - bar.start or 1) for bar in lane.bars]
     colours = [(_LIGHT[name], min(1.0, share)) for name, share in zip(names, shares, strict=True)]
     # Edges keep bars visible that are narrower than a pixel.
-    axes.broken_barh(ranges, (place - 0.4, 0.8), facecolors=colours, edgecolors=colours, linewidth=0.5)
+    axes.broken_barh(ranges, (position - 0.4, 0.8), facecolors=colours, edgecolors=colours, linewidth=0.5)

@@ -191,7 +191,7 @@ _PRIORS: Mapping[str, tuple[Prior, Prior, Prior]] = {
     "hybrid": ((0, 0.1), (0, 0.02), (0, 0.1)),
 }
 """Priors of device seconds, of activations and of the rest."""
-_SECONDS, _ACTIVATIONS, _REST = ({name: each[place] for name, each in _PRIORS.items()} for place in range(3))
+_SECONDS, _ACTIVATIONS, _REST = ({name: each[index] for name, each in _PRIORS.items()} for index in range(3))
 _PERSISTENT: Mapping[str, Prior] = {
     "all": (2.7, 0.3),
     "family": (0, 0.2),
@@ -214,10 +214,10 @@ class BayesianRegression:
 
     def __post_init__(self) -> None:
         names = sorted({name for each in self.features for name in each})
-        place = {name: at for at, name in enumerate(names)}
+        column = {name: index for index, name in enumerate(names)}
         self._matrix = torch.zeros(len(self.features), len(names), dtype=torch.float64)
         rows = [row for row, each in enumerate(self.features) for _ in each]
-        columns = [place[name] for each in self.features for name in each]
+        columns = [column[name] for each in self.features for name in each]
         values = torch.tensor([value for each in self.features for value in each.values()], dtype=torch.float64)
         self._matrix[rows, columns] = values
         # A feature has the prior of its name, or else of the part before the colon.
